@@ -1,0 +1,54 @@
+"""For every test: no settings from outside, generous hypothesis deadlines, and nothing left running at the end."""
+
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+MARK = "RAYMOE_TEST_SESSION"
+GRACE_S = 10.0
+
+# No deadline for one example: the machine may be shared. In CI the same examples every time.
+settings.register_profile(
+    "raymoe", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("raymoe")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind():
+    """Fails the session if a process that a test started, or that such a process started, is alive at its end.
+
+    They are known by a variable in their environment, which also those carry that were orphaned on purpose.
+    """
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_AUTH_MODE"):
+        os.environ.pop(name, None)
+    mark = f"{MARK}={uuid.uuid4().hex}"
+    os.environ[MARK] = mark.partition("=")[2]
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "tests left processes behind (now killed): " + "; ".join(
+        f"{pid} {line}" for pid, line in left.items()
+    )
+
+
+def _processes_with(mark: str) -> dict[int, str]:
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (directory / "environ").read_bytes().split(b"\0")
+            command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue  # it ended while we looked, or belongs to another user
+        # Python's resource tracker serves multiprocessing until this very process ends.
+        if mark.encode() in environment and int(directory.name) != os.getpid() and "resource_tracker" not in command:
+            found[int(directory.name)] = command[:200]
+    return found

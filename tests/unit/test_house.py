@@ -1,0 +1,156 @@
+"""The rules of the house that no linter knows."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raymoe
+
+PACKAGE = Path(raymoe.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+HEIGHT = {
+    "__main__": 10,
+    "cli": 9,
+    "run": 8,
+    "gang": 7,
+    "report": 7,
+    "workload": 6,
+    "moe": 5,
+    "exchange": 4,
+    "transport": 3,
+    "memory": 2,
+    "device": 1,
+    "job": 0,
+}
+EVERYWHERE = {"__version__", "__file__"}  # names of the package itself
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(PACKAGE.parent))
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Line and full dotted name of everything that a file imports, at any depth."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{named(path)}:{node.lineno}: imports are absolute"
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def test_the_sources_are_found():
+    assert len(SOURCES) > 10
+    assert {part_of(path) for path in SOURCES} <= {*HEIGHT, "__init__"}, "a new folder needs its place in HEIGHT"
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in SOURCES:
+        part = part_of(path)
+        for line, name in imports(path):
+            words = name.split(".")
+            if words[0] != "raymoe" or len(words) == 1 or words[1] in EVERYWHERE:
+                continue
+            where = f"{named(path)}:{line} imports {name}"
+            if words[1] not in HEIGHT:
+                wrong.append(f"{where}: from the package, not from where it lives")
+            elif words[1] != part and HEIGHT.get(part, 0) <= HEIGHT[words[1]]:
+                wrong.append(f"{where}: {words[1]} is not below {part}")
+    assert wrong == []
+
+
+def test_only_gang_imports_ray():
+    users = {part_of(path) for path in SOURCES for _, name in imports(path) if name.split(".")[0] == "ray"}
+    assert users <= {"gang"}
+
+
+def test_files_and_parameter_lists_are_short():
+    long = {named(path): count for path in SOURCES if (count := len(path.read_text().splitlines())) > 350}
+    assert long == {}
+    wide = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                if len([each for each in arguments if each not in ("self", "cls")]) > 6:
+                    wide.append(f"{named(path)}:{node.lineno} {node.name}")
+    assert wide == [], "a dataclass fits before the seventh parameter"
+
+
+def test_no_error_is_swallowed():
+    wrong = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            fault = _swallows(node)
+            if fault:
+                wrong.append(f"{named(path)}:{getattr(node, 'lineno', 0)}: {fault}")
+    assert wrong == []
+
+
+def _swallows(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+        return "suppresses everything" if any(map(_is_broad, node.args)) else None
+    if not isinstance(node, ast.ExceptHandler):
+        return None
+    if node.type is None:
+        return "a bare except"
+    if all(isinstance(each, ast.Pass) or _is_constant(each) for each in node.body):
+        return "an except that does nothing; contextlib.suppress and a reason say it better"
+    inside = [each for child in node.body for each in ast.walk(child)]
+    told = any(isinstance(each, ast.Raise) or (isinstance(each, ast.Name) and each.id == node.name) for each in inside)
+    return "catches everything and tells nobody" if _is_broad(node.type) and not told else None
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_broad(node: ast.expr) -> bool:
+    kinds = node.elts if isinstance(node, ast.Tuple) else [node]
+    return any(isinstance(each, ast.Name) and each.id in ("Exception", "BaseException") for each in kinds)
+
+
+def test_every_folder_is_a_package_with_a_plain_name():
+    for folder in {path.parent for path in SOURCES}:
+        assert (folder / "__init__.py").exists(), f"{named(folder)} has no __init__.py"
+    for path in SOURCES:
+        assert not {"utils", "util", "helper", "helpers", "manager", "misc", "common"} & {path.stem, path.parent.name}
+
+
+HEAVY = "[name for name in ('torch', 'ray', 'cuda', 'numpy', 'matplotlib') if name in sys.modules]"
+LIGHT = {
+    "import raymoe": "import raymoe",
+    "dir(raymoe)": "import raymoe; dir(raymoe)",
+    "raymoe validate": "from raymoe.cli import main\n"
+    "try:\n    code = main(['validate', 'quickstart'])\n"
+    "except SystemExit as end:\n    code = end.code\n"
+    "assert not code, code",
+    "the report": "import raymoe.report.directory, raymoe.report.environment, raymoe.report.overview\n"
+    "raymoe.report.environment.environment()",
+}
+
+
+@pytest.mark.parametrize("code", LIGHT.values(), ids=LIGHT)
+def test_loads_neither_torch_nor_ray_nor_cuda(code, tmp_path):
+    program = f"import sys\n{code}\nloaded = {HEAVY}\nassert not loaded, loaded"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_lazy_names_arrive():
+    for name in raymoe.__all__:
+        assert getattr(raymoe, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Exchang'"):
+        _ = raymoe.Exchang

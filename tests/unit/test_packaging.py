@@ -1,0 +1,96 @@
+"""configs/ (and kernels/, once there are any) are found by name from a wheel, an editable install and a bare tree."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import raymoe
+
+ROOT = Path(__file__).resolve().parents[2]
+BESIDE = ("configs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
+
+
+def sources(folder: str) -> list[Path]:
+    return sorted(path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built without network: hatchling is among the `dev` extras."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "--wheel-dir", str(out), str(ROOT)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"raymoe", f"raymoe-{raymoe.__version__}.dist-info"}
+    for folder in BESIDE:
+        for path in sources(folder):
+            assert f"raymoe/{path}" in names
+    assert "raymoe/cli.py" in names
+    assert f"raymoe-{raymoe.__version__}.dist-info/licenses/LICENSE" in names
+
+
+def test_wheel_has_the_command_and_honest_needs(wheel):
+    archive = zipfile.ZipFile(wheel)
+    info = f"raymoe-{raymoe.__version__}.dist-info"
+    assert "raymoe = raymoe.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    metadata = archive.read(f"{info}/METADATA").decode()
+    needs = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    needs = [need for need in needs if "extra ==" not in need]
+    assert {need.partition(">")[0].split("<")[0] for need in needs} == {
+        *("ray[default]", "torch", "cuda-python", "pyyaml", "pydantic", "typer", "rich", "matplotlib")
+    }
+    assert "Requires-Python: >=3.11" in metadata
+
+
+def validate(path: Path | None, folder: Path) -> None:
+    """`raymoe validate quickstart` from `folder`, with the package taken from `path` (None: as installed here)."""
+    program = "import sys, raymoe.cli; print(raymoe.__file__); sys.exit(raymoe.cli.main(['validate', 'quickstart']))"
+    environment = {**os.environ, "PYTHONPATH": str(path or "")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(path or ROOT)), "another raymoe was loaded than the one under test"
+
+
+def test_configs_are_found_from_a_wheel(wheel, tmp_path):
+    site = tmp_path / "site-packages"
+    zipfile.ZipFile(wheel).extractall(site)
+    validate(site, tmp_path)
+
+
+def test_configs_are_found_from_a_bare_source_tree(tmp_path):
+    tree = tmp_path / "tree"
+    for folder in ("raymoe", "configs"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)  # it tells a source tree from a folder with the same names
+    validate(tree, tmp_path)
+
+
+def test_configs_are_found_as_installed_here(tmp_path):
+    validate(None, tmp_path)
+
+
+def test_every_tested_version_is_pinned_and_within_the_declared_range():
+    from packaging.requirements import Requirement
+
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
+        need = Requirement(text)
+        version = pins.get(need.name.lower())
+        assert version is not None, f"constraints.txt does not pin {need.name}"
+        assert need.specifier.contains(version), f"{need.name}=={version} is outside {need.specifier}"
