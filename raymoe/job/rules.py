@@ -1,0 +1,136 @@
+"""What one key's value asks of another's. Each rule sees one case, never a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raymoe.job.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from raymoe.job.model import Job
+
+_ROW_BYTES = 16  # rows move in pieces of 16 bytes
+_MAX_ROWS = 2**31 - 1  # offsets of rows are int32
+
+MOE = ("exchange", "layer")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`check` gives (what is wrong, what to do), or None. `keys` are those it reads, the most telling one first."""
+
+    workloads: tuple[str, ...]
+    keys: tuple[str, ...]
+    check: Callable[[Job], tuple[str, str] | None]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that a job breaks."""
+
+    rule: Rule
+    reason: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.rule.keys[0]}: {self.reason}, {self.hint}"
+
+
+def broken(job: Job) -> Iterator[Broken]:
+    """The rules that a job without a matrix breaks."""
+    for rule in RULES:
+        if job.workload in rule.workloads and (found := rule.check(job)):
+            yield Broken(rule, *found)
+
+
+def _experts_divide(job: Job) -> tuple[str, str] | None:
+    experts, ranks = job.shape.experts, job.world.ranks
+    if experts % ranks == 0:
+        return None
+    below, above = experts // ranks * ranks, -(-experts // ranks) * ranks
+    would = f"{below} or {above}" if below else str(above)
+    return f"{experts} experts do not divide among {ranks} ranks", f"{would} would"
+
+
+def _topk_fits(job: Job) -> tuple[str, str] | None:
+    if job.shape.topk <= job.shape.experts:
+        return None
+    return f"topk {job.shape.topk} is more than the {job.shape.experts} experts", f"at most {job.shape.experts}"
+
+
+def _rows_are_whole(job: Job) -> tuple[str, str] | None:
+    size = DTYPE_BYTES[job.shape.dtype]
+    row = job.shape.hidden * size
+    if row % _ROW_BYTES == 0:
+        return None
+    step = _ROW_BYTES // size
+    return (
+        f"a row of {job.shape.hidden} {job.shape.dtype} has {row} bytes, not a multiple of {_ROW_BYTES}",
+        f"hidden {-(-job.shape.hidden // step) * step} would do",
+    )
+
+
+def _rows_can_be_counted(job: Job) -> tuple[str, str] | None:
+    rows = job.world.ranks * job.shape.tokens * job.shape.topk
+    rows += job.shape.experts // job.world.ranks * (job.exchange.alignment - 1)
+    if rows <= _MAX_ROWS:
+        return None
+    return f"up to {rows} rows on a rank, offsets count to {_MAX_ROWS}", "fewer tokens, ranks or topk"
+
+
+def _capacity_can_do(job: Job) -> tuple[str, str] | None:
+    """All ids lead somewhere, so R*T*K rows are spread over R ranks, and some rank receives T*K of them or more."""
+    routing, rows = job.routing, job.shape.tokens * job.shape.topk
+    if job.exchange.capacity == "worst" or routing.masked > 0 or routing.ragged or routing.kind == "trace":
+        return None
+    if job.exchange.capacity >= rows:
+        return None
+    return (
+        f"capacity {job.exchange.capacity} overflows however rows are spread, some rank receives at least {rows}",
+        f"at least {rows}, or worst",
+    )
+
+
+def _wire_is_dtype(direction: str) -> Callable[[Job], tuple[str, str] | None]:
+    def check(job: Job) -> tuple[str, str] | None:
+        wire, dtype = getattr(job.exchange.wire, direction), job.shape.dtype
+        if wire in (None, dtype):
+            return None
+        return f"rows of {dtype} cannot cross as {wire}", f"write {dtype} or leave it out"
+
+    return check
+
+
+def _trace_is_named(job: Job) -> tuple[str, str] | None:
+    if job.routing.kind != "trace" or job.routing.file is not None:
+        return None
+    return "kind trace without a file", "name a .npy file of expert ids in routing.file"
+
+
+def _peers_exist(job: Job) -> tuple[str, str] | None:
+    if job.world.ranks > 1:
+        return None
+    return "one rank has no peer to send to", "p2p takes 2 ranks or more"
+
+
+RULES = (
+    Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),
+    Rule(MOE, ("shape.topk", "shape.experts"), _topk_fits),
+    Rule(MOE, ("shape.hidden", "shape.dtype"), _rows_are_whole),
+    Rule(
+        MOE,
+        ("shape.tokens", "shape.topk", "world.ranks", "shape.experts", "exchange.alignment"),
+        _rows_can_be_counted,
+    ),
+    Rule(
+        MOE,
+        ("exchange.capacity", "shape.tokens", "shape.topk", "routing.kind", "routing.masked", "routing.ragged"),
+        _capacity_can_do,
+    ),
+    Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _wire_is_dtype("dispatch")),
+    Rule(MOE, ("exchange.wire.combine", "shape.dtype"), _wire_is_dtype("combine")),
+    Rule(MOE, ("routing.kind", "routing.file"), _trace_is_named),
+    Rule(("p2p",), ("world.ranks",), _peers_exist),
+)

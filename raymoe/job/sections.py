@@ -1,0 +1,148 @@
+"""The sections of a job. Every key has its one home, type, bounds and default here."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from raymoe.job.units import SIZE_PATTERN, parse_size
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+class Section(BaseModel):
+    """Strict, frozen, and without unknown keys: a setting that is not understood is never passed over."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def _auto_or_false(value: Any) -> Any:
+    if value is True:
+        raise PydanticCustomError("graph", "CUDA graphs need GPU ranks and these are CPU ranks, write auto or false")
+    if value == "auto" or value is False:
+        return value
+    raise PydanticCustomError("graph", "not one of auto or false")
+
+
+def _rows_or_worst(value: Any) -> Any:
+    if value == "worst" or (type(value) is int and 1 <= value < 2**31):
+        return value
+    raise PydanticCustomError("capacity", "not worst, nor a number of rows from 1 to 2147483647")
+
+
+def _bytes(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            raise PydanticCustomError("size", "{why}", {"why": str(error)}) from None
+    if type(value) is not int:
+        raise PydanticCustomError("size", "not a size such as 4096 or 4KiB")
+    return value
+
+
+def _both_ways(value: Any) -> Any:
+    return {"dispatch": value} if isinstance(value, str) else value
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(_bytes),
+    Field(ge=1, le=2**40),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]}),
+]
+
+
+class World(Section):
+    ranks: int = Field(default=4, ge=1, le=1024)
+    """Ranks, each an actor with a process of its own."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where ranks run; auto is cpu here."""
+    cpus: float = Field(default=0.5, ge=0.001, le=1024)
+    """Ray CPUs that a CPU rank asks for."""
+    restarts: int = Field(default=1, ge=0, le=100)
+    """How many times the gang starts again after a rank was lost."""
+    placement_timeout_s: float = Field(default=60.0, gt=0, le=86400)
+    """How long to wait for room in the cluster, in seconds."""
+    wait_timeout_s: float = Field(default=30.0, gt=0, le=86400)
+    """How long a rank waits for a peer, in seconds."""
+
+
+class Shape(Section):
+    tokens: int = Field(default=512, ge=1, le=2**24)
+    """T, tokens a rank."""
+    hidden: int = Field(default=1024, ge=1, le=2**20)
+    """H, elements of a token's row."""
+    experts: int = Field(default=32, ge=1, le=2**16)
+    """E, experts of all ranks together."""
+    topk: int = Field(default=4, ge=1, le=256)
+    """K, experts that a token goes to."""
+    ffn: int = Field(default=512, ge=1, le=2**20)
+    """Inner size of an expert; the layer workload alone has experts."""
+    dtype: Dtype = "bfloat16"
+    """Type of rows and weights."""
+
+
+class Routing(Section):
+    kind: Literal["uniform", "zipf", "hot", "trace"] = "uniform"
+    """Which experts tokens go to: all alike, a zipf law, one hot expert, or a recorded trace."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of everything that is drawn."""
+    alpha: float = Field(default=1.0, gt=0, le=100)
+    """Exponent of the zipf law."""
+    share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the tokens that name the hot expert."""
+    file: str | None = Field(default=None, min_length=1)
+    """Recorded expert ids, relative to the config; for kind trace."""
+    masked: float = Field(default=0.0, ge=0, le=1)
+    """Share of the ids that are -1, no expert."""
+    ragged: bool = False
+    """Whether ranks hold different numbers of tokens, down to none."""
+
+
+class Wire(Section):
+    dispatch: Dtype | None = None
+    """What rows travel as to the experts; the shape's dtype unless said."""
+    combine: Dtype | None = None
+    """What rows travel as on the way back; the shape's dtype unless said."""
+
+
+class Exchange(Section):
+    backend: Literal["auto", "host", "collective", "allgather"] = "auto"
+    """How rows move: over shared memory (host), or by Gloo (collective, allgather)."""
+    layout: Literal["expert", "rank"] = "expert"
+    """Order of received rows: by expert, or as they came from each rank."""
+    alignment: int = Field(default=16, ge=1, le=65536)
+    """Each expert's rows start at a multiple of this."""
+    padding: Literal["any", "zero"] = "any"
+    """What the gaps between experts hold."""
+    sms: Literal["auto"] = "auto"
+    """SMs of a GPU; CPU ranks have none."""
+    capacity: Annotated[int | Literal["worst"], BeforeValidator(_rows_or_worst)] = "worst"
+    """Rows received at most: enough for the worst routing, or a number."""
+    wire: Annotated[Wire, BeforeValidator(_both_ways)] = Wire()
+    """What crosses the link; a plain name is that of dispatch."""
+
+
+class Steps(Section):
+    warmup: int = Field(default=5, ge=0, le=1_000_000)
+    """Steps before the clock starts."""
+    count: int = Field(default=50, ge=1, le=1_000_000)
+    """Steps on the clock."""
+    graph: Annotated[Literal["auto", False], BeforeValidator(_auto_or_false)] = "auto"
+    """CUDA graphs; CPU ranks have none."""
+    verify: bool = True
+    """Whether the first, the last and every 50th step are checked, off the clock."""
+
+
+class P2p(Section):
+    protocol: Literal["put", "get"] = "put"
+    """Who moves the bytes: the one that has them, or the one that wants them."""
+    transports: Annotated[tuple[Literal["auto", "host"], ...], Field(strict=False, min_length=1)] = ("auto",)
+    """How bytes move between two ranks."""
+    bytes: Annotated[tuple[Size, ...], Field(strict=False, min_length=1)] = (4096, 1048576)
+    """Message sizes, such as 4KiB."""
+    pattern: Literal["pairs", "all_to_all"] = "pairs"
+    """One pair of ranks after the other, or all at once."""

@@ -1,0 +1,28 @@
+"""Configs written for one test, and the problems found in them."""
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from raymoe.job import load_job
+from raymoe.job.errors import ConfigError
+
+
+def write(folder: Path, text: str, name: str = "x.yaml") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(dedent(text))
+    return str(path)
+
+
+def refused(config: str, *sets: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_job(config, sets)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def problems(folder: Path, text: str, *sets: str) -> list[str]:
+    """What is told of a config, each without the folder's name."""
+    return [str(problem).replace(f"{folder}/", "") for problem in refused(write(folder, text), *sets).problems]
