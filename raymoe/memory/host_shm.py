@@ -1,0 +1,170 @@
+"""Heaps in host memory that other processes on this machine can map.
+
+A segment is a `memfd`: memory with no name, reached by a peer through `/proc/<pid>/fd/<n>` while its owner keeps the
+descriptor open. Its lifetime is held by three invariants:
+
+- **Nothing to leave behind.** There is no path in a file system. When the last mapping is gone, with the process that
+  had it at the latest, the kernel frees the memory, however the processes ended.
+- **No invalidation.** A tensor or a view over a segment keeps the mapping alive, after `close` too: `close` gives up
+  this object's hold and nothing else. The size is sealed, so a mapped page cannot vanish under its reader.
+- **A door that closes.** `unpublish` closes the owner's descriptor once all peers have mapped; from then on no other
+  process can reach the memory. Peers that have mapped it lose nothing.
+
+The memory is reserved when it is made, so a machine that has too little says so then and not in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+from raymoe.job.errors import PlacementError, WiringError
+
+KIND = "host_shm"
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FIELDS = {
+    "kind": str,
+    "path": str,
+    "pid": int,
+    "started": int,
+    "pid_ns": str,
+    "boot_id": str,
+    "inode": int,
+    "nbytes": int,
+}
+
+
+class Segment:
+    """Memory of one rank, mapped here; `descriptor` is None in a peer and after `unpublish`."""
+
+    def __init__(self, buffer: mmap.mmap, nbytes: int, fd: int | None = None) -> None:
+        self._buffer: mmap.mmap | None = buffer
+        self._fd = fd
+        self.nbytes = nbytes
+
+    @property
+    def buffer(self) -> mmap.mmap:
+        if self._buffer is None:
+            raise WiringError("this segment is closed; ask for its tensors before closing it")
+        return self._buffer
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise WiringError(f"bytes {offset} to {offset + nbytes} asked of a segment of {self.nbytes} bytes")
+        return memoryview(self.buffer)[offset : offset + nbytes]
+
+    def descriptor(self) -> dict[str, object]:
+        """What a peer needs to map this memory: plain values only."""
+        if self._fd is None:
+            raise WiringError("this segment cannot be mapped any more; descriptors are taken before unpublish()")
+        return {
+            "kind": KIND,
+            "path": f"/proc/{os.getpid()}/fd/{self._fd}",
+            "pid": os.getpid(),
+            "started": start_time(os.getpid()),
+            "pid_ns": _pid_namespace(),
+            "boot_id": _boot_id(),
+            "inode": os.fstat(self._fd).st_ino,
+            "nbytes": self.nbytes,
+        }
+
+    def unpublish(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def close(self) -> None:
+        self.unpublish()
+        self._buffer = None
+
+
+def own(name: str, nbytes: int) -> Segment:
+    """New zeroed memory, 0600, reserved at once."""
+    _refuse_if_too_large(name, nbytes)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return Segment(_map(fd, nbytes), nbytes, fd)
+    except OSError as error:
+        os.close(fd)
+        raise PlacementError(f"{nbytes} bytes of shared memory for {name} were refused: {error.strerror}") from error
+
+
+def map_peer(descriptor: dict[str, object]) -> Segment:
+    """Map the memory that a peer's descriptor names, after checking that it is that memory still."""
+    check_fields(descriptor, _FIELDS)
+    pid, nbytes = int(str(descriptor["pid"])), int(str(descriptor["nbytes"]))
+    _check_same_machine(descriptor)
+    try:
+        if start_time(pid) != descriptor["started"]:
+            raise WiringError(f"process {pid} is not the one that exported its heap: another has its number now")
+        fd = os.open(str(descriptor["path"]), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise WiringError(f"process {pid} is gone or has withdrawn its heap ({descriptor['path']})") from error
+    except PermissionError as error:
+        raise WiringError(
+            f"{descriptor['path']} may not be opened; all ranks of a host must run as one user"
+        ) from error
+    try:
+        found = os.fstat(fd)
+        if found.st_ino != descriptor["inode"]:
+            raise WiringError(
+                f"{descriptor['path']} is inode {found.st_ino} now, not {descriptor['inode']} as exported"
+            )
+        if found.st_size != nbytes:
+            raise WiringError(f"{descriptor['path']} holds {found.st_size} bytes; its descriptor says {nbytes}")
+        return Segment(_map(fd, nbytes), nbytes)
+    finally:
+        os.close(fd)
+
+
+def check_fields(descriptor: dict[str, object], fields: dict[str, type]) -> None:
+    """Refuse a descriptor that is cut short or holds something else than it should."""
+    for name, kind in fields.items():
+        if name not in descriptor:
+            raise WiringError(f"a descriptor without {name!r}; it has {', '.join(descriptor) or 'nothing'}")
+        if type(descriptor[name]) is not kind:
+            found = type(descriptor[name]).__name__
+            raise WiringError(f"a descriptor whose {name!r} is of type {found}; {kind.__name__} is needed")
+
+
+def start_time(pid: int) -> int:
+    """When a process began, in clock ticks since boot: it tells a process from a later one of the same number."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _check_same_machine(descriptor: dict[str, object]) -> None:
+    if descriptor["kind"] != KIND:
+        raise WiringError(f"a heap of kind {descriptor['kind']}; CPU ranks map {KIND}")
+    if descriptor["boot_id"] != _boot_id():
+        raise WiringError(f"a heap of boot {descriptor['boot_id']}; this machine is boot {_boot_id()}: one host only")
+    if descriptor["pid_ns"] != _pid_namespace():
+        mine, other = _pid_namespace(), descriptor["pid_ns"]
+        raise WiringError(f"a heap in PID namespace {other}; this rank is in {mine} and sees no /proc of it")
+
+
+def _refuse_if_too_large(name: str, nbytes: int) -> None:
+    # Reserving more than there is would call the kernel's out-of-memory killer, which names nobody.
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            if nbytes > available:
+                raise PlacementError(f"{name} asks for {nbytes} bytes of shared memory; {available} are available")
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())

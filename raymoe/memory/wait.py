@@ -1,0 +1,137 @@
+"""The one bounded wait of CPU ranks, and the fence that goes with it.
+
+A wait ends in one of three ways: the word has come, the deadline has passed (`PeerTimeout`), or somebody in this
+process asked this rank to stop (`Aborted`). It never spins: there may be more ranks than cores, and the peer that is
+waited for may need this very core. So it yields a few times, then sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Callable
+
+from raymoe.job.errors import Aborted, PeerTimeout, WiringError
+from raymoe.memory.heap import WORD_STRIDE
+
+_YIELDS = 4
+_SLEEP_S = 50e-6
+_LONGEST_SLEEP_S = 500e-6  # an abort must end a wait within about a millisecond
+
+_MEMBARRIER_NUMBER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
+_GLOBAL_EXPEDITED = 1 << 1
+_REGISTER_GLOBAL_EXPEDITED = 1 << 2
+
+
+class Words:
+    """A row of 64-bit words, one per writer, each on cache lines of its own.
+
+    A load or a store of one is a single aligned access, so a reader sees the old value or the new one, never a mixture.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view.cast("q")
+
+    def __getitem__(self, index: int) -> int:
+        return self._view[index * WORD_STRIDE]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._view[index * WORD_STRIDE] = value
+
+    def __len__(self) -> int:
+        return len(self._view) // WORD_STRIDE
+
+
+class Waiter:
+    """All waits of one rank. Any thread may call `abort` and read `waiting`; the rank's own thread waits."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.waiting: tuple[str, int] | None = None
+        self.reason: str | None = None
+        self.fence = _choose_fence()
+
+    def abort(self, reason: str) -> None:
+        """End the wait that is going on, if there is one, and every later one."""
+        self.reason = reason
+
+    def check(self, peer: int | None = None) -> None:
+        """Raise `Aborted` where this rank was told to stop; `peer` is the one it waits for."""
+        if self.reason is not None:
+            raise Aborted(f"rank {self.rank} was told to stop: {self.reason}", peer)
+
+    def for_epoch(
+        self,
+        op: str,
+        words: Words,
+        peer: int,
+        epoch: int,
+        *,
+        timeout_s: float | None = None,
+        index: int | None = None,
+    ) -> None:
+        """Wait until the word of `peer` (or that at `index`) is at least `epoch`. A peer may be one operation ahead."""
+        at = peer if index is None else index
+        seen = words[at]
+        if seen < epoch:
+            limit = self.timeout_s if timeout_s is None else timeout_s
+            start = time.monotonic()
+            arrived = self.until(op, peer, lambda: words[at] >= epoch, limit)
+            seen = words[at]
+            if not arrived:
+                raise PeerTimeout(op, epoch, peer, epoch, seen, time.monotonic() - start, self.rank)
+        self.fence()  # orders the load of the word before the loads of what it announced
+
+    def until(self, op: str, peer: int, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `ready()`; False if that was not so within `timeout_s`."""
+        start = time.monotonic()
+        pauses = 0
+        sleep = _SLEEP_S
+        self.waiting = (op, peer)
+        try:
+            while not ready():
+                self.check(peer)
+                pauses += 1
+                if pauses <= _YIELDS:
+                    os.sched_yield()
+                    continue
+                if time.monotonic() - start > timeout_s:
+                    return False
+                time.sleep(sleep)
+                if pauses > 40:
+                    sleep = min(sleep * 1.1, _LONGEST_SLEEP_S)
+            return True
+        finally:
+            self.waiting = None
+
+
+def _choose_fence() -> Callable[[], None]:
+    """What must stand between the stores of a payload and the store of its flag, and between the loads of the two.
+
+    x86-64 keeps stores in order and loads in order, and libc ends its streaming copies with a fence of its own.
+    Elsewhere `membarrier` makes every running thread of every registered process pass a full barrier, which orders both
+    ends.
+    """
+    machine = platform.machine()
+    if machine in ("x86_64", "AMD64"):
+        return _no_fence
+    number = _MEMBARRIER_NUMBER.get(machine)
+    if number is None:
+        raise WiringError(f"no known memory fence for CPU ranks on {machine}; x86_64, aarch64 and riscv64 have one")
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    if syscall(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise WiringError(f"CPU ranks on {machine} need membarrier (Linux 4.16 or later), which said: {reason}")
+
+    def membarrier() -> None:
+        if syscall(number, _GLOBAL_EXPEDITED, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "membarrier failed after it was registered")
+
+    return membarrier
+
+
+def _no_fence() -> None:
+    return None
