@@ -1,0 +1,144 @@
+"""Which columns the table of a set of result lines has, and what stands in them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raymoe.report.results import Line
+
+
+@dataclass(frozen=True)
+class Column:
+    header: str
+    cells: list[str]
+    right: bool = False
+
+
+def byte_size(value: object) -> str:
+    """
+    >>> byte_size(512), byte_size(4096), byte_size(3 * 2**19), byte_size(268435456)
+    ('512 B', '4 KiB', '1.5 MiB', '256 MiB')
+    """
+    size = float(str(value))
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"
+
+
+def _yes_no(value: object) -> str:
+    return "yes" if value else "NO"
+
+
+def _fixed(digits: int) -> Callable[[object], str]:
+    return lambda value: f"{float(str(value)):,.{digits}f}"
+
+
+# What a line is about. A column that is the same in every line moves to the caption, one that the name of the case
+# tells already is left out.
+SETTINGS = {
+    "op": "op",
+    "backend": "backend",
+    "transport": "transport",
+    "pattern": "pattern",
+    "src": "src",
+    "dst": "dst",
+    "bytes": "size",
+    "ranks": "ranks",
+    "tokens": "tokens",
+    "hidden": "hidden",
+    "experts": "experts",
+    "topk": "top-k",
+    "dtype": "dtype",
+    "wire": "wire",
+    "routing": "routing",
+    "seed": "seed",
+    "layout": "layout",
+    "alignment": "alignment",
+    "padding": "padding",
+    "sms": "SMs",
+    "graph": "graph",
+    "device": "device",
+}
+NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms"}
+# The job's own word for a setting, where it differs from the key of the result line.
+WORD_IN_CASE = {"routing": "kind"}
+
+# us_min, us_max and samples stay in results.jsonl: the table fits 100 columns.
+MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
+    "us_p50": ("p50 us", _fixed(1)),
+    "us_p99": ("p99 us", _fixed(1)),
+    "bytes_wire": ("on wire", byte_size),
+    "gbps_wire": ("GB/s", _fixed(2)),
+    "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),
+    "verified": ("verified", _yes_no),
+}
+
+
+def show(key: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return byte_size(value) if key == "bytes" else str(value)
+
+
+def columns_of(lines: Sequence[Line]) -> list[Column]:
+    """The columns of these lines, from the left: what differs between them, then what was measured."""
+    columns = []
+    for key in ("run", "case"):
+        if len({line[key] for line in lines}) > 1:
+            columns.append(Column(key, [str(line[key]) for line in lines]))
+    for key, header in SETTINGS.items():
+        if key == "op" or (_varies(lines, key) and not _told_by_case(lines, key)):
+            columns.append(Column(header, [show(key, line[key]) for line in lines], right=key in NUMERIC))
+    for key, (header, form) in MEASURES.items():
+        values = [line[key] for line in lines]
+        if any(value is not None for value in values):
+            columns.append(Column(header, ["-" if value is None else form(value) for value in values], right=True))
+    if any(ratios := compare(lines)):
+        columns.append(Column("vs slowest", [f"{each:.2f}x" if each else "-" for each in ratios], right=True))
+    return columns
+
+
+def caption_of(lines: Sequence[Line]) -> str:
+    """What all lines share: `exchange: ranks 4, tokens 512, dtype bfloat16`."""
+    shared = [
+        f"{header} {show(key, lines[0][key])}"
+        for key, header in SETTINGS.items()
+        if key != "op" and lines[0][key] is not None and not _varies(lines, key)
+    ]
+    return f"{lines[0]['workload']}: {', '.join(shared)}"
+
+
+def compare(lines: Sequence[Line]) -> list[float | None]:
+    """How many times as fast each line is as the slowest line that does the same by another backend or transport.
+
+    >>> from raymoe.report.results import complete
+    >>> def line(backend, op, us):
+    ...     measured = {"case": backend, "backend": backend, "op": op, "us_p50": us}
+    ...     return complete(measured, run="a-b", generation=0, commit=None)
+    >>> compare([line("host", "dispatch", 50.0), line("collective", "dispatch", 100.0), line("host", "combine", 9.0)])
+    [2.0, 1.0, None]
+    """
+    same = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph")), "run"]
+    groups: dict[tuple[object, ...], list[Line]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line[key] for key in same), []).append(line)
+    result: list[float | None] = []
+    for line in lines:
+        group = groups[tuple(line[key] for key in same)]
+        rivals = {(each["backend"], each["transport"]) for each in group}
+        times = [float(str(each["us_p50"])) for each in group if each["us_p50"]]
+        comparable = len(rivals) > 1 and line["us_p50"]
+        result.append(max(times) / float(str(line["us_p50"])) if comparable else None)
+    return result
+
+
+def _varies(lines: Sequence[Line], key: str) -> bool:
+    return len({line[key] for line in lines}) > 1
+
+
+def _told_by_case(lines: Sequence[Line], key: str) -> bool:
+    word = WORD_IN_CASE.get(key, key)
+    return all(f"{word}={line[key]}" in str(line["case"]).split(",") for line in lines)

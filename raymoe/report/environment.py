@@ -1,0 +1,85 @@
+"""What a run ran on: versions, host, processor, memory and the commit of the code."""
+
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import raymoe
+
+PACKAGES = ("ray", "torch", "cuda-python", "numpy", "pydantic", "pyyaml")
+SOURCES = Path(raymoe.__file__).resolve().parent.parent
+
+
+def environment() -> dict[str, object]:
+    """For environment.json. Reads files and package metadata only: nothing heavy is imported."""
+    return {
+        "raymoe": raymoe.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpu": {
+            "model": processor(_read("/proc/cpuinfo").splitlines()),
+            "cores": os.cpu_count(),
+            "usable": len(os.sched_getaffinity(0)),
+        },
+        "memory": {"total_bytes": total_memory(_read("/proc/meminfo").splitlines()), "limit_bytes": _memory_limit()},
+    }
+
+
+def commit(sources: Path = SOURCES) -> str | None:
+    """The commit of the sources, `-dirty` when they differ from it; None for an installed copy or without git."""
+    if not (sources / ".git").exists():
+        return None
+    command = ["git", "-C", str(sources), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def processor(lines: Iterable[str]) -> str:
+    """
+    >>> processor(["processor : 0", "model name : Some CPU @ 2 GHz", "processor : 1"])
+    'Some CPU @ 2 GHz'
+    """
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":  # x86-64; aarch64 gives no such line
+            return value.strip()
+    return platform.machine()
+
+
+def total_memory(lines: Iterable[str]) -> int | None:
+    """
+    >>> total_memory(["MemTotal:       24689152 kB", "MemFree: 1 kB"])
+    25281691648
+    """
+    for line in lines:
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _memory_limit() -> int | None:
+    """Of the container, where there is one (cgroup v2); `max` means none."""
+    text = _read("/sys/fs/cgroup/memory.max").strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: str) -> str:
+    file = Path(path)
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

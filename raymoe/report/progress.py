@@ -1,0 +1,81 @@
+"""What a person sees while a run goes on: one bar on a terminal, a plain line now and then elsewhere. All on stderr."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+LINE_S = 5.0  # at most one plain line of progress in this time, so that a job's log stays readable
+
+
+class Progress:
+    """Progress over `cases` cases. Draws only when told something: there is no thread behind it."""
+
+    def __init__(self, stream: TextIO, cases: int, finished: int = 0, quiet: bool = False) -> None:
+        self._stream, self._cases, self._finished, self._quiet = stream, cases, finished, quiet
+        self._last_line = time.monotonic()
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        if stream.isatty() and not quiet:
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import Progress as RichProgress
+
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TimeElapsedColumn())
+            self._bar = RichProgress(*columns, console=Console(file=stream), auto_refresh=False, transient=True)
+            self._task = self._bar.add_task("starting", total=float(cases), completed=finished)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._bar.refresh()
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def doing(self, what: str) -> None:
+        """What goes on now, before there are steps to count."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description=what)
+            self._bar.refresh()
+        else:
+            self.note(what)
+
+    def step(self, case: str, done: int, total: int) -> None:
+        """`done` of `total` steps of a case."""
+        text = f"case {self._finished + 1}/{self._cases} {case}: step {done}/{total}"
+        if self._bar is not None and self._task is not None:
+            share = self._finished + (done / total if total else 0.0)
+            self._bar.update(self._task, description=text, completed=share)
+            self._bar.refresh()
+        elif time.monotonic() - self._last_line >= LINE_S:
+            self._last_line = time.monotonic()
+            self.note(text)
+
+    def case_done(self, case: str) -> None:
+        """A case is finished and written."""
+        self._finished += 1
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=float(self._finished))
+            self._bar.refresh()
+        else:
+            self._last_line = time.monotonic()
+            self.note(f"case {self._finished}/{self._cases} {case}: done")

@@ -1,0 +1,72 @@
+"""A disk that fills up: exit code 8, and what was there before is still whole."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Adds cases until one does not fit. Prints how many did; ends with the exit code of what stopped it.
+FILL = """
+import sys
+from pathlib import Path
+from raymoe.job.errors import CannotWrite
+from raymoe.report.directory import RunDirectory
+from tests.unit.lines import exchange_case
+directory = RunDirectory.create(Path(sys.argv[1]), "quick")
+directory.write_config({"a": 1})
+{limit}
+for count in range(1000):
+    try:
+        directory.add_case(exchange_case(f"b{count}", 100.0))
+    except CannotWrite as error:
+        print(error, file=sys.stderr)
+        print(count)
+        sys.exit(error.exit_code)
+"""
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))"
+# After that, in the same place: what is there can be read, and holds the finished cases and nothing else.
+LOOK = """
+import sys
+from pathlib import Path
+from raymoe.report.record import Record
+path = Path(sys.argv[1])
+record = Record.read(path)
+assert [line["op"] for line in record.lines] == ["dispatch", "combine", "exchange"] * int(sys.argv[2])
+assert {each.name for each in path.iterdir()} == {".lock", "config.yaml", "results.jsonl"}, list(path.iterdir())
+"""
+
+
+def run(*command, root):
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root, check=False)
+
+
+def test_a_limit_on_file_size(tmp_path, pytestconfig):
+    """Runs everywhere: the system refuses the write in the middle of a file, as a full disk does."""
+    root, place = pytestconfig.rootpath, str(tmp_path / "r")
+    filled = run(sys.executable, "-c", FILL.replace("{limit}", LIMIT), place, root=root)
+    assert filled.returncode == 8, filled.stderr
+    assert filled.stderr == f"cannot write {place}/results.jsonl: File too large; " + (
+        "make room there or name another place with --out\n"
+    )
+    assert int(filled.stdout) > 5
+    looked = run(sys.executable, "-c", LOOK, place, filled.stdout.strip(), root=root)
+    assert looked.returncode == 0, looked.stderr
+
+
+def test_a_small_tmpfs(tmp_path, pytestconfig):
+    """A file system of its own in a mount namespace of its own, which ends with the shell whatever happens."""
+    probe = run("unshare", "--mount", "mount", "-t", "tmpfs", "none", str(tmp_path), root="/")
+    if probe.returncode != 0:
+        pytest.skip(f"this user may not mount: {probe.stderr.strip()}; test_a_limit_on_file_size covers it")
+    script = """
+    mount -t tmpfs -o size=128k none "$1" || exit 99
+    "$2" -c "$3" "$1/r" > "$1.count"; code=$?
+    "$2" -c "$4" "$1/r" "$(cat "$1.count")" || exit 98
+    exit $code
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    programs = (sys.executable, FILL.replace("{limit}", ""), LOOK)
+    done = run("unshare", "--mount", "sh", "-c", script, "sh", str(disk), *programs, root=pytestconfig.rootpath)
+    assert done.returncode == 8, done.stderr
+    assert done.stderr.startswith(f"cannot write {disk}/r/results.jsonl: No space left on device; ")

@@ -1,0 +1,100 @@
+"""The table at the end of a run, and `raymoe report`."""
+
+import pytest
+
+from raymoe.job.errors import ConfigError
+from raymoe.report.directory import RunDirectory
+from raymoe.report.environment import commit, environment
+from raymoe.report.overview import overview
+from raymoe.report.summary import Summary
+from raymoe.report.table import render
+from tests.unit.lines import copy_case, exchange_case, whole
+
+COMPARED = [line for backend, us in (("host", 500.0), ("collective", 1000.0)) for line in exchange_case(backend, us)]
+
+
+def cells(row: str) -> list[str]:
+    return row.split()
+
+
+def test_plain_table_of_a_comparison():
+    text = render(COMPARED)
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= 100
+    rows = [row for row in text.splitlines() if row.startswith("backend=")]
+    assert len(rows) == len(COMPARED), "one row a line"
+    assert cells(rows[0]) == [
+        *("backend=host", "dispatch", "200.0", "400.0", "1.177", "MiB", "3.21", "1.3e-03", "yes", "2.00x")
+    ]
+    assert cells(rows[3])[-1] == "1.00x"
+    assert "tokens 512" in text.splitlines()[0], "what all lines share stands above them"
+
+
+def test_numbers_end_in_one_column():
+    rows = render(COMPARED).splitlines()
+    head = next(row for row in rows if row.startswith("case"))
+    end = head.index("p50 us") + len("p50 us")
+    body = rows[rows.index(head) + 2 :]
+    assert all(row[end - 1] == "0" and row[end : end + 1] == " " for row in body)
+
+
+def test_copies_show_size_and_ends_and_no_comparison():
+    text = render(copy_case())
+    assert "vs slowest" not in text
+    assert "case" not in text, "a job without a matrix has one case, which needs no column"
+    assert "256 MiB" in text
+    assert cells(text.splitlines()[1])[:4] == ["op", "src", "dst", "size"]
+
+
+def test_two_workloads_make_two_tables_and_nothing_makes_none():
+    assert render([*COMPARED, *copy_case()]).count("p50 us") == 2
+    assert render([]) == ""
+
+
+def test_what_a_case_does_not_tell_is_a_column():
+    lines = exchange_case("auto", 5.0) + [{**line, "case": "backend=auto2"} for line in exchange_case("host", 5.0)]
+    lines = [{**line, "backend": "host" if i % 2 else "collective"} for i, line in enumerate(lines)]
+    assert "collective" in render(lines)
+
+
+def test_a_failed_check_and_a_missing_number_are_seen():
+    text = render([whole({"case": "default", "workload": "layer", "op": "step", "verified": False, "us_p50": 5.0})])
+    assert "NO" in text
+    text = render(
+        [whole({"case": c, "workload": "layer", "op": "step", "us_p50": u}) for c, u in (("a", 1.0), ("b", None))]
+    )
+    assert cells(text.splitlines()[-1]) == ["b", "step", "-"]
+
+
+@pytest.mark.parametrize("width", [40, 100, 200])
+def test_on_a_terminal_nothing_is_cut(width):
+    text = render(COMPARED, terminal=True, width=width)
+    for word in ("backend=collective", "dispatch", "1,000.0", "2.00x"):
+        assert word in text
+    assert ("\N{BOX DRAWINGS LIGHT HORIZONTAL}" in text) == (width >= 100), "drawn where it fits"
+
+
+def test_overview_of_runs(tmp_path):
+    for name, code in (("a", 0), ("b", 6)):
+        with RunDirectory.create(tmp_path / name, name) as run:
+            run.write_config({})
+            run.add_case(exchange_case("host", 5.0, run.run))
+            run.write_summary(Summary.of(code, "rank 1 is wrong" if code else "", ["backend=host"], run.finished()))
+    with RunDirectory.create(tmp_path / "c", "c") as run:
+        run.write_config({})
+        text = overview([tmp_path / name for name in "abc"])
+    heads = text.splitlines()[:3]
+    assert heads[0].endswith(": done, exit code 0, 1 finished case")
+    assert heads[1].endswith(": failed, exit code 6, 1 finished case: rank 1 is wrong")
+    assert heads[2].endswith(": not ended (running, or killed), 0 finished cases")
+    assert text.count(" dispatch ") == 2
+    with pytest.raises(ConfigError, match="is no run directory"):
+        overview([tmp_path])
+
+
+def test_environment_says_what_matters(tmp_path):
+    facts = environment()
+    assert facts["packages"]["ray"] and facts["packages"]["torch"]
+    assert facts["cpu"]["usable"] >= 1
+    assert facts["memory"]["total_bytes"] > 2**28
+    assert commit(tmp_path) is None, "a folder that is no clone has no commit"
