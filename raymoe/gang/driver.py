@@ -1,0 +1,162 @@
+"""The acting half of the supervisor: sees what happens in Ray, asks `decide`, does what it says.
+
+Runs in a process of its own under `keeper.py`, so that nothing that Ray's C++ does to it can lose a result, a message
+or an exit code. It writes no file and no terminal line: it tells the keeper.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from raymoe.gang import supervisor as sv
+from raymoe.gang.address import choose
+from raymoe.gang.cluster import Cluster
+from raymoe.gang.gang import Gang
+from raymoe.gang.news import (
+    Bounded,
+    CaseDone,
+    Connected,
+    GenerationEnded,
+    News,
+    Outcome,
+    Progressed,
+    Ready,
+)
+from raymoe.gang.placement import place
+from raymoe.job import Job
+from raymoe.job.errors import RaymoeError
+
+LOOK_S = 0.1  # how long one look at Ray may take; bounds how late a stop is seen
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to run, and where."""
+
+    job: Job
+    run: str  # the name of the run directory: names actors and metrics
+    address: str | None
+    finished: frozenset[str] = frozenset()
+
+
+@dataclass
+class Driver:
+    """One run, from `ray.init` to `ray.shutdown`. `stopped` gives the signal that asked to stop, or None."""
+
+    order: Order
+    tell: Callable[[News], None]
+    stopped: Callable[[], int | None]
+    finished: set[str] = field(default_factory=set)
+    group: PlacementGroup | None = None
+    gang: Gang | None = None
+    state: sv.State = field(init=False)
+    stop_seen: bool = False
+    shown: tuple[str, int, int] | None = None
+    generation_began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        world = self.order.job.world
+        self.state = sv.State(ranks=world.ranks, restarts_left=world.restarts)
+        self.finished |= self.order.finished
+
+    def run(self) -> Outcome:
+        """Everything. Raises nothing that it can name."""
+        try:
+            self._connect()
+            self._place()
+            while self.state.phase is not sv.Phase.OVER:
+                generation = self.state.generation
+                for event in self._look():
+                    if self.state.generation == generation:  # what is left tells of ranks that are gone
+                        self._on(event)
+        except RaymoeError as error:
+            return Outcome(error.exit_code, str(error))
+        finally:
+            self._leave()
+        verdict = self.state.verdict or sv.Verdict(1, "the supervisor ended without a verdict")
+        return Outcome(verdict.exit_code, verdict.message, verdict.culprit, verdict.traceback)
+
+    def _connect(self) -> None:
+        world, began = self.order.job.world, time.monotonic()
+        cluster = Cluster(choose(self.order.address), max(os.cpu_count() or 1, world.ranks))
+        self.tell(cluster.bound())
+        cluster.connect()
+        self.tell(Bounded(None))
+        self.tell(Connected(cluster.address, time.monotonic() - began))
+
+    def _place(self) -> None:
+        world = self.order.job.world
+        self.group = place(world.ranks, {"CPU": world.cpus}, world.placement_timeout_s, self._is_stopped)
+        if self.group is not None:
+            self._on(sv.Placed())
+
+    def _is_stopped(self) -> bool:
+        """Take note of a signal that asked to stop; once is enough."""
+        signum = self.stopped()
+        if signum is not None and not self.stop_seen:
+            self.stop_seen = True
+            self._on(sv.StopAsked(signum, signal.Signals(signum).name))
+        return signum is not None
+
+    def _look(self) -> list[sv.Event]:
+        """Everything that can have happened, after at most LOOK_S."""
+        self._is_stopped()
+        events = [] if self.gang is None else self.gang.look(LOOK_S)
+        self._pass_on_cases()
+        return [*events, sv.Tick()]
+
+    def _pass_on_cases(self) -> None:
+        if self.gang is None:
+            return
+        for case, lines in self.gang.take_finished():
+            self.finished.add(case)
+            self.tell(CaseDone(case, self.state.generation, lines))
+        if self.gang.progress is not None and self.gang.progress != self.shown:
+            self.shown = self.gang.progress
+            self.tell(Progressed(*self.shown))
+
+    def _on(self, event: sv.Event) -> None:
+        before = self.state
+        self.state, actions = sv.decide(before, event, time.monotonic())
+        if isinstance(event, sv.Wired) and self.gang is not None:
+            self.tell(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.whereabouts()))
+        if before.phase is sv.Phase.CLEARING and self.state.phase is not before.phase and before.verdict is not None:
+            verdict, again = before.verdict, self.state.phase is not sv.Phase.OVER
+            self.tell(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, again))
+            self.generation_began = time.monotonic()
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: sv.Action) -> None:
+        if action is sv.Action.START:
+            assert self.group is not None
+            self.gang = Gang(self.order.job, self.order.run, self.group, self.state.generation)
+            return
+        assert self.gang is not None, f"{action} before there are ranks"
+        match action:
+            case sv.Action.WIRE:
+                self.gang.wire()
+            case sv.Action.RUN:
+                self.gang.run(self.finished)
+            case sv.Action.ABORT:
+                self.gang.abort("the gang is being stopped")
+            case sv.Action.CLOSE:
+                self.gang.close()
+            case sv.Action.KILL:
+                self.gang.kill()
+                self._on(sv.Cleared())
+
+    def _leave(self) -> None:
+        """Give back what was taken from the cluster; Ray would do it too, but later."""
+        if not ray.is_initialized():
+            return
+        if self.group is not None:
+            remove_placement_group(self.group)
+        ray.shutdown()

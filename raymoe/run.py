@@ -1,0 +1,135 @@
+"""One execution of a job, with a directory: what `raymoe run` does.
+
+This process holds the run directory and the terminal; `gang.keeper` keeps the driver below it, whose news become lines
+in results.jsonl and progress on stderr.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raymoe.gang.address import choose
+from raymoe.gang.keeper import Stopped, Tell, Work, keep
+from raymoe.gang.news import CaseDone, Connected, GenerationEnded, News, Outcome, Progressed, Ready
+from raymoe.job import Job, load_job
+from raymoe.job.errors import CannotWrite, ConfigError
+from raymoe.report.directory import RunDirectory
+from raymoe.report.environment import environment
+from raymoe.report.progress import Progress
+from raymoe.report.results import complete
+from raymoe.report.summary import Generation, Summary
+from raymoe.report.table import render
+from raymoe.workload.room import check_room
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line of `raymoe run`."""
+
+    config: str | None
+    sets: tuple[str, ...] = ()
+    address: str | None = None
+    out: Path | None = None
+    quiet: bool = False
+    resume: Path | None = None
+
+
+def run(request: Request) -> int:
+    """Carry the request out; returns the exit code. The last line on stderr says why where it is not 0."""
+    job, directory = _open(request)
+    with directory:
+        outcome = _run(job, directory, request)
+    if outcome.traceback:
+        print(outcome.traceback, file=sys.stderr)
+    if outcome.exit_code != 0:
+        print(" ".join(outcome.message.split()), file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def _open(request: Request) -> tuple[Job, RunDirectory]:
+    if request.resume is not None:
+        if request.config is not None or request.sets or request.out is not None:
+            raise ConfigError("--resume DIR goes on with the run in DIR as it is; leave CONFIG, --set and --out out")
+        directory = RunDirectory.resume(request.resume)
+        return Job.from_resolved(directory.read_config()), directory
+    if request.config is None:
+        raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
+    job = load_job(request.config, request.sets)
+    if choose(request.address) is None:
+        check_room(job)  # the ranks will be on this machine; elsewhere, they check for themselves
+    directory = RunDirectory.create(request.out, job.name)
+    directory.write_config(job.resolved())
+    return job, directory
+
+
+@dataclass
+class Scribe:
+    """Writes down what the driver tells, and shows it."""
+
+    directory: RunDirectory
+    progress: Progress
+    facts: dict[str, object]
+    began: float = field(default_factory=time.monotonic)
+    generations: list[Generation] = field(default_factory=list)
+    _ready_s: float | None = None
+
+    def hear(self, news: News) -> None:
+        match news:
+            case Connected(address, seconds):
+                where = f"the Ray cluster at {address}" if address else "a Ray of our own"
+                self.progress.doing(f"{where} is up after {seconds:.1f} s, placing ranks")
+            case Ready(generation, seconds, ranks):
+                self._ready_s = round(seconds, 3)
+                self.directory.write_environment({**self.facts, "generation": generation, "ranks": list(ranks)})
+                where = ", ".join(f"rank {rank['rank']} pid {rank['pid']}" for rank in ranks)
+                self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({where})")
+            case Progressed(case, done, total):
+                self.progress.step(case, done, total)
+            case CaseDone(case, generation, lines):
+                commit = str(self.facts["commit"]) if self.facts["commit"] else None
+                run = self.directory.run
+                self.directory.add_case(
+                    [complete(line, run=run, generation=generation, commit=commit) for line in lines]
+                )
+                self.progress.case_done(case)
+            case GenerationEnded(generation, cause, culprit, message, restarting):
+                self.generations.append(Generation(self._ready_s, cause, culprit))
+                self._ready_s = None
+                if restarting:
+                    self.progress.note(f"generation {generation}: {message}; starting the gang again")
+
+
+def _run(job: Job, directory: RunDirectory, request: Request) -> Outcome:
+    cases = [case.name for case in job.cases()]
+    facts = environment()
+    with Progress(sys.stderr, len(cases), len(directory.finished()), request.quiet) as progress:
+        for notice in [*directory.notices, f"results go to {directory.path}"]:
+            progress.note(notice)
+        scribe = Scribe(directory, progress, facts)
+        try:
+            directory.write_environment(facts)
+            outcome = keep(_driver(job, directory, request), scribe.hear)
+            summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), scribe.generations)
+            directory.write_summary(summary)
+        except CannotWrite as error:
+            return Outcome(error.exit_code, str(error))
+    if not request.quiet:
+        width = shutil.get_terminal_size((100, 24)).columns
+        print(render(directory.lines(), terminal=sys.stdout.isatty(), width=width), end="", flush=True)
+    return outcome
+
+
+def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
+    """What the child process does. Ray is imported there and nowhere else."""
+
+    def work(tell: Tell, stopped: Stopped) -> Outcome:
+        from raymoe.gang.driver import Driver, Order
+
+        finished = frozenset(directory.finished())
+        return Driver(Order(job, directory.run, request.address, finished), tell, stopped).run()
+
+    return work

@@ -1,0 +1,235 @@
+"""Fixtures of the gang tests: the command in a child that cannot hang, one shared head, the hunt for leftovers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from raymoe.gang.address import ADDRESS_FILE
+from raymoe.gang.keeper import end_descendants
+from tests.conftest import MARK
+
+REPO = Path(__file__).resolve().parents[2]
+UNSET = "(not set)"  # as a value in env=: take the variable away
+RUN_S = 90.0  # no command of these tests takes longer on two busy cores
+
+
+@dataclass
+class Command:
+    """A running `raymoe`: what it has said so far, and how it ended."""
+
+    process: subprocess.Popen[str]
+    log: Path
+    out: Path
+    began: float = field(default_factory=time.monotonic)
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, pattern: str, seconds: float = RUN_S) -> re.Match[str]:
+        """Wait until stderr holds the pattern; fails with all that was said when the command ends without it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            ended = self.process.poll() is not None
+            if match := re.search(pattern, self.said(), re.MULTILINE):
+                return match
+            if ended:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"{pattern!r} was never said:\n{self.said()}")
+
+    def pids(self, generation: int = 0) -> list[int]:
+        """The processes of the ranks, once the generation is ready."""
+        line = self.wait_for(rf"^generation {generation}: .*ready.*$").group()
+        return [int(pid) for pid in re.findall(r"pid (\d+)", line)]
+
+    def end(self, seconds: float = RUN_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.said()}") from None
+
+    def last_line(self) -> str:
+        return self.said().rstrip("\n").rpartition("\n")[2]
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """`start("quickstart", "--set", …)` runs `raymoe run` in a child; whatever is left of it is ended afterwards."""
+    commands: list[Command] = []
+
+    def go(*arguments: str, env: dict[str, str] | None = None, out: Path | None = None) -> Command:
+        number = len(commands)
+        log, directory = tmp_path / f"stderr{number}", out or tmp_path / f"out{number}"
+        environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+        environment |= env or {}
+        environment = {name: value for name, value in environment.items() if value != UNSET}
+        command = [sys.executable, "-m", "raymoe", "run", *arguments]
+        if "--resume" not in arguments:
+            command += ["--out", str(directory)]
+        with log.open("w") as stderr, (tmp_path / f"stdout{number}").open("w") as stdout:
+            process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=environment, cwd=tmp_path)
+        commands.append(Command(process, log, directory))
+        return commands[-1]
+
+    yield go
+    for command in commands:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait(timeout=10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray head that the tests started, and its ports."""
+
+    address: str
+    dashboard: str
+    metrics_port: int
+
+
+@contextmanager
+def ray_head(tmp: Path, cpus: int = 8, env: dict[str, str] | None = None) -> Iterator[Head]:
+    """`ray start --head --block` on ports of its own; ended by pid, with all that it started."""
+    port, dashboard, metrics = free_port(), free_port(), free_port()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--port={port}", f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"]
+    command += [f"--num-cpus={cpus}", "--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
+    command += ["--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
+    # An agent's ports are fixed by default, and a second head on the machine would be left without one.
+    command += [f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
+    environment = {name: value for name, value in environment.items() if value != UNSET}
+    log = tmp / "head.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, f"no head:\n{log.read_text()}"
+            time.sleep(0.1)
+        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", metrics)
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=10)
+        end_session(process.pid)
+
+
+def end_session(session: int) -> None:
+    """Kill every process of a session; the head's agents stay in it when their parent has gone."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getsid(int(entry.name)) == session:
+                    os.kill(int(entry.name), signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """One head for every test that does not end it. In its home there is no token, so it asks for none."""
+    folder = tmp_path_factory.mktemp("head")
+    with ray_head(folder, env={"HOME": str(folder)}) as it:
+        yield it
+
+
+def ray_processes() -> set[int]:
+    """Processes that these tests started, also through Ray: they inherit the mark. Ray's idle workers do not count."""
+    found, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark not in (entry / "environ").read_bytes():
+                    continue
+                words, stat = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+            if stat.rpartition(")")[2].split()[0] != "Z" and b"IDLE" not in words and b"default_worker" not in words:
+                found.add(int(entry.name))
+    return found
+
+
+def commands_of(pids: set[int]) -> str:
+    lines = []
+    for pid in sorted(pids):
+        path = Path(f"/proc/{pid}/cmdline")
+        lines.append(f"{pid} {path.read_bytes().replace(bytes(1), b' ').decode()[:120] if path.exists() else ''}")
+    return "\n".join(lines)
+
+
+def shared_memory() -> set[str]:
+    """Named shared memory on this machine, but for the semaphores of whoever else runs Python here."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fails where a process or shared memory that was not there before is there 1 s after the test."""
+    before, shared = ray_processes(), shared_memory()
+    yield
+    deadline = time.monotonic() + 1.0
+    while (left := ray_processes() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"left behind:\n{commands_of(left)}"
+    assert not shared_memory() - shared
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ray leaves an auth token in the home of whoever starts one; not in the home of whoever runs the tests."""
+    before = os.environ["HOME"]
+    os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
+    yield
+    end_descendants(5.0)
+    os.environ["HOME"] = before
+
+
+@pytest.fixture
+def stale_address_file() -> Iterator[None]:
+    """The file of a head that is gone, as a killed `ray start --head` leaves it."""
+    before = ADDRESS_FILE.read_text() if ADDRESS_FILE.exists() else None
+    ADDRESS_FILE.parent.mkdir(parents=True, exist_ok=True)
+    ADDRESS_FILE.write_text(f"127.0.0.1:{free_port()}")
+    yield
+    if before is None:
+        ADDRESS_FILE.unlink(missing_ok=True)
+    else:
+        ADDRESS_FILE.write_text(before)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A port that accepts and never says a word."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield int(server.getsockname()[1])

@@ -1,0 +1,147 @@
+"""Ranks that die or stop, in every phase: named, bounded in time, and the gang restarted only where it may be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+
+from raymoe.gang import supervisor as sv
+from raymoe.gang.driver import Driver, Order
+from raymoe.gang.news import CaseDone, GenerationEnded, News, Outcome, Ready
+from raymoe.job import load_job
+from tests.gang import configs
+from tests.gang.conftest import Head, Start
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def summary_of(directory: Path) -> dict[str, object]:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def test_a_rank_killed_in_a_step_is_named_within_a_second_and_the_gang_goes_on(
+    start: Start, head: Head, tmp_path: Path
+) -> None:
+    config = configs.write(tmp_path, matrix={"steps.count": [5, 2000]})
+    run = start(config, "--address", head.address)
+    victim = run.pids()[1]
+    run.wait_for("case 1/2 count=5: done")
+    time.sleep(0.3)
+    began = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    run.wait_for("rank 1 .* died .*; starting the gang again", seconds=10)
+    assert time.monotonic() - began < 3.0  # noticed, last words heard, every process buried
+    assert run.end() == 0, run.said()
+    lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
+    assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=2000", 1)}
+    first, second = summary_of(run.out)["generations"]
+    assert (first["cause"], first["culprit"]) == ("RankDied", 1) and second["cause"] == "done"
+
+
+def test_a_rank_killed_with_no_restart_left_is_exit_4(start: Start, head: Head, tmp_path: Path) -> None:
+    run = start(configs.write(tmp_path, steps__count=configs.LONG, world__restarts=0), "--address", head.address)
+    victim = run.pids()[2]
+    os.kill(victim, signal.SIGKILL)
+    assert run.end(10) == 4
+    assert "rank 2" in run.last_line() and str(victim) in run.last_line()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stops_answering_is_the_culprit(start: Start, head: Head, tmp_path: Path, rank: int) -> None:
+    run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
+    pids = run.pids()
+    run.wait_for(r"case 1/1 default: step")
+    began = time.monotonic()
+    os.kill(pids[rank], signal.SIGSTOP)
+    assert run.end(20) == 5, run.said()
+    assert time.monotonic() - began < 2 + 10  # wait_timeout_s + 10
+    assert f"rank {rank}" in run.last_line()
+    generations = summary_of(run.out)["generations"]
+    assert len(generations) == 1 and generations[0]["culprit"] == rank
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a stopped rank holds its GPU"
+
+
+def test_a_lone_rank_that_stops_is_noticed_though_nobody_waits_for_it(start: Start, head: Head, tmp_path: Path) -> None:
+    run = start(configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG), "--address", head.address)
+    os.kill(run.pids()[0], signal.SIGSTOP)
+    assert run.end(20) == 5
+    assert "rank 0" in run.last_line()
+
+
+class Saboteur(Driver):
+    """A driver that does something to a rank just before an action, or when it hears certain news."""
+
+    before: tuple[sv.Action, Callable[[int], None]] | None = None
+    generation = 0
+
+    def _act(self, action: sv.Action) -> None:
+        if self.before is not None and action is self.before[0] and self.state.generation == self.generation:
+            assert self.gang is not None
+            self.before[1](self.gang.seats[1].process[0])
+        super()._act(action)
+
+
+def drive(head: Head, config: str, prepare: Callable[[Saboteur], None]) -> tuple[Outcome, list[News]]:
+    news: list[News] = []
+    driver = Saboteur(Order(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None)
+    prepare(driver)
+    try:
+        return driver.run(), news
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize("action", [sv.Action.WIRE, sv.Action.RUN])
+def test_a_rank_killed_while_it_is_wired_or_started(head: Head, tmp_path: Path, action: sv.Action) -> None:
+    def prepare(driver: Saboteur) -> None:
+        driver.before = (action, lambda pid: os.kill(pid, signal.SIGKILL))
+
+    outcome, news = drive(head, configs.write(tmp_path), prepare)
+    assert outcome.exit_code == 0
+    ended = [item for item in news if isinstance(item, GenerationEnded)]
+    assert [(item.cause, item.culprit, item.restarting) for item in ended] == [
+        ("RankDied", 1, True),
+        ("done", None, False),
+    ]
+    assert [item.generation for item in news if isinstance(item, Ready)] == (
+        [1] if action is sv.Action.WIRE else [0, 1]
+    )
+
+
+def test_a_rank_killed_between_two_cases(head: Head, tmp_path: Path) -> None:
+    config = configs.write(tmp_path, matrix={"steps.count": [300, 301, 302]})
+    killed: list[str] = []
+
+    def prepare(driver: Saboteur) -> None:
+        tell = driver.tell
+
+        def kill_after_first(item: News) -> None:
+            tell(item)
+            if isinstance(item, CaseDone) and not killed:
+                killed.append(item.case)
+                assert driver.gang is not None
+                os.kill(driver.gang.seats[2].process[0], signal.SIGKILL)
+
+        driver.tell = kill_after_first
+
+    outcome, news = drive(head, config, prepare)
+    assert outcome.exit_code == 0
+    done = [item.case for item in news if isinstance(item, CaseDone)]
+    assert done == ["count=300", "count=301", "count=302"], "every case once"
+
+
+def test_a_rank_stopped_while_it_is_wired(head: Head, tmp_path: Path) -> None:
+    def prepare(driver: Saboteur) -> None:
+        driver.before = (sv.Action.WIRE, lambda pid: os.kill(pid, signal.SIGSTOP))
+
+    began = time.monotonic()
+    outcome, _ = drive(head, configs.write(tmp_path), prepare)
+    assert (outcome.exit_code, outcome.culprit) == (5, 1)
+    assert time.monotonic() - began < 30

@@ -1,0 +1,109 @@
+"""Ray's own tools: `ray job submit`, before and after a local run left its auth token, and the metrics."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.gang import configs
+from tests.gang.conftest import REPO, UNSET, Head, Start, ray_head
+
+BIN = Path(sys.executable).parent
+
+
+def submit(head: Head, home: Path, *words: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    command = [str(BIN / "ray"), "job", "submit", "--address", head.dashboard, "--working-dir", str(REPO), "--", *words]
+    environment = {**os.environ, "HOME": str(home), "PATH": f"{BIN}:{os.environ['PATH']}", **(env or {})}
+    environment = {name: value for name, value in environment.items() if value != UNSET}
+    deadline = time.monotonic() + 60
+    while True:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=110, check=False, cwd=home
+        )
+        said = done.stdout + done.stderr
+        if "No available agent" not in said or time.monotonic() > deadline:  # the agent comes up after the head
+            return done.returncode, said
+        time.sleep(0.5)
+
+
+def quick(home: Path, name: str) -> list[str]:
+    return [
+        "raymoe",
+        "run",
+        "quickstart",
+        "--set",
+        "world.ranks=2",
+        "--set",
+        "steps.count=2",
+        "--out",
+        str(home / name),
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_job_submit_before_and_after_a_local_run(tmp_path: Path, start: Start) -> None:
+    """Before: no token, and a head without auth. After: the local run left one, so a head started then asks for it."""
+    home = tmp_path / "home"
+    home.mkdir()
+    bare = {"HOME": str(home), "RAY_AUTH_MODE": UNSET}
+    with ray_head(tmp_path, env=bare) as head:
+        code, said = submit(head, home, *quick(home, "before"), env=bare)
+        assert code == 0 and "succeeded" in said, said
+        assert (home / "before" / "summary.json").exists()
+
+        local = start(configs.write(tmp_path), env=bare)
+        assert local.end() == 0, local.said()
+        assert (home / ".ray" / "auth_token").exists()
+        code, said = submit(head, home, *quick(home, "between"), env=bare)
+        assert code == 0, said
+
+    with ray_head(tmp_path, env=bare) as head:
+        code, said = submit(head, home, *quick(home, "unasked"), env=bare)
+        assert code != 0 and "RAY_AUTH_MODE" in said, "docs/ray.md says why"
+        code, said = submit(head, home, *quick(home, "after"), env={"RAY_AUTH_MODE": "token"})
+        assert code == 0 and "succeeded" in said, said
+        assert (home / "after" / "summary.json").exists()
+
+        refused = start(configs.write(tmp_path), "--address", head.address, env=bare)
+        assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
+
+
+def test_a_bad_config_fails_the_job_with_its_own_exit_code(head: Head, tmp_path: Path) -> None:
+    code, said = submit(head, Path(os.environ["HOME"]), "raymoe", "run", "quickstart", "--set", "shape.hiden=3")
+    assert code == 1 and "failed with exit code 2" in said, said
+    assert "did you mean" in said and "hidden" in said
+
+
+def test_a_job_without_out_keeps_its_results_outside_the_working_directory(head: Head, tmp_path: Path) -> None:
+    words = quick(tmp_path, "x")[:-2]
+    code, said = submit(head, Path(os.environ["HOME"]), *words)
+    assert code == 0, said
+    found = re.search(r"results go to (\S+)", said)
+    assert found and (Path(found[1]) / "summary.json").exists() and "_ray_pkg" not in found[1]
+
+
+def test_steps_and_rank_states_go_out_as_metrics(start: Start, head: Head, tmp_path: Path) -> None:
+    run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
+    run.pids()
+    url, text = f"http://127.0.0.1:{head.metrics_port}/metrics", ""
+    wanted = ["ray_raymoe_step_seconds_bucket", "ray_raymoe_rank_state"]
+    wanted += [f'ray_raymoe_steps_total{{.*rank="{rank}"' for rank in range(3)]
+    deadline = time.monotonic() + 40
+    while not all(re.search(name, text) for name in wanted) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            text = answer.read().decode()
+    run.signal(signal.SIGTERM)
+    assert run.end(10) == 143
+    missing = [name for name in wanted if not re.search(name, text)]
+    assert not missing, text
+    running = [line for line in text.splitlines() if "raymoe_rank_state" in line and 'state="running"' in line]
+    assert running and all(line.endswith(" 1.0") for line in running)
