@@ -1,0 +1,175 @@
+"""Memory that other processes map: who can, until when, and what is left. Children are bounded in time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raymoe.job.errors import PlacementError, WiringError
+from raymoe.memory import host_shm
+
+DEADLINE_S = 30
+PRELUDE = """
+import json, os, sys
+from raymoe.memory import host_shm
+def show(value): print(json.dumps(value), flush=True)
+"""
+
+
+def start(code: str, *args: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PRELUDE + code, *(json.dumps(arg) for arg in args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+
+
+def finish(child: subprocess.Popen[str]) -> Any:
+    """What the child printed last."""
+    try:
+        out, _ = child.communicate(timeout=DEADLINE_S)
+    finally:
+        child.kill()
+    assert child.returncode == 0
+    return json.loads(out.splitlines()[-1])
+
+
+def mapped(name: str) -> bool:
+    return name in Path("/proc/self/maps").read_text()
+
+
+@pytest.fixture
+def segment():
+    made = host_shm.own("raymoe-unit", 8192)
+    yield made
+    made.close()
+
+
+def test_a_peer_writes_and_the_owner_reads(segment) -> None:
+    child = start(
+        "peer = host_shm.map_peer(json.loads(sys.argv[1])); peer.view(100, 5)[:] = b'hello'; show(peer.nbytes)",
+        segment.descriptor(),
+    )
+    assert finish(child) == 8192
+    assert bytes(segment.view(99, 7)) == b"\0hello\0"
+
+
+def test_memory_has_no_name_and_only_its_user_may_open_it(segment) -> None:
+    path = Path(segment.descriptor()["path"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not [entry for entry in Path("/dev/shm").iterdir() if "raymoe" in entry.name]
+    assert "(deleted)" in str(path.readlink())
+    with pytest.raises(PermissionError), path.open("r+b") as file:
+        file.truncate(0)  # sealed: a mapped page cannot vanish
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_is_told_so(segment) -> None:
+    code = """
+os.setuid(65534)
+try: host_shm.map_peer(json.loads(sys.argv[1]))
+except Exception as error: show([type(error).__name__, str(error)])
+"""
+    kind, message = finish(start(code, segment.descriptor()))
+    assert kind == "WiringError"
+    assert "one user" in message
+
+
+@pytest.mark.parametrize("field", ["kind", "path", "pid", "started", "pid_ns", "boot_id", "inode", "nbytes"])
+def test_a_descriptor_cut_short_or_of_other_types(segment, field: str) -> None:
+    descriptor = segment.descriptor()
+    with pytest.raises(WiringError, match=f"whose '{field}' is of type NoneType"):
+        host_shm.map_peer(descriptor | {field: None})
+    del descriptor[field]
+    with pytest.raises(WiringError, match=f"without '{field}'"):
+        host_shm.map_peer(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("kind", "cuda_ipc", "heap of kind cuda_ipc; CPU ranks map host_shm"),
+        ("boot_id", "another", "heap of boot another; this machine is boot .*: one host only"),
+        ("pid_ns", "pid:[1]", r"PID namespace pid:\[1\]; this rank is in"),
+        ("started", 1, "not the one that exported"),
+        ("inode", 1, "is inode .* now, not 1"),
+        ("nbytes", 4096, "holds 8192 bytes; its descriptor says 4096"),
+        ("path", "/proc/self/fd/99999", "gone or has withdrawn"),
+    ],
+)
+def test_a_descriptor_that_is_wrong(segment, field: str, value: object, says: str) -> None:
+    with pytest.raises(WiringError, match=says):
+        host_shm.map_peer(segment.descriptor() | {field: value})
+
+
+def test_an_exporter_that_is_dead() -> None:
+    descriptor = finish(start("own = host_shm.own('raymoe-unit-dead', 4096); show(own.descriptor())"))
+    with pytest.raises(WiringError, match=f"process {descriptor['pid']} is gone"):
+        host_shm.map_peer(descriptor)
+
+
+def test_a_descriptor_number_that_something_else_has_now(segment) -> None:
+    descriptor = segment.descriptor()
+    segment.unpublish()
+    other = host_shm.own("raymoe-unit-other", 8192)  # takes the number that has just become free
+    try:
+        assert other.descriptor()["path"] == descriptor["path"]
+        with pytest.raises(WiringError, match="is inode"):
+            host_shm.map_peer(descriptor)
+    finally:
+        other.close()
+
+
+def test_unpublished_memory_stays_with_those_who_have_it(segment) -> None:
+    descriptor = segment.descriptor()
+    peer = host_shm.map_peer(descriptor)
+    segment.unpublish()
+    with pytest.raises(WiringError, match="gone or has withdrawn"):
+        host_shm.map_peer(descriptor)
+    with pytest.raises(WiringError, match="cannot be mapped any more"):
+        segment.descriptor()
+    peer.view(0, 1)[0] = 7
+    assert segment.view(0, 1)[0] == 7
+
+
+def test_an_owner_that_dies_first() -> None:
+    child = start(
+        "own = host_shm.own('raymoe-unit-first', 4096); own.view(0, 2)[:] = b'ok'; show(own.descriptor()); input()"
+    )
+    assert child.stdout is not None
+    peer = host_shm.map_peer(json.loads(child.stdout.readline()))
+    child.kill()
+    child.wait(DEADLINE_S)
+    assert bytes(peer.view(0, 2)) == b"ok"
+    peer.view(4095, 1)[0] = 1
+    peer.close()
+
+
+def test_views_outlive_close_and_nothing_outlives_the_views() -> None:
+    segment = host_shm.own("raymoe-unit-views", 8192)
+    view = segment.view(0, 8192)
+    segment.close()
+    segment.close()
+    view[5] = 5
+    assert mapped("raymoe-unit-views")
+    with pytest.raises(WiringError, match="closed"):
+        segment.view(0, 1)
+    del view
+    gc.collect()
+    assert not mapped("raymoe-unit-views")
+
+
+def test_views_stay_inside(segment) -> None:
+    with pytest.raises(WiringError, match="bytes 8000 to 8193 asked of a segment of 8192"):
+        segment.view(8000, 193)
+
+
+def test_more_than_the_machine_has() -> None:
+    with pytest.raises(PlacementError, match=r"asks for \d+ bytes of shared memory; \d+ are available"):
+        host_shm.own("raymoe-unit-huge", 1 << 60)
+    assert not mapped("raymoe-unit-huge")

@@ -1,0 +1,253 @@
+"""Worlds: wiring and its checks, swaps, barriers, memory for all, and every way in which a wait ends."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, PlacementError, WiringError
+from raymoe.memory import host_shm
+from raymoe.memory.heap import Layout, Region
+from raymoe.memory.world import World
+from tests.unit.ranks import RankPool
+from tests.unit.worlds import close, each, together, wired
+
+ROWS = Layout.of([Region.words("flag", 4), Region("rows", (4, 8), "bfloat16")])
+
+
+@pytest.fixture
+def three():
+    worlds = wired(3)
+    yield worlds
+    close(worlds)
+
+
+def errors(outcomes: list, kind: type[Exception]) -> list[str]:
+    assert all(type(outcome) is kind for outcome in outcomes), outcomes
+    return [str(outcome) for outcome in outcomes]
+
+
+def test_a_world_of_one() -> None:
+    with World.open(0, 1) as world:
+        world.wire([world.descriptor()])
+        assert world.swap("alone", "test") == ["alone"]
+        heap = world.allocate(ROWS, "rows")
+        assert heap.tensor("rows").shape == (4, 8)
+        assert world.device == torch.device("cpu")
+
+
+def everything(world: World) -> list:
+    got = [world.swap((world.rank, step), f"step {step}") for step in range(20)]
+    heap = world.allocate(ROWS, "rows")
+    for peer in range(world.size):
+        heap.tensor("rows", peer)[world.rank].fill_(world.rank + 1)
+        heap.words("flag", peer)[world.rank] = 10 + world.rank
+    world.barrier("written")
+    return [got, heap.tensor("rows")[: world.size, 0].tolist(), [heap.word("flag", r) for r in range(world.size)]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_processes_swap_and_write_to_one_another(pool: RankPool, size: int) -> None:
+    ranks = list(range(size))
+    for swaps, rows, flags in pool.run(size, everything):
+        assert swaps == [[(rank, step) for rank in ranks] for step in range(20)]
+        assert rows == [rank + 1.0 for rank in ranks]
+        assert flags == [10 + rank for rank in ranks]
+
+
+@settings(max_examples=10)
+@given(st.lists(st.lists(st.floats(0, 0.003), min_size=3, max_size=3), min_size=1, max_size=8))
+def test_swaps_hold_at_any_pace(delays: list[list[float]]) -> None:
+    worlds = wired(3)
+
+    def run(world: World) -> list:
+        got = []
+        for step, pauses in enumerate(delays):
+            time.sleep(pauses[world.rank])
+            got.append(world.swap(step * 10 + world.rank, "pace"))
+        return got
+
+    want = [[step * 10 + rank for rank in range(3)] for step in range(len(delays))]
+    assert each(worlds, run) == [want] * 3
+    close(worlds)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("generation", 1, "generation is 1 on rank 1 and 0 on rank 0"),
+        ("name", "other", "name is other on rank 1 and world on rank 0"),
+        ("size", 3, "size is 3 on rank 1 and 2 on rank 0"),
+        ("layout_hash", "x", "layout_hash is x on rank 1"),
+        ("version", "0", "version is 0 on rank 1"),
+        ("boot_id", "x", "boot_id is x on rank 1"),
+        ("rank", 0, "at place 1 is of rank 0"),
+    ],
+)
+def test_descriptors_that_disagree(field: str, value: object, says: str) -> None:
+    worlds = [World.open(rank, 2) for rank in range(2)]
+    descriptors = [world.descriptor() for world in worlds]
+    assert pickle.loads(pickle.dumps(descriptors)) == descriptors
+    descriptors[1][field] = value
+    with pytest.raises(WiringError, match=says):
+        worlds[0].wire(descriptors)
+    with pytest.raises(WiringError, match="1 descriptors for a world of 2"):
+        worlds[0].wire(descriptors[:1])
+    for world in worlds:
+        world.close()
+
+
+def test_the_proof_catches_mappings_taken_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    worlds = [World.open(rank, 3, timeout_s=2) for rank in range(3)]
+    descriptors = [world.descriptor() for world in worlds]
+    real = host_shm.map_peer
+
+    def crossed(descriptor: dict) -> host_shm.Segment:
+        if threading.current_thread().name == "0":  # rank 0 takes the memory of 1 and of 2 for each other's
+            descriptor = descriptors[3 - int(str(descriptor["rank"]))]
+        return real(descriptor)
+
+    monkeypatch.setattr(host_shm, "map_peer", crossed)
+    messages = errors(each(worlds, lambda world: world.wire(descriptors)), WiringError)
+    assert "rank 0 wrote" in messages[1]
+    for world in worlds:
+        world.close(together=False)
+
+
+def test_rounds_out_of_order_are_told(three: list[World]) -> None:
+    what = ["counts", "counts", "rows"]
+    outcomes = each(three, lambda world: world.swap(1, what[world.rank]))
+    assert "rank 0 is in counts while rank 2 is in rows" in str(outcomes[0])
+    assert "rank 2 is in rows while rank 0 is in counts" in str(outcomes[2])
+    assert each(three, lambda world: world.swap(2, "after")) == [[2, 2, 2]] * 3
+
+
+def test_a_message_too_long_makes_all_raise(three: list[World]) -> None:
+    outcomes = each(three, lambda world: world.swap(b"x" * (70_000 if world.rank == 1 else 10), "long"))
+    for message in errors(outcomes, ConfigError):
+        assert "rank 1" in message
+        assert "65536" in message
+    assert each(three, lambda world: world.swap(world.rank, "after")) == [[0, 1, 2]] * 3
+
+
+def test_a_peer_that_does_not_come_is_named_and_the_world_is_of_no_more_use() -> None:
+    worlds = wired(2, timeout_s=0.3)
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout, match=r"rank 0 waited .* for rank 1 in lunch") as caught:
+        worlds[0].barrier("lunch")
+    assert 0.3 <= time.monotonic() - start < 5
+    error = caught.value
+    assert (error.op, error.peer, error.rank, error.expected - error.seen) == ("lunch", 1, 0, 1)
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout):
+        worlds[0].swap(1, "dinner")
+    assert time.monotonic() - start < 0.2
+    start = time.monotonic()
+    worlds[0].close()
+    worlds[1].close()
+    assert time.monotonic() - start < 5
+
+
+def test_abort_ends_a_wait_at_once_and_every_later_one() -> None:
+    worlds = wired(2, timeout_s=20)
+    seen = []
+
+    def end_it() -> float:
+        while worlds[0].waiting is None:
+            time.sleep(0.001)
+        seen.append(worlds[0].waiting)
+        worlds[0].abort("rank 1 died")
+        return time.monotonic()
+
+    def wait() -> tuple[str, float]:
+        with pytest.raises(Aborted) as caught:
+            worlds[0].barrier("lunch")
+        return str(caught.value), time.monotonic()
+
+    (message, ended), asked = together([wait, end_it])
+    assert message == "rank 0 was told to stop: rank 1 died"
+    assert seen == [("lunch", 1)]
+    assert ended - asked < 0.25  # about a millisecond on a machine that is not shared
+    assert worlds[0].waiting is None
+    with pytest.raises(Aborted):
+        worlds[0].swap(1, "dinner")
+    for world in worlds:
+        world.close(together=False)
+
+
+def test_waiting_costs_little() -> None:
+    worlds = wired(2, timeout_s=0.5)
+    before = time.thread_time()
+    with pytest.raises(PeerTimeout):
+        worlds[0].barrier("lunch")
+    assert time.thread_time() - before < 0.25
+    for world in worlds:
+        world.close(together=False)
+
+
+def test_memory_of_different_layouts(three: list[World]) -> None:
+    other = Layout.of([Region("rows", (4, 9), "bfloat16")])
+    outcomes = each(three, lambda world: world.allocate(other if world.rank == 2 else ROWS, "rows"))
+    assert ROWS.hash in str(outcomes[0])
+    assert other.hash in str(outcomes[0])
+    assert all(isinstance(outcome, WiringError) for outcome in outcomes)
+    assert each(three, lambda world: world.swap(2, "after")) == [[2, 2, 2]] * 3
+
+
+def test_memory_that_one_rank_does_not_get(three: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = host_shm.own
+
+    def scarce(name: str, nbytes: int) -> host_shm.Segment:
+        if threading.current_thread().name == "1":
+            raise PlacementError("4096 asked, 0 available")
+        return real(name, nbytes)
+
+    monkeypatch.setattr(host_shm, "own", scarce)
+    outcomes = each(three, lambda world: world.allocate(ROWS, "rows"))
+    assert isinstance(outcomes[1], PlacementError)
+    assert "0 available" in str(outcomes[0])
+    assert "0 available" in str(outcomes[2])
+
+
+def test_a_closed_heap_is_told_and_its_tensors_live() -> None:
+    [world] = wired(1)
+    heap = world.allocate(ROWS, "kept")
+    rows = heap.tensor("rows")
+    heap.close()
+    with pytest.raises(WiringError, match="closed"):
+        heap.tensor("rows")
+    rows.fill_(3)
+    assert rows.sum() == 96
+    world.close()
+
+
+def test_nothing_is_left_behind() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    worlds = wired(2, name="gone")
+    each(worlds, lambda world: world.allocate(ROWS, "rows"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before  # all is mapped: nothing more can be opened
+    assert "raymoe-gone" in Path("/proc/self/maps").read_text()
+    close(worlds)
+    gc.collect()
+    assert "raymoe-gone" not in Path("/proc/self/maps").read_text()
+    with pytest.raises(WiringError, match="closed"):
+        worlds[0].barrier("late")
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 0), (2, 2), (-1, 2)])
+def test_impossible_ranks(rank: int, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"rank {rank} in a world of {size}"):
+        World.open(rank, size)
+
+
+def test_a_world_that_is_not_wired() -> None:
+    with World.open(0, 2) as world, pytest.raises(WiringError, match="not wired yet"):
+        world.barrier("early")
