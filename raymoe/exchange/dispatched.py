@@ -1,0 +1,31 @@
+"""What a dispatch gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raymoe.exchange.backend import Visit
+from raymoe.exchange.placing import Placement
+
+
+@dataclass
+class Dispatched:
+    """Rows for this rank's experts. All but the rows belongs to this object, so several may be outstanding.
+
+    With layout `expert`, row i is `x[i]`, in the memory that the caller gave or in the exchange's own, which its next
+    dispatch overwrites. With layout `rank`, row i is `x[index[i]]`, where `x` is the whole slot region: its rows stay
+    until this rank's next dispatch, and gaps point to a row of zeros.
+    """
+
+    x: torch.Tensor
+    weights: torch.Tensor  # float32[C], zero in gaps
+    expert_offsets: torch.Tensor  # int32[L + 1], multiples of the alignment; [1:] is what a grouped GEMM takes
+    expert_counts: torch.Tensor  # int32[L]
+    index: torch.Tensor | None  # int64[C] with layout `rank`
+    tokens: int  # T' of the dispatch: the rows of y
+
+    _placement: Placement
+    _visit: Visit
+    _owner: object

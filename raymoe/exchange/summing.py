@@ -1,0 +1,71 @@
+"""Sums of rows in float32, in a fixed order, rounded once.
+
+`torch.embedding_bag` is the one operation that gathers rows and sums them without writing the gathered rows anywhere;
+for bfloat16 rows it keeps its sums in float32. Its weights, though, must have the rows' dtype. A float32 weight is
+exactly the sum of three bfloat16 numbers (3 x 8 bits of mantissa), so a bfloat16 row is added three times, each time
+with a third of its weight: the row is in the cache the second and third time. Where embedding_bag is slow (float16)
+the rows go through float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raymoe.exchange.arrays import Array, Bags
+
+_PIECE_BYTES = 1 << 20  # sums made by one call: they are still in the cache when they are copied to where they go
+
+
+class RowSums:
+    """The sums that bags say of the rows of a table, times their weights if they have some.
+
+    >>> table = torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 8).contiguous()
+    >>> bags = Bags(np.array([2, 0, 1]), np.array([0, 2, 2, 3]), np.array([0.5, 1.0, 0.25], np.float32))
+    >>> out = torch.empty(3, 8)
+    >>> RowSums(table, bags).write(0, 3, out)
+    >>> out[:, 0].tolist()  # the second bag is empty
+    [3.0, 0.0, 0.5]
+    """
+
+    def __init__(self, table: torch.Tensor, bags: Bags) -> None:
+        index, self._starts = bags.index, bags.starts
+        weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+        if table.dtype == torch.bfloat16 and bags.weights is not None:
+            weights = _thirds(bags.weights)
+            index, self._starts = np.repeat(index, 3), self._starts * 3
+        self._table, self._index, self._weights = table, torch.from_numpy(index), weights
+        self._piece = max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))
+
+    def write(self, begin: int, end: int, out: torch.Tensor) -> None:
+        """Write the sums of bags `begin` to `end - 1` into the rows of `out`."""
+        for first in range(begin, end, self._piece):
+            last = min(first + self._piece, end)
+            out[first - begin : last - begin].copy_(self._sums(first, last))
+
+    def _sums(self, begin: int, end: int) -> torch.Tensor:
+        first, last = int(self._starts[begin]), int(self._starts[end])
+        if first == last:
+            return self._table.new_zeros(())
+        table, index = self._table, self._index[first:last]
+        if table.dtype == torch.float16:
+            table, index = table.index_select(0, index).float(), torch.arange(last - first)
+        starts = torch.from_numpy(self._starts[begin : end + 1] - first)
+        weights = None if self._weights is None else self._weights[first:last]
+        return torch.embedding_bag(table, index, starts, False, 0, False, weights, True)[0]
+
+
+def _thirds(weights: Array) -> torch.Tensor:
+    """Three bfloat16 numbers for each float32 one, which is exactly their sum.
+
+    >>> thirds = _thirds(np.array([1 / 3], np.float32)).double()
+    >>> thirds.tolist(), float(thirds.sum()) == float(np.float32(1 / 3))
+    ([0.33203125, 0.0012969970703125, 5.0961971282958984e-06], True)
+    """
+    thirds = np.empty((len(weights), 3), np.uint16)
+    rest = weights
+    for part in range(3):
+        bits = rest.view(np.uint32)
+        thirds[:, part] = bits >> 16  # a bfloat16 is the upper half of a float32: 8 bits of mantissa of what is left
+        rest = rest - (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    return torch.from_numpy(thirds.reshape(-1)).view(torch.bfloat16)

@@ -1,0 +1,144 @@
+"""Cases of the exchange tests: a spec, a few steps, and what a rank does with them.
+
+The reference here is an oracle in float64 that knows nothing of plans or slots: y = sum over k of w * f_e(x), with a
+different map f_e, not linear through zero, for every expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+
+BOUND = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+ROUTINGS = ("uniform", "repeated", "one", "none", "masked", "skewed")
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    spec: ExchangeSpec
+    backend: str
+    routing: tuple[str, ...]  # of each step
+    seed: int = 0
+    ragged: bool = True
+    prefix: bool = False  # send num_tokens < T'
+    weighted: bool = True
+    given: bool = False  # memory given by the caller
+    wide_ids: bool = True
+
+
+@dataclass
+class Batch:
+    """What one rank hands over in one step."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    num_tokens: int
+
+
+@dataclass
+class Result:
+    """What one rank got in one step; rows in float32, which holds each of the dtypes exactly."""
+
+    x: np.ndarray
+    weights: np.ndarray
+    offsets: list[int]
+    counts: list[int]
+    y: np.ndarray
+    bytes_wire: tuple[int, int]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def batches(case: Case, step: int) -> list[Batch]:
+    """The batches of all ranks: every rank and the judge make the same ones."""
+    spec, made = case.spec, []
+    for rank in range(case.ranks):
+        rng = np.random.default_rng((case.seed, step, rank))
+        tokens = int(rng.integers(0, spec.tokens + 1)) if case.ragged else spec.tokens
+        ids = route(case.routing[step], rng, tokens, spec)
+        x = torch.from_numpy(rng.uniform(-2, 2, (tokens, spec.hidden))).to(getattr(torch, spec.dtype))
+        weights = torch.from_numpy(rng.uniform(0.1, 1, (tokens, spec.topk)).astype(np.float32))
+        count = int(rng.integers(0, tokens + 1)) if case.prefix else tokens
+        made.append(Batch(x, torch.from_numpy(ids.astype(np.int64 if case.wide_ids else np.int32)), weights, count))
+    return made
+
+
+def route(kind: str, rng: np.random.Generator, tokens: int, spec: ExchangeSpec) -> np.ndarray:
+    shape = (tokens, spec.topk)
+    if kind == "none":
+        return np.full(shape, -1)
+    if kind == "one":
+        return np.full(shape, spec.experts - 1)
+    if kind == "repeated":  # a token may name one expert several times
+        return rng.integers(0, spec.experts, shape)
+    ids = np.array([rng.permutation(spec.experts)[: spec.topk] for _ in range(tokens)]).reshape(shape)
+    if kind == "masked":
+        ids[rng.random(shape) < 0.5] = -1
+    if kind == "skewed":
+        ids[rng.random(shape) < 0.7] = 0
+    return ids
+
+
+def expert_map(expert: int, x: np.ndarray) -> np.ndarray:
+    return x * (0.5 + expert / 8) + (expert - 2.25) / 4
+
+
+def oracle(batch: Batch, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
+    """What y should be, and for each element the sum of |w * row| that errors are measured by."""
+    x = batch.x.double().numpy()
+    want, scale = np.zeros_like(x), np.zeros_like(x)
+    for token in range(batch.num_tokens):
+        for expert, weight in zip(batch.ids[token].tolist(), batch.weights[token].double().tolist(), strict=True):
+            if expert >= 0:
+                row = expert_map(expert, x[token]) * (weight if weighted else 1.0)
+                want[token] += row
+                scale[token] += np.abs(row)
+    return want, scale
+
+
+def run_case(world: World, case: Case) -> list[Result]:
+    """On a rank: all steps of a case, one exchange."""
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        exchange._rows.fill_(torch.nan)
+        return [run_step(exchange, case, batches(case, step)[world.rank]) for step in range(len(case.routing))]
+
+
+def run_step(exchange: Exchange, case: Case, batch: Batch) -> Result:
+    spec, capacity = case.spec, case.spec.rows(case.ranks)
+    out = torch.full((capacity, spec.hidden), torch.nan, dtype=batch.x.dtype) if case.given else None
+    into = torch.full_like(batch.x, torch.nan) if case.given else None
+    count: Any = batch.num_tokens
+    if case.wide_ids:
+        count = torch.tensor([count], dtype=torch.int32)
+    got = exchange.dispatch(batch.x, batch.ids, batch.weights, count, out=out if spec.layout == "expert" else None)
+    x = got.x if got.index is None else got.x[got.index]
+    y = exchange.combine(apply_experts(exchange, got, x), got, weighted=case.weighted, out=into)
+    exchange.check()
+    offsets = got.expert_offsets.tolist()
+    return Result(
+        x[: offsets[-1]].float().numpy().copy(),
+        got.weights.numpy(),
+        offsets,
+        got.expert_counts.tolist(),
+        y.float().numpy(),
+        exchange.bytes_wire(),
+    )
+
+
+def apply_experts(exchange: Exchange, got: Any, x: torch.Tensor) -> torch.Tensor:
+    """Rows of this rank's experts; what is not a row of an expert is NaN and must not matter."""
+    rows = torch.full_like(x[: exchange.spec.rows(exchange.world.size)], torch.nan)
+    first = exchange.world.rank * len(got.expert_counts)
+    for local, count in enumerate(got.expert_counts.tolist()):
+        start = int(got.expert_offsets[local])
+        piece = expert_map(first + local, x[start : start + count].double().numpy())
+        rows[start : start + count] = torch.from_numpy(piece).to(x.dtype)
+    return rows

@@ -1,0 +1,246 @@
+"""Every backend against the plan, exactly where rows are only moved, and against the oracle where they are summed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.exchange import plan
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from tests.unit.exchange_cases import (
+    BOUND,
+    ROUTINGS,
+    Batch,
+    Case,
+    Result,
+    apply_experts,
+    batches,
+    expert_map,
+    oracle,
+    run_case,
+    run_step,
+)
+from tests.unit.ranks import RankPool
+
+BACKENDS = ("host", "collective", "allgather")
+
+
+@st.composite
+def cases(draw: st.DrawFn, backend: str) -> Case:
+    ranks = draw(st.integers(1, 4))
+    experts = ranks * draw(st.integers(1, 3))
+    spec = ExchangeSpec(
+        tokens=draw(st.integers(1, 9)),
+        hidden=8 * draw(st.integers(1, 5)),
+        experts=experts,
+        topk=draw(st.integers(1, min(4, experts))),
+        dtype=draw(st.sampled_from(sorted(BOUND))),
+        layout=draw(st.sampled_from(["expert", "rank"])),
+        padding=draw(st.sampled_from(["any", "zero"])),
+        alignment=draw(st.sampled_from([1, 3, 8, 16])),
+    )
+    flags = [draw(st.booleans()) for _ in range(5)]
+    routing = tuple(draw(st.lists(st.sampled_from(ROUTINGS), min_size=1, max_size=4)))
+    return Case(ranks, spec, backend, routing, draw(st.integers(0, 2**16)), *flags)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_generated_cases(pool: RankPool, backend: str) -> None:
+    @settings(max_examples=40 if backend == "host" else 15)
+    @given(case=cases(backend))
+    def hold(case: Case) -> None:
+        judge(case, pool.run(case.ranks, run_case, case))
+
+    hold()
+
+
+def judge(case: Case, results: list[list[Result]]) -> None:
+    for step in range(len(case.routing)):
+        sent = batches(case, step)
+        for rank in range(case.ranks):
+            judge_dispatch(case, sent, rank, results[rank][step])
+            judge_combine(case, sent[rank], results[rank][step].y)
+        judge_bytes(case, sent, [results[rank][step] for rank in range(case.ranks)])
+
+
+def judge_dispatch(case: Case, sent: list[Batch], rank: int, result: Result) -> None:
+    local = case.spec.local_experts(case.ranks)
+    ids = [batch.ids[: batch.num_tokens] for batch in sent]
+    theirs = plan.plan(ids, rank, local, case.spec.alignment)
+    assert (result.counts, result.offsets) == (theirs.counts, theirs.offsets)
+    want = plan.dispatch([batch.x for batch in sent], theirs, case.spec.rows(case.ranks)).float().numpy()
+    for place, entry in enumerate(theirs.entries):
+        if entry is None:
+            assert result.weights[place] == 0
+            assert case.spec.padding == "any" or not result.x[place].any()
+        else:
+            source, token, k = entry
+            assert np.array_equal(result.x[place], want[place])
+            assert result.weights[place] == sent[source].weights[token, k]
+
+
+def judge_combine(case: Case, batch: Batch, y: np.ndarray) -> None:
+    want, scale = oracle(batch, case.weighted)
+    assert y.shape == want.shape
+    assert np.all(np.abs(y - want) <= BOUND[case.spec.dtype] * scale + 1e-7 * (scale > 0))
+
+
+def judge_bytes(case: Case, sent: list[Batch], results: list[Result]) -> None:
+    """Once for each (token, other rank): counted here with sets, not with the plan's arithmetic."""
+    local = case.spec.local_experts(case.ranks)
+    crossing = set()
+    for source, batch in enumerate(sent):
+        for token, ids in enumerate(batch.ids[: batch.num_tokens].tolist()):
+            crossing |= {(source, token, e // local) for e in ids if e >= 0 and e // local != source}
+    for rank, result in enumerate(results):
+        out = sum(source == rank for source, _, _ in crossing)
+        back = sum(destination == rank for _, _, destination in crossing)
+        assert result.bytes_wire == (out * case.spec.row_bytes, back * case.spec.row_bytes)
+        mine = sent[rank].ids[: sent[rank].num_tokens]
+        assert plan.bytes_wire(mine, rank, case.ranks, case.spec) == result.bytes_wire[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", sorted(BOUND))
+def test_a_larger_case(pool: RankPool, backend: str, dtype: str) -> None:
+    spec = ExchangeSpec(tokens=96, hidden=256, experts=16, topk=4, dtype=dtype)
+    case = Case(4, spec, backend, ("uniform", "masked", "one", "uniform"), seed=5)
+    judge(case, pool.run(4, run_case, case))
+
+
+def repeated(world: World, case: Case) -> list[bool]:
+    """The same step several times, other steps between."""
+    same = []
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        first = run_step(exchange, case, batches(case, 0)[world.rank])
+        for _ in range(3):
+            run_step(exchange, case, batches(case, 1)[world.rank])
+            again = run_step(exchange, case, batches(case, 0)[world.rank])
+            same.append(first.x.tobytes() == again.x.tobytes() and first.y.tobytes() == again.y.tobytes())
+    return same
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_repeat_bit_for_bit(pool: RankPool, backend: str) -> None:
+    spec = ExchangeSpec(tokens=24, hidden=64, experts=8, topk=4, alignment=1)
+    case = Case(4, spec, backend, ("repeated", "skewed"), seed=3)
+    assert pool.run(4, repeated, case) == [[True] * 3] * 4
+
+
+def outstanding(world: World, case: Case) -> list[np.ndarray]:
+    """Three dispatches first, their combines afterwards, in another order."""
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        gots = []
+        for step in range(3):
+            batch = batches(case, step)[world.rank]
+            out = torch.full((case.spec.rows(world.size), case.spec.hidden), torch.nan, dtype=batch.x.dtype)
+            gots.append(exchange.dispatch(batch.x, batch.ids, batch.weights, out=out))
+        ys = {}
+        for step in (1, 2, 0):
+            got = gots[step]
+            ys[step] = exchange.combine(apply_experts(exchange, got, got.x), got).float().numpy()
+        return [ys[step] for step in range(3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_several_dispatches_may_be_outstanding(pool: RankPool, backend: str) -> None:
+    spec = ExchangeSpec(tokens=12, hidden=32, experts=6, topk=3, dtype="float32")
+    case = Case(3, spec, backend, ("uniform", "masked", "repeated"), seed=11)
+    ys = pool.run(3, outstanding, case)
+    for rank in range(3):
+        for step in range(3):
+            judge_combine(case, batches(case, step)[rank], ys[rank][step])
+
+
+def any_order(world: World, case: Case, program: list[int]) -> dict[int, np.ndarray]:
+    """Dispatch where the program says 0, else combine one of those outstanding, every rank at a pace of its own."""
+    pace = np.random.default_rng((case.seed, world.rank))
+    ys: dict[int, np.ndarray] = {}
+    outstanding: list[tuple[int, Any, torch.Tensor]] = []
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        for step, choice in enumerate(program):
+            time.sleep(float(pace.exponential(0.001)) if pace.random() < 0.3 else 0)
+            if choice == 0 or not outstanding:
+                batch = batches(case, step)[world.rank]
+                got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+                x = got.x if got.index is None else got.x[got.index]
+                outstanding.append((step, got, apply_experts(exchange, got, x)))
+            else:
+                made, got, rows = outstanding.pop(choice % len(outstanding))
+                ys[made] = exchange.combine(rows, got).float().numpy()
+    return ys
+
+
+@settings(max_examples=15)
+@given(
+    program=st.lists(st.integers(0, 3), min_size=4, max_size=24),
+    seed=st.integers(0, 2**16),
+    layout=st.sampled_from(["expert", "rank"]),
+)
+def test_dispatches_and_combines_in_any_order_at_any_pace(
+    pool: RankPool, program: list[int], seed: int, layout: str
+) -> None:
+    spec = ExchangeSpec(tokens=7, hidden=16, experts=6, topk=2, dtype="float32", layout=layout)
+    case = Case(3, spec, "host", ("uniform", "masked", "skewed", "none", "one", "repeated") * 4, seed)
+    for rank, ys in enumerate(pool.run(3, any_order, case, program)):
+        for step, y in ys.items():
+            judge_combine(case, batches(case, step)[rank], y)
+
+
+def two_exchanges(world: World, cases: list[Case]) -> list[list[Result]]:
+    """Exchanges of different specs in turns, one beside the other."""
+    with Exchange(world, cases[0].spec, cases[0].backend) as a, Exchange(world, cases[1].spec, cases[1].backend) as b:
+        results: list[list[Result]] = [[], []]
+        for step in range(2):
+            for which, exchange in enumerate((a, b)):
+                case = cases[which]
+                results[which].append(run_step(exchange, case, batches(case, step)[world.rank]))
+        return results
+
+
+def test_two_exchanges_in_one_world(pool: RankPool) -> None:
+    small = Case(2, ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1), "auto", ("uniform", "one"), seed=1)
+    large = Case(2, ExchangeSpec(tokens=30, hidden=64, experts=8, topk=4), "auto", ("skewed", "masked"), seed=2)
+    results = pool.run(2, two_exchanges, [small, large])
+    for which, case in enumerate((small, large)):
+        judge(case, [theirs[which] for theirs in results])
+
+
+def rank_layout_slots(world: World, case: Case) -> dict[str, Any]:
+    with Exchange(world, case.spec, backend="host") as exchange:
+        addresses, indices = [], []
+        for step in range(3):
+            batch = batches(case, step)[world.rank]
+            got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+            assert got.index is not None
+            addresses.append(got.x.data_ptr())
+            indices.append(got.index[: int(got.expert_offsets[-1])].tolist())
+            zeros = got.x[-1].abs().sum().item()
+        return {"addresses": addresses, "indices": indices, "zeros": zeros, "backend": exchange.backend}
+
+
+def test_layout_rank_gives_one_address_and_indices_that_hold_the_parity(pool: RankPool) -> None:
+    spec = ExchangeSpec(tokens=5, hidden=16, experts=2, topk=1, layout="rank", alignment=1)
+    case = Case(2, spec, "host", ("uniform",) * 3, seed=4, ragged=False)
+    for found in pool.run(2, rank_layout_slots, case):
+        assert len(set(found["addresses"])) == 1
+        assert found["zeros"] == 0
+        half = 2 * spec.tokens
+        for step, index in enumerate(found["indices"]):
+            parity = (step + 1) % 2
+            assert all(parity * half <= i < (parity + 1) * half for i in index), (step, index)
+
+
+def test_the_oracle_is_not_linear_through_zero() -> None:
+    zero = np.zeros((1, 4))
+    offsets = {float(expert_map(expert, zero)[0, 0]) for expert in range(12)}
+    assert len(offsets) == 12
+    assert 0.0 not in offsets

@@ -1,0 +1,119 @@
+"""What a caller gets wrong is told before anything is sent, with what was asked and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.job.errors import ConfigError
+from tests.unit.worlds import close, each, wired
+
+T, H, E, K = 4, 16, 4, 2
+SPEC = ExchangeSpec(tokens=T, hidden=H, experts=E, topk=K, dtype="float32", alignment=1)
+
+
+@pytest.fixture(scope="module")
+def exchange() -> Iterator[Exchange]:
+    [world] = wired(1)
+    with Exchange(world, SPEC) as made:
+        yield made
+    close([world])
+
+
+def arguments() -> dict:
+    return {"x": torch.ones(3, H), "topk_idx": torch.zeros(3, K, dtype=torch.int64), "topk_weights": torch.ones(3, K)}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"x": [1.0]}, "x is a list; a tensor is needed"),
+        ({"x": torch.ones(3, H).bfloat16()}, "x is torch.bfloat16; torch.float32 is needed"),
+        ({"x": torch.ones(3, H + 1)}, r"x has shape \[3, 17\]; \[any, 16\] is needed"),
+        ({"x": torch.ones(3 * H)}, r"x has shape \[48\]"),
+        ({"x": torch.ones(5, H)}, "x has 5 rows; this exchange was made for at most 4 tokens a rank"),
+        ({"x": torch.ones(H, 3).t()}, r"x has strides \(1, 3\); it must be contiguous"),
+        ({"x": torch.ones(3, H, device="meta")}, "x is on meta; this world's ranks are on cpu"),
+        ({"topk_idx": torch.zeros(3, K)}, "topk_idx is torch.float32; torch.int32 or torch.int64 is needed"),
+        ({"topk_idx": torch.zeros(2, K, dtype=torch.int32)}, r"topk_idx has shape \[2, 2\]; \[3, 2\] is needed"),
+        ({"topk_weights": torch.ones(3, K).double()}, "topk_weights is torch.float64; torch.float32 is needed"),
+        ({"topk_weights": torch.ones(3, K + 1)}, r"topk_weights has shape \[3, 3\]"),
+        ({"num_tokens": 4}, "num_tokens is 4; x has 3 rows, so 0 to 3 can be sent"),
+        ({"num_tokens": -1}, "num_tokens is -1"),
+        ({"num_tokens": True}, "num_tokens is True"),
+        ({"num_tokens": torch.tensor([4], dtype=torch.int32)}, "num_tokens is 4"),
+        ({"num_tokens": torch.tensor([1])}, "num_tokens is torch.int64; torch.int32 is needed"),
+        ({"out": torch.empty(7, H)}, r"out has shape \[7, 16\]; \[8, 16\] is needed"),
+        ({"out": torch.empty(8, H).half()}, "out is torch.float16; torch.float32 is needed"),
+    ],
+)
+def test_dispatch(exchange: Exchange, change: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        exchange.dispatch(**(arguments() | change))
+    exchange.dispatch(**arguments())  # nothing was sent, nothing is broken
+
+
+def test_combine(exchange: Exchange) -> None:
+    got = exchange.dispatch(**arguments())
+    rows = torch.ones(8, H)
+    with pytest.raises(ConfigError, match=r"rows has shape \[6, 16\]; \[8, 16\] is needed"):
+        exchange.combine(rows[:6], got)
+    with pytest.raises(ConfigError, match=r"rows is torch.float64; torch.float32 is needed"):
+        exchange.combine(rows.double(), got)
+    with pytest.raises(ConfigError, match="got is a str; combine takes what dispatch gave"):
+        exchange.combine(rows, "got")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"out has shape \[2, 16\]; \[3, 16\] is needed"):
+        exchange.combine(rows, got, out=torch.empty(2, H))
+    assert exchange.combine(rows, got, weighted=False).eq(2).all()
+
+
+def test_what_another_exchange_gave() -> None:
+    [world] = wired(1)
+    with Exchange(world, SPEC) as one, Exchange(world, SPEC) as other:
+        got = one.dispatch(**arguments())
+        with pytest.raises(ConfigError, match="got comes from another exchange"):
+            other.combine(torch.ones(8, H), got)
+    with pytest.raises(ConfigError, match="dispatch on rank 0: this exchange is closed"):
+        one.dispatch(**arguments())
+    assert got.x.shape == (8, H)  # what was dispatched stays valid
+    close([world])
+
+
+def test_inputs_that_require_grad_give_outputs_that_do_not(exchange: Exchange) -> None:
+    given = arguments()
+    given["x"].requires_grad_()
+    given["topk_weights"].requires_grad_()
+    got = exchange.dispatch(**given)
+    assert not got.x.requires_grad
+    assert not exchange.combine(torch.ones(8, H, requires_grad=True), got).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("specs", "backends", "says"),
+    [
+        ([SPEC, ExchangeSpec(4, 16, 4, 2, "bfloat16", alignment=1)], ["host"] * 2, ["'float32'", "'bfloat16'"]),
+        (
+            [SPEC, ExchangeSpec(5, 16, 4, 2, "float32", alignment=1)],
+            ["host"] * 2,
+            ["tokens is", "4 on rank", "5 on rank"],
+        ),
+        ([SPEC, SPEC], ["host", "collective"], ["backend is", "'host'", "'collective'"]),
+        ([SPEC, SPEC], ["host", "fused"], ["'fused'; CPU ranks have auto, host, collective, allgather"]),
+        ([ExchangeSpec(4, 16, 3, 2)] * 2, ["host"] * 2, ["3 experts on 2 ranks"]),
+    ],
+)
+def test_ranks_that_ask_for_different_things_all_raise(specs: list, backends: list, says: list[str]) -> None:
+    worlds = wired(2)
+    outcomes = each(worlds, lambda world: Exchange(world, specs[world.rank], backends[world.rank]))
+    for outcome in outcomes:
+        assert isinstance(outcome, ConfigError)
+    for rank, outcome in enumerate(outcomes):
+        for piece in says:
+            both = ("4 on rank", "5 on rank")
+            assert piece in str(outcome) or (piece in both and piece.split()[0] in str(outcome)), (rank, str(outcome))
+    assert each(worlds, lambda world: world.swap(1, "after")) == [[1, 1]] * 2
+    close(worlds)

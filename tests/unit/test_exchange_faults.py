@@ -1,0 +1,230 @@
+"""Data that is refused, peers that are slow, gone or lie: who is told what, and what still works afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.host import HostBackend
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.job.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
+from raymoe.memory.world import World
+from tests.unit.exchange_cases import Batch, Case, apply_experts, batches, run_step
+from tests.unit.ranks import RankPool
+from tests.unit.test_exchange import BACKENDS, judge_combine
+
+SPEC = ExchangeSpec(tokens=6, hidden=16, experts=6, topk=2, dtype="float32", alignment=4)
+
+
+def refused_step(exchange: Exchange, case: Case, batch: Batch) -> dict[str, Any]:
+    """One step that must be refused: what was raised, where, and what became of the memory that was given."""
+    rows = case.spec.rows(case.ranks)
+    guarded = torch.full((rows + 8, case.spec.hidden), torch.nan)
+    y = torch.ones_like(batch.x)
+    got = exchange.dispatch(batch.x, batch.ids, batch.weights, out=guarded[4 : 4 + rows])
+    told = {"local": "", "combine": "", "kind": ""}
+    try:
+        exchange.check()
+    except DataRefused as error:
+        told["local"] = str(error)
+    try:
+        exchange.combine(apply_experts(exchange, got, got.x), got, out=y)
+    except RaymoeError as error:
+        told |= {"combine": str(error), "kind": type(error).__name__}
+    exchange.check()  # what combine has told is not told twice
+    outside = torch.cat([guarded[:4], guarded[4 + rows :]])
+    return told | {
+        "outside": bool(outside.isnan().all()),
+        "nan": bool(y.isnan().all()),
+        "counts": got.expert_counts.tolist(),
+    }
+
+
+def refuse_then_go_on(world: World, case: Case, bad: int) -> tuple[dict[str, Any], Any]:
+    """A step in which rank 1 names expert `bad`, between two good ones."""
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        run_step(exchange, case, batches(case, 0)[world.rank])
+        batch = batches(case, 1)[world.rank]
+        if world.rank == 1:
+            batch.ids[2, 1] = bad
+        told = refused_step(exchange, case, batch)
+        return told, run_step(exchange, case, batches(case, 2)[world.rank]).y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [6, -2, 2**40])
+def test_an_id_out_of_range_makes_all_raise_on_that_step(pool: RankPool, backend: str, bad: int) -> None:
+    case = Case(3, SPEC, backend, ("uniform",) * 3, seed=8, ragged=False)
+    for rank, (told, y) in enumerate(pool.run(3, refuse_then_go_on, case, bad)):
+        assert told["kind"] == "DataRefused"
+        assert told["combine"] == f"rank 1 asked for expert {bad} for its token 2; ids are -1 to 5"
+        assert told["local"] == (told["combine"] if rank == 1 else "")
+        assert told["outside"]
+        assert told["nan"]
+        judge_combine(case, batches(case, 2)[rank], y)
+
+
+def overflow_then_go_on(world: World, case: Case) -> tuple[dict[str, Any], Any]:
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        told = refused_step(exchange, case, batches(case, 0)[world.rank])
+        return told, run_step(exchange, case, batches(case, 1)[world.rank]).y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_more_rows_than_the_capacity_make_all_raise(pool: RankPool, backend: str) -> None:
+    # Step 0 sends everything to the last expert: 3 ranks x 6 tokens x 2 = 36 rows for rank 2.
+    case = Case(3, replace(SPEC, capacity=32), backend, ("one", "uniform"), seed=8, ragged=False)
+    for rank, (told, y) in enumerate(pool.run(3, overflow_then_go_on, case)):
+        assert told["combine"].startswith("36 rows, gaps included, came to rank 2; its capacity is 32")
+        assert told["local"] == (told["combine"] if rank == 2 else "")
+        assert told["outside"]
+        assert told["nan"]
+        assert told["counts"] == [0, 0]
+        judge_combine(case, batches(case, 1)[rank], y)
+
+
+def lie(world: World, case: Case, about: str) -> tuple[dict[str, Any], Any]:
+    """Rank 1 changes what it has told its peers just before it raises its flags, in one dispatch."""
+    with Exchange(world, case.spec, backend="host") as exchange:
+        backend = exchange._backend
+        assert isinstance(backend, HostBackend)
+        honest = world.waiter.fence
+
+        def tamper() -> None:
+            for _, at in backend._peers:
+                if about == "count":
+                    at.dispatch_head[1, 1, 1] = 10**12
+                else:
+                    at.ids[1, 1, 0, 0] = 77
+
+        if world.rank == 1:
+            world.waiter.fence = tamper
+        batch = batches(case, 0)[world.rank]
+        original = backend.combine
+        # The lie is about the dispatch alone.
+        backend.combine = lambda *args: (setattr(world.waiter, "fence", honest), original(*args))[1]  # type: ignore[method-assign]
+        told = refused_step(exchange, case, batch)
+        world.waiter.fence = honest
+        return told, run_step(exchange, case, batches(case, 1)[world.rank]).y
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ("count", "rank 1 told rank 0 of 1000000000000 rows; 0 to 6 can be sent"),
+        ("id", "rank 1 sent rank 0 a row for its expert 77; it has 2"),
+    ],
+)
+def test_a_peer_that_lies_is_refused(pool: RankPool, about: str, says: str) -> None:
+    case = Case(3, SPEC, "host", ("uniform", "uniform"), seed=3, ragged=False)
+    for rank, (told, y) in enumerate(pool.run(3, lie, case, about)):
+        assert told["combine"] == says
+        assert told["outside"]
+        assert told["nan"]
+        judge_combine(case, batches(case, 1)[rank], y)
+
+
+def wait_in_vain(world: World, case: Case) -> Any:
+    """Rank 1 leaves out a dispatch. The others time out, and must not write to it any more."""
+    with Exchange(world, case.spec, backend="host") as exchange:
+        run_step(exchange, case, batches(case, 0)[world.rank])
+        batch, told = batches(case, 1)[world.rank], []
+        if world.rank != 1:
+            world.waiter.timeout_s = 0.3
+            for _ in range(3):
+                start = time.monotonic()
+                with pytest.raises(PeerTimeout) as caught:
+                    exchange.dispatch(batch.x, batch.ids, batch.weights)
+                told.append((caught.value.op, caught.value.peer, caught.value.epoch, time.monotonic() - start))
+            with pytest.raises(PeerTimeout):
+                exchange.check()
+            world.waiter.timeout_s = 20
+        world.barrier("over")
+        backend = exchange._backend
+        assert isinstance(backend, HostBackend)
+        return told, [backend._mine.dispatch_flag[rank] for rank in range(3)]
+
+
+def test_a_late_peer_is_named_and_not_written_to_again(pool: RankPool) -> None:
+    case = Case(3, SPEC, "host", ("uniform",) * 2, seed=1)
+    outcomes = pool.run(3, wait_in_vain, case)
+    for rank, (told, flags) in enumerate(outcomes):
+        assert flags == [2, 1, 2]  # once after the good step: no later call has stored anything
+        if rank != 1:
+            assert [found[:3] for found in told] == [("dispatch", 1, 2)] * 3
+            assert told[0][3] >= 0.3
+            assert max(found[3] for found in told[1:]) < 0.2
+
+
+def killed(world: World, case: Case) -> Any:
+    world.waiter.timeout_s = world.timeout_s = 1.0
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        run_step(exchange, case, batches(case, 0)[world.rank])
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        batch, start = batches(case, 1)[world.rank], time.monotonic()
+        with pytest.raises(PeerTimeout) as caught:
+            exchange.dispatch(batch.x, batch.ids, batch.weights)
+        waited = time.monotonic() - start
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout):
+            exchange.dispatch(batch.x, batch.ids, batch.weights)
+        error = caught.value
+        raise_again = time.monotonic() - start
+    return error.peer, error.rank, waited, raise_again
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_peer_is_named(backend: str) -> None:
+    with RankPool(2) as own:
+        first, second = own.outcomes(2, killed, Case(2, SPEC, backend, ("uniform",) * 2))
+    assert isinstance(second, (EOFError, ConnectionResetError))
+    peer, rank, waited, again = first
+    assert (peer, rank) == (1, 0)
+    assert waited < 5
+    assert again < 0.2
+
+
+def aborted(world: World, case: Case) -> Any:
+    """Rank 1 does not come; somebody tells rank 0 to stop."""
+    exchange = Exchange(world, case.spec, backend=case.backend)
+    run_step(exchange, case, batches(case, 0)[world.rank])
+    if world.rank == 1:
+        world.abort("test over")
+        time.sleep(1.0)
+        exchange.close(together=False)
+        return None
+    batch, asked = batches(case, 1)[world.rank], [0.0]
+
+    def stop() -> None:
+        while world.waiting is None or world.waiting[0] != "dispatch":
+            time.sleep(0.001)
+        asked[0] = time.monotonic()
+        world.abort("rank 1 died")
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(Aborted, match="rank 0 was told to stop: rank 1 died"):
+        exchange.dispatch(batch.x, batch.ids, batch.weights)
+    took = time.monotonic() - asked[0]
+    thread.join(5)
+    with pytest.raises(Aborted):
+        exchange.dispatch(batch.x, batch.ids, batch.weights)
+    exchange.close(together=False)
+    return took
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_abort_ends_an_exchange(backend: str) -> None:
+    with RankPool(2) as own:
+        took, _ = own.outcomes(2, aborted, Case(2, SPEC, backend, ("uniform",) * 2))
+    assert isinstance(took, float), took
+    assert took < 0.5

@@ -1,0 +1,158 @@
+"""The reference arithmetic, and the quick arithmetic that the backends share, held to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raymoe.exchange import plan
+from raymoe.exchange.arrays import Bags
+from raymoe.exchange.placing import Arrived, Placement
+from raymoe.exchange.refusal import Cause, Refusal
+from raymoe.exchange.sending import Sending
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.summing import RowSums
+from raymoe.job.errors import ConfigError
+
+
+@st.composite
+def routings(draw: st.DrawFn) -> tuple[int, int, list[np.ndarray]]:
+    """Ranks, local experts, and the ids of every rank."""
+    ranks, local, topk = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    seed = draw(st.integers(0, 2**16))
+    rng = np.random.default_rng(seed)
+    ids = [rng.integers(-1, ranks * local, (draw(st.integers(0, 7)), topk)) for _ in range(ranks)]
+    return ranks, local, ids
+
+
+@given(routings())
+def test_one_row_for_each_token_and_rank(routing: tuple[int, int, list[np.ndarray]]) -> None:
+    ranks, local, ids = routing
+    for mine in ids:
+        weights = np.arange(mine.size, dtype=np.float32).reshape(mine.shape)
+        sending = Sending.of(mine, weights, ranks, ranks * local)
+        pairs = list(zip(sending.ranks.tolist(), sending.tokens.tolist(), strict=True))
+        assert pairs == [(r, t) for r in range(ranks) for t in plan.rank_rows(torch.from_numpy(mine), r, local)]
+        assert sending.counts.tolist() == [sum(rank == r for rank, _ in pairs) for r in range(ranks)]
+        for (rank, token), there, sent in zip(pairs, sending.ids, sending.weights, strict=True):
+            globally = np.where(there >= 0, there + rank * local, -1)
+            here = (mine[token] // local == rank) & (mine[token] >= 0)
+            assert np.array_equal(globally, np.where(here, mine[token], -1))
+            assert np.array_equal(sent, weights[token])
+
+
+@given(routings(), st.integers(1, 9))
+def test_places_are_those_of_the_plan(routing: tuple[int, int, list[np.ndarray]], alignment: int) -> None:
+    ranks, local, ids = routing
+    weights = [np.random.default_rng(7).random(mine.shape, dtype=np.float32) for mine in ids]
+    sendings = [Sending.of(mine, w, ranks, ranks * local) for mine, w in zip(ids, weights, strict=True)]
+    for rank in range(ranks):
+        theirs = plan.plan([torch.from_numpy(mine) for mine in ids], rank, local, alignment)
+        mine = [sending.ranks == rank for sending in sendings]
+        rows = [(s, t) for s, sending in enumerate(sendings) for t in sending.tokens[mine[s]].tolist()]
+        arrived = Arrived(
+            torch.empty(0),
+            np.arange(len(rows)),
+            np.concatenate([sending.ids[mine[s]] for s, sending in enumerate(sendings)]),
+            np.concatenate([sending.weights[mine[s]] for s, sending in enumerate(sendings)]),
+            np.array([sending.counts[rank] for sending in sendings]),
+            zero_row=len(rows),
+        )
+        placed = Placement.of(arrived, local, alignment, capacity=10_000)
+        assert placed.counts.tolist() == theirs.counts
+        assert placed.offsets.tolist() == theirs.offsets
+        assert all(offset % alignment == 0 for offset in theirs.offsets)
+        for place, entry in enumerate(theirs.entries):
+            row = int(placed.index[place])
+            assert (None if row == len(rows) else rows[row]) == (entry and entry[:2])
+            if entry:
+                assert placed.weights[place] == weights[entry[0]][entry[1], entry[2]]
+        home = placed.going_home(weighted=True)
+        for row, (source, token) in enumerate(rows):
+            places = home.index[home.starts[row] : home.starts[row + 1]].tolist()
+            wanted = [i for i, entry in enumerate(theirs.entries) if entry and entry[:2] == (source, token)]
+            assert sorted(places) == wanted
+            ks = [theirs.entries[place][2] for place in places]  # type: ignore[index]
+            assert ks == sorted(ks)
+
+
+@pytest.mark.parametrize("capacity", [15, 16])
+def test_capacity_counts_gaps(capacity: int) -> None:
+    ids = np.array([[0], [1]])
+    arrived = Arrived(torch.empty(0), np.arange(2), ids, np.ones((2, 1), np.float32), np.array([2]), zero_row=2)
+    placed = Placement.of(arrived, experts=2, alignment=8, capacity=capacity)
+    assert placed.refusal == (Refusal() if capacity == 16 else Refusal(Cause.CAPACITY, 0, 16))
+    if placed.refusal:
+        assert placed.offsets.tolist() == [0, 0, 0]
+
+
+def test_an_id_that_no_expert_here_has() -> None:
+    ids = np.array([[0], [1], [2]])
+    arrived = Arrived(torch.empty(0), np.arange(3), ids, np.ones((3, 1), np.float32), np.array([1, 0, 2]), zero_row=3)
+    assert Placement.of(arrived, experts=2, alignment=1, capacity=9).refusal == Refusal(Cause.EXPERT, 2, 2)
+
+
+@pytest.mark.parametrize("number", [-(2**62), -1, 0, 2**62])
+def test_refusals_survive_their_sixteen_bytes(number: int) -> None:
+    refusal = Refusal(Cause.ID, 77, number)
+    assert len(refusal.pack()) == Refusal.NBYTES == 16
+    assert Refusal.unpack(refusal.pack()) == refusal
+
+
+@given(st.integers(0, 2**16), st.sampled_from(["float32", "float16", "bfloat16"]), st.booleans())
+def test_sums_are_those_of_float64_rounded_once(seed: int, dtype: str, weighted: bool) -> None:
+    rng = np.random.default_rng(seed)
+    table = torch.from_numpy(rng.uniform(-2, 2, (9, 16))).to(getattr(torch, dtype))
+    sizes = rng.integers(0, 5, 6)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    index = rng.integers(0, 9, int(sizes.sum()))
+    weights = rng.uniform(-1, 1, len(index)).astype(np.float32) if weighted else None
+    out = torch.full((6, 16), torch.nan, dtype=table.dtype)
+    RowSums(table, Bags(index, starts, weights)).write(0, 6, out)
+    for bag in range(6):
+        piece = slice(starts[bag], starts[bag + 1])
+        rows = table[index[piece]].double().numpy() * (1 if weights is None else weights[piece, None].astype(float))
+        eps = torch.finfo(table.dtype).eps
+        slack = eps * np.abs(rows.sum(0)) + 8 * 2**-23 * np.abs(rows).sum(0) + 1e-7
+        assert np.all(np.abs(out[bag].double().numpy() - rows.sum(0)) <= slack)
+
+
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), st.integers(1, 32))
+def test_the_worst_capacity_holds_the_worst(T: int, L: int, K: int, R: int, alignment: int) -> None:
+    spec = ExchangeSpec(tokens=T, hidden=8, experts=R * L, topk=min(K, R * L), alignment=alignment)
+    rows = R * T * spec.topk
+    for counts in ([rows] + [0] * (L - 1), [rows // L + (e < rows % L) for e in range(L)], [1] * (L - 1) + [rows]):
+        if sum(counts) <= rows:
+            assert plan.expert_offsets(counts, alignment)[-1] <= spec.rows(R)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens": 0}, "tokens is 0; a whole number of at least 1"),
+        ({"topk": True}, "topk is True"),
+        ({"topk": 9}, "topk is 9 with 8 experts"),
+        ({"hidden": 12}, "12 bfloat16 is 24 bytes; a multiple of 16"),
+        ({"dtype": "float8"}, "dtype is 'float8'; it is one of bfloat16, float16, float32"),
+        ({"layout": "token"}, "layout is 'token'; it is one of expert, rank"),
+        ({"padding": "one"}, "padding is 'one'; it is one of any, zero"),
+        ({"wire": "float16"}, "wire is 'float16' with dtype bfloat16"),
+        ({"capacity": "best"}, "capacity is 'best'"),
+        ({"capacity": 0}, "capacity is 0"),
+        ({"alignment": -4}, "alignment is -4"),
+    ],
+)
+def test_specs_that_cannot_be(change: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ExchangeSpec(**({"tokens": 4, "hidden": 16, "experts": 8, "topk": 2} | change))
+
+
+def test_a_spec_and_its_world() -> None:
+    ExchangeSpec(tokens=4, hidden=16, experts=8, topk=2).check(4)
+    with pytest.raises(ConfigError, match="8 experts on 3 ranks"):
+        ExchangeSpec(tokens=4, hidden=16, experts=8, topk=2).check(3)
+    with pytest.raises(ConfigError, match="int32 offsets"):
+        ExchangeSpec(tokens=2**28, hidden=16, experts=8, topk=8).check(4)
