@@ -1,0 +1,40 @@
+"""The weights of an expert as a function of (seed, expert), so that any rank can make any expert's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raymoe.moe.seeds import generator
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """`gate_up`[2F, H] (gate first) and `down`[H, F], rows are outputs: oneDNN is 200 times slower on bfloat16 with the
+    other order where the CPU has no bfloat16 instructions."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of one expert, and the dtype that its weights are rounded to."""
+
+    hidden: int
+    ffn: int
+    dtype: torch.dtype
+
+
+def expert_weights(shape: ExpertShape, seed: int, expert: int) -> ExpertWeights:
+    """Normal weights that keep unit variance through each product.
+
+    >>> made = expert_weights(ExpertShape(hidden=8, ffn=4, dtype=torch.bfloat16), seed=0, expert=3)
+    >>> list(made.gate_up.shape), list(made.down.shape), made.down.dtype
+    ([8, 8], [8, 4], torch.bfloat16)
+    """
+    source = generator("expert", seed, expert)
+    gate_up = torch.randn(2 * shape.ffn, shape.hidden, generator=source) * shape.hidden**-0.5
+    down = torch.randn(shape.hidden, shape.ffn, generator=source) * shape.ffn**-0.5
+    return ExpertWeights(gate_up.to(shape.dtype), down.to(shape.dtype))

@@ -1,0 +1,35 @@
+"""What a rank does with a job.
+
+Nothing is imported before it is needed: the driver, which has no use for torch, takes `room` and `Progress` from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from raymoe.job.errors import ConfigError
+from raymoe.workload.progress import Progress
+
+if TYPE_CHECKING:
+    from raymoe.job import Case
+    from raymoe.memory.world import World
+
+__all__ = ["Progress", "run_case"]
+
+
+def run_case(case: Case, world: World, progress: Callable[[Progress], None]) -> list[dict[str, object]]:
+    """Run one case on this rank. All ranks of the world call it together and get the same result lines."""
+    if case.job.world.ranks != world.size:
+        raise ConfigError(f"case {case.name} is for {case.job.world.ranks} ranks and this world has {world.size}")
+    if case.job.workload == "p2p":
+        from raymoe.workload.p2p import run_p2p
+
+        return run_p2p(case, world, progress)
+    if case.job.workload == "exchange":
+        from raymoe.workload.exchange import run_exchange
+
+        return run_exchange(case, world, progress)
+    from raymoe.workload.layer import run_layer
+
+    return run_layer(case, world, progress)

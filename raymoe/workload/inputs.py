@@ -1,0 +1,48 @@
+"""Tokens for a step, made outside the clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raymoe.moe.seeds import generator
+from raymoe.workload.room import BATCHES, batches_of
+from raymoe.workload.routing import Routing
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank brings to one step: `x`[T', H] with |x| <= 1, and where its tokens go."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class Inputs:
+    """One rank's batches. Timed steps take turns with a few that were made in advance; a verified step gets tokens that
+    were never seen before, so that nothing left over from another step can be right.
+
+    >>> routing = Routing("uniform", seed=0, ranks=2, tokens=4, experts=8, topk=2)
+    >>> inputs = Inputs(routing, rank=1, hidden=8, dtype=torch.bfloat16)
+    >>> inputs.at(3).x is inputs.at(10).x, bool((inputs.at(3, fresh=True).x == inputs.at(3).x).all())
+    (True, False)
+    """
+
+    def __init__(self, routing: Routing, rank: int, hidden: int, dtype: torch.dtype) -> None:
+        self.routing, self.rank, self.hidden, self.dtype = routing, rank, hidden, dtype
+        self.draws = [routing.draw(rank, step) for step in range(routing.recorded or BATCHES)]
+        batches = batches_of(routing.tokens * hidden * dtype.itemsize)
+        self.rows = [self._draw("tokens", step) for step in range(batches)]
+
+    def at(self, step: int, *, fresh: bool = False) -> Batch:
+        """The batch of a step."""
+        draw = self.draws[step % len(self.draws)]
+        x = self._draw("fresh tokens", step) if fresh else self.rows[step % len(self.rows)]
+        return Batch(x, draw.ids, draw.weights)
+
+    def _draw(self, purpose: str, step: int) -> torch.Tensor:
+        source = generator(purpose, self.routing.seed, self.rank, step)
+        x = torch.empty(self.routing.tokens_of(self.rank), self.hidden)
+        return x.uniform_(-1, 1, generator=source).to(self.dtype)

@@ -1,0 +1,52 @@
+"""A whole Mixture-of-Experts layer: dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter_ns
+
+import torch
+
+from raymoe.job import Case
+from raymoe.memory.world import World
+from raymoe.moe.layer import MoELayer
+from raymoe.workload.exchange import traffic_of
+from raymoe.workload.inputs import Inputs
+from raymoe.workload.lines import Line, result_line, shape_keys
+from raymoe.workload.measure import Step, Steps, measure
+from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, SwigluExperts, error_of
+from raymoe.workload.progress import Progress, telling
+from raymoe.workload.room import spec_of
+from raymoe.workload.routing import Routing
+
+
+def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
+    """One line, for `step`. The tokens go where the job's routing says, not where the layer's own router would."""
+    job = case.job
+    dtype: torch.dtype = getattr(torch, job.shape.dtype)
+    inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype)
+    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * BOUNDS[dtype])
+    spec, seed = spec_of(job), job.routing.seed
+    with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
+        backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
+        measured = measure(world, steps, do_step, telling(progress, steps.total), f"{case.name}: layer by {backend}")
+    both = traffic_of(world, inputs, spec.row_bytes).both
+    return [result_line(case, "step", both, measured, 0) | shape_keys(case, backend)]
+
+
+class LayerStep:
+    """One pass through the layer."""
+
+    def __init__(self, world: World, layer: MoELayer, inputs: Inputs, seed: int) -> None:
+        self.world, self.layer, self.inputs = world, layer, inputs
+        self.oracle = SwigluExperts(layer.experts.shape, seed)
+
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        batch = self.inputs.at(index, fresh=verify)
+        self.world.barrier("step: start")
+        started = perf_counter_ns()
+        y = self.layer.routed(batch.x, batch.ids, batch.weights)
+        us = (perf_counter_ns() - started) / 1e3
+        if not verify:
+            return Step((us,))
+        return Step((us,), error_of(y, batch, self.oracle, by_row=True))

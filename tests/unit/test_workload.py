@@ -1,0 +1,274 @@
+"""Workloads on real ranks: what they say of themselves, and that a wrong result stops every rank."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from raymoe.exchange.exchange import Exchange
+from raymoe.job.errors import ConfigError, DataRefused, WrongResult
+from raymoe.job.model import Job
+from raymoe.memory.world import World
+from raymoe.report.results import KEYS, complete
+from raymoe.transport.channel import Channels
+from raymoe.workload import Progress, run_case
+from raymoe.workload.measure import Step, Steps, measure
+from tests.unit.ranks import RankPool
+
+SMALL = {"tokens": 24, "hidden": 32, "experts": 8, "topk": 3, "ffn": 16}
+STEPS = {"warmup": 1, "count": 4}
+Lines = list[dict[str, Any]]
+
+
+def job(workload: str, ranks: int = 4, **sections: dict[str, object]) -> dict[str, object]:
+    given: dict[str, Any] = {
+        "name": "test",
+        "workload": workload,
+        "world": {"ranks": ranks},
+        "shape": SMALL,
+        "steps": STEPS,
+    }
+    for section, keys in sections.items():
+        given[section] = {**given.get(section, {}), **keys}
+    return given
+
+
+def run_cases(world: World, given: dict[str, Any]) -> tuple[Lines, list[Progress]]:
+    heard: list[Progress] = []
+    lines = [line for case in Job.model_validate(given).cases() for line in run_case(case, world, heard.append)]
+    return lines, heard
+
+
+def run(pool: RankPool, given: dict[str, Any]) -> Lines:
+    """The lines of a job, which must be the same on every rank and fit results.jsonl."""
+    answers = pool.run(given["world"]["ranks"], run_cases, given)
+    lines, heard = answers[0]
+    assert all(answer[0] == lines for answer in answers)
+    assert heard[-1].done == heard[-1].total
+    for before, after in pairwise(heard):
+        assert before.done < after.done <= after.total or before.done == before.total
+    for line in lines:
+        assert set(complete(line, run="r", generation=0, commit=None)) == set(KEYS)
+        assert 0 < line["us_min"] <= line["us_p50"] <= line["us_p99"] <= line["us_max"]
+        assert line["graph"] is False and line["device"] == "cpu" and line["ranks"] == given["world"]["ranks"]
+        assert line["gbps_wire"] is None or math.isfinite(line["gbps_wire"])
+    return lines
+
+
+def failures(pool: RankPool, size: int, function: Any, *args: object) -> list[BaseException]:
+    """The errors that the ranks raised; every rank must have raised one."""
+    found = pool.outcomes(size, function, *args)
+    assert all(isinstance(error, BaseException) for error in found), found
+    return found
+
+
+ROUTINGS = {
+    "uniform": {},
+    "zipf": {"kind": "zipf", "alpha": 1.2},
+    "hot": {"kind": "hot", "share": 1.0},
+    "masked": {"masked": 0.4},
+    "all masked": {"masked": 1.0},
+    "ragged": {"ragged": True},
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_exchange_verifies_on_every_routing(pool: RankPool, routing: str) -> None:
+    lines = run(pool, job("exchange", routing=ROUTINGS[routing]))
+    assert [line["op"] for line in lines] == ["dispatch", "combine", "exchange"]
+    for line in lines:
+        assert line["verified"] is True and 0 <= line["max_error"] <= 1e-2
+        assert line["backend"] == "host" and line["samples"] == 4
+        assert line["wire"] == line["dtype"] == "bfloat16"
+    assert abs(lines[2]["bytes_wire"] - lines[0]["bytes_wire"] - lines[1]["bytes_wire"]) <= 1  # means, rounded
+    assert lines[0]["us_min"] < lines[2]["us_min"]
+
+
+@pytest.mark.parametrize("backend", ["collective", "allgather"])
+def test_every_backend_reports_the_same_bytes(pool: RankPool, backend: str) -> None:
+    ours, theirs = (run(pool, job("exchange", exchange={"backend": b})) for b in ("host", backend))
+    assert [line["bytes_wire"] for line in ours] == [line["bytes_wire"] for line in theirs]
+    assert {line["backend"] for line in theirs} == {backend}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_layouts_and_dtypes(pool: RankPool, layout: str, dtype: str) -> None:
+    for workload in ("exchange", "layer"):
+        lines = run(pool, job(workload, 2, shape={"dtype": dtype}, exchange={"layout": layout, "padding": "zero"}))
+        assert all(line["verified"] and line["layout"] == layout and line["dtype"] == dtype for line in lines)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_layer_is_one_line_a_case(pool: RankPool, ranks: int) -> None:
+    lines = run(pool, job("layer", ranks, routing={"ragged": True, "masked": 0.1}, steps={"count": 52}))
+    assert [line["op"] for line in lines] == ["step"]
+    assert lines[0]["verified"] is True and 0 < lines[0]["max_error"] <= 6e-2
+    assert (lines[0]["gbps_wire"] is None) == (ranks == 1)
+
+
+def test_nothing_crosses_in_a_world_of_one(pool: RankPool) -> None:
+    assert {(line["bytes_wire"], line["gbps_wire"]) for line in run(pool, job("exchange", 1))} == {(0, None)}
+
+
+def test_without_verify_nothing_is_claimed(pool: RankPool) -> None:
+    for line in run(pool, job("exchange", 2, steps={"verify": False})):
+        assert line["verified"] is None and line["max_error"] is None
+
+
+def test_cases_of_a_matrix_in_order(pool: RankPool) -> None:
+    given = job("exchange", 2) | {"matrix": {"shape.tokens": [8, 16]}}
+    lines = run(pool, given)
+    assert [(line["case"], line["tokens"]) for line in lines[::3]] == [("tokens=8", 8), ("tokens=16", 16)]
+
+
+SIZES = [1, 4096, 100_003]
+
+
+@pytest.mark.parametrize("protocol", ["put", "get"])
+def test_pairs_are_all_ordered_pairs_with_the_source_changing_slowest(pool: RankPool, protocol: str) -> None:
+    lines = run(pool, job("p2p", 3, p2p={"bytes": SIZES, "protocol": protocol}))
+    ends = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert [(line["bytes"], line["src"], line["dst"]) for line in lines] == [(n, *pair) for n in SIZES for pair in ends]
+    for line in lines:
+        assert (line["op"], line["transport"], line["pattern"]) == ("copy", "host", "pairs")
+        assert line["verified"] is True and line["max_error"] == 0.0
+        assert line["bytes_wire"] == line["bytes"] and line["gbps_wire"] == line["bytes"] / line["us_p50"] / 1e3
+        assert line.keys().isdisjoint({"tokens", "backend", "dtype", "routing"})
+
+
+@pytest.mark.parametrize("protocol", ["put", "get"])
+def test_all_to_all_is_one_line_a_size(pool: RankPool, protocol: str) -> None:
+    lines = run(pool, job("p2p", 4, p2p={"bytes": SIZES, "protocol": protocol, "pattern": "all_to_all"}))
+    assert [(line["bytes"], line["src"], line["dst"]) for line in lines] == [(n, None, None) for n in SIZES]
+    for line in lines:
+        assert line["verified"] is True and line["bytes_wire"] == 12 * line["bytes"]
+        assert line["gbps_wire"] == 3 * line["bytes"] / line["us_p50"] / 1e3
+
+
+def broken_copy(world: World, given: dict[str, Any], fault: str) -> None:
+    """A run in which one byte that rank 1 receives is wrong, or in which nothing new arrives."""
+    real, calls = Channels.receive, [0]
+
+    def spoiled(self: Channels, source: int) -> torch.Tensor:
+        calls[0] += 1
+        message = real(self, source)
+        if calls[0] <= 4:
+            kept.append(message.clone())
+        elif fault == "byte":
+            message[-1] ^= 1
+        else:
+            message.copy_(kept[-1])
+        return message
+
+    kept: list[torch.Tensor] = []
+    if world.rank == 1:
+        Channels.receive = spoiled  # type: ignore[method-assign]
+    try:
+        run_cases(world, given)
+    finally:
+        Channels.receive = real  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", ["byte", "stale"])
+def test_one_wrong_byte_stops_every_rank(pool: RankPool, fault: str) -> None:
+    errors = failures(pool, 2, broken_copy, job("p2p", 2, p2p={"bytes": [100_003]}), fault)
+    assert {type(error) for error in errors} == {WrongResult} and len({str(error) for error in errors}) == 1
+    assert "step 3 on rank 1" in str(errors[0])
+
+
+def bytes_told(world: World, given: dict[str, Any]) -> tuple[float, list[int]]:
+    """The workload's count for a run of one batch, and what the exchanges of all ranks counted."""
+    from raymoe.workload.exchange import traffic_of
+    from raymoe.workload.inputs import Inputs
+    from raymoe.workload.room import spec_of
+    from raymoe.workload.routing import Routing
+
+    asked = Job.model_validate(given)
+    inputs = Inputs(Routing.of(asked), world.rank, asked.shape.hidden, torch.bfloat16)
+    inputs.draws = inputs.draws[:1]
+    batch, spec = inputs.at(0), spec_of(asked)
+    with Exchange(world, spec) as exchange:
+        got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+        exchange.combine(torch.zeros(spec.rows(world.size), spec.hidden, dtype=torch.bfloat16), got)
+        counted = exchange.bytes_wire()
+    total = traffic_of(world, inputs, spec.row_bytes).both.total
+    return total, [sum(pair) for pair in world.swap(counted, "counted")]  # type: ignore[attr-defined]
+
+
+def test_bytes_on_the_wire_are_those_that_the_exchange_counts(pool: RankPool) -> None:
+    total, counted = pool.run(4, bytes_told, job("exchange", routing={"masked": 0.2, "ragged": True}))[0]
+    assert total == sum(counted) > 0
+
+
+def broken_exchange(world: World, given: dict[str, Any], fault: str) -> None:
+    """A run in which rank 1 spoils what a combine or a dispatch brings, from its third step on."""
+    name = "combine" if fault == "combine" else "dispatch"
+    real, calls = getattr(Exchange, name), [0]
+
+    def spoiled(self: Exchange, *args: Any) -> Any:
+        calls[0] += 1
+        result = real(self, *args)
+        if world.rank == 1 and calls[0] > 3:
+            if fault == "combine":
+                result[0] = result[1]
+            elif fault == "stale":
+                result.x.copy_(stale)
+            else:
+                result.x[:2] = result.x[:2].flip(0)
+        elif fault == "stale":
+            stale.copy_(result.x)
+        return result
+
+    stale = torch.empty(1)
+    if fault == "stale":
+        from raymoe.workload.room import spec_of
+
+        spec = spec_of(Job.model_validate(given))
+        stale = torch.empty(spec.rows(world.size), spec.hidden, dtype=torch.bfloat16)
+    setattr(Exchange, name, spoiled)
+    try:
+        run_cases(world, given)
+    finally:
+        setattr(Exchange, name, real)
+
+
+@pytest.mark.parametrize("workload", ["exchange", "layer"])
+@pytest.mark.parametrize("fault", ["combine", "dispatch", "stale"])
+def test_wrong_rows_stop_every_rank_on_the_same_step(pool: RankPool, workload: str, fault: str) -> None:
+    errors = failures(pool, 2, broken_exchange, job(workload, 2), fault)
+    assert {type(error) for error in errors} == {WrongResult} and len({str(error) for error in errors}) == 1
+    assert "step 3" in str(errors[0]) and ("rank 1" in str(errors[0]) or fault != "combine")
+    assert errors[0].exit_code == 6  # type: ignore[attr-defined]
+
+
+def test_refused_data_stops_every_rank_and_propagates_as_such(pool: RankPool) -> None:
+    given = job("exchange", routing={"kind": "hot", "share": 1.0, "masked": 0.01}, exchange={"capacity": 16})
+    assert {type(error) for error in failures(pool, 4, run_cases, given)} == {DataRefused}
+
+
+def test_a_case_for_another_world_is_refused(pool: RankPool) -> None:
+    errors = failures(pool, 2, run_cases, job("exchange", 4))
+    assert {type(error) for error in errors} == {ConfigError} and "4 ranks" in str(errors[0])
+
+
+def slow_third_step(world: World) -> list[list[float]]:
+    """Rank 1 takes longer at step 2; the steps before the first two are warm-up."""
+
+    def do_step(index: int, *, verify: bool) -> Step:
+        return Step(
+            (100.0 if world.rank == 1 and index == 2 else 10.0 + index, float(world.rank)), 0.0 if verify else None
+        )
+
+    told: list[int] = []
+    measured = measure(world, Steps(2, 2000, True, 1.0), do_step, lambda done, _: told.append(done), "test")
+    assert told[-1] == 2002 and measured.verified and measured.max_error == 0.0
+    return [measured.us[0][:2], measured.us[1][:2], [len(samples) for samples in measured.us]]
+
+
+def test_a_sample_is_the_slowest_ranks_and_warmup_is_left_out(pool: RankPool) -> None:
+    assert pool.run(3, slow_third_step) == [[[100.0, 13.0], [2.0, 2.0], [2000, 2000]]] * 3
