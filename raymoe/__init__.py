@@ -1,6 +1,6 @@
 """Expert-parallel Mixture-of-Experts work on a Ray cluster.
 
-Importing this package loads neither torch nor ray nor any CUDA library: the names below arrive when first used (PEP 562).
+Importing this package loads neither torch nor ray nor any CUDA library: names arrive when first used (PEP 562).
 """
 
 import importlib

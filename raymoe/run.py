@@ -23,7 +23,7 @@ from raymoe.report.progress import Progress
 from raymoe.report.results import complete
 from raymoe.report.summary import Generation, Summary
 from raymoe.report.table import render
-from raymoe.workload.room import check_room
+from raymoe.workload.room import bytes_per_rank, check_room
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _open(request: Request) -> tuple[Job, RunDirectory]:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
     job = load_job(request.config, request.sets)
     if choose(request.address) is None:
-        check_room(job)  # the ranks will be on this machine; elsewhere, they check for themselves
+        check_room(job.world.ranks, bytes_per_rank(job))  # of a cluster, the node that is chosen checks its own
     directory = RunDirectory.create(request.out, job.name)
     directory.write_config(job.resolved())
     return job, directory

@@ -21,6 +21,7 @@ from raymoe.gang.placement import Seat, order
 from raymoe.gang.rank import Line, RankActor, Seating, Status
 from raymoe.gang.undertaker import bury
 from raymoe.job import Job
+from raymoe.workload.room import bytes_per_rank
 
 POLL_S = 0.2  # how often each rank is asked where it is
 START_S = 60.0  # for the first rank of a generation to answer: process start, import of torch
@@ -173,11 +174,8 @@ class Gang:
                 self._start(ranks)
                 return []
             world = self.job.world
-            threads = max(1, int(world.cpus))
-            self._ask(
-                "open",
-                lambda rank: (Seating(rank, self.size, self.generation, world.wait_timeout_s, threads),),
-            )
+            limits = (world.wait_timeout_s, max(1, int(world.cpus)), bytes_per_rank(self.job))
+            self._ask("open", lambda rank: (Seating(rank, self.size, self.generation, *limits),))
             return []
         return [sv.Started()] if what == "open" else [sv.Wired()]
 
@@ -228,7 +226,7 @@ class Gang:
     def _take(self, status: Status) -> None:
         self._finished += status.finished
         self._cursor += len(status.finished)
-        if status.case is not None:
+        if status.case is not None and status.total:
             self.progress = (status.case, status.done, status.total)
 
     def _overdue(self) -> list[sv.Event]:

@@ -50,14 +50,14 @@ class Meeting:
 def join(name: str, rank: int, size: int, timeout_s: float = 60.0) -> World:
     """Join the world `name` as `rank` of `size`, from inside a Ray actor; every rank calls this once.
 
-    Returns when every peer is mapped and proved. The world is on the CPU: ranks share memory of one machine.
+    Returns when every peer is mapped and proved. The world is on the CPU: ranks share memory of one machine. Worlds
+    that live at the same time have different names; when a world is closed, its name is free.
 
-        >>> world = raymoe.join("experts", rank, size)                        # doctest: +SKIP
-        >>> spec = raymoe.ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)     # doctest: +SKIP
-        >>> with raymoe.Exchange(world, spec) as ex:                          # doctest: +SKIP
-        ...     got = ex.dispatch(x, topk_idx, topk_weights)
-        ...     y = ex.combine(rows, got)
-        >>> world.close()                                                     # doctest: +SKIP
+        world = raymoe.join("experts", rank, size)
+        with raymoe.Exchange(world, raymoe.ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)) as ex:
+            got = ex.dispatch(x, topk_idx, topk_weights)
+            y = ex.combine(rows, got)
+        world.close()
     """
     if not 0 <= rank < size:
         raise ConfigError(f"asked to join {name!r} as rank {rank} of {size}; ranks go from 0 to {size - 1}")

@@ -39,6 +39,7 @@ class Seating:
     generation: int
     wait_timeout_s: float
     threads: int
+    nbytes: int  # of memory that each rank needs
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ class Rank:
 
         from raymoe.gang.metrics import RankMetrics
         from raymoe.memory.world import World
+        from raymoe.workload.room import check_room
 
+        if seating.rank == 0:  # for all: they are on one node
+            check_room(seating.size, seating.nbytes)
         torch.set_num_threads(seating.threads)
         self.metrics = RankMetrics(self.run_name, seating.rank)
         self._enter("wiring")

@@ -15,10 +15,13 @@ The memory is reserved when it is made, so a machine that has too little says so
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from pathlib import Path
+from typing import TypeAlias
 
 from raymoe.job.errors import PlacementError, WiringError
 
@@ -37,16 +40,21 @@ _FIELDS = {
 }
 
 
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+Mapping: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
+
+
 class Segment:
     """Memory of one rank, mapped here; `descriptor` is None in a peer and after `unpublish`."""
 
-    def __init__(self, buffer: mmap.mmap, nbytes: int, fd: int | None = None) -> None:
-        self._buffer: mmap.mmap | None = buffer
+    def __init__(self, buffer: Mapping, nbytes: int, fd: int | None = None) -> None:
+        self._buffer: Mapping | None = buffer
         self._fd = fd
         self.nbytes = nbytes
 
     @property
-    def buffer(self) -> mmap.mmap:
+    def buffer(self) -> Mapping:
         if self._buffer is None:
             raise WiringError("this segment is closed; ask for its tensors before closing it")
         return self._buffer
@@ -54,7 +62,7 @@ class Segment:
     def view(self, offset: int, nbytes: int) -> memoryview:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise WiringError(f"bytes {offset} to {offset + nbytes} asked of a segment of {self.nbytes} bytes")
-        return memoryview(self.buffer)[offset : offset + nbytes]
+        return memoryview(self.buffer).cast("B")[offset : offset + nbytes]
 
     def descriptor(self) -> dict[str, object]:
         """What a peer needs to map this memory: plain values only."""
@@ -104,7 +112,7 @@ def map_peer(descriptor: dict[str, object]) -> Segment:
         if start_time(pid) != descriptor["started"]:
             raise WiringError(f"process {pid} is not the one that exported its heap: another has its number now")
         fd = os.open(str(descriptor["path"]), os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise WiringError(f"process {pid} is gone or has withdrawn its heap ({descriptor['path']})") from error
     except PermissionError as error:
         raise WiringError(
@@ -119,6 +127,8 @@ def map_peer(descriptor: dict[str, object]) -> Segment:
         if found.st_size != nbytes:
             raise WiringError(f"{descriptor['path']} holds {found.st_size} bytes; its descriptor says {nbytes}")
         return Segment(_map(fd, nbytes), nbytes)
+    except OSError as error:
+        raise WiringError(f"{nbytes} bytes of {descriptor['path']} could not be mapped: {error.strerror}") from error
     finally:
         os.close(fd)
 
@@ -139,8 +149,20 @@ def start_time(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])
 
 
-def _map(fd: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
+def _map(fd: int, nbytes: int) -> Mapping:
+    """All of a file, mapped and present. Python's own `mmap` would keep a descriptor, a second door to the memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    mapping = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Views and tensors refer to `mapping`, so this runs when the last of them is gone; at exit the kernel does it.
+    weakref.finalize(mapping, libc.munmap, address, nbytes).atexit = False
+    return mapping
 
 
 def _check_same_machine(descriptor: dict[str, object]) -> None:

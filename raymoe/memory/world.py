@@ -89,9 +89,11 @@ class World:
 
     def agree(self, problem: RaymoeError | None, what: str) -> None:
         """Raise on all ranks if any has a problem: the own one where there is one, else the first rank's."""
-        found = [text for text in self.swap(None if problem is None else str(problem), what) if text is not None]
-        if problem is not None:
-            raise problem
+        try:
+            found = [text for text in self.swap(None if problem is None else str(problem), what) if text is not None]
+        finally:
+            if problem is not None:  # also where the round failed: then it is the likely cause
+                raise problem
         if found:
             raise WiringError(str(found[0]))
 
@@ -142,8 +144,8 @@ class World:
         board, self._board = self._board, None
         try:
             if together and board is not None and self._poison is None and self.waiter.reason is None:
-                # A peer that is gone needs no memory of ours, and the kernel frees what it had.
-                with suppress(PeerTimeout, Aborted):
+                # A peer that is gone or has failed needs no memory of ours, and the kernel frees what it had.
+                with suppress(RaymoeError):
                     board.meet("close", timeout_s=min(self.timeout_s, _CLOSING_S))
         finally:
             if self._heap is not None:

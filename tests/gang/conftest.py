@@ -213,17 +213,26 @@ def home_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["HOME"] = before
 
 
+@contextmanager
+def address_file(address: str) -> Iterator[None]:
+    """The file in which `ray start --head` leaves its address, with this one in it."""
+    before = ADDRESS_FILE.read_text() if ADDRESS_FILE.exists() else None
+    ADDRESS_FILE.parent.mkdir(parents=True, exist_ok=True)
+    ADDRESS_FILE.write_text(address)
+    try:
+        yield
+    finally:
+        if before is None:
+            ADDRESS_FILE.unlink(missing_ok=True)
+        else:
+            ADDRESS_FILE.write_text(before)
+
+
 @pytest.fixture
 def stale_address_file() -> Iterator[None]:
     """The file of a head that is gone, as a killed `ray start --head` leaves it."""
-    before = ADDRESS_FILE.read_text() if ADDRESS_FILE.exists() else None
-    ADDRESS_FILE.parent.mkdir(parents=True, exist_ok=True)
-    ADDRESS_FILE.write_text(f"127.0.0.1:{free_port()}")
-    yield
-    if before is None:
-        ADDRESS_FILE.unlink(missing_ok=True)
-    else:
-        ADDRESS_FILE.write_text(before)
+    with address_file(f"127.0.0.1:{free_port()}"):
+        yield
 
 
 @pytest.fixture

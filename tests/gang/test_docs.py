@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gang.conftest import REPO, Head
+from tests.gang.conftest import REPO, Head, address_file
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 ELSEWHERE = {
@@ -52,16 +52,17 @@ def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -
     if any("my.yaml" in line for line in lines):
         (tmp_path / "my.yaml").write_text(yaml_block(page))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    for line in lines:
-        done = subprocess.run(
-            ["bash", "-c", line],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        if shlex.split(line)[1] in ("run", "report"):
-            assert "p50 us" in done.stdout, f"{line}: no table\n{done.stdout}"
+    with address_file(head.address):
+        for line in lines:
+            done = subprocess.run(
+                ["bash", "-c", line],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            if shlex.split(line)[1] in ("run", "report"):
+                assert "p50 us" in done.stdout, f"{line}: no table\n{done.stdout}"

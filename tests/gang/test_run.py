@@ -114,6 +114,14 @@ def test_a_heap_larger_than_memory_is_refused_before_ray_starts(start: Start, tm
     assert "GiB" in run.last_line() and "Ray of our own" not in run.said()
 
 
+def test_a_heap_larger_than_memory_on_a_cluster_is_refused_by_its_node(
+    start: Start, head: Head, tmp_path: Path
+) -> None:
+    run = start(configs.write(tmp_path, shape__tokens=4_000_000, shape__hidden=16384), "--address", head.address)
+    assert run.end(30) == 3, run.said()
+    assert "GiB" in run.last_line()
+
+
 def test_more_ranks_than_the_machine_has_room_for(start: Start, tmp_path: Path) -> None:
     run = start(configs.write(tmp_path, world__cpus=64))
     assert run.end(40) == 3

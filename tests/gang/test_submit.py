@@ -35,17 +35,9 @@ def submit(head: Head, home: Path, *words: str, env: dict[str, str] | None = Non
 
 
 def quick(home: Path, name: str) -> list[str]:
-    return [
-        "raymoe",
-        "run",
-        "quickstart",
-        "--set",
-        "world.ranks=2",
-        "--set",
-        "steps.count=2",
-        "--out",
-        str(home / name),
-    ]
+    small = ["world.ranks=2", "shape.tokens=16", "shape.experts=8", "steps.count=2"]
+    sets = [word for key in small for word in ("--set", key)]
+    return ["raymoe", "run", "quickstart", *sets, "--out", str(home / name)]
 
 
 @pytest.mark.timeout(300)
