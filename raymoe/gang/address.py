@@ -13,7 +13,7 @@ from pathlib import Path
 from raymoe.job.errors import ClusterError
 
 PROBE_S = 5.0
-ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")  # where `ray start --head` leaves its address
+ADDRESS_FILE = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")  # left by `ray start --head`
 
 
 def choose(address: str | None) -> str | None:

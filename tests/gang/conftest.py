@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -122,6 +124,9 @@ def ray_head(tmp: Path, cpus: int = 8, env: dict[str, str] | None = None) -> Ite
     command += ["--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
     # An agent's ports are fixed by default, and a second head on the machine would be left without one.
     command += [f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}"]
+    # Likewise the file that tells jobs their cluster's address. A short name: sockets lie below it.
+    folder = Path(tempfile.mkdtemp(prefix="raymoe-"))
+    command += [f"--temp-dir={folder}"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
     environment = {name: value for name, value in environment.items() if value != UNSET}
     log = tmp / "head.log"
@@ -141,6 +146,7 @@ def ray_head(tmp: Path, cpus: int = 8, env: dict[str, str] | None = None) -> Ite
             process.kill()
             process.wait(timeout=10)
         end_session(process.pid)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_session(session: int) -> None:
