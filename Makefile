@@ -10,7 +10,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint types unit fmt hooks wheel clean distclean
+.PHONY: help setup run test check lint types unit perf fmt hooks wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -33,6 +33,9 @@ types: $(STAMP)
 
 unit: $(STAMP) ## the tests only (a part: PYTEST="tests/unit -k plan")
 	$(BIN)/pytest $(PYTEST)
+
+perf: $(STAMP) ## the speeds that the docs promise, as ratios (wants an idle machine)
+	$(BIN)/pytest -m perf tests/perf
 
 fmt: $(STAMP) ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix .

@@ -68,7 +68,7 @@ def test_three_actors_exchange_and_may_do_so_again_under_the_same_name(engines: 
 
 
 def test_whoever_is_missing_is_named(engines: list[ray.actor.ActorHandle]) -> None:
-    calls = [engines[rank].join.remote("incomplete", rank, 3, 1.0) for rank in (0, 2)]
+    calls = [engines[rank].join.remote("incomplete", rank, 3, 5.0) for rank in (0, 2)]
     for said in ray.get(calls, timeout=30):
         assert "waited in vain for rank 1" in said or "has died" in said
 
