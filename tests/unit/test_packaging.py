@@ -48,7 +48,8 @@ def test_wheel_has_the_command_and_honest_needs(wheel):
     needs = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     needs = [need for need in needs if "extra ==" not in need]
     assert {need.partition(">")[0].split("<")[0] for need in needs} == {
-        *("ray[default]", "torch", "cuda-python", "pyyaml", "pydantic", "typer", "rich", "matplotlib", "numpy")
+        *("ray[default]", "torch", "cuda-python", "pyyaml", "pydantic", "typer", "rich", "matplotlib", "numpy"),
+        "cuda-core",
     }
     assert "Requires-Python: >=3.11" in metadata
 

@@ -1,0 +1,195 @@
+// All inline assembly of raymoe, each instruction once, named by what it is for.
+//
+// Two proxies reach memory: ordinary loads and stores (the generic proxy) and bulk copies (the async proxy). Within one
+// proxy the usual rules hold; what one wrote and the other reads needs a proxy fence between them, besides the barrier
+// or the flag that orders the threads. Which fence orders what is said where it is called.
+#pragma once
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#error "raymoe's kernels copy with bulk instructions, which GPUs have from compute capability 9.0 (Hopper) on"
+#endif
+
+namespace raymoe {
+
+using u8 = unsigned char;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "the structs count on these sizes");
+
+namespace ptx {
+
+// Where a pointer into shared memory points, in the 32-bit form that the instructions below take.
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- words that other GPUs or the host read or write ---------------------------------------------------------------
+
+__device__ __forceinline__ u64 load_acquire_sys(const u64* word) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u64 load_relaxed_sys(const u64* word) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_sys(u64* word, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_sys(u64* word, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// ---- words of this GPU alone ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u64 load_relaxed_gpu(const u64* word) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_relaxed_gpu(u64* word, u64 value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Adds 1 and gives the value before; a value of `last` wraps to 0. Releases what this thread has seen, and acquires.
+__device__ __forceinline__ u32 atomic_increment_wrapping(u32* word, u32 last) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(last) : "memory");
+    return before;
+}
+
+// Stores `value` where `expected` stands; gives what stood there.
+__device__ __forceinline__ u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
+    u64 before;
+    asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "l"(word), "l"(expected), "l"(value)
+                 : "memory");
+    return before;
+}
+
+// ---- time ----------------------------------------------------------------------------------------------------------
+
+// Nanoseconds of a clock that all multiprocessors share. It may tick in steps of about a microsecond.
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+
+// ---- ordinary copies -----------------------------------------------------------------------------------------------
+// Not the read-only path (ld.global.nc), which may serve bytes that a peer has overwritten since.
+
+struct Bytes16 {
+    u64 low, high;
+};
+
+__device__ __forceinline__ Bytes16 load_16(const u8* at) {
+    Bytes16 value;
+    asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_16(u8* at, Bytes16 value) {
+    asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(value.low), "l"(value.high) : "memory");
+}
+
+__device__ __forceinline__ u8 load_byte(const u8* at) {
+    u32 value;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return static_cast<u8>(value);
+}
+
+__device__ __forceinline__ void store_byte(u8* at, u8 value) {
+    asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(static_cast<u32>(value)) : "memory");
+}
+
+// ---- barriers in shared memory that count bytes ------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the async proxy; stands between the inits and the first bulk load.
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives once, and makes the phase wait for `bytes` of bulk loads besides. At most 2^20 - 1 bytes a phase.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity is over; suspends the thread for a while where it is not.
+__device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
+    u32 over;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred over;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, over;\n\t"
+        "}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return over != 0;
+}
+
+__device__ __forceinline__ void barrier_invalidate(u32 barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- bulk copies: addresses and sizes are multiples of 16 ----------------------------------------------------------
+
+// Global to shared memory. Completes on the barrier, and only there.
+__device__ __forceinline__ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Shared to global memory. Completes with the group that it is committed to, and only there. Groups are per thread.
+__device__ __forceinline__ void bulk_store(void* global, u32 shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the `younger` youngest groups have READ their shared memory, which may then be loaded anew. Nothing is
+// said of the writes: they may not have arrived anywhere.
+template <int younger>
+__device__ __forceinline__ void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(younger) : "memory");
+}
+
+// Until all but the `younger` youngest groups are complete: their writes are visible to this thread, so that a release
+// by it covers them.
+template <int younger>
+__device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(younger) : "memory");
+}
+
+// Orders ordinary accesses to any memory, as far as they are ordered before or after this thread's place in the
+// program, with its bulk copies on the other side of the fence.
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// The same for shared memory alone.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace ptx
+}  // namespace raymoe

@@ -1,0 +1,128 @@
+// A pipeline of bulk copies through shared memory: global -> stage -> global, driven by ONE thread of a block.
+//
+// There is no bulk copy from global to global memory, so every chunk is loaded into a stage and stored out of it. The
+// two halves complete in different ways, which no instruction can exchange:
+//   load    on the mbarrier of its stage, which is told the bytes to expect; the wait is for a phase, and phases
+//           alternate in parity each time the stage is used
+//   store   with the bulk group that it is committed to; groups belong to the thread that commits them, complete in
+//           order, and the wait says how many of the youngest may still be under way
+//
+// A wait for a store has two forms. `.read`: the stage has been read and may be loaded anew; the writes may be
+// anywhere. Without: the writes have been performed. The ring waits by `.read` and leaves the youngest stores in
+// flight; whoever raises a flag calls `drain` first.
+//
+// Half of the stages hold loads under way, the other half stores under way. Draining the stores at each stage instead
+// costs a quarter of the link (8 CTAs x 12 stages of 16 KiB: 278 against 360 GB/s; H200, 2026-11-21). A block moves
+// about (bytes in flight / 2.1 us) until the link is full, and offering more than the link takes costs as well.
+//
+// Shared memory, dynamic: `stages` x `stage_bytes`, then 8 bytes a stage for the barriers. The same sum in
+// Python: raymoe/device/ring.py.
+#pragma once
+
+#include "raymoe/ptx.cuh"
+
+namespace raymoe {
+
+// Waits by .read until at most `younger` groups are under way. The instruction takes a constant only; between two
+// constants, the smaller waits for more than is asked and is right too.
+__device__ __forceinline__ void wait_stages_read(u32 younger) {
+    switch (younger) {
+        case 0: ptx::bulk_wait_read<0>(); break;
+        case 1: ptx::bulk_wait_read<1>(); break;
+        case 2: ptx::bulk_wait_read<2>(); break;
+        case 3: ptx::bulk_wait_read<3>(); break;
+        case 4: ptx::bulk_wait_read<4>(); break;
+        case 5: ptx::bulk_wait_read<5>(); break;
+        case 6: ptx::bulk_wait_read<6>(); break;
+        case 7: ptx::bulk_wait_read<7>(); break;
+        case 8: ptx::bulk_wait_read<8>(); break;
+        default:
+            if (younger >= 16) {
+                ptx::bulk_wait_read<16>();
+            } else if (younger >= 12) {
+                ptx::bulk_wait_read<12>();
+            } else {
+                ptx::bulk_wait_read<8>();
+            }
+    }
+}
+
+struct Chunk {
+    const u8* source;
+    u32 bytes;  // a multiple of 16, at least 16, at most a stage
+};
+
+class Ring {
+  public:
+    // By the thread that will drive the ring. `memory` is 128-byte aligned.
+    __device__ Ring(u8* memory, u32 stages, u32 stage_bytes)
+        : memory_(ptx::shared_address(memory)),
+          barriers_(memory_ + stages * stage_bytes),
+          stages_(stages),
+          stage_bytes_(stage_bytes),
+          ahead_(stages - stages / 2) {
+        for (u32 stage = 0; stage < stages; ++stage) {
+            ptx::barrier_init(barriers_ + stage * 8, 1);  // one arrival: the driving thread's, with the expected bytes
+        }
+        ptx::fence_barrier_init();  // orders the inits before the bulk loads that complete on them
+    }
+
+    // Moves `count` chunks: `chunk_of(k)` says where chunk k comes from, `store(k, stage, bytes)` issues bulk stores of
+    // it, any number, out of that shared address. On return all loads are complete; stores may be under way.
+    template <class ChunkOf, class Store>
+    __device__ __forceinline__ void run(u64 count, ChunkOf chunk_of, Store store) {
+        const u64 first = count < ahead_ ? count : ahead_;
+        for (u64 k = 0; k < first; ++k) {
+            load(chunk_of(k));
+        }
+        for (u64 k = 0; k < count; ++k) {
+            const Chunk chunk = chunk_of(k);
+            while (!ptx::barrier_try_wait(barriers_ + storing_.stage * 8, storing_.parity)) {
+            }
+            store(k, memory_ + storing_.stage * stage_bytes_, chunk.bytes);
+            ptx::bulk_commit();
+            storing_.step(stages_);
+            if (k + ahead_ < count) {
+                // The stage to be loaded held chunk k + ahead - stages; the stores of all later ones may be under way.
+                wait_stages_read(stages_ - ahead_);
+                load(chunk_of(k + ahead_));
+            }
+        }
+        // The next run's first loads find stages that the last stores may still read.
+        wait_stages_read(0);
+    }
+
+    // Until every store issued so far has been performed and is visible to this thread, so that a release by it covers
+    // them. This must stand before any flag that announces them.
+    __device__ __forceinline__ void drain() { ptx::bulk_wait<0>(); }
+
+  private:
+    struct Cursor {
+        u32 stage = 0;
+        u32 parity = 0;  // of the phase that the stage's barrier is in
+
+        __device__ __forceinline__ void step(u32 stages) {
+            if (++stage == stages) {
+                stage = 0;
+                parity ^= 1;
+            }
+        }
+    };
+
+    __device__ __forceinline__ void load(const Chunk& chunk) {
+        const u32 barrier = barriers_ + loading_.stage * 8;
+        ptx::barrier_expect(barrier, chunk.bytes);
+        ptx::bulk_load(memory_ + loading_.stage * stage_bytes_, chunk.source, chunk.bytes, barrier);
+        loading_.step(stages_);
+    }
+
+    u32 memory_;
+    u32 barriers_;
+    u32 stages_;
+    u32 stage_bytes_;
+    u32 ahead_;  // loads under way; with one stage, 1
+    Cursor loading_;
+    Cursor storing_;
+};
+
+}  // namespace raymoe

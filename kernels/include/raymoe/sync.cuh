@@ -1,0 +1,142 @@
+// Epochs, flags between ranks, and the one bounded wait.
+//
+// An operation counts its own runs in the memory of its own GPU (`Operation`): nothing about a run is known to the
+// host, so eager calls and graph replays mix freely. Flags between ranks are 64-bit words that carry such a count, only
+// grow, have one writer each, and are compared by >=: a peer may be one run ahead. Nothing is ever reset.
+//
+// A wait that outlasts its deadline, or sees the host's abort word, ends and poisons: every later operation under the
+// same `Watch` returns at once and stores nothing to peers, because it could overwrite what a slow peer has yet to
+// read.
+#pragma once
+
+#include "raymoe/ptx.cuh"
+
+namespace raymoe {
+
+// How many times an operation has run, and how many blocks of the run in progress are through. In device memory of this
+// rank, 16-byte aligned, zero at first, read and written by this rank's kernels only, one operation at a time.
+struct Operation {
+    u64 epoch;   // runs that are complete; stored by the last block out, read by every block of the next run
+    u32 ticket;  // blocks through; wraps to 0 with the last one, so no run finds it used
+    u32 unused;
+};
+static_assert(sizeof(Operation) == 16, "");
+
+// What a failed wait leaves for the host. In host memory that the GPU has mapped.
+//
+// Writer: the one thread of this GPU that won the poison word. Reader: the host, at any time. Order: the fields, then
+// `code` by a release at system scope; the host reads `code` first and the fields only where it is not 0. Written once
+// in the life of the word, so a replay finds the first failure still there.
+struct ErrorRecord {
+    u64 code;  // 0: none; FAILURE_TIMEOUT; FAILURE_ABORTED
+    u64 op;    // which operation; the host that launched it knows the number's name
+    u64 epoch;
+    u64 peer;  // whose word was waited for
+    u64 expected;
+    u64 seen;
+    u64 waited_ns;
+    u64 unused;
+};
+static_assert(sizeof(ErrorRecord) == 64, "");
+
+constexpr u64 FAILURE_TIMEOUT = 1;
+constexpr u64 FAILURE_ABORTED = 2;
+
+// What bounds a wait. One for all operations that are poisoned together.
+struct Watch {
+    // Host memory. Writer: the host, 0 to 1, once. Reader: waiting threads of this GPU, every ABORT_POLL_NS. Nothing is
+    // ordered by it; a relaxed load does.
+    const u64* abort;
+    ErrorRecord* record;
+    // Device memory of this rank, 0 until a wait fails; then the failure's code, for ever. Writer: a compare-and-swap
+    // by failing threads, here and not on the record because the link to the host need not support atomics. Reader:
+    // every operation at its start, and every wait at each poll of the abort word.
+    u64* poison;
+    u64 timeout_ns;
+};
+
+// The operation on whose behalf somebody waits, for the record.
+struct Waiting {
+    u32 op;
+    u32 peer;
+    u64 epoch;
+};
+
+// The abort word lies across PCIe, a read of about 1 to 2 us, so a wait that is served soon never reads it.
+constexpr u64 ABORT_POLL_NS = 100'000;
+constexpr u32 POLLS_PER_CLOCK = 16;
+
+__device__ inline bool poisoned(const Watch& watch) {
+    return watch.poison != nullptr && ptx::load_relaxed_gpu(watch.poison) != 0;
+}
+
+// Poisons, and tells the host who waited for what. Of many that fail, the first tells.
+__device__ inline void fail(const Watch& watch, u64 code, const Waiting& who, u64 expected, u64 seen, u64 waited_ns) {
+    if (ptx::atomic_compare_swap(watch.poison, 0, code) != 0) {
+        return;
+    }
+    ErrorRecord* record = watch.record;
+    ptx::store_relaxed_sys(&record->op, who.op);
+    ptx::store_relaxed_sys(&record->epoch, who.epoch);
+    ptx::store_relaxed_sys(&record->peer, who.peer);
+    ptx::store_relaxed_sys(&record->expected, expected);
+    ptx::store_relaxed_sys(&record->seen, seen);
+    ptx::store_relaxed_sys(&record->waited_ns, waited_ns);
+    ptx::store_release_sys(&record->code, code);  // orders the fields above before the code that announces them
+}
+
+// Waits until the word is at least `expected`. False: the wait failed, here or elsewhere under this watch; then nothing
+// may be stored to peers. True: this thread has acquired what the word's writer released. A bulk copy of that needs
+// `fence_proxy_async` besides, and other threads of the block a barrier.
+__device__ inline bool wait_for_epoch(const u64* word, u64 expected, const Waiting& who, const Watch& watch) {
+    u64 seen = ptx::load_acquire_sys(word);
+    if (seen >= expected) {
+        return true;
+    }
+    const u64 start = ptx::nanoseconds();
+    u64 looked = start;
+    while (true) {
+        for (u32 poll = 0; poll < POLLS_PER_CLOCK; ++poll) {
+            seen = ptx::load_acquire_sys(word);
+            if (seen >= expected) {
+                return true;
+            }
+        }
+        const u64 now = ptx::nanoseconds();
+        if (now - looked >= ABORT_POLL_NS) {
+            looked = now;
+            if (poisoned(watch)) {
+                return false;
+            }
+            if (ptx::load_relaxed_sys(watch.abort) != 0) {
+                fail(watch, FAILURE_ABORTED, who, expected, seen, now - start);
+                return false;
+            }
+        }
+        if (now - start >= watch.timeout_ns) {
+            fail(watch, FAILURE_TIMEOUT, who, expected, seen, now - start);
+            return false;
+        }
+    }
+}
+
+// The number of the run that begins. Every block reads it at entry: the last block out, which stores the next, cannot
+// be out before all have come.
+__device__ inline u64 epoch_of_this_run(const Operation* operation) {
+    return ptx::load_relaxed_gpu(&operation->epoch) + 1;
+}
+
+// Called by one thread of every block, after a barrier of the block, when the block's work is done. True for the last
+// one of the grid: it has then acquired what all the blocks did, and a release by it covers that. A block that is alone
+// needs no ticket for that.
+__device__ inline bool last_block_out(Operation* operation) {
+    const u32 last = gridDim.x * gridDim.y * gridDim.z - 1;
+    return last == 0 || ptx::atomic_increment_wrapping(&operation->ticket, last) == last;
+}
+
+// For the last block out: the run is complete, and the next has the next number.
+__device__ inline void finish_run(Operation* operation, u64 epoch) {
+    ptx::store_relaxed_gpu(&operation->epoch, epoch);  // read by later kernels of this stream only
+}
+
+}  // namespace raymoe

@@ -1,0 +1,63 @@
+"""The CUDA driver, loaded when something is first asked of it."""
+
+# ruff: noqa: N818  (the names say what happened)
+
+from __future__ import annotations
+
+from typing import Any
+
+from raymoe.job.errors import RaymoeError
+
+_CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and its neighbours
+
+
+class CudaError(RaymoeError):
+    """A driver call that failed; `code` is the driver's number, 0 where it never came to a call."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class CudaMissing(CudaError):
+    """No binding, no driver or no GPU."""
+
+
+class CaptureError(CudaError):
+    """What was asked cannot be done while a stream is being captured, or it broke the capture."""
+
+
+def bindings() -> Any:
+    """`cuda.bindings.driver`."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CudaMissing(
+            f"CUDA was asked for and its Python binding cannot be imported ({error}); pip install 'cuda-python>=13,<14'"
+        ) from error
+    return driver
+
+
+def call(name: str, *arguments: object) -> Any:
+    """Call a driver function by name: gives its result, a tuple where it has several, None where it has none."""
+    driver = bindings()
+    try:
+        code, *results = getattr(driver, name)(*arguments)
+    except RuntimeError as error:  # the binding looks for libcuda at the first call
+        raise CudaMissing(
+            f"{name} was called and there is no CUDA driver here ({error}); a machine with an NVIDIA GPU is needed"
+        ) from error
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise _failure(name, driver, code)
+    return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _failure(name: str, driver: Any, code: Any) -> CudaError:
+    _, text = driver.cuGetErrorString(code)
+    described = f"{name} failed: {code.name} ({text.decode() if text else 'no description'})"
+    if int(code) in _CAPTURE_ERRORS:
+        way_out = "make plans, memory and kernels before the capture begins, and synchronise after it"
+        return CaptureError(f"{described}; {way_out}", int(code))
+    if code == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        return CudaMissing(f"{described}; no GPU is visible to this process (CUDA_VISIBLE_DEVICES?)", int(code))
+    return CudaError(described, int(code))

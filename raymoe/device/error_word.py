@@ -1,0 +1,115 @@
+"""How a wait on the GPU is bounded, ended early by the host, and told of afterwards.
+
+One `ErrorWord` for everything that is poisoned together: the operations of a workspace. Its words, and who writes and
+reads them in which order, are described in kernels/include/raymoe/sync.cuh.
+
+- **Once failed, failed for ever.** The record and the poison word are written once; a new generation has new ones.
+- **The host may look at any time**, from any thread, and waits for nothing: the words are in its own memory.
+- **Closed last.** `close` waits until the GPU is done, because a kernel that waits still reads the abort word.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from raymoe.device.driver import call
+from raymoe.device.gpu import Gpu
+from raymoe.device.host_words import HostWords
+from raymoe.device.params import U64
+from raymoe.device.sync import FAILURE_ABORTED, ErrorRecord, Watch
+from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, RaymoeError
+
+__all__ = ["ErrorWord"]
+
+_ABORT = 0
+_RECORD = 16  # 128 bytes on: the host writes the one, the GPU the other
+_POISON_BYTES = 128
+_FIELDS = tuple(ErrorRecord.offsets())
+_MOST_NS = 2**63 - 1
+
+
+class ErrorWord:
+    """The abort word, the error record and the poison word of one rank."""
+
+    def __init__(self, gpu: Gpu, rank: int = -1) -> None:
+        self.rank = rank
+        self._gpu = gpu
+        self._lock = threading.Lock()
+        self._ops: list[str] = []
+        self._reason: str | None = None
+        self._closed = False
+        self._host = HostWords(gpu, _RECORD + ErrorRecord.nbytes() // 8)
+        try:
+            self._poison = _zeroed(gpu, _POISON_BYTES)
+        except BaseException:
+            self._host.close()
+            raise
+
+    def number(self, op: str) -> int:
+        """The number by which kernels know an operation; the same name always has the same."""
+        with self._lock:
+            if op not in self._ops:
+                self._ops.append(op)
+            return self._ops.index(op)
+
+    def watch(self, timeout_s: float) -> Watch:
+        """What a kernel takes so that its waits end after `timeout_s` at the latest."""
+        nanoseconds = round(timeout_s * 1e9)
+        if not 0 < nanoseconds <= _MOST_NS:
+            raise ConfigError(f"timeout_s is {timeout_s}; waits need a positive number of seconds, below 292 years")
+        host = self._host
+        return Watch(host.device_address(_ABORT), host.device_address(_RECORD), self._poison, nanoseconds)
+
+    def abort(self, reason: str) -> None:
+        """From any thread: end the wait that is going on within about 100 us, and every later one."""
+        with self._lock:
+            if self._reason is None:
+                self._reason = reason
+        self._host.words[_ABORT] = 1
+
+    def record(self) -> ErrorRecord | None:
+        """What the first failed wait left."""
+        words = self._host.words
+        if words[_RECORD] == 0:  # the code, which the GPU writes last
+            return None
+        return ErrorRecord(**{name: int(words[_RECORD + index]) for index, name in enumerate(_FIELDS)})
+
+    def error(self) -> RaymoeError | None:
+        """The failed wait as an exception to raise, or None."""
+        found = self.record()
+        if found is None:
+            return None
+        with self._lock:
+            op = self._ops[found.op] if found.op < len(self._ops) else f"operation {found.op}"
+            reason = self._reason
+        if found.code == FAILURE_ABORTED:
+            who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
+            return Aborted(f"{who} was told to stop in {op}: {reason}", found.peer)
+        waited_s = found.waited_ns / 1e9
+        return PeerTimeout(op, found.epoch, found.peer, found.expected, found.seen, waited_s, self.rank)
+
+    def check(self) -> None:
+        """Raise where a wait has failed."""
+        if (error := self.error()) is not None:
+            raise error
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._gpu.synchronise()
+        with self._gpu.current():
+            call("cuMemFree", self._poison)
+        self._host.close()
+
+
+def _zeroed(gpu: Gpu, nbytes: int) -> U64:
+    with gpu.current():
+        address = int(call("cuMemAlloc", nbytes))
+        try:
+            call("cuMemsetD8", address, 0, nbytes)
+            call("cuCtxSynchronize")  # the kernels that read it run on streams that do not wait for this one
+        except BaseException:
+            call("cuMemFree", address)
+            raise
+        return address

@@ -1,0 +1,88 @@
+"""One GPU of this process, and its primary context: the one that torch uses too."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from raymoe.device.driver import CudaError, bindings, call
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """What code for such a GPU is compiled for. From Hopper on with the features that only this very GPU has.
+
+    >>> architecture((9, 0)), architecture((10, 0)), architecture((8, 6))
+    ('sm_90a', 'sm_100a', 'sm_86')
+    """
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a kernel needs to know of its GPU.
+
+    - **The context lives as long as this.** `open` retains it, `close` gives it up, and the driver destroys it only
+      when everybody who retained it, torch included, has done so.
+    - **Two contexts are never taken for one another.** `context_id` is used once in a process, unlike an address.
+    """
+
+    ordinal: int
+    name: str
+    uuid: str
+    capability: tuple[int, int]
+    sms: int
+    shared_bytes: int
+    """The most dynamic and static shared memory that one block can have."""
+    context: Any
+    context_id: int
+
+    @classmethod
+    def open(cls, ordinal: int = 0) -> Gpu:
+        """The `ordinal`-th of the GPUs that this process sees."""
+        call("cuInit", 0)
+        found = call("cuDeviceGetCount")
+        if not 0 <= ordinal < found:
+            raise CudaError(f"GPU {ordinal} asked for; this process sees {found}, numbered from 0")
+        device = call("cuDeviceGet", ordinal)
+        kinds = bindings().CUdevice_attribute
+
+        def attribute(name: str) -> int:
+            return int(call("cuDeviceGetAttribute", getattr(kinds, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+        capability = attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")
+        sms, shared = attribute("MULTIPROCESSOR_COUNT"), attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        name = call("cuDeviceGetName", 128, device).split(b"\0")[0].decode()
+        identity = str(uuid.UUID(bytes=bytes(call("cuDeviceGetUuid", device).bytes)))
+        context = call("cuDevicePrimaryCtxRetain", device)
+        try:
+            context_id = int(call("cuCtxGetId", context))
+        except CudaError:
+            call("cuDevicePrimaryCtxRelease", device)
+            raise
+        return cls(ordinal, name, identity, capability, sms, shared, context, context_id)
+
+    @property
+    def arch(self) -> str:
+        return architecture(self.capability)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this GPU the calling thread's; what was before comes back. Threads of Ray have none of their own."""
+        call("cuCtxPushCurrent", self.context)
+        try:
+            yield
+        finally:
+            call("cuCtxPopCurrent")
+
+    def synchronise(self) -> None:
+        """Until everything that was asked of this GPU is done."""
+        with self.current():
+            call("cuCtxSynchronize")
+
+    def close(self) -> None:
+        """Give up the context; once, after everything that was made in it is closed."""
+        call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", self.ordinal))

@@ -1,0 +1,238 @@
+"""Kernels compiled at run time: NVRTC through `cuda.core`, no nvcc and no build step.
+
+What is compiled is known by its key: source, every header that it includes, the structs of its Python side, flags,
+architecture and NVRTC's version. Paths are no part of it, so one user's installations share what they compile. A key is
+compiled once in a process, however many threads ask, and once on a machine as long as its entry on disk lasts; of
+processes that ask at the same time each compiles, and the last one's equal result stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raymoe.device.cubins import Cubins
+from raymoe.device.driver import CudaMissing
+from raymoe.device.headers import included
+from raymoe.device.params import Params
+from raymoe.job.errors import RaymoeError
+from raymoe.job.packaged import packaged_folder
+
+_SCHEME = "raymoe 1"  # changes whenever what the key says, or what an entry holds, does
+
+
+class CompileError(RaymoeError):
+    """A kernel that does not compile. Tracebacks show the whole log and the command, as notes."""
+
+    def __init__(self, message: str, log: str, command: str) -> None:
+        super().__init__(message)
+        self.log = log
+        self.command = command
+        self.add_note(f"command: {command}\n{log}")
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """`kernels/<stem>.cu`, and what it is compiled with."""
+
+    stem: str
+    structs: tuple[type[Params], ...] = ()
+    """Python twins of structs in the source; the compiler holds the two to one layout."""
+    defines: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of a source for an architecture."""
+
+    source: KernelSource
+    arch: str
+    key: str
+    cubin: bytes
+    log: str
+    """What NVRTC and ptxas said; empty where the code came from disk."""
+    ptx: str
+    """Likewise empty."""
+
+
+class Compiler:
+    """Compiles the sources of one folder. Any thread may call it."""
+
+    def __init__(self, folder: Path | None = None, cubins: Cubins | None = None) -> None:
+        found = folder or packaged_folder("kernels")
+        if found is None:
+            raise RaymoeError("the folder kernels/ is missing from this installation of raymoe; install it again")
+        self.folder = found
+        self._cubins = cubins or Cubins.from_environment()
+        self._lock = threading.Lock()
+        self._compiled: dict[str, Future[Compiled]] = {}
+        self.compilations = 0
+        """How often NVRTC has run for this object."""
+
+    def compiled(self, source: KernelSource, arch: str) -> Compiled:
+        """Code of a source for an architecture such as sm_90a: from this process, from disk, or compiled now."""
+        unit = self._unit(source, arch)
+        with self._lock:
+            future = self._compiled.get(unit.key)
+            ours = future is None
+            if future is None:
+                future = self._compiled[unit.key] = Future()
+        if not ours:
+            return future.result()
+        try:
+            done = self._from_disk(unit) or self._compile(unit)
+        except BaseException as error:
+            with self._lock:
+                del self._compiled[unit.key]  # the next who asks tries again
+            future.set_exception(error)
+            raise
+        future.set_result(done)
+        return done
+
+    def _from_disk(self, unit: _Unit) -> Compiled | None:
+        cubin = self._cubins.get(unit.key)
+        return None if cubin is None else Compiled(unit.source, unit.arch, unit.key, cubin, log="", ptx="")
+
+    def _compile(self, unit: _Unit) -> Compiled:
+        with self._lock:
+            self.compilations += 1
+        done = compile_unit(unit)
+        self._cubins.put(unit.key, done.cubin)
+        return done
+
+    def _unit(self, source: KernelSource, arch: str) -> _Unit:
+        path = self.folder / f"{source.stem}.cu"
+        if not path.is_file():
+            known = ", ".join(sorted(each.stem for each in self.folder.glob("*.cu")))
+            raise RaymoeError(f"no kernel {source.stem} in {self.folder}; there are {known or 'none'}")
+        text = path.read_text(encoding="utf-8")
+        checks = "".join(struct.layout_check() for struct in source.structs)
+        text = f"{text}\n// What raymoe/device/params.py adds: the layout as Python has it.\n{checks}"
+        folders = [self.folder / "include"]
+        headers = included(text, folders)
+        if headers.missing and (toolkit := _toolkit_headers()) is not None:
+            folders.append(toolkit)
+            headers = included(text, folders)
+        version = nvrtc_version()
+        identity = hashlib.sha256()
+        for part in (
+            _SCHEME,
+            f"{source.stem}.cu",
+            text,
+            *(part for named in sorted((path.name, each) for path, each in headers.texts.items()) for part in named),
+            repr((arch, version, source.defines, _FLAGS)),
+        ):
+            encoded = part.encode("utf-8", errors="surrogateescape")
+            identity.update(len(encoded).to_bytes(8, "little") + encoded)
+        return _Unit(source, arch, identity.hexdigest(), path, text, tuple(folders))
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """All that NVRTC is given."""
+
+    source: KernelSource
+    arch: str
+    key: str
+    path: Path
+    text: str
+    folders: tuple[Path, ...]
+
+
+_FAULT = re.compile(r"\berror\b.*:|\bfatal\b")
+
+# lineinfo: profilers and compute-sanitizer name lines; it costs nothing at run time. -v: registers, stack and spills.
+_FLAGS = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
+
+
+def compile_unit(unit: _Unit) -> Compiled:
+    """Run NVRTC. Whatever happens, its program is destroyed."""
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=str(unit.path),
+        arch=unit.arch,
+        include_path=[str(folder) for folder in unit.folders],
+        define_macro=list(unit.source.defines) or None,
+        **_FLAGS,
+    )
+    flags = " ".join(each.decode() for each in options.as_bytes("nvrtc"))
+    command = f"nvrtc {'.'.join(map(str, nvrtc_version()))} {flags} {unit.path}"
+    log = io.StringIO()
+    program = None
+    try:
+        program = Program(unit.text, "c++", options)
+        cubin = bytes(program.compile("cubin", logs=log).code)
+        ptx = _ptx(program)
+    except Exception as error:  # cuda.core gives its error classes no public name
+        said = f"{log.getvalue()}{error}".rstrip("\0 \n")
+        first = next((line.strip() for line in said.splitlines() if _FAULT.search(line)), said)
+        raise CompileError(
+            f"{unit.path} does not compile for {unit.arch}: {first}; the log and the command are in the notes of this "
+            "error and in its attributes",
+            said,
+            command,
+        ) from error
+    finally:
+        if program is not None:
+            program.close()
+    return Compiled(unit.source, unit.arch, unit.key, cubin, log.getvalue(), ptx)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Of the NVRTC that this process loads."""
+    try:
+        from cuda.bindings import nvrtc
+
+        code, major, minor = nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise CudaMissing(
+            f"kernels are compiled by NVRTC, which cannot be loaded ({error}); pip install 'cuda-python>=13,<14' "
+            "'nvidia-cuda-nvrtc>=13,<14'"
+        ) from error
+    if int(code) != 0:
+        raise CudaMissing(f"NVRTC does not tell its version: {code.name}; another nvidia-cuda-nvrtc may")
+    return int(major), int(minor)
+
+
+def _ptx(program: Any) -> str:
+    """What the program was before ptxas; NVRTC keeps it beside the machine code."""
+    from cuda.bindings import nvrtc
+
+    code, nbytes = nvrtc.nvrtcGetPTXSize(program.handle)
+    text = bytes(nbytes)
+    if int(code) == 0:
+        (code,) = nvrtc.nvrtcGetPTX(program.handle, text)
+    return text.rstrip(b"\0").decode() if int(code) == 0 else ""
+
+
+def _toolkit_headers() -> Path | None:
+    """CUDA's own headers (cuda_bf16.h), where there are any: of pip's nvidia-cuda-runtime or of a toolkit."""
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+    except ImportError:
+        return None
+    found = find_nvidia_header_directory("cudart")
+    return Path(found) if found else None
+
+
+_SHARED_LOCK = threading.Lock()
+_shared: Compiler | None = None
+
+
+def shared_compiler() -> Compiler:
+    """The compiler of this process, so that a kernel is compiled once in it whoever asks.
+
+    RAYMOE_CACHE_DIR is read when it is made, and not again.
+    """
+    global _shared
+    with _SHARED_LOCK:
+        if _shared is None:
+            _shared = Compiler()
+        return _shared

@@ -1,0 +1,114 @@
+"""The struct that a kernel takes, declared once in Python and held to the C struct of the same name.
+
+A kernel has one parameter, a plain struct. Its Python twin is a frozen dataclass whose annotations name C types; the
+compiler is handed a check of the struct's size and of every field's offset, so a kernel whose struct differs from its
+twin does not compile, anywhere.
+
+>>> @dataclass(frozen=True)
+... class Inner(Params):
+...     flag: U32
+...     limit: U64
+>>> Inner.nbytes(), Inner.offsets()
+(16, {'flag': 0, 'limit': 8})
+>>> bytes(Inner(flag=1, limit=2).packed()).hex()
+'01000000000000000200000000000000'
+>>> Inner(flag=2**32, limit=0).packed()
+Traceback (most recent call last):
+    ...
+raymoe.job.errors.ConfigError: Inner.flag is 4294967296; it holds 0 to 4294967295
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+
+from raymoe.job.errors import ConfigError
+
+U32 = Annotated[int, ctypes.c_uint32]
+U64 = Annotated[int, ctypes.c_uint64]
+F32 = Annotated[float, ctypes.c_float]
+Address = Annotated[int, ctypes.c_uint64]
+"""A pointer; 0 is null."""
+
+NAMESPACE = "raymoe"
+
+
+@dataclass(frozen=True)
+class Params:
+    """Base of all twins.
+
+    Fields are U32, U64, F32, Address, arrays of them (`Annotated[tuple[int, ...], ctype * n]`), or other twins.
+    """
+
+    _kinds: ClassVar[dict[str, type[Any]]]
+    _struct: ClassVar[type[ctypes.Structure]]
+
+    def __init_subclass__(cls) -> None:
+        # Here and not at first use: two threads that raced for it would make two C types, which are not one another's.
+        hints = get_type_hints(cls, include_extras=True)
+        cls._kinds = {
+            name: hint if isinstance(hint, type) and issubclass(hint, Params) else get_args(hint)[1]
+            for name, hint in hints.items()
+            if not name.startswith("_")
+        }
+        described = [(name, kind._struct if issubclass(kind, Params) else kind) for name, kind in cls._kinds.items()]
+        cls._struct = type(cls.__name__, (ctypes.Structure,), {"_fields_": described})
+
+    def packed(self) -> ctypes.Structure:
+        """The C struct with these values. Every value is checked: ctypes would cut a size of 4 GiB down to 0."""
+        return self._struct(*(_value(self, name, kind) for name, kind in self._kinds.items()))
+
+    @classmethod
+    def nbytes(cls) -> int:
+        return ctypes.sizeof(cls._struct)
+
+    @classmethod
+    def offsets(cls) -> dict[str, int]:
+        """Where each field begins, those of inner structs by their dotted names too."""
+        found: dict[str, int] = {}
+        for name, kind in cls._kinds.items():
+            begin = getattr(cls._struct, name).offset
+            found[name] = begin
+            if issubclass(kind, Params):
+                found |= {f"{name}.{inner}": begin + offset for inner, offset in kind.offsets().items()}
+        return found
+
+    @classmethod
+    def layout_check(cls) -> str:
+        """C++ that compiles only where the C struct is laid out like this one.
+
+        No offsetof: NVRTC 13.0 knows none. What stands for it is a kernel whose conditions the compiler decides; where
+        one holds, it calls a function that is nowhere, and ptxas names it: `CopyParams_bytes_is_not_at_byte_16`.
+        """
+        name = f"{NAMESPACE}::{cls.__name__}"
+        declared, called = [], []
+        for field, offset in cls.offsets().items():
+            missing = f"{cls.__name__}_{field.replace('.', '_')}_is_not_at_byte_{offset}"
+            declared.append(f'extern "C" __device__ void {missing}();')
+            place = f"reinterpret_cast<unsigned long long>(&at->{field})"
+            called.append(f"    if ({place} - reinterpret_cast<unsigned long long>(at) != {offset}) {missing}();")
+        size = f'static_assert(sizeof({name}) == {cls.nbytes()}, "{cls.__name__} has {cls.nbytes()} bytes in Python");'
+        kernel = f'extern "C" __global__ void layout_of_{cls.__name__}({name}* at) {{'
+        return "\n".join([size, *declared, kernel, *called, "}"]) + "\n"
+
+
+def _value(params: Params, name: str, ctype: Any) -> Any:
+    value = getattr(params, name)
+    where = f"{type(params).__name__}.{name}"
+    if isinstance(value, Params):
+        return value.packed()
+    if issubclass(ctype, ctypes.Array):
+        if len(value) != ctype._length_:
+            raise ConfigError(f"{where} has {len(value)} elements; it holds {ctype._length_}")
+        return ctype(*(_checked(where, each, ctype._type_) for each in value))
+    return _checked(where, value, ctype)
+
+
+def _checked(where: str, value: Any, ctype: Any) -> Any:
+    if ctype is not ctypes.c_float:
+        most = 256 ** ctypes.sizeof(ctype) - 1
+        if not isinstance(value, int) or not 0 <= value <= most:
+            raise ConfigError(f"{where} is {value!r}; it holds 0 to {most}")
+    return value

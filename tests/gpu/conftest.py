@@ -1,0 +1,61 @@
+"""What GPU tests share. They skip, and say why, where there is no GPU that raymoe's kernels run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from raymoe.device.cubins import Cubins
+from raymoe.device.driver import CudaMissing
+from raymoe.device.error_word import ErrorWord
+from raymoe.device.gpu import Gpu
+from raymoe.device.jit import Compiler
+from raymoe.device.kernels import Kernels
+from tests.gpu.copies import Copies
+
+LEAST = (9, 0)
+
+
+@pytest.fixture(scope="session")
+def gpu() -> Iterator[Gpu]:
+    try:
+        found = Gpu.open(0)
+    except CudaMissing as error:
+        pytest.skip(f"needs an NVIDIA GPU: {error}")
+    if found.capability < LEAST:
+        found.close()
+        pytest.skip(f"needs a GPU of compute capability {LEAST} (bulk copies): {found.name} has {found.capability}")
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        found.close()
+        pytest.skip(f"needs a torch that sees {found.name}: torch {torch.__version__} sees no GPU")
+    torch.cuda.init()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory) -> Compiler:
+    return Compiler(cubins=Cubins(tmp_path_factory.mktemp("cubins")))
+
+
+@pytest.fixture(scope="session")
+def kernels(gpu, compiler) -> Iterator[Kernels]:
+    loaded = Kernels(gpu, compiler)
+    yield loaded
+    gpu.synchronise()
+    loaded.close()
+
+
+@pytest.fixture
+def error_word(gpu) -> Iterator[ErrorWord]:
+    word = ErrorWord(gpu, rank=0)
+    yield word
+    word.abort("the test is over")  # ends what a failed test may have left waiting
+    word.close()
+
+
+@pytest.fixture
+def copies(kernels) -> Copies:
+    return Copies(kernels)

@@ -1,0 +1,73 @@
+"""Copies on a stream of their own, and the words that they wait for and write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from raymoe.device.copy import CopyParams, copy_launch
+from raymoe.device.kernels import Kernels
+from raymoe.device.launch import Launch
+from raymoe.device.ring import Ring
+from raymoe.device.sync import Watch
+
+DEFAULT = Ring(stages=4, stage_bytes=1024)
+
+
+class Words:
+    """Zeroed words in device memory, 128 bytes apart: counts of operations, credits, signals."""
+
+    def __init__(self, count: int) -> None:
+        self._tensor = torch.zeros(count, 16, dtype=torch.int64, device="cuda")
+        torch.cuda.synchronize()
+
+    def at(self, index: int) -> int:
+        return self._tensor[index].data_ptr()
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._tensor[index, 0])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._tensor[index, 0] = value
+        torch.cuda.synchronize()
+
+    def ticket(self, index: int) -> int:
+        """Of an operation: what stands behind its epoch."""
+        return int(self._tensor[index, 1])
+
+
+class Copies:
+    """Makes launches of the copy kernel."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self.stream = torch.cuda.Stream()
+
+    def of(self, into: torch.Tensor, source: torch.Tensor, *, blocks: int = 2, ring: Ring = DEFAULT) -> Launch:
+        """A plain copy of all of `source`."""
+        assert into.nbytes == source.nbytes
+        return copy_launch(self.kernels, CopyParams(into.data_ptr(), source.data_ptr(), source.nbytes), blocks, ring)
+
+    def signalling(self, words: Words, operation: int, signal: int, copied: Launch | None = None) -> Launch:
+        """A copy that signals; without one, a signal alone."""
+        return self._extended(copied, operation=words.at(operation), signal=words.at(signal))
+
+    def waiting(self, words: Words, operation: int, credit: int, watch: Watch, copied: Launch | None = None) -> Launch:
+        """A copy that waits for its credit; without one, a wait alone."""
+        return self._extended(copied, operation=words.at(operation), credit=words.at(credit), watch=watch)
+
+    def _extended(self, copied: Launch | None, **fields: object) -> Launch:
+        nothing = copy_launch(self.kernels, CopyParams(0, 0, 0), 1, DEFAULT)
+        return self.altered(copied or nothing, **fields)
+
+    def altered(self, launch: Launch, **fields: object) -> Launch:
+        """The same launch with other parameters."""
+        ring = Ring(launch.params.stages, launch.params.stage_bytes)
+        return copy_launch(self.kernels, replace(launch.params, **fields), launch.shape.blocks, ring)
+
+    def run(self, launch: Launch) -> None:
+        """After all that torch has enqueued; and awaited."""
+        torch.cuda.synchronize()
+        launch(self.stream.cuda_stream)
+        self.stream.synchronize()

@@ -1,0 +1,185 @@
+"""Graphs and clocks: what is captured can be replayed, what cannot be captured says so, and nothing is left broken."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.device import timing  # noqa: E402
+from raymoe.device.driver import CaptureError, CudaError, call  # noqa: E402
+from raymoe.device.graph import Graph, refuse_in_capture  # noqa: E402
+from raymoe.device.kernels import Kernels  # noqa: E402
+from raymoe.device.timing import Repeats, Stopwatch  # noqa: E402
+from raymoe.job.errors import ConfigError  # noqa: E402
+from tests.gpu.copies import Copies, Words  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def source():
+    return torch.randint(0, 256, (100_000,), dtype=torch.uint8, device="cuda")
+
+
+@pytest.fixture
+def into(source):
+    return torch.zeros_like(source)
+
+
+def usable(copies, into, source) -> bool:
+    """Whether the stream still takes and captures work."""
+    copies.run(copies.of(into, source))
+    return torch.equal(into, source)
+
+
+def test_a_replay_reads_what_is_there_then(gpu, copies, source, into):
+    stream, launch = copies.stream.cuda_stream, copies.of(into, source)
+    torch.cuda.synchronize()
+    with Graph.capture(gpu, stream, lambda: launch(stream), launch) as graph:
+        assert graph.nodes == 1
+        assert not torch.equal(into, source)  # a capture runs nothing
+        for _ in range(3):
+            source.random_(0, 256)
+            torch.cuda.synchronize()
+            graph.replay(stream)
+            copies.stream.synchronize()
+            assert torch.equal(into, source)
+
+
+def test_eager_calls_and_replays_count_together(gpu, copies, source, into):
+    words, stream = Words(2), copies.stream.cuda_stream
+    launch = copies.signalling(words, 0, 1, copies.of(into, source, blocks=8))
+    with Graph.capture(gpu, stream, lambda: [launch(stream) for _ in range(5)]) as graph:
+        assert graph.nodes == 5
+        for _ in range(4):
+            launch(stream)
+            graph.replay(stream)
+    assert (words[0], words[1], words.ticket(0)) == (24, 24, 0)
+
+
+def test_closing_waits_for_the_replays_and_is_final(gpu, copies, source, into):
+    stream, launch = copies.stream.cuda_stream, copies.of(into, source, blocks=1)
+    graph = Graph.capture(gpu, stream, lambda: [launch(stream) for _ in range(50)])
+    torch.cuda.synchronize()
+    graph.replay(stream)
+    graph.close()
+    assert copies.stream.query()
+    graph.close()
+    with pytest.raises(CudaError, match="closed graph"):
+        graph.replay(stream)
+
+
+def test_a_failure_inside_leaves_the_stream_usable(gpu, copies, source, into):
+    stream, launch = copies.stream.cuda_stream, copies.of(into, source)
+
+    def fails():
+        launch(stream)
+        raise ValueError("broken on purpose")
+
+    with pytest.raises(ValueError, match="broken on purpose"):
+        Graph.capture(gpu, stream, fails)
+    assert usable(copies, into, source)
+
+
+FORBIDDEN = {
+    "synchronise": lambda _gpu, stream: call("cuStreamSynchronize", stream),
+    "allocate": lambda _gpu, _stream: call("cuMemAlloc", 4096),
+    "make a plan": lambda gpu, stream: refuse_in_capture("an exchange", gpu, stream),
+    "capture": lambda gpu, stream: Graph.capture(gpu, stream, lambda: None),
+}
+
+
+@pytest.mark.parametrize("forbidden", FORBIDDEN.values(), ids=FORBIDDEN)
+def test_what_cannot_be_captured_says_so(gpu, copies, source, into, forbidden):
+    stream = copies.stream.cuda_stream
+    with pytest.raises(CaptureError, match="before the capture begins"):
+        Graph.capture(gpu, stream, lambda: forbidden(gpu, stream))
+    assert usable(copies, into, source)
+    refuse_in_capture("an exchange", gpu, stream)
+
+
+def test_kernels_loaded_inside_are_whole(gpu, copies, source, into):
+    """Plans load before. Where somebody does not, some drivers let it pass, and then what was captured is right."""
+    stream, late = copies.stream.cuda_stream, Kernels(gpu, copies.kernels.compiler)
+    inside = Copies(late)
+
+    def enqueue():
+        inside.of(into, source)(stream)
+
+    torch.cuda.synchronize()
+    try:
+        with Graph.capture(gpu, stream, enqueue, late) as graph:
+            graph.replay(stream)
+            copies.stream.synchronize()
+            assert torch.equal(into, source)
+    except CaptureError as error:
+        assert "before the capture begins" in str(error)
+    assert usable(copies, into, source)
+    late.close()
+
+
+def test_the_default_stream_is_refused(gpu):
+    with pytest.raises(CaptureError, match="default stream"):
+        Graph.capture(gpu, 0, lambda: None)
+
+
+def test_other_threads_may_call_cuda_meanwhile(gpu, copies, source, into):
+    stream, launch, problems = copies.stream.cuda_stream, copies.of(into, source), []
+
+    def busy():
+        try:
+            with gpu.current():
+                call("cuMemFree", call("cuMemAlloc", 1 << 20))
+                call("cuCtxGetDevice")
+        except CudaError as error:
+            problems.append(error)
+
+    def enqueue():
+        launch(stream)
+        thread = threading.Thread(target=busy)
+        thread.start()
+        thread.join(30)
+        launch(stream)
+
+    torch.cuda.synchronize()
+    with Graph.capture(gpu, stream, enqueue) as graph:
+        assert problems == []
+        assert graph.nodes == 2
+        graph.replay(stream)
+        copies.stream.synchronize()
+    assert torch.equal(into, source)
+
+
+def test_a_stopwatch_times_and_verifies(gpu, copies):
+    source = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device="cuda")
+    into = torch.zeros_like(source)
+    stream, launch = copies.stream.cuda_stream, copies.of(into, source, blocks=64)
+    half = copies.of(into[: 8 << 20], source[: 8 << 20], blocks=64)
+    torch.cuda.synchronize()
+    watch = Stopwatch(gpu, stream)
+    verified, barriers = [], []
+    whole = watch.time(
+        lambda: launch(stream),
+        Repeats(samples=5, calls=2),
+        before=lambda: barriers.append(half(stream)),
+        verify=lambda: verified.append(torch.equal(into, source)),
+    )
+    eighth = watch.time(lambda: half(stream), Repeats(samples=5, calls=4))
+    assert verified == [True]
+    assert len(barriers) == len(whole.us) == 5
+    assert 10 < whole.median < 10_000
+    assert eighth.median < 0.5 * whole.median
+    watch.close()
+
+
+def test_a_stream_that_is_full_is_told_of(gpu, copies, source, into, monkeypatch):
+    monkeypatch.setattr(timing, "GATE_S", 0.5)
+    stream, launch = copies.stream.cuda_stream, copies.of(into, source)
+    watch = Stopwatch(gpu, stream)
+    with pytest.raises(CudaError, match="graph of them"):
+        watch.time(lambda: launch(stream), Repeats(samples=1, calls=100_000, warmup=0))
+    assert watch.time(lambda: launch(stream), Repeats(samples=1)).median > 0
+    watch.close()
+    with pytest.raises(ConfigError, match="at least one"):
+        Repeats(samples=0)

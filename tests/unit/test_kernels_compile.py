@@ -1,0 +1,144 @@
+"""Every kernel compiles for Hopper and Blackwell with pip's NVRTC, where there is no GPU, and is what it should be."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from raymoe.device.copy import COPY, CopyParams
+from raymoe.device.cubins import Cubins
+from raymoe.device.jit import CompileError, Compiler, KernelSource
+from raymoe.device.params import U32, U64, Address, Params
+from raymoe.device.peer import Peers
+from raymoe.device.sync import STRUCTS
+from raymoe.job.packaged import packaged_folder
+
+KERNELS = packaged_folder("kernels")
+ARCHS = ("sm_90a", "sm_100a")
+STEMS = sorted(path.stem for path in KERNELS.glob("*.cu"))
+HEADERS = sorted(path.name for path in (KERNELS / "include" / "raymoe").iterdir())
+DECLARED = {source.stem: source for source in (COPY,)}
+"""Sources whose structs have Python twins."""
+BULK = {"copy"}
+"""Kernels that must move their bytes by bulk copies."""
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory) -> Compiler:
+    return Compiler(cubins=Cubins(tmp_path_factory.mktemp("cubins")))
+
+
+@pytest.fixture(params=[(stem, arch) for stem in STEMS for arch in ARCHS], ids="-".join)
+def compiled(request, compiler):
+    stem, arch = request.param
+    return compiler.compiled(DECLARED.get(stem, KernelSource(stem)), arch)
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def test_the_kernels_are_found():
+    assert "copy" in STEMS
+    assert {"ptx.cuh", "ring.cuh", "sync.cuh", "peer.cuh"} <= set(HEADERS)
+    assert set(DECLARED) | BULK <= set(STEMS)
+
+
+def test_compiles_without_a_warning(compiled):
+    assert "warning" not in compiled.log.lower(), compiled.log
+    assert compiled.cubin.startswith(b"\x7fELF")
+
+
+def test_uses_no_local_memory(compiled):
+    figures = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", compiled.log)
+    entries = re.findall(r"Compiling entry function '(\w+)'", compiled.log)
+    assert len(figures) >= len(entries) >= 1, compiled.log
+    assert all(each == ("0", "0", "0") for each in figures), compiled.log
+    assert b".nv.local." not in compiled.cubin
+    assert not re.search(r"^\s*\.local\b", compiled.ptx, re.MULTILINE)
+
+
+def test_leaves_room_for_a_second_kernel_on_the_multiprocessor(compiled):
+    for registers in re.findall(r"Used (\d+) registers", compiled.log):
+        assert int(registers) <= 128, compiled.log
+
+
+def test_has_a_kernel_called_like_the_file(compiled):
+    assert f".entry {compiled.source.stem}(" in compiled.ptx
+
+
+def test_moves_bytes_by_bulk_copies(compiled):
+    if compiled.source.stem in BULK:
+        assert "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
+        assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
+        assert "fence.proxy.async" in compiled.ptx
+
+
+def test_never_loads_by_the_read_only_path(compiled):
+    assert "ld.global.nc" not in compiled.ptx  # it may serve what a peer has overwritten since
+
+
+def test_a_flag_comes_after_stores_that_have_arrived_not_after_stores_that_were_read(compiled):
+    if "st.release.sys" in compiled.ptx and "bulk_group" in compiled.ptx:
+        arrived = re.search(r"cp\.async\.bulk\.wait_group\s+0;", compiled.ptx)
+        assert arrived, "nothing waits for the stores themselves; wait_group.read is about the source"
+        assert arrived.start() < compiled.ptx.rindex("st.release.sys")
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_stands_on_its_own(header, tmp_path):
+    (tmp_path / "include").symlink_to(KERNELS / "include")
+    (tmp_path / "alone.cu").write_text(f'#include "raymoe/{header}"\nextern "C" __global__ void alone() {{}}\n')
+    Compiler(tmp_path, Cubins(tmp_path / "cubins")).compiled(KernelSource("alone"), ARCHS[0])
+
+
+def test_the_other_structs_are_laid_out_as_in_python(tmp_path):
+    (tmp_path / "include").symlink_to(KERNELS / "include")
+    lines = ['#include "raymoe/peer.cuh"', '#include "raymoe/sync.cuh"', 'extern "C" __global__ void structs() {}']
+    (tmp_path / "structs.cu").write_text("\n".join(lines) + "\n")
+    source = KernelSource("structs", (Peers, *STRUCTS))
+    Compiler(tmp_path, Cubins(tmp_path / "cubins")).compiled(source, ARCHS[0])
+
+
+def test_the_offsets_of_the_copy_kernel():
+    offsets = CopyParams.offsets()
+    assert (offsets["dst"], offsets["src"], offsets["bytes"]) == (0, 8, 16)
+    assert offsets["watch.timeout_ns"] == offsets["watch"] + 24
+    assert CopyParams.nbytes() == 104
+
+
+def test_a_struct_that_differs_does_not_compile(compiler):
+    @dataclass(frozen=True)
+    class Operation(Params):  # the real one: epoch, ticket, unused
+        ticket: U32
+        epoch: U64
+
+    with pytest.raises(CompileError, match="Operation_ticket_is_not_at_byte_0"):
+        compiler.compiled(KernelSource("copy", (Operation,)), ARCHS[0])
+
+
+def test_a_gpu_that_is_too_old_is_told_so(compiler):
+    with pytest.raises(CompileError, match=r"compute capability 9\.0"):
+        compiler.compiled(COPY, "sm_80")
+
+
+def test_assembly_is_in_one_file():
+    files = [*KERNELS.glob("*.cu"), *(KERNELS / "include").rglob("*.cuh")]
+    users = {path.name for path in files if re.search(r"\basm\b", without_comments(path.read_text()))}
+    assert users == {"ptx.cuh"}
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
+def test_kernel_files_are_short_and_narrow(path: Path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 350
+    assert max(map(len, lines)) <= 120
+
+
+def test_an_address_is_eight_bytes():
+    @dataclass(frozen=True)
+    class One(Params):
+        at: Address
+
+    assert One.nbytes() == 8
