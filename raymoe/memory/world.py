@@ -13,50 +13,65 @@ gathered them afterwards.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import torch
 
 import raymoe
 from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, RaymoeError, WiringError
-from raymoe.memory import host_shm
+from raymoe.memory import cuda_ipc, gpu_memory, host_shm
 from raymoe.memory.board import Board, board_layout
+from raymoe.memory.device_heap import DeviceHeap, Setting, let_go_layout, with_proof
 from raymoe.memory.heap import Layout
 from raymoe.memory.mapped import Heap
+from raymoe.memory.member import Member, Options, check_descriptors
+from raymoe.memory.segments import share
 from raymoe.memory.wait import Waiter
 
+if TYPE_CHECKING:
+    from raymoe.device.gpu import Gpu
+
 _CLOSING_S = 2.0
-_AGREED = {"name": str, "size": int, "generation": int, "version": str, "layout_hash": str, "boot_id": str, "kind": str}
 
 
 class World:
-    """Ranks that live and die together; every member calls the collective methods in one order."""
+    """Ranks that live and die together; every member calls the collective methods in one order.
 
-    def __init__(self, rank: int, size: int, generation: int, name: str, timeout_s: float) -> None:
-        if size < 1 or not 0 <= rank < size:
-            raise ConfigError(
-                f"rank {rank} in a world of {size}; ranks are 0 to size - 1, and a world has at least one"
-            )
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s is {timeout_s}; waits need a positive number of seconds")
-        self.rank, self.size, self.generation, self.name, self.timeout_s = rank, size, generation, name, timeout_s
-        self.device = torch.device("cpu")
-        self.waiter = Waiter(rank, timeout_s)
-        self._layout = board_layout(size)
-        self._own = host_shm.own(f"raymoe-{name}-board", self._layout.nbytes)
+    The board, and with it every round, is in host memory for CPU and GPU ranks alike: all are on one machine.
+    """
+
+    def __init__(self, member: Member, device: cuda_ipc.Device | None) -> None:
+        self.member = member
+        self.rank, self.size, self.generation = member.rank, member.size, member.generation
+        self.name, self.timeout_s = member.name, member.timeout_s
+        self.device = torch.device("cpu") if device is None else torch.device("cuda", 0)
+        self.waiter = Waiter(member.rank, member.timeout_s)
+        self._gpu = None if device is None else cuda_ipc.DeviceMemory(device)
+        self._layout = board_layout(member.size)
+        self._own = host_shm.own(f"raymoe-{member.name}-board", self._layout.nbytes)
         self._heap: Heap | None = None
         self._board: Board | None = None
         self._poison: RaymoeError | None = None
         self._closed = False
         self._workspaces: list[Heap] = []
+        self._on_device: list[DeviceHeap] = []
+        self._made_on_device = 0
 
     @classmethod
-    def open(cls, rank: int, size: int, *, generation: int = 0, name: str = "world", timeout_s: float = 30.0) -> Self:
-        """This rank's half of a world: its own memory, no peers yet."""
-        return cls(rank, size, generation, name, timeout_s)
+    def open(cls, rank: int, size: int, **options: Unpack[Options]) -> Self:
+        """This rank's half of a world: its own memory, no peers yet. `Member` says what the options mean."""
+        member = Member(rank, size, **options)
+        return cls(member, gpu_memory.GpuMemory.open() if member.device == "cuda" else None)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU of this rank, for those who compile, launch and copy; until `close`."""
+        if self._gpu is None or not isinstance(self._gpu.device, gpu_memory.GpuMemory):
+            raise ConfigError(f"the GPU of rank {self.rank} asked for; its world is on {self.device}")
+        return self._gpu.device.gpu
 
     def descriptor(self) -> dict[str, object]:
         """Plain values that tell peers who this is and how to reach its memory."""
@@ -67,17 +82,25 @@ class World:
             "generation": self.generation,
         }
         mine |= {"version": raymoe.__version__, "layout_hash": self._layout.hash}
+        mine |= {"device": self.member.device, "share_gpu": self.member.share_gpu}
+        device = self._gpu.device if self._gpu else None
+        mine |= {"gpu": device.uuid if device else "", "driver": device.driver if device else 0}
         return mine | self._own.descriptor()
 
     def wire(self, descriptors: Sequence[dict[str, object]]) -> None:
         """Check the descriptors of all ranks, map the peers' memory and prove every mapping."""
         if self._board is not None or self._closed:
             raise WiringError(f"rank {self.rank} is wired or closed already; a new generation is a new World")
-        self._check(descriptors)
+        check_descriptors(descriptors, self.descriptor())
         segments = [self._own if r == self.rank else host_shm.map_peer(d) for r, d in enumerate(descriptors)]
         self._heap = Heap(self._layout, self.rank, segments)
         self._board = Board(self._heap, self.rank, self.size, self.waiter)
-        self._prove(self._heap)
+        heap = self._heap
+        self._prove(
+            "wiring",
+            lambda peer, value: heap.words("proof", peer).__setitem__(self.rank, value),
+            lambda peer: heap.word("proof", peer),
+        )
         self._own.unpublish()
 
     def swap(self, value: object, what: str) -> list[object]:
@@ -97,31 +120,22 @@ class World:
         if found:
             raise WiringError(str(found[0]))
 
-    def allocate(self, layout: Layout, what: str) -> Heap:
-        """Memory of this layout on every rank, mapped by all. Either all ranks get it or all raise."""
-        own: host_shm.Segment | None = None
-        problem: RaymoeError | None = None
-        try:
-            own = host_shm.own(f"raymoe-{self.name}-{what}"[:200], layout.nbytes)
-        except RaymoeError as error:
-            problem = error
-        mine = (own.descriptor(), layout.hash) if own else None
-        theirs = self.swap(mine, f"{what}: memory")
-        segments: list[host_shm.Segment] = []
-        try:
-            for peer, other in enumerate(theirs):
-                if own is not None and isinstance(other, tuple):
-                    if other[1] != layout.hash:
-                        raise WiringError(
-                            f"{what}: layout {other[1]} on rank {peer}, {layout.hash} on rank {self.rank}"
-                        )
-                    segments.append(own if peer == self.rank else host_shm.map_peer(other[0]))
-        except RaymoeError as error:
-            problem = error
-        self.agree(problem, f"{what}: mapping")
-        assert own is not None
-        own.unpublish()
-        heap = Heap(layout, self.rank, segments)
+    @overload
+    def allocate(self, layout: Layout, what: str, where: Literal["host"] = "host") -> Heap: ...
+
+    @overload
+    def allocate(self, layout: Layout, what: str, where: Literal["device"]) -> DeviceHeap: ...
+
+    def allocate(self, layout: Layout, what: str, where: Literal["host", "device"] = "host") -> Heap | DeviceHeap:
+        """Memory of this layout on every rank, mapped by all. Either all ranks get it or all raise.
+
+        A host heap is what the processors of all ranks see; a device heap, of a GPU world, is what their kernels see.
+        """
+        if where == "device":
+            return self._allocate_on_device(layout, what)
+        if where != "host":
+            raise ConfigError(f"{what}: memory asked for in {where}; it is in host or device")
+        heap = Heap(layout, self.rank, share(self, host_shm, layout, what))
         self._workspaces.append(heap)
         return heap
 
@@ -135,22 +149,22 @@ class World:
         return self.waiter.waiting
 
     def close(self, together: bool = True) -> None:
-        """Let go of the workspaces, meet once more if `together`, free. A dead peer delays this by 2 s at most."""
+        """Let go of the workspaces, meet once more if `together`, free. A dead peer delays this by 2 s at most.
+
+        Device memory is freed where every peer has let go of it, and else left to the end of the process.
+        """
         if self._closed:
             return
         self._closed = True
-        for heap in self._workspaces:
-            heap.close()
         board, self._board = self._board, None
-        try:
+        with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
+            leaving.callback(self._free)
             if together and board is not None and self._poison is None and self.waiter.reason is None:
-                # A peer that is gone or has failed needs no memory of ours, and the kernel frees what it had.
-                with suppress(RaymoeError):
-                    board.meet("close", timeout_s=min(self.timeout_s, _CLOSING_S))
-        finally:
-            if self._heap is not None:
-                self._heap.close()
-            self._own.close()
+                leaving.callback(self._meet_to_close, board)
+            for heap in self._on_device:
+                leaving.callback(heap.let_go)
+            for workspace in self._workspaces:
+                leaving.callback(workspace.close)
 
     def __enter__(self) -> Self:
         return self
@@ -159,6 +173,37 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(together=error is None)
+
+    def _allocate_on_device(self, layout: Layout, what: str) -> DeviceHeap:
+        if self._gpu is None:
+            raise ConfigError(f"{what}: device memory asked for; the world of rank {self.rank} is on {self.device}")
+        # Ranks make device memory in one order, so this number is the same on all.
+        self._made_on_device += 1
+        serial = self._made_on_device
+        self._on_device = [heap for heap in self._on_device if not heap.free_if_let_go()]
+        let_go = self.allocate(let_go_layout(self.size), f"{what}: let go")
+        segments = share(self, self._gpu, with_proof(layout, self.size), what)
+        heap = DeviceHeap(layout, segments, Setting(self._gpu.device, self.device, self.waiter, let_go))
+        self._on_device.append(heap)
+        try:
+            self._prove(what, heap.prove_to, heap.proof_of, serial)
+        except RaymoeError:
+            heap.close()
+            raise
+        return heap
+
+    def _meet_to_close(self, board: Board) -> None:
+        # A peer that is gone or has failed needs no memory of ours, and the kernel frees what it had.
+        with suppress(RaymoeError):
+            board.meet("close", timeout_s=min(self.timeout_s, _CLOSING_S))
+
+    def _free(self) -> None:
+        left = [heap for heap in self._on_device if not heap.free_if_let_go()]
+        if self._gpu is not None and not left:  # memory that a peer may still map needs its context
+            self._gpu.device.close()
+        if self._heap is not None:
+            self._heap.close()
+        self._own.close()
 
     def _meet(self, what: str, message: bytes = b"") -> list[bytes]:
         if self._closed or self._board is None:
@@ -173,39 +218,36 @@ class World:
             self._poison = error
             raise
 
-    def _check(self, descriptors: Sequence[dict[str, object]]) -> None:
-        if len(descriptors) != self.size:
-            raise WiringError(f"{len(descriptors)} descriptors for a world of {self.size}; every rank gives one")
-        mine = self.descriptor()
-        for rank, other in enumerate(descriptors):
-            host_shm.check_fields(other, _AGREED | {"rank": int})
-            if other["rank"] != rank:
-                raise WiringError(f"the descriptor at place {rank} is of rank {other['rank']}; they come in rank order")
-            for field in _AGREED:
-                if other[field] != mine[field]:
-                    here = f"{mine[field]} on rank {self.rank}"
-                    raise WiringError(f"{field} is {other[field]} on rank {rank} and {here}; all ranks must agree")
-        if descriptors[self.rank] != mine:
-            raise WiringError(f"the descriptor at place {self.rank} is not the one that this rank gave")
-
-    def _prove(self, heap: Heap) -> None:
+    def _prove(self, what: str, write: Callable[[int, int], None], read: Callable[[int], int], serial: int = 0) -> None:
         """Show that each mapping is the memory of the rank it is taken for.
 
         Rank r writes a number that names both r and p into slot r of peer p. Two mappings taken for one another put
         those numbers in each other's place, and the owners see it.
         """
-        for peer in range(self.size):
-            heap.words("proof", peer)[self.rank] = self._proof(self.rank, peer)
-        self.barrier("wiring: proof")
-        problem: RaymoeError | None = None
-        for peer in range(self.size):
-            found, expected = heap.word("proof", peer), self._proof(peer, self.rank)
-            if found != expected:
-                problem = WiringError(
-                    f"rank {peer} wrote {found} into the memory of rank {self.rank}; {expected} was due"
-                )
-                break
-        self.agree(problem, "wiring: verdict")
 
-    def _proof(self, writer: int, owner: int) -> int:
-        return (self.generation + 1) * self.size * self.size + writer * self.size + owner
+        def prove() -> None:
+            for peer in range(self.size):
+                write(peer, self._proof(self.rank, peer, serial))
+
+        def judge() -> None:
+            for peer in range(self.size):
+                found, expected = read(peer), self._proof(peer, self.rank, serial)
+                if found != expected:
+                    raise WiringError(
+                        f"{what}: rank {peer} wrote {found} into the memory of rank {self.rank}; {expected} was due"
+                    )
+
+        self._together(prove, f"{what}: proof")
+        self._together(judge, f"{what}: verdict")
+
+    def _together(self, act: Callable[[], None], what: str) -> None:
+        """Act, then raise on all ranks if any could not."""
+        problem: RaymoeError | None = None
+        try:
+            act()
+        except RaymoeError as error:
+            problem = error
+        self.agree(problem, what)
+
+    def _proof(self, writer: int, owner: int, serial: int) -> int:
+        return ((self.generation + 1 << 24) + serial) * self.size**2 + writer * self.size + owner

@@ -16,6 +16,7 @@ HEIGHT = {
     "cli": 9,
     "run": 8,
     "gang": 7,
+    "doctor": 7,
     "report": 7,
     "workload": 6,
     "moe": 5,
@@ -135,6 +136,7 @@ LIGHT = {
     "try:\n    code = main(['validate', 'quickstart'])\n"
     "except SystemExit as end:\n    code = end.code\n"
     "assert not code, code",
+    "the doctor": "import raymoe.doctor.examine, raymoe.doctor.probe",
     "the report": "import raymoe.report.directory, raymoe.report.environment, raymoe.report.overview\n"
     "raymoe.report.environment.environment()",
 }

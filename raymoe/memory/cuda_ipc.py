@@ -1,0 +1,199 @@
+"""Heaps in device memory that other processes on this machine can map, by the 64-byte handles of CUDA IPC.
+
+A segment is one `cuMemAlloc` of its own, a multiple of 2 MiB: smaller ones may share a block with strangers, and it is
+the block that a peer maps; torch's allocator hands out pieces, and pieces of memory that cannot be exported at all
+(expandable segments). Its lifetime is held by three invariants:
+
+- **Zeroed, then published.** The memory is zeroed and the device synchronised before the handle exists outside, so no
+  peer's first flag is wiped out by a zero that was still under way.
+- **Unmapped, then freed.** A rank frees its memory only after every peer has told that its mapping is closed; freeing
+  what a peer maps is undefined. A peer that is dead tells nothing: then the memory is left to the end of this process.
+- **No invalidation of what is ours.** A tensor over a rank's own memory keeps it, after `close` too. A tensor over a
+  peer's memory cannot: it is dead when its heap is closed, as is every address that was given to a kernel.
+
+When a process ends, however it ends, the driver closes its mappings and frees its memory; the memory of one that was
+killed can take a moment, so `own` asks again for a while before it gives up.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Protocol
+
+from raymoe.device.driver import CudaError
+from raymoe.job.errors import PlacementError, WiringError
+from raymoe.memory.heap import round_up
+from raymoe.memory.host_shm import check_fields
+
+KIND = "cuda_ipc"
+HANDLE_BYTES = 64
+GRANULE = 2 * 1024 * 1024
+
+RETRY_S = 4.0
+"""How long memory that is not there is asked for again; less than any peer's patience."""
+
+_LONGEST_PAUSE_S = 0.25
+_FIELDS = {"kind": str, "handle": bytes, "nbytes": int}
+
+_OUT_OF_MEMORY = 2
+_SUSPECTS = {
+    1: "it is of another machine, or the ranks are in separate IPC namespaces (containers need --ipc=host)",
+    101: "the exporter's GPU is hidden from this process by a device cgroup (Slurm: ConstrainDevices) or container",
+    205: "its owner has freed it, or this process is out of address space",
+    217: "these two GPUs cannot reach one another; `nvidia-smi topo -p2p rw` shows which can",
+    304: "the ranks are in separate IPC or PID namespaces (containers need --ipc=host and --pid=host)",
+    400: "its owner has freed it or is gone, or the ranks are in separate IPC namespaces",
+    801: "MIG slices and WSL have no CUDA IPC; use whole GPUs",
+    803: "the driver library and the kernel's driver differ; a container brought its own, or an update needs a reboot",
+}
+_USUAL = "MIG, separate IPC namespaces (--ipc=host), device cgroups and an old driver each forbid it"
+
+
+class Device(Protocol):
+    """What heaps ask of a GPU. `gpu_memory.GpuMemory` asks the driver; tests have one that keeps a diary."""
+
+    uuid: str
+    driver: int
+
+    def allocate(self, nbytes: int) -> int: ...
+
+    def free(self, address: int) -> None: ...
+
+    def available(self) -> tuple[int, int]:
+        """Bytes free, and bytes in all."""
+
+    def zero(self, address: int, nbytes: int) -> None: ...
+
+    def synchronise(self) -> None: ...
+
+    def export(self, address: int) -> bytes: ...
+
+    def map(self, handle: bytes) -> int: ...
+
+    def unmap(self, address: int) -> None: ...
+
+    def write(self, address: int, value: int) -> None:
+        """Store a 64-bit word; it may still be under way until `synchronise`."""
+
+    def read(self, address: int) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Owner:
+    """What tensors over own memory refer to. While one lives the memory is not freed."""
+
+
+class Segment:
+    """Device memory of one rank: its own, where there is a handle to give away, or a mapping of a peer's."""
+
+    def __init__(self, device: Device, address: int, nbytes: int, handle: bytes | None = None) -> None:
+        self._device = device
+        self._handle = handle
+        self._closed = False
+        self.owner = Owner() if handle is not None else None
+        self.address = address
+        self.nbytes = nbytes
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed
+
+    def descriptor(self) -> dict[str, object]:
+        """What a peer needs to map this memory: plain values only."""
+        if self._handle is None or self._closed:
+            raise WiringError("only memory of one's own that is not closed can be exported")
+        return {"kind": KIND, "handle": self._handle, "nbytes": self.nbytes}
+
+    def unpublish(self) -> None:
+        """Nothing: a handle cannot be called back. That it opens once only is `DeviceMemory`'s care."""
+
+    def close(self) -> None:
+        """Close the mapping; or, where this is our own and every peer has closed its mapping, free the memory."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.owner is None:
+            self._device.unmap(self.address)
+        else:
+            weakref.finalize(self.owner, self._device.free, self.address).atexit = False
+            self.owner = None  # runs it now, unless a tensor still needs the memory
+
+
+class DeviceMemory:
+    """Makes and maps segments on one GPU, for one rank."""
+
+    def __init__(self, device: Device, retry_s: float = RETRY_S) -> None:
+        self.device = device
+        self._retry_s = retry_s
+        self._known: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+
+    def own(self, name: str, nbytes: int) -> Segment:
+        """New memory, zeroed to its end before anybody else can know of it."""
+        size = round_up(nbytes, GRANULE)
+        address = self._allocate(name, size)
+        try:
+            self.device.zero(address, size)
+            self.device.synchronise()
+            handle = self._export(name, address)
+        except BaseException:
+            self.device.free(address)
+            raise
+        return self._remember(handle, Segment(self.device, address, size, handle))
+
+    def map_peer(self, descriptor: dict[str, object]) -> Segment:
+        """Map the memory that a peer's descriptor names."""
+        check_fields(descriptor, _FIELDS)
+        if descriptor["kind"] != KIND:
+            raise WiringError(f"memory of kind {descriptor['kind']}; GPU ranks map {KIND}")
+        handle, nbytes = descriptor["handle"], int(str(descriptor["nbytes"]))
+        assert isinstance(handle, bytes)
+        if len(handle) != HANDLE_BYTES:
+            raise WiringError(f"a handle of {len(handle)} bytes; those of CUDA IPC have {HANDLE_BYTES}")
+        if nbytes < GRANULE or nbytes % GRANULE:
+            raise WiringError(f"device memory of {nbytes} bytes; it comes in multiples of {GRANULE}")
+        known = self._known.get(handle)
+        if known is not None and known.is_open:
+            whose = "this rank's own" if known.owner is not None else "mapped here already"
+            raise WiringError(f"a peer gave a handle that is {whose}; every rank gives its own, once")
+        try:
+            address = self.device.map(handle)
+        except CudaError as error:
+            suspect = _SUSPECTS.get(error.code, _USUAL)
+            raise WiringError(
+                f"a peer's memory of {nbytes} bytes could not be mapped on GPU {self.device.uuid}: {error}; "
+                f"{suspect}; raymoe doctor tells more"
+            ) from error
+        return self._remember(handle, Segment(self.device, address, nbytes))
+
+    def _remember(self, handle: bytes, segment: Segment) -> Segment:
+        self._known[handle] = segment
+        return segment
+
+    def _allocate(self, name: str, nbytes: int) -> int:
+        deadline = time.monotonic() + self._retry_s
+        pause = 0.01
+        while True:
+            try:
+                return self.device.allocate(nbytes)
+            except CudaError as error:
+                if error.code != _OUT_OF_MEMORY:
+                    raise
+                free, total = self.device.available()
+                if nbytes > total or time.monotonic() + pause > deadline:
+                    raise PlacementError(
+                        f"{name} asks for {nbytes} bytes of device memory; {free} of {total} are free on GPU "
+                        f"{self.device.uuid}; make the shape smaller, or end what holds the rest (nvidia-smi lists it)"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _export(self, name: str, address: int) -> bytes:
+        try:
+            return self.device.export(address)
+        except CudaError as error:
+            suspect = _SUSPECTS.get(error.code, _USUAL)
+            raise WiringError(
+                f"{name} on GPU {self.device.uuid} could not be exported: {error}; {suspect}; raymoe doctor tells more"
+            ) from error

@@ -1,0 +1,91 @@
+"""Who a rank is, what it asks for, and whether the descriptors of all fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from raymoe.job.errors import ConfigError, WiringError
+from raymoe.memory.host_shm import check_fields
+
+DEVICES = ("cpu", "cuda")
+
+_AGREED = {
+    "name": str,
+    "size": int,
+    "generation": int,
+    "version": str,
+    "layout_hash": str,
+    "boot_id": str,
+    "kind": str,
+    "device": str,
+    "driver": int,
+}
+_OWN = {"rank": int, "gpu": str, "share_gpu": bool}
+
+
+class Options(TypedDict, total=False):
+    """What `World.open` takes besides rank and size; `Member` has the meanings and what holds where one is left out."""
+
+    generation: int
+    name: str
+    timeout_s: float
+    device: str
+    share_gpu: bool
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a world."""
+
+    rank: int
+    size: int
+    generation: int = 0
+    name: str = "world"
+    timeout_s: float = 30.0
+    device: str = "cpu"
+    share_gpu: bool = False
+    """On every rank: ranks may be on one GPU. For tests of right and wrong, never for speed. Means nothing on CPUs."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ConfigError(
+                f"rank {self.rank} in a world of {self.size}; ranks are 0 to size - 1, and a world has at least one"
+            )
+        if self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; waits need a positive number of seconds")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device is {self.device}; a world is on {' or '.join(DEVICES)}")
+
+
+def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, object]) -> None:
+    """Raise unless these are the descriptors of all ranks of this very world, in rank order, `mine` among them."""
+    rank, size = mine["rank"], mine["size"]
+    if len(descriptors) != size:
+        raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; every rank gives one")
+    for place, other in enumerate(descriptors):
+        check_fields(other, _AGREED | _OWN)
+        if other["rank"] != place:
+            raise WiringError(f"the descriptor at place {place} is of rank {other['rank']}; they come in rank order")
+        for field in _AGREED:
+            if other[field] != mine[field]:
+                here = f"{mine[field]} on rank {rank}"
+                raise WiringError(f"{field} is {other[field]} on rank {place} and {here}; all ranks must agree")
+        if place == rank and other != mine:
+            raise WiringError(f"the descriptor at place {rank} is not the one that this rank gave")
+    if mine["device"] == "cuda":
+        _check_gpus(descriptors)
+
+
+def _check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
+    alone = [rank for rank, other in enumerate(descriptors) if not other["share_gpu"]]
+    seen: dict[object, int] = {}
+    for rank, other in enumerate(descriptors):
+        first = seen.setdefault(other["gpu"], rank)
+        if first != rank and alone:
+            who = "no rank" if len(alone) == len(descriptors) else f"all ranks but {', '.join(map(str, alone))}"
+            raise WiringError(
+                f"ranks {first} and {rank} are both on GPU {other['gpu']}; give each rank one of its own "
+                f"(num_gpus: 1), or set share_gpu on every rank to share one for a test ({who} set it)"
+            )

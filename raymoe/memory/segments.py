@@ -1,0 +1,87 @@
+"""How ranks that have a board come to share memory: each makes its own, all swap descriptors, each maps its peers.
+
+`host_shm` (a module) and `cuda_ipc.DeviceMemory` (an object) are the two sources of such memory.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+from raymoe.job.errors import RaymoeError, WiringError
+from raymoe.memory.heap import Layout
+
+
+class Segment(Protocol):
+    """Memory of one rank: its own, which a peer maps by the descriptor, or a mapping of a peer's."""
+
+    nbytes: int
+
+    def descriptor(self) -> dict[str, object]: ...
+
+    def unpublish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=Segment)
+S_co = TypeVar("S_co", bound=Segment, covariant=True)
+
+
+class Source(Protocol[S_co]):
+    """Makes segments. Each call gives a whole one or raises and leaves nothing behind; own memory is zeroed."""
+
+    def own(self, name: str, nbytes: int) -> S_co: ...
+
+    def map_peer(self, descriptor: dict[str, object]) -> S_co: ...
+
+
+class Meeting(Protocol):
+    """What is asked of a world here."""
+
+    rank: int
+    name: str
+
+    def swap(self, value: object, what: str) -> list[object]: ...
+
+    def barrier(self, what: str) -> None: ...
+
+    def agree(self, problem: RaymoeError | None, what: str) -> None: ...
+
+
+def share(meeting: Meeting, source: Source[S], layout: Layout, what: str) -> list[S]:
+    """A segment for this layout on every rank, mapped by all, in rank order. Either all ranks get it or all raise."""
+    own: S | None = None
+    problem: RaymoeError | None = None
+    try:
+        own = source.own(f"raymoe-{meeting.name}-{what}"[:200], layout.nbytes)
+    except RaymoeError as error:
+        problem = error
+    theirs = meeting.swap((own.descriptor(), layout.hash) if own else None, f"{what}: memory")
+    segments: list[S] = []
+    try:
+        for peer, other in enumerate(theirs):
+            if own is not None and isinstance(other, tuple):
+                if other[1] != layout.hash:
+                    raise WiringError(f"{what}: layout {other[1]} on rank {peer}, {layout.hash} on rank {meeting.rank}")
+                segments.append(own if peer == meeting.rank else source.map_peer(other[0]))
+    except RaymoeError as error:
+        problem = error
+    try:
+        meeting.agree(problem, f"{what}: mapping")
+    except RaymoeError:
+        _undo(meeting, [segment for segment in segments if segment is not own], own, what)
+        raise
+    assert own is not None
+    own.unpublish()
+    return segments
+
+
+def _undo(meeting: Meeting, mapped: list[S], own: S | None, what: str) -> None:
+    """All mappings go before any memory does. Where the ranks cannot meet any more, it goes with the process."""
+    for segment in mapped:
+        segment.close()
+    with suppress(RaymoeError):  # the caller raises the cause of all this
+        meeting.barrier(f"{what}: undone")
+        if own is not None:
+            own.close()

@@ -1,0 +1,331 @@
+"""Device memory between processes, on real GPUs: one for each rank where there are enough, else one that all share.
+
+Every rank is a process of its own, started by `GpuRanks`, killed at the end and never waited for without a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raymoe.job.errors import PeerTimeout, PlacementError, WiringError
+from raymoe.memory.cuda_ipc import GRANULE, KIND
+from raymoe.memory.heap import Layout, Region
+from raymoe.memory.world import World
+
+GPUS = torch.cuda.device_count() if torch.version.cuda else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason=f"needs an NVIDIA GPU; torch {torch.__version__} sees none here"),
+]
+
+RANKS = max(3, GPUS)
+ROWS = Layout.of([Region.words("flag", RANKS), Region("rows", (RANKS, 1 << 20), "bfloat16"), Region.words("zero", 9)])
+SLACK = 4 * GRANULE  # of what a driver may keep for itself
+DEADLINE_S = 90.0
+
+
+class GpuRanks:
+    """`run(size, f, *args)` calls `f(world, *args)` on ranks of a new world, each in its process, pinned to a GPU."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, visible[rank % GPUS]), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
+        """The results in rank order; the first error is raised."""
+        outcomes = self.outcomes(size, function, *args, **options)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def outcomes(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
+        """The results, or the errors in their place."""
+        deadline = time.monotonic() + DEADLINE_S
+        options = {"share_gpu": size > GPUS, "timeout_s": 20.0, **options}
+        for rank, pipe in enumerate(self.pipes[:size]):
+            pipe.send((rank, size, function, args, options))
+        descriptors = [_receive(pipe, deadline) for pipe in self.pipes[:size]]
+        for pipe in self.pipes[:size]:
+            pipe.send(descriptors)
+        return [_receive(pipe, deadline) for pipe in self.pipes[:size]]
+
+    def __enter__(self) -> GpuRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Connection, deadline: float) -> Any:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError(f"a rank process did not answer within {DEADLINE_S} s")
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionResetError) as error:
+        return error  # the process is gone
+
+
+def _serve(pipe: Connection, gpu: str) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # as Ray does; nothing has asked CUDA anything yet
+    with contextlib.suppress(EOFError):
+        while True:
+            rank, size, function, args, options = pipe.recv()
+            world = World.open(rank, size, name="gpu-tests", device="cuda", **options)
+            pipe.send(world.descriptor())
+            try:
+                world.wire(pipe.recv())
+                outcome = function(world, *args)
+            except Exception as error:  # noqa: BLE001 - the test judges it
+                outcome = error
+            world.close(together=not isinstance(outcome, Exception))
+            pipe.send(outcome)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[GpuRanks]:
+    with GpuRanks(max(RANKS, GPUS + 1)) as started:
+        started.run(RANKS, free_bytes)  # torch's own memory is there before anybody measures
+        yield started
+
+
+def free_bytes(world: World) -> int:
+    torch.zeros(1, device=world.device)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    world.barrier("settled")
+    return torch.cuda.mem_get_info()[0]
+
+
+# What one rank does
+
+
+def write_to_all(world: World) -> dict[str, Any]:
+    heap = world.allocate(ROWS, "rows", where="device")
+    clean = int(heap.tensor("rows").count_nonzero()) + int(heap.tensor("zero").count_nonzero())
+    world.barrier("looked")
+    for peer in range(world.size):
+        rows = heap.tensor("rows", peer)
+        assert (rows.data_ptr(), rows.device) == (heap.address("rows", peer), world.device)
+        rows[world.rank].fill_(10 * world.rank + peer)
+        heap.set_word("flag", world.rank, 100 * world.rank + peer, peer)
+    torch.cuda.synchronize()
+    world.barrier("written")
+    rows = heap.tensor("rows")
+    assert rows.data_ptr() == heap.address("rows")
+    found = {
+        "clean": clean,
+        "rows": [(float(row.min()), float(row.max())) for row in rows[: world.size]],
+        "flags": [heap.word("flag", writer) for writer in range(world.size)],
+        "pulled": [float(heap.tensor("rows", peer)[world.rank, -1]) for peer in range(world.size)],
+        "nbytes": heap.nbytes,
+    }
+    world.barrier("read")
+    return found
+
+
+def write_far(world: World) -> list[int]:
+    far = Layout.of([Region("gap", (3 << 30,), "uint8"), Region("last", (world.size, 16), "int64")])
+    heap = world.allocate(far, "far", where="device")
+    for peer in range(world.size):
+        heap.tensor("last", peer)[world.rank] = 7 * world.rank + peer
+    torch.cuda.synchronize()
+    world.barrier("written")
+    return heap.tensor("last")[:, 15].tolist()
+
+
+def make_and_close(world: World, order: list[str], tensor_outlives: bool) -> None:
+    heaps = {what: world.allocate(ROWS, what, where="device") for what in ("first", "second")}
+    kept = heaps["first"].tensor("rows") if tensor_outlives else None
+    for what in order if world.rank % 2 else reversed(order):
+        heaps[what].close()
+    if kept is not None:
+        assert float(kept.fill_(2).sum(dtype=torch.float64)) == 2 * kept.numel()
+
+
+def keep_a_tensor(world: World) -> tuple[int, int, int]:
+    before = free_bytes(world)
+    heap = world.allocate(ROWS, "rows", where="device")
+    rows = heap.tensor("rows")
+    heap.close()
+    world.barrier("closed")
+    held = before - torch.cuda.mem_get_info()[0]
+    world.barrier("looked")
+    rows.fill_(1)
+    torch.cuda.synchronize()
+    del rows
+    return held, before - free_bytes(world), heap.nbytes
+
+
+def use_after_a_peer_closed(world: World) -> float:
+    heap = world.allocate(ROWS, "rows", where="device")
+    rows = heap.tensor("rows")
+    world.barrier("made")
+    if world.rank == 0:
+        heap.close()  # waits its 2 s in vain, and frees nothing
+        world.barrier("closed")
+        world.barrier("written")
+        return float(rows[1, 0])
+    world.barrier("closed")
+    heap.tensor("rows", 0)[world.rank].fill_(world.rank)
+    torch.cuda.synchronize()
+    world.barrier("written")
+    return 1.0
+
+
+def kill_a_peer(world: World, nbytes: int) -> dict[str, Any]:
+    layout = Layout.of([Region("rows", (nbytes,), "uint8")])
+    heap = world.allocate(layout, "rows", where="device")
+    pids = world.swap(os.getpid(), "pids")
+    heap.tensor("rows").fill_(world.rank + 1)
+    torch.cuda.synchronize()
+    world.barrier("filled")
+    if world.rank == 1:
+        time.sleep(DEADLINE_S)
+    os.kill(pids[1], signal.SIGKILL)
+    while _alive(pids[1]):
+        time.sleep(0.005)
+    theirs = heap.tensor("rows", 1)
+    found: dict[str, Any] = {"read": int(theirs[-1])}
+    theirs[0] = 9
+    torch.cuda.synchronize()
+    found["written"] = int(theirs[0])
+    try:
+        world.barrier("lunch")
+    except PeerTimeout as error:
+        found["said"] = str(error)
+    start = time.monotonic()
+    heap.close()
+    world.close()
+    found["closing_s"] = time.monotonic() - start
+    found["mine"] = int(torch.ones(4, device=world.device).sum())  # the context is sound
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def fill_again(world: World, nbytes: int) -> int:
+    layout = Layout.of([Region("rows", (nbytes,), "uint8")])
+    return int(world.allocate(layout, "rows", where="device").tensor("rows").max())
+
+
+def ask_for_too_much(world: World) -> None:
+    total = torch.cuda.mem_get_info()[1]
+    world.allocate(Layout.of([Region("rows", (2 * total,), "uint8")]), "rows", where="device")
+
+
+def forge_a_handle(world: World) -> None:
+    memory = world._gpu
+    assert memory is not None
+    memory.map_peer({"kind": KIND, "handle": bytes(range(64)), "nbytes": GRANULE})
+
+
+# The tests
+
+
+@pytest.mark.parametrize("size", range(1, RANKS + 1))
+def test_ranks_write_to_and_read_from_one_another(ranks: GpuRanks, size: int) -> None:
+    for rank, found in enumerate(ranks.run(size, write_to_all)):
+        assert found["clean"] == 0
+        assert found["rows"] == [(10.0 * writer + rank,) * 2 for writer in range(size)]
+        assert found["flags"] == [100 * writer + rank for writer in range(size)]
+        assert found["pulled"] == [10.0 * rank + peer for peer in range(size)]
+        assert found["nbytes"] % GRANULE == 0
+
+
+def test_a_region_behind_3_gib(ranks: GpuRanks) -> None:
+    for rank, last in enumerate(ranks.run(RANKS, write_far)):
+        assert last == [7 * writer + rank for writer in range(RANKS)]
+
+
+def test_three_generations_leave_nothing(ranks: GpuRanks) -> None:
+    before = ranks.run(RANKS, free_bytes)
+    for generation in range(3):
+        ranks.run(RANKS, write_to_all, generation=generation)
+    after = ranks.run(RANKS, free_bytes, generation=3)
+    assert all(abs(now - then) <= SLACK for now, then in zip(after, before, strict=True)), (before, after)
+
+
+@pytest.mark.parametrize("order", [[], ["first"], ["first", "second"]])
+@pytest.mark.parametrize("tensor_outlives", [False, True])
+def test_heaps_are_closed_in_any_order(ranks: GpuRanks, order: list[str], tensor_outlives: bool) -> None:
+    before = ranks.run(RANKS, free_bytes)
+    ranks.run(RANKS, make_and_close, order, tensor_outlives)
+    after = ranks.run(RANKS, free_bytes)
+    assert all(abs(now - then) <= SLACK for now, then in zip(after, before, strict=True)), (before, after)
+
+
+def test_own_memory_lives_as_long_as_its_tensors(ranks: GpuRanks) -> None:
+    sharers = -(-RANKS // GPUS)  # on one GPU
+    for held, left, nbytes in ranks.run(RANKS, keep_a_tensor):
+        assert held >= nbytes
+        assert left <= SLACK
+        assert held <= sharers * nbytes + SLACK
+
+
+def test_memory_outlives_a_close_that_came_too_early(ranks: GpuRanks) -> None:
+    assert ranks.run(2, use_after_a_peer_closed) == [1.0, 1.0]
+
+
+def test_an_exporter_that_is_killed_while_mapped() -> None:
+    with GpuRanks(1) as one:  # this process makes no context
+        nbytes = one.run(1, free_bytes)[0] // 3
+    with GpuRanks(2) as pair:
+        found, gone = pair.outcomes(2, kill_a_peer, nbytes, timeout_s=2.0)
+        assert isinstance(gone, EOFError | ConnectionResetError)
+        print(found)
+        assert found["said"].startswith("rank 0 waited")
+        assert "for rank 1 in lunch" in found["said"]
+        assert found["closing_s"] < 6
+        assert (found["read"], found["written"], found["mine"]) == (2, 9, 4)
+    # The next generation asks for all that again, though the driver may still be busy with taking it from the dead.
+    with GpuRanks(2) as pair:
+        assert pair.run(2, fill_again, nbytes, generation=1) == [0, 0]
+
+
+def test_more_than_the_gpu_has(ranks: GpuRanks) -> None:
+    for outcome in ranks.outcomes(2, ask_for_too_much):
+        assert isinstance(outcome, PlacementError | WiringError)
+        assert "bytes of device memory" in str(outcome)
+    assert ranks.run(2, write_to_all)[0]["clean"] == 0
+
+
+def test_a_handle_that_is_none(ranks: GpuRanks) -> None:
+    [outcome] = ranks.outcomes(1, forge_a_handle)
+    assert isinstance(outcome, WiringError)
+    print(outcome)
+    assert "cuIpcOpenMemHandle failed: CUDA_ERROR_" in str(outcome)
+
+
+def test_two_ranks_on_one_gpu_must_say_so(ranks: GpuRanks) -> None:
+    for outcome in ranks.outcomes(GPUS + 1, free_bytes, share_gpu=False):
+        assert isinstance(outcome, WiringError)
+        assert f"ranks 0 and {GPUS} are both on GPU" in str(outcome)
+        assert "share_gpu" in str(outcome)
