@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 
 from raymoe.gang import supervisor as sv
 from raymoe.gang.address import choose
@@ -29,7 +29,7 @@ from raymoe.gang.news import (
     Progressed,
     Ready,
 )
-from raymoe.gang.placement import place
+from raymoe.gang.placement import Room, place
 from raymoe.job import Job
 from raymoe.job.errors import RaymoeError
 
@@ -54,7 +54,7 @@ class Driver:
     tell: Callable[[News], None]
     stopped: Callable[[], int | None]
     finished: set[str] = field(default_factory=set)
-    group: PlacementGroup | None = None
+    room: Room | None = None
     gang: Gang | None = None
     state: sv.State = field(init=False)
     stop_seen: bool = False
@@ -92,9 +92,8 @@ class Driver:
         self.tell(Connected(cluster.address, time.monotonic() - began))
 
     def _place(self) -> None:
-        world = self.order.job.world
-        self.group = place(world.ranks, {"CPU": world.cpus}, world.placement_timeout_s, self._is_stopped)
-        if self.group is not None:
+        self.room = place(self.order.job, self._is_stopped)
+        if self.room is not None:
             self._on(sv.Placed())
 
     def _is_stopped(self) -> bool:
@@ -136,8 +135,8 @@ class Driver:
 
     def _act(self, action: sv.Action) -> None:
         if action is sv.Action.START:
-            assert self.group is not None
-            self.gang = Gang(self.order.job, self.order.run, self.group, self.state.generation)
+            assert self.room is not None
+            self.gang = Gang(self.order.job, self.order.run, self.room, self.state.generation)
             return
         assert self.gang is not None, f"{action} before there are ranks"
         match action:
@@ -157,6 +156,6 @@ class Driver:
         """Give back what was taken from the cluster; Ray would do it too, but later."""
         if not ray.is_initialized():
             return
-        if self.group is not None:
-            remove_placement_group(self.group)
+        if self.room is not None:
+            remove_placement_group(self.room.group)
         ray.shutdown()

@@ -13,11 +13,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.gang import supervisor as sv
-from raymoe.gang.placement import Seat, order
+from raymoe.gang.placement import Room, Seat, order
 from raymoe.gang.rank import Line, RankActor, Seating, Status
 from raymoe.gang.undertaker import bury
 from raymoe.job import Job
@@ -41,8 +40,8 @@ class Call:
 class Gang:
     """One generation of ranks. Begins to start them when made."""
 
-    def __init__(self, job: Job, run: str, group: PlacementGroup, generation: int) -> None:
-        self.job, self.run_name, self.group, self.generation = job, run, group, generation
+    def __init__(self, job: Job, run: str, room: Room, generation: int) -> None:
+        self.job, self.run_name, self.room, self.generation = job, run, room, generation
         self.size = job.world.ranks
         self.seats: dict[int, Seat] = {}
         self.descriptors: dict[int, dict[str, Any]] = {}
@@ -67,9 +66,10 @@ class Gang:
     def _create(self, rank: int, bundle: int) -> Any:
         options = RankActor.options(
             name=f"raymoe/{self.run_name}/rank{rank}",
-            num_cpus=self.job.world.cpus,
+            num_cpus=self.room.bundle["CPU"],
+            num_gpus=self.room.bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+                self.room.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
             ),
             # Ray runs workers at nice 15, and what the job's own runtime_env says of it does not arrive at actors.
             runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},
@@ -174,8 +174,21 @@ class Gang:
                 self._start(ranks)
                 return []
             world = self.job.world
-            limits = (world.wait_timeout_s, max(1, int(world.cpus)), bytes_per_rank(self.job))
-            self._ask("open", lambda rank: (Seating(rank, self.size, self.generation, *limits),))
+            self._ask(
+                "open",
+                lambda rank: (
+                    Seating(
+                        rank=rank,
+                        size=self.size,
+                        generation=self.generation,
+                        wait_timeout_s=world.wait_timeout_s,
+                        threads=max(1, int(world.cpus)),
+                        device=self.room.device,
+                        share_gpu=world.share_gpu,
+                        nbytes=bytes_per_rank(self.job),
+                    ),
+                ),
+            )
             return []
         return [sv.Started()] if what == "open" else [sv.Wired()]
 
@@ -210,6 +223,8 @@ class Gang:
                 self._polls[rank] = (actor.poll.options(name=f"rank{rank} poll").remote(cursor), now)
 
     def _on_poll(self, rank: int, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
+        if self._polls.get(rank, (None,))[0] != ref:
+            return []  # `_last_poll` came in between and asked for the same again
         del self._polls[rank]
         status, event = self._read(Call("poll", rank), ref)
         if event is None and rank == 0:

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from raymoe.job.errors import ConfigError, WiringError
 
@@ -87,9 +87,10 @@ def _enter(name: str, rank: int, size: int, descriptor: dict[str, Any], deadline
             meeting = options.remote(size)
             entry = meeting.enter.remote(rank, size, descriptor)
             refusal: str | None = ray.get(entry, timeout=max(1.0, deadline - time.monotonic()))
-        except RayActorError:
+        except (RayActorError, GetTimeoutError) as error:
             if time.monotonic() > deadline:
-                raise
+                asked = f"asked to join {name!r} as rank {rank} of {size}"
+                raise WiringError(f"{asked}, and Ray had no place to meet in time: {type(error).__name__}") from error
             time.sleep(LOOK_S)
             continue
         if refusal is not None:
@@ -102,7 +103,7 @@ def _everyone(meeting: Any, name: str, rank: int, size: int, deadline: float) ->
     while True:
         try:
             present, came = ray.get(meeting.present.remote(), timeout=max(1.0, deadline - time.monotonic()))
-        except RayActorError as error:
+        except (RayActorError, GetTimeoutError) as error:
             said = f"rank {rank} joined {name!r}, and the rank that came first has died"
             raise WiringError(f"{said}; join again") from error
         if len(present) == size:

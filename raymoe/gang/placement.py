@@ -10,7 +10,9 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
+from raymoe.job import Job
 from raymoe.job.errors import PlacementError
+from raymoe.job.sections import World
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Seat:
 
     bundle: int
     node: str
-    gpu: int | None
+    gpu: str | None  # as Ray names it: mostly a number, a UUID where the node was started with UUIDs
     process: tuple[int, int]
 
 
@@ -28,17 +30,57 @@ def order(seats: Sequence[Seat]) -> list[int]:
 
     Ray gives bundles to GPUs in no promised order; neighbours in rank should be neighbours on the board.
 
-    >>> order([Seat(0, "n1", 3, (1, 1)), Seat(1, "n0", 2, (2, 1)), Seat(2, "n1", 0, (3, 1))])
+    >>> order([Seat(0, "n1", "10", (1, 1)), Seat(1, "n0", "2", (2, 1)), Seat(2, "n1", "9", (3, 1))])
     [1, 2, 0]
     """
-    return [seat.bundle for seat in sorted(seats, key=lambda s: (s.node, -1 if s.gpu is None else s.gpu, s.bundle))]
+
+    def place_of(seat: Seat) -> tuple[str, int, str, int]:
+        gpu = seat.gpu or ""
+        return seat.node, int(gpu) if gpu.isdigit() else -1, gpu, seat.bundle
+
+    return [seat.bundle for seat in sorted(seats, key=place_of)]
 
 
-def place(ranks: int, bundle: dict[str, float], timeout_s: float, stopped: Callable[[], bool]) -> PlacementGroup | None:
-    """A placement group with one bundle a rank on one node; None where `stopped` turned true meanwhile.
+def device_for(job: Job) -> str:
+    """`cuda` or `cpu` for this job on this cluster.
 
-    A request that no node could ever hold fails at once; one that must wait for others to finish waits `timeout_s`.
+    `auto` looks at whether there are GPUs at all, never at whether there are enough: a run that was meant for GPUs and
+    found too few fails to be placed, and does not give CPU figures.
     """
+    if job.world.device != "auto":
+        return job.world.device
+    wants_cpu = job.workload != "p2p" or "host" in job.p2p.transports
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 and not wants_cpu else "cpu"
+
+
+def bundle_for(world: World, device: str) -> dict[str, float]:
+    """What one rank asks of Ray.
+
+    >>> bundle_for(World(ranks=4, cpus=0.5), "cpu"), bundle_for(World(ranks=4, device="cuda", share_gpu=True), "cuda")
+    ({'CPU': 0.5}, {'CPU': 0.5, 'GPU': 0.25})
+    """
+    if device == "cpu":
+        return {"CPU": world.cpus}
+    return {"CPU": world.cpus, "GPU": 1 / world.ranks if world.share_gpu else 1.0}
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a gang may live, generation after generation: a bundle a rank, of one node."""
+
+    group: PlacementGroup
+    bundle: dict[str, float]
+    device: str
+
+
+def place(job: Job, stopped: Callable[[], bool]) -> Room | None:
+    """Room for the ranks of a job on one node; None where `stopped` turned true meanwhile.
+
+    A request that no node could ever hold fails at once; one that must wait for others to finish waits as long as the
+    job says.
+    """
+    ranks, timeout_s, device = job.world.ranks, job.world.placement_timeout_s, device_for(job)
+    bundle = bundle_for(job.world, device)
     group: PlacementGroup = placement_group([bundle] * ranks, strategy="STRICT_PACK")
     deadline = time.monotonic() + timeout_s
     while not group.wait(timeout_seconds=0.1):
@@ -55,7 +97,7 @@ def place(ranks: int, bundle: dict[str, float], timeout_s: float, stopped: Calla
                 f"{_asked(ranks, bundle)}, and the cluster had no room for it within {timeout_s:g} s ({_found()}); "
                 "wait for other jobs to end or raise world.placement_timeout_s"
             )
-    return group
+    return Room(group, bundle, device)
 
 
 def _asked(ranks: int, bundle: dict[str, float]) -> str:

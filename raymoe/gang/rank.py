@@ -1,9 +1,9 @@
-"""One rank: a Ray actor with its share of the CPUs, one long `run()`, and a control thread that stays free.
+"""One rank: a Ray actor on one GPU or its share of the CPUs, one long `run()`, and a control thread that stays free.
 
 Two-phase start: the constructor does nothing that can fail or take long; `sit` tells where Ray put the actor, and only
 when all have told does `open` import torch and make memory, so that ranks can be numbered by where they sit. Calls of
-the default group all run on one thread, always the same one. No method raises: a Ray traceback wrapped around an error
-would hide it, so a failure comes back as a value.
+the default group all run on one thread, always the same one, which is what CUDA wants. No method raises: a Ray
+traceback wrapped around an error would hide it, so a failure comes back as a value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Seating:
     generation: int
     wait_timeout_s: float
     threads: int
-    nbytes: int  # of memory that each rank needs
+    device: str
+    share_gpu: bool
+    nbytes: int  # of host memory that each rank needs
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Rank:
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         process = (os.getpid(), start_time(os.getpid()))
-        return Seat(bundle, context.get_node_id(), int(gpus[0]) if gpus else None, process)
+        return Seat(bundle, context.get_node_id(), gpus[0] if gpus else None, process)
 
     def open(self, seating: Seating) -> dict[str, Any] | Failure:
         """Import torch, make this rank's memory, and tell peers how to reach it."""
@@ -116,7 +118,7 @@ class Rank:
         from raymoe.memory.world import World
         from raymoe.workload.room import check_room
 
-        if seating.rank == 0:  # for all: they are on one node
+        if seating.rank == 0 and seating.device == "cpu":  # for all: they are on one node
             check_room(seating.size, seating.nbytes)
         torch.set_num_threads(seating.threads)
         self.metrics = RankMetrics(self.run_name, seating.rank)
@@ -127,6 +129,8 @@ class Rank:
             generation=seating.generation,
             name=self.run_name,
             timeout_s=seating.wait_timeout_s,
+            device=seating.device,
+            share_gpu=seating.share_gpu,
         )
         return dict(self.world.descriptor())
 

@@ -15,6 +15,7 @@ _ROW_BYTES = 16  # rows move in pieces of 16 bytes
 _MAX_ROWS = 2**31 - 1  # offsets of rows are int32
 
 MOE = ("exchange", "layer")
+GPU_TRANSPORTS = frozenset({"copy_engine", "tma", "collective"})
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,40 @@ def _peers_exist(job: Job) -> tuple[str, str] | None:
     return "one rank has no peer to send to", "p2p takes 2 ranks or more"
 
 
+def _gpus_can_do_it(job: Job) -> tuple[str, str] | None:
+    if job.world.device != "cuda":
+        return None
+    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; p2p has"
+
+
+def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
+    if job.steps.graph is not True or (job.workload == "p2p" and job.world.device != "cpu"):
+        return None
+    return "CUDA graphs need GPU ranks and these are CPU ranks", "write auto or false"
+
+
+def _sharing_needs_gpus(job: Job) -> tuple[str, str] | None:
+    if not job.world.share_gpu or job.world.device == "cuda":
+        return None
+    return f"a GPU is to be shared and device is {job.world.device}", "write device: cuda"
+
+
+def _transports_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tuple[str, str] | None]:
+    def check(job: Job) -> tuple[str, str] | None:
+        other = [name for name in job.p2p.transports if name in wrong]
+        if job.world.device != device or not other:
+            return None
+        return f"{other[0]} is no transport of {device} ranks", "auto is one of any"
+
+    return check
+
+
 RULES = (
+    Rule(MOE, ("world.device", "workload"), _gpus_can_do_it),
+    Rule((*MOE, "p2p"), ("steps.graph", "world.device"), _graph_needs_gpus),
+    Rule((*MOE, "p2p"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
+    Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
+    Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
     Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),
     Rule(MOE, ("shape.topk", "shape.experts"), _topk_fits),
     Rule(MOE, ("shape.hidden", "shape.dtype"), _rows_are_whole),

@@ -18,12 +18,10 @@ class Section(BaseModel):
     )
 
 
-def _auto_or_false(value: Any) -> Any:
-    if value is True:
-        raise PydanticCustomError("graph", "CUDA graphs need GPU ranks and these are CPU ranks, write auto or false")
-    if value == "auto" or value is False:
+def _auto_or_boolean(value: Any) -> Any:
+    if value == "auto" or value is True or value is False:
         return value
-    raise PydanticCustomError("graph", "not one of auto or false")
+    raise PydanticCustomError("graph", "not one of auto, true or false")
 
 
 def _rows_or_worst(value: Any) -> Any:
@@ -58,10 +56,12 @@ Size = Annotated[
 class World(Section):
     ranks: int = Field(default=4, ge=1, le=1024)
     """Ranks, each an actor with a process of its own."""
-    device: Literal["auto", "cpu"] = "auto"
-    """Where ranks run; auto is cpu here."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where ranks run; auto is cuda where the cluster has GPUs and the workload can use them, else cpu."""
     cpus: float = Field(default=0.5, ge=0.001, le=1024)
-    """Ray CPUs that a CPU rank asks for."""
+    """Ray CPUs that a rank asks for."""
+    share_gpu: bool = False
+    """Whether all ranks share one GPU: to test what is right on it, never to time anything."""
     restarts: int = Field(default=1, ge=0, le=100)
     """How many times the gang starts again after a rank was lost."""
     placement_timeout_s: float = Field(default=60.0, gt=0, le=86400)
@@ -131,8 +131,8 @@ class Steps(Section):
     """Steps before the clock starts."""
     count: int = Field(default=50, ge=1, le=1_000_000)
     """Steps on the clock."""
-    graph: Annotated[Literal["auto", False], BeforeValidator(_auto_or_false)] = "auto"
-    """CUDA graphs; CPU ranks have none."""
+    graph: Annotated[Literal["auto", True, False], BeforeValidator(_auto_or_boolean)] = "auto"
+    """Whether steps are replayed from a CUDA graph; auto is yes where it can be. CPU ranks have none."""
     verify: bool = True
     """Whether the first, the last and every 50th step are checked, off the clock."""
 
@@ -140,8 +140,10 @@ class Steps(Section):
 class P2p(Section):
     protocol: Literal["put", "get"] = "put"
     """Who moves the bytes: the one that has them, or the one that wants them."""
-    transports: Annotated[tuple[Literal["auto", "host"], ...], Field(strict=False, min_length=1)] = ("auto",)
-    """How bytes move between two ranks."""
+    transports: Annotated[
+        tuple[Literal["auto", "copy_engine", "tma", "collective", "host"], ...], Field(strict=False, min_length=1)
+    ] = ("auto",)
+    """How bytes move: by copy_engine, tma or collective (NCCL) between GPU ranks, by host between CPU ranks."""
     bytes: Annotated[tuple[Size, ...], Field(strict=False, min_length=1)] = (4096, 1048576)
     """Message sizes, such as 4KiB."""
     pattern: Literal["pairs", "all_to_all"] = "pairs"

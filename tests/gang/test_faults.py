@@ -14,6 +14,7 @@ import ray
 
 from raymoe.gang import supervisor as sv
 from raymoe.gang.driver import Driver, Order
+from raymoe.gang.gang import Gang
 from raymoe.gang.news import CaseDone, GenerationEnded, News, Outcome, Ready
 from raymoe.job import load_job
 from tests.gang import configs
@@ -145,3 +146,10 @@ def test_a_rank_stopped_while_it_is_wired(head: Head, tmp_path: Path) -> None:
     outcome, _ = drive(head, configs.write(tmp_path), prepare)
     assert (outcome.exit_code, outcome.culprit) == (5, 1)
     assert time.monotonic() - began < 30
+
+
+def test_a_poll_that_was_overtaken_by_the_last_one_is_passed_over() -> None:
+    """Both can be ready in one look; taking the finished cases of both would write them twice."""
+    gang = object.__new__(Gang)
+    gang._polls = {}
+    assert gang._on_poll(0, ray.ObjectRef.nil()) == []

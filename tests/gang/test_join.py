@@ -68,16 +68,16 @@ def test_three_actors_exchange_and_may_do_so_again_under_the_same_name(engines: 
 
 
 def test_whoever_is_missing_is_named(engines: list[ray.actor.ActorHandle]) -> None:
-    calls = [engines[rank].join.remote("incomplete", rank, 3, 5.0) for rank in (0, 2)]
+    calls = [engines[rank].join.remote("incomplete", rank, 3, 10.0) for rank in (0, 2)]
     for said in ray.get(calls, timeout=30):
         assert "waited in vain for rank 1" in said or "has died" in said
 
 
 def test_a_rank_that_is_taken_and_a_size_that_differs_are_refused(engines: list[ray.actor.ActorHandle]) -> None:
-    first = engines[0].join.remote("crowded", 0, 2, 6.0)
-    time.sleep(1.0)  # it is there by now, and waits for rank 1
-    assert "rank 0 is taken by pid" in ray.get(engines[1].join.remote("crowded", 0, 2, 3.0), timeout=30)
-    said = ray.get(engines[2].join.remote("crowded", 1, 3, 3.0), timeout=30)
+    first = engines[0].join.remote("crowded", 0, 2, 12.0)
+    time.sleep(3.0)  # it is there by now, and waits for rank 1
+    assert "rank 0 is taken by pid" in ray.get(engines[1].join.remote("crowded", 0, 2, 10.0), timeout=30)
+    said = ray.get(engines[2].join.remote("crowded", 1, 3, 10.0), timeout=30)
     assert "size 3" in said and "said 2" in said
     assert "waited in vain for rank 1" in ray.get(first, timeout=30)
 

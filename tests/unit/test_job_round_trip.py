@@ -168,7 +168,7 @@ def test_the_schema_refuses_what_the_loader_refuses() -> None:
         {"workload": "layer", "wrld": {}},
         {"workload": "layer", "shape": {"tokens": 0}},
         {"workload": "layer", "exchange": {"backend": "fused"}},
-        {"workload": "layer", "steps": {"graph": True}},
+        {"workload": "layer", "steps": {"graph": 0}},
         {"workload": "p2p", "p2p": {"bytes": ["4kib"]}},
         {"workload": "layer", "matrix": {"world.ranks": [1]}},
         {"workload": "layer", "matrix": {"shape.tokens": ["x"]}},

@@ -18,6 +18,9 @@ IMPOSSIBLE = [
     ("exchange", "routing.share=0.2", "means nothing with routing.kind uniform, it belongs to hot"),
     ("exchange", "routing.file=x.npy", "means nothing with routing.kind uniform, it belongs to trace"),
     ("p2p", "world.ranks=1", "one rank has no peer to send to"),
+    ("layer", "world.device=cuda", "workload layer has no GPU ranks yet"),
+    ("layer", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
+    ("p2p", "world.share_gpu=true", "a GPU is to be shared and device is auto"),
 ]
 
 
