@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypedDict
 
+import raymoe
 from raymoe.job.errors import ConfigError, WiringError
 from raymoe.memory.host_shm import check_fields
 
 DEVICES = ("cpu", "cuda")
+SOURCES = Path(raymoe.__file__).parent
 
 _AGREED = {
     "name": str,
     "size": int,
     "generation": int,
     "version": str,
+    "code_hash": str,
     "layout_hash": str,
     "boot_id": str,
     "kind": str,
@@ -23,6 +28,19 @@ _AGREED = {
     "driver": int,
 }
 _OWN = {"rank": int, "gpu": str, "share_gpu": bool}
+
+
+def code_hash(sources: Path = SOURCES) -> str:
+    """Of all Python of this package: ranks that run different code under one version are no peers. About 5 ms.
+
+    >>> code_hash() == code_hash(), len(code_hash())
+    (True, 64)
+    """
+    digest = hashlib.sha256()
+    for path in sorted(sources.rglob("*.py")):
+        digest.update(f"{path.relative_to(sources)}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class Options(TypedDict, total=False):

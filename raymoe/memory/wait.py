@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 
@@ -52,11 +53,34 @@ class Waiter:
         self.timeout_s = timeout_s
         self.waiting: tuple[str, int] | None = None
         self.reason: str | None = None
+        self._listeners: list[Callable[[str], None]] = []
+        self._lock = threading.Lock()  # between `abort` and `on_abort`: no listener is missed, none is told twice
         self.fence = _choose_fence()
 
     def abort(self, reason: str) -> None:
         """End the wait that is going on, if there is one, and every later one."""
-        self.reason = reason
+        with self._lock:
+            told, self._listeners = self._listeners, []
+            self.reason = reason
+        for listener in told:
+            listener(reason)
+
+    def on_abort(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Have waits that are not ours (a kernel's) told of an abort, by the thread that aborts; now if it has been.
+
+        Gives what takes the listener back.
+        """
+        with self._lock:
+            if self.reason is None:
+                self._listeners.append(listener)
+                return lambda: self._forget(listener)
+        listener(self.reason)
+        return lambda: None
+
+    def _forget(self, listener: Callable[[str], None]) -> None:
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
 
     def check(self, peer: int | None = None) -> None:
         """Raise `Aborted` where this rank was told to stop; `peer` is the one it waits for."""

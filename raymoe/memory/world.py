@@ -27,7 +27,7 @@ from raymoe.memory.board import Board, board_layout
 from raymoe.memory.device_heap import DeviceHeap, Setting, let_go_layout, with_proof
 from raymoe.memory.heap import Layout
 from raymoe.memory.mapped import Heap
-from raymoe.memory.member import Member, Options, check_descriptors
+from raymoe.memory.member import Member, Options, check_descriptors, code_hash
 from raymoe.memory.segments import share
 from raymoe.memory.wait import Waiter
 
@@ -50,7 +50,7 @@ class World:
         self.device = torch.device("cpu") if device is None else torch.device("cuda", 0)
         self.waiter = Waiter(member.rank, member.timeout_s)
         self._gpu = None if device is None else cuda_ipc.DeviceMemory(device)
-        self._layout = board_layout(member.size)
+        self._layout, self._code = board_layout(member.size), code_hash()
         self._own = host_shm.own(f"raymoe-{member.name}-board", self._layout.nbytes)
         self._heap: Heap | None = None
         self._board: Board | None = None
@@ -81,7 +81,7 @@ class World:
             "size": self.size,
             "generation": self.generation,
         }
-        mine |= {"version": raymoe.__version__, "layout_hash": self._layout.hash}
+        mine |= {"version": raymoe.__version__, "code_hash": self._code, "layout_hash": self._layout.hash}
         mine |= {"device": self.member.device, "share_gpu": self.member.share_gpu}
         device = self._gpu.device if self._gpu else None
         mine |= {"gpu": device.uuid if device else "", "driver": device.driver if device else 0}

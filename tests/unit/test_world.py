@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.memory import host_shm
 from raymoe.memory.heap import Layout, Region
+from raymoe.memory.member import code_hash
 from raymoe.memory.world import World
 from tests.unit.ranks import RankPool
 from tests.unit.worlds import close, each, together, wired
@@ -88,6 +89,7 @@ def test_swaps_hold_at_any_pace(delays: list[list[float]]) -> None:
         ("size", 3, "size is 3 on rank 1 and 2 on rank 0"),
         ("layout_hash", "x", "layout_hash is x on rank 1"),
         ("version", "0", "version is 0 on rank 1"),
+        ("code_hash", "0", "code_hash is 0 on rank 1"),
         ("boot_id", "x", "boot_id is x on rank 1"),
         ("rank", 0, "at place 1 is of rank 0"),
     ],
@@ -251,3 +253,24 @@ def test_impossible_ranks(rank: int, size: int) -> None:
 def test_a_world_that_is_not_wired() -> None:
     with World.open(0, 2) as world, pytest.raises(WiringError, match="not wired yet"):
         world.barrier("early")
+
+
+def test_an_abort_is_passed_on_to_waits_that_are_not_ours() -> None:
+    told: list[str] = []
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        world.waiter.on_abort(told.append)
+        forget = world.waiter.on_abort(lambda reason: told.append(f"forgotten: {reason}"))
+        forget()
+        world.abort("enough")
+        world.abort("again")
+        assert told == ["enough"]
+        world.waiter.on_abort(told.append)
+        assert told == ["enough", "again"], "whoever comes after the abort is told at once"
+
+
+def test_code_that_differs_has_another_hash(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1")
+    before = code_hash(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2")
+    assert code_hash(tmp_path) != before
