@@ -49,7 +49,10 @@ def run(
 
 
 @app.command()
-def report(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")]) -> None:
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    plots: Annotated[bool, typer.Option("--plots", help="Also draw copies, into plots/ of each run.")] = False,
+) -> None:
     """Print how runs ended, and one table of their results."""
     import shutil
 
@@ -57,6 +60,20 @@ def report(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Ru
 
     width = shutil.get_terminal_size((100, 24)).columns
     say(overview(runs, terminal=sys.stdout.isatty(), width=width))
+    if plots:
+        _draw(runs)
+
+
+@app.command()
+def doctor() -> None:
+    """Tell what this machine can do, check by check, and why not; fails where quickstart cannot run."""
+    from contextlib import closing
+
+    from raymoe.doctor.examine import examine
+
+    with closing(examine()) as lines:
+        for line in lines:
+            say(f"{line}\n")
 
 
 @app.command()
@@ -141,6 +158,16 @@ def _invoke(arguments: list[str]) -> int:
             return command.invoke(context) or 0
     except typer.Exit as error:
         return error.exit_code
+
+
+def _draw(runs: Sequence[Path]) -> None:
+    from raymoe.report.plots import write_plots
+    from raymoe.report.record import Record
+
+    for run in runs:
+        drawn = write_plots(run, Record.read(run).lines)
+        found = f"{len(drawn)} files in {drawn[0].parent}" if drawn else f"nothing to draw in {run}: it has no copies"
+        say(f"{found}\n")
 
 
 def _load(config: str, sets: list[str] | None) -> Job:

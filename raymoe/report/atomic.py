@@ -7,12 +7,12 @@ from pathlib import Path
 from raymoe.job.errors import CannotWrite
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Puts `text` at `path`: a reader sees the old file or the new one, also after a kill or on a full disk."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Puts `content` at `path`: a reader sees the old file or the new one, also after a kill or on a full disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())  # else a crash soon after may leave the new name with no content
         temporary.replace(path)

@@ -1,0 +1,150 @@
+"""The driver, the GPUs, what connects them and what they are capable of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from raymoe.doctor.facts import CUDA_NEEDED, NO_DRIVER, absent, count, cuda_version, gpus_of, no_driver, too_old
+from raymoe.doctor.finding import Finding, Machine, fail, ok, warn
+
+INSTALL = "install NVIDIA driver 580 or newer"
+# What the driver says when it cannot start, and what helps.
+START = {
+    802: "the NVSwitch fabric is not up: start the service nvidia-fabricmanager, of the driver's own version",
+    803: "the libcuda in use is not the one of the loaded driver: reboot after an update, or mend LD_LIBRARY_PATH",
+    804: "libcuda is of a cuda-compat package that this GPU does not take: take it out of LD_LIBRARY_PATH",
+    46: "another process holds the GPU alone: end it, or `nvidia-smi -c DEFAULT`",
+    2: "the GPU's memory is full: see nvidia-smi for who holds it",
+}
+GBPS_PER_LINK = {1: 20, 2: 25, 3: 25, 4: 25, 5: 50}
+"""In one direction, by the version of NVLink: 18 links of NVLink 4 are 450 GB/s."""
+
+
+def judge_driver(machine: Machine) -> Finding:
+    name = "driver"
+    nvml, cuda = machine.probes["nvml"], machine.probes["cuda"]
+    if no_driver(machine):
+        on_bus = machine.probes["host"].values.get("nvidia_on_pci", 0)
+        if on_bus:
+            found = f"{NO_DRIVER}, and {count(on_bus, 'NVIDIA device')} on the PCI bus"
+            return warn(name, found, f"{INSTALL}; a container needs `--gpus all` and the NVIDIA container toolkit")
+        return ok(name, f"{NO_DRIVER}; CPU ranks need none")
+    version = cuda_version(machine)
+    driver = nvml.values.get("driver")
+    said = f"{driver or 'of unknown version'}{'' if version is None else f', CUDA {version[0]}.{version[1]}'}"
+    source = f"NVML by {nvml.values['source']}" if "source" in nvml.values else f"no NVML: {_why_not(nvml)}"
+    said += f" ({source})"
+    if too_old(machine):
+        needed = ".".join(map(str, CUDA_NEEDED))
+        way_out = f"{INSTALL}, or on a data-centre GPU the package cuda-compat-13-0"
+        return fail(name, f"{said}, too old for kernels of CUDA {needed}", way_out)
+    if "missing" in cuda.values:
+        return fail(
+            name,
+            f"{said}; {cuda.values['missing']}",
+            "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the driver's libcuda.so.1",
+        )
+    trouble = cuda.trouble or cuda.values.get("error")
+    if trouble:
+        way_out = START.get(cuda.values.get("code", 0), "`nvidia-smi` and `dmesg | grep -i nvrm` may tell why; reboot")
+        return fail(name, f"{said}; CUDA does not start: {trouble}", way_out)
+    if "source" not in nvml.values:
+        return warn(name, said, "CUDA works; what connects the GPUs cannot be told")
+    return ok(name, said)
+
+
+def _why_not(outcome: Any) -> str:
+    return str(outcome.trouble or outcome.values.get("missing") or "it told nothing")
+
+
+def judge_gpus(machine: Machine) -> Finding:
+    name = "GPUs"
+    if no_driver(machine):
+        return ok(name, NO_DRIVER)
+    there: list[Any] = machine.probes["nvml"].values.get("gpus", [])
+    seen = gpus_of(machine)
+    if there and not seen and (not machine.probes["cuda"].trouble and not too_old(machine)):
+        hides = machine.probes["host"].values.get("visible")
+        why = "" if hides is None else f" (CUDA_VISIBLE_DEVICES={hides!r})"
+        return warn(name, f"{_named(there)}; none is visible to CUDA{why}", "unset CUDA_VISIBLE_DEVICES")
+    if finding := absent(machine, name):
+        return finding if not there else Finding(finding.level, name, f"{_named(there)}; {finding.found}")
+    found = _named(there) if len(there) == len(seen) else f"{_named(seen)}, of {len(there)} on this machine"
+    hidden = int(machine.probes["nvml"].values.get("host_gpus") or 0) - len(there)
+    if there and hidden > 0:
+        found += f"; {hidden} more of this host {'is' if hidden == 1 else 'are'} kept from us by a device cgroup"
+    return ok(name, found)
+
+
+def _named(gpus: Any) -> str:
+    """
+    >>> _named([{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150754820096}] * 4)
+    '4 × NVIDIA H200 (sm_90, 140 GiB)'
+    """
+    kinds = Counter((gpu["name"], _details(gpu)) for gpu in gpus)
+    return ", ".join(f"{number} × {name}{details}" for (name, details), number in kinds.items())
+
+
+def _details(gpu: Any) -> str:
+    known = []
+    if gpu.get("capability"):
+        known.append("sm_" + "".join(map(str, gpu["capability"])))
+    if gpu.get("memory_bytes"):
+        known.append(f"{gpu['memory_bytes'] / 2**30:.0f} GiB")
+    if gpu.get("mig"):
+        known.append("MIG on")
+    return f" ({', '.join(known)})" if known else ""
+
+
+def judge_nvlink(machine: Machine) -> Finding:
+    name = "NVLink"
+    if no_driver(machine):
+        return ok(name, NO_DRIVER)
+    values = machine.probes["nvml"].values
+    if "topology" not in values:
+        return warn(name, f"not known, since NVML does not answer: {_why_not(machine.probes['nvml'])}", "see driver")
+    rows: list[list[str]] = values["topology"]
+    words = Counter(word for mine, row in enumerate(rows) for other, word in enumerate(row) if other > mine)
+    if not words:
+        return ok(name, f"one GPU{_links(values['gpus'])}, so there is no peer")
+    slow = {word: number for word, number in words.items() if not word.startswith("NV")}
+    if not slow and len(words) == 1:
+        (word,) = words
+        return ok(name, f"{word} between every two of {len(rows)} GPUs{_speed(values['gpus'], word)}")
+    said = ", ".join(f"{word} between {count(number, 'pair')}" for word, number in sorted(words.items()))
+    if not slow:
+        return ok(name, said)
+    return warn(
+        name, said, "pairs without NVLink go over PCIe, at a tenth of its speed; name others by CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _links(gpus: Any) -> str:
+    return f" with {count(gpus[0]['links'], 'link')}" if gpus and gpus[0].get("links") else ""
+
+
+def _speed(gpus: Any, word: str) -> str:
+    """
+    >>> _speed([{"nvlink": 4, "capability": [9, 0]}], "NV18")
+    ', 18 links of NVLink 4, 450 GB/s a direction'
+    """
+    versions = {gpu.get("nvlink") for gpu in gpus}
+    version = versions.pop() if len(versions) == 1 else None
+    if version not in GBPS_PER_LINK:
+        return ""
+    links = int(word.removeprefix("NV"))
+    return f", {count(links, 'link')} of NVLink {version}, {links * GBPS_PER_LINK[version]} GB/s a direction"
+
+
+def judge_tma(machine: Machine) -> Finding:
+    name = "TMA"
+    if finding := absent(machine, name):
+        return finding
+    gpus = gpus_of(machine)
+    without = [index for index, gpu in enumerate(gpus) if tuple(gpu["capability"]) < (9, 0)]
+    if not without:
+        return ok(name, f"sm_90 or newer, on {count(len(gpus), 'GPU')}")
+    first = gpus[without[0]]
+    found = f"GPU {', '.join(map(str, without))} cannot: {first['name']} is sm_{''.join(map(str, first['capability']))}"
+    return warn(name, found, "use transports copy_engine and collective there; the tma kernels need sm_90 or newer")

@@ -1,0 +1,58 @@
+"""The run-time compiler: a real kernel compiled, nothing kept."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from raymoe.doctor.facts import gpus_of, no_driver
+from raymoe.doctor.finding import Finding, Machine, fail, ok, warn
+
+ARCH = "sm_90a"
+
+
+def probe(doing: Callable[[str], None]) -> dict[str, object]:
+    """Its version, the architectures that it knows, and how long the copy kernel took."""
+    doing("loading NVRTC")
+    from raymoe.device.copy import COPY
+    from raymoe.device.cubins import Cubins
+    from raymoe.device.jit import Compiler, nvrtc_version
+
+    version = nvrtc_version()
+    from cuda.bindings import nvrtc
+
+    code, known = nvrtc.nvrtcGetSupportedArchs()
+    doing(f"compiling kernels/{COPY.stem}.cu for {ARCH}")
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        compiled = Compiler(cubins=Cubins(Path(folder))).compiled(COPY, ARCH)
+        seconds = time.perf_counter() - began
+    known = list(known) if int(code) == 0 else None
+    return {
+        "version": list(version),
+        "seconds": seconds,
+        "bytes": len(compiled.cubin),
+        "kernel": COPY.stem,
+        "known": known,
+    }
+
+
+def judge_nvrtc(machine: Machine) -> Finding:
+    name = "NVRTC"
+    outcome = machine.probes["nvrtc"]
+    if outcome.trouble:
+        if no_driver(machine):
+            return warn(name, f"no: {outcome.trouble}", "CPU ranks need none")
+        way_out = "pip install 'cuda-python>=13,<14' 'nvidia-cuda-nvrtc>=13,<14', and no other NVRTC in LD_LIBRARY_PATH"
+        return fail(name, f"no: {outcome.trouble}", way_out)
+    values = outcome.values
+    version = ".".join(map(str, values["version"]))
+    known = values["known"]
+    for gpu in gpus_of(machine):
+        number = int("".join(map(str, gpu["capability"])))
+        if known is not None and number not in known:
+            found = f"{version} does not know sm_{number} of {gpu['name']}; it knows sm_{min(known)} to sm_{max(known)}"
+            return fail(name, found, "pip install -U nvidia-cuda-nvrtc")
+    return ok(name, f"{version}; compiled the {values['kernel']} kernel for {ARCH} in {values['seconds']:.1f} s")

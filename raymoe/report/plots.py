@@ -1,0 +1,234 @@
+"""Figures of what the links of a machine gave: the matrix of all pairs, and curves over the size of a message.
+
+Each is written as PNG and as SVG; the same lines give the same SVG, byte for byte. Figures are made without pyplot, and
+matplotlib's settings are as they were afterwards: this can be called from a program that draws figures of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import NullLocator
+
+from raymoe.job.errors import ConfigError
+from raymoe.report.atomic import cannot_write, write_atomically
+from raymoe.report.columns import byte_size
+from raymoe.report.record import Record
+from raymoe.report.results import Line
+from raymoe.report.ways import Way, gbps, link_of, machine, measured, three_digits, us, ways_of, whole
+
+FOLDER = "plots"
+LATENCY_BYTES = 256 * 1024
+"""Up to here the time of a message says more than its bandwidth."""
+
+# Okabe and Ito's colours, which everybody can tell apart, without their yellow, too light for a line on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vPX"
+GREY = "#666666"
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "raymoe",
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
+    "font.size": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": GREY,
+}
+DOTS_PER_INCH = 150
+PANELS_ABREAST = 3
+
+
+def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
+    """Draw the copies among these lines into `plots/` of a run's directory; gives the files, none without copies."""
+    copies = [line for line in lines if line["op"] == "copy" and line["us_p50"] and line["bytes"]]
+    if not copies:
+        return []
+    folder = directory / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    written = []
+    with matplotlib.rc_context(STYLE):
+        for stem, figure in figures(ways_of(copies, _protocol(directory))):
+            for kind in ("png", "svg"):
+                written.append(folder / f"{stem}.{kind}")
+                write_atomically(written[-1], _rendered(figure, kind))
+    return written
+
+
+def figures(ways: Mapping[Way, Sequence[Line]]) -> Iterator[tuple[str, Figure]]:
+    """Each figure with the stem of its file: curves for each pattern, then for each size the matrices of all ways."""
+    lines = [line for those in ways.values() for line in those]
+    for pattern in sorted({str(line["pattern"]) for line in lines}):
+        yield f"curves-{re.sub(r'[^a-z_]', '-', pattern)}", _curves(_only(ways, "pattern", pattern), pattern)
+    pairs = {way: [line for line in those if line["src"] is not None] for way, those in ways.items()}
+    for size in sorted({whole(line, "bytes") for those in pairs.values() for line in those}):
+        yield f"matrix-{byte_size(size).replace(' ', '')}", _matrices(_only(pairs, "bytes", size), size)
+
+
+def _only(ways: Mapping[Way, Sequence[Line]], key: str, value: object) -> dict[Way, list[Line]]:
+    found = {way: [line for line in lines if line[key] == value] for way, lines in ways.items()}
+    return {way: lines for way, lines in found.items() if lines}
+
+
+def _matrices(ways: Mapping[Way, Sequence[Line]], size: int) -> Figure:
+    """One panel a way, all in the same colours, so that they can be compared."""
+    lines = [line for those in ways.values() for line in those]
+    ranks = 1 + max(whole(line, end) for line in lines for end in ("src", "dst"))
+    most, link = max(map(gbps, lines)), link_of(lines[0]["device"])
+    # Against the link where it is in sight, so that small differences look small; a short message fills no link.
+    scale = link[0] if link and most > link[0] / 2 else most
+    across = min(len(ways), PANELS_ABREAST)
+    down = math.ceil(len(ways) / across)
+    side = 1.0 + 0.62 * ranks
+    figure = _figure(max(across * side + 1.2, 6.4), down * (side + 0.3) + 1.1)
+    panels = figure.subplots(down, across, squeeze=False)
+    image = None
+    for axes, (way, those) in zip(panels.flat, ways.items(), strict=False):
+        image = _matrix(axes, those, ranks, scale)
+        axes.set_title(way.label + _who_moves(way), fontsize=9.5)
+    for axes in panels.flat[len(ways) :]:
+        axes.set_visible(False)
+    if image is not None:
+        full = f", of {scale:.0f} by {link[1]}" if link and scale == link[0] else ""
+        bar = figure.colorbar(image, ax=panels, shrink=0.8, aspect=30 * down, pad=0.02)
+        bar.set_label(f"GB/s from row to column{full}")
+        bar.outline.set_visible(False)
+    _headed(figure, f"{byte_size(size)} from rank to rank, one pair at a time", measured(lines), lines)
+    return figure
+
+
+def _who_moves(way: Way) -> str:
+    if way.transport == "collective":
+        return "\nthe row's rank sends, the column's receives"
+    return {"put": "\nthe row's rank writes", "get": "\nthe column's rank reads"}.get(way.protocol, "")
+
+
+def _matrix(axes: Axes, lines: Sequence[Line], ranks: int, scale: float) -> AxesImage:
+    grid = [[math.nan] * ranks for _ in range(ranks)]
+    for line in lines:
+        row, column = whole(line, "src"), whole(line, "dst")
+        grid[row][column] = gbps(line)
+        short = whole(line, "bytes") <= LATENCY_BYTES
+        text = three_digits(gbps(line)) + (f"\n{three_digits(us(line))} µs" if short else "")
+        colour = "white" if gbps(line) < 0.55 * scale else "black"
+        axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
+    colours = matplotlib.colormaps["cividis"].with_extremes(bad="#EEEEEE")
+    image = axes.imshow(grid, cmap=colours, vmin=0, vmax=scale)
+    axes.set_xticks(range(ranks))
+    axes.set_yticks(range(ranks))
+    axes.set_xlabel("destination rank")
+    axes.set_ylabel("source rank")
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return image
+
+
+def _curves(ways: Mapping[Way, Sequence[Line]], pattern: str) -> Figure:
+    """Bandwidth over all sizes, and the time of a copy over the small ones."""
+    lines = [line for those in ways.values() for line in those]
+    sizes = sorted({whole(line, "bytes") for line in lines})
+    short = [size for size in sizes if size <= LATENCY_BYTES]
+    across = 2 if short else 1
+    figure = _figure(5.3 * across + 0.4, 4.7 + 0.2 * math.ceil(len(ways) / 3))
+    bandwidth = figure.add_subplot(1, across, 1)
+    _draw(bandwidth, ways, sizes, of=gbps)
+    bandwidth.set_ylim(bottom=0)
+    bandwidth.set_ylabel("GB/s, one direction" if pattern == "pairs" else "GB/s, one direction of the busiest port")
+    for full, name in {link for line in lines if (link := link_of(line["device"]))}:
+        _link_line(bandwidth, full, name)
+    if short:
+        latency = figure.add_subplot(1, across, 2)
+        _draw(latency, ways, short, of=us)
+        latency.set_ylabel("time of a copy, µs")
+        times = [us(line) for line in lines if whole(line, "bytes") <= LATENCY_BYTES]
+        if max(times) > 20 * min(times):
+            latency.set_yscale("log")
+            latency.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        else:
+            latency.set_ylim(0, 1.12 * max(times))
+    figure.legend(*bandwidth.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    title = {"pairs": "Copies, one pair at a time", "all_to_all": "Copies, every rank to every other at once"}
+    several = len({(line["src"], line["dst"]) for line in lines}) > 1
+    spread = "\nlines: the median pair; bands: from the slowest pair to the fastest" * several
+    _headed(figure, title.get(pattern, pattern), measured(lines) + spread, lines)
+    return figure
+
+
+def _draw(axes: Axes, ways: Mapping[Way, Sequence[Line]], sizes: Sequence[int], of: Any) -> None:
+    """A line a way over the sizes; where several pairs were measured, their median and, behind it, their range."""
+    colours: dict[object, int] = {}
+    for way, lines in ways.items():
+        # Push and pull of the same transport share a colour; pull is dashed, with hollow marks.
+        place = colours.setdefault((way.transport, way.details), len(colours))
+        colour, pull = COLOURS[place % len(COLOURS)], way.protocol == "get"
+        values = {size: [of(line) for line in lines if line["bytes"] == size] for size in sizes}
+        there = [size for size in sizes if values[size]]
+        axes.plot(
+            there,
+            [median(values[size]) for size in there],
+            color=colour,
+            linestyle=(0, (4, 2)) if pull else "solid",
+            marker=MARKERS[place % len(MARKERS)],
+            markersize=5,
+            markerfacecolor="white" if pull else colour,
+            label=way.label,
+        )
+        low, high = ([end(values[size]) for size in there] for end in (min, max))
+        axes.fill_between(there, low, high, color=colour, alpha=0.18, linewidth=0)
+    step = 1 + (len(sizes) - 1) // 11
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes[::step], [byte_size(size) for size in sizes[::step]])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="x", labelrotation=40)
+    axes.set_xlabel("size of a message")
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _link_line(axes: Axes, full: float, name: str) -> None:
+    """What the link can give at most, by the book."""
+    axes.axhline(full, color=GREY, linewidth=1.2, linestyle=(0, (1, 2)))
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
+    axes.annotate(f"{full:.0f} GB/s, {name}", (0.01, full), color=GREY, fontsize=8.5, **place)
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.08 * full))
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _headed(figure: Figure, title: str, how: str, lines: Sequence[Line]) -> None:
+    """What is seen, on which machine and in which run, and how it was measured."""
+    figure.suptitle(f"{title}\n{machine(lines)}\n{how}", fontsize=10)
+
+
+def _protocol(directory: Path) -> str:
+    """Of the run's config; empty for a directory without one."""
+    try:
+        section = Record.read(directory).config.get("p2p")
+    except ConfigError:
+        return ""
+    return str(section.get("protocol", "put")) if isinstance(section, dict) else ""
+
+
+def _rendered(figure: Figure, kind: str) -> bytes:
+    page = io.BytesIO()
+    # The date and the version of matplotlib would make two drawings of the same lines differ.
+    blank: dict[str, str | None] = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
+    figure.savefig(page, format=kind, dpi=DOTS_PER_INCH, metadata=blank)
+    return page.getvalue()

@@ -1,0 +1,304 @@
+"""What the doctor makes of what its probes told: machines as they were recorded, and machines that are broken."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from raymoe.doctor.examine import CHECKS, examine, needs_of
+from raymoe.doctor.finding import Finding, Machine, Needs, Outcome
+from raymoe.doctor.verdict import verdict
+from raymoe.job import load_job
+from raymoe.job.errors import PlacementError
+
+GIB = 2**30
+NEEDS = Needs("quickstart", "layer", "auto", 4, GIB // 2)
+P2P = Needs("p2p", "p2p", "auto", 4, GIB)
+MISSING = {"missing": "cuda.bindings.nvml: not found; pynvml: No module named 'pynvml'; nvidia-smi: not found"}
+
+Told = dict[str, dict[str, Any]]
+
+
+def no_gpu() -> Told:
+    return {
+        "host": {
+            "shm": {"there": True, "writable": True, "total_bytes": 12 * GIB, "free_bytes": 12 * GIB},
+            "available_bytes": 20 * GIB,
+            "memfd": "",
+            "container": None,
+            "wsl": False,
+            "slurm_gpus": None,
+            "nvidia_on_pci": 0,
+            "visible": None,
+        },
+        "nvml": dict(MISSING),
+        "cuda": {"missing": "cuDriverGetVersion was called and there is no CUDA driver here (no libcuda)"},
+        "ipc": {},
+        "nvrtc": {
+            "version": [13, 0],
+            "seconds": 1.6,
+            "bytes": 20000,
+            "kernel": "copy",
+            "known": [75, 80, 86, 89, 90, 100, 120],
+        },
+        "torch": {"version": "2.13.0+cpu", "cuda": None, "gpus": 0},
+        "ray": {"version": "2.60.0", "where": None, "seconds": 5.8, "gpus": 0},
+    }
+
+
+def with_gpus(number: int, name: str = "NVIDIA H200", word: str = "NV18") -> Told:
+    told = no_gpu()
+    gpus = [
+        {"name": name, "uuid": f"GPU-{index}", "capability": [9, 0], "arch": "sm_90a", "stream": ""}
+        for index in range(number)
+    ]
+    nvml = {"memory_bytes": 150754820096, "mig": False, "links": 18, "nvlink": 4}
+    told["nvml"] = {
+        "source": "cuda.bindings.nvml",
+        "driver": "580.95.05",
+        "gpus": [gpu | nvml for gpu in gpus],
+        "topology": [["X" if one == other else word for other in range(number)] for one in range(number)],
+        "host_gpus": number,
+    }
+    told["cuda"] = {"version": [13, 0], "gpus": gpus, "peers": [[True] * number for _ in range(number)]}
+    told["ipc"] = {"gpus": number, "processes": max(2, number)}
+    told["torch"] = {"version": "2.13.0", "cuda": "13.0", "gpus": number}
+    told["ray"]["gpus"] = number
+    return told
+
+
+def mig_on() -> Told:
+    told = with_gpus(1, "NVIDIA H100 80GB HBM3")
+    told["nvml"]["gpus"][0]["mig"] = True
+    return told
+
+
+def driver_525() -> Told:
+    told = with_gpus(1, "NVIDIA H100 80GB HBM3")
+    told["nvml"]["driver"] = "525.147.05"
+    told["cuda"] = {"version": [12, 0], "error": "cuDeviceGetUuid failed: no such function", "code": 0}
+    return told
+
+
+def no_peer_access() -> Told:
+    told = with_gpus(2, "NVIDIA L40S", "SYS")
+    for gpu in (*told["nvml"]["gpus"], *told["cuda"]["gpus"]):
+        gpu["capability"] = [8, 9]
+        gpu |= {"links": 0} if "links" in gpu else {}
+    told["cuda"]["peers"] = [[True, False], [False, True]]
+    error = "cuIpcOpenMemHandle failed: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (peer access is not supported)"
+    told["ipc"] |= {"failed": "mapping the next one's memory", "error": error, "code": 217}
+    return told
+
+
+def tiny_shm() -> Told:
+    told = no_gpu()
+    told["host"]["shm"] |= {"total_bytes": 64 * 2**20, "free_bytes": 60 * 2**20}
+    told["host"]["container"] = "Docker"
+    return told
+
+
+MACHINES = {
+    "no GPU": (no_gpu, {}, "quickstart can run here, on 4 CPU ranks"),
+    "one H100": (lambda: with_gpus(1, "NVIDIA H100 80GB HBM3"), {}, "quickstart can run here, on 4 CPU ranks"),
+    "four H200": (lambda: with_gpus(4), {}, "quickstart can run here, on 4 CPU ranks"),
+    "MIG on": (mig_on, {"CUDA IPC": "fail"}, "quickstart can run here, on 4 CPU ranks; GPU ranks cannot: CUDA IPC"),
+    "driver 525": (
+        driver_525,
+        {
+            "driver": "fail",
+            "GPUs": "warn",
+            "peer access": "warn",
+            "CUDA IPC": "warn",
+            "TMA": "warn",
+            "stream memory ops": "warn",
+        },
+        "quickstart can run here, on 4 CPU ranks; GPU ranks cannot: driver",
+    ),
+    "no peer access": (
+        no_peer_access,
+        {"NVLink": "warn", "peer access": "fail", "CUDA IPC": "fail", "TMA": "warn"},
+        "quickstart can run here, on 4 CPU ranks; GPU ranks cannot: peer access, CUDA IPC",
+    ),
+    "tiny /dev/shm": (tiny_shm, {"/dev/shm": "warn"}, "quickstart can run here, on 4 CPU ranks"),
+}
+
+
+def machine(told: Told, needs: Needs = NEEDS, **troubles: str) -> Machine:
+    return Machine({name: Outcome(values, troubles.get(name, "")) for name, values in told.items()}, needs)
+
+
+class Recorded(dict[str, Outcome]):
+    """Stands in for the probes of an examination."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__({name: Outcome(values) for name, values in told.items()})
+
+    def close(self) -> None: ...
+
+
+def judged(told: Told, needs: Needs = NEEDS, **troubles: str) -> dict[str, Finding]:
+    for name in troubles:
+        told[name] = {}
+    findings = [check(machine(told, needs, **troubles)) for check in CHECKS]
+    assert len({finding.name for finding in findings}) == len(CHECKS)
+    for finding in findings:
+        assert (finding.level == "fail") == bool(finding.blocks), finding
+        assert finding.level == "ok" or finding.way_out or "see driver" in finding.found, finding
+        assert "\n" not in finding.line() and "  " not in finding.line()[25:]
+    return {finding.name: finding for finding in findings}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_machines(name):
+    make, levels, sentence = MACHINES[name]
+    found = judged(make())
+    assert {name: finding.level for name, finding in found.items() if finding.level != "ok"} == levels
+    assert verdict(list(found.values()), machine(make())) == sentence
+
+
+def test_without_a_driver_there_is_nothing_to_check():
+    found = judged(no_gpu())
+    for name in ("driver", "GPUs", "NVLink", "peer access", "CUDA IPC", "TMA", "stream memory ops"):
+        assert found[name].found.startswith("none: no NVIDIA driver")
+
+
+def test_four_h200_say_what_they_have():
+    found = judged(with_gpus(4))
+    assert found["driver"].found == "580.95.05, CUDA 13.0 (NVML by cuda.bindings.nvml)"
+    assert found["GPUs"].found == "4 × NVIDIA H200 (sm_90, 140 GiB)"
+    assert found["NVLink"].found == "NV18 between every two of 4 GPUs, 18 links of NVLink 4, 450 GB/s a direction"
+    assert found["peer access"].found == "all 12 ordered pairs"
+    assert found["CUDA IPC"].found == "4 processes, one a GPU, wrote into one another's memory"
+    assert found["Ray"].found.endswith("with 4 GPUs")
+
+
+def test_p2p_runs_on_gpus_where_there_are_enough():
+    assert verdict(list(judged(with_gpus(4), P2P).values()), machine(with_gpus(4), P2P)).endswith("on 4 GPU ranks")
+    with pytest.raises(PlacementError, match="asks for 4 GPU ranks and 1 GPU can be seen"):
+        verdict(list(judged(with_gpus(1), P2P).values()), machine(with_gpus(1), P2P))
+    with pytest.raises(PlacementError, match=r"on GPU ranks: CUDA IPC: no: MIG is on at GPU 0.*nvidia-smi -i 0 -mig 0"):
+        verdict(list(judged(mig_on(), P2P).values()), machine(mig_on(), P2P))
+
+
+BROKEN = {
+    # A change to a machine, the check that should tell, its level, and words of its line.
+    "fabric": ({"cuda": {"version": [13, 0], "error": "x", "code": 802}}, "driver", "fail", "nvidia-fabricmanager"),
+    "container without compute": ({"cuda": {"missing": "no libcuda"}}, "driver", "fail", "NVIDIA_DRIVER_CAPABILITIES"),
+    "NVML gone": ({"nvml": MISSING}, "driver", "warn", "no NVML: cuda.bindings.nvml: not found"),
+    "hidden GPUs": (
+        {"cuda": {"version": [13, 0], "gpus": [], "peers": []}, "host": {"visible": ""}},
+        "GPUs",
+        "warn",
+        "none is visible to CUDA (CUDA_VISIBLE_DEVICES='')",
+    ),
+    "Slurm binding": (
+        {"host": {"slurm_gpus": 8}},
+        "CUDA IPC",
+        "warn",
+        "Slurm gave this node 8 GPUs and lets this task see 4; start one task a node",
+    ),
+    "Slurm cgroup": (
+        {"host": {"slurm_gpus": 4}, "ipc": {"gpus": 4, "failed": "mapping", "error": "cuIpcOpen", "code": 101}},
+        "CUDA IPC",
+        "fail",
+        "Slurm's device cgroups",
+    ),
+    "IPC namespaces": (
+        {"host": {"container": "Docker"}, "ipc": {"gpus": 4, "failed": "mapping", "error": "cuIpcOpen", "code": 1}},
+        "CUDA IPC",
+        "fail",
+        "--ipc=host",
+    ),
+    "host keeps some": ({"nvml": {"host_gpus": 8}}, "GPUs", "ok", "4 more of this host are kept from us"),
+    "IPC in a container": ({"host": {"container": "Docker"}}, "CUDA IPC", "ok", "in this Docker container"),
+    "torch without CUDA": ({"torch": {"cuda": None}}, "torch", "fail", "GPU ranks need torch with CUDA"),
+    "old NVRTC": (
+        {"nvrtc": {"known": [75, 80]}},
+        "NVRTC",
+        "fail",
+        "does not know sm_90 of NVIDIA H200; it knows sm_75 to",
+    ),
+    "Ray sees none": ({"ray": {"gpus": 0}}, "Ray", "warn", "it counts 0 GPUs, CUDA 4"),
+    "hidepid": ({"host": {"memfd": "/proc/7/fd/3 may not be opened"}}, "memfd and /proc", "fail", "without hidepid"),
+    "no shm": ({"host": {"shm": {"there": False}}}, "/dev/shm", "fail", "mount -t tmpfs"),
+    "shm of root": ({"host": {"shm": {"writable": False}}}, "/dev/shm", "fail", "not writable"),
+    "little memory": (
+        {"host": {"available_bytes": GIB}},
+        "memory",
+        "fail",
+        "1.0 GiB available; quickstart takes 2.0 GiB",
+    ),
+    "half of NVLink": (
+        {"nvml": {"topology": [["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]}},
+        "NVLink",
+        "warn",
+        "NV4 between 1 pair, SYS between 2 pairs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_is_told_with_the_way_out(name):
+    change, check, level, words = BROKEN[name]
+    told = copy.deepcopy(with_gpus(4))
+    for probe, values in change.items():
+        whole = {"error", "missing", "gpus"} & set(values) and probe in ("cuda", "nvml")
+        shm = {"shm": told[probe].get("shm", {}) | values["shm"]} if "shm" in values else {}
+        told[probe] = dict(values) if whole else told[probe] | values | shm
+    finding = judged(told)[check]
+    assert finding.level == level
+    assert words in finding.line()
+
+
+def test_a_gpu_on_the_bus_without_a_driver_is_told():
+    told = no_gpu()
+    told["host"]["nvidia_on_pci"] = 8
+    assert judged(told)["driver"].level == "warn"
+    assert "8 NVIDIA devices on the PCI bus" in judged(told)["driver"].line()
+
+
+@pytest.mark.parametrize("probe", ["host", "nvml", "cuda", "ipc", "nvrtc", "torch", "ray"])
+@pytest.mark.parametrize("make", [no_gpu, lambda: with_gpus(4)], ids=["no GPU", "four H200"])
+def test_no_probe_that_breaks_takes_the_command_down(probe, make):
+    told = make()
+    found = judged(told, **{probe: "no answer within 60 s"})
+    silent = probe == "ipc" and make is no_gpu  # nobody asks it
+    assert silent or any("no answer within 60 s" in finding.line() for finding in found.values())
+    if probe in ("host", "torch", "ray"):
+        with pytest.raises(PlacementError, match=r"quickstart cannot run here on CPU ranks: .*no answer within 60 s"):
+            verdict(list(found.values()), machine(told, **{probe: "no answer within 60 s"}))
+
+
+def test_the_sentence_names_the_first_and_counts_the_rest():
+    told = no_gpu()
+    found = judged(told, host="ended by SIGSEGV", ray="no answer within 150 s while starting a Ray of our own")
+    with pytest.raises(PlacementError) as error:
+        verdict(list(found.values()), machine(told))
+    assert str(error.value).startswith("quickstart cannot run here on CPU ranks: Ray: no: no answer within 150 s while")
+    assert str(error.value).endswith("(and 2 more checks failed)")
+    assert error.value.exit_code == 3
+
+
+def test_the_way_out_of_an_error_of_ours_is_told_once():
+    said = "asked for the Ray cluster at 10.0.0.1:6379, and nothing answers there; start one with `ray start --head`"
+    assert judged(no_gpu(), ray=said)["Ray"].way_out == "start one with `ray start --head`"
+    assert "'ray[default]" in judged(no_gpu(), ray="ended by SIGSEGV while starting a Ray of our own")["Ray"].way_out
+
+
+def test_the_needs_of_the_default_config():
+    needs = needs_of(load_job("quickstart"), "quickstart")
+    assert (needs.workload, needs.ranks) == ("layer", 4)
+    assert needs.bytes_per_rank > 2**20
+
+
+def test_a_check_that_breaks_is_a_line(monkeypatch):
+    def judge_nothing(machine: Machine) -> Finding:
+        raise KeyError("peers")
+
+    monkeypatch.setattr("raymoe.doctor.examine.CHECKS", (judge_nothing,))
+    monkeypatch.setattr("raymoe.doctor.examine.Probes", lambda _: Recorded(no_gpu()))
+    lines = list(examine())
+    assert lines[0].startswith("warn  nothing            this check broke: KeyError: 'peers'")

@@ -1,0 +1,154 @@
+"""Figures of copies: which there are, what stands in them, and that they are written whole and always the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from raymoe import cli
+from raymoe.job.errors import CannotWrite
+from raymoe.report.directory import RunDirectory
+from raymoe.report.plots import write_plots
+from raymoe.report.results import Line
+from raymoe.report.ways import Way, ways_of
+from tests.unit.lines import copy_case, exchange_case, whole
+
+SIZES = (4096, 2**28)
+
+
+def copies(protocol: str = "put", transport: str = "tma", pattern: str = "pairs", **keys: object) -> list[Line]:
+    pairs = [(0, 1), (1, 0)] if pattern == "pairs" else [(None, None)]
+    setting = {"workload": "p2p", "op": "copy", "ranks": 2, "device": "NVIDIA H200", "graph": True, "samples": 50}
+    return [
+        whole(
+            {
+                **setting,
+                "case": f"protocol={protocol}",
+                "transport": transport,
+                "pattern": pattern,
+                "src": source,
+                "dst": destination,
+                "bytes": size,
+                "us_p50": 2.0 + size / 380e3,
+                "gbps_wire": size / (2.0 + size / 380e3) / 1e3,
+                **keys,
+            }
+        )
+        for size in SIZES
+        for source, destination in pairs
+    ]
+
+
+def written(directory, lines) -> list[str]:
+    files = write_plots(directory, lines)
+    assert [file.parent for file in files] == [directory / "plots"] * len(files)
+    assert sorted(file.name for file in (directory / "plots").iterdir()) == sorted(file.name for file in files)
+    return [file.name for file in files if file.suffix == ".svg"]
+
+
+def test_pairs_have_curves_and_a_matrix_a_size(tmp_path):
+    assert written(tmp_path, copies() + copies("get")) == ["curves-pairs.svg", "matrix-4KiB.svg", "matrix-256MiB.svg"]
+    curves, small, large = (
+        (tmp_path / "plots" / f"{stem}.svg").read_text() for stem in ("curves-pairs", "matrix-4KiB", "matrix-256MiB")
+    )
+    for words in ("tma push", "tma pull", "450 GB/s, NVLink 4 ×18", "time of a copy, µs", "GB/s, one direction"):
+        assert f"<!-- {words} -->" in curves
+    for words in ("source rank", "destination rank", "the row's rank writes", "the column's rank reads", "2.04"):
+        assert f"<!-- {words}" in small or f"{words} -->" in small or words in small
+    assert "2.01 µs" in small
+    assert "µs" not in large
+    assert "<!-- GB/s from row to column, of 450 by NVLink 4 ×18 -->" in large
+    png = (tmp_path / "plots" / "matrix-4KiB.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    assert len(png) > 10_000
+
+
+def test_all_at_once_has_curves_only(tmp_path):
+    assert written(tmp_path, copies(pattern="all_to_all")) == ["curves-all_to_all.svg"]
+    text = (tmp_path / "plots" / "curves-all_to_all.svg").read_text()
+    assert "every rank to every other at once" in text
+    assert "busiest port" in text
+
+
+def test_a_device_whose_link_is_not_known_has_no_line(tmp_path):
+    assert "curves-pairs.svg" in written(tmp_path, copy_case())
+    assert "NVLink" not in (tmp_path / "plots" / "curves-pairs.svg").read_text()
+
+
+def test_the_same_lines_give_the_same_svg(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_plots(tmp_path / name, copies())
+    for path in (tmp_path / "one" / "plots").glob("*.svg"):
+        assert path.read_bytes() == (tmp_path / "two" / "plots" / path.name).read_bytes()
+        assert "<dc:date>" not in path.read_text()
+
+
+def test_lines_of_other_workloads_give_no_file(tmp_path):
+    assert write_plots(tmp_path, exchange_case("host", 100.0)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "plots").write_text("in the way")
+    with pytest.raises(CannotWrite, match="plots"):
+        write_plots(tmp_path, copies())
+    (tmp_path / "plots").unlink()
+    (tmp_path / "plots" / "curves-pairs.png").mkdir(parents=True)
+    with pytest.raises(CannotWrite, match=r"curves-pairs\.png"):
+        write_plots(tmp_path, copies())
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["curves-pairs.png"]
+
+
+def test_ways_are_told_apart_by_what_differs():
+    assert list(ways_of(copies() + copies("get") + copies(transport="collective"))) == [
+        Way("tma", "put"),
+        Way("tma", "get"),
+        Way("collective", "put"),
+    ]
+    assert list(ways_of(copies(case="default"), protocol="get")) == [Way("tma", "get")]
+    both = ways_of(copies(graph=True) + copies(graph=False))
+    assert [way.label for way in both] == ["tma push (graph)", "tma push (eager)"]
+    sweep = ways_of(copies(case="world.ranks=2,protocol=put") + copies(case="world.ranks=4,protocol=put"))
+    assert [way.label for way in sweep] == ["tma push (world.ranks 2)", "tma push (world.ranks 4)"]
+
+
+def test_blocks_are_told_only_where_nothing_else_tells_two_lines_apart():
+    assert [way.label for way in ways_of(copies(sms=8) + copies(sms=16))] == ["tma push (8 SMs)", "tma push (16 SMs)"]
+    chosen = [line | {"sms": 8 if line["bytes"] == 4096 else 16} for line in copies(transport="auto")]
+    assert [way.label for way in ways_of(chosen)] == ["auto push"]
+
+
+def test_report_draws_when_asked(tmp_path, capsys):
+    with RunDirectory.create(tmp_path / "run", "p2p") as directory:
+        directory.write_config({"name": "p2p", "workload": "p2p", "p2p": {"protocol": "get"}})
+        directory.add_case(copies(case="default"))
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert not (tmp_path / "run" / "plots").exists()
+    assert cli.main(["report", str(tmp_path / "run"), "--plots"]) == 0
+    assert capsys.readouterr().out.endswith(f"6 files in {tmp_path / 'run' / 'plots'}\n")
+    assert "<!-- tma pull -->" in (tmp_path / "run" / "plots" / "curves-pairs.svg").read_text()
+
+
+def test_report_says_when_there_is_nothing_to_draw(tmp_path, capsys):
+    with RunDirectory.create(tmp_path / "run", "exchange") as directory:
+        directory.write_config({"name": "exchange", "workload": "exchange"})
+        directory.add_case(exchange_case("host", 100.0))
+    assert cli.main(["report", str(tmp_path / "run"), "--plots"]) == 0
+    assert "nothing to draw" in capsys.readouterr().out
+
+
+def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
+    program = (
+        "import sys, pathlib, matplotlib\n"
+        "from tests.unit.test_plots import copies\n"
+        "from raymoe.report.plots import STYLE, write_plots\n"
+        "before = {name: matplotlib.rcParams[name] for name in STYLE}\n"
+        f"write_plots(pathlib.Path({str(tmp_path)!r}), copies(pattern='all_to_all'))\n"
+        "assert before == {name: matplotlib.rcParams[name] for name in STYLE}\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
