@@ -1,180 +1,204 @@
-"""Channels: messages of one size from rank to rank, in order, each channel with a buffer of its own.
+"""Channels: messages of one size from rank to rank, in order, by any transport, between CPU ranks or GPU ranks.
 
-Memory map of the heap (the same on every rank; channel c is the c-th of `ChannelSpec.pairs`):
+With `put` the receiver says that a slot is free, the sender moves the message there and says so. With `get` the sender
+says that a message lies ready in its own slot, the receiver fetches it and says so. `spec.py` has the memory map.
 
-- `buffer [slots]`: with `put` at the receiver, written by the sender; with `get` at the sender, read by the other.
-  A rank has as many slots as the rank that owns most.
-- `sent [channels]`, at the receiver: word c is the last message of channel c whose data are ready. Written by the
-  sender, read by the receiver.
-- `taken [channels]`, at the sender: word c is the last message that the receiver has done with. Written by the
-  receiver, read by the sender.
+On GPUs nothing here waits on the host: `send` and `receive` enqueue on the current stream. After a `send` in that
+stream's order the message may be overwritten; after a `receive` it may be read. What is captured into a CUDA graph has
+its addresses, size and slots baked; both ends must go through a channel's slots in the same order, so where one end
+replays a graph of n messages and the other does not, n is a multiple of the slots, or the slots are named. A captured
+receive is captured with its release.
 
-The words are 64-bit epochs that only grow. The sender waits for `taken` of the message before (the buffer is free),
-writes the buffer, fences, stores `sent`. The receiver waits for `sent`, fences, reads; then it fences and stores
-`taken`: at once with `get`, which copies; at `release` or at the next `receive` with `put`, which gives the buffer
-itself. So one message of a channel is under way at a time, and a rank may send to itself.
+A rank that must send and receive in one step asks for both `together`, in any order: asked for one by one, a receive
+holds up the sends behind it, in a ring for ever.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from raymoe.job.errors import ConfigError, RaymoeError
-from raymoe.memory.heap import Layout, Region
 from raymoe.memory.world import World
-from raymoe.transport.host_copy import copy
+from raymoe.transport.choice import chosen
+from raymoe.transport.mover import Batch, Mover
+from raymoe.transport.opening import open_mover
+from raymoe.transport.spec import PROTOCOLS, ChannelSpec, Lane, agree
 
-PROTOCOLS = ("put", "get")
+if TYPE_CHECKING:
+    from raymoe.transport.nccl_group import NcclGroup
 
+__all__ = ["PROTOCOLS", "ChannelSpec", "Channels"]
 
-@dataclass(frozen=True)
-class ChannelSpec:
-    """Which ranks send which ranks a message of what size; all ranks of the world must say the same.
+ABORT_S = 1.0
+"""How long a stream is given to end after this rank was told to stop."""
 
-    >>> spec = ChannelSpec(((0, 1), (2, 1), (1, 0)), shape=(16,))
-    >>> [spec.slot(source, destination) for source, destination in spec.pairs]  # at the receivers: put
-    [0, 1, 0]
-    >>> spec.layout().region("buffer").shape
-    (2, 16)
-    """
-
-    pairs: tuple[tuple[int, int], ...]
-    shape: tuple[int, ...]
-    dtype: str = "uint8"
-    protocol: str = "put"
-
-    def check(self, ranks: int) -> None:
-        if self.protocol not in PROTOCOLS:
-            raise ConfigError(f"protocol is {self.protocol!r}; it is one of {', '.join(PROTOCOLS)}")
-        if not self.pairs or len(set(self.pairs)) != len(self.pairs):
-            raise ConfigError(
-                f"channels for the pairs {self.pairs}; each pair is named once, and there is at least one"
-            )
-        for pair in self.pairs:
-            if not all(0 <= rank < ranks for rank in pair):
-                raise ConfigError(f"a channel from rank {pair[0]} to rank {pair[1]} in a world of {ranks}")
-
-    def number(self, source: int, destination: int) -> int:
-        if (source, destination) not in self.pairs:
-            raise ConfigError(f"no channel from rank {source} to rank {destination}; there are {self.pairs}")
-        return self.pairs.index((source, destination))
-
-    def owner(self, source: int, destination: int) -> int:
-        return destination if self.protocol == "put" else source
-
-    def slot(self, source: int, destination: int) -> int:
-        """Which of its owner's buffers a channel has."""
-        before = self.pairs[: self.number(source, destination)]
-        owner = self.owner(source, destination)
-        return sum(self.owner(*pair) == owner for pair in before)
-
-    def layout(self) -> Layout:
-        slots = 1 + max(self.slot(*pair) for pair in self.pairs)
-        words = [Region.words(name, len(self.pairs)) for name in ("sent", "taken")]
-        return Layout.of([*words, Region("buffer", (slots, *self.shape), self.dtype)])
+_PAUSE_S = 50e-6
 
 
 class Channels:
     """All channels of a spec. Making them is collective; sending and receiving is between the two ends."""
 
-    def __init__(self, world: World, spec: ChannelSpec) -> None:
+    def __init__(self, world: World, spec: ChannelSpec, group: NcclGroup | None = None) -> None:
+        """`group`, for transport collective: the caller's, who closes it; making one takes a second."""
         self.world, self.spec = world, spec
-        _agree(world, spec)
-        self._heap = world.allocate(spec.layout(), "channels")
-        self._ends = {pair: _End(world, self, pair) for pair in spec.pairs if world.rank in pair}
+        agree(world, spec)
+        self._mover: Mover | None = open_mover(world, spec, chosen(world, spec), group)
+        self.transport, self.sms, self.capturable = self._mover.name, self._mover.sms, self._mover.capturable
+        """The transport that is used, the SMs that it takes on a rank, and whether a CUDA graph can hold it."""
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
+        self._held: dict[int, Lane] = {}  # received and not released, the oldest first
+        self._batch: Batch | None = None
         self.broken: RaymoeError | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of one message."""
-        region = self._heap.layout.region("buffer")
-        return region.nbytes // region.shape[0]
+        return self.spec.nbytes
 
-    def send(self, destination: int, message: torch.Tensor) -> None:
-        """Hand over one message; waits until the one before has been taken."""
-        self._end(self.world.rank, destination).send(message)
+    def send(self, destination: int, message: torch.Tensor, slot: int | None = None) -> None:
+        """Hand over one message, in the next slot unless one is named; waits until the one before there is released."""
+        lane = self._lane(self._sent, (self.world.rank, destination), slot)
+        self._add(Batch(sends=[(lane, self._flat(message))]))
+        self._count(self._sent, lane, slot)
 
-    def receive(self, source: int) -> torch.Tensor:
-        """The next message from `source`, valid until it is released or the one after it is received."""
-        return self._end(source, self.world.rank).receive()
+    def receive(self, source: int, slot: int | None = None) -> torch.Tensor:
+        """The next message from `source`, valid until it is released or its slot is received again."""
+        lane = self._lane(self._received, (source, self.world.rank), slot)
+        self._add(Batch(releases=self._let_go(lane), receives=[lane]))
+        self._count(self._received, lane, slot)
+        if self.spec.protocol == "put":
+            self._held[lane.number] = lane
+        return self._shaped(self._open().received(lane))
 
-    def release(self, source: int) -> None:
-        """Done with the last message from `source`: its sender may send the next."""
-        self._end(source, self.world.rank).release()
+    def release(self, source: int, slot: int | None = None) -> None:
+        """Done with the oldest message held from `source`, or the one in `slot`: its sender may send the next there."""
+        pair = source, self.world.rank
+        named = self.spec.lane(*pair, slot or 0)
+        held = [lane for lane in self._held.values() if (lane.source, lane.destination) == pair]
+        for lane in [lane for lane in held if slot is None or lane == named][:1]:
+            self._add(Batch(releases=self._let_go(lane)))
 
-    def close(self) -> None:
-        self._ends = {}
-        self._heap.close()
+    def room(self, destination: int, slot: int | None = None) -> torch.Tensor:
+        """Where the next message with `get` is fetched from; one that is written here needs no copy when it is sent."""
+        pair = self.world.rank, destination
+        lane = self.spec.lane(*pair, self._sent.get(pair, 0) % self.spec.slots if slot is None else slot)
+        if self.spec.protocol != "get":
+            raise ConfigError("the slots of a put are the receivers'; write the message anywhere and send it")
+        return self._shaped(self._open().room(lane))
 
-    def _end(self, source: int, destination: int) -> _End:
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is asked for inside happens at the end, in an order that cannot block; until then nothing is there."""
+        if self._batch is not None:
+            raise ConfigError("channels are asked for things together already; once is enough")
+        batch = self._batch = Batch()
+        before = dict(self._sent), dict(self._received), dict(self._held)
+        try:
+            yield
+        except BaseException:
+            self._sent, self._received, self._held = before  # nothing of it happens
+            raise
+        finally:
+            self._batch = None
+        self._run(batch)
+
+    def check(self) -> None:
+        """Raise where a wait has failed: `PeerTimeout` names the peer."""
         if self.broken is not None:
             raise self.broken
-        self.spec.number(source, destination)
-        if (source, destination) not in self._ends:
-            raise ConfigError("these channels are closed; make new ones")
-        return self._ends[source, destination]
-
-
-class _End:
-    """What one rank knows of one channel; both ends of it where a rank sends to itself."""
-
-    def __init__(self, world: World, channels: Channels, pair: tuple[int, int]) -> None:
-        spec, heap = channels.spec, channels._heap
-        self._world, self._channels, self._pair, self._number = world, channels, pair, spec.number(*pair)
-        self._sent, self._taken = heap.words("sent", pair[1]), heap.words("taken", pair[0])
-        self._buffer = heap.tensor("buffer", spec.owner(*pair))[spec.slot(*pair)]
-        copies = spec.protocol == "get" and world.rank == pair[1]
-        self._landing = torch.empty_like(self._buffer) if copies else None
-        self._messages_sent = self._messages_received = 0
-
-    def send(self, message: torch.Tensor) -> None:
-        self._wait("send", self._pair[1], self._messages_sent)
-        copy(self._buffer, message)
-        self._messages_sent += 1
-        self._world.waiter.fence()  # orders the message before the word that announces it
-        self._sent[self._number] = self._messages_sent
-
-    def receive(self) -> torch.Tensor:
-        self.release()
-        self._wait("receive", self._pair[0], self._messages_received + 1)
-        self._messages_received += 1
-        if self._landing is None:
-            return self._buffer
-        copy(self._landing, self._buffer)
-        self.release()
-        return self._landing
-
-    def release(self) -> None:
-        self._world.waiter.fence()  # orders our loads of the message before the word that lets it be overwritten
-        self._taken[self._number] = self._messages_received
-
-    def _wait(self, op: str, peer: int, epoch: int) -> None:
-        words = self._taken if op == "send" else self._sent
-        waiter = self._world.waiter
         try:
-            waiter.for_epoch(op, words, peer, epoch, index=self._number)
+            self._open().check()
         except RaymoeError as error:
-            # Both ends count messages; whoever leaves in the middle of one has lost count.
-            self._channels.broken = error
+            self.broken = error
             raise
 
+    def synchronise(self) -> None:
+        """Until the current stream is done, or a wait in it has failed."""
+        if self.world.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.world.device)
+            started, told = time.monotonic(), None
+            while not stream.query():
+                self.check()
+                self._open().bound(time.monotonic() - started)
+                if self.world.waiter.reason is not None:
+                    told = told or time.monotonic()
+                    if time.monotonic() - told > ABORT_S:  # a wait of ours would have ended, and named its peer
+                        break
+                time.sleep(_PAUSE_S)
+        self.check()
+        self.world.waiter.check()
 
-def _agree(world: World, spec: ChannelSpec) -> None:
-    problem: RaymoeError | None = None
-    try:
-        spec.check(world.size)
-    except ConfigError as error:
-        problem = error
-    mine = asdict(spec)
-    theirs: object
-    for rank, theirs in enumerate(world.swap(mine, "channels: spec")):
-        assert isinstance(theirs, dict)
-        for key, value in mine.items():
-            if problem is None and theirs[key] != value:
-                here = f"{value} on rank {world.rank}"
-                problem = ConfigError(
-                    f"{key} is {theirs[key]} on rank {rank} and {here}; both ends need one size and kind"
-                )
-    world.agree(problem, "channels: agreed")
+    def close(self) -> None:
+        mover, self._mover = self._mover, None
+        if mover is not None:
+            mover.close()
+
+    def _add(self, batch: Batch) -> None:
+        if self._batch is None:
+            self._run(batch)
+            return
+        busy = [lane for lane in self._batch.receives if lane in batch.receives]
+        busy += [lane for lane, _ in self._batch.sends if lane in [other for other, _ in batch.sends]]
+        if busy:
+            raise ConfigError(
+                f"two messages from rank {busy[0].source} to rank {busy[0].destination} together in one slot; a "
+                f"channel carries as many at a time as it has slots, here {self.spec.slots}"
+            )
+        early = [lane for lane in batch.releases if lane in self._batch.receives]
+        if early:
+            raise ConfigError(
+                f"a message from rank {early[0].source} to be released together with its receive; nothing is there "
+                "before the end of what is asked for together, so release it after that"
+            )
+        self._batch.releases += batch.releases
+        self._batch.sends += batch.sends
+        self._batch.receives += batch.receives
+
+    def _run(self, batch: Batch) -> None:
+        self.check()
+        try:
+            self._open().run(batch)
+        except ConfigError:
+            raise
+        except RaymoeError as error:
+            # Both ends count messages; whoever leaves in the middle of one has lost count.
+            self.broken = error
+            raise
+
+    def _let_go(self, lane: Lane) -> list[Lane]:
+        return [self._held.pop(lane.number)] if lane.number in self._held else []
+
+    def _lane(self, counts: dict[tuple[int, int], int], pair: tuple[int, int], slot: int | None) -> Lane:
+        if self.broken is not None:
+            raise self.broken
+        return self.spec.lane(*pair, counts.get(pair, 0) % self.spec.slots if slot is None else slot)
+
+    def _count(self, counts: dict[tuple[int, int], int], lane: Lane, slot: int | None) -> None:
+        pair = lane.source, lane.destination
+        counts[pair] = counts.get(pair, 0) + (slot is None)
+
+    def _open(self) -> Mover:
+        if self._mover is None:
+            raise ConfigError("these channels are closed; make new ones")
+        return self._mover
+
+    def _flat(self, message: torch.Tensor) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        if tuple(message.shape) != self.spec.shape or message.dtype != dtype:
+            there, here = f"{dtype} {list(self.spec.shape)}", f"{message.dtype} {list(message.shape)}"
+            raise ConfigError(f"{here} to be copied into {there}; both ends need one shape and dtype")
+        if message.device != self.world.device:
+            raise ConfigError(f"a message on {message.device}; these channels are between ranks on {self.world.device}")
+        if not message.is_contiguous():
+            raise ConfigError(f"a message with strides {message.stride()}; only contiguous ones move, so copy it first")
+        return message.view(-1).view(torch.uint8)
+
+    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, self.spec.dtype)
+        return flat.view(dtype).view(self.spec.shape)

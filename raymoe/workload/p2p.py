@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from time import perf_counter_ns
+from typing import Protocol
 
 from raymoe.job import Case
 from raymoe.memory.world import World
@@ -13,40 +13,23 @@ from raymoe.transport.channel import Channels, ChannelSpec
 from raymoe.workload.bytes import POISON, drawn, share_wrong
 from raymoe.workload.lines import Line, result_line
 from raymoe.workload.measure import Step, Steps, measure
+from raymoe.workload.p2p_copy import Copy, copies_of
 from raymoe.workload.progress import Progress, telling
-from raymoe.workload.traffic import Traffic
 
 EXACT = 0.0
 """A copy has no rounding: not one byte may differ."""
 
 
-@dataclass(frozen=True)
-class Copy:
-    """What one result line measures: `nbytes` from each source to each destination of `pairs`, all at the same time."""
-
-    transport: str
-    nbytes: int
-    pairs: tuple[tuple[int, int], ...]
+class Doing(Protocol):
+    """A step of one copy, on CPU ranks or GPU ranks."""
 
     @property
-    def traffic(self) -> Traffic:
-        """
-        >>> Copy("host", 10, ((0, 1), (0, 2), (1, 0))).traffic
-        Traffic(total=30, busiest=20)
-        """
-        ends = [[pair[end] for pair in self.pairs] for end in (0, 1)]
-        busiest = max(ranks.count(rank) for ranks in ends for rank in ranks)
-        return Traffic(self.nbytes * len(self.pairs), self.nbytes * busiest)
+    def keys(self) -> Line:
+        """The keys of a result line that only whoever does the copy knows."""
 
+    def __call__(self, index: int, *, verify: bool) -> Step: ...
 
-def copies_of(case: Case) -> Iterator[Copy]:
-    """Every copy of a case, in the order of its result lines. Of the pairs the source changes slowest."""
-    asked, ranks = case.job.p2p, range(case.job.world.ranks)
-    pairs = tuple((source, destination) for source in ranks for destination in ranks if source != destination)
-    for transport in asked.transports:
-        for nbytes in asked.bytes:
-            for together in [pairs] if asked.pattern == "all_to_all" else [(pair,) for pair in pairs]:
-                yield Copy("host" if transport == "auto" else transport, nbytes, together)
+    def close(self) -> None: ...
 
 
 def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -54,16 +37,34 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
     steps = Steps(case.job.steps.warmup, case.job.steps.count, case.job.steps.verify, EXACT)
     copies = list(copies_of(case))
     lines = []
-    for place, copy in enumerate(copies):
-        tell = telling(progress, len(copies) * steps.total, place * steps.total)
-        what = f"{case.name}: {copy.nbytes} bytes by {copy.transport}"
-        with closing(CopyStep(world, copy, case.job.p2p.protocol)) as do_step:
-            measured = measure(world, steps, do_step, tell, what)
-        source, destination = copy.pairs[0] if case.job.p2p.pattern == "pairs" else (None, None)
-        keys: Line = {"src": source, "dst": destination, "bytes": copy.nbytes, "transport": copy.transport}
-        line = result_line(case, "copy", copy.traffic, measured, 0)
-        lines.append(line | keys | {"pattern": case.job.p2p.pattern})
+    with _opening(case, world) as open_step:
+        for place, copy in enumerate(copies):
+            tell = telling(progress, len(copies) * steps.total, place * steps.total)
+            what = f"{case.name}: {copy.nbytes} bytes by {copy.transport}"
+            with closing(open_step(copy)) as do_step:
+                measured = measure(world, steps, do_step, tell, what)
+                known = do_step.keys
+            source, destination = copy.pairs[0] if case.job.p2p.pattern == "pairs" else (None, None)
+            line = result_line(case, "copy", copy.traffic, measured, 0) | known
+            lines.append(
+                line | {"src": source, "dst": destination, "bytes": copy.nbytes, "pattern": case.job.p2p.pattern}
+            )
     return lines
+
+
+@contextmanager
+def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], Doing]]:
+    """What makes the step of a copy, and what all copies of a case share."""
+    if world.device.type == "cpu":
+        yield lambda copy: CopyStep(world, copy)
+        return
+    from raymoe.transport.nccl_group import NcclGroup
+    from raymoe.workload.p2p_gpu import GpuCopyStep
+
+    group = NcclGroup(world) if "collective" in case.job.p2p.transports else None
+    yield lambda copy: GpuCopyStep(world, copy, case.job.steps.graph, group)
+    if group is not None:  # after an error the process is about to end, and peers may be gone
+        group.close()
 
 
 class CopyStep:
@@ -73,9 +74,10 @@ class CopyStep:
     data lie ready at the sender before the clock starts, and it sees the receiver fetch them.
     """
 
-    def __init__(self, world: World, copy: Copy, protocol: str) -> None:
-        self.world, self.put, self.nbytes = world, protocol == "put", copy.nbytes
-        self.channels = Channels(world, ChannelSpec(copy.pairs, (copy.nbytes,), protocol=protocol))
+    def __init__(self, world: World, copy: Copy) -> None:
+        self.world, self.put, self.nbytes = world, copy.protocol == "put", copy.nbytes
+        spec = ChannelSpec(copy.pairs, (copy.nbytes,), protocol=copy.protocol, transport=copy.transport)
+        self.channels = Channels(world, spec)
         # Each rank begins with the peer behind it, so that not all of them turn to the same one.
         behind = [(world.rank + step) % world.size for step in range(1, world.size)]
         sources = [peer for peer in behind if (peer, world.rank) in copy.pairs]
@@ -84,6 +86,10 @@ class CopyStep:
         self._send()
         self.landed = {peer: self.channels.receive(peer) for peer in sources}
         self._release()
+
+    @property
+    def keys(self) -> Line:
+        return {"transport": self.channels.transport}
 
     def __call__(self, index: int, *, verify: bool) -> Step:
         if verify:

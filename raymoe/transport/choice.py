@@ -1,0 +1,172 @@
+"""Which transport `auto` stands for: by the pattern, the protocol and the bytes of a message.
+
+Everything is decided once, when channels are made, by rank 0's table for all ranks: two ends that each looked for
+themselves could look at different tables. A table that was measured on this machine (`raymoe doctor --tune` writes it)
+takes the place of the built-in one where it is of this kind of GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from raymoe.job.errors import CannotWrite, ConfigError
+from raymoe.memory.world import World
+from raymoe.transport.spec import PROTOCOLS, ChannelSpec
+
+VARIABLE, FILE, FORMAT = "RAYMOE_CACHE_DIR", "transports.json", 1
+PATTERNS, CANDIDATES = ("pairs", "all_to_all"), ("copy_engine", "tma")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rule:
+    """From `from_bytes` on, up to the next rule of the same pattern and protocol, `transport` is used."""
+
+    pattern: str
+    protocol: str
+    from_bytes: int
+    transport: str
+
+    def __post_init__(self) -> None:
+        for name, known in (("pattern", PATTERNS), ("protocol", PROTOCOLS), ("transport", CANDIDATES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r} in a table of transports; it is one of {known}")
+        if type(self.from_bytes) is not int or self.from_bytes < 0:  # it may come from a file
+            raise ConfigError(f"from_bytes is {self.from_bytes!r} in a table of transports; it is a number of bytes")
+
+
+@dataclass(frozen=True)
+class Table:
+    """
+    >>> [BUILT_IN.pick("pairs", "put", nbytes) for nbytes in (0, 8 * MIB - 1, 8 * MIB, 2**40)]
+    ['tma', 'tma', 'copy_engine', 'copy_engine']
+    >>> BUILT_IN.pick("all_to_all", "get", 2**30)
+    'tma'
+    """
+
+    gpu: str
+    rules: tuple[Rule, ...]
+
+    def pick(self, pattern: str, protocol: str, nbytes: int) -> str:
+        """Sizes below the smallest that a rule is for are served by that rule; a table may be for fewer patterns."""
+        rules = [rule for rule in self.rules if (rule.pattern, rule.protocol) == (pattern, protocol)]
+        if not rules:
+            return BUILT_IN.pick(pattern, protocol, nbytes)
+        reached = [rule for rule in rules if rule.from_bytes <= nbytes]
+        if not reached:
+            return min(rules, key=lambda rule: rule.from_bytes).transport
+        return max(reached, key=lambda rule: rule.from_bytes).transport
+
+    def save(self, folder: Path | None = None) -> Path:
+        """Whole or not at all; beside the compiled kernels unless a folder is given."""
+        path = (folder or cache_folder()) / FILE
+        plain = {"format": FORMAT, "gpu": self.gpu, "rules": [vars(rule) for rule in self.rules]}
+        aside = path.with_name(f"{FILE}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps(plain, indent=1) + "\n")
+            aside.replace(path)
+        except OSError as error:
+            raise CannotWrite(
+                f"the table of transports cannot be written to {path} ({error.strerror or error}); set {VARIABLE} to a "
+                "folder that can be written"
+            ) from error
+        return path
+
+    @classmethod
+    def load(cls, folder: Path | None = None) -> Table | None:
+        """What was saved, or None. A file that cannot be right is an error that says how to be rid of it."""
+        path = (folder or cache_folder()) / FILE
+        try:
+            plain = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read ({error}); delete it, or measure anew") from error
+        try:
+            if plain["format"] != FORMAT:
+                raise ConfigError(f"format {plain['format']} where {FORMAT} is known")
+            return cls(str(plain["gpu"]), tuple(Rule(**rule) for rule in plain["rules"]))
+        except (KeyError, TypeError, ConfigError) as error:
+            raise ConfigError(f"{path} is no table of transports ({error}); delete it, or measure anew") from error
+
+
+BUILT_IN = Table(
+    "NVIDIA H200",
+    (
+        # A stream memory operation takes 5.7 us where a flag in the kernel takes 1.2, and 12 SMs fill nine tenths of
+        # the link; so the copy engine pays for what is large. Of four GPUs that all pull at once it moves 200 GB/s each
+        # where kernels move 327 (4x H200, 2026-11-21).
+        Rule("pairs", "put", 0, "tma"),
+        Rule("pairs", "put", 8 * MIB, "copy_engine"),
+        Rule("pairs", "get", 0, "tma"),
+        Rule("pairs", "get", 8 * MIB, "copy_engine"),
+        Rule("all_to_all", "put", 0, "tma"),
+        Rule("all_to_all", "put", 8 * MIB, "copy_engine"),
+        Rule("all_to_all", "get", 0, "tma"),
+    ),
+)
+
+
+def measured(lines: Iterable[Mapping[str, object]], protocol: str, gpu: str) -> Table:
+    """The table that result lines of workload p2p speak for; they do not name their protocol, so it is given.
+
+    >>> def line(transport, nbytes, us):
+    ...     return {"op": "copy", "pattern": "pairs", "transport": transport, "bytes": nbytes, "us_p50": us}
+    >>> lines = [line("tma", 4096, 3.0), line("copy_engine", 4096, 9.0), line("tma", 2**20, 8.0)]
+    >>> lines += [line("copy_engine", 2**20, 7.0), line("tma", 2**21, 15.0), line("copy_engine", 2**21, 11.0)]
+    >>> [(rule.from_bytes, rule.transport) for rule in measured(lines, "put", "NVIDIA H100").rules]
+    [(4096, 'tma'), (1048576, 'copy_engine')]
+    """
+    times: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for line in lines:
+        if line["op"] == "copy" and line["transport"] in CANDIDATES and line["pattern"] in PATTERNS:
+            place = times.setdefault((str(line["pattern"]), int(str(line["bytes"]))), {})
+            place.setdefault(str(line["transport"]), []).append(float(str(line["us_p50"])))
+    rules: list[Rule] = []
+    for (pattern, nbytes), found in sorted(times.items()):
+        best = min(found, key=lambda transport: median(found[transport]))
+        if not rules or (rules[-1].pattern, rules[-1].transport) != (pattern, best):
+            rules.append(Rule(pattern, protocol, nbytes, best))
+    return Table(gpu, tuple(rules))
+
+
+def pattern_of(spec: ChannelSpec) -> str:
+    """Whether transfers share the port of a rank.
+
+    >>> pattern_of(ChannelSpec(((0, 1), (1, 0)), (8,))), pattern_of(ChannelSpec(((0, 1), (2, 1)), (8,)))
+    ('pairs', 'all_to_all')
+    """
+    ends = [[pair[end] for pair in spec.pairs] for end in (0, 1)]
+    return "pairs" if all(len(set(ranks)) == len(ranks) for ranks in ends) else "all_to_all"
+
+
+def chosen(world: World, spec: ChannelSpec) -> str:
+    """The transport that these channels use, the same on all ranks."""
+    if spec.transport != "auto":
+        return spec.transport
+    if world.device.type == "cpu":
+        return "host"
+    choice: str | None = None
+    problem: ConfigError | None = None
+    if world.rank == 0:
+        try:
+            table = Table.load()
+            if table is None or table.gpu != world.gpu.name:
+                table = BUILT_IN
+            choice = "tma" if spec.sms is not None else table.pick(pattern_of(spec), spec.protocol, spec.nbytes)
+        except ConfigError as error:
+            problem = error
+    world.agree(problem, "channels: table")
+    return str(world.swap(choice, "channels: transport")[0])
+
+
+def cache_folder() -> Path:
+    """Where what was measured and compiled on this machine is kept."""
+    asked = os.environ.get(VARIABLE)
+    return Path(asked) if asked else Path("~/.cache/raymoe").expanduser()

@@ -1,0 +1,170 @@
+"""One step of workload p2p between GPU ranks: eager, or replayed from a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from raymoe.device.graph import Graph
+from raymoe.job.errors import ConfigError, RaymoeError
+from raymoe.memory.world import World
+from raymoe.transport.channel import Channels, ChannelSpec
+from raymoe.transport.nccl_group import NcclGroup
+from raymoe.workload.bytes import POISON
+from raymoe.workload.lines import Line
+from raymoe.workload.measure import Step
+from raymoe.workload.p2p_bytes import fill_drawn, wrong_bytes
+from raymoe.workload.p2p_clock import StreamClock
+from raymoe.workload.p2p_copy import Copy
+
+CALLS, SMALL_BYTES = 20, 256 << 10
+
+
+def calls_of(nbytes: int) -> int:
+    """How many messages one sample is the mean of. Small ones take less time than an event is exact to.
+
+    >>> calls_of(4096), calls_of(2**20)
+    (20, 1)
+    """
+    return CALLS if nbytes <= SMALL_BYTES else 1
+
+
+class GpuCopyStep:
+    """`calls` messages through each channel, each in a slot of its own, so that every credit is given beforehand.
+
+    With `put` the clock sees senders write into the receivers' memory, signal, and the receivers see the signal. With
+    `get` the messages lie ready at the senders, which have said so, and the clock sees the receivers fetch them and say
+    so. The release of what was put is off the clock.
+    """
+
+    def __init__(self, world: World, copy: Copy, graph: Literal["auto"] | bool, group: NcclGroup | None) -> None:
+        self.world, self.copy, self.calls = world, copy, calls_of(copy.nbytes)
+        spec = ChannelSpec(
+            copy.pairs, (copy.nbytes,), protocol=copy.protocol, transport=copy.transport, slots=self.calls
+        )
+        self.channels = Channels(world, spec, group)
+        self.fetched = copy.protocol == "get" and self.channels.transport != "collective"
+        # Each rank begins with the peer behind it, so that not all of them turn to the same one.
+        behind = [(world.rank + step) % world.size for step in range(1, world.size)]
+        self.sources = [peer for peer in behind if (peer, world.rank) in copy.pairs]
+        self.destinations = [peer for peer in behind if (world.rank, peer) in copy.pairs]
+        new_stream: Any = torch.cuda.Stream  # has no annotations
+        self.stream: torch.cuda.Stream = new_stream(world.device)
+        self.clock = StreamClock(world, self.stream)
+        self.graph = False
+        self._graphs: list[Graph] = []
+        self.data: dict[tuple[int, int], torch.Tensor] = {}
+        self.landed: dict[tuple[int, int], torch.Tensor] = {}
+        with torch.cuda.stream(self.stream):
+            for peer in self.destinations:
+                for slot in range(self.calls):
+                    self.data[peer, slot] = self._source(peer, slot)
+            self._draw(-1)
+            self._offer()
+            self._work()  # shows where messages land, connects what connects late, and touches every page once
+            self._release()
+            self.channels.synchronise()
+            world.barrier("copy: made")
+            if graph is not False:
+                self._capture(must=graph is True)
+
+    @property
+    def keys(self) -> Line:
+        """What a result line tells of this copy: the transport really used, also where `auto` was asked for."""
+        asked, used = self.copy.transport, self.channels.transport
+        return {
+            "transport": f"auto:{used}" if asked == "auto" else used,
+            "graph": self.graph,
+            "sms": self.channels.sms,
+            "device": torch.cuda.get_device_name(self.world.device),
+        }
+
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        with torch.cuda.stream(self.stream):
+            if verify:
+                # Peers may still be fetching the last step's messages; what is poisoned must be so before any put.
+                self.world.barrier("copy: done")
+                self._draw(index)
+                for landed in self.landed.values():
+                    landed.fill_(POISON)
+                self.stream.synchronize()
+                self.world.barrier("copy: drawn")
+            self._offer()
+            us = self.clock.us(lambda: self._do(self._work, 0), self.channels) / self.calls
+            wrong = self._wrong(index) if verify else None
+            self._do(self._release, 1)
+            return Step((us if self.data or self.landed else 0.0,), wrong)
+
+    def close(self) -> None:
+        """Give up the graph and the memory of the channels."""
+        for graph in self._graphs:
+            graph.close()
+        self.clock.close()
+        self.landed.clear()
+        self.data.clear()
+        self.channels.close()
+
+    def _do(self, work: Callable[[], None], place: int) -> None:
+        if self._graphs:
+            self._graphs[place].replay(self.stream.cuda_stream)
+        else:
+            work()
+
+    def _work(self) -> None:
+        for slot in range(self.calls):
+            with self.channels.together():
+                if not self.fetched:
+                    for peer in self.destinations:
+                        self.channels.send(peer, self.data[peer, slot], slot)
+                for peer in self.sources:
+                    self.landed[peer, slot] = self.channels.receive(peer, slot)
+
+    def _offer(self) -> None:
+        """With get: say that the messages are ready. They were written into the slots that they are fetched from."""
+        if self.fetched:
+            for (peer, slot), message in self.data.items():
+                self.channels.send(peer, message, slot)
+
+    def _release(self) -> None:
+        """Let the next messages come; otherwise their senders would wait for that on the clock."""
+        for peer, slot in self.landed:
+            self.channels.release(peer, slot)
+
+    def _capture(self, must: bool) -> None:
+        """Make a graph of the work and one of the releases. All ranks replay, or none does."""
+        problem: RaymoeError | None = None
+        if not self.channels.capturable:
+            problem = ConfigError(f"transport {self.channels.transport} cannot be captured in a CUDA graph")
+        elif self.destinations or self.sources:
+            try:
+                self._graphs += [self._captured(self._work), self._captured(self._release)]
+            except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+                problem = ConfigError(f"transport {self.channels.transport} could not be captured: {error}")
+        told = self.world.swap(None if problem is None else str(problem), "copy: captured")
+        said = [str(text) for text in told if text is not None]
+        self.graph = not said
+        if said and (must or self.channels.transport != "collective"):
+            raise problem or ConfigError(said[0])
+        if said:
+            self._graphs.clear()
+            self._release()  # of what was received in the capture alone, which for NCCL is nothing to do
+
+    def _captured(self, work: Callable[[], None]) -> Graph:
+        return Graph.capture(self.world.gpu, self.stream.cuda_stream, work, self.channels)
+
+    def _source(self, peer: int, slot: int) -> torch.Tensor:
+        if self.fetched:
+            return self.channels.room(peer, slot)
+        return torch.empty(self.copy.nbytes, dtype=torch.uint8, device=self.world.device)
+
+    def _draw(self, index: int) -> None:
+        for (peer, slot), message in self.data.items():
+            fill_drawn(message, self.world.rank, slot, peer, index)
+
+    def _wrong(self, index: int) -> float:
+        """The share of bytes that are not what their sender drew."""
+        me = self.world.rank
+        wrong = sum(wrong_bytes(landed, peer, slot, me, index) for (peer, slot), landed in self.landed.items())
+        return wrong / (self.copy.nbytes * max(1, len(self.landed)))

@@ -1,0 +1,108 @@
+"""The table behind transport `auto`, and the specs of channels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raymoe.job.errors import CannotWrite, ConfigError
+from raymoe.transport.choice import BUILT_IN, FILE, PATTERNS, Rule, Table, measured, pattern_of
+from raymoe.transport.spec import PROTOCOLS, ChannelSpec
+
+PAIR = ((0, 1),)
+MINE = Table("NVIDIA H100", (Rule("pairs", "put", 0, "copy_engine"), Rule("pairs", "put", 4096, "tma")))
+
+
+def test_the_built_in_table_is_for_every_pattern_and_protocol():
+    for pattern in PATTERNS:
+        for protocol in PROTOCOLS:
+            assert BUILT_IN.pick(pattern, protocol, 4096) == "tma"
+    assert BUILT_IN.pick("pairs", "put", 256 << 20) == "copy_engine"
+    assert BUILT_IN.pick("all_to_all", "get", 256 << 20) == "tma"
+
+
+def test_a_table_survives_the_disk_and_leaves_the_rest_to_the_built_in_one(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path / "cache"))
+    assert Table.load() is None
+    path = MINE.save()
+    assert path == tmp_path / "cache" / FILE
+    assert [each.name for each in path.parent.iterdir()] == [FILE]
+    assert Table.load() == MINE
+    picked = [MINE.pick("pairs", "put", size) for size in (0, 4095, 4096, 1 << 30)]
+    assert picked == ["copy_engine", "copy_engine", "tma", "tma"]
+    assert MINE.pick("all_to_all", "put", 1 << 30) == BUILT_IN.pick("all_to_all", "put", 1 << 30)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        json.dumps({"format": 2, "gpu": "x", "rules": []}),
+        json.dumps({"format": 1, "gpu": "x", "rules": [{"pattern": "pairs"}]}),
+        json.dumps({"format": 1, "gpu": "x", "rules": [vars(Rule("pairs", "put", 0, "tma")) | {"transport": "TMA"}]}),
+        json.dumps({"format": 1, "gpu": "x", "rules": [vars(Rule("pairs", "put", 0, "tma")) | {"from_bytes": "4K"}]}),
+    ],
+)
+def test_a_damaged_table_is_an_error_that_names_the_file(tmp_path: Path, text: str):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ConfigError, match=FILE):
+        Table.load(tmp_path)
+
+
+def test_a_table_that_cannot_be_written_is_told(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match="RAYMOE_CACHE_DIR"):
+        MINE.save(tmp_path / "file")
+
+
+def line(transport: str, nbytes: int, us: float, pattern: str = "pairs") -> dict[str, object]:
+    return {"op": "copy", "pattern": pattern, "transport": transport, "bytes": nbytes, "us_p50": us}
+
+
+def test_measured_lines_make_a_table():
+    lines = [line("tma", 4096, 3), line("tma", 4096, 5), line("copy_engine", 4096, 4.5)]
+    lines += [line("collective", 4096, 1), line("auto:tma", 4096, 1), line("copy_engine", 1 << 20, 9, "all_to_all")]
+    table = measured(lines, "get", "a GPU")
+    assert table.rules == (Rule("all_to_all", "get", 1 << 20, "copy_engine"), Rule("pairs", "get", 4096, "tma"))
+    assert table.pick("all_to_all", "get", 1) == "copy_engine"
+
+
+def test_a_pattern_is_told_by_shared_ports():
+    assert pattern_of(ChannelSpec(((0, 1), (1, 2), (2, 0)), (8,))) == "pairs"
+    assert pattern_of(ChannelSpec(((0, 1), (0, 2)), (8,))) == "all_to_all"
+
+
+@pytest.mark.parametrize(
+    ("spec", "device", "says"),
+    [
+        (ChannelSpec(PAIR, (4,), transport="Tma"), "cuda", "'Tma'; between cuda ranks it is one of auto, copy_engine"),
+        (ChannelSpec(PAIR, (4,), transport="tma"), "cpu", "between cpu ranks it is one of auto, host"),
+        (ChannelSpec(PAIR, (4,), protocol="Put"), "cuda", "'Put'"),
+        (ChannelSpec(PAIR, (4,), dtype="float64"), "cuda", "'float64'"),
+        (ChannelSpec(PAIR, (-4,)), "cuda", "no dimension is below 0"),
+        (ChannelSpec(PAIR, (4,), slots=0), "cuda", "0 slots"),
+        (ChannelSpec(PAIR, (4,), sms=0), "cuda", "sms is 0"),
+        (ChannelSpec(PAIR, (4,), transport="copy_engine", sms=8), "cuda", "takes no number of SMs"),
+    ],
+)
+def test_a_spec_that_cannot_be_is_an_error(spec: ChannelSpec, device: str, says: str):
+    with pytest.raises(ConfigError, match=says):
+        spec.check(2, device)
+
+
+def test_lanes_share_no_place_and_no_word():
+    spec = ChannelSpec(((0, 1), (2, 1), (1, 0), (1, 1)), (3, 50), "float32", slots=3)
+    spec.check(3, "cuda")
+    lanes = spec.lanes
+    assert [lane.number for lane in lanes] == list(range(12))
+    assert len({(lane.owner, lane.place) for lane in lanes}) == 12
+    assert max(lane.place for lane in lanes) + 1 == spec.places == 9
+    layout = spec.layout("cuda")
+    assert layout.region("buffer").shape == (9, 640) and layout.region("sends").shape[0] == 12
+    with pytest.raises(ConfigError, match="slot 3 of the channel from rank 0 to rank 1; it has 3"):
+        spec.lane(0, 1, slot=3)
+    assert ChannelSpec(PAIR, (0,)).nbytes == 0
+    assert ChannelSpec(PAIR, (0,)).layout("cuda").region("buffer").shape == (1, 128)

@@ -1,0 +1,127 @@
+"""The 0/1 words of the copy engine's channels, explored over every interleaving of the two ends.
+
+A program is what `raymoe/transport/copy_engine.py` enqueues. A store into a peer's word is under way for any time, also
+past the next operations of its own stream; the bytes that it announces are there when it lands, by the fence before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+MESSAGES = 4
+Operation = tuple[str, str]
+
+SEND = (("wait", "taken"), ("reset", "taken"), ("write", "low"), ("write", "high"), ("set", "sent"))
+RECEIVE = (("wait", "sent"), ("reset", "sent"), ("read", "low"), ("read", "high"), ("set", "taken"))
+
+
+@dataclass(frozen=True)
+class State:
+    sender: int = 0
+    receiver: int = 0
+    sent: int = 0
+    taken: int = 1  # by its owner, when the channels are made
+    low: int = -1
+    high: int = -1
+    under_way: tuple[str, ...] = ()
+
+
+class LostError(AssertionError):
+    """A signal that was set twice, or bytes of another message."""
+
+
+def following(state: State, send: tuple[Operation, ...], receive: tuple[Operation, ...]) -> Iterator[State]:
+    for place, word in enumerate(state.under_way):
+        if getattr(state, word) == 1:
+            raise LostError(f"{word} set while it is set: {state}")
+        rest = state.under_way[:place] + state.under_way[place + 1 :]
+        yield replace(state, under_way=rest, **{word: 1})
+    for end, program in (("sender", send), ("receiver", receive)):
+        at = getattr(state, end)
+        message, step = divmod(at, len(program))
+        if message == MESSAGES:
+            continue
+        act, what = program[step]
+        after = replace(state, **{end: at + 1})
+        if act == "wait" and getattr(state, what) != 1:
+            continue
+        if act == "reset":
+            after = replace(after, **{what: 0})
+        if act == "write":
+            after = replace(after, **{what: message})
+        if act == "read" and getattr(state, what) != message:
+            raise LostError(f"message {message} reads {what} of {getattr(state, what)}: {state}")
+        if act == "set":
+            after = replace(after, under_way=(*state.under_way, what))
+        yield after
+
+
+def explore(send: tuple[Operation, ...], receive: tuple[Operation, ...]) -> int:
+    """All states that can be reached; raises where a message is lost or doubled, or the ends block."""
+    waiting, seen = [State()], {State()}
+    while waiting:
+        state = waiting.pop()
+        nexts = list(following(state, send, receive))
+        done = state.sender == MESSAGES * len(send) and state.receiver == MESSAGES * len(receive)
+        if not nexts and not done:
+            raise LostError(f"blocked: {state}")
+        for each in nexts:
+            if each not in seen:
+                seen.add(each)
+                waiting.append(each)
+    return len(seen)
+
+
+def test_no_interleaving_loses_or_doubles_a_signal():
+    assert explore(SEND, RECEIVE) > 40
+
+
+def moved(program: tuple[Operation, ...], operation: Operation, place: int) -> tuple[Operation, ...]:
+    rest = [each for each in program if each != operation]
+    return (*rest[:place], operation, *rest[place:])
+
+
+@pytest.mark.parametrize(
+    ("send", "receive"),
+    [
+        (moved(SEND, ("reset", "taken"), 4), RECEIVE),  # set back only after `sent`
+        (SEND, moved(RECEIVE, ("reset", "sent"), 4)),  # set back only after `taken`
+        (SEND, moved(RECEIVE, ("set", "taken"), 2)),  # taken before it was read
+        (moved(SEND, ("set", "sent"), 3), RECEIVE),  # sent before the last bytes
+        (tuple(each for each in SEND if each[1] != "taken"), RECEIVE),  # no credit
+    ],
+)
+def test_every_other_order_is_found_out(send, receive):
+    with pytest.raises(LostError):
+        explore(send, receive)
+
+
+def blocked(program: tuple[str, ...], steps: int = 3, ranks: int = 3) -> bool:
+    """Whether ranks in a ring, each with one stream, come to a stop; `program` is what each enqueues a step."""
+    at = [0] * ranks
+    sent, received, released = ([0] * ranks for _ in range(3))  # by the rank that does it
+    while True:
+        moving = False
+        for rank in range(ranks):
+            left, right = (rank - 1) % ranks, (rank + 1) % ranks
+            while at[rank] < steps * len(program):
+                act = program[at[rank] % len(program)]
+                if act == "send" and sent[rank] > released[right]:
+                    break
+                if act == "receive" and received[rank] == sent[left]:
+                    break
+                counts = {"send": sent, "receive": received, "release": released}[act]
+                counts[rank] += 1
+                at[rank] += 1
+                moving = True
+        if not moving:
+            return any(each < steps * len(program) for each in at)
+
+
+def test_a_batch_cannot_block_a_ring_and_a_receive_in_front_of_the_send_would():
+    assert not blocked(("send", "receive", "release"))
+    assert not blocked(("send", "receive", "release"), ranks=1)
+    assert blocked(("receive", "send", "release"))
