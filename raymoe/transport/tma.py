@@ -27,9 +27,10 @@ from raymoe.transport.device_lanes import Enqueuing
 from raymoe.transport.spec import ChannelSpec, Lane
 from raymoe.transport.watchdog import Watchdog
 
-BEST_SMS = 12
-"""Of 12 stages of 16 KiB each: fill the link without offering more than it takes (4x H200, 2026-11-21: 8 SMs push 360
-and pull 358 GB/s, 12 pull 370; of 24 SMs the link takes only 300)."""
+ONE_WAY_PUSH_SMS, BEST_SMS = 10, 20
+"""Of 12 stages of 16 KiB each. What a rank pushes while nothing comes back is paced best by few: 10 SMs 365 GB/s, 12 to
+16 361, 20 357. Where bytes flow both ways 12 to 16 SMs reach only 333, 20 reach 352; pulls want 20 for 370 one way and
+334 both ways, and no more after that (2x H200, 256 MiB, 2026-11-21)."""
 
 SMALL_BYTES, BYTES_PER_SM = 1 << 20, 16 << 10
 _NOTHING = Ring(1, 16)
@@ -49,13 +50,21 @@ def shape_of(nbytes: int, sms: int) -> tuple[int, Ring]:
     return blocks, Ring(4, 4096) if nbytes < SMALL_BYTES else Ring(12, 16384)
 
 
-def share_of(sms: int | None, sharing: int) -> int:
+def share_of(spec: ChannelSpec) -> int:
     """SMs for each of the transfers that a rank does at a time: never more in all than were given, but one each.
 
-    >>> share_of(8, 3), share_of(None, 3), share_of(None, 7), share_of(2, 3)
-    (2, 4, 2, 1)
+    >>> ring = ((0, 1), (1, 2), (2, 0))
+    >>> [share_of(ChannelSpec(pairs, (8,), transport="tma")) for pairs in (((0, 1),), ((0, 1), (0, 2)), ring)]
+    [10, 5, 20]
+    >>> share_of(ChannelSpec(((0, 1), (0, 2), (0, 3)), (8,), transport="tma", sms=8))
+    2
     """
-    return max(1, sms // sharing if sms is not None else -(-BEST_SMS // sharing))
+    sharing = spec.movers()
+    if spec.sms is not None:
+        return max(1, spec.sms // sharing)
+    both_ways = {source for source, _ in spec.pairs} & {destination for _, destination in spec.pairs}
+    best = ONE_WAY_PUSH_SMS if spec.protocol == "put" and not both_ways else BEST_SMS
+    return -(-best // sharing)
 
 
 class TmaMover(Enqueuing):
@@ -67,7 +76,7 @@ class TmaMover(Enqueuing):
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         super().__init__(world, spec)
         sharing = spec.movers()
-        blocks, self._ring = shape_of(spec.nbytes, share_of(spec.sms, sharing))
+        blocks, self._ring = shape_of(spec.nbytes, share_of(spec))
         self._blocks = blocks
         self.sms: int | None = blocks * sharing
         self._kernels = Kernels(world.gpu)
