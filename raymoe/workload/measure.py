@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from raymoe.job.errors import WrongResult
+from raymoe.job.errors import PeerTimeout, WrongResult
 from raymoe.memory.world import World
 
 BLOCK_SECONDS = 0.2
@@ -72,6 +72,14 @@ class Measured:
 
 def measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, float], None], what: str) -> Measured:
     """Run all steps. `tell` is called after each block with the steps done so far and the block's seconds."""
+    try:
+        return _measure(world, steps, do_step, tell, what)
+    except PeerTimeout as error:
+        world.abort(str(error))  # a peer is gone: nothing that is closed on the way out shall wait for it once more
+        raise
+
+
+def _measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, float], None], what: str) -> Measured:
     measured = Measured()
     done, block = 0, 1
     while done < steps.total:

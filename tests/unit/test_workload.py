@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raymoe.exchange.exchange import Exchange
-from raymoe.job.errors import ConfigError, DataRefused, WrongResult
+from raymoe.job.errors import Aborted, ConfigError, DataRefused, PeerTimeout, WrongResult
 from raymoe.job.model import Job
 from raymoe.memory.world import World
 from raymoe.report.results import KEYS, complete
@@ -272,3 +272,15 @@ def slow_third_step(world: World) -> list[list[float]]:
 
 def test_a_sample_is_the_slowest_ranks_and_warmup_is_left_out(pool: RankPool) -> None:
     assert pool.run(3, slow_third_step) == [[[100.0, 13.0], [2.0, 2.0], [2000, 2000]]] * 3
+
+
+def test_after_a_peer_did_not_come_nothing_waits_for_it_again() -> None:
+    def step(index: int, *, verify: bool) -> Step:
+        raise PeerTimeout("copy", 1, 3, 1, 0, waited_s=2.0, rank=0)
+
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        with pytest.raises(PeerTimeout):
+            measure(world, Steps(0, 1, False, 0.0), step, lambda *_: None, "a test")
+        with pytest.raises(Aborted, match="waited 2.0 s for rank 3 in copy"):
+            world.waiter.check()
