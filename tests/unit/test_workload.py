@@ -282,5 +282,5 @@ def test_after_a_peer_did_not_come_nothing_waits_for_it_again() -> None:
         world.wire([world.descriptor()])
         with pytest.raises(PeerTimeout):
             measure(world, Steps(0, 1, False, 0.0), step, lambda *_: None, "a test")
-        with pytest.raises(Aborted, match="waited 2.0 s for rank 3 in copy"):
+        with pytest.raises(Aborted, match=r"waited 2\.0 s for rank 3 in copy"):
             world.waiter.check()
