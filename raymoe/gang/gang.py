@@ -217,10 +217,14 @@ class Gang:
         if now < self._next_poll or not any(call.what == "run" for call in self._calls.values()):
             return
         self._next_poll = now + POLL_S
-        for rank, actor in enumerate(self.actors):
+        for rank in range(self.size):
             if rank not in self._polls:  # one that hangs is kept, not queued behind
                 cursor = self._cursor if rank == 0 else 1 << 30
-                self._polls[rank] = (actor.poll.options(name=f"rank{rank} poll").remote(cursor), now)
+                self._polls[rank] = (self._ask_where(rank, cursor), now)
+
+    def _ask_where(self, rank: int, cursor: int) -> ray.ObjectRef[Any]:
+        ref: ray.ObjectRef[Any] = self.actors[rank].poll.options(name=f"rank{rank} poll").remote(cursor)
+        return ref
 
     def _on_poll(self, rank: int, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
         if self._polls.get(rank, (None,))[0] != ref:
@@ -233,7 +237,10 @@ class Gang:
 
     def _last_poll(self) -> list[sv.Event]:
         self._polls.pop(0, None)
-        status, event = self._read(Call("poll", 0), self.actors[0].poll.remote(self._cursor))
+        ref = self._ask_where(0, self._cursor)
+        if not ray.wait([ref], timeout=MARGIN_S)[0]:
+            return [sv.Mute(0, "rank 0 finished and answers nothing any more; its process lives", 5)]
+        status, event = self._read(Call("poll", 0), ref)
         if event is None:
             self._take(status)
         return [] if event is None else [event]
