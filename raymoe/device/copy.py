@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Kernels
@@ -12,12 +14,12 @@ from raymoe.device.ring import Ring
 from raymoe.device.sync import STRUCTS, Watch
 from raymoe.job.errors import ConfigError
 
-THREADS = 128
+THREADS, LANES = 128, 32
 
 
 @dataclass(frozen=True)
-class CopyParams(Params):
-    """Twin of the struct in kernels/copy.cu, where the words are described."""
+class CopyLane(Params):
+    """One message, or a wait or a signal without bytes. Twin of the struct in kernels/copy.cu, where words are told."""
 
     dst: Address
     src: Address
@@ -26,26 +28,84 @@ class CopyParams(Params):
     credit: Address = 0
     lag: U64 = 0
     signal: Address = 0
-    watch: Watch = field(default_factory=Watch)
     op: U32 = 0
     peer: U32 = 0
-    stages: U32 = 0
-    stage_bytes: U32 = 0
+    first: U32 = 0
+    blocks: U32 = 0
 
     def __post_init__(self) -> None:
         if (self.credit or self.signal) and not self.operation:
             raise ConfigError("a copy with a credit or a signal word needs an operation, which counts its runs")
-        if self.credit and not self.watch.poison:
-            raise ConfigError("a copy that waits for a credit needs a watch, which bounds the wait")
         for name in ("operation", "credit", "signal"):
             if getattr(self, name) % 8:
                 raise ConfigError(f"{name} of a copy is at {getattr(self, name):#x}; words are 8-byte aligned")
 
 
-COPY = KernelSource("copy", (CopyParams, *STRUCTS))
+@dataclass(frozen=True)
+class CopyParams(Params):
+    """Twin of the kernel's parameter."""
+
+    lanes: Annotated[tuple[CopyLane, ...], CopyLane.array(LANES)]
+    watch: Watch
+    count: U32
+    movers: U32
+    stages: U32
+    stage_bytes: U32
+    pace_ns: U32 = 0
 
 
-def copy_launch(kernels: Kernels, params: CopyParams, blocks: int, ring: Ring) -> Launch:
-    """A launch of the copy kernel on `blocks` blocks; `params` without stages, which are the ring's."""
-    whole = replace(params, stages=ring.stages, stage_bytes=ring.stage_bytes)
-    return Launch(kernels.function(COPY), Shape(blocks, THREADS, ring.shared_bytes), whole)
+COPY = KernelSource("copy", (CopyLane, CopyParams, *STRUCTS))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How many blocks move each lane's bytes, each through a ring of its own.
+
+    Lanes have blocks of their own; `in_turn` they share them, and are moved one after the other. `gbps` is what all
+    blocks together are paced to, 0 for no pace.
+
+    >>> Spread(16, Ring(12, 16384), in_turn=True, gbps=365).pace_ns(16)  # a stage of each block in 0.7 us
+    718
+    """
+
+    blocks: int = 1
+    ring: Ring = field(default_factory=lambda: Ring(1, 16))
+    in_turn: bool = False
+    gbps: int = 0
+
+    def pace_ns(self, movers: int) -> int:
+        return round(movers * self.ring.stage_bytes / self.gbps) if self.gbps else 0
+
+
+def copy_params(lanes: Sequence[CopyLane], spread: Spread, watch: Watch) -> CopyParams:
+    """What the kernel is given.
+
+    >>> lanes = [CopyLane(64, 0, 16), CopyLane(0, 0, 0), CopyLane(128, 0, 16)]
+    >>> own, shared = (copy_params(lanes, Spread(2, in_turn=turns), Watch()) for turns in (False, True))
+    >>> [(lane.first, lane.blocks) for lane in own.lanes], own.movers
+    ([(0, 2), (0, 0), (2, 2)], 4)
+    >>> [(lane.first, lane.blocks) for lane in shared.lanes], shared.movers
+    ([(0, 2), (0, 0), (0, 2)], 2)
+    """
+    if not 1 <= len(lanes) <= LANES:
+        raise ConfigError(f"{len(lanes)} lanes in one copy; there are 1 to {LANES}")
+    if any(lane.credit for lane in lanes) and not watch.poison:
+        raise ConfigError("a copy that waits for a credit needs a watch, which bounds the wait")
+    placed, movers = [], 0
+    for lane in lanes:
+        first = 0 if spread.in_turn else movers
+        blocks = spread.blocks if lane.bytes else 0
+        movers = max(movers, first + blocks)
+        placed.append(replace(lane, first=first if blocks else 0, blocks=blocks))
+    ring, pace = spread.ring, spread.pace_ns(movers)
+    return CopyParams(tuple(placed), watch, len(lanes), movers, ring.stages, ring.stage_bytes, pace)
+
+
+def copy_launch(
+    kernels: Kernels, lanes: Sequence[CopyLane], spread: Spread | None = None, watch: Watch | None = None
+) -> Launch:
+    """A launch of the copy kernel. Lanes without bytes take one block more, for all of them."""
+    spread = spread or Spread()
+    params = copy_params(lanes, spread, watch or Watch())
+    blocks = params.movers + any(not lane.bytes for lane in lanes)
+    return Launch(kernels.function(COPY), Shape(blocks, THREADS, spread.ring.shared_bytes), params)

@@ -16,7 +16,7 @@ from raymoe.device.driver import call
 from raymoe.device.gpu import Gpu
 from raymoe.device.host_words import HostWords
 from raymoe.device.params import U64
-from raymoe.device.sync import FAILURE_ABORTED, ErrorRecord, Watch
+from raymoe.device.sync import FAILURE_ABORTED, FAILURE_STALE, ErrorRecord, Watch
 from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, RaymoeError
 
 __all__ = ["ErrorWord"]
@@ -85,6 +85,11 @@ class ErrorWord:
         if found.code == FAILURE_ABORTED:
             who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
             return Aborted(f"{who} was told to stop in {op}: {reason}", found.peer)
+        if found.code == FAILURE_STALE:
+            return RaymoeError(
+                f"{op} {found.expected} on rank {self.rank} read a slot of rank {found.peer} that held the row of "
+                f"{found.seen}: the protocol is broken, and results before this one may be wrong too"
+            )
         waited_s = found.waited_ns / 1e9
         return PeerTimeout(op, found.epoch, found.peer, found.expected, found.seen, waited_s, self.rank)
 

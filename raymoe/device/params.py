@@ -39,7 +39,8 @@ NAMESPACE = "raymoe"
 class Params:
     """Base of all twins.
 
-    Fields are U32, U64, F32, Address, arrays of them (`Annotated[tuple[int, ...], ctype * n]`), or other twins.
+    Fields are U32, U64, F32, Address, other twins, or arrays (`Annotated[tuple[int, ...], ctype * n]`; of twins with
+    `Twin.array(n)` for the type, and the twins that are not given are zero).
     """
 
     _kinds: ClassVar[dict[str, type[Any]]]
@@ -63,6 +64,16 @@ class Params:
     @classmethod
     def nbytes(cls) -> int:
         return ctypes.sizeof(cls._struct)
+
+    @classmethod
+    def array(cls, count: int) -> type[Any]:
+        """The C type of `count` of these, one after the other.
+
+        >>> Watched = dataclass(frozen=True)(type("Watched", (Params,), {"__annotations__": {"at": U64}}))
+        >>> ctypes.sizeof(Watched.array(3))
+        24
+        """
+        return cls._struct * count
 
     @classmethod
     def offsets(cls) -> dict[str, int]:
@@ -100,9 +111,11 @@ def _value(params: Params, name: str, ctype: Any) -> Any:
     if isinstance(value, Params):
         return value.packed()
     if issubclass(ctype, ctypes.Array):
-        if len(value) != ctype._length_:
+        short = issubclass(ctype._type_, ctypes.Structure) and len(value) < ctype._length_  # the rest is zero
+        if len(value) != ctype._length_ and not short:
             raise ConfigError(f"{where} has {len(value)} elements; it holds {ctype._length_}")
-        return ctype(*(_checked(where, each, ctype._type_) for each in value))
+        packed = [each.packed() if isinstance(each, Params) else _checked(where, each, ctype._type_) for each in value]
+        return ctype(*packed)
     return _checked(where, value, ctype)
 
 

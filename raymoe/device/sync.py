@@ -8,6 +8,7 @@ from raymoe.device.params import U32, U64, Address, Params
 
 FAILURE_TIMEOUT = 1
 FAILURE_ABORTED = 2
+FAILURE_STALE = 3
 
 
 @dataclass(frozen=True)

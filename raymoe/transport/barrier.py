@@ -7,11 +7,10 @@ captured. A rank that is one barrier ahead is as good, because comparisons are >
 
 from __future__ import annotations
 
-from raymoe.device.copy import CopyParams, copy_launch
+from raymoe.device.copy import LANES, CopyLane, copy_launch
 from raymoe.device.error_word import ErrorWord
 from raymoe.device.kernels import Kernels
 from raymoe.device.launch import Launch
-from raymoe.device.ring import Ring
 from raymoe.memory.heap import WORD_STRIDE, Layout, Region
 from raymoe.memory.world import World
 from raymoe.transport.watchdog import Watchdog
@@ -38,12 +37,11 @@ class StreamBarrier:
         for step in range(1, world.size):
             to, of = (world.rank + step) % world.size, (world.rank - step) % world.size
             arrival = word("arrived", world.rank, to)
-            signals.append(CopyParams(0, 0, 0, word("signals", to), signal=arrival, watch=watch, op=op, peer=to))
-            waits.append(
-                CopyParams(0, 0, 0, word("waits", of), credit=word("arrived", of), watch=watch, op=op, peer=of)
-            )
-        ring = Ring(1, 16)
-        self._launches: list[Launch] = [copy_launch(self._kernels, each, 1, ring) for each in (*signals, *waits)]
+            signals.append(CopyLane(0, 0, 0, word("signals", to), signal=arrival, op=op, peer=to))
+            waits.append(CopyLane(0, 0, 0, word("waits", of), credit=word("arrived", of), op=op, peer=of))
+        lanes = [*signals, *waits]  # whoever waited first would be waited for in vain
+        parts = [lanes[start : start + LANES] for start in range(0, len(lanes), LANES)]
+        self._launches: list[Launch] = [copy_launch(self._kernels, part, watch=watch) for part in parts]
 
     def __call__(self, stream: int) -> None:
         for launch in self._launches:

@@ -16,21 +16,22 @@ is preceded by a system-wide fence, which orders the bytes of the copy before `s
 - receive   wait sent = 1, sent := 0 [| with get: copy from the slot | peer's taken := 1]
 - release   peer's taken := 1
 
-A captured transfer has its size and both addresses baked: a replay moves that fixed block, whatever it then holds.
-Waits are bounded by a watchdog on the host.
+What stands between two copies is one batch of operations. A captured transfer has its size and both addresses baked: a
+replay moves that fixed block, whatever it then holds. Waits are bounded by a watchdog on the host.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from raymoe.device.driver import bindings, call
 from raymoe.memory.world import World
-from raymoe.transport.device_lanes import Enqueuing
-from raymoe.transport.spec import ChannelSpec, Lane
+from raymoe.transport.device_lanes import Enqueuing, Ordered
+from raymoe.transport.spec import ChannelSpec
 from raymoe.transport.watchdog import Guarded, Watchdog
+
+MOST_TOGETHER = 255
+"""Stream memory operations in one batch, which is what the driver takes."""
 
 
 class CopyEngineMover(Enqueuing):
@@ -63,19 +64,27 @@ class CopyEngineMover(Enqueuing):
             self._signals["sent", lane.number] = [_write(self.lanes.word("sent", lane, lane.destination), 1)]
             self._signals["taken", lane.number] = [_write(self.lanes.word("taken", lane, lane.source), 1)]
 
-    def send(self, lane: Lane, message: torch.Tensor, stream: int) -> None:
-        self._enqueue(self._waits["taken", lane.number], stream)
-        self._copy(self.lanes.slot(lane), message.data_ptr(), stream)
-        self._enqueue(self._signals["sent", lane.number], stream)
+    def enqueue(self, batch: Ordered, stream: int) -> None:
+        """One after another, in one stream: the engines would work on copies side by side, each at its own pace."""
+        pending: list[Any] = []  # operations that go with the next ones as one batch, which is one node of a graph
 
-    def receive(self, lane: Lane, stream: int) -> None:
-        self._enqueue(self._waits["sent", lane.number], stream)
-        if self.spec.protocol == "get":
-            self._copy(self.lanes.received(lane).data_ptr(), self.lanes.slot(lane), stream)
-            self._enqueue(self._signals["taken", lane.number], stream)
+        def copy(into: int, source: int) -> None:
+            if self.spec.nbytes and into != source:
+                self._flush(pending, stream)
+                call("cuMemcpyAsync", into, source, self.spec.nbytes, stream)
 
-    def release(self, lane: Lane, stream: int) -> None:
-        self._enqueue(self._signals["taken", lane.number], stream)
+        for lane in batch.releases:
+            pending += self._signals["taken", lane.number]
+        for lane, message in batch.sends:
+            pending += self._waits["taken", lane.number]
+            copy(self.lanes.slot(lane), message)
+            pending += self._signals["sent", lane.number]
+        for lane in batch.receives:
+            pending += self._waits["sent", lane.number]
+            if self.spec.protocol == "get":
+                copy(self.lanes.received(lane).data_ptr(), self.lanes.slot(lane))
+                pending += self._signals["taken", lane.number]
+        self._flush(pending, stream)
 
     def check(self) -> None:
         self._watchdog.check()
@@ -84,12 +93,11 @@ class CopyEngineMover(Enqueuing):
         super().close()
         self._watchdog.close()
 
-    def _copy(self, into: int, source: int, stream: int) -> None:
-        if self.spec.nbytes and into != source:
-            call("cuMemcpyAsync", into, source, self.spec.nbytes, stream)
-
-    def _enqueue(self, operations: list[Any], stream: int) -> None:
-        call("cuStreamBatchMemOp", stream, len(operations), operations, 0)
+    def _flush(self, pending: list[Any], stream: int) -> None:
+        for start in range(0, len(pending), MOST_TOGETHER):
+            together = pending[start : start + MOST_TOGETHER]
+            call("cuStreamBatchMemOp", stream, len(together), together, 0)
+        pending.clear()
 
 
 def _wait(word: int, told: int) -> list[Any]:

@@ -25,6 +25,15 @@ from raymoe.transport.spec import ChannelSpec, Lane
 _event: Any = torch.cuda.Event  # has no annotations
 
 
+def members_of(spec: ChannelSpec) -> tuple[int, ...]:
+    """The ranks that send or receive.
+
+    >>> members_of(ChannelSpec(((3, 0), (0, 3), (3, 1)), (8,)))
+    (0, 1, 3)
+    """
+    return tuple(sorted({rank for pair in spec.pairs for rank in pair}))
+
+
 class NcclMover:
     """Where no group is given it makes one, and closes it."""
 
@@ -34,7 +43,7 @@ class NcclMover:
 
     def __init__(self, world: World, spec: ChannelSpec, group: NcclGroup | None) -> None:
         self._world = world
-        self._owned = NcclGroup(world) if group is None else None
+        self._owned = NcclGroup(world, members_of(spec)) if group is None else None
         self._group = group or self._owned
         ends = {rank for pair in spec.pairs if world.rank in pair for rank in pair}
         self._peers = sorted(ends - {world.rank})

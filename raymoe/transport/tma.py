@@ -9,102 +9,112 @@ eager one, in any mixture.
 - receive   waits for `sent`; with get it then moves the slot's bytes to the landing and signals `taken`
 - release   signals `taken`
 
+All of a batch goes out in one launch, up to 32 operations; more take more launches.
+
 A message need not be aligned: where it lies differently from its slot mod 16 the kernel moves it without bulk copies,
 which is right and slower.
 """
 
 from __future__ import annotations
 
-import torch
+from collections import OrderedDict
 
-from raymoe.device.copy import CopyParams, copy_launch
+from raymoe.device.copy import LANES, CopyLane, Spread, copy_launch
 from raymoe.device.error_word import ErrorWord
 from raymoe.device.kernels import Kernels
 from raymoe.device.launch import Launch
 from raymoe.device.ring import Ring
 from raymoe.memory.world import World
-from raymoe.transport.device_lanes import Enqueuing
+from raymoe.transport.device_lanes import Enqueuing, Ordered
 from raymoe.transport.spec import ChannelSpec, Lane
 from raymoe.transport.watchdog import Watchdog
 
-ONE_WAY_PUSH_SMS, BEST_SMS = 10, 20
-"""Of 12 stages of 16 KiB each. What a rank pushes while nothing comes back is paced best by few: 10 SMs 365 GB/s, 12 to
-16 361, 20 357. Where bytes flow both ways 12 to 16 SMs reach only 333, 20 reach 352; pulls want 20 for 370 one way and
-334 both ways, and no more after that (2x H200, 256 MiB, 2026-11-21). Pulls gave the same on each of three machines;
-pushes by 10 SMs gave 322 to 365."""
+SMS, RING = 16, Ring(12, 16384)
+"""SMs that a rank's large messages take, and the ring of each. Pulls by 16 SMs reach 370 GB/s one way, 333 both ways
+and among four, and no more than 372 and 335 by any number (4x H200, 64 and 256 MiB, 2026-11-21)."""
 
-SMALL_BYTES, BYTES_PER_SM = 1 << 20, 16 << 10
-_NOTHING = Ring(1, 16)
+FEW, RING_OF_FEW = 12, Ring(6, 32768)
+"""Fewer SMs than this take larger stages: one thread handles them all. An experiment whose thread took 0.5 us for each
+stage pushed 341 GB/s by 8 SMs with stages of 32 KiB and 247 with 16 KiB."""
+
+PUSH_GBPS = 365
+"""What a rank's SMs are paced to while they push large messages. A link that is offered more than it takes gives less:
+where the SMs offered just enough they pushed 359 to 369 GB/s one way, both ways and among four GPUs, with a third more
+of them 305 to 312, with 131 of them 360 to 369 again. Paced to 360 they pushed 356, to 370 361 to 367, to 380 322 to
+360, with 16, 20 or 32 SMs alike (4x H200, 64 and 256 MiB, 2026-11-21; benchmarks/links_h200x4.txt)."""
+
+SMALL = 16
+"""SMs for each message that is not large. One more does not help, and half of them cost a tenth (64 KiB to 1 MiB to
+each of three, 4x H200, 2026-11-21)."""
+
+LARGE_BYTES = 8 << 20
+"""From here on messages of a batch go one after another, each by all SMs, and pushes are paced (`turn_of` says why).
+Smaller ones are through before the links fill, and go side by side."""
+
+FINE_BYTES, FINE, COARSE = 128 << 10, Ring(4, 4096), Ring(4, 16384)
+
+MOST_SMS = 96
+"""For what goes side by side, unless a number is given."""
+
+MOST_KEPT = 256
+"""Launches that are kept for batches like earlier ones."""
 
 
-def shape_of(nbytes: int, sms: int) -> tuple[int, Ring]:
-    """Blocks, each on an SM of its own, and the ring of each for one message; at most `sms` blocks.
+def spread_of(nbytes: int, messages: int, sms: int | None, pushes: bool) -> Spread:
+    """Blocks, each on an SM of its own, and the ring of each, for messages that are moved together.
 
-    >>> shape_of(0, 12), shape_of(4096, 12)
-    ((1, Ring(stages=1, stage_bytes=16)), (1, Ring(stages=4, stage_bytes=4096)))
-    >>> shape_of(100_000, 12)[0], shape_of(2**30, 12)
-    (7, (12, Ring(stages=12, stage_bytes=16384)))
+    >>> spread_of(0, 3, None, True) == Spread()
+    True
+    >>> spread_of(4096, 3, None, True)
+    Spread(blocks=1, ring=Ring(stages=4, stage_bytes=4096), in_turn=False, gbps=0)
+    >>> spread_of(1 << 20, 3, None, True)
+    Spread(blocks=16, ring=Ring(stages=4, stage_bytes=16384), in_turn=False, gbps=0)
+    >>> spread_of(1 << 30, 3, None, True)
+    Spread(blocks=16, ring=Ring(stages=12, stage_bytes=16384), in_turn=True, gbps=365)
+    >>> [spread_of(nbytes, 3, 8, False).blocks for nbytes in (4096, 1 << 20, 1 << 30)]  # in turn it is all eight
+    [1, 2, 8]
+    >>> spread_of(1 << 20, 8, 4, True).in_turn  # never more SMs than were given
+    True
     """
-    if nbytes == 0:
-        return 1, _NOTHING
-    blocks = max(1, min(sms, -(-nbytes // BYTES_PER_SM)))
-    return blocks, Ring(4, 4096) if nbytes < SMALL_BYTES else Ring(12, 16384)
-
-
-def share_of(spec: ChannelSpec) -> int:
-    """SMs for each of the transfers that a rank does at a time: never more in all than were given, but one each.
-
-    >>> ring = ((0, 1), (1, 2), (2, 0))
-    >>> [share_of(ChannelSpec(pairs, (8,), transport="tma")) for pairs in (((0, 1),), ((0, 1), (0, 2)), ring)]
-    [10, 5, 20]
-    >>> share_of(ChannelSpec(((0, 1), (0, 2), (0, 3)), (8,), transport="tma", sms=8))
-    2
-    """
-    sharing = spec.movers()
-    if spec.sms is not None:
-        return max(1, spec.sms // sharing)
-    both_ways = {source for source, _ in spec.pairs} & {destination for _, destination in spec.pairs}
-    best = ONE_WAY_PUSH_SMS if spec.protocol == "put" and not both_ways else BEST_SMS
-    return -(-best // sharing)
+    if nbytes == 0 or messages == 0:
+        return Spread()
+    if nbytes >= LARGE_BYTES:
+        blocks = sms or SMS
+        return Spread(blocks, RING_OF_FEW if blocks < FEW else RING, messages > 1, PUSH_GBPS if pushes else 0)
+    ring = FINE if nbytes < FINE_BYTES else COARSE
+    useful, most = min(SMALL, -(-nbytes // ring.stage_bytes)), sms or MOST_SMS
+    in_turn = messages > most
+    return Spread(min(useful, most if in_turn else most // messages), ring, in_turn)
 
 
 class TmaMover(Enqueuing):
-    """Launches are made once for a lane and an address, and made anew where a message lies elsewhere."""
+    """Launches are made once for a batch and its addresses, and kept for a while."""
 
     name = "tma"
     capturable = True
 
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         super().__init__(world, spec)
-        sharing = spec.movers()
-        blocks, self._ring = shape_of(spec.nbytes, share_of(spec))
-        self._blocks = blocks
-        self.sms: int | None = blocks * sharing
+        full = spread_of(spec.nbytes, spec.movers(), spec.sms, spec.protocol == "put")
+        self.sms: int | None = full.blocks * (1 if full.in_turn else spec.movers())
+        """SMs that move bytes; one more waits for what others move."""
         self._kernels = Kernels(world.gpu)
         self._error = ErrorWord(world.gpu, world.rank)
         self._watch = self._error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self._error.abort)
-        self._sends: dict[int, tuple[int, Launch]] = {}  # with where the message lies
-        self._receives: dict[int, Launch] = {}
-        self._releases: dict[int, Launch] = {}
-        for lane in spec.lanes:
-            if lane.destination == world.rank:
-                self._receives[lane.number] = self._receiving(lane)
-                self._releases[lane.number] = self._releasing(lane)
+        self._numbers = {name: self._error.number(name) for name in ("send", "receive", "release")}
+        self._kept: OrderedDict[Ordered, list[Launch]] = OrderedDict()
+        copy_launch(self._kernels, [CopyLane(0, 0, 0)])  # the kernel is there before any capture
 
-    def send(self, lane: Lane, message: torch.Tensor, stream: int) -> None:
-        address = message.data_ptr()
-        source = 0 if address == self.lanes.slot(lane) else address
-        known = self._sends.get(lane.number)
-        if known is None or known[0] != source:
-            known = self._sends[lane.number] = source, self._sending(lane, source)
-        known[1](stream)
-
-    def receive(self, lane: Lane, stream: int) -> None:
-        self._receives[lane.number](stream)
-
-    def release(self, lane: Lane, stream: int) -> None:
-        self._releases[lane.number](stream)
+    def enqueue(self, batch: Ordered, stream: int) -> None:
+        launches = self._kept.get(batch)
+        if launches is None:
+            launches = self._kept[batch] = self._launches(batch)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(batch)
+        for launch in launches:
+            launch(stream)
 
     def check(self) -> None:
         self._error.check()
@@ -115,52 +125,52 @@ class TmaMover(Enqueuing):
         self._error.close()
         self._kernels.close()
 
-    def _sending(self, lane: Lane, source: int) -> Launch:
-        return self._launch(
-            CopyParams(
-                dst=self.lanes.slot(lane),
-                src=source,
-                bytes=self.spec.nbytes if source else 0,  # 0: it lies in its slot already, or is empty
-                operation=self.lanes.word("sends", lane, self.world.rank),
-                credit=self.lanes.word("taken", lane, lane.source),
-                lag=1,
-                signal=self.lanes.word("sent", lane, lane.destination),
-                watch=self._watch,
-                op=self._error.number("send"),
-                peer=lane.destination,
-            )
+    def _launches(self, batch: Ordered) -> list[Launch]:
+        lanes = [self._releasing(lane) for lane in batch.releases]
+        lanes += [self._sending(lane, message) for lane, message in batch.sends]
+        lanes += [self._receiving(lane) for lane in batch.receives]
+        launches = []
+        for start in range(0, len(lanes), LANES):
+            together = lanes[start : start + LANES]
+            moved = sum(lane.bytes > 0 for lane in together)
+            spread = spread_of(self.spec.nbytes, moved, self.spec.sms, self.spec.protocol == "put")
+            launches.append(copy_launch(self._kernels, together, spread, self._watch))
+        return launches
+
+    def _sending(self, lane: Lane, message: int) -> CopyLane:
+        slot = self.lanes.slot(lane)
+        return CopyLane(
+            dst=slot,
+            src=message,
+            bytes=self.spec.nbytes if message != slot else 0,  # 0: it lies in its slot already, or is empty
+            operation=self.lanes.word("sends", lane, self.world.rank),
+            credit=self.lanes.word("taken", lane, lane.source),
+            lag=1,
+            signal=self.lanes.word("sent", lane, lane.destination),
+            op=self._numbers["send"],
+            peer=lane.destination,
         )
 
-    def _receiving(self, lane: Lane) -> Launch:
+    def _receiving(self, lane: Lane) -> CopyLane:
         fetches = self.spec.protocol == "get" and self.spec.nbytes > 0
-        return self._launch(
-            CopyParams(
-                dst=self.lanes.received(lane).data_ptr() if fetches else 0,
-                src=self.lanes.slot(lane) if fetches else 0,
-                bytes=self.spec.nbytes if fetches else 0,
-                operation=self.lanes.word("receives", lane, self.world.rank),
-                credit=self.lanes.word("sent", lane, lane.destination),
-                signal=self.lanes.word("taken", lane, lane.source) if self.spec.protocol == "get" else 0,
-                watch=self._watch,
-                op=self._error.number("receive"),
-                peer=lane.source,
-            )
+        return CopyLane(
+            dst=self.lanes.received(lane).data_ptr() if fetches else 0,
+            src=self.lanes.slot(lane) if fetches else 0,
+            bytes=self.spec.nbytes if fetches else 0,
+            operation=self.lanes.word("receives", lane, self.world.rank),
+            credit=self.lanes.word("sent", lane, lane.destination),
+            signal=self.lanes.word("taken", lane, lane.source) if self.spec.protocol == "get" else 0,
+            op=self._numbers["receive"],
+            peer=lane.source,
         )
 
-    def _releasing(self, lane: Lane) -> Launch:
-        return self._launch(
-            CopyParams(
-                dst=0,
-                src=0,
-                bytes=0,
-                operation=self.lanes.word("releases", lane, self.world.rank),
-                signal=self.lanes.word("taken", lane, lane.source),
-                watch=self._watch,
-                op=self._error.number("release"),
-                peer=lane.source,
-            )
+    def _releasing(self, lane: Lane) -> CopyLane:
+        return CopyLane(
+            dst=0,
+            src=0,
+            bytes=0,
+            operation=self.lanes.word("releases", lane, self.world.rank),
+            signal=self.lanes.word("taken", lane, lane.source),
+            op=self._numbers["release"],
+            peer=lane.source,
         )
-
-    def _launch(self, params: CopyParams) -> Launch:
-        blocks, ring = (self._blocks, self._ring) if params.bytes else (1, _NOTHING)
-        return copy_launch(self._kernels, params, blocks, ring)

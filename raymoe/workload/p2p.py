@@ -8,6 +8,7 @@ from time import perf_counter_ns
 from typing import Protocol
 
 from raymoe.job import Case
+from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
 from raymoe.transport.channel import Channels, ChannelSpec
 from raymoe.workload.bytes import POISON, drawn, share_wrong
@@ -56,15 +57,15 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
 def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], Doing]]:
     """What makes the step of a copy, and what all copies of a case share."""
     if world.device.type == "cpu":
+        if case.job.p2p.sms != "auto":
+            raise ConfigError(f"p2p.sms is {case.job.p2p.sms} and these are CPU ranks, which have no SMs; leave it out")
         yield lambda copy: CopyStep(world, copy)
         return
-    from raymoe.transport.nccl_group import NcclGroup
-    from raymoe.workload.p2p_gpu import GpuCopyStep
+    from raymoe.workload.p2p_gpu import GpuCopyStep, NcclGroups
 
-    group = NcclGroup(world) if "collective" in case.job.p2p.transports else None
-    yield lambda copy: GpuCopyStep(world, copy, case.job.steps.graph, group)
-    if group is not None:  # after an error the process is about to end, and peers may be gone
-        group.close()
+    groups = NcclGroups(world)
+    yield lambda copy: GpuCopyStep(world, copy, case.job.steps.graph, groups)
+    groups.close()  # after an error the process is about to end, and peers may be gone
 
 
 class CopyStep:

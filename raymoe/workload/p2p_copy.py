@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raymoe.job import Case
+from raymoe.job.rules import SMS_TRANSPORTS
 from raymoe.workload.traffic import Traffic
 
 
@@ -17,6 +18,7 @@ class Copy:
     nbytes: int
     pairs: tuple[tuple[int, int], ...]
     protocol: str = "put"
+    sms: int | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -34,6 +36,7 @@ def copies_of(case: Case) -> Iterator[Copy]:
     asked, ranks = case.job.p2p, range(case.job.world.ranks)
     pairs = tuple((source, destination) for source in ranks for destination in ranks if source != destination)
     for transport in asked.transports:
+        sms = asked.sms if isinstance(asked.sms, int) and transport in SMS_TRANSPORTS else None
         for nbytes in asked.bytes:
             for together in [pairs] if asked.pattern == "all_to_all" else [(pair,) for pair in pairs]:
-                yield Copy(transport, nbytes, together, asked.protocol)
+                yield Copy(transport, nbytes, together, asked.protocol, sms)

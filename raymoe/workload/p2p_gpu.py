@@ -11,6 +11,7 @@ from raymoe.device.graph import Graph
 from raymoe.job.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
 from raymoe.transport.channel import Channels, ChannelSpec
+from raymoe.transport.nccl import members_of
 from raymoe.transport.nccl_group import NcclGroup
 from raymoe.workload.bytes import POISON
 from raymoe.workload.lines import Line
@@ -31,6 +32,27 @@ def calls_of(nbytes: int) -> int:
     return CALLS if nbytes <= SMALL_BYTES else 1
 
 
+class NcclGroups:
+    """NCCL's communicators, each of exactly the ranks that take part in a copy; making one takes a second."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made: dict[tuple[int, ...], NcclGroup] = {}
+
+    def of(self, spec: ChannelSpec) -> NcclGroup | None:
+        """The one for these channels. All ranks ask for the same ones in the same order."""
+        if spec.transport != "collective":
+            return None
+        members = members_of(spec)
+        if members not in self._made:
+            self._made[members] = NcclGroup(self._world, members)
+        return self._made[members]
+
+    def close(self) -> None:
+        while self._made:
+            self._made.popitem()[1].close()
+
+
 class GpuCopyStep:
     """`calls` messages through each channel, each in a slot of its own, so that every credit is given beforehand.
 
@@ -39,12 +61,17 @@ class GpuCopyStep:
     so. The release of what was put is off the clock.
     """
 
-    def __init__(self, world: World, copy: Copy, graph: Literal["auto"] | bool, group: NcclGroup | None) -> None:
+    def __init__(self, world: World, copy: Copy, graph: Literal["auto"] | bool, groups: NcclGroups) -> None:
         self.world, self.copy, self.calls = world, copy, calls_of(copy.nbytes)
         spec = ChannelSpec(
-            copy.pairs, (copy.nbytes,), protocol=copy.protocol, transport=copy.transport, slots=self.calls
+            copy.pairs,
+            (copy.nbytes,),
+            protocol=copy.protocol,
+            transport=copy.transport,
+            slots=self.calls,
+            sms=copy.sms,
         )
-        self.channels = Channels(world, spec, group)
+        self.channels = Channels(world, spec, groups.of(spec))
         self.fetched = copy.protocol == "get" and self.channels.transport != "collective"
         # Each rank begins with the peer behind it, so that not all of them turn to the same one.
         behind = [(world.rank + step) % world.size for step in range(1, world.size)]
@@ -123,14 +150,15 @@ class GpuCopyStep:
 
     def _offer(self) -> None:
         """With get: say that the messages are ready. They were written into the slots that they are fetched from."""
-        if self.fetched:
-            for (peer, slot), message in self.data.items():
+        with self.channels.together():
+            for (peer, slot), message in self.data.items() if self.fetched else ():
                 self.channels.send(peer, message, slot)
 
     def _release(self) -> None:
         """Let the next messages come; otherwise their senders would wait for that on the clock."""
-        for peer, slot in self.landed:
-            self.channels.release(peer, slot)
+        with self.channels.together():
+            for peer, slot in self.landed:
+                self.channels.release(peer, slot)
 
     def _capture(self, must: bool) -> None:
         """Make a graph of the work and one of the releases. All ranks replay, or none does."""

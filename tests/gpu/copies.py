@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from raymoe.device.copy import CopyParams, copy_launch
+from raymoe.device.copy import CopyLane, Spread, copy_launch
 from raymoe.device.kernels import Kernels
 from raymoe.device.launch import Launch
 from raymoe.device.ring import Ring
@@ -38,7 +38,7 @@ class Words:
 
 
 class Copies:
-    """Makes launches of the copy kernel."""
+    """Makes launches of the copy kernel, of one lane each."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -46,8 +46,11 @@ class Copies:
 
     def of(self, into: torch.Tensor, source: torch.Tensor, *, blocks: int = 2, ring: Ring = DEFAULT) -> Launch:
         """A plain copy of all of `source`."""
+        return copy_launch(self.kernels, [self.lane(into, source)], Spread(blocks, ring))
+
+    def lane(self, into: torch.Tensor, source: torch.Tensor) -> CopyLane:
         assert into.nbytes == source.nbytes
-        return copy_launch(self.kernels, CopyParams(into.data_ptr(), source.data_ptr(), source.nbytes), blocks, ring)
+        return CopyLane(into.data_ptr(), source.data_ptr(), source.nbytes)
 
     def signalling(self, words: Words, operation: int, signal: int, copied: Launch | None = None) -> Launch:
         """A copy that signals; without one, a signal alone."""
@@ -55,16 +58,16 @@ class Copies:
 
     def waiting(self, words: Words, operation: int, credit: int, watch: Watch, copied: Launch | None = None) -> Launch:
         """A copy that waits for its credit; without one, a wait alone."""
-        return self._extended(copied, operation=words.at(operation), credit=words.at(credit), watch=watch)
+        return self._extended(copied, watch=watch, operation=words.at(operation), credit=words.at(credit))
 
-    def _extended(self, copied: Launch | None, **fields: object) -> Launch:
-        nothing = copy_launch(self.kernels, CopyParams(0, 0, 0), 1, DEFAULT)
-        return self.altered(copied or nothing, **fields)
+    def _extended(self, copied: Launch | None, watch: Watch | None = None, **fields: object) -> Launch:
+        return self.altered(copied or copy_launch(self.kernels, [CopyLane(0, 0, 0)]), watch, **fields)
 
-    def altered(self, launch: Launch, **fields: object) -> Launch:
-        """The same launch with other parameters."""
-        ring = Ring(launch.params.stages, launch.params.stage_bytes)
-        return copy_launch(self.kernels, replace(launch.params, **fields), launch.shape.blocks, ring)
+    def altered(self, launch: Launch, watch: Watch | None = None, **fields: object) -> Launch:
+        """The same launch with other fields of its lane."""
+        params = launch.params
+        spread = Spread(max(1, params.movers), Ring(params.stages, params.stage_bytes))
+        return copy_launch(self.kernels, [replace(params.lanes[0], **fields)], spread, watch or params.watch)
 
     def run(self, launch: Launch) -> None:
         """After all that torch has enqueued; and awaited."""

@@ -19,7 +19,7 @@ from raymoe.job.errors import Aborted, ConfigError, PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.transport.channel import Channels, ChannelSpec  # noqa: E402
 from raymoe.workload.p2p_bytes import fill_drawn, wrong_bytes  # noqa: E402
-from tests.gpu.test_cuda_ipc import GPUS, GpuRanks  # noqa: E402
+from tests.gpu.ranks import GPUS, GpuRanks  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

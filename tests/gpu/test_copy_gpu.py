@@ -1,10 +1,12 @@
 """The copy kernel: every byte, nothing but those bytes, and the words that go with them."""
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.copy import CopyParams, copy_launch  # noqa: E402
+from raymoe.device.copy import LANES, CopyLane, Spread, copy_launch  # noqa: E402
 from raymoe.device.graph import Graph  # noqa: E402
 from raymoe.device.ring import Ring  # noqa: E402
 from raymoe.job.errors import ConfigError  # noqa: E402
@@ -124,7 +126,7 @@ def test_a_signal_never_comes_before_the_bytes(copies, error_word):
     watch = error_word.watch(20.0)
     copied = copies.of(buffer[5:], source[5:], blocks=4)
     put = copies.waiting(words, sent, credit, watch, copies.signalling(words, sent, arrived, copied))
-    assert put.params.signal == words.at(arrived)
+    assert put.params.lanes[0].signal == words.at(arrived)
     say_ready = copies.signalling(words, ready, credit)
     receive = copies.waiting(words, took, arrived, watch)
     sender, receiver = torch.cuda.Stream(), torch.cuda.Stream()
@@ -195,4 +197,103 @@ def test_the_credit_may_be_behind_by_the_lag(copies, error_word):
 )
 def test_what_cannot_be_right_is_refused(copies, fields, message):
     with pytest.raises(ConfigError, match=message):
-        copy_launch(copies.kernels, CopyParams(**{"dst": 0, "src": 0, "bytes": 0} | fields), 1, SMALL)
+        copy_launch(copies.kernels, [CopyLane(**{"dst": 0, "src": 0, "bytes": 0} | fields)])
+
+
+@pytest.mark.parametrize("count", [0, LANES + 1])
+def test_a_launch_has_its_lanes(copies, count):
+    with pytest.raises(ConfigError, match=f"{count} lanes in one copy; there are 1 to {LANES}"):
+        copy_launch(copies.kernels, [CopyLane(0, 0, 0)] * count)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("ring", [Ring(4, 256), Ring(12, 1024), Ring(1, 64)], ids=["4x256", "12x1024", "1x64"])
+def test_many_lanes_at_once(copies, ring, blocks, in_turn):
+    """Every kind of lane beside every other: aligned, with ends, shifted, of a few bytes, and signals alone."""
+    sizes = [0, 1, 15, 16, 4096, 5003, 100_000, 40_000, 16 * 1024, 17, 0, 70_001] * 2
+    words = Words(2 * len(sizes))
+    source = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8, device="cuda")
+    for run in range(1, 4):
+        into = torch.zeros_like(source)
+        want = into.clone()
+        lanes, at = [], 0
+        for place, size in enumerate(sizes):
+            into_at, source_at = at + (0, 3, 8)[place % 3], at + (0, 3, 5)[place % 3]
+            lane = copies.lane(into[into_at:][:size], source[source_at:][:size])
+            want[into_at:][:size] = source[source_at:][:size]
+            lanes.append(replace(lane, operation=words.at(2 * place), signal=words.at(2 * place + 1)))
+            at += -(-size // 16) * 16 + 32
+        copies.run(copy_launch(copies.kernels, lanes, Spread(blocks, ring, in_turn)))
+        assert torch.equal(into, want)
+        assert [words[index] for index in range(2 * len(sizes))] == [run] * (2 * len(sizes))
+        assert [words.ticket(2 * place) for place in range(len(sizes))] == [0] * len(sizes)
+
+
+def test_a_pace_is_kept_and_the_bytes_are_right(copies):
+    """A GPU alone copies ten times as fast; a pace that is not kept shows, and so does one that stands still."""
+    size, gbps = 64 << 20, 100
+    source = torch.randint(0, 256, (2, size), dtype=torch.uint8, device="cuda")
+    into = torch.zeros_like(source)
+    lanes = [copies.lane(into[part], source[part]) for part in range(2)]
+    launch = copy_launch(copies.kernels, lanes, Spread(16, Ring(12, 16384), in_turn=True, gbps=gbps))
+    copies.run(launch)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record(copies.stream)
+    launch(copies.stream.cuda_stream)
+    end.record(copies.stream)
+    copies.stream.synchronize()
+    assert torch.equal(into, source)
+    assert 0.95 < 2 * size / gbps / (begin.elapsed_time(end) * 1e6) < 1.02
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_what_is_moved_is_announced_while_a_later_lane_waits(copies, error_word, in_turn):
+    """Two ends in one GPU: each launch's second lane waits for what the other's first one says."""
+    size = 200_000
+    words = Words(8)
+    data = torch.randint(0, 256, (2, 2, size), dtype=torch.uint8, device="cuda")
+    into = torch.zeros_like(data)
+    launches = []
+    for end in range(2):
+        lanes = [copies.lane(into[end, part], data[end, part]) for part in range(2)]
+        lanes[0] = replace(lanes[0], operation=words.at(4 * end), signal=words.at(4 * end + 1))
+        lanes[1] = replace(lanes[1], operation=words.at(4 * end + 2), credit=words.at(4 * (1 - end) + 1))
+        waiting = CopyLane(0, 0, 0, words.at(4 * end + 3), credit=words.at(4 * (1 - end) + 1))
+        spread = Spread(4, Ring(6, 4096), in_turn)
+        launches.append(copy_launch(copies.kernels, [*lanes, waiting], spread, error_word.watch(20.0)))
+    other = torch.cuda.Stream()
+    for run in range(1, 21):
+        into.zero_()
+        torch.cuda.synchronize()
+        launches[run % 2](other.cuda_stream)
+        copies.run(launches[1 - run % 2])
+        torch.cuda.synchronize()
+        error_word.check()
+        assert torch.equal(into, data)
+        assert [words[index] for index in range(8)] == [run] * 8
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_lanes_behind_one_that_waits_in_vain_say_nothing(copies, error_word, in_turn):
+    words, size = Words(8), 50_000
+    source, into = (
+        torch.ones(3, size, dtype=torch.uint8, device="cuda"),
+        torch.zeros(3, size, dtype=torch.uint8, device="cuda"),
+    )
+    lanes = [
+        replace(copies.lane(into[place], source[place]), operation=words.at(2 * place), signal=words.at(2 * place + 1))
+        for place in range(3)
+    ]
+    lanes[1] = replace(lanes[1], credit=words.at(7), peer=5)
+    launch = copy_launch(copies.kernels, lanes, Spread(3, Ring(4, 4096), in_turn), error_word.watch(0.2))
+    copies.run(launch)
+    assert (error_word.record().peer, error_word.record().expected) == (5, 1)
+    assert (words[0], words[1]) == (1, 1) and into[0].all()
+    assert words[3] == 0 and not into[1].any()
+    if in_turn:
+        assert words[5] == 0 and not into[2].any()
+    assert [words.ticket(2 * place) for place in range(3)] == [0] * 3
+    copies.run(launch)  # all of it is poisoned now
+    assert (words[1], words[3]) == (1, 0)
+    assert [words.ticket(2 * place) for place in range(3)] == [0] * 3

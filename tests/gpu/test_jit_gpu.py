@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.device import kernels as kernels_module  # noqa: E402
-from raymoe.device.copy import COPY, CopyParams  # noqa: E402
+from raymoe.device.copy import COPY, CopyLane, Spread, copy_params  # noqa: E402
 from raymoe.device.cubins import Cubins  # noqa: E402
 from raymoe.device.driver import CudaError, call  # noqa: E402
 from raymoe.device.gpu import Gpu  # noqa: E402
@@ -18,6 +18,7 @@ from raymoe.device.kernels import Kernels  # noqa: E402
 from raymoe.device.launch import Launch, Shape  # noqa: E402
 from raymoe.device.params import U64, Params  # noqa: E402
 from raymoe.device.ring import Ring  # noqa: E402
+from raymoe.device.sync import Watch  # noqa: E402
 from raymoe.job.errors import ConfigError  # noqa: E402
 from tests.gpu.copies import Copies  # noqa: E402
 
@@ -142,7 +143,7 @@ def test_a_gpu_that_is_not_there(gpu):
 
 
 def test_launches_that_cannot_run_are_refused(fresh, gpu):
-    function, params = fresh.function(COPY), CopyParams(0, 0, 0, stages=1, stage_bytes=16)
+    function, params = fresh.function(COPY), copy_params([CopyLane(0, 0, 0)], Spread(), Watch())
     with pytest.raises(ConfigError, match="0 blocks"):
         Launch(function, Shape(0, 128), params)
     with pytest.raises(ConfigError, match="of 1 to 128 threads"):

@@ -15,7 +15,7 @@ from raymoe.memory.world import World  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
 from raymoe.transport.channel import Channels  # noqa: E402
 from raymoe.workload import run_case  # noqa: E402
-from tests.gpu.test_cuda_ipc import GPUS, GpuRanks  # noqa: E402
+from tests.gpu.ranks import GPUS, GpuRanks  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +61,18 @@ def test_every_line_is_complete_and_verified(ranks, protocol, pattern, graph):
     assert {line["transport"] for line in answers[0]} == {"tma", "copy_engine", "auto:tma"}
     assert {line["sms"] for line in answers[0] if line["transport"] == "copy_engine"} == {0}
     assert all(line["sms"] >= 1 for line in answers[0] if line["transport"] != "copy_engine")
+
+
+@pytest.mark.parametrize("pattern", ["pairs", "all_to_all"])
+def test_a_number_of_sms_is_taken_and_told(ranks, pattern):
+    p2p = {"pattern": pattern, "transports": ["tma", "auto", "copy_engine"], "bytes": [100_000, 9 << 20], "sms": 4}
+    for line in ranks.run(RANKS, run, True, p2p)[0]:
+        assert line["verified"] is True
+        if line["transport"] == "copy_engine":
+            assert line["sms"] == 0
+        else:
+            assert line["transport"] in ("tma", "auto:tma") and 1 <= line["sms"] <= 4
+            assert line["sms"] == 4 or line["bytes"] < 1 << 20
 
 
 def spoilt(world: World) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ def test_the_built_in_table_is_for_every_pattern_and_protocol():
         for protocol in PROTOCOLS:
             assert BUILT_IN.pick(pattern, protocol, 4096) == "tma"
     assert BUILT_IN.pick("pairs", "put", 256 << 20) == "copy_engine"
-    assert BUILT_IN.pick("all_to_all", "get", 256 << 20) == "tma"
+    assert BUILT_IN.pick("all_to_all", "get", 16 << 20) == "tma"
+    assert BUILT_IN.pick("all_to_all", "get", 256 << 20) == "copy_engine"
 
 
 def test_a_table_survives_the_disk_and_leaves_the_rest_to_the_built_in_one(tmp_path: Path, monkeypatch):

@@ -46,6 +46,12 @@ __device__ __forceinline__ void store_relaxed_sys(u64* word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Orders everything this thread has seen or done, at all GPUs and the host, before what it stores afterwards. One fence
+// and several relaxed stores announce the same thing to several peers at the price of one release.
+__device__ __forceinline__ void fence_acq_rel_sys() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 // ---- words of this GPU alone ---------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u64 load_relaxed_gpu(const u64* word) {
@@ -56,6 +62,25 @@ __device__ __forceinline__ u64 load_relaxed_gpu(const u64* word) {
 
 __device__ __forceinline__ void store_relaxed_gpu(u64* word, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 load_relaxed_gpu_32(const u32* word) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_relaxed_gpu_32(u32* word, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release_gpu(u64* word, u64 value) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Lowers the word to `value` where that is less. Orders nothing.
+__device__ __forceinline__ void atomic_min(u64* word, u64 value) {
+    asm volatile("red.relaxed.gpu.global.min.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
 // Adds 1 and gives the value before; a value of `last` wraps to 0. Releases what this thread has seen, and acquires.
@@ -101,6 +126,26 @@ __device__ __forceinline__ void store_16(u8* at, Bytes16 value) {
     asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(value.low), "l"(value.high) : "memory");
 }
 
+__device__ __forceinline__ u64 load_8(const void* at) {
+    u64 value;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_8(void* at, u64 value) {
+    asm volatile("st.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 load_4(const void* at) {
+    u32 value;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_4(void* at, u32 value) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ u8 load_byte(const u8* at) {
     u32 value;
     asm volatile("ld.global.u8 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
@@ -109,6 +154,95 @@ __device__ __forceinline__ u8 load_byte(const u8* at) {
 
 __device__ __forceinline__ void store_byte(u8* at, u8 value) {
     asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(static_cast<u32>(value)) : "memory");
+}
+
+// ---- shared memory by its 32-bit address ---------------------------------------------------------------------------
+
+__device__ __forceinline__ void shared_store_16(u32 at, Bytes16 value) {
+    asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(at), "l"(value.low), "l"(value.high) : "memory");
+}
+
+__device__ __forceinline__ Bytes16 shared_load_16(u32 at) {
+    Bytes16 value;
+    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "r"(at) : "memory");
+    return value;
+}
+
+// A barrier of some warps of the block, `threads` in all, under a number of its own; 0 is __syncthreads's. Orders what
+// they did before it, like that one.
+__device__ __forceinline__ void barrier_of_warps(u32 number, u32 threads) {
+    asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void shared_store_4(u32 at, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 shared_load_4(u32 at) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u64 shared_load_8(u32 at) {
+    u64 value;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void shared_store_8(u32 at, u64 value) {
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(value) : "memory");
+}
+
+// ---- numbers -----------------------------------------------------------------------------------------------------
+
+// Two floats rounded to nearest even, the first in the lower half.
+__device__ __forceinline__ u32 to_bf16x2(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ u32 to_f16x2(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+__device__ __forceinline__ float from_f16(u32 half) {
+    float value;
+    asm("{\n\t.reg .b16 half;\n\tcvt.u16.u32 half, %1;\n\tcvt.f32.f16 %0, half;\n\t}" : "=f"(value) : "r"(half));
+    return value;
+}
+
+// Four floats as 8-bit floats (4 bits of exponent, 3 of mantissa), saturating, the first in the lowest byte.
+__device__ __forceinline__ u32 to_e4m3x4(const float* from) {
+    u32 four;
+    asm("{\n\t"
+        ".reg .b16 low, high;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\t"
+        "mov.b32 %0, {low, high};\n\t"
+        "}"
+        : "=r"(four)
+        : "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3]));
+    return four;
+}
+
+__device__ __forceinline__ void from_e4m3x4(u32 four, float* into) {
+    u32 low, high;
+    asm("{\n\t"
+        ".reg .b16 a, b;\n\t"
+        "mov.b32 {a, b}, %2;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %0, a;\n\t"
+        "cvt.rn.f16x2.e4m3x2 %1, b;\n\t"
+        "}"
+        : "=r"(low), "=r"(high)
+        : "r"(four));
+    into[0] = from_f16(low & 0xFFFF);
+    into[1] = from_f16(low >> 16);
+    into[2] = from_f16(high & 0xFFFF);
+    into[3] = from_f16(high >> 16);
 }
 
 // ---- barriers in shared memory that count bytes ------------------------------------------------------------------

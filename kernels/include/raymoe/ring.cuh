@@ -54,13 +54,17 @@ struct Chunk {
 
 class Ring {
   public:
-    // By the thread that will drive the ring. `memory` is 128-byte aligned.
-    __device__ Ring(u8* memory, u32 stages, u32 stage_bytes)
+    // By the thread that will drive the ring. `memory` is 128-byte aligned. Other threads may hold one too, for the
+    // sake of a common scope: with `drives` false nothing is touched, and nothing of it may be called.
+    __device__ Ring(u8* memory, u32 stages, u32 stage_bytes, bool drives = true)
         : memory_(ptx::shared_address(memory)),
           barriers_(memory_ + stages * stage_bytes),
           stages_(stages),
           stage_bytes_(stage_bytes),
           ahead_(stages - stages / 2) {
+        if (!drives) {
+            return;
+        }
         for (u32 stage = 0; stage < stages; ++stage) {
             ptx::barrier_init(barriers_ + stage * 8, 1);  // one arrival: the driving thread's, with the expected bytes
         }
@@ -77,20 +81,54 @@ class Ring {
         }
         for (u64 k = 0; k < count; ++k) {
             const Chunk chunk = chunk_of(k);
-            while (!ptx::barrier_try_wait(barriers_ + storing_.stage * 8, storing_.parity)) {
-            }
-            store(k, memory_ + storing_.stage * stage_bytes_, chunk.bytes);
-            ptx::bulk_commit();
-            storing_.step(stages_);
+            store(k, await(), chunk.bytes);
+            stored();
             if (k + ahead_ < count) {
-                // The stage to be loaded held chunk k + ahead - stages; the stores of all later ones may be under way.
-                wait_stages_read(stages_ - ahead_);
                 load(chunk_of(k + ahead_));
             }
         }
-        // The next run's first loads find stages that the last stores may still read.
-        wait_stages_read(0);
+        settle();
     }
+
+    // The same in steps, for whoever decides as it goes: `load` where `can_load`, then for each load, in order, `await`
+    // (or `loaded` and `await`), bulk stores out of that address, `stored`. `settle` at the end.
+    __device__ __forceinline__ bool can_load() const { return loads_ - stores_ < ahead_; }
+
+    __device__ __forceinline__ bool any_loading() const { return loads_ != stores_; }
+
+    __device__ __forceinline__ void load(const Chunk& chunk) {
+        if (loads_ >= stages_) {
+            // The stage to be loaded held the chunk `stages` before; the stores of all later ones may be under way.
+            wait_stages_read(stages_ - ahead_);
+        }
+        const u32 barrier = barriers_ + loading_.stage * 8;
+        ptx::barrier_expect(barrier, chunk.bytes);
+        ptx::bulk_load(memory_ + loading_.stage * stage_bytes_, chunk.source, chunk.bytes, barrier);
+        loading_.step(stages_);
+        ++loads_;
+    }
+
+    // Whether the oldest load has come; there is one.
+    __device__ __forceinline__ bool loaded() const {
+        return ptx::barrier_try_wait(barriers_ + storing_.stage * 8, storing_.parity);
+    }
+
+    // Waits for the oldest load. The shared address at which it lies.
+    __device__ __forceinline__ u32 await() const {
+        while (!loaded()) {
+        }
+        return memory_ + storing_.stage * stage_bytes_;
+    }
+
+    // The stores out of the oldest stage have been issued.
+    __device__ __forceinline__ void stored() {
+        ptx::bulk_commit();
+        storing_.step(stages_);
+        ++stores_;
+    }
+
+    // Until every stage has been read: another ring, or ordinary stores, may use the memory.
+    __device__ __forceinline__ void settle() { wait_stages_read(0); }
 
     // Until every store issued so far has been performed and is visible to this thread, so that a release by it covers
     // them. This must stand before any flag that announces them.
@@ -109,18 +147,13 @@ class Ring {
         }
     };
 
-    __device__ __forceinline__ void load(const Chunk& chunk) {
-        const u32 barrier = barriers_ + loading_.stage * 8;
-        ptx::barrier_expect(barrier, chunk.bytes);
-        ptx::bulk_load(memory_ + loading_.stage * stage_bytes_, chunk.source, chunk.bytes, barrier);
-        loading_.step(stages_);
-    }
-
     u32 memory_;
     u32 barriers_;
     u32 stages_;
     u32 stage_bytes_;
     u32 ahead_;  // loads under way; with one stage, 1
+    u64 loads_ = 0;
+    u64 stores_ = 0;
     Cursor loading_;
     Cursor storing_;
 };

@@ -22,13 +22,23 @@ struct Operation {
 };
 static_assert(sizeof(Operation) == 16, "");
 
+// A lane's word counts inside an epoch too: {epoch, how many of the lane's tokens are through}. It grows as an epoch
+// does, so the same >= compares it, and a peer that is one run ahead is as good. 44 bits of epochs last for years of
+// operations of 10 us.
+constexpr u32 DONE_BITS = 20;
+constexpr u64 ALL_DONE = (1ull << DONE_BITS) - 1;  // the lane has nothing more in this epoch
+
+__device__ __forceinline__ u64 progress(u64 epoch, u64 done) {
+    return epoch << DONE_BITS | done;
+}
+
 // What a failed wait leaves for the host. In host memory that the GPU has mapped.
 //
 // Writer: the one thread of this GPU that won the poison word. Reader: the host, at any time. Order: the fields, then
 // `code` by a release at system scope; the host reads `code` first and the fields only where it is not 0. Written once
 // in the life of the word, so a replay finds the first failure still there.
 struct ErrorRecord {
-    u64 code;  // 0: none; FAILURE_TIMEOUT; FAILURE_ABORTED
+    u64 code;  // 0: none; FAILURE_TIMEOUT; FAILURE_ABORTED; FAILURE_STALE
     u64 op;    // which operation; the host that launched it knows the number's name
     u64 epoch;
     u64 peer;  // whose word was waited for
@@ -41,16 +51,18 @@ static_assert(sizeof(ErrorRecord) == 64, "");
 
 constexpr u64 FAILURE_TIMEOUT = 1;
 constexpr u64 FAILURE_ABORTED = 2;
+constexpr u64 FAILURE_STALE = 3;  // a slot held the row of another epoch; only builds with stamps look
 
 // What bounds a wait. One for all operations that are poisoned together.
 struct Watch {
-    // Host memory. Writer: the host, 0 to 1, once. Reader: waiting threads of this GPU, every ABORT_POLL_NS. Nothing is
-    // ordered by it; a relaxed load does.
+    // Host memory. Writer: the host, 0 to 1, once. Reader: of all the waiting threads of this GPU one, every
+    // ABORT_POLL_NS. Nothing is ordered by it; a relaxed load does.
     const u64* abort;
     ErrorRecord* record;
     // Device memory of this rank, 0 until a wait fails; then the failure's code, for ever. Writer: a compare-and-swap
     // by failing threads, here and not on the record because the link to the host need not support atomics. Reader:
-    // every operation at its start, and every wait at each poll of the abort word.
+    // every operation at its start, and every wait every ABORT_POLL_NS.
+    // The word behind it holds when the abort word was last looked at; who moves it on looks next.
     u64* poison;
     u64 timeout_ns;
 };
@@ -62,9 +74,11 @@ struct Waiting {
     u64 epoch;
 };
 
-// The abort word lies across PCIe, a read of about 1 to 2 us, so a wait that is served soon never reads it.
+// The abort word lies across PCIe, a read of about 1 to 2 us, and few reads at a time: when each of 1,500 waiting
+// threads of a combine looked for itself, none got on (4x H200, 2026-11-21: 160 ms where 0.5 were due). So they take
+// turns, and a wait that is served soon never looks.
 constexpr u64 ABORT_POLL_NS = 100'000;
-constexpr u32 POLLS_PER_CLOCK = 16;
+constexpr u32 POLLS_PER_CLOCK = 32;
 
 __device__ inline bool poisoned(const Watch& watch) {
     return watch.poison != nullptr && ptx::load_relaxed_gpu(watch.poison) != 0;
@@ -83,6 +97,16 @@ __device__ inline void fail(const Watch& watch, u64 code, const Waiting& who, u6
     ptx::store_relaxed_sys(&record->seen, seen);
     ptx::store_relaxed_sys(&record->waited_ns, waited_ns);
     ptx::store_release_sys(&record->code, code);  // orders the fields above before the code that announces them
+}
+
+// Whether the host has raised the abort word. Looks at it where nobody has for ABORT_POLL_NS.
+__device__ inline bool told_to_stop(const Watch& watch, u64 now) {
+    u64* last = watch.poison + 1;
+    const u64 before = ptx::load_relaxed_gpu(last);
+    if (now < before + ABORT_POLL_NS || ptx::atomic_compare_swap(last, before, now) != before) {
+        return false;
+    }
+    return ptx::load_relaxed_sys(watch.abort) != 0;
 }
 
 // Waits until the word is at least `expected`. False: the wait failed, here or elsewhere under this watch; then nothing
@@ -108,7 +132,7 @@ __device__ inline bool wait_for_epoch(const u64* word, u64 expected, const Waiti
             if (poisoned(watch)) {
                 return false;
             }
-            if (ptx::load_relaxed_sys(watch.abort) != 0) {
+            if (told_to_stop(watch, now)) {
                 fail(watch, FAILURE_ABORTED, who, expected, seen, now - start);
                 return false;
             }

@@ -1,0 +1,150 @@
+"""In which order a batch is enqueued: turns of peers, one stream, one batch of memory operations between copies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.job.errors import WiringError  # noqa: E402
+from raymoe.transport import copy_engine  # noqa: E402
+from raymoe.transport.copy_engine import MOST_TOGETHER, CopyEngineMover  # noqa: E402
+from raymoe.transport.device_lanes import Ordered  # noqa: E402
+from raymoe.transport.mover import Batch, turn_of  # noqa: E402
+from raymoe.transport.nccl_group import NcclGroup  # noqa: E402
+from raymoe.transport.spec import ChannelSpec  # noqa: E402
+from raymoe.transport.tma import MOST_SMS, spread_of  # noqa: E402
+
+
+def everybody(size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((a, b) for a in range(size) for b in range(size) if a != b)
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_in_every_turn_each_rank_sends_to_another_one(size):
+    spec = ChannelSpec(everybody(size), (8,))
+    for end in range(2):
+        for turn in range(size - 1):
+            peers = [
+                pair[1 - end]
+                for rank in range(size)
+                for pair in spec.pairs
+                if pair[end] == rank and turn_of(spec.lane(*pair), rank, size) == turn
+            ]
+            assert sorted(peers) == list(range(size))
+
+
+def batch_of(rank: int, spec: ChannelSpec) -> Batch:
+    batch = Batch()
+    for pair in spec.pairs:
+        if pair[0] == rank:
+            batch.sends.append((spec.lane(*pair), torch.zeros(spec.shape, dtype=torch.uint8)))
+        if pair[1] == rank:
+            batch.receives.append(spec.lane(*pair))
+            batch.releases.append(spec.lane(*pair))
+    return batch
+
+
+def test_an_order_is_the_same_for_the_same_messages_and_another_for_others():
+    spec, world = ChannelSpec(everybody(4), (8,)), SimpleNamespace(rank=1, size=4)
+    batch = batch_of(1, spec)
+    ordered = Ordered.of(batch, world)
+    assert [lane.destination for lane, _ in ordered.sends] == [2, 3, 0]
+    assert [lane.source for lane in ordered.receives] == [2, 3, 0]
+    batch.sends.reverse()
+    batch.receives.reverse()
+    assert Ordered.of(batch, world) == ordered and hash(Ordered.of(batch, world)) == hash(ordered)
+    batch.sends[0] = batch.sends[0][0], torch.zeros(8, dtype=torch.uint8)
+    assert Ordered.of(batch, world) != ordered
+
+
+def enqueued(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
+    """What the copy engine's mover asks of the driver: names of memory operations, and copies."""
+    asked: list[Any] = []
+
+    def call(name: str, *arguments: Any) -> None:
+        stream = arguments[0] if name == "cuStreamBatchMemOp" else arguments[-1]
+        assert stream == 7
+        if name == "cuStreamBatchMemOp":
+            assert arguments[1] == len(arguments[2])
+            asked.append(list(arguments[2]))
+        else:
+            assert name == "cuMemcpyAsync" and arguments[2] == spec.nbytes
+            asked.append(("copy", arguments[0]))
+
+    monkeypatch.setattr(copy_engine, "call", call)
+    mover = CopyEngineMover.__new__(CopyEngineMover)
+    mover.spec = spec
+    landing = {lane.number: torch.zeros(spec.nbytes, dtype=torch.uint8) for lane in spec.lanes}
+    mover.lanes = SimpleNamespace(slot=lambda lane: lane.number, received=lambda lane: landing[lane.number])
+    mover._waits = {(word, lane.number): [f"wait {word}"] * 4 for lane in spec.lanes for word in ("sent", "taken")}
+    mover._signals = {(word, lane.number): [f"{word}"] for lane in spec.lanes for word in ("sent", "taken")}
+    mover.enqueue(Ordered.of(batch_of(rank, spec), SimpleNamespace(rank=rank, size=4)), 7)
+    return asked
+
+
+def test_the_copy_engine_is_asked_for_one_copy_at_a_time_by_puts(monkeypatch):
+    spec = ChannelSpec(everybody(4), (1000,), protocol="put", transport="copy_engine")
+    slot = [spec.lane(0, peer).number for peer in (1, 2, 3)]
+    wait, received = ["wait taken"] * 4, ["wait sent"] * 4
+    assert enqueued(monkeypatch, spec, 0) == [
+        ["taken"] * 3 + wait,
+        ("copy", slot[0]),
+        ["sent", *wait],
+        ("copy", slot[1]),
+        ["sent", *wait],
+        ("copy", slot[2]),
+        ["sent", *received * 3],
+    ]
+
+
+def test_gets_say_at_once_what_was_taken(monkeypatch):
+    spec = ChannelSpec(((1, 0), (2, 0)), (1000,), protocol="get", transport="copy_engine")
+    kinds = [each if isinstance(each, list) else each[0] for each in enqueued(monkeypatch, spec, 0)]
+    wait = ["wait sent"] * 4
+    assert kinds == [["taken"] * 2 + wait, "copy", ["taken", *wait], "copy", ["taken"]]
+
+
+def test_no_batch_of_memory_operations_is_longer_than_the_driver_takes(monkeypatch):
+    spec = ChannelSpec(((1, 0),), (0,), protocol="put", transport="copy_engine", slots=100)
+    monkeypatch.setattr(Ordered, "of", lambda *_: Ordered((), (), tuple(spec.lanes)))
+    lengths = [len(each) for each in enqueued(monkeypatch, spec, 0)]
+    assert sum(lengths) == 400 and max(lengths) == MOST_TOGETHER
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+@pytest.mark.parametrize("sms", [None, 1, 3, 8, 32])
+@pytest.mark.parametrize("messages", [1, 3, 7, 32])
+@pytest.mark.parametrize("nbytes", [1, 4096, 65_537, 1 << 20, 100 << 20])
+def test_no_more_sms_than_were_given(nbytes, messages, sms, pushes):
+    spread = spread_of(nbytes, messages, sms, pushes)
+    assert 1 <= spread.blocks * (1 if spread.in_turn else messages) <= (sms or MOST_SMS)
+    assert spread.ring.shared_bytes <= 227 * 1024 - 1024
+    assert bool(spread.gbps) == (pushes and nbytes >= 8 << 20)
+
+
+class Group:
+    """In the place of torch's."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def alltoall(self, into: list[Any], out: list[Any], _: object) -> None:
+        self.asked.append(([each.numel() for each in into], [each.numel() for each in out]))
+
+
+def test_an_nccl_group_of_some_ranks_knows_them_by_their_places(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    group = NcclGroup.__new__(NcclGroup)
+    group.world, group.members, group._group = SimpleNamespace(rank=3, size=4), (1, 3), Group()
+    group._entered, group._words = [0] * 4, [[0] * 4 for _ in range(4)]
+    group._nothing = torch.empty(0)
+    group.exchange({1: torch.zeros(5)}, {1: torch.zeros(7)})
+    assert group._group.asked == [([7, 0], [5, 0])]
+    assert (group._entered, [words[3] for words in group._words]) == ([0, 1, 0, 0], [0, 1, 0, 0])
+    group.world, group._group = SimpleNamespace(rank=0, size=4), None
+    with pytest.raises(WiringError, match=r"rank 0 .* of ranks \(1, 3\) alone"):
+        group.exchange({}, {})
