@@ -65,8 +65,14 @@ def report(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure the transports between these GPUs, for auto to choose by.")
+    ] = False,
+) -> int:
     """Tell what this machine can do, check by check, and why not; fails where quickstart cannot run."""
+    if tune:
+        return _tune()
     from contextlib import closing
 
     from raymoe.doctor.examine import examine
@@ -74,6 +80,7 @@ def doctor() -> None:
     with closing(examine()) as lines:
         for line in lines:
             say(f"{line}\n")
+    return 0
 
 
 @app.command()
@@ -158,6 +165,29 @@ def _invoke(arguments: list[str]) -> int:
             return command.invoke(context) or 0
     except typer.Exit as error:
         return error.exit_code
+
+
+def _tune() -> int:
+    """An ordinary run into a directory that is thrown away; its lines become the table of this machine."""
+    from tempfile import TemporaryDirectory
+
+    from raymoe.doctor import tune
+    from raymoe.report.record import Record
+    from raymoe.run import Request, run
+
+    gpus = tune.gpus_to_tune()
+    print(f"measuring copies between {gpus} GPUs; this takes a minute or two", file=sys.stderr, flush=True)
+    job = _load(tune.CONFIG, [f"world.ranks={gpus}"])
+    with TemporaryDirectory(prefix="raymoe-tune-") as folder:
+        # A Ray of its own: a cluster might place the ranks on another machine than the one that keeps the table.
+        code = run(Request(tune.CONFIG, (f"world.ranks={gpus}",), address="local", out=Path(folder), quiet=True))
+        if code:
+            return code
+        lines = Record.read(Path(folder)).lines
+    table = tune.table_of(lines, job)
+    say(tune.told(tune.times_of(lines, job), table))
+    say(f"auto goes by this on every {table.gpu} that reads {table.save()}\n")
+    return 0
 
 
 def _draw(runs: Sequence[Path]) -> None:

@@ -31,6 +31,8 @@ _NAMES = {
 }
 _MOST_LINKS = 18
 _SWITCH = 2  # nvmlIntNvLinkDeviceType_t
+_NVLINK = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
+"""nvmlNvlinkVersion_t numbers the versions and their halves one by one: an H200 says 6 and has NVLink 4."""
 # nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo -m`
 _LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _SMI_S = 20.0
@@ -121,7 +123,7 @@ class Library:
 
     def _version(self, handle: Any, links: int) -> int | None:
         version = self.maybe("link_version", handle, 0) if links else None
-        return None if version is None else int(version)
+        return None if version is None else _NVLINK.get(int(version))
 
     def _links(self, handle: Any) -> list[tuple[int | None, str]]:
         """Of each active link, what is at its other end: the kind of device, and its place on the PCI bus."""

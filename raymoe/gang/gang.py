@@ -20,7 +20,7 @@ from raymoe.gang.placement import Room, Seat, order
 from raymoe.gang.rank import Line, RankActor, Seating, Status
 from raymoe.gang.undertaker import bury
 from raymoe.job import Job
-from raymoe.workload.room import bytes_per_rank
+from raymoe.workload.room import bytes_per_rank, device_bytes_per_rank
 
 POLL_S = 0.2  # how often each rank is asked where it is
 START_S = 60.0  # for the first rank of a generation to answer: process start, import of torch
@@ -185,7 +185,7 @@ class Gang:
                         threads=max(1, int(world.cpus)),
                         device=self.room.device,
                         share_gpu=world.share_gpu,
-                        nbytes=bytes_per_rank(self.job),
+                        nbytes=(device_bytes_per_rank if self.room.device == "cuda" else bytes_per_rank)(self.job),
                     ),
                 ),
             )

@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from raymoe.job import Job
 from raymoe.job.errors import PlacementError
+from raymoe.job.kind import kind_of_ranks
 from raymoe.job.sections import World
 
 
@@ -47,10 +48,7 @@ def device_for(job: Job) -> str:
     `auto` looks at whether there are GPUs at all, never at whether there are enough: a run that was meant for GPUs and
     found too few fails to be placed, and does not give CPU figures.
     """
-    if job.world.device != "auto":
-        return job.world.device
-    wants_cpu = job.workload != "p2p" or "host" in job.p2p.transports
-    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 and not wants_cpu else "cpu"
+    return kind_of_ranks(job) or ("cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu")
 
 
 def bundle_for(world: World, device: str) -> dict[str, float]:

@@ -41,7 +41,7 @@ class Seating:
     threads: int
     device: str
     share_gpu: bool
-    nbytes: int  # of host memory that each rank needs
+    nbytes: int  # that each rank needs: of its GPU's memory, or of the host's on CPU ranks
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Rank:
 
         from raymoe.gang.metrics import RankMetrics
         from raymoe.memory.world import World
-        from raymoe.workload.room import check_room
+        from raymoe.workload.room import check_device_room, check_room
 
         if seating.rank == 0 and seating.device == "cpu":  # for all: they are on one node
             check_room(seating.size, seating.nbytes)
@@ -132,6 +132,9 @@ class Rank:
             device=seating.device,
             share_gpu=seating.share_gpu,
         )
+        if seating.device == "cuda":
+            gpu, sharers = torch.cuda.get_device_properties(0), seating.size if seating.share_gpu else 1
+            check_device_room(sharers, seating.nbytes, f"the {gpu.name} of rank {seating.rank}", gpu.total_memory)
         return dict(self.world.descriptor())
 
     def _wire(self, descriptors: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,8 @@
-"""How much memory a job needs, and whether this machine has it. No torch in here: it is asked before Ray starts."""
+"""How much memory a job needs, and whether a machine or a GPU has it.
+
+No torch in here: for the host's memory it is asked before Ray starts, in a process that makes no CUDA context. What a
+GPU has is known where a rank has opened it, and compared there before anything is allocated.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,18 @@ from pathlib import Path
 
 from raymoe.exchange.slots import slots_layout
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job import Job
+from raymoe.job import Case, Job
 from raymoe.job.errors import PlacementError
+from raymoe.job.kind import kind_of_ranks
 from raymoe.memory.heap import ITEM_BYTES
+from raymoe.workload.room_exchange import exchange_device_bytes
 
 GIB = 2**30
 BATCHES, BATCHES_BYTES = 7, 256 * 2**20
 ORACLE_BYTES = 320 * 2**20  # the most that a verified step was seen to hold beside its rows
+BESIDE_BYTES = 3 * 2**29
+"""Of a GPU, for each rank, beside what its cases hold: a CUDA context and kernels, NCCL's buffers, what bytes are drawn
+and compared in, and the many slots of small messages. An estimate, on the large side."""
 
 
 def spec_of(job: Job) -> ExchangeSpec:
@@ -29,6 +38,8 @@ def spec_of(job: Job) -> ExchangeSpec:
         alignment=exchange.alignment,
         padding=exchange.padding,
         capacity=exchange.capacity,
+        wire=exchange.wire.model_dump(exclude_none=True),
+        output=exchange.output,
     )
 
 
@@ -39,8 +50,38 @@ def batches_of(batch_bytes: int) -> int:
 
 
 def bytes_per_rank(job: Job) -> int:
-    """What the largest case of a job takes on one rank: its heap, the rows it holds, and what its experts hold."""
-    return max(_case_bytes(case.job) for case in job.cases())
+    """Of the host's memory, what the largest case takes on a CPU rank: its heap, its rows, and what its experts hold.
+
+    GPU ranks have all that on their GPUs. A job for `auto` counts as one on CPUs: nobody knows yet where it will run.
+    """
+    return 0 if kind_of_ranks(job) == "cuda" else max(_case_bytes(case.job) for case in job.cases())
+
+
+def device_bytes_per_rank(job: Job) -> int:
+    """Of a GPU's memory, what the largest case of a job takes on one rank, and what there is beside it."""
+    return BESIDE_BYTES + max(device_bytes(case) for case in job.cases())
+
+
+def device_bytes(case: Case) -> int:
+    """What a case holds of the GPU of each rank; every workload with GPU ranks is counted here."""
+    job = case.job
+    if job.workload == "p2p":
+        return _p2p_device_bytes(job)
+    if job.workload == "exchange":
+        spec = spec_of(job)
+        return exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
+    return 0
+
+
+def _p2p_device_bytes(job: Job) -> int:
+    """Slots are freed after each size. Sources and landings are torch's, which keeps what it once had of every size.
+
+    Bytes that are put land in the slot, bytes that are fetched lie ready in it; NCCL needs both a source and a landing.
+    """
+    asked = job.p2p
+    peers = job.world.ranks - 1 if asked.pattern == "all_to_all" else 1
+    kept = 2 if "collective" in asked.transports else 1
+    return peers * (max(asked.bytes) + kept * sum(asked.bytes))
 
 
 def _case_bytes(job: Job) -> int:
@@ -66,7 +107,20 @@ def check_room(ranks: int, each: int, available: int | None = None) -> None:
     if ranks * each > has:
         raise PlacementError(
             f"asked for {ranks} ranks of {each / GIB:.1f} GiB each, and this machine has {has / GIB:.1f} GiB to give; "
-            "lower shape.tokens, shape.hidden or world.ranks, or set exchange.capacity"
+            "lower shape.tokens, shape.hidden, p2p.bytes or world.ranks, or set exchange.capacity"
+        )
+
+
+def check_device_room(sharers: int, each: int, gpu: str, has: int) -> None:
+    """Refuse a rank whose GPU has less memory in all than it and those that share the GPU need.
+
+    What others hold of it now may be given back meanwhile, as by a generation that has just died; so it does not count.
+    """
+    if sharers * each > has:
+        asked = f"a rank of {each / GIB:.1f} GiB" if sharers == 1 else f"{sharers} ranks of {each / GIB:.1f} GiB each"
+        raise PlacementError(
+            f"asked for {asked} on one GPU, and {gpu} has {has / GIB:.1f} GiB; lower p2p.bytes, shape.tokens, "
+            "shape.hidden or world.ranks, or set exchange.capacity"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,6 +14,9 @@ from raymoe.device.gpu import Gpu
 from raymoe.device.jit import Compiler
 from raymoe.device.kernels import Kernels
 from tests.gpu.copies import Copies
+
+if TYPE_CHECKING:
+    from tests.gpu.ranks import GpuRanks
 
 LEAST = (9, 0)
 
@@ -59,3 +63,13 @@ def error_word(gpu) -> Iterator[ErrorWord]:
 @pytest.fixture
 def copies(kernels) -> Copies:
     return Copies(kernels)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[GpuRanks]:
+    """One more than there are GPUs, and three at least."""
+    from tests.gpu.ranks import GPUS, RANKS, GpuRanks, free_bytes
+
+    with GpuRanks(max(RANKS, GPUS + 1)) as started:
+        started.run(RANKS, free_bytes)  # torch's own memory is there before anybody measures
+        yield started

@@ -1,17 +1,10 @@
-"""Device memory between processes, on real GPUs: one for each rank where there are enough, else one that all share.
-
-Every rank is a process of its own, started by `GpuRanks`, killed at the end and never waited for without a limit.
-"""
+"""Device memory between processes, on real GPUs: one for each rank where there are enough, else one that all share."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,101 +15,12 @@ from raymoe.job.errors import PeerTimeout, PlacementError, WiringError
 from raymoe.memory.cuda_ipc import GRANULE, KIND
 from raymoe.memory.heap import Layout, Region
 from raymoe.memory.world import World
+from tests.gpu.ranks import DEADLINE_S, GPUS, NEEDS_GPU, RANKS, GpuRanks, RankGone, free_bytes
 
-GPUS = torch.cuda.device_count() if torch.version.cuda else 0
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason=f"needs an NVIDIA GPU; torch {torch.__version__} sees none here"),
-]
+pytestmark = NEEDS_GPU
 
-RANKS = max(3, GPUS)
 ROWS = Layout.of([Region.words("flag", RANKS), Region("rows", (RANKS, 1 << 20), "bfloat16"), Region.words("zero", 9)])
 SLACK = 4 * GRANULE  # of what a driver may keep for itself
-DEADLINE_S = 90.0
-
-
-class GpuRanks:
-    """`run(size, f, *args)` calls `f(world, *args)` on ranks of a new world, each in its process, pinned to a GPU."""
-
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
-        self.pipes: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, visible[rank % GPUS]), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def run(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
-        """The results in rank order; the first error is raised."""
-        outcomes = self.outcomes(size, function, *args, **options)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return outcomes
-
-    def outcomes(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
-        """The results, or the errors in their place."""
-        deadline = time.monotonic() + DEADLINE_S
-        options = {"share_gpu": size > GPUS, "timeout_s": 20.0, **options}
-        for rank, pipe in enumerate(self.pipes[:size]):
-            pipe.send((rank, size, function, args, options))
-        descriptors = [_receive(pipe, deadline) for pipe in self.pipes[:size]]
-        for pipe in self.pipes[:size]:
-            pipe.send(descriptors)
-        return [_receive(pipe, deadline) for pipe in self.pipes[:size]]
-
-    def __enter__(self) -> GpuRanks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-
-
-def _receive(pipe: Connection, deadline: float) -> Any:
-    if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        raise TimeoutError(f"a rank process did not answer within {DEADLINE_S} s")
-    try:
-        return pipe.recv()
-    except (EOFError, ConnectionResetError) as error:
-        return error  # the process is gone
-
-
-def _serve(pipe: Connection, gpu: str) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # as Ray does; nothing has asked CUDA anything yet
-    with contextlib.suppress(EOFError):
-        while True:
-            rank, size, function, args, options = pipe.recv()
-            world = World.open(rank, size, name="gpu-tests", device="cuda", **options)
-            pipe.send(world.descriptor())
-            try:
-                world.wire(pipe.recv())
-                outcome = function(world, *args)
-            except Exception as error:  # noqa: BLE001 - the test judges it
-                outcome = error
-            world.close(together=not isinstance(outcome, Exception))
-            pipe.send(outcome)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[GpuRanks]:
-    with GpuRanks(max(RANKS, GPUS + 1)) as started:
-        started.run(RANKS, free_bytes)  # torch's own memory is there before anybody measures
-        yield started
-
-
-def free_bytes(world: World) -> int:
-    torch.zeros(1, device=world.device)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    world.barrier("settled")
-    return torch.cuda.mem_get_info()[0]
 
 
 # What one rank does
@@ -299,7 +203,7 @@ def test_an_exporter_that_is_killed_while_mapped() -> None:
         nbytes = one.run(1, free_bytes)[0] // 3
     with GpuRanks(2) as pair:
         found, gone = pair.outcomes(2, kill_a_peer, nbytes, timeout_s=2.0)
-        assert isinstance(gone, EOFError | ConnectionResetError)
+        assert isinstance(gone, RankGone)
         print(found)
         assert found["said"].startswith("rank 0 waited")
         assert "for rank 1 in lunch" in found["said"]

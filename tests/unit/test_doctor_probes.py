@@ -231,7 +231,7 @@ class FakeNvml(SimpleNamespace):
             nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=f"0000:{handle}".encode()),
             nvmlDeviceGetTopologyCommonAncestor=lambda *_: 50,
             nvmlDeviceGetNvLinkState=lambda _, link: unsupported() if word == "none" or link >= 12 else 1,
-            nvmlDeviceGetNvLinkVersion=lambda *_: 4,
+            nvmlDeviceGetNvLinkVersion=lambda *_: 6,  # NVLink 4
             nvmlDeviceGetNvLinkRemoteDeviceType=link_kind,
             nvmlDeviceGetNvLinkRemotePciInfo=link_pci,
         )
@@ -258,6 +258,8 @@ def test_the_binding_has_the_names_that_are_asked():
     module = pytest.importorskip("cuda.bindings.nvml")
     assert [names[0] for names in nvml._NAMES.values() if not hasattr(module, names[0])] == []
     assert hasattr(module.PciInfo, "bus_id")
+    versions = {each.name: int(each) for each in module.NvlinkVersion}
+    assert {nvml._NVLINK[versions[f"VERSION_{version}_0"]] for version in (1, 2, 4, 5)} == {1, 2, 4, 5}
     assert hasattr(module.Memory_v2, "total")
 
 

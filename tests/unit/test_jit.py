@@ -65,6 +65,27 @@ def test_the_second_start_compiles_nothing(folder, cubins):
     assert ".entry tiny" in cold.ptx
 
 
+START = """
+from raymoe.device.copy import COPY
+from raymoe.device.jit import shared_compiler
+compiler = shared_compiler()
+done = compiler.compiled(COPY, "sm_90a")
+print(compiler.compilations, done.key)
+"""
+
+
+def test_the_second_process_compiles_nothing_of_what_is_shipped(tmp_path):
+    def start() -> list[str]:
+        environment = {**os.environ, "RAYMOE_CACHE_DIR": str(tmp_path / "cache")}
+        command = [sys.executable, "-c", START]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    (cold, key), (warm, same) = start(), start()
+    assert (cold, warm, same) == ("1", "0", key)
+
+
 def test_threads_that_race_compile_once(folder, cubins):
     compiler, start = Compiler(folder, cubins), threading.Barrier(8)
 

@@ -1,0 +1,179 @@
+"""`raymoe doctor --tune`: from result lines to the table of transports, and the command around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import raymoe.run
+from raymoe import cli
+from raymoe.doctor import tune
+from raymoe.doctor.finding import Outcome
+from raymoe.job import Job, load_job
+from raymoe.job.errors import PlacementError, WrongResult
+from raymoe.report.directory import RunDirectory
+from raymoe.report.results import Line, complete
+from raymoe.run import Request
+from raymoe.transport.choice import CANDIDATES, FILE, PATTERNS, Table
+from raymoe.transport.spec import PROTOCOLS
+
+RANKS = 3
+KIB, MIB = 1 << 10, 1 << 20
+# Microseconds before the first byte, and bytes a microsecond.
+COST = {"tma": (3.0, 340e3), "copy_engine": (9.0, 390e3)}
+GPUS = Outcome({"gpus": [{"name": "NVIDIA H200"}] * RANKS})
+
+
+def job() -> Job:
+    return load_job(tune.CONFIG, [f"world.ranks={RANKS}"])
+
+
+def us(transport: str, protocol: str, pattern: str, nbytes: int) -> float:
+    start, speed = COST[transport]
+    if transport == "copy_engine" and (protocol, pattern) == ("get", "all_to_all"):
+        speed /= 2  # what an H200 does
+    return start + nbytes / speed
+
+
+def lines_of(job: Job) -> list[Line]:
+    """What a run of the config gives, on ranks whose first pair is slower than the others."""
+    lines = []
+    for case in job.cases():
+        p2p = case.job.p2p
+        ranks = range(job.world.ranks)
+        pairs = [(a, b) for a in ranks for b in ranks if a != b] if p2p.pattern == "pairs" else [(None, None)]
+        for transport in p2p.transports:
+            for nbytes in p2p.bytes:
+                for pair in pairs:
+                    time = us(transport, p2p.protocol, p2p.pattern, nbytes) * (10 if pair == (0, 1) else 1)
+                    known = {"case": case.name, "workload": "p2p", "op": "copy", "transport": transport}
+                    known |= {"pattern": p2p.pattern, "src": pair[0], "dst": pair[1], "bytes": nbytes, "us_p50": time}
+                    known |= {"device": "NVIDIA H200", "verified": True, "ranks": RANKS}
+                    lines.append(complete(known, run="tune-1", generation=0, commit=None))
+    return lines
+
+
+def test_the_config_measures_what_the_table_is_about() -> None:
+    cases = job().cases()
+    assert {(case.job.p2p.protocol, case.job.p2p.pattern) for case in cases} == {
+        (protocol, pattern) for protocol in PROTOCOLS for pattern in PATTERNS
+    }
+    assert all(set(case.job.p2p.transports) == set(CANDIDATES) for case in cases)
+    assert all(case.job.steps.verify and case.job.world.device == "cuda" for case in cases)
+
+
+def test_put_and_get_are_one_table_and_every_size_gets_the_faster_way() -> None:
+    table = tune.table_of(lines_of(job()), job())
+    assert table.gpu == "NVIDIA H200"
+    for case in job().cases():
+        protocol, pattern = case.job.p2p.protocol, case.job.p2p.pattern
+        for nbytes in case.job.p2p.bytes:
+            best = min(CANDIDATES, key=lambda way: us(way, protocol, pattern, nbytes))
+            assert table.pick(pattern, protocol, nbytes) == best, (pattern, protocol, nbytes)
+    assert table.pick("pairs", "put", 1) == "tma"
+    assert table.pick("pairs", "put", 256 * MIB) == table.pick("pairs", "get", 1 << 40) == "copy_engine"
+    assert {table.pick("all_to_all", "get", nbytes) for nbytes in (1, MIB, 1 << 40)} == {"tma"}
+
+
+def test_what_is_told() -> None:
+    lines = lines_of(job())
+    table = tune.table_of(lines, job())
+    said = tune.told(tune.times_of(lines, job()), table).splitlines()
+    assert said[0].split() == ["pattern", "protocol", "bytes", "copy_engine", "us", "tma", "us", "auto"]
+    smallest = next(row.split() for row in said if "4KiB" in row)
+    assert smallest == ["pairs", "put", "4KiB", "9.0", "3.0", "tma"]  # medians: the one slow pair does not count
+    assert len(said) == 1 + 4 * len(job().p2p.bytes) + 1 + 4
+    assert said[-4:] == [
+        "all_to_all put: tma, copy_engine from 16MiB",
+        "pairs put: tma, copy_engine from 16MiB",
+        "all_to_all get: tma",
+        "pairs get: tma, copy_engine from 16MiB",
+    ]
+
+
+def test_bytes_that_came_wrong_make_no_table() -> None:
+    lines = lines_of(job())
+    lines[5] |= {"verified": False}
+    with pytest.raises(WrongResult, match="case protocol=put,pattern=pairs has a line that is not verified"):
+        tune.table_of(lines, job())
+    with pytest.raises(WrongResult, match="gave no lines"):
+        tune.table_of([], job())
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (Outcome({"missing": "cuDriverGetVersion was called"}), "there is no NVIDIA driver here"),
+        (Outcome({"version": [13, 0], "error": "cuInit failed", "code": 802}), "CUDA does not start: cuInit failed"),
+        (Outcome(trouble="no answer within 60 s while starting CUDA"), "no answer within 60 s while starting CUDA"),
+        (Outcome({"gpus": [], "peers": []}), "this process sees 0 GPUs"),
+        (Outcome({"gpus": [{"name": "x"}]}), "this process sees 1 GPU; use a machine with more, or unset CUDA_VISIBLE"),
+    ],
+)
+def test_without_two_gpus_there_is_nothing_to_measure(told: Outcome, says: str) -> None:
+    with pytest.raises(PlacementError, match=says) as caught:
+        tune.enough(told)
+    assert caught.value.exit_code == 3
+
+
+class Runs:
+    """Stands in for `raymoe.run.run`: writes the directory that a run leaves."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.requests: list[Request] = []
+
+    def __call__(self, request: Request) -> int:
+        self.requests.append(request)
+        assert request.config is not None and request.out is not None
+        asked = load_job(request.config, request.sets)
+        with RunDirectory.create(request.out, asked.name) as directory:
+            directory.write_config(asked.resolved())
+            lines = lines_of(asked)
+            for case in asked.cases() if not self.code else ():
+                directory.add_case([line for line in lines if line["case"] == case.name])
+        return self.code
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tune, "Probes", lambda _: Seen())
+    return tmp_path / "cache"
+
+
+class Seen(dict[str, Outcome]):
+    def __init__(self) -> None:
+        super().__init__({"cuda": GPUS})
+
+    def close(self) -> None: ...
+
+
+def test_the_command_runs_the_config_on_all_gpus_and_writes_the_table(cache, monkeypatch, capsys) -> None:
+    runs = Runs()
+    monkeypatch.setattr(raymoe.run, "run", runs)
+    assert cli.main(["doctor", "--tune"]) == 0
+    [request] = runs.requests
+    assert (request.config, request.sets, request.address) == ("tune", (f"world.ranks={RANKS}",), "local")
+    assert request.out is not None and not request.out.exists()  # nothing is left behind
+    out, err = capsys.readouterr()
+    assert out.endswith(f"auto goes by this on every NVIDIA H200 that reads {cache / FILE}\n")
+    assert "between 3 GPUs" in err
+    assert Table.load() == tune.table_of(lines_of(job()), job())
+
+
+def test_a_run_that_fails_leaves_the_table_as_it_was(cache, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(raymoe.run, "run", Runs(code=5))
+    assert cli.main(["doctor", "--tune"]) == 5
+    assert capsys.readouterr().out == ""
+    assert Table.load() is None and not cache.exists()
+
+
+def test_a_table_that_cannot_be_kept_is_told_after_the_figures(cache, monkeypatch, capsys) -> None:
+    cache.write_text("a file, not a folder")
+    monkeypatch.setattr(raymoe.run, "run", Runs())
+    assert cli.main(["doctor", "--tune"]) == 8
+    out, err = capsys.readouterr()
+    assert "pairs put: tma, copy_engine from 16MiB" in out
+    assert "set RAYMOE_CACHE_DIR" in err.splitlines()[-1]

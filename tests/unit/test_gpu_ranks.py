@@ -1,0 +1,78 @@
+"""The rank processes of the GPU tests, on CPU ranks: a test that fails must not make the next one fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from raymoe.job.errors import ConfigError
+from raymoe.memory.world import World
+from tests.gpu import ranks
+from tests.gpu.ranks import GpuRanks, RankGone
+
+CPU = {"device": "cpu", "timeout_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[GpuRanks]:
+    with GpuRanks(2) as started:
+        yield started
+
+
+def pid(world: World) -> int:
+    world.barrier("here")
+    return os.getpid()
+
+
+def fail(world: World, how: str) -> int:
+    if world.rank == 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hangs":
+            time.sleep(60)
+        if how == "pytest":
+            pytest.fail("says pytest")  # no Exception
+        raise ConfigError("says rank 1")
+    return world.rank
+
+
+def sound(pair: GpuRanks) -> list[int]:
+    return pair.run(2, pid, **CPU)
+
+
+def test_ranks_that_did_well_are_kept(pair: GpuRanks) -> None:
+    assert sound(pair) == sound(pair)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [("raises", ConfigError, "says rank 1"), ("pytest", BaseException, "says pytest"), ("dies", RankGone, "code -9")],
+)
+def test_a_rank_that_failed_is_told_of_and_started_anew(
+    pair: GpuRanks, how: str, kind: type[BaseException], said: str
+) -> None:
+    before = sound(pair)
+    with pytest.raises(kind, match=said):
+        pair.run(2, fail, how, **CPU)
+    after = sound(pair)
+    assert not set(before) & set(after)
+
+
+def test_a_rank_that_hangs_is_not_waited_for_without_end(pair: GpuRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound(pair)
+    monkeypatch.setattr(ranks, "DEADLINE_S", 3.0)
+    good, hung = pair.outcomes(2, fail, "hangs", **CPU)
+    assert good == 0
+    assert isinstance(hung, RankGone) and "did not answer within 3.0 s" in str(hung)
+    monkeypatch.undo()
+    sound(pair)
+
+
+def test_a_world_that_cannot_be_opened_is_told_of(pair: GpuRanks) -> None:
+    with pytest.raises(ConfigError, match="timeout_s is 0"):
+        pair.run(2, pid, device="cpu", timeout_s=0)
+    sound(pair)

@@ -1,0 +1,218 @@
+"""What systems of this kind have got wrong before, and which test would catch it here.
+
+The list is checked: a test that is renamed or taken away must leave a name in its place. Tests that no other file has a
+place for are below it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from raymoe.device.copy import CopyLane
+from raymoe.job.errors import RaymoeError
+from raymoe.memory.world import World
+from raymoe.transport import channel, choice
+from raymoe.transport.channel import Channels, ChannelSpec
+from raymoe.transport.choice import CANDIDATES, Rule, Table
+from tests.unit.ranks import RankPool
+
+TESTS = Path(__file__).parents[1]
+HERE = "unit/test_known_defects.py"
+
+CAUGHT_BY = {
+    "lazy initialisation that threads race through": [
+        "unit/test_jit.py::test_threads_that_race_compile_once",
+        "unit/test_jit.py::test_processes_that_race_agree",
+        "unit/test_jit.py::test_there_is_one_compiler_a_process",
+        "unit/test_kernels_load.py::test_threads_that_race_load_once",
+        "gpu/test_jit_gpu.py::test_threads_that_race_load_once",
+    ],
+    "a program, module or memory that leaks where compiling, loading or looking up fails": [
+        "unit/test_jit.py::test_a_failure_tells_everything_and_leaves_nothing",
+        "unit/test_kernels_load.py::test_a_load_that_fails_leaves_nothing_and_is_not_remembered",
+        "unit/test_cuda_ipc.py::test_a_failure_in_the_middle_frees_what_was_made",
+        "gpu/test_jit_gpu.py::test_a_load_that_fails_leaves_nothing",
+    ],
+    "an entry of a cache that was half made and is launched later": [
+        "unit/test_jit.py::test_a_failure_reaches_all_who_wait_and_the_next_may_succeed",
+        "unit/test_jit.py::test_a_writer_that_is_killed_leaves_no_entry",
+        "unit/test_jit.py::test_a_damaged_entry_is_compiled_again_and_mended",
+        "unit/test_kernels_load.py::test_a_load_that_fails_leaves_nothing_and_is_not_remembered",
+    ],
+    "a value of an option that is passed over for the case of its letters": [
+        "unit/test_job_problems.py::test_a_problem_is_told_with_its_line_key_and_value",
+        "unit/test_transport_choice.py::test_a_spec_that_cannot_be_is_an_error",
+        "gpu/test_channels.py::test_what_cannot_be_is_refused_and_both_values_are_named",
+    ],
+    "a size that is cast to 32 bits": [
+        f"{HERE}::test_sizes_and_offsets_have_64_bits",
+        "gpu/test_copy_gpu.py::test_more_than_two_and_four_gigabytes",
+        "gpu/test_known_defects.py::test_a_message_of_more_than_two_gigabytes",
+        "gpu/test_cuda_ipc.py::test_a_region_behind_3_gib",
+    ],
+    "a size of 0 that launches no block": [
+        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
+        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+        "gpu/test_jit_gpu.py::test_launches_that_cannot_run_are_refused",
+    ],
+    "alignment that is checked of sizes and not of pointers": [
+        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
+        "gpu/test_copy_gpu.py::test_around_a_stage_and_around_a_round_of_all_stages",
+        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+    ],
+    "a module that is kept for the process and used on another GPU": [
+        "unit/test_kernels_load.py::test_every_gpu_gets_a_module_of_its_own",
+        "gpu/test_jit_gpu.py::test_every_gpu_of_the_process_has_its_own",
+        "gpu/test_jit_gpu.py::test_code_for_another_gpu_is_refused_and_not_kept",
+    ],
+    "two transfers of one pair that overwrite one another's rendezvous": [
+        f"{HERE}::test_two_sets_of_channels_between_one_pair_do_not_mix",
+        "unit/test_transport_choice.py::test_lanes_share_no_place_and_no_word",
+        "gpu/test_channels.py::test_two_transfers_of_one_pair_do_not_mix",
+    ],
+    "memory that its owner frees while a peer maps it": [
+        "unit/test_cuda_ipc.py::test_every_mapping_is_closed_before_any_memory_is_freed",
+        "unit/test_cuda_ipc.py::test_heaps_are_closed_in_any_order",
+        "unit/test_cuda_ipc.py::test_what_a_dead_peer_may_map_is_left_to_the_process",
+        "gpu/test_cuda_ipc.py::test_memory_outlives_a_close_that_came_too_early",
+        "gpu/test_cuda_ipc.py::test_an_exporter_that_is_killed_while_mapped",
+    ],
+    "bulk stores whose source was read, taken for stores that arrived": [
+        "unit/test_kernels_compile.py::test_a_flag_comes_after_stores_that_have_arrived_not_after_stores_that_were_read",
+        "gpu/test_copy_gpu.py::test_a_signal_never_comes_before_the_bytes",
+    ],
+    "a dead peer that is waited for without end": [
+        "unit/test_channel.py::test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use",
+        "gpu/test_channels.py::test_a_killed_peer_is_named",
+        "gpu/test_known_defects.py::test_a_killed_peer_does_not_keep_nccl_for_ever",
+        "gang/test_faults.py::test_a_rank_that_stops_answering_is_the_culprit",
+    ],
+    "an order of sends and receives that blocks a ring": [
+        f"{HERE}::test_a_ring_that_asks_to_receive_first",
+        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+    ],
+    "a choice for the whole process that each call reads anew, so that two ends differ": [
+        f"{HERE}::test_rank_0_alone_looks_at_the_table",
+        f"{HERE}::test_the_choice_is_made_once",
+        "gpu/test_known_defects.py::test_two_ends_with_different_tables_use_one_transport",
+    ],
+    "tests of no more than one chunk": [
+        "gpu/test_copy_gpu.py::test_many_chunks",
+        "gpu/test_channels.py::test_many_channels_and_slots_at_once",
+        "gpu/test_p2p_gpu.py::test_every_line_is_complete_and_verified",
+    ],
+}
+
+
+@pytest.mark.parametrize("defect", CAUGHT_BY)
+def test_the_tests_that_would_catch_it_are_there(defect: str) -> None:
+    for named in CAUGHT_BY[defect]:
+        path, _, name = named.partition("::")
+        tree = ast.parse((TESTS / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, named
+
+
+def test_sizes_and_offsets_have_64_bits() -> None:
+    size = (5 << 30) + 7
+    packed = bytes(CopyLane(1 << 40, 3 << 40, size).packed())
+    at = CopyLane.offsets()["bytes"]
+    assert int.from_bytes(packed[at : at + 8], "little") == size
+    spec = ChannelSpec(((0, 1), (2, 1)), (size,), slots=2)
+    assert spec.nbytes == size
+    assert spec.layout("cuda").nbytes > 4 * size
+    assert spec.lane(2, 1, slot=1).place * spec.stride > 3 * size
+
+
+def two_sets(world: World) -> list[list[int]]:
+    """Rank 0 sends by one set and then the other, rank 1 asks in the other order; what each set gave."""
+    sets = [Channels(world, ChannelSpec(((0, 1),), (5000,))) for _ in range(2)]
+    heard: list[list[int]] = [[], []]
+    for turn in range(4):
+        if world.rank == 0:
+            for which in (0, 1):
+                sets[which].send(1, torch.full((5000,), 100 * which + turn, dtype=torch.uint8))
+        else:
+            for which in (1, 0):
+                heard[which] += set(sets[which].receive(0).tolist())
+                sets[which].release(0)
+    for channels in sets:
+        channels.close()
+    return heard
+
+
+def test_two_sets_of_channels_between_one_pair_do_not_mix(pool: RankPool) -> None:
+    assert pool.run(2, two_sets)[1] == [[0, 1, 2, 3], [100, 101, 102, 103]]
+
+
+def round_the_ring(world: World) -> list[int]:
+    pairs = tuple((rank, (rank + 1) % world.size) for rank in range(world.size))
+    left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    channels = Channels(world, ChannelSpec(pairs, (100_000,)))
+    heard = []
+    for turn in range(5):
+        with channels.together():
+            got = channels.receive(left)
+            channels.send(right, torch.full((100_000,), 10 * world.rank + turn, dtype=torch.uint8))
+        heard += sorted(set(got.tolist()))
+        channels.release(left)
+    channels.close()
+    return heard
+
+
+def test_a_ring_that_asks_to_receive_first(pool: RankPool) -> None:
+    assert pool.run(3, round_the_ring) == [[10 * ((rank - 1) % 3) + turn for turn in range(5)] for rank in range(3)]
+
+
+class Standing:
+    """Stands for the world of a GPU rank; the ranks take their turns, rank 0 first."""
+
+    device = SimpleNamespace(type="cuda")
+    gpu = SimpleNamespace(name="NVIDIA H200")
+
+    def __init__(self, rank: int, board: dict[str, list[Any]]) -> None:
+        self.rank, self.size, self._board = rank, 2, board
+
+    def swap(self, value: object, what: str) -> list[Any]:
+        told = self._board.setdefault(what, [None, None])
+        told[self.rank] = value
+        return told
+
+    def agree(self, problem: RaymoeError | None, what: str) -> None:  # noqa: ARG002 - as World has it
+        if problem is not None:
+            raise problem
+
+
+@pytest.mark.parametrize("transport", CANDIDATES)
+def test_rank_0_alone_looks_at_the_table(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    other = CANDIDATES[1 - CANDIDATES.index(transport)]
+    tables = [Table("NVIDIA H200", (Rule("pairs", "put", 0, way),)) for way in (transport, other)]
+    monkeypatch.setattr(choice.Table, "load", lambda: tables.pop(0))
+    board: dict[str, list[Any]] = {}
+    spec = ChannelSpec(((0, 1),), (4096,))
+    assert [choice.chosen(cast(World, Standing(rank, board)), spec) for rank in (0, 1)] == [transport] * 2
+    assert len(tables) == 1
+
+
+def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def count(world: World, spec: ChannelSpec) -> str:
+        asked.append(spec)
+        return choice.chosen(world, spec)
+
+    monkeypatch.setattr(channel, "chosen", count)
+    with World.open(0, 1) as world:
+        world.wire([world.descriptor()])
+        channels = Channels(world, ChannelSpec(((0, 0),), (8,)))
+        for turn in range(3):
+            channels.send(0, torch.full((8,), turn, dtype=torch.uint8))
+            assert channels.receive(0).tolist() == [turn] * 8
+            channels.release(0)
+        channels.close()
+    assert len(asked) == 1
