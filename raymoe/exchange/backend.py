@@ -1,46 +1,80 @@
-"""What a backend does: it moves rows, and what is told about them, between ranks. All arithmetic is the exchange's.
-
-Both operations are collective and raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
-"""
+"""What a backend of an exchange does, on CPUs and on GPUs: both operations whole, on arguments that were checked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from raymoe.exchange.arrays import Array, Bags
-from raymoe.exchange.placing import Arrived
-from raymoe.exchange.refusal import Refusal
-from raymoe.exchange.sending import Sending
+from raymoe.exchange.dispatched import Dispatched
 
 
-@dataclass
-class Home:
-    """What came back: row `where[i]` of `table` belongs to row i of the sending; `refusals` are those of all ranks."""
+@dataclass(frozen=True)
+class Tokens:
+    """What one rank hands over to a dispatch: on its world's device, of the spec's dtypes and shapes, contiguous."""
 
-    table: torch.Tensor
-    where: Array
-    refusals: Sequence[Refusal]
-
-
-@dataclass
-class Visit:
-    """What one rank keeps of a dispatch in order to send its rows home."""
-
-    sending: Sending
-    counts: Array  # [R] rows that arrived from each source
-    where: Array  # [N] the row of the backend's table in which each came
+    x: torch.Tensor  # [T', H]
+    ids: torch.Tensor  # [T', K] int32 or int64, global
+    weights: torch.Tensor  # [T', K] float32
+    num_tokens: torch.Tensor | None
+    """int32[1] on the device: how many of the T' tokens are there. On CPUs it is checked, on GPUs not. None: all."""
 
 
 class Backend(Protocol):
-    def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        """Send rows `sending.tokens` of `x` and bring what the others send here."""
+    """Operations are collective, in one order on all ranks. On a GPU they are enqueued on the current stream, and
+    nothing waits for the device unless the backend says so.
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
-        """Send home bag i's sum of `rows` for arrived row i, and this rank's refusal; bring what the others send."""
+    They raise `ConfigError` where the caller is at fault and no peer was told of the operation, `DataRefused` where all
+    ranks refuse a step and the next one works. After any other error the exchange calls nothing but `close`.
+    """
+
+    capturable: bool
+    """Whether dispatch and combine can be captured in a CUDA graph."""
+
+    @property
+    def sms(self) -> int | None:
+        """The most multiprocessors that one of its launches occupies; None where that is not ours to say."""
+
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        """Send tokens to the ranks of their experts. Rows are put into `out`, [C, H]; None with layout `rank`. What it
+        gives has this backend as its `_owner`."""
+
+    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        """Send home the sums of `rows`, [C, H], and write y into `out`, [T', H], all of it."""
+
+    def check(self) -> None:
+        """Wait for the device; raise what is wrong: a failed wait, always, or refused data, once."""
 
     def close(self, together: bool) -> None:
-        """Give up memory and connections; `together` if all ranks close now."""
+        """Give up memory and connections; `together` if all ranks close now. What was dispatched stays valid."""
+
+
+@runtime_checkable
+class InHalves(Protocol):
+    """What a backend has besides if an operation can be enqueued in two halves, with other work between them.
+
+    No other operation of the same kind comes between the halves of one, on any exchange of its workspace.
+    """
+
+    def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        """Put the rows on their way."""
+
+    def dispatch_receive(self, got: Dispatched) -> None:
+        """Wait for rows and put them where they belong."""
+
+    def combine_send(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        """Put the sums of `rows` on their way."""
+
+    def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        """Wait for the ranks' sums and add them up."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A combine whose sums are on their way."""
+
+    rows: torch.Tensor
+    got: Dispatched
+    weighted: bool
+    y: torch.Tensor

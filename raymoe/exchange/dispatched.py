@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from raymoe.exchange.backend import Visit
-from raymoe.exchange.placing import Placement
-
 
 @dataclass
 class Dispatched:
-    """Rows for this rank's experts. All but the rows belongs to this object, so several may be outstanding.
+    """Rows for this rank's experts, all of it on the device of the world. Everything but the rows belongs to this
+    object, so several may be outstanding.
 
-    With layout `expert`, row i is `x[i]`, in the memory that the caller gave or in the exchange's own, which its next
-    dispatch overwrites. With layout `rank`, row i is `x[index[i]]`, where `x` is the whole slot region: its rows stay
-    until this rank's next dispatch, and gaps point to a row of zeros.
+    With layout `expert`, row i is `x[i]`, in the memory that the caller gave or in the exchange's own, which is
+    overwritten `depth` dispatches later. With layout `rank`, row i is `x[index[i]]`, where `x` is all slots: its
+    rows stay until this rank's next dispatch, and gaps point to a row of zeros.
     """
 
     x: torch.Tensor
@@ -26,6 +24,10 @@ class Dispatched:
     index: torch.Tensor | None  # int64[C] with layout `rank`
     tokens: int  # T' of the dispatch: the rows of y
 
-    _placement: Placement
-    _visit: Visit
+    _home: object
+    """What the backend that made this needs in order to send rows home."""
     _owner: object
+    """That backend."""
+
+    scales: torch.Tensor | None = None
+    """float32[C, ceil(H / 128)] with output `raw`, strides (1, C rounded up to 4)."""

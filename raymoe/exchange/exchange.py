@@ -2,50 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import torch
 
-from raymoe.exchange.arguments import check_combine, check_dispatch, check_out
-from raymoe.exchange.arrays import Array
-from raymoe.exchange.backend import Backend, Visit
+from raymoe.device.driver import CaptureError
+from raymoe.exchange.arguments import Arguments, capturing
+from raymoe.exchange.backend import InHalves, Sent, Tokens
+from raymoe.exchange.choice import Wish, choose, make
 from raymoe.exchange.dispatched import Dispatched
-from raymoe.exchange.placing import Arrived, Placement
-from raymoe.exchange.refusal import Refusal, raise_first
-from raymoe.exchange.sending import Sending
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.summing import RowSums
 from raymoe.job.errors import ConfigError, DataRefused, RaymoeError
 from raymoe.memory.world import World
 
-BACKENDS = ("auto", "host", "collective", "allgather")
+if TYPE_CHECKING:
+    from raymoe.exchange.workspace import Workspace
+
+_HARMLESS = (ConfigError, CaptureError, DataRefused)
+"""What leaves no peer in the middle of an operation: a caller's mistake, told before, and data that all refuse."""
 
 
 class Exchange:
     """Sends each token's row to the ranks of its experts, and brings the weighted sum of their results back.
 
     Making one is collective: all ranks of the world, the same spec, the same backend. So are `dispatch` and `combine`,
-    in one order on all ranks. Data that is refused makes every rank raise `DataRefused` in the same combine, and the
+    in one order on all ranks. Data that is refused makes every rank raise `DataRefused` for the same combine, and the
     next step works; a peer that does not answer makes the exchange unusable.
+
+    On GPUs both are enqueued on the current stream and nothing waits, so failures show later: in `check`, which waits,
+    and refused data also in y, which is NaN on all ranks. What is captured in a CUDA graph may be replayed until
+    `close`; the memory that a captured call made is kept as long.
     """
 
-    def __init__(self, world: World, spec: ExchangeSpec, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        world: World,
+        spec: ExchangeSpec,
+        backend: str = "auto",
+        *,
+        workspace: Workspace | None = None,
+        sms: int | str = "auto",
+    ) -> None:
+        if capturing(world.device):
+            raise CaptureError("an exchange was to be made inside a capture; make it before, its calls can be captured")
         self.world, self.spec = world, spec
-        self.backend = _agree(world, spec, backend)
-        self._backend = _make(self.backend, world, spec)
-        self._capacity = spec.rows(world.size)
-        self._dtype: torch.dtype = getattr(torch, spec.dtype)
-        rows = self._capacity if spec.layout == "expert" else 0
-        self._rows = torch.empty(rows, spec.hidden, dtype=self._dtype)
+        wish = Wish(backend, workspace, sms)
+        self.backend = choose(world, spec, wish)
+        self._arguments = Arguments(spec, world.size, world.device)
+        self._backend = make(self.backend, world, spec, wish)
+        self._own = _own_rows(world, spec)
+        self._turn = 0
+        self._kept: list[object] = []
         self._poison: RaymoeError | None = None
-        self._known: DataRefused | None = None
-        self._crossed = [0, 0]
+        self._dispatched: Dispatched | None = None
+        self._sent: Sent | None = None
         self._closed = False
+
+    @property
+    def capturable(self) -> bool:
+        """Whether calls can be captured in a CUDA graph."""
+        return self._backend.capturable
+
+    @property
+    def sms(self) -> int | None:
+        """The most multiprocessors that one launch of an operation occupies; None where that is not ours to say."""
+        return self._backend.sms
 
     @torch.no_grad()
     def dispatch(
@@ -58,18 +82,8 @@ class Exchange:
     ) -> Dispatched:
         """Send the first `num_tokens` rows of `x[T', H]` (all of them unless said) to the ranks of their experts."""
         self._ready("dispatch")
-        n = check_dispatch(self.spec, x, topk_idx, topk_weights, num_tokens)
-        if out is not None:
-            check_out(self.spec, out, self._capacity)
-        ids, weights = topk_idx.numpy()[:n], topk_weights.detach().numpy()[:n]
-        sending = Sending.of(ids, weights, self.world.size, self.spec.experts)
-        with self._poisoning():
-            arrived = self._backend.dispatch(x, sending)
-        local = self.spec.local_experts(self.world.size)
-        placement = Placement.of(arrived, local, self.spec.alignment, self._capacity)
-        self._crossed[0] = self._bytes(sending.counts)
-        self._know(sending.refusal or placement.refusal)
-        return self._got(arrived, placement, sending, out, len(x))
+        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
+        return self._dispatch(self._backend.dispatch, tokens, out)
 
     @torch.no_grad()
     def combine(
@@ -77,43 +91,64 @@ class Exchange:
     ) -> torch.Tensor:
         """Sum what the experts made of each token, times the router's weights if `weighted`, into `y[T', H]`."""
         self._ready("combine")
-        check_combine(self.spec, rows, got, self, self._capacity)
-        if out is not None:
-            check_out(self.spec, out, got.tokens)
-        visit = got._visit
-        refusal = visit.sending.refusal or got._placement.refusal
-        bags = got._placement.going_home(weighted)
+        return self._combine(self._backend.combine, rows, got, weighted, out).y
+
+    @torch.no_grad()
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_tokens: int | torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Dispatched:
+        """The first half of a dispatch: rows set out. Enqueue what needs none of them, then `dispatch_receive`; before
+        that the result holds nothing, and `x`, `topk_idx` and `topk_weights` stay as they are."""
+        halves = self._halves("dispatch_send")
+        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
+        self._dispatched = self._dispatch(halves.dispatch_send, tokens, out)
+        return self._dispatched
+
+    @torch.no_grad()
+    def dispatch_receive(self, got: Dispatched) -> Dispatched:
+        """The second half: wait for the rows, on the device, and put them where they belong. Gives `got`."""
+        halves = self._halves("dispatch_receive", got)
+        self._dispatched = None
         with self._poisoning():
-            home = self._backend.combine(rows, bags, visit, refusal)
-        self._crossed[1] = self._bytes(visit.counts)
-        y = torch.empty(got.tokens, self.spec.hidden, dtype=self._dtype) if out is None else out
-        if any(home.refusals):
-            self._known = None
-            y.fill_(torch.nan)
-            raise_first(home.refusals, self.spec)
-        RowSums(home.table, visit.sending.coming_home(home.where, got.tokens)).write(0, got.tokens, y)
-        return y
+            halves.dispatch_receive(got)
+        return got
+
+    @torch.no_grad()
+    def combine_send(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool = True, out: torch.Tensor | None = None
+    ) -> Sent:
+        """The first half of a combine: sums set out. `rows` stay as they are until `combine_receive`."""
+        self._sent = self._combine(self._halves("combine_send").combine_send, rows, got, weighted, out)
+        return self._sent
+
+    @torch.no_grad()
+    def combine_receive(self, sent: Sent) -> torch.Tensor:
+        """The second half: wait for the ranks' sums, on the device, and add them up. Gives y."""
+        halves = self._halves("combine_receive", sent)
+        self._sent = None
+        with self._poisoning():
+            halves.combine_receive(sent.rows, sent.got, sent.weighted, sent.y)
+        return sent.y
 
     def check(self) -> None:
-        """Raise what this rank knows to be wrong: a failed wait, or the data of its last dispatch."""
+        """Wait for the device, then raise what this rank knows to be wrong: a failed wait, or refused data, once."""
+        if capturing(self.world.device):
+            raise CaptureError("check waits for the device, which a capture cannot; call it after the replay")
         self._ready("check")
-        if self._known is not None:
-            known, self._known = self._known, None
-            raise known
-
-    def bytes_wire(self) -> tuple[int, int]:
-        """Bytes of rows that this rank's last dispatch and its last combine had to send to other ranks.
-
-        Each (token, destination rank) counts once, whatever a backend really moves, so that times of different backends
-        are for the same work.
-        """
-        return self._crossed[0], self._crossed[1]
+        with self._poisoning():
+            self._backend.check()
 
     def close(self, together: bool = True) -> None:
-        """Give up memory and connections. What was dispatched stays valid."""
+        """Give up memory and connections. What was dispatched stays valid, graphs of this exchange do not."""
         if not self._closed:
             self._closed = True
             self._backend.close(together and self._poison is None)
+            self._kept.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -123,17 +158,70 @@ class Exchange:
     ) -> None:
         self.close(together=error is None)
 
-    def _ready(self, op: str) -> None:
+    def _dispatch(
+        self, call: Callable[[Tokens, torch.Tensor | None], Dispatched], tokens: Tokens, out: torch.Tensor | None
+    ) -> Dispatched:
+        into = self._own_turn() if out is None else self._arguments.given(out)
+        with self._poisoning():
+            got = call(tokens, into)
+        self._keep_if_captured(tokens, got)
+        return got
+
+    def _combine(
+        self,
+        call: Callable[[torch.Tensor, Dispatched, bool, torch.Tensor], None],
+        rows: torch.Tensor,
+        got: Dispatched,
+        weighted: bool,
+        out: torch.Tensor | None,
+    ) -> Sent:
+        rows = self._arguments.combine(rows, got, self._backend)
+        if got is self._dispatched:
+            raise ConfigError("combine of what has not arrived; call dispatch_receive first")
+        if out is None:
+            y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
+        else:
+            y = self._arguments.given_home(out, got.tokens)
+        with self._poisoning():
+            call(rows, got, weighted, y)
+        self._keep_if_captured(rows, got, y)
+        return Sent(rows, got, weighted, y)
+
+    def _keep_if_captured(self, *memory: object) -> None:
+        if capturing(self.world.device):
+            self._kept += memory
+
+    def _halves(self, op: str, begun: Dispatched | Sent | None = None) -> InHalves:
+        """The backend, if it has this half and its turn has come; `begun` is what the first half gave."""
+        self._ready(op, begun)
+        if not isinstance(self._backend, InHalves):
+            raise ConfigError(f"{op} asked for; {self.backend} has no operation in halves: take fused or staged")
+        return self._backend
+
+    def _ready(self, op: str, begun: Dispatched | Sent | None = None) -> None:
+        """Raise where a call cannot be made."""
         if self._closed:
             raise ConfigError(f"{op} on rank {self.world.rank}: this exchange is closed; make a new one")
         if self._poison is not None:
             raise self._poison
+        kind = op.partition("_")[0]
+        pending = {"dispatch": self._dispatched, "combine": self._sent}.get(kind)
+        if pending is not begun:
+            what = f"{kind}_send has been called" if begun is None else f"that is not what the last {kind}_send gave"
+            raise ConfigError(f"{op} on rank {self.world.rank}: {what}; {kind}_receive of it comes next")
+        if capturing(self.world.device) and not self._backend.capturable:
+            raise ConfigError(
+                f"{op} by {self.backend} cannot be captured, because it waits for the device to learn how many rows go "
+                "where; call it eagerly, or take fused or staged"
+            )
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
-        """Whatever ends a movement early leaves peers in the middle of it: this rank must not write to them again."""
+        """Whatever ends an operation early leaves peers in the middle of it: this rank must not write to them again."""
         try:
             yield
+        except _HARMLESS:
+            raise
         except RaymoeError as error:
             self._poison = error
             raise
@@ -141,74 +229,17 @@ class Exchange:
             self._poison = RaymoeError(f"this exchange is unusable: {type(error).__name__} ended an operation early")
             raise
 
-    def _know(self, refusal: Refusal) -> None:
-        self._known = None
-        if refusal:
-            self._known = DataRefused(refusal.sentence(self.world.rank, self.spec, self.world.size))
-
-    def _bytes(self, counts: Array) -> int:
-        return int(counts.sum() - counts[self.world.rank]) * self.spec.row_bytes
-
-    def _got(
-        self, arrived: Arrived, placement: Placement, sending: Sending, out: torch.Tensor | None, tokens: int
-    ) -> Dispatched:
-        offsets = placement.offsets
+    def _own_turn(self) -> torch.Tensor | None:
+        """Memory of the exchange's own for the rows of this dispatch; None where rows stay in their slots."""
         if self.spec.layout == "rank":
-            x = arrived.table
-            index = torch.full((self._capacity,), arrived.zero_row)
-            index[: len(placement.index)] = torch.from_numpy(placement.index)
-        else:
-            x, index = self._rows if out is None else out, None
-            if len(placement.index):
-                torch.index_select(arrived.table, 0, torch.from_numpy(placement.index), out=x[: len(placement.index)])
-        return Dispatched(
-            x=x,
-            weights=torch.from_numpy(placement.weights),
-            expert_offsets=torch.from_numpy(offsets.astype(np.int32)),
-            expert_counts=torch.from_numpy(placement.counts.astype(np.int32)),
-            index=index,
-            tokens=tokens,
-            _placement=placement,
-            _visit=Visit(sending, arrived.counts, arrived.where),
-            _owner=self,
-        )
+            return None
+        if not self._own:
+            raise ConfigError("dispatch without out; this exchange has depth 0, so each dispatch is given memory")
+        self._turn = (self._turn + 1) % len(self._own)
+        return self._own[self._turn]
 
 
-def _agree(world: World, spec: ExchangeSpec, backend: str) -> str:
-    """The backend to use, after making sure that all ranks asked for the same."""
-    problem: ConfigError | None = None
-    if backend not in BACKENDS:
-        problem = ConfigError(f"backend is {backend!r}; CPU ranks have {', '.join(BACKENDS)}")
-    else:
-        try:
-            spec.check(world.size)
-        except ConfigError as error:
-            problem = error
-    asked = asdict(spec) | {"backend": backend}
-    for rank, other in enumerate(world.swap((asked, problem), "exchange: spec")):
-        assert isinstance(other, tuple)
-        theirs, their_problem = other
-        if problem is None and their_problem is not None:
-            raise ConfigError(f"rank {rank}: {their_problem}")
-        for key, value in asked.items():
-            if problem is None and theirs[key] != value:
-                here = f"{value!r} on rank {world.rank}"
-                raise ConfigError(f"{key} is {theirs[key]!r} on rank {rank} and {here}; an exchange has one spec")
-    if problem is not None:
-        raise problem
-    return "host" if backend == "auto" else backend
-
-
-def _make(name: str, world: World, spec: ExchangeSpec) -> Backend:
-    # Imported here: torch.distributed is not loaded for a job that does not use it.
-    if name == "collective":
-        from raymoe.exchange.collective import CollectiveBackend
-
-        return CollectiveBackend(world, spec)
-    if name == "allgather":
-        from raymoe.exchange.allgather import AllgatherBackend
-
-        return AllgatherBackend(world, spec)
-    from raymoe.exchange.host import HostBackend
-
-    return HostBackend(world, spec)
+def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:
+    dtype: torch.dtype = getattr(torch, spec.output_dtype)
+    shape, blocks = (spec.rows(world.size), spec.hidden), spec.depth if spec.layout == "expert" else 0
+    return [torch.empty(shape, dtype=dtype, device=world.device) for _ in range(blocks)]

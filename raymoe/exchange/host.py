@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from raymoe.exchange.arrays import Array, Bags, places_in_runs, starts_of
-from raymoe.exchange.backend import Home, Visit
+from raymoe.exchange.carrier import Home, Visit
 from raymoe.exchange.placing import Arrived
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 from raymoe.exchange.sending import Sending
@@ -51,7 +51,7 @@ _EPOCH, _ROWS = 0, 1
 _REFUSAL = slice(2, 2 + Refusal.NBYTES // 8)
 
 
-class HostBackend:
+class HostSlots:
     """One workspace: slots, flags and epochs."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:

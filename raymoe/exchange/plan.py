@@ -121,7 +121,7 @@ def combine(
 
 
 def bytes_wire(ids: torch.Tensor, rank: int, ranks: int, spec: ExchangeSpec) -> int:
-    """Bytes of rows that leave `rank`: each token once for each other rank that has one of its experts.
+    """Bytes of rows that a dispatch sends from `rank`: each token once for each other rank that has one of its experts.
 
     >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=2, dtype="float32")
     >>> bytes_wire(torch.tensor([[0, 2], [2, 3], [1, 0]]), rank=0, ranks=2, spec=spec)  # two rows of 32 bytes
@@ -129,4 +129,4 @@ def bytes_wire(ids: torch.Tensor, rank: int, ranks: int, spec: ExchangeSpec) -> 
     """
     local = spec.local_experts(ranks)
     rows = sum(len(rank_rows(ids, peer, local)) for peer in range(ranks) if peer != rank)
-    return rows * spec.row_bytes
+    return rows * spec.wire_row_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raymoe.job.errors import ConfigError
@@ -10,6 +11,11 @@ from raymoe.memory.heap import ITEM_BYTES, round_up
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("expert", "rank")
 PADDINGS = ("any", "zero")
+OUTPUTS = ("dequantised", "raw")
+FP8 = "float8_e4m3"
+FP8_BLOCK = 128
+"""Elements of a row that share one float32 scale."""
+
 _ROW_BYTES = 16  # rows move in pieces of 16 bytes
 _MAX_ROWS = 2**31 - 1  # offsets are int32
 
@@ -18,7 +24,11 @@ _MAX_ROWS = 2**31 - 1  # offsets are int32
 class ExchangeSpec:
     """The shape of an exchange: T `tokens` a rank at most, H `hidden`, E `experts` in all, K `topk` a token.
 
-    `capacity` bounds the rows that a rank receives: `worst`, which cannot overflow, or a number of rows.
+    `capacity` bounds the rows that a rank receives: `worst`, which cannot overflow, or a number of rows. `wire` is the
+    dtype in which rows cross, a name for dispatch or a mapping for both directions; `float8_e4m3` for dispatch goes
+    with a float32 scale for each 128 elements, and `output` says whether the caller gets rows of `dtype` or values
+    and scales. `depth` is how many blocks of memory for dispatched rows the exchange has of its own: its dispatches
+    take turns, and with 0 of them each is given memory.
 
     >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4).rows(ranks=4)
     8320
@@ -32,22 +42,29 @@ class ExchangeSpec:
     experts: int
     topk: int
     dtype: str = "bfloat16"
-    wire: str | None = None
+    wire: str | Mapping[str, str] | None = None
+    """Kept in its shortest form: None, or what dispatch sends where that is not `dtype`."""
     layout: str = "expert"
     alignment: int = 16
     padding: str = "any"
     capacity: int | str = "worst"
+    output: str = "dequantised"
+    depth: int = 1
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "experts", "topk", "alignment"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
-        for name, choices in (("dtype", DTYPES), ("layout", LAYOUTS), ("padding", PADDINGS)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(choices)}")
-        if self.wire not in (None, self.dtype):
-            raise ConfigError(f"wire is {self.wire!r} with dtype {self.dtype}; rows cross in their own dtype so far")
+        choices = {"dtype": DTYPES, "layout": LAYOUTS, "padding": PADDINGS, "output": OUTPUTS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(known)}")
+        object.__setattr__(self, "wire", _shortest(self.wire, self.dtype))
+        if self.output == "raw" and self.dispatch_wire != FP8:
+            raise ConfigError(f"output is 'raw' with rows that cross as {self.dispatch_wire}; it goes with wire {FP8}")
+        if type(self.depth) is not int or self.depth < 0:
+            raise ConfigError(f"depth is {self.depth!r}; a whole number of at least 0 is needed")
         if self.topk > self.experts:
             raise ConfigError(
                 f"topk is {self.topk} with {self.experts} experts; a token names at most as many experts as there are"
@@ -62,6 +79,35 @@ class ExchangeSpec:
     @property
     def row_bytes(self) -> int:
         return self.hidden * ITEM_BYTES[self.dtype]
+
+    @property
+    def dispatch_wire(self) -> str:
+        return self.wire if isinstance(self.wire, str) else self.dtype
+
+    @property
+    def combine_wire(self) -> str:
+        return self.dtype
+
+    @property
+    def wire_row_bytes(self) -> int:
+        """A row of dispatch on the wire, scales included.
+
+        >>> ExchangeSpec(tokens=1, hidden=7168, experts=8, topk=1, wire="float8_e4m3").wire_row_bytes
+        7392
+        """
+        if self.dispatch_wire != FP8:
+            return self.row_bytes
+        return round_up(self.hidden + 4 * self.scales, _ROW_BYTES)
+
+    @property
+    def scales(self) -> int:
+        """float32 scales of a row that crosses as fp8."""
+        return -(-self.hidden // FP8_BLOCK)
+
+    @property
+    def output_dtype(self) -> str:
+        """Torch's name for the dtype of the rows that a dispatch gives."""
+        return "float8_e4m3fn" if self.output == "raw" else self.dtype
 
     def check(self, ranks: int) -> None:
         """Refuse a world that this spec cannot be spread over."""
@@ -80,3 +126,20 @@ class ExchangeSpec:
             return self.capacity
         gaps = self.local_experts(ranks) * (self.alignment - 1)
         return round_up(ranks * self.tokens * self.topk + gaps, self.alignment)
+
+
+def _shortest(wire: str | Mapping[str, str] | None, dtype: str) -> str | None:
+    """What dispatch sends, None where that is `dtype`.
+
+    >>> _shortest({"dispatch": "float8_e4m3", "combine": "float16"}, "float16"), _shortest("float16", "float16")
+    ('float8_e4m3', None)
+    """
+    ways = dict(wire) if isinstance(wire, Mapping) else {"dispatch": wire or dtype}
+    if unknown := sorted(ways.keys() - {"dispatch", "combine"}):
+        raise ConfigError(f"wire names {', '.join(unknown)}; its directions are dispatch and combine")
+    dispatch, combine = (ways.get(way) or dtype for way in ("dispatch", "combine"))
+    if dispatch not in (dtype, FP8):
+        raise ConfigError(f"wire is {dispatch!r} with dtype {dtype}; dispatch sends rows as {dtype} or {FP8}")
+    if combine != dtype:
+        raise ConfigError(f"wire of combine is {combine!r} with dtype {dtype}; sums come home in their own dtype")
+    return FP8 if dispatch == FP8 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -75,6 +75,23 @@ class Member:
             raise ConfigError(f"timeout_s is {self.timeout_s}; waits need a positive number of seconds")
         if self.device not in DEVICES:
             raise ConfigError(f"device is {self.device}; a world is on {' or '.join(DEVICES)}")
+
+    def in_group(self, ranks: Sequence[int], serial: int) -> Member | None:
+        """Who this rank is in a group of ranks of its world; None where it is not in it.
+
+        >>> member = Member(rank=2, size=4).in_group([3, 2], serial=1)
+        >>> (member.rank, member.size, member.name) if member else None
+        (1, 2, 'world-group1')
+        """
+        known = range(self.size)
+        if not ranks or len(set(ranks)) != len(ranks) or any(type(r) is not int or r not in known for r in ranks):
+            raise ConfigError(
+                f"a group of ranks {list(ranks)} asked for in a world of {self.size}; a group has at least one rank, "
+                f"each once, of 0 to {self.size - 1}"
+            )
+        if self.rank not in ranks:
+            return None
+        return replace(self, rank=ranks.index(self.rank), size=len(ranks), name=f"{self.name}-group{serial}")
 
 
 def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, object]) -> None:

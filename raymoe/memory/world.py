@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack, overload
 
 import torch
 
@@ -28,6 +28,7 @@ from raymoe.memory.device_heap import DeviceHeap, Setting, let_go_layout, with_p
 from raymoe.memory.heap import Layout
 from raymoe.memory.mapped import Heap
 from raymoe.memory.member import Member, Options, check_descriptors, code_hash
+from raymoe.memory.proof import act_together, prove
 from raymoe.memory.segments import share
 from raymoe.memory.wait import Waiter
 
@@ -37,13 +38,23 @@ if TYPE_CHECKING:
 _CLOSING_S = 2.0
 
 
+class Shared(Protocol):
+    """What users of a world share."""
+
+    def close(self, together: bool) -> None:
+        """`together` if all ranks close now."""
+
+
+S = TypeVar("S", bound=Shared)
+
+
 class World:
     """Ranks that live and die together; every member calls the collective methods in one order.
 
     The board, and with it every round, is in host memory for CPU and GPU ranks alike: all are on one machine.
     """
 
-    def __init__(self, member: Member, device: cuda_ipc.Device | None) -> None:
+    def __init__(self, member: Member, device: cuda_ipc.Device | None, parent: World | None = None) -> None:
         self.member = member
         self.rank, self.size, self.generation = member.rank, member.size, member.generation
         self.name, self.timeout_s = member.name, member.timeout_s
@@ -59,6 +70,10 @@ class World:
         self._workspaces: list[Heap] = []
         self._on_device: list[DeviceHeap] = []
         self._made_on_device = 0
+        self._parent = parent
+        self._made_groups = 0
+        self._groups: list[tuple[World, tuple[int, ...]]] = []
+        self._shared: dict[Callable[[World], Any], Any] = {}
 
     @classmethod
     def open(cls, rank: int, size: int, **options: Unpack[Options]) -> Self:
@@ -96,7 +111,8 @@ class World:
         self._heap = Heap(self._layout, self.rank, segments)
         self._board = Board(self._heap, self.rank, self.size, self.waiter)
         heap = self._heap
-        self._prove(
+        prove(
+            self,
             "wiring",
             lambda peer, value: heap.words("proof", peer).__setitem__(self.rank, value),
             lambda peer: heap.word("proof", peer),
@@ -139,13 +155,52 @@ class World:
         self._workspaces.append(heap)
         return heap
 
+    def shared(self, kind: Callable[[World], S]) -> S:
+        """The one object of this kind that all users of this world have: made for the first, closed with the world.
+
+        Where making it is collective, so is the first call.
+        """
+        if kind not in self._shared:
+            self._shared[kind] = kind(self)
+        made: S = self._shared[kind]
+        return made
+
+    def group(self, ranks: Sequence[int]) -> World | None:
+        """A world of these ranks alone, in this order; None on the others. All ranks of this world call it.
+
+        It has a board, memory and names of its own, and its ranks count from 0, also in its errors. Its timeout is this
+        world's; what aborts or closes this world does so to its groups.
+        """
+        self._made_groups += 1
+        wanted, made, problem = tuple(ranks), None, None
+        try:
+            member = self.member.in_group(wanted, self._made_groups)
+            made = None if member is None else World(member, self._gpu.device if self._gpu else None, self)
+        except RaymoeError as error:
+            problem = error
+        try:
+            theirs = self.swap((wanted, made.descriptor() if made else None), "group: ranks")
+            self.agree(problem, "group: possible")
+            act_together(self, lambda: _join(wanted, made, theirs), "group: wired")
+        except RaymoeError:
+            if made is not None:
+                made.close(together=False)
+            raise
+        if made is not None:
+            self._groups.append((made, wanted))
+            self.waiter.on_abort(made.abort)
+        return made
+
     def abort(self, reason: str) -> None:
         """From any thread of this process: end this rank's wait, now and from now on."""
         self.waiter.abort(reason)
 
     @property
     def waiting(self) -> tuple[str, int] | None:
-        """The operation and the peer that this rank waits for at this moment."""
+        """The operation and the peer that this rank waits for at this moment, in this world or in a group of it."""
+        for group, ranks in self._groups:
+            if (found := group.waiting) is not None:
+                return found[0], ranks[found[1]]
         return self.waiter.waiting
 
     def close(self, together: bool = True) -> None:
@@ -155,6 +210,12 @@ class World:
         """
         if self._closed:
             return
+        peaceful = together and self._poison is None and self.waiter.reason is None
+        for group, _ in self._groups:
+            group.close(peaceful)
+        for shared in reversed(self._shared.values()):
+            with suppress(RaymoeError):  # as with the meeting below
+                shared.close(peaceful)
         self._closed = True
         board, self._board = self._board, None
         with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
@@ -186,7 +247,7 @@ class World:
         heap = DeviceHeap(layout, segments, Setting(self._gpu.device, self.device, self.waiter, let_go))
         self._on_device.append(heap)
         try:
-            self._prove(what, heap.prove_to, heap.proof_of, serial)
+            prove(self, what, heap.prove_to, heap.proof_of, serial)
         except RaymoeError:
             heap.close()
             raise
@@ -198,12 +259,17 @@ class World:
             board.meet("close", timeout_s=min(self.timeout_s, _CLOSING_S))
 
     def _free(self) -> None:
-        left = [heap for heap in self._on_device if not heap.free_if_let_go()]
-        if self._gpu is not None and not left:  # memory that a peer may still map needs its context
+        # Memory that a peer may still map needs its context, and a group's context is its world's.
+        if self._gpu is not None and self._parent is None and not self._is_mapped():
             self._gpu.device.close()
         if self._heap is not None:
             self._heap.close()
         self._own.close()
+
+    def _is_mapped(self) -> bool:
+        """Whether a peer may map device memory of this rank still."""
+        left = [heap for heap in self._on_device if not heap.free_if_let_go()]
+        return any([bool(left), *(group._is_mapped() for group, _ in self._groups)])
 
     def _meet(self, what: str, message: bytes = b"") -> list[bytes]:
         if self._closed or self._board is None:
@@ -218,36 +284,13 @@ class World:
             self._poison = error
             raise
 
-    def _prove(self, what: str, write: Callable[[int, int], None], read: Callable[[int], int], serial: int = 0) -> None:
-        """Show that each mapping is the memory of the rank it is taken for.
 
-        Rank r writes a number that names both r and p into slot r of peer p. Two mappings taken for one another put
-        those numbers in each other's place, and the owners see it.
-        """
-
-        def prove() -> None:
-            for peer in range(self.size):
-                write(peer, self._proof(self.rank, peer, serial))
-
-        def judge() -> None:
-            for peer in range(self.size):
-                found, expected = read(peer), self._proof(peer, self.rank, serial)
-                if found != expected:
-                    raise WiringError(
-                        f"{what}: rank {peer} wrote {found} into the memory of rank {self.rank}; {expected} was due"
-                    )
-
-        self._together(prove, f"{what}: proof")
-        self._together(judge, f"{what}: verdict")
-
-    def _together(self, act: Callable[[], None], what: str) -> None:
-        """Act, then raise on all ranks if any could not."""
-        problem: RaymoeError | None = None
-        try:
-            act()
-        except RaymoeError as error:
-            problem = error
-        self.agree(problem, what)
-
-    def _proof(self, writer: int, owner: int, serial: int) -> int:
-        return ((self.generation + 1 << 24) + serial) * self.size**2 + writer * self.size + owner
+def _join(ranks: tuple[int, ...], made: World | None, theirs: Sequence[object]) -> None:
+    """Wire a group, after making sure that all ranks of its world mean the same one."""
+    for rank, other in enumerate(theirs):
+        assert isinstance(other, tuple)
+        if other[0] != ranks:
+            raise ConfigError(f"rank {rank} asks for a group of {list(other[0])} while another asks for {list(ranks)}")
+    if made is not None:
+        found = [other[1] for other in theirs if isinstance(other, tuple)]
+        made.wire([found[rank] for rank in ranks])

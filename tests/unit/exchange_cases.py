@@ -6,15 +6,18 @@ different map f_e, not linear through zero, for every expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
+from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+from tests.unit.gloo_rounds import on_tensors
 
 BOUND = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 ROUTINGS = ("uniform", "repeated", "one", "none", "masked", "skewed")
@@ -43,6 +46,9 @@ class Batch:
     weights: torch.Tensor
     num_tokens: int
 
+    def on(self, device: torch.device) -> Batch:
+        return Batch(self.x.to(device), self.ids.to(device), self.weights.to(device), self.num_tokens)
+
 
 @dataclass
 class Result:
@@ -53,8 +59,6 @@ class Result:
     offsets: list[int]
     counts: list[int]
     y: np.ndarray
-    bytes_wire: tuple[int, int]
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def batches(case: Case, step: int) -> list[Batch]:
@@ -104,41 +108,70 @@ def oracle(batch: Batch, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
     return want, scale
 
 
+def open_exchange(world: World, case: Case, **options: Any) -> Exchange:
+    """The exchange of a case. Backend `tensor NAME` is what GPU ranks have by that name, on CPU ranks."""
+    kind, _, name = case.backend.rpartition(" ")
+    if not kind:
+        return Exchange(world, case.spec, backend=case.backend, **options)
+    with mock.patch("raymoe.exchange.exchange.make", on_tensors):
+        return Exchange(world, case.spec, backend=name, **options)
+
+
 def run_case(world: World, case: Case) -> list[Result]:
     """On a rank: all steps of a case, one exchange."""
-    with Exchange(world, case.spec, backend=case.backend) as exchange:
-        exchange._rows.fill_(torch.nan)
+    with open_exchange(world, case) as exchange:
+        for rows in exchange._own:
+            rows.fill_(torch.nan)
         return [run_step(exchange, case, batches(case, step)[world.rank]) for step in range(len(case.routing))]
 
 
 def run_step(exchange: Exchange, case: Case, batch: Batch) -> Result:
-    spec, capacity = case.spec, case.spec.rows(case.ranks)
-    out = torch.full((capacity, spec.hidden), torch.nan, dtype=batch.x.dtype) if case.given else None
-    into = torch.full_like(batch.x, torch.nan) if case.given else None
-    count: Any = batch.num_tokens
+    """One step, eagerly. On a GPU nothing is waited for before `check`."""
+    spec, capacity, device = case.spec, case.spec.rows(case.ranks), exchange.world.device
+    mine = batch.on(device)
+    out = torch.full((capacity, spec.hidden), torch.nan, dtype=mine.x.dtype, device=device) if case.given else None
+    into = torch.full_like(mine.x, torch.nan) if case.given else None
+    count: Any = mine.num_tokens
     if case.wide_ids:
-        count = torch.tensor([count], dtype=torch.int32)
-    got = exchange.dispatch(batch.x, batch.ids, batch.weights, count, out=out if spec.layout == "expert" else None)
-    x = got.x if got.index is None else got.x[got.index]
+        count = torch.tensor([count], dtype=torch.int32, device=device)
+    got = exchange.dispatch(mine.x, mine.ids, mine.weights, count, out=out if spec.layout == "expert" else None)
+    x = expert_major(got)
     y = exchange.combine(apply_experts(exchange, got, x), got, weighted=case.weighted, out=into)
     exchange.check()
+    return result_of(got, x, y)
+
+
+def result_of(got: Dispatched, x: torch.Tensor, y: torch.Tensor) -> Result:
     offsets = got.expert_offsets.tolist()
     return Result(
-        x[: offsets[-1]].float().numpy().copy(),
-        got.weights.numpy(),
+        x[: offsets[-1]].float().cpu().numpy().copy(),
+        got.weights.cpu().numpy(),
         offsets,
         got.expert_counts.tolist(),
-        y.float().numpy(),
-        exchange.bytes_wire(),
+        y.float().cpu().numpy(),
     )
 
 
-def apply_experts(exchange: Exchange, got: Any, x: torch.Tensor) -> torch.Tensor:
-    """Rows of this rank's experts; what is not a row of an expert is NaN and must not matter."""
-    rows = torch.full_like(x[: exchange.spec.rows(exchange.world.size)], torch.nan)
-    first = exchange.world.rank * len(got.expert_counts)
-    for local, count in enumerate(got.expert_counts.tolist()):
-        start = int(got.expert_offsets[local])
-        piece = expert_map(first + local, x[start : start + count].double().numpy())
-        rows[start : start + count] = torch.from_numpy(piece).to(x.dtype)
-    return rows
+def standing(got: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each of C places the local expert whose rows are there or behind, and whether a row stands there."""
+    offsets, counts = got.expert_offsets, got.expert_counts
+    places = torch.arange(len(got.weights), dtype=offsets.dtype, device=offsets.device)
+    expert = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(counts) - 1)
+    return expert, (places >= offsets[expert]) & (places < offsets[expert] + counts[expert])
+
+
+def expert_major(got: Dispatched) -> torch.Tensor:
+    """The C places, without a wait. What lies in gaps is kept: a row of zeros with padding `zero`."""
+    if got.index is None:
+        return got.x
+    last = got.expert_offsets[-1]
+    places = torch.arange(len(got.index), device=got.index.device)
+    return got.x.index_select(0, torch.where(places < last, got.index, got.index[0].clamp(0, len(got.x) - 1)))
+
+
+def apply_experts(exchange: Exchange, got: Dispatched, x: torch.Tensor) -> torch.Tensor:
+    """Rows of this rank's experts, without a wait; what is not a row of an expert is NaN and must not matter."""
+    local, there = standing(got)
+    expert = (local + exchange.world.rank * len(got.expert_counts)).double()[:, None]
+    rows = x.double() * (0.5 + expert / 8) + (expert - 2.25) / 4  # as `expert_map` has it
+    return torch.where(there[:, None], rows, torch.nan).to(x.dtype)

@@ -11,26 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.exchange import plan
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from tests.unit.exchange_cases import (
     BOUND,
     ROUTINGS,
-    Batch,
     Case,
     Result,
     apply_experts,
     batches,
     expert_map,
-    oracle,
+    open_exchange,
     run_case,
     run_step,
 )
+from tests.unit.exchange_judge import judge, judge_combine
 from tests.unit.ranks import RankPool
 
 BACKENDS = ("host", "collective", "allgather")
+ON_TENSORS = ("tensor collective", "tensor allgather")
+"""What GPU ranks have, on CPU ranks: everything but NCCL's own calls."""
 
 
 @st.composite
@@ -52,7 +53,7 @@ def cases(draw: st.DrawFn, backend: str) -> Case:
     return Case(ranks, spec, backend, routing, draw(st.integers(0, 2**16)), *flags)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
 def test_generated_cases(pool: RankPool, backend: str) -> None:
     @settings(max_examples=40 if backend == "host" else 15)
     @given(case=cases(backend))
@@ -62,53 +63,7 @@ def test_generated_cases(pool: RankPool, backend: str) -> None:
     hold()
 
 
-def judge(case: Case, results: list[list[Result]]) -> None:
-    for step in range(len(case.routing)):
-        sent = batches(case, step)
-        for rank in range(case.ranks):
-            judge_dispatch(case, sent, rank, results[rank][step])
-            judge_combine(case, sent[rank], results[rank][step].y)
-        judge_bytes(case, sent, [results[rank][step] for rank in range(case.ranks)])
-
-
-def judge_dispatch(case: Case, sent: list[Batch], rank: int, result: Result) -> None:
-    local = case.spec.local_experts(case.ranks)
-    ids = [batch.ids[: batch.num_tokens] for batch in sent]
-    theirs = plan.plan(ids, rank, local, case.spec.alignment)
-    assert (result.counts, result.offsets) == (theirs.counts, theirs.offsets)
-    want = plan.dispatch([batch.x for batch in sent], theirs, case.spec.rows(case.ranks)).float().numpy()
-    for place, entry in enumerate(theirs.entries):
-        if entry is None:
-            assert result.weights[place] == 0
-            assert case.spec.padding == "any" or not result.x[place].any()
-        else:
-            source, token, k = entry
-            assert np.array_equal(result.x[place], want[place])
-            assert result.weights[place] == sent[source].weights[token, k]
-
-
-def judge_combine(case: Case, batch: Batch, y: np.ndarray) -> None:
-    want, scale = oracle(batch, case.weighted)
-    assert y.shape == want.shape
-    assert np.all(np.abs(y - want) <= BOUND[case.spec.dtype] * scale + 1e-7 * (scale > 0))
-
-
-def judge_bytes(case: Case, sent: list[Batch], results: list[Result]) -> None:
-    """Once for each (token, other rank): counted here with sets, not with the plan's arithmetic."""
-    local = case.spec.local_experts(case.ranks)
-    crossing = set()
-    for source, batch in enumerate(sent):
-        for token, ids in enumerate(batch.ids[: batch.num_tokens].tolist()):
-            crossing |= {(source, token, e // local) for e in ids if e >= 0 and e // local != source}
-    for rank, result in enumerate(results):
-        out = sum(source == rank for source, _, _ in crossing)
-        back = sum(destination == rank for _, _, destination in crossing)
-        assert result.bytes_wire == (out * case.spec.row_bytes, back * case.spec.row_bytes)
-        mine = sent[rank].ids[: sent[rank].num_tokens]
-        assert plan.bytes_wire(mine, rank, case.ranks, case.spec) == result.bytes_wire[0]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
 @pytest.mark.parametrize("dtype", sorted(BOUND))
 def test_a_larger_case(pool: RankPool, backend: str, dtype: str) -> None:
     spec = ExchangeSpec(tokens=96, hidden=256, experts=16, topk=4, dtype=dtype)
@@ -119,7 +74,7 @@ def test_a_larger_case(pool: RankPool, backend: str, dtype: str) -> None:
 def repeated(world: World, case: Case) -> list[bool]:
     """The same step several times, other steps between."""
     same = []
-    with Exchange(world, case.spec, backend=case.backend) as exchange:
+    with open_exchange(world, case) as exchange:
         first = run_step(exchange, case, batches(case, 0)[world.rank])
         for _ in range(3):
             run_step(exchange, case, batches(case, 1)[world.rank])
@@ -128,7 +83,7 @@ def repeated(world: World, case: Case) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
 def test_results_repeat_bit_for_bit(pool: RankPool, backend: str) -> None:
     spec = ExchangeSpec(tokens=24, hidden=64, experts=8, topk=4, alignment=1)
     case = Case(4, spec, backend, ("repeated", "skewed"), seed=3)
@@ -137,7 +92,7 @@ def test_results_repeat_bit_for_bit(pool: RankPool, backend: str) -> None:
 
 def outstanding(world: World, case: Case) -> list[np.ndarray]:
     """Three dispatches first, their combines afterwards, in another order."""
-    with Exchange(world, case.spec, backend=case.backend) as exchange:
+    with open_exchange(world, case) as exchange:
         gots = []
         for step in range(3):
             batch = batches(case, step)[world.rank]
@@ -150,7 +105,7 @@ def outstanding(world: World, case: Case) -> list[np.ndarray]:
         return [ys[step] for step in range(3)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
 def test_several_dispatches_may_be_outstanding(pool: RankPool, backend: str) -> None:
     spec = ExchangeSpec(tokens=12, hidden=32, experts=6, topk=3, dtype="float32")
     case = Case(3, spec, backend, ("uniform", "masked", "repeated"), seed=11)
@@ -165,7 +120,7 @@ def any_order(world: World, case: Case, program: list[int]) -> dict[int, np.ndar
     pace = np.random.default_rng((case.seed, world.rank))
     ys: dict[int, np.ndarray] = {}
     outstanding: list[tuple[int, Any, torch.Tensor]] = []
-    with Exchange(world, case.spec, backend=case.backend) as exchange:
+    with open_exchange(world, case) as exchange:
         for step, choice in enumerate(program):
             time.sleep(float(pace.exponential(0.001)) if pace.random() < 0.3 else 0)
             if choice == 0 or not outstanding:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from raymoe.exchange.backend import Tokens
+from raymoe.exchange.choice import Facts, refusal
+from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.host import HostSlots
+from raymoe.exchange.on_cpu import OnCpu
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError
 from tests.unit.worlds import close, each, wired
@@ -71,6 +78,23 @@ def test_combine(exchange: Exchange) -> None:
     assert exchange.combine(rows, got, weighted=False).eq(2).all()
 
 
+def test_memory_for_rows() -> None:
+    [world] = wired(1)
+    with Exchange(world, replace(SPEC, depth=0)) as none, Exchange(world, replace(SPEC, depth=2)) as two:
+        with pytest.raises(ConfigError, match="dispatch without out; this exchange has depth 0"):
+            none.dispatch(**arguments())
+        given = torch.empty(8, H)
+        assert none.dispatch(**arguments(), out=given).x is given
+        taken = [two.dispatch(**arguments()).x.data_ptr() for _ in range(4)]
+        assert len(set(taken)) == 2
+        assert taken[:2] == taken[2:]
+    with Exchange(world, replace(SPEC, layout="rank")) as slots:
+        with pytest.raises(ConfigError, match="out was given with layout rank"):
+            slots.dispatch(**arguments(), out=given)
+        slots.dispatch(**arguments())
+    close([world])
+
+
 def test_what_another_exchange_gave() -> None:
     [world] = wired(1)
     with Exchange(world, SPEC) as one, Exchange(world, SPEC) as other:
@@ -104,6 +128,7 @@ def test_inputs_that_require_grad_give_outputs_that_do_not(exchange: Exchange) -
         ([SPEC, SPEC], ["host", "collective"], ["backend is", "'host'", "'collective'"]),
         ([SPEC, SPEC], ["host", "fused"], ["'fused'; CPU ranks have auto, host, collective, allgather"]),
         ([ExchangeSpec(4, 16, 3, 2)] * 2, ["host"] * 2, ["3 experts on 2 ranks"]),
+        ([ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3")] * 2, ["auto"] * 2, ["backend auto", "only fused, on GPUs"]),
     ],
 )
 def test_ranks_that_ask_for_different_things_all_raise(specs: list, backends: list, says: list[str]) -> None:
@@ -117,3 +142,92 @@ def test_ranks_that_ask_for_different_things_all_raise(specs: list, backends: li
             assert piece in str(outcome) or (piece in both and piece.split()[0] in str(outcome)), (rank, str(outcome))
     assert each(worlds, lambda world: world.swap(1, "after")) == [[1, 1]] * 2
     close(worlds)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([{"sms": 8}, {"sms": 8}], "both are for GPUs"),
+        ([{"sms": 0}, {"sms": 0}], "sms is 0; it is 'auto' or a number"),
+        ([{"sms": True}, {"sms": True}], "sms is True"),
+        ([{"workspace": object()}, {}], "a workspace or a number of sms asked for on CPU ranks"),
+    ],
+)
+def test_what_only_gpus_have(options: list[dict[str, Any]], says: str) -> None:
+    worlds = wired(2)
+    for outcome in each(worlds, lambda world: Exchange(world, SPEC, **options[world.rank])):
+        assert isinstance(outcome, ConfigError)
+        assert says in str(outcome)
+    close(worlds)
+
+
+A, B = Facts("a", "H100", (9, 0), nccl=True), Facts("b", "H100", (9, 0), nccl=True)
+OLD = replace(B, name="A100", capability=(8, 0))
+
+
+@pytest.mark.parametrize(
+    ("backend", "spec", "facts", "says"),
+    [
+        ("fused", SPEC, [A, B], None),
+        ("fused", SPEC, [A, A], None),
+        ("fused", SPEC, [A, OLD], "A100 of rank 1 has compute capability 8.0; fused needs 9.0"),
+        ("fused", ExchangeSpec(4, 16392, 4, 2), [A, B], "hidden is 16392; fused takes at most 16384"),
+        ("fused", ExchangeSpec(4, 16, 32, 17), [A, B], "topk is 17; fused takes at most 16"),
+        ("fused", ExchangeSpec(4, 16, 1026, 2), [A, B], "experts is 1026; fused takes at most 1024"),
+        ("fused", ExchangeSpec(4, 16, 9, 2), [A] * 9, "ranks is 9; fused takes at most 8"),
+        ("fused", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], None),
+        ("staged", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], "only fused"),
+        ("collective", SPEC, [A, B], None),
+        ("collective", SPEC, [A, A], "ranks 0 and 1 share GPU a"),
+        ("allgather", SPEC, [A, replace(B, nccl=False)], "the torch of rank 1 was built without NCCL"),
+    ],
+)
+def test_what_gpus_can_do(backend: str, spec: ExchangeSpec, facts: list[Facts], says: str | None) -> None:
+    found = refusal(backend, "cuda", spec, facts)
+    assert (found is None) == (says is None), found
+    assert says is None or says in str(found)
+
+
+class InTwo(OnCpu):
+    """Halves that do everything late: what the exchange says of their order is what counts here."""
+
+    def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        self.tokens, self.out = tokens, out
+        return replace(self.dispatch(tokens, out), x=torch.full((8, H), torch.nan))
+
+    def dispatch_receive(self, got: Dispatched) -> None:
+        assert self.out is not None
+        got.x = self.out
+
+    def combine_send(self, *given: Any) -> None:
+        given[-1].fill_(torch.nan)
+
+    def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        self.combine(rows, got, weighted, out)
+
+
+def test_halves_come_in_their_order() -> None:
+    [world] = wired(1)
+    with Exchange(world, SPEC) as whole:
+        with pytest.raises(ConfigError, match="dispatch_send asked for; host has no operation in halves"):
+            whole.dispatch_send(**arguments())
+        want = whole.combine(torch.ones(8, H), whole.dispatch(**arguments()))
+    with Exchange(world, SPEC) as exchange:
+        exchange._backend = InTwo(world, SPEC, HostSlots(world, SPEC))
+        got = exchange.dispatch_send(**arguments())
+        for call in (exchange.dispatch, exchange.dispatch_send):
+            with pytest.raises(ConfigError, match="dispatch_send has been called; dispatch_receive of it comes next"):
+                call(**arguments())
+        with pytest.raises(ConfigError, match="combine of what has not arrived"):
+            exchange.combine(torch.ones(8, H), got)
+        with pytest.raises(ConfigError, match="that is not what the last dispatch_send gave"):
+            exchange.dispatch_receive(replace(got))
+        assert exchange.dispatch_receive(got) is got
+        sent = exchange.combine_send(torch.ones(8, H), got)
+        with pytest.raises(ConfigError, match="combine_send has been called; combine_receive of it comes next"):
+            exchange.combine(torch.ones(8, H), got)
+        exchange.dispatch_receive(exchange.dispatch_send(**arguments()))  # the other kind has an order of its own
+        assert torch.equal(exchange.combine_receive(sent), want)
+        with pytest.raises(ConfigError, match="that is not what the last combine_send gave"):
+            exchange.combine_receive(sent)
+    close([world])

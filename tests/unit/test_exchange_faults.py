@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.host import HostBackend
+from raymoe.exchange.host import HostSlots
+from raymoe.exchange.on_cpu import OnCpu
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from raymoe.memory.world import World
@@ -22,6 +23,13 @@ from tests.unit.ranks import RankPool
 from tests.unit.test_exchange import BACKENDS, judge_combine
 
 SPEC = ExchangeSpec(tokens=6, hidden=16, experts=6, topk=2, dtype="float32", alignment=4)
+
+
+def slots_of(exchange: Exchange) -> HostSlots:
+    assert isinstance(exchange._backend, OnCpu)
+    carrier = exchange._backend._carrier
+    assert isinstance(carrier, HostSlots)
+    return carrier
 
 
 def refused_step(exchange: Exchange, case: Case, batch: Batch) -> dict[str, Any]:
@@ -94,8 +102,7 @@ def test_more_rows_than_the_capacity_make_all_raise(pool: RankPool, backend: str
 def lie(world: World, case: Case, about: str) -> tuple[dict[str, Any], Any]:
     """Rank 1 changes what it has told its peers just before it raises its flags, in one dispatch."""
     with Exchange(world, case.spec, backend="host") as exchange:
-        backend = exchange._backend
-        assert isinstance(backend, HostBackend)
+        backend = slots_of(exchange)
         honest = world.waiter.fence
 
         def tamper() -> None:
@@ -148,8 +155,7 @@ def wait_in_vain(world: World, case: Case) -> Any:
                 exchange.check()
             world.waiter.timeout_s = 20
         world.barrier("over")
-        backend = exchange._backend
-        assert isinstance(backend, HostBackend)
+        backend = slots_of(exchange)
         return told, [backend._mine.dispatch_flag[rank] for rank in range(3)]
 
 

@@ -274,3 +274,25 @@ def test_code_that_differs_has_another_hash(tmp_path: Path) -> None:
     before = code_hash(tmp_path)
     (tmp_path / "a.py").write_text("x = 2")
     assert code_hash(tmp_path) != before
+
+
+class Kept:
+    """Something that users of a world share."""
+
+    def __init__(self, world: World) -> None:
+        self.closed: list[bool] = []
+        world.barrier("made")
+
+    def close(self, together: bool) -> None:
+        self.closed.append(together)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_is_shared_is_made_once_and_closed_with_the_world(together: bool) -> None:
+    worlds = wired(2)
+    made = each(worlds, lambda world: (world.shared(Kept), world.shared(Kept)))
+    assert all(first is second for first, second in made)
+    assert made[0][0] is not made[1][0]
+    for _ in range(2):
+        each(worlds, lambda world: world.close(together=together))
+    assert [first.closed for first, _ in made] == [[together]] * 2

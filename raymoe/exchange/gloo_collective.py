@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from raymoe.exchange.arrays import Array, Bags, places_in_runs, starts_of
-from raymoe.exchange.backend import Home, Visit
+from raymoe.exchange.carrier import Home, Visit
 from raymoe.exchange.gloo import Gloo
 from raymoe.exchange.placing import Arrived
 from raymoe.exchange.refusal import Refusal
@@ -22,7 +22,7 @@ from raymoe.exchange.summing import RowSums
 from raymoe.memory.world import World
 
 
-class CollectiveBackend:
+class GlooCollective:
     """Rows that arrive lie one behind the other, source after source."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:

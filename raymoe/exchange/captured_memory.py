@@ -1,0 +1,24 @@
+"""Memory of what a captured call allocates."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from raymoe.exchange.arguments import capturing
+
+_cuda: Any = torch.cuda  # has no annotations
+
+
+class CapturedMemory:
+    """What is allocated inside, while a stream is captured, is given to nothing outside, since a replay writes to it
+    again. Captured calls of one exchange share it: they are replayed one after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = _cuda.MemPool() if device.type == "cuda" else None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        return _cuda.use_mem_pool(self._pool) if capturing(self._device) else nullcontext()

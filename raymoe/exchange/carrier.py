@@ -1,0 +1,46 @@
+"""What moves rows, and what is told about them, between CPU ranks. All arithmetic is `on_cpu.py`'s.
+
+Both operations are collective and raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from raymoe.exchange.arrays import Array, Bags
+from raymoe.exchange.placing import Arrived
+from raymoe.exchange.refusal import Refusal
+from raymoe.exchange.sending import Sending
+
+
+@dataclass
+class Home:
+    """What came back: row `where[i]` of `table` belongs to row i of the sending; `refusals` are those of all ranks."""
+
+    table: torch.Tensor
+    where: Array
+    refusals: Sequence[Refusal]
+
+
+@dataclass
+class Visit:
+    """What one rank keeps of a dispatch in order to send its rows home."""
+
+    sending: Sending
+    counts: Array  # [R] rows that arrived from each source
+    where: Array  # [N] the row of the carrier's table in which each came
+
+
+class Carrier(Protocol):
+    def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
+        """Send rows `sending.tokens` of `x` and bring what the others send here."""
+
+    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
+        """Send home bag i's sum of `rows` for arrived row i, and this rank's refusal; bring what the others send."""
+
+    def close(self, together: bool) -> None:
+        """Give up memory and connections; `together` if all ranks close now."""

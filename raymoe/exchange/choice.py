@@ -1,0 +1,181 @@
+"""Which backend an exchange uses, after making sure that all ranks asked for the same and can have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from raymoe.exchange.backend import Backend
+from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.job.errors import ConfigError
+from raymoe.memory.world import World
+
+if TYPE_CHECKING:
+    from raymoe.exchange.workspace import Workspace
+
+BACKENDS = {
+    "cpu": ("auto", "host", "collective", "allgather"),
+    "cuda": ("auto", "fused", "staged", "collective", "allgather"),
+}
+AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
+"""What `auto` tries, in this order."""
+NCCL_BACKENDS = ("collective", "allgather")
+FUSED_CAPABILITY = (9, 0)
+FUSED_MOST = {"hidden": 16384, "topk": 16, "experts": 1024, "ranks": 8}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a caller asks for besides the spec."""
+
+    backend: str
+    workspace: Workspace | None
+    sms: int | str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What matters of a rank's GPU; nothing of a CPU rank."""
+
+    gpu: str = ""
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
+    nccl: bool = False
+
+
+def choose(world: World, spec: ExchangeSpec, wish: Wish) -> str:
+    """The name of the backend to use. Collective: all ranks get the same or all raise."""
+    problem = _impossible(world, spec, wish)
+    asked = asdict(spec) | {"backend": wish.backend, "sms": wish.sms, "workspace": wish.workspace is not None}
+    facts: list[Facts] = []
+    for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
+        assert isinstance(other, tuple)
+        theirs, their_problem, their_facts = other
+        facts.append(their_facts)
+        if problem is None and their_problem is not None:
+            raise ConfigError(f"rank {rank}: {their_problem}")
+        for key, value in asked.items():
+            if problem is None and theirs[key] != value:
+                here = f"{value!r} on rank {world.rank}"
+                raise ConfigError(f"{key} is {theirs[key]!r} on rank {rank} and {here}; an exchange has one spec")
+    if problem is not None:
+        raise problem
+    device = world.device.type
+    names = AUTO[device] if wish.backend == "auto" else (wish.backend,)
+    reasons = [refusal(name, device, spec, facts) for name in names]
+    for name, reason in zip(names, reasons, strict=True):
+        if reason is None:
+            return name
+    raise ConfigError(f"backend {wish.backend} asked for and {reasons[0]}")
+
+
+def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[Facts]) -> str | None:
+    """Why this backend cannot serve these ranks, and what to do; None where it can.
+
+    >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
+    >>> refusal("collective", "cuda", spec, [Facts(gpu="a", nccl=True), Facts(gpu="a", nccl=True)])
+    'ranks 0 and 1 share GPU a; NCCL wants one GPU a rank: take fused or staged, or leave share_gpu out'
+    >>> refusal("fused", "cuda", spec, [Facts("a", "NVIDIA A100", (8, 0))])
+    'NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take staged or collective'
+    >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [Facts()])
+    'rows that cross as float8_e4m3; only fused, on GPUs, carries them so: leave wire out'
+    """
+    if spec.dispatch_wire == FP8 and name != "fused":
+        return f"rows that cross as {FP8}; only fused, on GPUs, carries them so: leave wire out"
+    if device == "cuda" and name in NCCL_BACKENDS:
+        return _no_nccl(facts)
+    return _no_fused(spec, facts) if name == "fused" else None
+
+
+def make(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
+    # Imported here: neither torch.distributed nor CUDA is loaded for a job that does not use it.
+    if world.device.type == "cuda":
+        return _make_on_gpu(name, world, spec, wish)
+    from raymoe.exchange.on_cpu import OnCpu
+
+    if name == "collective":
+        from raymoe.exchange.gloo_collective import GlooCollective
+
+        return OnCpu(world, spec, GlooCollective(world, spec))
+    if name == "allgather":
+        from raymoe.exchange.gloo_allgather import GlooAllgather
+
+        return OnCpu(world, spec, GlooAllgather(world, spec))
+    from raymoe.exchange.host import HostSlots
+
+    return OnCpu(world, spec, HostSlots(world, spec))
+
+
+def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
+    if name == "collective":
+        from raymoe.exchange.nccl_collective import NcclCollective
+        from raymoe.exchange.nccl_rounds import NcclRounds
+
+        return NcclCollective(world, spec, world.shared(NcclRounds))
+    if name == "allgather":
+        from raymoe.exchange.nccl_allgather import NcclAllgather
+        from raymoe.exchange.nccl_rounds import NcclRounds
+
+        return NcclAllgather(world, spec, world.shared(NcclRounds))
+    if name == "staged":
+        from raymoe.exchange.staged import StagedBackend
+
+        return StagedBackend(world, spec, wish.workspace, wish.sms)
+    from raymoe.exchange.fused import FusedBackend
+
+    return FusedBackend(world, spec, wish.workspace, wish.sms)
+
+
+def _impossible(world: World, spec: ExchangeSpec, wish: Wish) -> ConfigError | None:
+    """What this rank alone can tell to be wrong."""
+    device = world.device.type
+    if wish.backend not in BACKENDS[device]:
+        kind = "CPU" if device == "cpu" else "GPU"
+        return ConfigError(f"backend is {wish.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")
+    if wish.sms != "auto" and (type(wish.sms) is not int or wish.sms < 1):
+        return ConfigError(f"sms is {wish.sms!r}; it is 'auto' or a number of multiprocessors, at least 1")
+    if device == "cpu" and (wish.workspace is not None or wish.sms != "auto"):
+        return ConfigError("a workspace or a number of sms asked for on CPU ranks; both are for GPUs: leave them out")
+    try:
+        spec.check(world.size)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _facts(world: World) -> Facts:
+    if world.device.type == "cpu":
+        return Facts()
+    from torch import distributed
+
+    nccl = distributed.is_available() and distributed.is_nccl_available()
+    return Facts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl)
+
+
+def _no_nccl(facts: Sequence[Facts]) -> str | None:
+    if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
+        return f"the torch of rank {without[0]} was built without NCCL: take fused or staged, or another torch"
+    gpus = [found.gpu for found in facts]
+    for rank, gpu in enumerate(gpus):
+        if gpus.index(gpu) != rank:
+            return (
+                f"ranks {gpus.index(gpu)} and {rank} share GPU {gpu}; NCCL wants one GPU a rank: take fused or staged, "
+                "or leave share_gpu out"
+            )
+    return None
+
+
+def _no_fused(spec: ExchangeSpec, facts: Sequence[Facts]) -> str | None:
+    for rank, found in enumerate(facts):
+        if found.capability < FUSED_CAPABILITY:
+            has, needs = (".".join(map(str, each)) for each in (found.capability, FUSED_CAPABILITY))
+            return (
+                f"{found.name} of rank {rank} has compute capability {has}; fused needs {needs} or more: take staged "
+                "or collective"
+            )
+    asked = {"hidden": spec.hidden, "topk": spec.topk, "experts": spec.experts, "ranks": len(facts)}
+    for key, most in FUSED_MOST.items():
+        if asked[key] > most:
+            return f"{key} is {asked[key]}; fused takes at most {most}: take collective"
+    return None

@@ -1,0 +1,343 @@
+"""Exchanges between GPU ranks: every backend against the plan, exactly where rows are moved, and against the oracle
+where they are summed. As many ranks as there are GPUs; on a machine with one, two or three that share it.
+
+Ranks that share a GPU take turns by time slices, about 5 ms a wait, so cases are small and many go through one world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
+from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
+from raymoe.job.errors import ConfigError  # noqa: E402
+from tests.gpu import exchange_ranks as on_rank  # noqa: E402
+from tests.gpu.exchange_ranks import KINDS  # noqa: E402
+from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
+from tests.unit.exchange_cases import ROUTINGS, Case, batches  # noqa: E402
+from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
+
+pytestmark = NEEDS_GPU
+
+BACKENDS = ("fused", "staged", "allgather", "collective")
+CAPTURABLE = ("fused", "staged", "allgather")
+WITH_WORKSPACE = ("fused", "staged")
+RANKS = max(2, min(4, GPUS))
+SIZES = sorted({1, 2, 3 if GPUS < 2 else RANKS})
+ELEMENTS = 150_000  # about so many of received rows are told to the judge, in each step, by each rank
+TIMEOUT_S = 5.0
+
+SMALL = ExchangeSpec(tokens=9, hidden=64, experts=2 * RANKS, topk=2, alignment=8)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[GpuRanks]:
+    with GpuRanks(max(SIZES)) as started:
+        yield started
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name in ("allgather", "collective") and GPUS < 2:
+        pytest.skip(f"{name} is NCCL's, which wants a GPU for each rank: {GPUS} here")
+    if name in WITH_WORKSPACE and torch.cuda.get_device_capability() < FUSED_CAPABILITY:
+        pytest.skip(f"{name} needs compute capability {FUSED_CAPABILITY}: {torch.cuda.get_device_name()} is older")
+    return name
+
+
+def capturable(backend: str) -> str:
+    if backend not in CAPTURABLE:
+        pytest.skip(f"{backend} waits for the host and cannot be captured; a test of its own says so")
+    return backend
+
+
+def fits(size: int) -> int:
+    """Ranks of a world for backends that need a GPU each."""
+    return min(size, GPUS)
+
+
+def edges(backend: str, size: int) -> list[Case]:
+    """One case for each limit of the contract."""
+    routing = ("uniform", "repeated", "one", "none")
+    specs = [
+        ExchangeSpec(tokens=1, hidden=16384, experts=size, topk=1, dtype="float32"),
+        ExchangeSpec(tokens=3, hidden=16384, experts=2 * size, topk=2),
+        ExchangeSpec(tokens=33, hidden=8, experts=3 * size, topk=3, dtype="float16"),  # one piece of 16 bytes
+        ExchangeSpec(tokens=33, hidden=4, experts=size, topk=1, dtype="float32"),
+        ExchangeSpec(tokens=40, hidden=8 * 13, experts=5 * size, topk=5),  # an odd number of pieces
+        ExchangeSpec(tokens=17, hidden=2880, experts=7 * size, topk=4),
+        ExchangeSpec(tokens=21, hidden=64, experts=17 * size, topk=16, alignment=1),
+        ExchangeSpec(tokens=21, hidden=64, experts=1020 // size * size, topk=8, alignment=1),
+        ExchangeSpec(tokens=40, hidden=32, experts=3 * size, topk=2, alignment=128, padding="zero"),
+        ExchangeSpec(tokens=40, hidden=32, experts=3 * size, topk=2, alignment=128, padding="zero", layout="rank"),
+        ExchangeSpec(tokens=40, hidden=48, experts=3 * size, topk=2, layout="rank", dtype="float16"),
+        ExchangeSpec(tokens=32, hidden=64, experts=4 * size, topk=2, alignment=16, capacity=size * 32 * 2 + 4 * 15),
+        ExchangeSpec(tokens=700, hidden=16, experts=4 * size, topk=2),
+    ]
+    cases = [Case(size, spec, backend, routing, seed) for seed, spec in enumerate(specs)]
+    cases[-2] = replace(cases[-2], routing=("uniform", "masked"), wide_ids=False, prefix=True)
+    return cases
+
+
+def drawn(backend: str, size: int, seed: int, count: int) -> list[Case]:
+    """Cases of all kinds, always the same for a seed."""
+    rng, cases = np.random.default_rng((seed, size)), []
+    while len(cases) < count:
+        experts = size * int(rng.integers(1, 10))
+        spec = ExchangeSpec(
+            tokens=int(rng.integers(1, 70)),
+            hidden=8 * int(rng.choice([1, 2, 3, 7, 8, 15, 25, 32, 125, 128, 360, 512])),
+            experts=experts,
+            topk=int(rng.integers(1, min(16, experts) + 1)),
+            dtype=str(rng.choice(["bfloat16", "float16", "float32"])),
+            layout=str(rng.choice(["expert", "rank"], p=[0.7, 0.3])),
+            padding=str(rng.choice(["any", "zero"])),
+            alignment=int(rng.choice([1, 3, 16, 128])),
+        )
+        if spec.tokens * spec.topk * spec.hidden < ELEMENTS:
+            routing = tuple(str(kind) for kind in rng.choice(ROUTINGS, 4))
+            flags = [bool(flag) for flag in rng.integers(0, 2, 5)]
+            cases.append(Case(size, spec, backend, routing, int(rng.integers(2**16)), *flags))
+    return cases
+
+
+def judge_all(ranks: GpuRanks, cases: list[Case]) -> None:
+    size = cases[0].ranks
+    answers = ranks.run(size, on_rank.run_cases, cases)
+    for index, case in enumerate(cases):
+        try:
+            judge(case, [answer[index] for answer in answers])
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_limits_of_the_contract(ranks: GpuRanks, backend: str, size: int) -> None:
+    judge_all(ranks, edges(backend, size))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("size", SIZES)
+def test_drawn_cases(ranks: GpuRanks, backend: str, size: int, seed: int) -> None:
+    judge_all(ranks, drawn(backend, size, seed, count=10))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_larger_case(ranks: GpuRanks, backend: str, dtype: str) -> None:
+    spec = ExchangeSpec(tokens=512, hidden=1024, experts=8 * RANKS, topk=4, dtype=dtype)
+    judge_all(ranks, [Case(RANKS, spec, backend, ("skewed", "masked"), seed=5)])
+
+
+@pytest.mark.parametrize("output", ["dequantised", "raw"])
+@pytest.mark.parametrize("hidden", [128, 1024, 200, 16384])
+def test_rows_that_cross_as_fp8(ranks: GpuRanks, backend: str, hidden: int, output: str) -> None:
+    if backend != "fused":
+        pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal says so")
+    tokens = max(3, 8192 // hidden)
+    spec = ExchangeSpec(tokens, hidden, 3 * RANKS, 2, wire="float8_e4m3", output=output, alignment=16)
+    case = Case(RANKS, spec, backend, ("uniform", "masked", "one"), seed=hidden)
+    answers = ranks.run(RANKS, on_rank.quantised_steps, case)
+    for step in range(len(case.routing)):
+        sent = [on_rank.with_zeros(batch) for batch in batches(case, step)]
+        for rank in range(RANKS):
+            judge_quantised(case, sent, rank, answers[rank][step])
+            judge_combine(case, sent[rank], answers[rank][step].y, bound=6e-2)
+
+
+def kinds_of(seed: int, steps: int) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return [*KINDS, *(str(kind) for kind in rng.choice(KINDS, steps - len(KINDS)))]
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("size", SIZES)
+def test_replays_and_eager_steps_in_any_order(ranks: GpuRanks, backend: str, size: int, layout: str) -> None:
+    spec = ExchangeSpec(tokens=19, hidden=104, experts=3 * size, topk=3, alignment=16, padding="zero", layout=layout)
+    kinds = kinds_of(seed=size, steps=24)
+    routing = tuple(ROUTINGS[step % len(ROUTINGS)] for step in range(len(kinds)))
+    case = Case(size, spec, capturable(backend), routing, seed=size, prefix=True)
+    answers = ranks.run(size, on_rank.replay, case, kinds, 0.3)
+    for step, kind in enumerate(kinds):
+        sent = batches(case, step)
+        if kind != "eager":
+            tokens = on_rank.smaller(spec) if kind == "smaller" else spec.tokens
+            sent = [on_rank.padded(on_rank.cut(batch, tokens), tokens) for batch in sent]
+        for rank in range(size):
+            judge_dispatch(case, sent, rank, answers[rank][step])
+            judge_combine(case, sent[rank], answers[rank][step].y)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_operations_in_halves(ranks: GpuRanks, backend: str, captured: bool) -> None:
+    if backend not in WITH_WORKSPACE:
+        pytest.skip(f"{backend} has no operation in halves")
+    case = Case(RANKS, SMALL, backend, ("uniform", "none", "one", "masked"), seed=12, prefix=True)
+    answers = ranks.run(RANKS, on_rank.in_halves, case, captured)
+    for step in range(len(case.routing)):
+        sent = [on_rank.padded(batch, SMALL.tokens) for batch in batches(case, step)]
+        for rank in range(RANKS):
+            judge_dispatch(case, sent, rank, answers[rank][step])
+            judge_combine(case, sent[rank], answers[rank][step].y)
+
+
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_no_launch_is_larger_than_what_was_asked_for(ranks: GpuRanks, backend: str, tokens: int) -> None:
+    if backend not in WITH_WORKSPACE:
+        pytest.skip(f"{backend} launches NCCL's kernels and torch's")
+    case = Case(RANKS, replace(SMALL, tokens=tokens), backend, ("none",), ragged=False)
+    asked = [4, 16, "auto"]
+    for found in ranks.run(RANKS, on_rank.multiprocessors, case, asked):
+        for want, (occupied, there) in zip(asked, found, strict=True):
+            assert occupied is not None
+            assert 1 <= occupied <= (there if want == "auto" else want)
+
+
+def test_a_second_of_replays_by_late_ranks(ranks: GpuRanks, backend: str) -> None:
+    steps = 100 if GPUS < 2 else 1000
+    for worst, step in ranks.run(RANKS, on_rank.soak, soak_case(capturable(backend)), steps):
+        assert worst <= 1e-2, f"step {step}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_ten_thousand_replays_by_late_ranks(ranks: GpuRanks, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.ranks.DEADLINE_S", 1700.0)
+    for worst, step in ranks.run(RANKS, on_rank.soak, soak_case(capturable(backend)), 10_000):
+        assert worst <= 1e-2, f"step {step}"
+
+
+def soak_case(backend: str) -> Case:
+    spec = ExchangeSpec(tokens=64, hidden=256, experts=6 * RANKS, topk=4)
+    return Case(RANKS, spec, backend, ROUTINGS * 3, seed=9, prefix=True)
+
+
+def test_results_repeat_bit_for_bit(ranks: GpuRanks, backend: str) -> None:
+    spec = ExchangeSpec(tokens=48, hidden=256, experts=4 * RANKS, topk=4, alignment=1)
+    case = Case(RANKS, spec, backend, ("repeated", "skewed"), seed=3)
+    assert ranks.run(RANKS, on_rank.repeated, case) == [[True] * 3] * RANKS
+
+
+def test_several_dispatches_may_be_outstanding(ranks: GpuRanks, backend: str) -> None:
+    case = Case(RANKS, SMALL, backend, ("uniform", "masked", "repeated"), seed=11)
+    ys = ranks.run(RANKS, on_rank.outstanding, case)
+    for rank in range(RANKS):
+        for step in range(3):
+            judge_combine(case, batches(case, step)[rank], ys[rank][step])
+
+
+LAYERS = [
+    SMALL,
+    ExchangeSpec(tokens=5, hidden=512, experts=RANKS, topk=1, dtype="float32"),
+    ExchangeSpec(tokens=30, hidden=24, experts=3 * RANKS, topk=3, dtype="float16", layout="rank"),
+    ExchangeSpec(tokens=2, hidden=8, experts=2 * RANKS, topk=2),
+]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one workspace", "two streams"])
+def test_exchanges_side_by_side(ranks: GpuRanks, backend: str, shared: bool) -> None:
+    if backend not in WITH_WORKSPACE:
+        pytest.skip(f"{backend} has no workspace; NCCL's order of operations is one for all streams")
+    specs = LAYERS if shared else LAYERS[:2]
+    cases = [Case(RANKS, spec, backend, ("uniform", "one", "masked"), seed) for seed, spec in enumerate(specs)]
+    answers = ranks.run(RANKS, on_rank.side_by_side, cases, shared)
+    for index, case in enumerate(cases):
+        judge(case, [answer[index] for answer in answers])
+
+
+def test_an_exchange_over_a_group_is_bound_to_the_group(ranks: GpuRanks, backend: str) -> None:
+    groups = [[1, 0]] if RANKS < 4 else [[2, 0], [1, 3]]
+    case = Case(2, replace(SMALL, experts=6), backend, ("uniform", "one", "masked"), seed=2)
+    answers = ranks.run(RANKS if RANKS in (2, 4) else 2, on_rank.within_groups, groups, case)
+    for group in groups:
+        assert [answers[rank][0] for rank in group] == [0, 1]
+        judge(case, [answers[rank][1] for rank in group])
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (("id", SMALL.experts), f"rank {RANKS - 1} asked for expert {SMALL.experts} for its token 2; ids are -1 to"),
+        (("id", -2), f"rank {RANKS - 1} asked for expert -2 for its token 2"),
+        (("id", 2**40), f"rank {RANKS - 1} asked for expert {2**40} for its token 2"),
+        (("tokens", 10), f"num_tokens is 10 on rank {RANKS - 1}; x has 9 rows"),
+        (("tokens", -1), f"num_tokens is -1 on rank {RANKS - 1}"),
+        (("capacity", 0), f"rows, gaps included, came to rank {RANKS - 1}; its capacity is"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_refused_data_is_told_by_all_and_the_next_step_works(
+    ranks: GpuRanks, backend: str, fault: tuple[str, int], says: str
+) -> None:
+    spec = replace(SMALL, capacity=RANKS * SMALL.tokens * SMALL.topk - 2) if fault[0] == "capacity" else SMALL
+    middle = "one" if fault[0] == "capacity" else "uniform"
+    case = Case(RANKS, spec, backend, ("masked", middle, "none"), seed=8, ragged=False)
+    told = []
+    for rank, (found, after) in enumerate(ranks.run(RANKS, on_rank.refuse_and_go_on, case, fault)):
+        told.append(found["told"])
+        assert says in found["told"]
+        assert found["nan"], "y of a refused step"
+        assert found["outside"], "memory around what was given"
+        assert fault[0] != "capacity" or rank != RANKS - 1 or not any(found["counts"])
+        judge_combine(case, batches(case, 2)[rank], after.y)
+    assert len(set(told)) == 1
+
+
+def test_refused_replays(ranks: GpuRanks, backend: str) -> None:
+    case = Case(RANKS, SMALL, capturable(backend), ("uniform",) * 5, seed=6, ragged=False)
+    for steps in ranks.run(RANKS, on_rank.refuse_in_replay, case):
+        says = f"rank 0 asked for expert {SMALL.experts} for its token 0; ids are -1 to {SMALL.experts - 1}"
+        assert steps == [("", False, False), (says, True, True)] * 2 + [("", False, False)]
+
+
+def test_callers_mistakes_are_told_before_anything_is_sent(ranks: GpuRanks, backend: str) -> None:
+    case = Case(RANKS, SMALL, backend, ("uniform",), seed=4, ragged=False)
+    no_capture = "dispatch by collective cannot be captured"
+    says = [
+        "x is on cpu; this world's ranks are on cuda:0",
+        "x begins 2 bytes behind a multiple of 16",
+        "num_tokens is on cpu",
+        "num_tokens is 10; x has 9 rows",
+        "num_tokens is 1 inside a capture" if backend in CAPTURABLE else no_capture,
+        "an exchange was to be made inside a capture",
+        "check waits for the device",
+    ]
+    for said in ranks.run(RANKS, on_rank.caller_mistakes, case):
+        assert len(said) == len(says)
+        for sentence, piece in zip(said, says, strict=True):
+            assert piece in sentence
+
+
+@pytest.mark.skipif(GPUS != 1, reason="a machine with one GPU has ranks that share it")
+@pytest.mark.parametrize("name", ["collective", "allgather"])
+def test_nccl_and_shared_gpus(ranks: GpuRanks, name: str) -> None:
+    case = Case(2, SMALL, name, ("uniform",))
+    for outcome in ranks.outcomes(2, on_rank.run_cases, [case]):
+        assert isinstance(outcome, ConfigError)
+        assert "ranks 0 and 1 share GPU" in str(outcome)
+        assert "take fused or staged" in str(outcome)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "late"])
+def test_a_peer_that_does_not_come_is_named(ranks: GpuRanks, backend: str, how: str) -> None:
+    case = Case(RANKS, SMALL, backend, ("uniform",) * 2)
+    outcomes = ranks.outcomes(RANKS, on_rank.one_leaves, case, how, timeout_s=TIMEOUT_S)
+    assert isinstance(outcomes[1], RankGone) == (how != "late"), outcomes
+    for rank, found in enumerate(outcomes):
+        if rank != 1:
+            assert isinstance(found, dict), found
+            assert (found["peer"], found["rank"]) == (1, rank)
+            assert found["waited"] < TIMEOUT_S + 3
+            assert found["again"] < 0.5, "what has failed fails at once"
+
+
+def test_abort_ends_a_wait_within_a_second(ranks: GpuRanks, backend: str) -> None:
+    took, *_ = ranks.outcomes(2, on_rank.told_to_stop, Case(2, SMALL, backend, ("uniform",) * 2))
+    assert isinstance(took, float), took
+    assert 0 <= took < 1
