@@ -19,6 +19,7 @@ class Cause(IntEnum):
     CAPACITY = 2  # number: the rows that were needed
     COUNT = 3  # other: the source, number: the rows it said it had sent
     EXPERT = 4  # other: the source, number: the local expert that it named
+    TOKENS = 5  # other: the rows of x, number: the tokens that were to be sent
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Refusal:
         if self.cause is Cause.CAPACITY:
             rows = f"{self.number} rows, gaps included, came to rank {rank}"
             return f"{rows}; its capacity is {spec.rows(ranks)}: raise exchange.capacity"
+        if self.cause is Cause.TOKENS:
+            return (
+                f"num_tokens is {self.number} on rank {rank}; x has {self.other} rows, so 0 to {self.other} can be sent"
+            )
         if self.cause is Cause.COUNT:
             return f"rank {self.other} told rank {rank} of {self.number} rows; 0 to {spec.tokens} can be sent"
         return (

@@ -1,0 +1,250 @@
+// Combine: what the experts made of each token, back to the token's rank, summed.
+//
+// One kernel, two kinds of work, on blocks that are all resident at once:
+//   reducers  sum this rank's experts' rows of each token of each peer, and push the sum to that peer (reducing.cuh)
+//   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive; what this rank's own
+//             experts made of it never leaves the rank, but is rounded as if it had
+// Both take pieces of rows, so that a few tokens are work for many warps.
+//
+// Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
+//   rows [2][d][token]   slots, by the number of the owner's token
+//   statuses [2][d]      why rank d refuses the data of this step, if it does
+//   progress [d][lane]   {epoch, pieces through}: word of the lane of d that has pushed them
+//   heads [d]            the epoch for which d's status is there
+// All are written by d, at every rank, and read by the owner; statuses and heads at d itself too.
+//
+// A status travels with every combine, ahead of the rows, so all ranks learn of a refusal in the same combine: each of
+// them gives NaN and tells its host. The next step works.
+//
+// Why no slot is overwritten before it is read: as in dispatch.cu, with combine's own epochs. The readers of epoch e
+// are the summers of e, which are done when the kernel ends.
+//
+// A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives NaN.
+
+#include "raymoe/combine.cuh"
+#include "raymoe/ptx.cuh"
+#include "raymoe/reducing.cuh"
+#include "raymoe/sync.cuh"
+#include "raymoe/vectors.cuh"
+
+#ifndef ROW_TYPE
+#define ROW_TYPE Bf16  // of vectors.cuh: what rows are made of
+#endif
+
+namespace raymoe {
+
+// By the threads of one block: this rank's status to every rank, its own too.
+__device__ inline void tell_status(const CombineParams& p, u64 epoch) {
+    if (threadIdx.x < p.peers.ranks) {
+        const Refusal& mine = p.got->refusal;
+        u8* at = p.status_at(threadIdx.x, epoch & 1, p.peers.rank);
+        ptx::store_8(at, static_cast<u64>(mine.other) << 32 | mine.cause);
+        ptx::store_8(at + 8, mine.number);
+        ptx::store_release_sys(p.peers.flag(threadIdx.x, p.heads), epoch);  // orders the status before the epoch
+    }
+}
+
+// By a whole block: until all statuses are here.
+__device__ inline bool await_statuses(const CombineParams& p, u64 epoch) {
+    bool ok = true;
+    if (threadIdx.x < p.peers.ranks) {
+        const u64* word = p.peers.at<u64>(p.peers.rank, p.heads + threadIdx.x * 128ull);
+        ok = wait_for_epoch(word, epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
+    }
+    return __syncthreads_and(ok);
+}
+
+__device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, u32 word) {
+    return ptx::load_8(p.status_at(p.peers.rank, epoch & 1, rank) + word * 8);
+}
+
+__device__ inline bool any_refused(const CombineParams& p, u64 epoch) {
+    bool refused = false;
+    for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
+        refused = refused || static_cast<u32>(status_words(p, epoch, rank, 0)) != CAUSE_NONE;
+    }
+    return refused;
+}
+
+// Whether the piece that came from a rank is of this epoch; without stamps it is taken to be.
+__device__ inline bool is_of(const CombineParams& p, u64 epoch, u32 rank, u32 number) {
+    if (!STAMPS || number % p.pieces * p.piece_vectors() >= p.vectors()) {
+        return true;
+    }
+    const u8* slot = p.slot_at(p.peers.rank, epoch & 1, rank, number / p.pieces);
+    const u64 seen = ptx::load_8(slot + p.stamp_at(number % p.pieces));
+    if (seen != epoch) {
+        fail(p.watch, FAILURE_STALE, Waiting{p.op, rank, epoch}, epoch, seen, 0);
+    }
+    return seen == epoch;
+}
+
+// By a whole warp: one piece of a row of y, from the sums of the ranks in `mask`, in rank order.
+template <class Type>
+__device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, u32 mask) {
+    const u32 token = number / p.pieces, me = p.peers.rank;
+    const u32 begin = number % p.pieces * p.piece_vectors(), last = min(begin + p.piece_vectors(), p.vectors());
+    u8* row = p.y + static_cast<u64>(token) * p.row_bytes;
+    const u64 entry = mask >> me & 1 ? p.entry(me, token) : NOWHERE;
+    const u32 hits = __ballot_sync(0xFFFFFFFF, static_cast<u32>(entry) != NOWHERE);
+    auto slot = [&](u32 rank) { return Term{p.slot_at(me, epoch & 1, rank, token), 1.0f}; };
+    for (u32 step = begin; step < last; step += 32 * UNROLL) {
+        const u32 first = step + threadIdx.x % 32;
+        ptx::Bytes16 own[UNROLL];  // rounded, as a peer's sum is; made first, so that fewer registers live at a time
+        if (hits != 0) {
+            float sums[UNROLL][Type::COUNT] = {};
+            add_experts<Type>(p, entry, hits, first, last, sums);
+#pragma unroll
+            for (u32 i = 0; i < UNROLL; ++i) {
+                own[i] = Type::pack(sums[i]);
+            }
+        }
+        float sums[UNROLL][Type::COUNT] = {};
+        for (u32 left = mask; left != 0; left &= left - 1) {
+            const u32 rank = __ffs(left) - 1;
+            if (rank == me) {
+#pragma unroll
+                for (u32 i = 0; i < UNROLL; ++i) {
+                    float values[Type::COUNT];
+                    Type::unpack(own[i], values);
+#pragma unroll
+                    for (u32 j = 0; j < Type::COUNT; ++j) {
+                        sums[i][j] += values[j];
+                    }
+                }
+                continue;
+            }
+            const u32 next = left & (left - 1);
+            const bool both = next != 0 && __ffs(next) - 1 != me;
+            add_two<Type>(slot(rank), slot(both ? __ffs(next) - 1 : rank), both, first, last, sums);
+            left = both ? next : left;
+        }
+#pragma unroll
+        for (u32 i = 0; i < UNROLL; ++i) {
+            if (first + 32 * i < last) {
+                ptx::store_16(row + (first + 32 * i) * 16ull, Type::pack(sums[i]));
+            }
+        }
+    }
+}
+
+// Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
+template <class Type>
+__device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stride) {
+    for (u32 token = first; token < p.tokens; token += stride) {
+        for (u64 at = threadIdx.x % 32 * 16; at < p.row_bytes; at += 32 * 16) {
+            ptx::store_16(p.y + static_cast<u64>(token) * p.row_bytes + at, {Type::NANS, Type::NANS});
+        }
+    }
+}
+
+// By a whole block, the `summer`-th. What a failed wait leaves undone, the last block out makes good.
+template <class Type>
+__device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
+    if (!await_statuses(p, epoch)) {
+        return;
+    }
+    const u32 me = p.peers.rank, warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
+    if (any_refused(p, epoch)) {
+        fill_with_nan<Type>(p, warp, warps);
+        return;
+    }
+    for (u32 number = warp; number < p.tokens * p.pieces; number += warps) {
+        const u32 mask = p.masks[number / p.pieces];
+        const u32 rank = threadIdx.x % 32;
+        bool ok = true;
+        if (rank != me && mask >> rank & 1) {
+            const u64* word = p.progress_at(me, rank, number % p.lanes());
+            ok = wait_for_epoch(word, progress(epoch, number / p.lanes() + 1), Waiting{p.op, rank, epoch}, p.watch);
+            ok = ok && is_of(p, epoch, rank, number);
+        }
+        if (!__all_sync(0xFFFFFFFF, ok)) {  // also hands what was acquired to the other threads of the warp
+            return;
+        }
+        __syncwarp();
+        sum_piece<Type>(p, epoch, number, mask);
+    }
+}
+
+// Until every reducer of every peer has nothing more to push. A reducer's lanes say so together, behind one fence, so
+// that the first lane's word stands for all of them. By a whole block.
+__device__ inline bool await_all(const CombineParams& p, u64 epoch) {
+    bool ok = await_statuses(p, epoch);
+    for (u32 i = threadIdx.x; i < (p.peers.ranks - 1) * p.reducers && ok; i += THREADS) {
+        const u32 rank = p.peers.in_turn(i / p.reducers);
+        const u64* word = p.progress_at(p.peers.rank, rank, i % p.reducers * p.reducer_lanes);
+        ok = wait_for_epoch(word, progress(epoch, ALL_DONE), Waiting{p.op, rank, epoch}, p.watch);
+    }
+    return __syncthreads_and(ok);
+}
+
+// By the last block out, which has acquired what all the others did.
+template <class Type>
+__device__ inline void finish_combine(const CombineParams& p, u64 epoch) {
+    if (poisoned(p.watch) || !await_all(p, epoch)) {
+        __syncthreads();
+        fill_with_nan<Type>(p, threadIdx.x / 32, WARPS);
+        return;
+    }
+    if (threadIdx.x != 0) {
+        return;
+    }
+    if (any_refused(p, epoch)) {
+        for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
+            u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
+            ptx::store_relaxed_sys(into, status_words(p, epoch, rank, 0));
+            ptx::store_relaxed_sys(into + 1, status_words(p, epoch, rank, 1));
+        }
+        ptx::store_release_sys(&p.record->epoch, epoch);  // orders the refusals before the epoch that announces them
+    }
+    finish_run(p.operation, epoch);
+}
+
+template <class Type>
+__device__ inline void combine_rows(const CombineParams& p, u8* shared) {
+    __shared__ u64 epoch_word;
+    __shared__ bool may, last;
+    if (threadIdx.x == 0) {
+        epoch_word = epoch_of_this_run(p.operation);
+        may = !poisoned(p.watch);
+    }
+    __syncthreads();
+    const u64 epoch = epoch_word;
+    const u32 reducers = p.parts & PART_REDUCE ? p.reducers : 0;
+    if (may && blockIdx.x < reducers) {
+        if (blockIdx.x == 0) {
+            tell_status(p, epoch);
+        }
+        reduce_rows<Type>(p, epoch, blockIdx.x, shared);
+    } else if (may) {
+        sum_rows<Type>(p, epoch, blockIdx.x - reducers);
+    }
+    if (!(p.parts & PART_SUM)) {
+        return;
+    }
+    __syncthreads();  // orders what this block's threads did before the ticket of thread 0
+    if (threadIdx.x == 0) {
+        last = last_block_out(p.operation);
+    }
+    __syncthreads();
+    if (last) {
+        finish_combine<Type>(p, epoch);
+    }
+}
+
+}  // namespace raymoe
+
+// Half of a multiprocessor's registers, so that another kernel finds room beside this one. For Blackwell the compiler
+// would have to spill (NVRTC 13.0), so there it may have more.
+#if __CUDA_ARCH__ >= 1000
+#define BLOCKS_A_MULTIPROCESSOR 1
+#else
+#define BLOCKS_A_MULTIPROCESSOR 2
+#endif
+
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, BLOCKS_A_MULTIPROCESSOR)
+    combine(const __grid_constant__ raymoe::CombineParams p) {
+    using namespace raymoe;
+    extern __shared__ __align__(128) u8 shared[];
+    combine_rows<ROW_TYPE>(p, shared);
+}

@@ -1,0 +1,139 @@
+// Dispatch: each token's row to the ranks of its experts, and there to its place, expert by expert.
+//
+// One kernel, three kinds of work, on blocks that are all resident at once:
+//   senders   push rows into slots at the peers; the slot of a row is (source, token), so that nothing need be counted
+//             first (sending.cuh)
+//   routers   number this rank's entries of each expert and tell every rank (routing.cuh)
+//   placers   find each row's places from what the sources told, and copy rows there as they arrive (placing.cuh);
+//             the first of them route before that
+//
+// Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
+//   rows [2][s][token]         slots
+//   told [2][s][token][k]      {local expert, number among s's entries for it} or NOWHERE, and the weight
+//   counts [2][s][expert + 1]  entries for each local expert; the tokens that s has sent
+//   progress [s][lane]         {epoch, tokens through}: word of the lane of s that has pushed them
+//   heads [s]                  the epoch for which counts and told are complete
+// All are written by s, at every rank, and read by the owner; counts, told and heads at s itself too.
+//
+// Why no slot is overwritten before it is read. No block waits before it stores to a peer. Epoch e + 2 writes the half
+// that epoch e wrote. Its writer w has ended epoch e + 1, and no kernel ends before the words of that epoch of all
+// peers have come (`await_all`); a peer stores those only in its own epoch e + 1, which its stream begins after its
+// readers of e: the placers of e, and with layout rank whatever its caller put between the two dispatches. So every
+// rank runs every dispatch, and says ALL_DONE to every peer also with nothing to send.
+//
+// Split: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the same
+// epoch; the second ends it.
+//
+// A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and says that
+// nothing came.
+
+#include "raymoe/dispatch.cuh"
+#include "raymoe/placing.cuh"
+#include "raymoe/ptx.cuh"
+#include "raymoe/quantising.cuh"
+#include "raymoe/routing.cuh"
+#include "raymoe/sending.cuh"
+#include "raymoe/sync.cuh"
+
+namespace raymoe {
+
+template <bool condition, class A, class B>
+struct Either {
+    using type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    using type = B;
+};
+
+// What a sender's lanes do with a row on its way.
+using Lane = Either<FP8, QuantLane<ROW_TYPE>, SendLane>::type;
+
+// Until every sender of every peer has nothing more to send. A sender's lanes say so together, behind one fence, so
+// that the first lane's word stands for all of them. By a whole block.
+__device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
+    bool ok = true;
+    for (u32 i = threadIdx.x; i < p.heard() * p.senders && ok; i += THREADS) {
+        const u32 source = p.peers.in_turn(i / p.senders);
+        const u64* word = p.progress_at(p.peers.rank, source, i % p.senders * p.sender_lanes);
+        ok = wait_for_epoch(word, progress(epoch, ALL_DONE), Waiting{p.op, source, epoch}, p.watch);
+    }
+    return __syncthreads_and(ok);
+}
+
+// What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
+__device__ inline Refusal refusal_of(const DispatchParams& p) {
+    Scratch& scratch = *p.scratch;
+    const u64 bad = ptx::load_relaxed_gpu(&scratch.bad_entry), needed = ptx::load_relaxed_gpu(&scratch.needed);
+    const u64 liar = ptx::load_relaxed_gpu(&scratch.liar);
+    scratch.bad_entry = scratch.liar = ~0ull;
+    scratch.needed = 0;
+    if (p.num_tokens != nullptr && *p.num_tokens > p.tokens) {
+        return {CAUSE_TOKENS, p.tokens, *p.num_tokens};
+    }
+    if (bad != ~0ull) {
+        return {CAUSE_ID, static_cast<u32>(bad / p.topk), static_cast<u64>(p.id(bad))};
+    }
+    if (liar != ~0ull) {
+        return {CAUSE_EXPERT, static_cast<u32>(liar >> 32), liar & 0xFFFFFFFF};
+    }
+    return needed != 0 ? Refusal{CAUSE_CAPACITY, 0, needed} : Refusal{CAUSE_NONE, 0, 0};
+}
+
+// By the last block out, which has acquired what all the others did.
+__device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch) {
+    if (!poisoned(p.watch) && await_all(p, epoch)) {
+        if (threadIdx.x == 0) {
+            p.got->refusal = refusal_of(p);
+            finish_run(p.operation, epoch);
+        }
+        return;
+    }
+    __syncthreads();
+    place_nothing(p);
+}
+
+}  // namespace raymoe
+
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
+    dispatch(const __grid_constant__ raymoe::DispatchParams p) {
+    using namespace raymoe;
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ u64 epoch_word;
+    __shared__ u32 tokens_word;
+    __shared__ bool may, last;
+    if (threadIdx.x == 0) {
+        epoch_word = epoch_of_this_run(p.operation);
+        may = !poisoned(p.watch);
+        const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
+        tokens_word = asked <= p.tokens ? asked : 0;  // more than there are is refused: none is sent
+    }
+    __syncthreads();
+    const u64 epoch = epoch_word;
+    const u32 tokens = tokens_word;
+    const u32 senders = p.parts & PART_SEND ? p.senders : 0;
+    if (may && blockIdx.x < senders) {
+        send_rows<Lane>(p, epoch, tokens, blockIdx.x, shared);
+    } else if (may) {
+        const u32 placer = blockIdx.x - senders;
+        bool ok = true;
+        if (p.parts & PART_ROUTE && placer < p.routers) {
+            ok = Router(p, epoch, tokens, placer, shared).run();
+            __syncthreads();  // the placers use the routers' shared memory
+        }
+        if (ok && p.parts & PART_PLACE) {
+            place_rows(p, epoch, placer, shared);
+        }
+    }
+    if (!(p.parts & PART_PLACE)) {
+        return;
+    }
+    __syncthreads();  // orders what this block's threads did before the ticket of thread 0
+    if (threadIdx.x == 0) {
+        last = last_block_out(p.operation);
+    }
+    __syncthreads();
+    if (last) {
+        finish_dispatch(p, epoch);
+    }
+}

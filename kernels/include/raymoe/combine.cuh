@@ -1,0 +1,90 @@
+// What the parts of a combine share: its parameters, and the words between ranks. combine.cu tells the protocol.
+#pragma once
+
+#include "raymoe/dispatch.cuh"
+
+namespace raymoe {
+
+constexpr u32 PART_REDUCE = 1;  // sums of this rank's experts to the sources
+constexpr u32 PART_SUM = 2;     // sums of the ranks' rows; the end of the run
+
+// Whose data was refused in the last combine that was refused. In host memory that the GPU has mapped. Writer: the last
+// block out of a combine, `epoch` last, by a release at system scope. Reader: the host, at any time, `epoch` first; it
+// knows which epochs it has raised.
+struct RefusalRecord {
+    u64 epoch;
+    u64 unused;
+    Refusal refusals[MAX_RANKS];
+};
+static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
+
+struct CombineParams {
+    Peers peers;
+    Watch watch;
+
+    // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2.
+    u64 rows[2];      // slots: what rank d made of token t of the owner, at (d * slot_tokens + t) * slot_bytes
+    u64 statuses[2];  // a Refusal for each rank
+    // Writer: the lanes of rank d, at every other rank, word (d, lane) = {epoch, pieces through}; after the pieces that
+    // it counts have arrived. Reader: the owner, acquiring.
+    u64 progress;
+    // Writer: rank d, at every rank, its own too; the epoch, after its status. Reader: the owner, acquiring.
+    u64 heads;
+
+    const u8* expert_rows;  // [capacity][row_bytes]
+    const u8* home;         // of the dispatch: see DispatchParams
+    const u32* masks;
+    const Got* got;
+    u8* y;  // [tokens][row_bytes]
+
+    Operation* operation;
+    RefusalRecord* record;
+
+    u32 slot_tokens;
+    u32 tokens;  // T', rows of y
+    u32 topk;
+    u32 row_bytes;
+    u32 slot_bytes;  // of a row, and with stamps of one for each piece
+    u32 weighted;
+    u32 op;
+    u32 parts;
+    u32 reducers;      // blocks that sum this rank's experts' rows
+    u32 reducer_lanes;  // warps of each, with room for two pieces in shared memory of their own
+    u32 chunk;          // pieces of a lane between two words of progress
+    u32 summers;        // blocks that sum what the ranks have sent
+    u32 pieces;         // of a row: lanes and summers take pieces, so that few rows are work for many
+    u32 unused;
+
+    __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
+
+    __device__ __forceinline__ u8* slot_at(u32 peer, u32 half, u32 rank, u32 token) const {
+        return peers.slot(peer, rows[half], static_cast<u64>(rank) * slot_tokens + token, slot_bytes);
+    }
+
+    __device__ __forceinline__ u64* progress_at(u32 peer, u32 rank, u32 lane) const {
+        return reinterpret_cast<u64*>(peers.slot(peer, progress, static_cast<u64>(rank) * MAX_LANES + lane, 8));
+    }
+
+    __device__ __forceinline__ u8* status_at(u32 peer, u32 half, u32 rank) const {
+        return peers.slot(peer, statuses[half], rank, sizeof(Refusal));
+    }
+
+    __device__ __forceinline__ u32 vectors() const { return row_bytes / 16; }
+
+    // 16-byte vectors of a piece; the last one may have fewer.
+    __device__ __forceinline__ u32 piece_vectors() const { return (vectors() + pieces - 1) / pieces; }
+
+    // Where in a slot the stamp of a piece lies.
+    __device__ __forceinline__ u64 stamp_at(u32 piece) const {
+        return row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
+    }
+
+    // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on.
+    __device__ __forceinline__ u64 entry(u32 source, u32 token) const {
+        const u32 k = threadIdx.x % 32;
+        const u64 first = (static_cast<u64>(source) * slot_tokens + token) * topk;
+        return k < topk ? ptx::load_8(home + (first + k) * 8) : NOWHERE;
+    }
+};
+
+}  // namespace raymoe

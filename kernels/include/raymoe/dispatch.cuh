@@ -1,0 +1,193 @@
+// What the parts of a dispatch share: its parameters, and the words between ranks. dispatch.cu tells the protocol.
+#pragma once
+
+#include "raymoe/peer.cuh"
+#include "raymoe/ptx.cuh"
+#include "raymoe/sync.cuh"
+
+namespace raymoe {
+
+#ifndef ROW_TYPE
+#define ROW_TYPE Bf16  // of vectors.cuh: what rows are made of
+#endif
+#ifndef WIRE_FP8
+#define WIRE_FP8 0  // 1: rows cross as 8-bit floats, with a scale for each BLOCK of them
+#endif
+
+#ifndef STAMPED
+#define STAMPED 0  // 1: every slot ends in a stamp of its epoch, which whoever reads the slot checks. For tests
+#endif
+constexpr bool STAMPS = STAMPED;
+constexpr u32 STAMP_BYTES = 16;
+
+// A row of a peer that crosses as it is may as well be read out of x where the peer is this rank itself. One that is
+// quantised goes through a slot at home too, so that all rows are what they are by one piece of code.
+constexpr bool FP8 = WIRE_FP8;
+constexpr bool OWN_FROM_X = !FP8;
+constexpr u32 BLOCK = 128;
+
+constexpr u32 THREADS = 256;
+constexpr u32 WARPS = THREADS / 32;
+constexpr u32 MAX_LANES = 1056;  // progress words of one rank at a peer: 8 warps on each of 132 SMs
+
+// Shared memory of a lane's ring; the next lane's begins behind it. The same sum: raymoe/device/dispatch.py.
+__device__ __forceinline__ u32 lane_memory(u32 stages, u32 stage_bytes) {
+    return (stages * (stage_bytes + 8) + 127) & ~127u;
+}
+
+// What `parts` of the work a launch does. All of them: the fused kernel.
+constexpr u32 PART_ROUTE = 1;  // counts, and what is told of each row
+constexpr u32 PART_SEND = 2;   // rows to the peers
+constexpr u32 PART_PLACE = 4;  // rows to their places; the end of the run
+
+// Told of entry k of token t: {place, weight}. `place` is {local expert, how many of the source's entries for that
+// expert come before}, or NOWHERE where the entry's expert is on another rank.
+constexpr u32 RANK_BITS = 21;
+constexpr u32 RANK_MASK = (1u << RANK_BITS) - 1;
+constexpr u32 NOWHERE = 0xFFFFFFFF;
+
+// Why the data of a step is refused; raymoe/exchange/refusal.py has the same numbers.
+constexpr u32 CAUSE_NONE = 0;
+constexpr u32 CAUSE_ID = 1;        // other: the token, number: the id
+constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows that were needed
+constexpr u32 CAUSE_EXPERT = 4;    // other: the source, number: the local expert that it named
+constexpr u32 CAUSE_TOKENS = 5;    // other: rows of x, number: the tokens asked for
+
+// 16 bytes, as they travel with a combine.
+struct Refusal {
+    u32 cause;
+    u32 other;
+    u64 number;
+};
+static_assert(sizeof(Refusal) == 16, "");
+
+// What a dispatch leaves for its combine, besides `home` and `masks`. Device memory of this rank.
+struct Got {
+    u32 tokens[MAX_RANKS];  // that each source has sent; the own ones: rows of y from there on are zero
+    Refusal refusal;
+};
+static_assert(sizeof(Got) == MAX_RANKS * 4 + 16, "");
+
+// Words of this rank alone, kept from run to run; all ~0 or 0 between runs, as said.
+struct Scratch {
+    u64 bad_entry;  // the first entry with an id out of range; ~0: none. Lowered by routers, read and reset at the end
+    u64 needed;     // rows that did not fit; 0: they did. Written by the first placer, reset at the end
+    u64 liar;       // {source, expert} of the first told entry that its source's counts have no room for; ~0: none
+    u32 routed;     // routers that are through; wraps
+    u32 unused;
+};
+static_assert(sizeof(Scratch) == 32, "");
+
+struct DispatchParams {
+    Peers peers;
+    Watch watch;
+
+    // Offsets in every rank's heap, for each half where there are two; `half` is the epoch mod 2.
+    u64 rows[2];    // slots: row t of source s at (s * slot_tokens + t) * slot_bytes
+    u64 told[2];    // 8 bytes for each (source, token, k)
+    u64 counts[2];  // u32 for each (source, local expert), and behind a source's experts the tokens that it sent
+    // Writer: the lanes of source s, at every other rank, word (s, lane) = {epoch, tokens through}; after the rows that
+    // it counts have arrived. Reader: the owner, acquiring. With nothing to send a lane says ALL_DONE all the same.
+    u64 progress;
+    // Writer: the last router of source s, at every rank, its own too; the epoch, after counts and told entries.
+    // Reader: every placer of the owner, acquiring.
+    u64 heads;
+
+    // What this rank sends.
+    const u8* x;            // [tokens][row_bytes]
+    const u8* ids;          // [tokens][topk], i32 or i64
+    const u8* weights;      // [tokens][topk] f32
+    const u32* num_tokens;  // null: all of them
+
+    // What this rank gets.
+    u8* out;          // [capacity][out_row_bytes], expert by expert
+    u8* scales;       // f32, that of block b of row i at b * scale_stride + i; null: rows are given dequantised
+    u8* out_weights;  // [capacity] f32
+    u32* expert_offsets;  // [local + 1]
+    u32* expert_counts;
+    u8* index;  // [capacity] i64, the slot of each row; null unless rank_layout
+    u8* home;   // [ranks][slot_tokens][topk]: {position or ~0, weight}
+    u32* masks;  // [tokens]: ranks that token t was sent to
+    Got* got;
+
+    // Of this rank alone.
+    Operation* operation;
+    Scratch* scratch;
+    u64* router_words;   // [routers]: the epoch for which router c has counted
+    u32* router_counts;  // [routers][experts]
+
+    u64 half_slots;  // slot number of half 1's first; half 0 begins at 0
+    u64 zero_slot;   // a slot of zeros, which `index` names in gaps
+    u32 wide_ids;    // ids are i64
+    u32 tokens;      // T', rows of x
+    u32 slot_tokens;
+    u32 topk;
+    u32 experts;
+    u32 local;  // experts a rank
+    u32 row_bytes;
+    u32 out_row_bytes;
+    u32 slot_bytes;
+    u32 hidden;
+    u32 scale_stride;
+    u32 alignment;
+    u32 capacity;
+    u32 zero_padding;
+    u32 rank_layout;
+    u32 op;
+    u32 parts;
+    u32 senders;        // blocks that send; the others route and place
+    u32 sender_lanes;   // warps of each, with a ring of their own
+    u32 sender_stages;  // of each lane
+    u32 chunk;          // tokens of a lane between two words of progress
+    u32 routers;        // of the placers, the first so many route
+    u32 placers;
+    u32 placer_lanes;
+    u32 placer_stages;
+
+    __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
+
+    __device__ __forceinline__ u32 blocks() const { return (hidden + BLOCK - 1) / BLOCK; }
+
+    // Ranks whose rows come through slots, and which hear of a lane's progress: `in_turn` of these many.
+    __device__ __forceinline__ u32 heard() const { return OWN_FROM_X ? peers.ranks - 1 : peers.ranks; }
+
+    __device__ __forceinline__ u64 slot(u32 half, u32 source, u32 token) const {
+        return half * half_slots + static_cast<u64>(source) * slot_tokens + token;
+    }
+
+    __device__ __forceinline__ u8* slot_at(u32 peer, u32 half, u32 source, u32 token) const {
+        return peers.slot(peer, rows[half], static_cast<u64>(source) * slot_tokens + token, slot_bytes);
+    }
+
+    __device__ __forceinline__ u8* told_at(u32 peer, u32 half, u32 source, u64 entry) const {
+        return peers.slot(peer, told[half], static_cast<u64>(source) * slot_tokens * topk + entry, 8);
+    }
+
+    __device__ __forceinline__ u8* counts_at(u32 peer, u32 half, u32 source, u32 expert) const {
+        return peers.slot(peer, counts[half], static_cast<u64>(source) * (local + 1) + expert, 4);
+    }
+
+    __device__ __forceinline__ u64* progress_at(u32 peer, u32 source, u32 lane) const {
+        return reinterpret_cast<u64*>(peers.slot(peer, progress, static_cast<u64>(source) * MAX_LANES + lane, 8));
+    }
+
+    // The expert of an entry; below 0: none. Anything from `experts` on, or below -1, is out of range.
+    __device__ __forceinline__ long long id(u64 entry) const {
+        return wide_ids ? static_cast<long long>(ptx::load_8(ids + entry * 8))
+                        : static_cast<long long>(static_cast<int>(ptx::load_4(ids + entry * 4)));
+    }
+
+    // Bit r: token t has an expert on rank r.
+    __device__ __forceinline__ u32 ranks_of(u32 token) const {
+        u32 mask = 0;
+        for (u32 k = 0; k < topk; ++k) {
+            const long long expert = id(static_cast<u64>(token) * topk + k);
+            if (expert >= 0 && expert < experts) {
+                mask |= 1u << (static_cast<u32>(expert) / local);
+            }
+        }
+        return mask;
+    }
+};
+
+}  // namespace raymoe

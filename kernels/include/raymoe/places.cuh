@@ -1,0 +1,190 @@
+// Where the rows of a dispatch stand at their receiver: from what the sources told, the same on every block that asks.
+#pragma once
+
+#include "raymoe/dispatch.cuh"
+
+namespace raymoe {
+
+// Where each source's entries of each expert begin, and with that where everything stands.
+class Places {
+  public:
+    // Shared memory: two words for each expert and one for each rank. Called by the whole block, after the head words
+    // of all sources have come.
+    __device__ Places(const DispatchParams& p, u32 half, u32* shared)
+        : p_(p), counts_(shared), begins_(shared + p.experts), tokens_(begins_ + p.experts) {
+        for (u32 i = threadIdx.x; i < p.experts; i += THREADS) {
+            counts_[i] = ptx::load_4(p.counts_at(p.peers.rank, half, i / p.local, i % p.local));
+        }
+        if (threadIdx.x < p.peers.ranks) {
+            const u32 told = ptx::load_4(p.counts_at(p.peers.rank, half, threadIdx.x, p.local));
+            tokens_[threadIdx.x] = told < p.slot_tokens ? told : p.slot_tokens;
+        }
+        __syncthreads();
+        const u32 each = (p.local + THREADS - 1) / THREADS, first = threadIdx.x * each;
+        u32 mine = 0;
+        for (u32 e = first; e < first + each && e < p.local; ++e) {
+            mine += aligned(count_of(e));
+        }
+        u32 begin = begin_of(mine);
+        for (u32 e = first; e < first + each && e < p.local; ++e) {
+            u32 at = begin;
+            for (u32 source = 0; source < p.peers.ranks; ++source) {
+                begins_[source * p.local + e] = at;
+                at += counts_[source * p.local + e];
+            }
+            begin += aligned(at - begin);
+        }
+        __syncthreads();
+    }
+
+    static __device__ __forceinline__ u32 shared_words(const DispatchParams& p) { return 2 * p.experts + MAX_RANKS; }
+
+    __device__ __forceinline__ u32 total() const { return total_; }
+
+    __device__ __forceinline__ bool fits() const { return total_ <= p_.capacity; }
+
+    __device__ __forceinline__ u32 begin(u32 expert) const { return begins_[expert]; }
+
+    __device__ __forceinline__ u32 tokens(u32 source) const { return tokens_[source]; }
+
+    __device__ __forceinline__ u32 most_tokens() const {
+        u32 most = 0;
+        for (u32 source = 0; source < p_.peers.ranks; ++source) {
+            most = tokens_[source] > most ? tokens_[source] : most;
+        }
+        return most;
+    }
+
+    __device__ __forceinline__ u32 count_of(u32 expert) const {
+        u32 sum = 0;
+        for (u32 source = 0; source < p_.peers.ranks; ++source) {
+            sum += counts_[source * p_.local + expert];
+        }
+        return sum;
+    }
+
+    __device__ __forceinline__ u32 aligned(u32 rows) const {
+        return (rows + p_.alignment - 1) / p_.alignment * p_.alignment;
+    }
+
+    // The place of what `told` says of an entry of `source`; NOWHERE also where the source contradicts its counts.
+    __device__ __forceinline__ u32 place(u32 source, u32 told) const {
+        if (told == NOWHERE) {
+            return NOWHERE;
+        }
+        const u32 expert = told >> RANK_BITS, rank = told & RANK_MASK;
+        if (expert >= p_.local || rank >= counts_[source * p_.local + expert]) {
+            ptx::atomic_min(&p_.scratch->liar, static_cast<u64>(source) << 32 | expert);
+            return NOWHERE;
+        }
+        return begins_[source * p_.local + expert] + rank;
+    }
+
+  private:
+    // The sum of `mine` over the threads before this one; the sum over all becomes the total.
+    __device__ __forceinline__ u32 begin_of(u32 mine) {
+        __shared__ u32 sums[WARPS];
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        u32 through = mine;
+        for (u32 step = 1; step < 32; step *= 2) {
+            const u32 other = __shfl_up_sync(0xFFFFFFFF, through, step);
+            through += lane >= step ? other : 0;
+        }
+        if (lane == 31) {
+            sums[warp] = through;
+        }
+        __syncthreads();
+        u32 begin = through - mine;
+        total_ = 0;
+        for (u32 w = 0; w < WARPS; ++w) {
+            begin += w < warp ? sums[w] : 0;
+            total_ += sums[w];
+        }
+        return begin;
+    }
+
+    const DispatchParams& p_;
+    u32* counts_;  // [source][expert]
+    u32* begins_;  // [source][expert]
+    u32* tokens_;  // [source]
+    u32 total_ = 0;
+};
+
+// One row: its entries' places into `places`, home, weights and index.
+__device__ inline void plan_row(const DispatchParams& p, const Places& where, u32 half, u32 source, u32 token,
+                                u32* places) {
+    const u64 entries = static_cast<u64>(token) * p.topk;
+    u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entries) * 8;
+    u32 found = 0;
+    for (u32 k = 0; k < p.topk; ++k) {
+        const u64 told = ptx::load_8(p.told_at(p.peers.rank, half, source, entries + k));
+        const u32 place = where.place(source, static_cast<u32>(told));
+        ptx::store_8(home + k * 8ull, (told & ~0xFFFFFFFFull) | place);
+        if (place == NOWHERE) {
+            continue;
+        }
+        ptx::store_4(p.out_weights + place * 4ull, static_cast<u32>(told >> 32));
+        if (p.rank_layout) {
+            ptx::store_8(p.index + place * 8ull, p.slot(half, source, token));
+        } else {
+            places[found++] = place;
+        }
+    }
+    if (!p.rank_layout && found < p.topk) {
+        places[found] = NOWHERE;
+    }
+}
+
+// Weights, index and, where asked, rows of the gaps behind this placer's share of the experts. The index has no garbage
+// behind the last row either: who gathers by all of it would read outside the slots.
+__device__ inline void fill_gaps(const DispatchParams& p, const Places& where, u32 placer) {
+    if (p.rank_layout) {
+        for (u32 place = where.total() + placer * THREADS + threadIdx.x; place < p.capacity;
+             place += p.placers * THREADS) {
+            ptx::store_8(p.index + place * 8ull, p.zero_slot);
+        }
+    }
+    for (u32 expert = placer; expert < p.local; expert += p.placers) {
+        const u32 end = where.begin(expert) + where.count_of(expert), next = where.begin(expert) + where.aligned(
+            end - where.begin(expert));
+        for (u32 place = end + threadIdx.x; place < next; place += THREADS) {
+            ptx::store_4(p.out_weights + place * 4ull, 0);
+            if (p.rank_layout) {
+                ptx::store_8(p.index + place * 8ull, p.zero_slot);
+            }
+        }
+        if (p.zero_padding && !p.rank_layout) {
+            const u64 from = static_cast<u64>(end) * p.out_row_bytes, to = static_cast<u64>(next) * p.out_row_bytes;
+            for (u64 at = from + threadIdx.x * 16ull; at < to; at += THREADS * 16ull) {
+                ptx::store_16(p.out + at, {0, 0});
+            }
+            const u32 gap = next - end;
+            for (u32 i = threadIdx.x; p.scales != nullptr && i < gap * p.blocks(); i += THREADS) {
+                const u64 at = static_cast<u64>(i / gap) * p.scale_stride + end + i % gap;
+                ptx::store_4(p.scales + at * 4, __float_as_uint(1.0f));  // zero times anything but NaN
+            }
+        }
+    }
+}
+
+// Nothing came: of a step that is refused, or by a rank that is poisoned.
+__device__ inline void place_nothing(const DispatchParams& p) {
+    for (u32 expert = threadIdx.x; expert <= p.local; expert += THREADS) {
+        p.expert_offsets[expert] = 0;
+        if (expert < p.local) {
+            p.expert_counts[expert] = 0;
+        }
+    }
+}
+
+__device__ inline void tell_counts(const DispatchParams& p, const Places& where) {
+    for (u32 expert = threadIdx.x; expert < p.local; expert += THREADS) {
+        p.expert_offsets[expert] = where.begin(expert);
+        p.expert_counts[expert] = where.count_of(expert);
+    }
+    if (threadIdx.x == 0) {
+        p.expert_offsets[p.local] = where.total();
+    }
+}
+
+}  // namespace raymoe

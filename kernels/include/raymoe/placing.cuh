@@ -1,0 +1,288 @@
+// The placers of a dispatch: rows out of the slots to their places, expert by expert, while the rest is on the way.
+//
+// Every placer knows from the counts of all sources where each source's entries of each expert begin, so an entry's
+// place is that plus its number among its source's. A lane (a warp, whose first thread drives a ring) takes the tokens
+// q, q + lanes, ... of every source; the block's threads work out the places of its rows ahead, the lane waits for each
+// row's word of progress, loads the row once and stores it to all its places. Rows of this rank itself come out of x
+// and wait for nothing: a lane moves one whenever no row of a peer has arrived.
+//
+// With layout rank rows stay in their slots; what is left is to say where they are.
+#pragma once
+
+#include "raymoe/dispatch.cuh"
+#include "raymoe/places.cuh"
+#include "raymoe/quantising.cuh"
+#include "raymoe/ring.cuh"
+#include "raymoe/vectors.cuh"
+
+namespace raymoe {
+
+constexpr u32 PLAN_BYTES = 32768;  // places that are worked out at a time; 4 bytes each
+constexpr u32 QUEUE = 16;          // rows in a lane's ring, at most
+constexpr u32 QUEUES_BYTES = WARPS * QUEUE * 4;
+
+// Where the rows of the window stand: [number][lane][step][k], the places of a row first, then ~0. The last step is
+// this rank itself.
+struct Plan {
+    u32* places;
+    u32 lanes;
+    u32 ranks;
+    u32 topk;
+
+    __device__ __forceinline__ u32* of(u32 number, u32 lane, u32 step) const {
+        return places + ((number * lanes + lane) * ranks + step) * topk;
+    }
+};
+
+class PlaceLane {
+  public:
+    // A ring, and for rows that are dequantised a stage to do that in.
+    static __device__ __forceinline__ u32 memory(const DispatchParams& p) {
+        return lane_memory(p.placer_stages, p.slot_bytes) + (dequantises(p) ? (p.row_bytes + 127) & ~127u : 0);
+    }
+
+    // `queue`: QUEUE words of shared memory.
+    __device__ PlaceLane(const DispatchParams& p, u64 epoch, u32 placer, u32* queue, u8* memory, bool drives)
+        : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placers + placer), half_(epoch & 1),
+          leads_(threadIdx.x % 32 == 0), queue_(queue),
+          whole_(ptx::shared_address(memory) + lane_memory(p.placer_stages, p.slot_bytes)),
+          ring_(memory, p.placer_stages, p.slot_bytes, drives && leads_) {}
+
+    // By a whole warp: moves the lane's tokens number `first` to `first + count - 1` of every source. False: a wait
+    // failed.
+    __device__ __forceinline__ bool run(const Plan& plan, u32 first, u32 count) {
+        plan_ = plan;
+        first_ = first;
+        next_remote_ = next_own_ = 0;
+        bool ok = true;
+        while (true) {
+            const u32 act = __shfl_sync(0xFFFFFFFF, leads_ ? step(count, ok) : 0, 0);
+            __syncwarp();
+            if (act == STORE) {
+                ok = store() && ok;
+            } else if (act == END) {
+                break;
+            }
+        }
+        return __shfl_sync(0xFFFFFFFF, ok, 0);
+    }
+
+    // Until every row stands in its place.
+    __device__ __forceinline__ void finish() {
+        if (leads_) {
+            ring_.drain();
+        }
+    }
+
+  private:
+    static constexpr u32 AGAIN = 0, STORE = 1, END = 2;
+
+    static __device__ __forceinline__ bool dequantises(const DispatchParams& p) { return FP8 && p.scales == nullptr; }
+
+    // By the thread that leads: the next thing to be done. Loads it begins itself.
+    __device__ __forceinline__ u32 step(u32 count, bool& ok) {
+        const u32 heard = p_.heard(), remote = count * heard;
+        while (next_remote_ < remote && *plan_.of(next_remote_ / heard, warp_, next_remote_ % heard) == NOWHERE) {
+            ++next_remote_;
+        }
+        while (OWN_FROM_X && next_own_ < count && *plan_.of(next_own_, warp_, heard) == NOWHERE) {
+            ++next_own_;
+        }
+        const bool remote_left = ok && next_remote_ < remote, own_left = OWN_FROM_X && next_own_ < count;
+        if (ring_.can_load()) {
+            if (remote_left && arrived(next_remote_ / heard, next_remote_ % heard)) {
+                load_remote(next_remote_ / heard, next_remote_ % heard);
+                ++next_remote_;
+                return ring_.can_load() && !ring_.loaded() ? AGAIN : STORE;
+            }
+            if (own_left) {
+                const u8* row = p_.x + static_cast<u64>(token_of(next_own_)) * p_.row_bytes;
+                load({row, p_.row_bytes}, plan_.of(next_own_, warp_, heard));
+                ++next_own_;
+                return ring_.can_load() && !ring_.loaded() ? AGAIN : STORE;
+            }
+        }
+        if (ring_.any_loading()) {
+            return STORE;
+        }
+        if (!remote_left) {
+            ring_.settle();
+            return END;
+        }
+        ok = wait(next_remote_ / heard, next_remote_ % heard);
+        return AGAIN;
+    }
+
+    __device__ __forceinline__ u32 token_of(u32 number) const {
+        return first_token_ + (first_ + number) * p_.placers * p_.placer_lanes;
+    }
+
+    __device__ __forceinline__ const u64* word(u32 token, u32 step) const {
+        return p_.progress_at(p_.peers.rank, p_.peers.in_turn(step), token % p_.lanes());
+    }
+
+    __device__ __forceinline__ u64 expected(u32 token) const { return progress(epoch_, token / p_.lanes() + 1); }
+
+    __device__ __forceinline__ bool arrived(u32 number, u32 step) const {
+        const u32 token = token_of(number);
+        return ptx::load_acquire_sys(word(token, step)) >= expected(token);
+    }
+
+    __device__ __forceinline__ bool wait(u32 number, u32 step) const {
+        const u32 token = token_of(number);
+        const Waiting who{p_.op, p_.peers.in_turn(step), epoch_};
+        return wait_for_epoch(word(token, step), expected(token), who, p_.watch);
+    }
+
+    __device__ __forceinline__ void load_remote(u32 number, u32 step) {
+        ptx::fence_proxy_async();  // orders the word that was acquired before the bulk load of what it announces
+        const u8* slot = p_.slot_at(p_.peers.rank, half_, p_.peers.in_turn(step), token_of(number));
+        load({slot, p_.slot_bytes}, plan_.of(number, warp_, step));
+    }
+
+    __device__ __forceinline__ void load(const Chunk& row, const u32* places) {
+        ring_.load(row);
+        queue_[loads_++ % QUEUE] = static_cast<u32>(places - plan_.places);
+    }
+
+    // By the whole warp: the oldest row of the ring, to all its places. False: it is not the row of this epoch.
+    __device__ __forceinline__ bool store() {
+        const u32 row = __shfl_sync(0xFFFFFFFF, leads_ ? ring_.await() : 0, 0);
+        const u32 at = queue_[stores_++ % QUEUE];
+        const u32* places = plan_.places + at;
+        const u32 step = at / p_.topk % p_.peers.ranks;
+        if (STAMPS && step < p_.heard()) {
+            const u64 seen = ptx::shared_load_8(row + p_.slot_bytes - STAMP_BYTES);
+            if (seen != epoch_) {
+                fail(p_.watch, FAILURE_STALE, Waiting{p_.op, p_.peers.in_turn(step), epoch_}, epoch_, seen, 0);
+                if (leads_) {
+                    ring_.stored();
+                }
+                return false;
+            }
+        }
+        u32 from = row;
+        if (dequantises(p_)) {
+            from = whole_;
+            if (leads_) {
+                ptx::bulk_wait_read<0>();  // the row before has been read out of this stage
+            }
+            __syncwarp();
+            dequantise<ROW_TYPE>(row, whole_, p_.hidden);
+            ptx::fence_proxy_async_shared();  // orders this thread's stores before the bulk stores out of the stage
+            __syncwarp();
+        }
+        for (u32 k = 0; k < p_.topk && places[k] != NOWHERE; ++k) {
+            if (leads_) {
+                ptx::bulk_store(p_.out + static_cast<u64>(places[k]) * p_.out_row_bytes, from, p_.out_row_bytes);
+            }
+            if (FP8 && p_.scales != nullptr) {
+                store_scales(row, places[k]);
+            }
+        }
+        if (FP8) {
+            // Orders this warp's ordinary loads of the row before the bulk load that fills its stage again.
+            ptx::fence_proxy_async_shared();
+            __syncwarp();
+        }
+        if (leads_) {
+            ring_.stored();
+        }
+        return true;
+    }
+
+    __device__ __forceinline__ void store_scales(u32 row, u32 place) {
+        for (u32 block = threadIdx.x % 32; block < p_.blocks(); block += 32) {
+            const u64 at = static_cast<u64>(block) * p_.scale_stride + place;
+            ptx::store_4(p_.scales + at * 4, ptx::shared_load_4(row + p_.hidden + block * 4));
+        }
+    }
+
+    const DispatchParams& p_;
+    u64 epoch_;
+    u32 warp_;
+    u32 first_token_;
+    u32 half_;
+    bool leads_;
+    u32* queue_;  // which places belong to the rows in the ring
+    u32 whole_;   // the stage in which rows are dequantised
+    Ring ring_;
+    Plan plan_{};
+    u32 first_ = 0;
+    u32 next_remote_ = 0;
+    u32 next_own_ = 0;
+    u32 loads_ = 0;
+    u32 stores_ = 0;
+};
+
+// By a whole block, the `placer`-th. What a failed wait leaves undone, the last block out makes good.
+__device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer, u8* shared) {
+    const u32 half = epoch & 1, warp = threadIdx.x / 32, ranks = p.peers.ranks;
+    bool ok = true;
+    if (threadIdx.x < ranks) {
+        const u64* word = p.peers.at<u64>(p.peers.rank, p.heads + threadIdx.x * 128ull);
+        ok = wait_for_epoch(word, epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
+    }
+    if (!__syncthreads_and(ok)) {
+        return;
+    }
+    u32* queues = reinterpret_cast<u32*>(shared) + Places::shared_words(p);
+    u32* places = queues + WARPS * QUEUE;
+    const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
+    const Places where(p, half, reinterpret_cast<u32*>(shared));
+    const bool fits = where.fits();
+    if (placer == 0) {
+        if (fits) {
+            tell_counts(p, where);
+        } else {
+            place_nothing(p);
+            p.scratch->needed = where.total();
+        }
+        if (threadIdx.x < ranks) {
+            p.got->tokens[threadIdx.x] = where.tokens(threadIdx.x);
+        }
+    }
+    const u32 lanes = p.placers * p.placer_lanes;
+    const u32 numbers = (where.most_tokens() + lanes - 1) / lanes;
+    if (!fits) {  // each row goes home as zeros, that is, not at all
+        for (u32 place = placer * THREADS + threadIdx.x; p.rank_layout && place < p.capacity;
+             place += p.placers * THREADS) {
+            ptx::store_8(p.index + place * 8ull, p.zero_slot);
+        }
+        const u64 entries = static_cast<u64>(ranks) * p.slot_tokens * p.topk;
+        for (u64 i = placer * THREADS + threadIdx.x; i < entries; i += p.placers * THREADS) {
+            ptx::store_8(p.home + i * 8, NOWHERE);
+        }
+        return;
+    }
+    fill_gaps(p, where, placer);
+    const Plan plan{places, p.placer_lanes, ranks, p.topk};
+    const u32 window = PLAN_BYTES / (p.placer_lanes * ranks * p.topk * 4);
+    const bool drives = !p.rank_layout && warp < p.placer_lanes;
+    PlaceLane lane(p, epoch, placer, queues + warp * QUEUE,
+                   shared + before_rings + warp * PlaceLane::memory(p), drives);
+    for (u32 first = 0; first < numbers; first += window) {
+        const u32 count = numbers - first < window ? numbers - first : window;
+        for (u32 i = threadIdx.x; i < count * p.placer_lanes * ranks; i += THREADS) {
+            const u32 number = i / (p.placer_lanes * ranks), in = i / ranks % p.placer_lanes, step = i % ranks;
+            const u32 token = in * p.placers + placer + (first + number) * lanes;
+            u32* row = plan.of(number, in, step);
+            const u32 source = p.peers.in_turn(step);
+            if (token < where.tokens(source)) {
+                plan_row(p, where, half, source, token, row);
+            } else {
+                *row = NOWHERE;
+            }
+        }
+        __syncthreads();
+        if (drives) {
+            ok = ok && lane.run(plan, first, count);
+        }
+        __syncthreads();
+    }
+    if (drives) {
+        lane.finish();
+    }
+}
+
+}  // namespace raymoe

@@ -1,0 +1,99 @@
+// Sixteen bytes of a row as floats and back, and four elements in shared memory.
+#pragma once
+
+#include "raymoe/ptx.cuh"
+
+namespace raymoe {
+
+struct Bf16 {
+    static constexpr u32 COUNT = 8;
+    static constexpr u32 BYTES = 2;
+    static constexpr u64 NANS = 0x7FC07FC07FC07FC0;
+
+    static __device__ __forceinline__ void unpack(const ptx::Bytes16& from, float* into) {
+        const u32 words[4] = {static_cast<u32>(from.low), static_cast<u32>(from.low >> 32),
+                              static_cast<u32>(from.high), static_cast<u32>(from.high >> 32)};
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {  // a bfloat16 is the upper half of a float
+            into[2 * i] = __uint_as_float(words[i] << 16);
+            into[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000);
+        }
+    }
+
+    static __device__ __forceinline__ ptx::Bytes16 pack(const float* from) {
+        u32 words[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            words[i] = ptx::to_bf16x2(from[2 * i], from[2 * i + 1]);
+        }
+        return {static_cast<u64>(words[1]) << 32 | words[0], static_cast<u64>(words[3]) << 32 | words[2]};
+    }
+};
+
+struct F16 {
+    static constexpr u32 COUNT = 8;
+    static constexpr u32 BYTES = 2;
+    static constexpr u64 NANS = 0x7E007E007E007E00;
+
+    static __device__ __forceinline__ void unpack(const ptx::Bytes16& from, float* into) {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            const u64 word = i < 4 ? from.low : from.high;
+            into[i] = ptx::from_f16(static_cast<u32>(word >> (i % 4 * 16)) & 0xFFFF);
+        }
+    }
+
+    static __device__ __forceinline__ ptx::Bytes16 pack(const float* from) {
+        u32 words[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            words[i] = ptx::to_f16x2(from[2 * i], from[2 * i + 1]);
+        }
+        return {static_cast<u64>(words[1]) << 32 | words[0], static_cast<u64>(words[3]) << 32 | words[2]};
+    }
+};
+
+struct F32 {
+    static constexpr u32 COUNT = 4;
+    static constexpr u32 BYTES = 4;
+    static constexpr u64 NANS = 0x7FC000007FC00000;
+
+    static __device__ __forceinline__ void unpack(const ptx::Bytes16& from, float* into) {
+        into[0] = __uint_as_float(static_cast<u32>(from.low));
+        into[1] = __uint_as_float(static_cast<u32>(from.low >> 32));
+        into[2] = __uint_as_float(static_cast<u32>(from.high));
+        into[3] = __uint_as_float(static_cast<u32>(from.high >> 32));
+    }
+
+    static __device__ __forceinline__ ptx::Bytes16 pack(const float* from) {
+        return {static_cast<u64>(__float_as_uint(from[1])) << 32 | __float_as_uint(from[0]),
+                static_cast<u64>(__float_as_uint(from[3])) << 32 | __float_as_uint(from[2])};
+    }
+};
+
+// Elements 4 * i to 4 * i + 3 of a row in shared memory.
+template <class Type>
+__device__ __forceinline__ void load_four(u32 row, u32 i, float* into) {
+    if constexpr (Type::BYTES == 4) {
+        Type::unpack(ptx::shared_load_16(row + i * 16), into);
+    } else {
+        float eight[8];
+        Type::unpack({ptx::shared_load_8(row + i * 8), 0}, eight);
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) {
+            into[j] = eight[j];
+        }
+    }
+}
+
+template <class Type>
+__device__ __forceinline__ void store_four(u32 row, u32 i, const float* from) {
+    if constexpr (Type::BYTES == 4) {
+        ptx::shared_store_16(row + i * 16, Type::pack(from));
+    } else {
+        const float eight[8] = {from[0], from[1], from[2], from[3], 0, 0, 0, 0};
+        ptx::shared_store_8(row + i * 8, Type::pack(eight).low);
+    }
+}
+
+}  // namespace raymoe

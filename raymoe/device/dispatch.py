@@ -1,0 +1,233 @@
+"""The kernel of kernels/dispatch.cu: what it takes, and how a launch of it is laid out on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Annotated
+
+from raymoe.device.jit import KernelSource
+from raymoe.device.launch import Shape
+from raymoe.device.params import U32, U64, Address, Params
+from raymoe.device.peer import MAX_RANKS, Peers
+from raymoe.device.sync import STRUCTS, Watch
+from raymoe.job.errors import ConfigError
+
+THREADS = 256
+WARPS = THREADS // 32
+MAX_LANES = 1056
+"""Progress words of one rank at a peer: 8 warps on each of 132 multiprocessors."""
+
+MOST_ROUTERS = 64
+MASK_BYTES, PLAN_BYTES, QUEUE = 8192, 32768, 16
+RANK_BITS = 21
+STAMP_BYTES = 16
+ROUTE, SEND, PLACE = 1, 2, 4
+ALL_PARTS = ROUTE | SEND | PLACE
+
+Halves = Annotated[tuple[int, ...], ctypes.c_uint64 * 2]
+
+
+@dataclass(frozen=True)
+class Refused(Params):
+    """Twin of the struct `Refusal`; raymoe/exchange/refusal.py packs the same 16 bytes."""
+
+    cause: U32 = 0
+    other: U32 = 0
+    number: U64 = 0
+
+
+@dataclass(frozen=True)
+class Got(Params):
+    """What a dispatch leaves for its combine, besides `home` and `masks`."""
+
+    tokens: Annotated[tuple[int, ...], ctypes.c_uint32 * MAX_RANKS]
+    refusal: Refused
+
+
+@dataclass(frozen=True)
+class Scratch(Params):
+    """Words of this rank alone, kept from run to run; they begin like this."""
+
+    bad_entry: U64 = 2**64 - 1
+    needed: U64 = 0
+    liar: U64 = 2**64 - 1
+    routed: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class DispatchParams(Params):
+    """Twin of the struct in kernels/include/raymoe/dispatch.cuh, where the fields are described."""
+
+    peers: Peers
+    watch: Watch
+    rows: Halves
+    told: Halves
+    counts: Halves
+    progress: U64
+    heads: U64
+    x: Address
+    ids: Address
+    weights: Address
+    num_tokens: Address
+    out: Address
+    scales: Address
+    out_weights: Address
+    expert_offsets: Address
+    expert_counts: Address
+    index: Address
+    home: Address
+    masks: Address
+    got: Address
+    operation: Address
+    scratch: Address
+    router_words: Address
+    router_counts: Address
+    half_slots: U64
+    zero_slot: U64
+    wide_ids: U32
+    tokens: U32
+    slot_tokens: U32
+    topk: U32
+    experts: U32
+    local: U32
+    row_bytes: U32
+    out_row_bytes: U32
+    slot_bytes: U32
+    hidden: U32
+    scale_stride: U32
+    alignment: U32
+    capacity: U32
+    zero_padding: U32
+    rank_layout: U32
+    op: U32
+    parts: U32
+    senders: U32
+    sender_lanes: U32
+    sender_stages: U32
+    chunk: U32
+    routers: U32
+    placers: U32
+    placer_lanes: U32
+    placer_stages: U32
+
+
+_ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
+
+
+def dispatch_source(dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False) -> KernelSource:
+    """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
+    structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
+    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", _ROW_TYPES[dtype])) if fp8 else ()
+    return KernelSource("dispatch", structs, (*defines, *stamps(stamped)))
+
+
+def stamps(stamped: bool) -> tuple[tuple[str, str], ...]:
+    """What a build is defined with that stamps every slot with its epoch and checks it on reading."""
+    return (("STAMPED", "1"),) if stamped else ()
+
+
+@dataclass(frozen=True)
+class DispatchGrid:
+    """Which blocks do what, one to a multiprocessor, and how each divides its shared memory."""
+
+    senders: int
+    placers: int
+    routers: int
+    sender_lanes: int
+    sender_stages: int
+    placer_lanes: int
+    placer_stages: int
+    chunk: int
+    shared_bytes: int
+
+    @property
+    def lanes(self) -> int:
+        return self.senders * self.sender_lanes
+
+    def shape(self, parts: int) -> Shape:
+        """The launch that does these parts."""
+        others = self.placers if parts & PLACE else self.routers if parts & ROUTE else 0
+        return Shape((self.senders if parts & SEND else 0) + others, THREADS, self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What of a spec decides the grid."""
+
+    slot_bytes: int
+    row_bytes: int
+    tokens: int
+    topk: int
+    experts: int
+    ranks: int
+    placed: bool
+    """Whether rows are copied to their places; with layout rank they are not."""
+    fp8: bool = False
+    dequantised: bool = False
+
+
+def lane_memory(stages: int, stage_bytes: int) -> int:
+    """Shared memory of a lane's ring; the same sum as in dispatch.cuh."""
+    return _in_lines(stages * (stage_bytes + 8))
+
+
+def _in_lines(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
+
+
+def lanes_of(room: int, row_bytes: int, lanes: int, stages: int, beside: int = 0) -> tuple[int, int]:
+    """How many lanes of how many stages fit, with `beside` bytes for each lane besides its ring: as many lanes as asked
+    where each has `stages`, else fewer, so that each has two at least.
+
+    >>> lanes_of(200_000, 14336, lanes=4, stages=3), lanes_of(200_000, 65536, lanes=4, stages=3)
+    ((4, 3), (1, 3))
+    >>> lanes_of(200_000, 256, lanes=4, stages=3)  # small rows: more of them under way
+    (4, 16)
+    """
+    for least in (stages, 2, 1):
+        for count in range(lanes, 0, -1):
+            fit = QUEUE
+            while fit and (lane_memory(fit, row_bytes) + beside) * count > room:
+                fit -= 1
+            if fit >= least:
+                return count, fit
+    raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory hold none")
+
+
+def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
+    """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block."""
+    if sms < 2:
+        raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
+    most_senders = FP8_SENDERS if rows.fp8 else SENDERS
+    sending = max(1, min(most_senders, sms // 4 if rows.placed else sms // 2))
+    placers = max(1, min(PLACERS if rows.placed else ROUTERS_ALONE, sms - sending))
+    routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
+    room = shared_bytes - MASK_BYTES
+    if rows.fp8:
+        lane_bytes = lane_memory(1, rows.row_bytes) + LEAVING * _in_lines(rows.slot_bytes)
+        sender_lanes, sender_stages = min(FP8_SENDER_LANES, room // lane_bytes), 1
+    else:
+        sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, SENDER_LANES, 3)
+        lane_bytes = lane_memory(sender_stages, rows.slot_bytes)
+    if sender_lanes < 1:
+        raise ConfigError(f"a row of {rows.row_bytes} bytes; {room} bytes of shared memory cannot quantise it")
+    before = _in_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
+    whole = _in_lines(rows.row_bytes) if rows.dequantised else 0
+    placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, beside=whole)
+    used = max(
+        MASK_BYTES + sender_lanes * lane_bytes,
+        before + placer_lanes * (lane_memory(placer_stages, rows.slot_bytes) + whole),
+        (WARPS + 1) * rows.experts * 4,
+    )
+    chunk = max(1, min(CHUNK, -(-rows.tokens // (sending * sender_lanes * 4))))
+    return DispatchGrid(
+        sending, placers, routers, sender_lanes, sender_stages, placer_lanes, placer_stages, chunk, used
+    )
+
+
+SENDERS, PLACERS, ROUTERS_ALONE = 12, 48, 16
+FP8_SENDERS, FP8_SENDER_LANES, LEAVING = 20, 7, 2
+SENDER_LANES, PLACER_LANES, CHUNK, TOKENS_A_ROUTER = 2, 4, 8, 128
+"""Until they are measured in place: 12 blocks fill the links, and 32 to 48 beside them place (H200, 2026-11-21)."""

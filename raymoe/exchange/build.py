@@ -1,0 +1,163 @@
+"""What the kernels of a fused or staged exchange are given that no call changes: its grids, regions and sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raymoe.device import combine, dispatch
+from raymoe.device.combine import CombineGrid, CombineParams
+from raymoe.device.dispatch import MAX_LANES, STAMP_BYTES, WARPS, DispatchGrid, DispatchParams, Rows
+from raymoe.device.peer import Peers
+from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.workspace import Slots, Workspace
+from raymoe.job.errors import ConfigError
+from raymoe.memory.heap import round_up
+
+SCALES_ALIGNMENT = 4
+"""Floats: bulk loads of a column of scales begin at multiples of 16 bytes."""
+
+STATIC_SHARED = 1024
+"""What the kernels keep in shared memory beside what they are launched with, rounded up."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A spec on a workspace."""
+
+    space: Workspace
+    spec: ExchangeSpec
+    capacity: int
+    local: int
+    """Experts a rank."""
+    fp8: bool
+    raw: bool
+    slot_bytes: int
+    """A row of dispatch in its slot, with its stamp where slots have one."""
+    slots: Slots
+    scale_stride: int
+
+    @classmethod
+    def of(cls, space: Workspace, spec: ExchangeSpec) -> Build:
+        ranks = space.world.size
+        space.bounds.check(spec, space.stamped)
+        slot_bytes = spec.wire_row_bytes + space.stamped * STAMP_BYTES
+        capacity = spec.rows(ranks)
+        return cls(
+            space,
+            spec,
+            capacity,
+            spec.local_experts(ranks),
+            spec.dispatch_wire == FP8,
+            spec.output == "raw",
+            slot_bytes,
+            Slots.of(space.bounds, slot_bytes, ranks),
+            round_up(capacity, SCALES_ALIGNMENT),
+        )
+
+    def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+        """Launches of at most `sms` blocks."""
+        spec, world = self.spec, self.space.world
+        sms, room = min(sms, MAX_LANES // WARPS), world.gpu.shared_bytes - STATIC_SHARED
+        placed = spec.layout == "expert"
+        rows = Rows(
+            self.slot_bytes,
+            spec.row_bytes,
+            spec.tokens,
+            spec.topk,
+            spec.experts,
+            world.size,
+            placed,
+            fp8=self.fp8,
+            dequantised=self.fp8 and placed and not self.raw,
+        )
+        return dispatch.grid_of(rows, sms, room), combine.grid_of(spec.row_bytes, spec.tokens, sms, room)
+
+    def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All dispatch slots as rows of this spec, the row of zeros last, and their scales where they have some."""
+        stride, count = self.slot_bytes, self.slots.zero + 1
+        slots = self.space.heap.tensor("dispatch_rows")[: count * stride].view(count, stride)
+        dtype: torch.dtype = getattr(torch, self.spec.output_dtype)
+        if not self.raw:
+            return slots[:, : self.spec.row_bytes].view(dtype), None
+        elements, behind = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
+        return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
+
+    def dispatch_params(self, grid: DispatchGrid) -> DispatchParams:
+        space, spec = self.space, self.spec
+        rows = space.offset("dispatch_rows")
+        return DispatchParams(
+            peers=Peers.of(space.bases(), space.world.rank),
+            watch=space.watch,
+            rows=(rows, rows + self.slots.half * self.slot_bytes),
+            told=space.halves("told"),
+            counts=space.halves("counts"),
+            progress=space.offset("dispatch_progress"),
+            heads=space.offset("dispatch_heads"),
+            **dict.fromkeys(("x", "ids", "weights", "num_tokens", "out", "scales", "out_weights"), 0),
+            **dict.fromkeys(
+                ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens", "parts"), 0
+            ),
+            operation=space.own("dispatch"),
+            scratch=space.own("scratch"),
+            router_words=space.heap.address("router_words"),
+            router_counts=space.heap.address("router_counts"),
+            half_slots=self.slots.half,
+            zero_slot=self.slots.zero,
+            slot_tokens=spec.tokens,
+            topk=spec.topk,
+            experts=spec.experts,
+            local=self.local,
+            row_bytes=spec.row_bytes,
+            out_row_bytes=spec.hidden if self.raw else spec.row_bytes,
+            slot_bytes=self.slot_bytes,
+            hidden=spec.hidden,
+            scale_stride=self.scale_stride,
+            alignment=spec.alignment,
+            capacity=self.capacity,
+            zero_padding=int(spec.padding == "zero"),
+            rank_layout=int(spec.layout == "rank"),
+            op=space.error.number("dispatch"),
+            senders=grid.senders,
+            sender_lanes=grid.sender_lanes,
+            sender_stages=grid.sender_stages,
+            chunk=grid.chunk,
+            routers=grid.routers,
+            placers=grid.placers,
+            placer_lanes=grid.placer_lanes,
+            placer_stages=grid.placer_stages,
+        )
+
+    def combine_params(self, grid: CombineGrid, record: int) -> CombineParams:
+        """`record` is where the kernel tells the host of refusals."""
+        space, spec = self.space, self.spec
+        return CombineParams(
+            peers=Peers.of(space.bases(), space.world.rank),
+            watch=space.watch,
+            rows=space.halves("combine_rows"),
+            statuses=space.halves("statuses"),
+            progress=space.offset("combine_progress"),
+            heads=space.offset("combine_heads"),
+            **dict.fromkeys(("expert_rows", "home", "masks", "got", "y", "tokens", "weighted", "parts"), 0),
+            operation=space.own("combine"),
+            record=record,
+            slot_tokens=spec.tokens,
+            topk=spec.topk,
+            row_bytes=spec.row_bytes,
+            slot_bytes=spec.row_bytes + space.stamped * grid.pieces * STAMP_BYTES,
+            op=space.error.number("combine"),
+            reducers=grid.reducers,
+            reducer_lanes=grid.reducer_lanes,
+            chunk=grid.chunk,
+            summers=grid.summers,
+            pieces=grid.pieces,
+        )
+
+
+def refuse(spec: ExchangeSpec) -> None:
+    """What only the kernels cannot do; the same on all ranks, which have one spec."""
+    if spec.dispatch_wire == FP8 and spec.output != "raw" and spec.layout == "rank":
+        raise ConfigError("layout rank with rows that cross as fp8 gives what is in the slots: take output raw")
+    if spec.output == "raw" and spec.hidden % 16:
+        raise ConfigError(f"output raw with hidden {spec.hidden}; rows of fp8 need a multiple of 16 elements")

@@ -1,0 +1,50 @@
+"""Dispatch and combine on GPUs in stages: what is to go where, the rows, their places, each an operation of its own.
+
+The same workspace, words and results as `fused`; what differs is who moves the rows of a dispatch: a kernel of ordinary
+loads and stores that has all multiprocessors for itself (kernels/alltoallv.cu), between a launch that routes and one
+that places. A combine is a launch that sums and pushes, and one that adds up what came. It can be captured, as
+`fused` can, which is measured against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from raymoe.device import combine, dispatch
+from raymoe.device.alltoallv import AlltoallvParams, alltoallv_source
+from raymoe.device.combine import CombineGrid
+from raymoe.device.dispatch import DispatchGrid
+from raymoe.device.launch import Shape
+from raymoe.exchange.backend import Tokens
+from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.workspace import Workspace
+from raymoe.memory.world import World
+
+
+class StagedBackend(FusedBackend):
+    """Its grids are larger than those of `fused`, whose kinds of work share one launch."""
+
+    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
+        super().__init__(world, spec, workspace, sms)
+        self._alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
+
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        got = self._new(tokens, out)
+        self._launch_dispatch(got, dispatch.ROUTE)
+        params = AlltoallvParams(self._of(got, dispatch.SEND))
+        self._launch(self._alltoallv, Shape(self.dispatch_grid.senders, dispatch.THREADS), params)
+        self._launch_dispatch(got, dispatch.PLACE)
+        return got
+
+    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        self._launch_combine(rows, got, weighted, out, combine.REDUCE)
+        self._launch_combine(rows, got, weighted, out, combine.SUM)
+
+    def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+        moving, summing = super()._grids(sms)
+        sms = min(sms, dispatch.MAX_LANES // dispatch.WARPS)
+        return replace(moving, senders=sms, sender_lanes=dispatch.WARPS), replace(summing, reducers=sms, summers=sms)

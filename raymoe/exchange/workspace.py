@@ -1,0 +1,192 @@
+"""Slots, flags and epochs of the fused and the staged exchange, shared by all the exchanges of one stream.
+
+A model of 58 layers has 58 exchanges and one workspace. Its memory is for the largest of them; each counts slots in
+rows of its own. All operations on a workspace are in one order on all ranks, whichever exchange they are of.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raymoe.device.combine import MOST_PIECES
+from raymoe.device.dispatch import MAX_LANES, MOST_ROUTERS, STAMP_BYTES, Scratch
+from raymoe.exchange.refusal import Refusal
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.job.errors import ConfigError
+from raymoe.memory.heap import WORD_STRIDE, Layout, Region
+
+if TYPE_CHECKING:
+    from raymoe.memory.world import World
+
+STAMPS_VARIABLE = "RAYMOE_STAMPS"
+
+_OWN = ("dispatch", "combine", "scratch")
+"""128 bytes each, of this rank alone."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The largest of everything that the exchanges of a workspace may ask for.
+
+    >>> spec = ExchangeSpec(tokens=128, hidden=7168, experts=256, topk=8)
+    >>> Bounds.of(spec)
+    Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, row_bytes=14336)
+    """
+
+    tokens: int
+    entries: int
+    """Of (token, k), of one rank."""
+    experts: int
+    dispatch_bytes: int
+    """Of the rows of one rank, on the wire."""
+    combine_bytes: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, *specs: ExchangeSpec, stamped: bool = False) -> Bounds:
+        if not specs:
+            raise ConfigError("a workspace for no exchange; name the spec of each that will use it")
+        return cls(
+            max(spec.tokens for spec in specs),
+            max(spec.tokens * spec.topk for spec in specs),
+            max(spec.experts for spec in specs),
+            max(spec.tokens * (spec.wire_row_bytes + stamped * STAMP_BYTES) for spec in specs),
+            max(spec.tokens * (spec.row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
+            max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
+        )
+
+    def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
+        """Refuse a spec that this workspace is too small for."""
+        asked = Bounds.of(spec, stamped=stamped)
+        for name, have in vars(self).items():
+            if getattr(asked, name) > have:
+                raise ConfigError(
+                    f"an exchange needs {name} {getattr(asked, name)} of its workspace, which was made for {have}; "
+                    "make the workspace with this exchange's spec among its specs"
+                )
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the dispatch slots of a spec lie, in rows of that spec, from the region's beginning on.
+
+    The halves of all specs share no byte: half 1 begins behind the largest half 0, and the row of zeros behind the
+    largest half 1.
+    """
+
+    half: int
+    """Slot number of half 1's first; half 0 begins at 0."""
+    zero: int
+    """A slot that stays zero."""
+
+    @classmethod
+    def of(cls, bounds: Bounds, slot_bytes: int, ranks: int) -> Slots:
+        """
+        >>> bounds = Bounds.of(ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2))
+        >>> Slots.of(bounds, 128, ranks=2), Slots.of(bounds, 48, ranks=2)
+        (Slots(half=16, zero=33), Slots(half=43, zero=88))
+        """
+        whole = ranks * bounds.dispatch_bytes
+        return cls(-(-whole // slot_bytes), -(-(2 * whole + bounds.row_bytes) // slot_bytes))
+
+
+def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
+    """The heap of a workspace, the same on every rank. kernels/dispatch.cu and combine.cu say who writes what.
+
+    >>> layout = workspace_layout(Bounds.of(ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)), ranks=4)
+    >>> layout.region("dispatch_rows").nbytes, layout.region("told").shape
+    (469805056, (2, 131072))
+    """
+    words = Region.words
+    return Layout.of(
+        [
+            words("own", len(_OWN)),
+            words("dispatch_heads", ranks),
+            words("combine_heads", ranks),
+            Region("dispatch_progress", (ranks, MAX_LANES), "int64"),
+            Region("combine_progress", (ranks, MAX_LANES), "int64"),
+            Region("counts", (2, bounds.experts + ranks), "int32"),
+            Region("statuses", (2, ranks, Refusal.NBYTES // 8), "int64"),
+            Region("router_words", (MOST_ROUTERS,), "int64"),
+            Region("router_counts", (MOST_ROUTERS, bounds.experts), "int32"),
+            Region("told", (2, ranks * bounds.entries), "int64"),
+            # Room for both halves, for the gap between them and for the row of zeros, in rows of any of the specs.
+            Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),
+            Region("combine_rows", (2, ranks * bounds.combine_bytes), "uint8"),
+        ]
+    )
+
+
+class Workspace:
+    """Made, used and closed by all ranks of a world. `with` it, or close it after the exchanges that use it.
+
+    - **One stream.** Its operations follow one another; two streams have two workspaces.
+    - **Failed once, failed for ever.** A wait that ran out of time poisons every exchange on it.
+    """
+
+    def __init__(self, world: World, *specs: ExchangeSpec) -> None:
+        from raymoe.device.error_word import ErrorWord
+        from raymoe.device.kernels import Kernels
+        from raymoe.transport.watchdog import Watchdog
+
+        # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and who reads it checks. It costs some speed; it is for
+        # tests, which hold the kernels to the protocol with it.
+        self.stamped = os.environ.get(STAMPS_VARIABLE) == "1"
+        self.world, self.bounds = world, Bounds.of(*specs, stamped=self.stamped)
+        problem: ConfigError | None = None
+        theirs = world.swap(self.bounds, "workspace: bounds")
+        for rank, bounds in enumerate(theirs):
+            if bounds != self.bounds:
+                problem = problem or ConfigError(
+                    f"rank {rank} makes a workspace for {bounds}, rank {world.rank} for {self.bounds}"
+                )
+        world.agree(problem, "workspace: agreed")
+        self.heap = world.allocate(workspace_layout(self.bounds, world.size), "exchange workspace", where="device")
+        scratch = Scratch()
+        own = self.heap.tensor("own")[_OWN.index("scratch")]
+        for word, value in ((0, scratch.bad_entry), (2, scratch.liar)):
+            own[word] = value - 2**64
+        world.gpu.synchronise()
+        self.kernels = Kernels(world.gpu)
+        self.error = ErrorWord(world.gpu, world.rank)
+        self.watch = self.error.watch(world.timeout_s)
+        self._watchdog = Watchdog(world, on_abort=self.error.abort)
+        self._closed = False
+        world.barrier("workspace: ready")  # nobody's kernel runs before everybody's words are as they begin
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of it on each rank."""
+        return self.heap.nbytes
+
+    def offset(self, region: str) -> int:
+        """Where a region begins in every rank's heap."""
+        return self.heap.layout.find(region).offset
+
+    def halves(self, region: str) -> tuple[int, int]:
+        """Where its two halves begin, of a region whose first dimension they are."""
+        placed = self.heap.layout.find(region)
+        return placed.offset, placed.offset + placed.region.nbytes // 2
+
+    def own(self, name: str) -> int:
+        """The address of words of this rank alone."""
+        return self.heap.address("own") + _OWN.index(name) * WORD_STRIDE * 8
+
+    def bases(self) -> list[int]:
+        return [self.heap.base(rank) for rank in range(self.world.size)]
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.heap.close()
+            self._watchdog.close()
+            self.error.close()
+            self.kernels.close()
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
