@@ -6,14 +6,15 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CONFIG ?= quickstart
 PYTEST ?=
+FULL   := $(basename $(notdir $(wildcard configs/exchange_*_full.yaml configs/exchange_*_fp8.yaml)))
 NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint types unit perf fmt hooks wheel clean distclean
+.PHONY: help setup run test check lint types unit perf soak exchange-full bench-exchange fmt hooks wheel clean distclean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
 
 setup: $(STAMP) ## create .venv and install everything into it
 
@@ -36,6 +37,16 @@ unit: $(STAMP) ## the tests only (a part: PYTEST="tests/unit -k plan")
 
 perf: $(STAMP) ## the speeds that the docs promise, as ratios (wants an idle machine)
 	$(BIN)/pytest -m perf tests/perf
+
+soak: $(STAMP) ## ten thousand replays of every exchange by ranks that are late at random (GPUs; minutes)
+	$(BIN)/pytest -m soak tests/gpu
+
+exchange-full: $(STAMP) ## every shape of configs/exchange_*, up to 8192 tokens, skewed and in fp8 (four GPUs)
+	@set -e; for config in $(FULL); do echo $$config >&2; $(BIN)/raymoe run $$config; done
+
+bench-exchange: $(STAMP) ## the benchmark of the exchange, in bfloat16 and in fp8 (four GPUs)
+	$(BIN)/raymoe run bench_exchange
+	$(BIN)/raymoe run bench_exchange_fp8
 
 fmt: $(STAMP) ## rewrite the sources as ruff wants them
 	$(BIN)/ruff check --fix .

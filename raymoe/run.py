@@ -115,10 +115,11 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> Outcome:
             outcome = keep(_driver(job, directory, request), scribe.hear)
             summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), scribe.generations)
             directory.write_summary(summary)
-            if job.workload == "p2p" and directory.lines():
+            if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):
                 from raymoe.report.plots import write_plots  # matplotlib takes half a second to load
 
-                progress.note(f"plots go to {write_plots(directory.path, directory.lines())[0].parent}")
+                if drawn := write_plots(directory.path, directory.lines()):
+                    progress.note(f"plots go to {drawn[0].parent}")
         except CannotWrite as error:
             return Outcome(error.exit_code, str(error))
     if not request.quiet:

@@ -75,10 +75,12 @@ class _Check:
         for meaning in MEANINGS:
             entry, decider = self._entry(meaning.key), self._entry(meaning.decider)
             values = deciding(plain, meaning)
-            if not meaning.strict or entry is None or meaning.decider in self.bad or set(values) & set(meaning.values):
+            in_doubt = {meaning.key, meaning.decider} & self.bad
+            if not meaning.strict or entry is None or in_doubt or set(values) & set(meaning.values):
                 continue
             if decider is None or decider.source.level <= entry.source.level:
-                reason = f"means nothing with {meaning.decider} {', '.join(values)}"
+                found = ", ".join("left out" if value is None else str(value) for value in values)
+                reason = f"means nothing with {meaning.decider} {found}"
                 yield entry.problem(meaning.key, reason, f"it belongs to {', '.join(meaning.values)}")
 
     def _impossible(self, job: Job) -> Iterator[Problem]:

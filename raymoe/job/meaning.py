@@ -28,6 +28,7 @@ MEANINGS = (
     Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
     Meaning("routing.share", "routing.kind", ("hot",), strict=True),
     Meaning("routing.file", "routing.kind", ("trace",), strict=True),
+    Meaning("exchange.output", "exchange.wire.dispatch", ("float8_e4m3",), strict=True),
 )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from raymoe.job.errors import ConfigError
@@ -83,5 +84,17 @@ def _unknown(config: str) -> ConfigError:
 
     names = packaged_names()
     near = nearest(Path(config).name.removesuffix(".yaml"), names)
-    choice = f"did you mean '{near}'?" if near else f"packaged are {', '.join(names) or 'none'}"
+    choice = f"did you mean '{near}'?" if near else f"packaged are {_listed(names) or 'none'}"
     return _unreadable(shown(config) or "''", f"neither a file nor a packaged config, {choice}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names in a row, without those that extend another.
+
+    >>> _listed(["p2p", "p2p_host", "p2p_host_large", "quickstart"])
+    'p2p, quickstart, and 2 variants of these'
+    """
+    first = [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
+    more = len(names) - len(first)
+    variants = f", and {more} variant{'s' * (more > 1)} of these" if more else ""
+    return ", ".join(first) + variants

@@ -16,6 +16,10 @@ _MAX_ROWS = 2**31 - 1  # offsets of rows are int32
 
 MOE = ("exchange", "layer")
 GPU_TRANSPORTS = frozenset({"copy_engine", "tma", "collective"})
+SMS_TRANSPORTS = frozenset({"auto", "tma"})
+GPU_BACKENDS = frozenset({"fused", "staged", "row_push"})
+CPU_BACKENDS = frozenset({"host"})
+FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "row_push"})
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,49 @@ def _capacity_can_do(job: Job) -> tuple[str, str] | None:
 def _wire_is_dtype(direction: str) -> Callable[[Job], tuple[str, str] | None]:
     def check(job: Job) -> tuple[str, str] | None:
         wire, dtype = getattr(job.exchange.wire, direction), job.shape.dtype
-        if wire in (None, dtype):
+        if wire in (None, dtype, FLOAT8):
             return None
         return f"rows of {dtype} cannot cross as {wire}", f"write {dtype} or leave it out"
 
     return check
+
+
+def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
+    if job.exchange.wire.dispatch != FLOAT8:
+        return None
+    if job.workload != "exchange" or job.world.device == "cpu":
+        return f"rows cannot cross as {FLOAT8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
+    if job.exchange.backend not in FLOAT8_BACKENDS:
+        return f"backend {job.exchange.backend} has no {FLOAT8}", "backend fused has, the others send the dtype itself"
+    return None
+
+
+def _backends_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tuple[str, str] | None]:
+    def check(job: Job) -> tuple[str, str] | None:
+        backend = job.exchange.backend
+        if job.world.device != device or backend not in wrong:
+            return None
+        return f"{backend} is no backend of {device} ranks", "auto is one of any"
+
+    return check
+
+
+def _layers_have_no_gpu_backend(job: Job) -> tuple[str, str] | None:
+    if job.exchange.backend not in GPU_BACKENDS:
+        return None
+    return f"backend {job.exchange.backend} is between GPU ranks, which workload layer has not yet", "auto would do"
+
+
+def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
+    if job.exchange.sms == "auto" or (job.workload == "exchange" and job.world.device != "cpu"):
+        return None
+    return "CPU ranks have no SMs", "write auto or leave it out"
+
+
+def _nccl_is_not_captured(job: Job) -> tuple[str, str] | None:
+    if job.steps.graph is not True or job.exchange.backend != "collective" or job.world.device != "cuda":
+        return None
+    return "backend collective waits on the host, no CUDA graph can hold that", "write auto or false"
 
 
 def _trace_is_named(job: Job) -> tuple[str, str] | None:
@@ -119,11 +161,11 @@ def _peers_exist(job: Job) -> tuple[str, str] | None:
 def _gpus_can_do_it(job: Job) -> tuple[str, str] | None:
     if job.world.device != "cuda":
         return None
-    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; p2p has"
+    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; exchange and p2p have"
 
 
 def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
-    if job.steps.graph is not True or (job.workload == "p2p" and job.world.device != "cpu"):
+    if job.steps.graph is not True or (job.workload != "layer" and job.world.device != "cpu"):
         return None
     return "CUDA graphs need GPU ranks and these are CPU ranks", "write auto or false"
 
@@ -144,8 +186,18 @@ def _transports_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], t
     return check
 
 
+def _something_takes_sms(job: Job) -> tuple[str, str] | None:
+    if job.p2p.sms == "auto":
+        return None
+    if job.world.device == "cpu":
+        return "CPU ranks have no SMs", "write auto or leave it out"
+    if not SMS_TRANSPORTS & set(job.p2p.transports):
+        return f"{', '.join(job.p2p.transports)} take no number of SMs", "transport tma does"
+    return None
+
+
 RULES = (
-    Rule(MOE, ("world.device", "workload"), _gpus_can_do_it),
+    Rule(("layer",), ("world.device", "workload"), _gpus_can_do_it),
     Rule((*MOE, "p2p"), ("steps.graph", "world.device"), _graph_needs_gpus),
     Rule((*MOE, "p2p"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
@@ -165,6 +217,17 @@ RULES = (
     ),
     Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _wire_is_dtype("dispatch")),
     Rule(MOE, ("exchange.wire.combine", "shape.dtype"), _wire_is_dtype("combine")),
+    Rule(
+        MOE,
+        ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload"),
+        _float8_is_for_gpus,
+    ),
+    Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cpu", GPU_BACKENDS)),
+    Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cuda", CPU_BACKENDS)),
+    Rule(("layer",), ("exchange.backend", "workload"), _layers_have_no_gpu_backend),
+    Rule(MOE, ("exchange.sms", "world.device", "workload"), _sms_need_gpus),
+    Rule(("exchange",), ("steps.graph", "exchange.backend", "world.device"), _nccl_is_not_captured),
     Rule(MOE, ("routing.kind", "routing.file"), _trace_is_named),
+    Rule(("p2p",), ("p2p.sms", "p2p.transports", "world.device"), _something_takes_sms),
     Rule(("p2p",), ("world.ranks",), _peers_exist),
 )

@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 from raymoe.job.units import SIZE_PATTERN, parse_size
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+DispatchWire = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
 
 
 class Section(BaseModel):
@@ -28,6 +29,12 @@ def _rows_or_worst(value: Any) -> Any:
     if value == "worst" or (type(value) is int and 1 <= value < 2**31):
         return value
     raise PydanticCustomError("capacity", "not worst, nor a number of rows from 1 to 2147483647")
+
+
+def _auto_or_count(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 1 <= value <= 1024):
+        return value
+    raise PydanticCustomError("sms", "not auto, nor a number from 1 to 1024")
 
 
 def _bytes(value: Any) -> Any:
@@ -103,27 +110,32 @@ class Routing(Section):
 
 
 class Wire(Section):
-    dispatch: Dtype | None = None
-    """What rows travel as to the experts; the shape's dtype unless said."""
+    dispatch: DispatchWire | None = None
+    """What rows travel as to the experts: the shape's dtype unless said, or float8_e4m3 with a scale for each 128."""
     combine: Dtype | None = None
     """What rows travel as on the way back; the shape's dtype unless said."""
 
 
 class Exchange(Section):
-    backend: Literal["auto", "host", "collective", "allgather"] = "auto"
-    """How rows move: over shared memory (host), or by Gloo (collective, allgather)."""
+    backend: Literal["auto", "fused", "staged", "collective", "allgather", "host", "row_push"] = "auto"
+    """How rows move: by one kernel each way (fused) or by several (staged) between GPU ranks, over shared memory (host)
+    between CPU ranks, by NCCL or Gloo (collective, allgather) between either. row_push is no exchange: it only pushes
+    rows to known slots, a yardstick for dispatch between GPU ranks."""
     layout: Literal["expert", "rank"] = "expert"
     """Order of received rows: by expert, or as they came from each rank."""
     alignment: int = Field(default=16, ge=1, le=65536)
     """Each expert's rows start at a multiple of this."""
     padding: Literal["any", "zero"] = "any"
     """What the gaps between experts hold."""
-    sms: Literal["auto"] = "auto"
-    """SMs of a GPU; CPU ranks have none."""
+    sms: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = "auto"
+    """SMs of a GPU that kernels of the exchange may take, so that they can share it; collective and allgather take what
+    NCCL takes."""
     capacity: Annotated[int | Literal["worst"], BeforeValidator(_rows_or_worst)] = "worst"
     """Rows received at most: enough for the worst routing, or a number."""
     wire: Annotated[Wire, BeforeValidator(_both_ways)] = Wire()
     """What crosses the link; a plain name is that of dispatch."""
+    output: Literal["raw", "dequantised"] = "dequantised"
+    """What dispatch gives of float8_e4m3 rows: values and scales (raw), or rows of the shape's dtype."""
 
 
 class Steps(Section):
@@ -148,3 +160,5 @@ class P2p(Section):
     """Message sizes, such as 4KiB."""
     pattern: Literal["pairs", "all_to_all"] = "pairs"
     """One pair of ranks after the other, or all at once."""
+    sms: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = "auto"
+    """SMs of a GPU that a rank's copies by tma may take together; the other transports take no number."""

@@ -57,12 +57,16 @@ SETTINGS = {
     "alignment": "alignment",
     "padding": "padding",
     "sms": "SMs",
+    "l2": "L2",
     "graph": "graph",
     "device": "device",
 }
 NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms"}
+YARDSTICK = "row_push"
+"""A backend that is none: what it gives is the limit that the others are held to."""
+
 # The job's own word for a setting, where it differs from the key of the result line.
-WORD_IN_CASE = {"routing": "kind"}
+WORD_IN_CASE = {"routing": "kind", "wire": "dispatch"}
 
 # us_min, us_max and samples stay in results.jsonl: the table fits 100 columns.
 MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
@@ -96,8 +100,12 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
         values = [line[key] for line in lines]
         if any(value is not None for value in values):
             columns.append(Column(header, ["-" if value is None else form(value) for value in values], right=True))
+    if any(shares := shares_of_limit(lines)):
+        columns.append(Column("of limit", [f"{each:.0%}" if each else "-" for each in shares], right=True))
     if any(ratios := compare(lines)):
         columns.append(Column("vs slowest", [f"{each:.2f}x" if each else "-" for each in ratios], right=True))
+    if any(line["leaves_out"] for line in lines):
+        columns.append(Column("leaves out", [show("leaves_out", line["leaves_out"]) for line in lines]))
     return columns
 
 
@@ -121,7 +129,7 @@ def compare(lines: Sequence[Line]) -> list[float | None]:
     >>> compare([line("host", "dispatch", 50.0), line("collective", "dispatch", 100.0), line("host", "combine", 9.0)])
     [2.0, 1.0, None]
     """
-    same = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph")), "run"]
+    same = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph", "sms")), "run"]
     groups: dict[tuple[object, ...], list[Line]] = {}
     for line in lines:
         groups.setdefault(tuple(line[key] for key in same), []).append(line)
@@ -133,6 +141,31 @@ def compare(lines: Sequence[Line]) -> list[float | None]:
         comparable = len(rivals) > 1 and line["us_p50"]
         result.append(max(times) / float(str(line["us_p50"])) if comparable else None)
     return result
+
+
+def shares_of_limit(lines: Sequence[Line]) -> list[float | None]:
+    """What share each line's GB/s are of those of row_push, which does nothing but push the rows of dispatch.
+
+    >>> from raymoe.report.results import complete
+    >>> def line(backend, op, gbps):
+    ...     measured = {"case": "c", "backend": backend, "op": op, "gbps_wire": gbps}
+    ...     return complete(measured, run="a-b", generation=0, commit=None)
+    >>> lines = line("fused", "combine", 300.0), line("row_push", "dispatch", 400.0), line("host", "step", None)
+    >>> shares_of_limit(lines)
+    [0.75, None, None]
+    """
+    same = [*(key for key in SETTINGS if key not in ("op", "backend", "transport", "graph", "sms")), "run"]
+    limits = {
+        tuple(line[key] for key in same): float(str(line["gbps_wire"]))
+        for line in lines
+        if line["backend"] == YARDSTICK and line["gbps_wire"]
+    }
+    shares: list[float | None] = []
+    for line in lines:
+        limit = limits.get(tuple(line[key] for key in same))
+        known = limit and line["gbps_wire"] and line["backend"] != YARDSTICK
+        shares.append(float(str(line["gbps_wire"])) / limit if known and limit else None)
+    return shares
 
 
 def _varies(lines: Sequence[Line], key: str) -> bool:

@@ -1,4 +1,5 @@
-"""Figures of what the links of a machine gave: the matrix of all pairs, and curves over the size of a message.
+"""Figures of what the links of a machine gave: the matrix of all pairs, and curves over the size of a message; and of
+exchanges, which `exchange_plots.py` draws.
 
 Each is written as PNG and as SVG; the same lines give the same SVG, byte for byte. Figures are made without pyplot, and
 matplotlib's settings are as they were afterwards: this can be called from a program that draws figures of its own.
@@ -6,65 +7,52 @@ matplotlib's settings are as they were afterwards: this can be called from a pro
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import NullLocator
 
 from raymoe.job.errors import ConfigError
 from raymoe.report.atomic import cannot_write, write_atomically
 from raymoe.report.columns import byte_size
+from raymoe.report.drawing import COLOURS, MARKERS, STYLE, headed, link_line, new_figure, rendered
+from raymoe.report.exchange_plots import exchange_figures
 from raymoe.report.record import Record
 from raymoe.report.results import Line
-from raymoe.report.ways import Way, gbps, link_of, machine, measured, three_digits, us, ways_of, whole
+from raymoe.report.ways import Way, gbps, link_of, measured, three_digits, us, ways_of, whole
 
 FOLDER = "plots"
 LATENCY_BYTES = 256 * 1024
 """Up to here the time of a message says more than its bandwidth."""
 
-# Okabe and Ito's colours, which everybody can tell apart, without their yellow, too light for a line on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
-GREY = "#666666"
-STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "raymoe",
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
-    "font.size": 10.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": GREY,
-}
-DOTS_PER_INCH = 150
 PANELS_ABREAST = 3
 
 
 def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
-    """Draw the copies among these lines into `plots/` of a run's directory; gives the files, none without copies."""
+    """Draw what can be drawn of these lines into `plots/` of a run's directory: copies, and exchanges between GPUs over
+    tokens. Gives the files, none where there is nothing of either."""
     copies = [line for line in lines if line["op"] == "copy" and line["us_p50"] and line["bytes"]]
-    if not copies:
-        return []
     folder = directory / FOLDER
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    written = []
+    written: list[Path] = []
     with matplotlib.rc_context(STYLE):
-        for stem, figure in figures(ways_of(copies, _protocol(directory))):
+        drawn = chain(figures(ways_of(copies, _protocol(directory))), exchange_figures(lines))
+        for stem, figure in drawn:
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise cannot_write(folder, error) from error
             for kind in ("png", "svg"):
                 written.append(folder / f"{stem}.{kind}")
-                write_atomically(written[-1], _rendered(figure, kind))
+                write_atomically(written[-1], rendered(figure, kind))
     return written
 
 
@@ -93,7 +81,7 @@ def _matrices(ways: Mapping[Way, Sequence[Line]], size: int) -> Figure:
     across = min(len(ways), PANELS_ABREAST)
     down = math.ceil(len(ways) / across)
     side = 1.0 + 0.62 * ranks
-    figure = _figure(max(across * side + 1.2, 6.4), down * (side + 0.3) + 1.1)
+    figure = new_figure(max(across * side + 1.2, 6.4), down * (side + 0.3) + 1.1)
     panels = figure.subplots(down, across, squeeze=False)
     image = None
     for axes, (way, those) in zip(panels.flat, ways.items(), strict=False):
@@ -106,7 +94,7 @@ def _matrices(ways: Mapping[Way, Sequence[Line]], size: int) -> Figure:
         bar = figure.colorbar(image, ax=panels, shrink=0.8, aspect=30 * down, pad=0.02)
         bar.set_label(f"GB/s from row to column{full}")
         bar.outline.set_visible(False)
-    _headed(figure, f"{byte_size(size)} from rank to rank, one pair at a time", measured(lines), lines)
+    headed(figure, f"{byte_size(size)} from rank to rank, one pair at a time", measured(lines), lines)
     return figure
 
 
@@ -142,13 +130,13 @@ def _curves(ways: Mapping[Way, Sequence[Line]], pattern: str) -> Figure:
     sizes = sorted({whole(line, "bytes") for line in lines})
     short = [size for size in sizes if size <= LATENCY_BYTES]
     across = 2 if short else 1
-    figure = _figure(5.3 * across + 0.4, 4.7 + 0.2 * math.ceil(len(ways) / 3))
+    figure = new_figure(5.3 * across + 0.4, 4.7 + 0.2 * math.ceil(len(ways) / 3))
     bandwidth = figure.add_subplot(1, across, 1)
     _draw(bandwidth, ways, sizes, of=gbps)
     bandwidth.set_ylim(bottom=0)
     bandwidth.set_ylabel("GB/s, one direction" if pattern == "pairs" else "GB/s, one direction of the busiest port")
     for full, name in {link for line in lines if (link := link_of(line["device"]))}:
-        _link_line(bandwidth, full, name)
+        link_line(bandwidth, full, name)
     if short:
         latency = figure.add_subplot(1, across, 2)
         _draw(latency, ways, short, of=us)
@@ -163,7 +151,7 @@ def _curves(ways: Mapping[Way, Sequence[Line]], pattern: str) -> Figure:
     title = {"pairs": "Copies, one pair at a time", "all_to_all": "Copies, every rank to every other at once"}
     several = len({(line["src"], line["dst"]) for line in lines}) > 1
     spread = "\nlines: the median pair; bands: from the slowest pair to the fastest" * several
-    _headed(figure, title.get(pattern, pattern), measured(lines) + spread, lines)
+    headed(figure, title.get(pattern, pattern), measured(lines) + spread, lines)
     return figure
 
 
@@ -198,25 +186,6 @@ def _draw(axes: Axes, ways: Mapping[Way, Sequence[Line]], sizes: Sequence[int], 
     axes.set_axisbelow(True)
 
 
-def _link_line(axes: Axes, full: float, name: str) -> None:
-    """What the link can give at most, by the book."""
-    axes.axhline(full, color=GREY, linewidth=1.2, linestyle=(0, (1, 2)))
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, 3), "textcoords": "offset points"}
-    axes.annotate(f"{full:.0f} GB/s, {name}", (0.01, full), color=GREY, fontsize=8.5, **place)
-    axes.set_ylim(top=max(axes.get_ylim()[1], 1.08 * full))
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _headed(figure: Figure, title: str, how: str, lines: Sequence[Line]) -> None:
-    """What is seen, on which machine and in which run, and how it was measured."""
-    figure.suptitle(f"{title}\n{machine(lines)}\n{how}", fontsize=10)
-
-
 def _protocol(directory: Path) -> str:
     """Of the run's config; empty for a directory without one."""
     try:
@@ -224,11 +193,3 @@ def _protocol(directory: Path) -> str:
     except ConfigError:
         return ""
     return str(section.get("protocol", "put")) if isinstance(section, dict) else ""
-
-
-def _rendered(figure: Figure, kind: str) -> bytes:
-    page = io.BytesIO()
-    # The date and the version of matplotlib would make two drawings of the same lines differ.
-    blank: dict[str, str | None] = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    figure.savefig(page, format=kind, dpi=DOTS_PER_INCH, metadata=blank)
-    return page.getvalue()

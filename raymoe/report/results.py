@@ -7,9 +7,12 @@ from collections.abc import Mapping
 KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
     *("bytes", "ranks", "tokens", "hidden", "experts", "topk", "dtype", "routing", "seed"),
-    *("layout", "alignment", "padding", "sms", "samples", "us_p50", "us_p99", "us_min", "us_max"),
+    *("layout", "alignment", "padding", "sms", "l2", "leaves_out", "samples", "us_p50", "us_p99", "us_min", "us_max"),
     *("bytes_wire", "gbps_wire", "verified", "max_error", "device", "commit"),
 )
+
+LATER_KEYS = frozenset({"l2", "leaves_out"})
+"""Keys that lines of earlier versions do not have. They are read as null."""
 
 Line = dict[str, object]
 
@@ -48,6 +51,6 @@ def encode(line: Line) -> str:
 def decode(text: str) -> Line:
     """Reads a line back; ValueError when it is none of ours (json.JSONDecodeError is one too)."""
     line = json.loads(text)
-    if not isinstance(line, dict) or set(line) != set(KEYS):
+    if not isinstance(line, dict) or set(line) | LATER_KEYS != set(KEYS):
         raise ValueError("not a result line of raymoe: its keys are not those of results.jsonl")
-    return line
+    return {key: line.get(key) for key in KEYS}

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from raymoe.report.columns import Column, caption_of, columns_of
 from raymoe.report.results import Line
+from raymoe.report.side_by_side import tables
 
 
 def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -> str:
-    """The text of the table, one part for each workload; empty when there is no line. It ends with a line end."""
+    """The text of the table, one part for each workload; empty when there is no line. It ends with a line end.
+
+    Exchanges that were measured by several backends over several counts of tokens follow side by side.
+    """
     parts = []
     for workload in dict.fromkeys(line["workload"] for line in lines):
         part = [line for line in lines if line["workload"] == workload]
@@ -18,6 +22,7 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
         # rich would fold or cut what does not fit; a row that runs over the edge still says everything.
         fits = sum(size + 2 for size in _widths(columns)) <= width
         parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fits else _plain(columns)}")
+        parts += [f"{title}\n{_plain(beside)}" for title, beside in tables(part)]
     return "\n".join(parts)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from time import perf_counter_ns
+from typing import Protocol
 
 import torch
 
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job import Case
 from raymoe.memory.world import World
 from raymoe.moe.layer import expert_major
@@ -16,39 +19,82 @@ from raymoe.moe.seeds import generator
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
 from raymoe.workload.measure import Step, Steps, measure
-from raymoe.workload.oracle import BOUNDS, AffineExperts, error_of
+from raymoe.workload.oracle import BOUNDS, FLOAT8_BOUND, AffineExperts, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Routing
 from raymoe.workload.traffic import Traffics, rows_for
 
+ROW_PUSH = "row_push"
+
+
+class Doing(Protocol):
+    """A step of an exchange, or of its yardstick, on CPU ranks or GPU ranks."""
+
+    @property
+    def ops(self) -> tuple[tuple[str, str | None], ...]:
+        """What a step times, in this order: the operation, and the state of the L2 cache of GPUs."""
+
+    @property
+    def keys(self) -> Line:
+        """The keys of a result line that only whoever does the step knows, `backend` among them."""
+
+    def __call__(self, index: int, *, verify: bool) -> Step: ...
+
 
 def run_exchange(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """Lines for `dispatch`, `combine` and `exchange`, which is both."""
+    """Lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with the L2 cache cold and warm."""
     job = case.job
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
-    inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype)
-    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, BOUNDS[dtype])
+    inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
     spec = spec_of(job)
-    with Exchange(world, spec, job.exchange.backend) as exchange:
-        backend, do_step = exchange.backend, ExchangeStep(world, exchange, inputs)
-        measured = measure(world, steps, do_step, telling(progress, steps.total), f"{case.name}: exchange by {backend}")
-    traffics = traffic_of(world, inputs, spec.row_bytes)
-    ops = (("dispatch", traffics.one_way), ("combine", traffics.one_way), ("exchange", traffics.both))
-    keys = shape_keys(case, backend)
-    return [result_line(case, op, traffic, measured, place) | keys for place, (op, traffic) in enumerate(ops)]
+    bound = FLOAT8_BOUND if spec.dispatch_wire == FP8 else BOUNDS[dtype]
+    verify = job.steps.verify and job.exchange.backend != ROW_PUSH
+    steps = Steps(job.steps.warmup, job.steps.count, verify, bound)
+    with _opening(case, world, spec, inputs) as do_step:
+        keys = do_step.keys
+        what = f"{case.name}: exchange by {keys['backend']}"
+        measured = measure(world, steps, do_step, telling(progress, steps.total), what)
+    traffics = traffic_of(world, inputs, spec)
+    by_op = {"dispatch": traffics.dispatch, "combine": traffics.combine, "exchange": traffics.both}
+    return [
+        result_line(case, op, by_op[op], measured, place) | shape_keys(case, str(keys["backend"])) | keys | {"l2": l2}
+        for place, (op, l2) in enumerate(do_step.ops)
+    ]
 
 
-def traffic_of(world: World, inputs: Inputs, row_bytes: int) -> Traffics:
+def traffic_of(world: World, inputs: Inputs, spec: ExchangeSpec) -> Traffics:
     """The traffic of an average step."""
     counts = [rows_for(draw.ids, world.size, inputs.routing.experts) for draw in inputs.draws]
     mean = [sum(to_peer) / len(counts) for to_peer in zip(*counts, strict=True)]
     rows: list[list[float]] = world.swap(mean, "traffic")  # type: ignore[assignment]
-    return Traffics.of(rows, row_bytes)
+    return Traffics.of(rows, spec.wire_row_bytes, spec.row_bytes)
+
+
+@contextmanager
+def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> Iterator[Doing]:
+    """The step of a case, with the exchange that it belongs to."""
+    asked, graph = case.job.exchange, case.job.steps.graph
+    if asked.backend == ROW_PUSH:
+        from raymoe.workload.row_push import RowPushStep
+
+        with closing(RowPushStep(world, spec, inputs, case.job)) as push:
+            yield push
+        return
+    with Exchange(world, spec, asked.backend, sms=asked.sms) as exchange:
+        if world.device.type == "cpu":
+            yield ExchangeStep(world, exchange, inputs)
+            return
+        from raymoe.workload.exchange_gpu import GpuExchangeStep
+
+        with closing(GpuExchangeStep(world, exchange, inputs, graph)) as step:
+            yield step
 
 
 class ExchangeStep:
     """One dispatch and one combine, each behind a barrier of its own."""
+
+    ops = (("dispatch", None), ("combine", None), ("exchange", None))
 
     def __init__(self, world: World, exchange: Exchange, inputs: Inputs) -> None:
         self.world, self.exchange, self.inputs = world, exchange, inputs
@@ -58,6 +104,10 @@ class ExchangeStep:
         self.rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=inputs.dtype)
         self.rows.uniform_(-1, 1, generator=generator("rows", world.rank))
         self.last: Dispatched | None = None
+
+    @property
+    def keys(self) -> Line:
+        return {"backend": self.exchange.backend}
 
     def __call__(self, index: int, *, verify: bool) -> Step:
         batch = self.inputs.at(index, fresh=verify)

@@ -10,6 +10,8 @@ from raymoe.moe.seeds import generator
 from raymoe.workload.room import BATCHES, batches_of
 from raymoe.workload.routing import Routing
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -30,19 +32,28 @@ class Inputs:
     (True, False)
     """
 
-    def __init__(self, routing: Routing, rank: int, hidden: int, dtype: torch.dtype) -> None:
-        self.routing, self.rank, self.hidden, self.dtype = routing, rank, hidden, dtype
+    def __init__(
+        self,
+        routing: Routing,
+        rank: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ) -> None:
+        """The batches are on `device`; `draws`, which the routing of a batch is taken from, are on the CPU."""
+        self.routing, self.rank, self.hidden, self.dtype, self.device = routing, rank, hidden, dtype, device
         self.draws = [routing.draw(rank, step) for step in range(routing.recorded or BATCHES)]
+        self._placed = [(draw.ids.to(device), draw.weights.to(device)) for draw in self.draws]
         batches = batches_of(routing.tokens * hidden * dtype.itemsize)
         self.rows = [self._draw("tokens", step) for step in range(batches)]
 
     def at(self, step: int, *, fresh: bool = False) -> Batch:
         """The batch of a step."""
-        draw = self.draws[step % len(self.draws)]
+        ids, weights = self._placed[step % len(self._placed)]
         x = self._draw("fresh tokens", step) if fresh else self.rows[step % len(self.rows)]
-        return Batch(x, draw.ids, draw.weights)
+        return Batch(x, ids, weights)
 
     def _draw(self, purpose: str, step: int) -> torch.Tensor:
-        source = generator(purpose, self.routing.seed, self.rank, step)
-        x = torch.empty(self.routing.tokens_of(self.rank), self.hidden)
+        source = generator(purpose, self.routing.seed, self.rank, step, device=self.device)
+        x = torch.empty(self.routing.tokens_of(self.rank), self.hidden, device=self.device)
         return x.uniform_(-1, 1, generator=source).to(self.dtype)

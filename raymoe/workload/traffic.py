@@ -28,20 +28,36 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Traffics:
-    """The traffic of one direction (combine is the rows of dispatch the other way), and of both in turn."""
+    """The traffic of an exchange: combine sends the rows of dispatch the other way, `both` is one after the other."""
 
-    one_way: Traffic
+    dispatch: Traffic
+    combine: Traffic
     both: Traffic
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[float]], row_bytes: int) -> Traffics:
+    def of(cls, rows: Sequence[Sequence[float]], row_bytes: int, home_bytes: int | None = None) -> Traffics:
         """`rows[s][d]` rows go from rank s to rank d; what a rank sends to itself crosses nothing.
 
-        >>> Traffics.of([[5, 3], [1, 5]], row_bytes=10)
-        Traffics(one_way=Traffic(total=40, busiest=30), both=Traffic(total=80, busiest=40))
+        A row has `row_bytes`, scales included, and `home_bytes` on its way back; the same unless said.
+
+        >>> Traffics.of([[5, 3], [1, 5]], row_bytes=10).both
+        Traffic(total=80, busiest=40)
+        >>> Traffics.of([[5, 3], [1, 5]], row_bytes=5, home_bytes=10)
+        Traffics(dispatch=Traffic(total=20, busiest=15), combine=Traffic(total=40, busiest=30), \
+both=Traffic(total=60, busiest=35))
         """
         ranks = range(len(rows))
-        out = [row_bytes * sum(rows[rank][peer] for peer in ranks if peer != rank) for rank in ranks]
-        into = [row_bytes * sum(rows[peer][rank] for peer in ranks if peer != rank) for rank in ranks]
-        both = [sent + received for sent, received in zip(out, into, strict=True)]
-        return cls(Traffic(sum(out), max(*out, *into)), Traffic(sum(both), max(both)))
+        home_bytes = row_bytes if home_bytes is None else home_bytes
+        out = [sum(rows[rank][peer] for peer in ranks if peer != rank) for rank in ranks]
+        into = [sum(rows[peer][rank] for peer in ranks if peer != rank) for rank in ranks]
+        one_way, most = sum(out), max(*out, *into)
+        # A port sends with dispatch what it receives with combine.
+        both = [
+            max(there * row_bytes + back * home_bytes, back * row_bytes + there * home_bytes)
+            for there, back in zip(out, into, strict=True)
+        ]
+        return cls(
+            Traffic(one_way * row_bytes, most * row_bytes),
+            Traffic(one_way * home_bytes, most * home_bytes),
+            Traffic(one_way * (row_bytes + home_bytes), max(both)),
+        )

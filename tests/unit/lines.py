@@ -65,3 +65,31 @@ def copy_case() -> list[Line]:
         for size in (4096, 2**28)
         for src in (0, 1)
     ]
+
+
+GPU_SHAPE = {"ranks": 4, "hidden": 7168, "experts": 256, "topk": 8, "dtype": "bfloat16", "wire": "bfloat16"}
+LEFT_OUT = "routing, counts"
+ROW_BYTES = 14336
+
+
+def gpu_exchange(backend: str, us: float, tokens: tuple[int, ...] = (128, 4096), **keys: object) -> list[Line]:
+    """Lines of an exchange between GPUs that takes `us` and 1/8 of a microsecond for each token."""
+    push = backend == "row_push"
+    setting = {**GPU_SHAPE, **SETTING, "device": "NVIDIA H200", "samples": 50, "graph": backend != "collective"}
+    lines = []
+    for count in tokens:
+        for op in ("dispatch",) if push else ("dispatch", "combine", "exchange"):
+            for l2 in ("cold", "warm"):
+                time = (us + count / 8) * (2 if op == "exchange" else 1) - (l2 == "warm")
+                measured = {"op": op, "l2": l2, "us_p50": time, "gbps_wire": 2.5 * ROW_BYTES * count / time / 1e3}
+                known = {
+                    "workload": "exchange",
+                    "backend": backend,
+                    "tokens": count,
+                    "bytes_wire": 10 * ROW_BYTES * count,
+                }
+                known |= {"sms": 12 if push else 132, "leaves_out": LEFT_OUT if push else None}
+                known |= {"verified": None if push else True, "max_error": None if push else 4e-3}
+                case = f"backend={backend},tokens={count}"
+                lines.append(whole({"case": case, **setting, **known, **measured, **keys}))
+    return lines

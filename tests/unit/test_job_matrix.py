@@ -65,7 +65,12 @@ WRONG = [
     ("shape: [4]", "no such key"),
     ("name: [a, b]", "no such key"),
     ("p2p.bytes: [1, 2]", "it takes a list itself, list the values in p2p.bytes"),
-    ("exchange.backend: [host, fused]", "matrix.exchange.backend = fused: not one of auto, host"),
+    ("exchange.backend: [host, nvshmem]", "matrix.exchange.backend = nvshmem: not one of auto, fused, staged"),
+    (
+        "exchange.backend: [host, fused]",
+        "fused is between GPU ranks, which workload layer has not yet (case backend=fused)",
+    ),
+    ("exchange.sms: [12, x]", "matrix.exchange.sms = x: not auto, nor a number from 1 to 1024"),
     ("routing.alpha: [1, 2]", "means nothing with routing.kind uniform, it belongs to zipf"),
     ("p2p.protocol: [put, get]", "the cases protocol=put and protocol=get are the same"),
     ("shape.tokens: [4], shape.tokens: [5]", "duplicate key"),

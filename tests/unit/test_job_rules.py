@@ -20,7 +20,17 @@ IMPOSSIBLE = [
     ("p2p", "world.ranks=1", "one rank has no peer to send to"),
     ("layer", "world.device=cuda", "workload layer has no GPU ranks yet"),
     ("layer", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
+    ("layer", "exchange.backend=fused", "backend fused is between GPU ranks, which workload layer has not yet"),
+    ("layer", "exchange.sms=12", "CPU ranks have no SMs, write auto or leave it out"),
+    ("layer", "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
+    ("exchange", "exchange.wire.combine=float16", "rows of bfloat16 cannot cross as float16"),
+    (
+        "exchange",
+        "exchange.output=raw",
+        "means nothing with exchange.wire.dispatch left out, it belongs to float8_e4m3",
+    ),
     ("p2p", "world.share_gpu=true", "a GPU is to be shared and device is auto"),
+    ("p2p", "p2p={sms: 8, transports: [copy_engine, collective]}", "copy_engine, collective take no number of SMs"),
 ]
 
 
@@ -36,10 +46,58 @@ def test_rows_that_offsets_cannot_count(tmp_path):
     assert "line 2, shape.tokens = 16777216: up to 4294967536 rows on a rank, offsets count to 2147483647" in found
 
 
+CPU, CUDA = "world: {device: cpu}", "world: {device: cuda}"
+ON_A_DEVICE = [
+    (CPU, "exchange.backend=fused", "fused is no backend of cpu ranks, auto is one of any"),
+    (CPU, "exchange.backend=staged", "staged is no backend of cpu ranks"),
+    (CPU, "exchange.backend=row_push", "row_push is no backend of cpu ranks"),
+    (CPU, "exchange.sms=12", "CPU ranks have no SMs"),
+    (CPU, "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
+    (CPU, "steps.graph=true", "CUDA graphs need GPU ranks"),
+    (CUDA, "exchange.backend=host", "host is no backend of cuda ranks, auto is one of any"),
+    (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=staged", "backend staged has no float8_e4m3"),
+    (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=allgather", "backend allgather has no float8_e4m3"),
+    (f"{CUDA}\nsteps: {{graph: true}}", "exchange.backend=collective", "backend collective waits on the host, no CUDA"),
+]
+
+
+@pytest.mark.parametrize(("text", "setting", "told"), ON_A_DEVICE, ids=[setting for _, setting, _ in ON_A_DEVICE])
+def test_what_ranks_of_one_kind_cannot_do(tmp_path, text, setting, told):
+    (found,) = problems(tmp_path, f"workload: exchange\n{text}\n", setting)
+    assert found.startswith("--set ") and told in found
+
+
+def test_a_matrix_names_the_case_that_a_backend_cannot_do(tmp_path):
+    text = f"workload: exchange\n{CUDA}\nmatrix: {{exchange.backend: [fused, host]}}\n"
+    (found,) = problems(tmp_path, text)
+    assert "host is no backend of cuda ranks (case backend=host)" in found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["world.device=cuda"],
+        ["world.device=cuda", "exchange.backend=fused", "exchange.sms=24", "steps.graph=true"],
+        ["world.device=cuda", "exchange.backend=fused", "exchange.wire=float8_e4m3", "exchange.output=dequantised"],
+        ["world.device=cuda", "exchange.backend=row_push", "exchange.wire={dispatch: float8_e4m3}"],
+        ["world.device=cuda", "world.share_gpu=true", "exchange.backend=staged"],
+        ["world.device=cuda", "exchange.backend=collective", "steps.graph=auto"],
+        ["exchange.backend=fused"],
+        ["exchange.backend=host"],
+        ["steps.graph=true"],
+    ],
+    ids=str,
+)
+def test_exchanges_on_gpus_that_are_possible(tmp_path, settings):
+    load_job(write(tmp_path, "workload: exchange\n"), settings)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         ["workload=p2p", "world.ranks=3"],
+        ["workload=p2p", "world.device=cuda", "p2p.sms=8", "p2p.transports=[copy_engine, tma]"],
+        ["workload=p2p", "p2p.sms=8"],
         ["world.ranks=1", "shape.tokens=1"],
         ["shape.hidden=4", "shape.dtype=float32"],
         ["exchange.wire=bfloat16"],

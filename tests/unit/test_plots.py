@@ -13,7 +13,7 @@ from raymoe.report.directory import RunDirectory
 from raymoe.report.plots import write_plots
 from raymoe.report.results import Line
 from raymoe.report.ways import Way, ways_of
-from tests.unit.lines import copy_case, exchange_case, whole
+from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
 
 SIZES = (4096, 2**28)
 
@@ -89,6 +89,26 @@ def test_the_same_lines_give_the_same_svg(tmp_path):
 def test_lines_of_other_workloads_give_no_file(tmp_path):
     assert write_plots(tmp_path, exchange_case("host", 100.0)) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_exchanges_over_tokens_have_a_figure_for_each_operation(tmp_path):
+    lines = gpu_exchange("fused", 10.0) + gpu_exchange("collective", 30.0) + gpu_exchange("row_push", 8.0)
+    assert written(tmp_path, lines) == ["dispatch.svg", "combine.svg", "exchange.svg"]
+    dispatch, combine = ((tmp_path / "plots" / f"{op}.svg").read_text() for op in ("dispatch", "combine"))
+    for words in ("fused", "collective", "450 GB/s, NVLink 4 ×18", "time of the slowest rank, µs", "4096", "Dispatch"):
+        assert f"<!-- {words} -->" in dispatch
+    assert "<!-- row_push -->" in dispatch and "row_push" not in combine
+    assert "CUDA graph or eager, L2 cache cold" in dispatch
+
+
+def test_settings_that_differ_have_figures_of_their_own(tmp_path):
+    lines = gpu_exchange("fused", 10.0) + gpu_exchange("fused", 20.0, routing="zipf")
+    assert "dispatch-routing-zipf.svg" in written(tmp_path, lines)
+    assert "routing zipf" in (tmp_path / "plots" / "dispatch-routing-zipf.svg").read_text()
+
+
+def test_one_count_of_tokens_is_no_curve(tmp_path):
+    assert write_plots(tmp_path, gpu_exchange("fused", 10.0, tokens=(128,))) == []
 
 
 def test_a_plot_that_cannot_be_written_is_told(tmp_path):

@@ -6,13 +6,13 @@ import pickle
 
 import pytest
 
-from raymoe.report.results import KEYS, complete, decode, encode
+from raymoe.report.results import KEYS, LATER_KEYS, complete, decode, encode
 from raymoe.report.summary import Generation, Summary, generations_of
 
 CONTRACT = """
 run generation case workload op backend transport wire graph pattern src dst bytes ranks tokens hidden experts topk
-dtype routing seed layout alignment padding sms samples us_p50 us_p99 us_min us_max bytes_wire gbps_wire verified
-max_error device commit
+dtype routing seed layout alignment padding sms l2 leaves_out samples us_p50 us_p99 us_min us_max bytes_wire gbps_wire
+verified max_error device commit
 """
 
 
@@ -45,6 +45,14 @@ def test_a_line_without_a_case_or_not_completed_is_refused():
         complete({"op": "copy"}, run="r", generation=0, commit=None)
     with pytest.raises(ValueError, match=r"keys of results\.jsonl"):
         encode({"case": "c"})
+
+
+def test_a_line_of_an_earlier_version_is_read_with_nulls():
+    line = complete({"case": "c", "op": "copy", "us_p50": 1.5}, run="r", generation=2, commit=None)
+    earlier = {key: value for key, value in line.items() if key not in LATER_KEYS}
+    assert decode(json.dumps(earlier)) == line
+    with pytest.raises(ValueError, match=r"keys of results\.jsonl|not those of results\.jsonl"):
+        decode(json.dumps({key: value for key, value in earlier.items() if key != "op"}))
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"case": "c"}', "{", '"x"'])

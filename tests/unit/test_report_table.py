@@ -8,7 +8,7 @@ from raymoe.report.environment import commit, environment
 from raymoe.report.overview import overview
 from raymoe.report.summary import Summary
 from raymoe.report.table import render
-from tests.unit.lines import copy_case, exchange_case, whole
+from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
 
 COMPARED = [line for backend, us in (("host", 500.0), ("collective", 1000.0)) for line in exchange_case(backend, us)]
 
@@ -64,6 +64,46 @@ def test_a_failed_check_and_a_missing_number_are_seen():
         [whole({"case": c, "workload": "layer", "op": "step", "us_p50": u}) for c, u in (("a", 1.0), ("b", None))]
     )
     assert cells(text.splitlines()[-1]) == ["b", "step", "-"]
+
+
+SIDE_BY_SIDE = gpu_exchange("fused", 10.0) + gpu_exchange("collective", 100.0) + gpu_exchange("row_push", 8.0)
+
+
+def test_exchanges_between_gpus_follow_side_by_side():
+    parts = render(SIDE_BY_SIDE).split("\n\n")
+    assert [part.splitlines()[0] for part in parts[1:]] == [
+        f"{op}, {l2} L2: us (GB/s)" for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")
+    ]
+    head, _, few, many = parts[1].splitlines()[1:]
+    assert head.split() == ["tokens", "on", "wire", "fused", "collective", "row_push"]
+    assert few.split() == ["128", "17.5", "MiB", "26.0", "(176)", "116.0", "(40)", "24.0", "(191)"]
+    assert many.split()[3] == "522.0"
+    assert parts[3].splitlines()[1].split() == ["tokens", "on", "wire", "fused", "collective"]
+
+
+def test_lines_are_held_to_the_yardstick_which_says_what_it_leaves_out():
+    rows = render(SIDE_BY_SIDE).split("\n\n")[0].splitlines()
+    head = cells(next(row for row in rows if row.startswith("case")))
+    assert head[-6:] == ["of", "limit", "vs", "slowest", "leaves", "out"]
+    fused = next(cells(row) for row in rows if row.startswith("backend=fused,tokens=128"))
+    assert fused[-3:] == ["92%", "4.46x", "-"]
+    push = next(row for row in rows if row.startswith("backend=row_push,tokens=128"))
+    assert cells(push)[-6:] == ["-", "-", "-", "4.83x", "routing,", "counts"]
+
+
+def test_a_sweep_over_sms_has_a_column_for_each():
+    sweep = [
+        line | {"case": f"{line['case']},sms={sms}", "sms": sms}
+        for sms in (12, 24)
+        for line in gpu_exchange("fused", float(sms))
+    ] + gpu_exchange("row_push", 8.0)
+    table = render(sweep).split("\n\n")[1].splitlines()
+    assert table[1].split() == ["tokens", "on", "wire", "fused", "sms=12", "fused", "sms=24", "row_push"]
+
+
+def test_one_backend_alone_or_one_count_of_tokens_has_nothing_beside_it():
+    assert "us (GB/s)" not in render(gpu_exchange("fused", 10.0))
+    assert "us (GB/s)" not in render(gpu_exchange("fused", 1.0, (8,)) + gpu_exchange("staged", 2.0, (8,)))
 
 
 @pytest.mark.parametrize("width", [40, 100, 200])

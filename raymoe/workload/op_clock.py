@@ -1,0 +1,167 @@
+"""How long an operation of all ranks takes on a stream, on a warm L2 cache and on a cold one.
+
+A sample begins behind a barrier of all ranks in their streams, so that skew at the start is outside and waiting for one
+another inside, and ends on each rank when its part is done; the slowest rank's time counts. Cold: between the last
+thing that the stream did and the barrier, every line of the L2 cache is replaced by writing a buffer several times its
+size. Warm: the operation ran just before, with the same tokens.
+
+One run is timed by two events around it. That is too coarse for a short operation, whose event records and launches are
+a part of what is measured, so a sample of `calls` runs is the time of a CUDA graph of all of them divided by `calls`:
+
+- warm    the runs one behind the other
+- cold    each run behind a flush and a barrier of its own, less the time of a graph that has the flushes and barriers
+          alone. Behind a barrier the ranks begin together and at the next one they wait for the slowest, so what the
+          difference leaves is the slowest rank's time from barrier to barrier, launch included. The flush does not
+          always take the same time: the median of the last few is taken off.
+
+Where the host takes part in the operation there is no graph, the clock runs while the host works, and `calls` is 1.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from raymoe.device.driver import bindings, call
+from raymoe.device.graph import Graph
+from raymoe.device.host_words import HostWords
+from raymoe.memory.world import World
+from raymoe.transport.barrier import StreamBarrier
+from raymoe.workload.room_exchange import FLUSH_BYTES
+
+GATE_S = 5.0
+"""A stream holds about a thousand operations: enqueuing more blocks the host until the gate opens, which only another
+thread can do then. That sample has waits of the host in it."""
+
+FLUSHES_KEPT = 9
+
+CALLS, SMALL_TOKENS = 20, 128
+
+Work = Callable[[], None]
+"""Enqueues something on the current stream."""
+
+
+def calls_of(tokens: int) -> int:
+    """How many runs one sample is the mean of.
+
+    >>> calls_of(128), calls_of(4096)
+    (20, 1)
+    """
+    return CALLS if tokens <= SMALL_TOKENS else 1
+
+
+@dataclass(frozen=True)
+class TimedOp:
+    """An operation as it is timed: `calls` runs of it, warm and cold."""
+
+    warm: Work
+    cold: Work
+
+
+class OpClock:
+    """All ranks make one, use it for the same operations in one order, and close it.
+
+    `settle` waits until the stream is done and raises where a wait in it has failed. With `captured` operations are
+    replayed from graphs, and the stream is held by a gate while the host enqueues, so that the clock never runs while
+    the GPU waits for the host.
+    """
+
+    def __init__(self, world: World, stream: Any, settle: Work, *, captured: bool, calls: int = 1) -> None:
+        self.captured, self.calls = captured, calls if captured else 1
+        self._world, self._stream, self._settle = world, stream, settle
+        self._barrier = StreamBarrier(world)
+        self._gate = HostWords(world.gpu, 1)
+        event: Any = torch.cuda.Event  # has no annotations
+        self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
+        self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device=world.device)
+        self._graphs: list[Graph] = []
+        self._flushes: Work | None = None
+        self._flush_us: deque[float] = deque(maxlen=FLUSHES_KEPT)
+
+    def timed(self, op: Work) -> TimedOp:
+        """Make an operation ready to be timed. With graphs it is captured here: for the cold runs first, then warm."""
+        if not self.captured:
+            return TimedOp(op, op)
+        if self.calls == 1:
+            graph = self._graph_of(op)
+            return TimedOp(graph, graph)
+
+        def cold() -> None:
+            self._start_cold()
+            op()
+
+        if self._flushes is None:
+            self._flushes = self._graph_of(self._start_cold)
+        captured_first = self._graph_of(cold)
+        return TimedOp(self._graph_of(op), captured_first)
+
+    def us(self, op: TimedOp) -> tuple[float, float]:
+        """Microseconds of one run, cold and warm, measured in this order: what is left is the last warm run's."""
+        if self.calls == 1:
+            return self._us(op.cold, before=self._flush), self._us(op.warm, before=op.warm)
+        assert self._flushes is not None
+        self._flush_us.append(self._us(self._flushes))
+        cold = self._us(op.cold) - median(self._flush_us)
+        return cold / self.calls, self._us(op.warm) / self.calls
+
+    def close(self) -> None:
+        for graph in self._graphs:
+            graph.close()
+        self._graphs.clear()
+        self._barrier.close()
+        self._gate.close()
+
+    def _us(self, work: Work, *, before: Work | None = None) -> float:
+        """Microseconds of `work`; `before` runs ahead of the barrier, off the clock."""
+        stream = self._stream.cuda_stream
+        net = threading.Timer(GATE_S, self._open_gate)
+        net.daemon = True
+        if self.captured:
+            self._shut_gate(stream)
+            net.start()
+        try:
+            if before is not None:
+                before()
+            self._barrier(stream)
+            self._begin.record(self._stream)
+            work()
+            self._end.record(self._stream)
+        finally:
+            net.cancel()
+            self._open_gate()
+        try:
+            self._settle()
+        finally:
+            self._barrier.check()
+        return float(self._begin.elapsed_time(self._end)) * 1e3
+
+    def _graph_of(self, op: Work) -> Work:
+        def runs() -> None:
+            for _ in range(self.calls):
+                op()
+
+        graph = Graph.capture(self._world.gpu, self._stream.cuda_stream, runs, op)
+        self._graphs.append(graph)
+        return lambda: graph.replay(self._stream.cuda_stream)
+
+    def _start_cold(self) -> None:
+        self._flush()
+        self._barrier(self._stream.cuda_stream)
+
+    def _flush(self) -> None:
+        self._buffer.fill_(1.0)
+
+    def _shut_gate(self, stream: int) -> None:
+        equal = int(bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+        self._gate.words[0] = 0
+        with self._world.gpu.current():
+            call("cuStreamWaitValue32", stream, self._gate.device_address(), 1, equal)
+
+    def _open_gate(self) -> None:
+        self._gate.words[0] = 1

@@ -1,0 +1,163 @@
+"""Workload exchange on GPU ranks: complete lines, verified, eager and replayed. Nothing here is about speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.exchange.exchange import Exchange  # noqa: E402
+from raymoe.job import Job  # noqa: E402
+from raymoe.job.errors import ConfigError, RaymoeError, WrongResult  # noqa: E402
+from raymoe.memory.world import World  # noqa: E402
+from raymoe.report.results import complete  # noqa: E402
+from raymoe.workload import run_case  # noqa: E402
+from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
+
+pytestmark = NEEDS_GPU
+
+RANKS = max(2, min(4, GPUS))
+SHAPE = {"tokens": 200, "hidden": 512, "experts": 8, "topk": 3}
+NCCL = pytest.mark.skipif(GPUS < 2, reason=f"NCCL needs a GPU for each rank; {GPUS} here")
+OPS = [(op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")]
+
+
+def job(size: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "name": "test",
+        "workload": "exchange",
+        "world": {"ranks": size, "device": "cuda", "share_gpu": size > GPUS},
+        "shape": SHAPE,
+        "steps": {"warmup": 1, "count": 2},
+    }
+    for section, keys in sections.items():
+        given[section] = {**given.get(section, {}), **keys}
+    return given
+
+
+def run(world: World, given: dict[str, Any]) -> list[dict[str, Any]]:
+    return [line for case in Job.model_validate(given).cases() for line in run_case(case, world, lambda _: None)]
+
+
+def lines_of(ranks, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines, which must be the same on all ranks and fit results.jsonl."""
+    answers = ranks.run(given["world"]["ranks"], run, given)
+    assert all(lines == answers[0] for lines in answers)
+    lines = [complete(line, run="r", generation=0, commit=None) for line in answers[0]]
+    for line in lines:
+        assert line["us_p50"] > 0 and line["device"] == torch.cuda.get_device_name(0)
+    return lines
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("backend", ["fused", "staged", pytest.param("allgather", marks=NCCL)])
+def test_every_line_is_complete_and_verified(ranks, backend, layout, graph):
+    exchange = {"backend": backend, "layout": layout}
+    lines = lines_of(ranks, job(RANKS, exchange=exchange, steps={"graph": graph}))
+    assert [(line["op"], line["l2"]) for line in lines] == OPS
+    for line in lines:
+        assert (line["verified"], line["samples"], line["graph"]) == (True, 2, graph)
+        assert 0 < line["max_error"] <= 1e-2
+        assert (line["backend"], line["layout"], line["leaves_out"]) == (backend, layout, None)
+        assert line["gbps_wire"] > 0
+    if backend != "allgather":
+        assert all(line["sms"] >= 1 for line in lines)
+
+
+@NCCL
+def test_collective_runs_eagerly_where_it_may_and_says_why_not_where_it_must_be_captured(ranks):
+    lines = lines_of(ranks, job(RANKS, exchange={"backend": "collective"}, steps={"graph": "auto"}))
+    assert {(line["graph"], line["verified"]) for line in lines} == {(False, True)}
+    given = job(RANKS, exchange={"backend": "collective"}, steps={"graph": True})
+    for error in ranks.outcomes(RANKS, run, given):
+        assert isinstance(error, ConfigError) and "cannot be captured" in str(error)
+
+
+def test_few_tokens_are_timed_many_at_a_time(ranks):
+    lines = lines_of(ranks, job(2, shape={"tokens": 3}, exchange={"backend": "fused"}, steps={"graph": True}))
+    assert [(line["op"], line["l2"], line["verified"]) for line in lines] == [(*op, True) for op in OPS]
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [{"kind": "zipf", "alpha": 1.2}, {"ragged": True, "masked": 0.3}, {"masked": 1.0}],
+    ids=["zipf", "ragged", "nothing"],
+)
+def test_routings(ranks, routing):
+    lines = lines_of(ranks, job(RANKS, routing=routing, exchange={"backend": "fused"}))
+    assert all(line["verified"] for line in lines)
+    assert all((line["bytes_wire"] == 0) == (routing == {"masked": 1.0}) for line in lines)
+
+
+@pytest.mark.parametrize(("output", "layout"), [("raw", "expert"), ("raw", "rank"), ("dequantised", "expert")])
+def test_float8_moves_fewer_bytes_to_the_experts_and_as_many_home(ranks, output, layout):
+    both = [
+        lines_of(ranks, job(RANKS, exchange={"backend": "fused", "layout": layout, **wire}))
+        for wire in ({}, {"wire": {"dispatch": "float8_e4m3"}, "output": output})
+    ]
+    for whole, small in zip(*both, strict=True):
+        assert small["verified"] and 1e-3 < small["max_error"] <= 6e-2
+        assert small["wire"] == "float8_e4m3/bfloat16"
+        share = small["bytes_wire"] / whole["bytes_wire"]
+        row = (512 + 16) / 1024
+        assert share == pytest.approx({"dispatch": row, "combine": 1, "exchange": (row + 1) / 2}[small["op"]], rel=1e-4)
+
+
+def test_one_rank_moves_nothing_and_is_right(ranks):
+    for line in lines_of(ranks, job(1, exchange={"backend": "fused"})):
+        assert (line["verified"], line["bytes_wire"], line["gbps_wire"]) == (True, 0, None)
+
+
+def test_the_yardstick_has_one_operation_and_claims_nothing(ranks):
+    lines = lines_of(ranks, job(RANKS, exchange={"backend": "row_push"}))
+    assert [(line["op"], line["l2"]) for line in lines] == [("dispatch", "cold"), ("dispatch", "warm")]
+    for line in lines:
+        assert (line["verified"], line["max_error"], line["graph"]) == (None, None, True)
+        assert "routing" in line["leaves_out"] and line["bytes_wire"] > 0
+
+
+def spoilt(world: World, given: dict[str, Any], fault: str) -> list[dict[str, Any]]:
+    """Rank 1 changes what its timed dispatch or combine left, once the stream is done."""
+    real = Exchange.check
+
+    def late(self: Exchange) -> None:
+        real(self)
+        step = steps[0] if steps else None
+        if step is not None:
+            if fault == "combine":
+                step.y[0] += 1
+            else:
+                step.got.x[:2] = step.got.x[:2].flip(0)
+            torch.cuda.synchronize()
+
+    from raymoe.workload.exchange_gpu import GpuExchangeStep
+
+    steps: list[GpuExchangeStep] = []
+    poison = GpuExchangeStep._poison
+
+    def noted(self: GpuExchangeStep) -> None:
+        poison(self)
+        steps.append(self)
+
+    if world.rank == 1:
+        Exchange.check, GpuExchangeStep._poison = late, noted
+    try:
+        return run(world, given)
+    finally:
+        Exchange.check, GpuExchangeStep._poison = real, poison
+
+
+@pytest.mark.parametrize("fault", ["dispatch", "combine"])
+def test_rows_that_changed_places_stop_every_rank(ranks, fault):
+    given = job(2, exchange={"backend": "fused"}, steps={"graph": False})
+    errors = ranks.outcomes(2, spoilt, given, fault)
+    assert {type(error) for error in errors} == {WrongResult} and len({str(error) for error in errors}) == 1
+
+
+def test_a_capacity_that_overflows_is_refused_on_all_ranks(ranks):
+    given = job(RANKS, routing={"masked": 0.01}, exchange={"backend": "fused", "capacity": 8})
+    for error in ranks.outcomes(RANKS, run, given):
+        assert isinstance(error, RaymoeError) and error.exit_code == 7

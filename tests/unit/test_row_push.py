@@ -1,0 +1,34 @@
+"""The yardstick's plan, which says to whom each row goes, against the count that all backends are charged for."""
+
+import pytest
+import torch
+
+from raymoe.workload.room_exchange import push_layout
+from raymoe.workload.routing import Routing
+from raymoe.workload.row_push import plan_of
+from raymoe.workload.traffic import rows_for
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "hot"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_plan_pushes_the_rows_that_are_counted_and_none_that_stay(kind, ranks):
+    experts = 16
+    routing = Routing(kind, seed=2, ranks=ranks, tokens=100, experts=experts, topk=3, masked=0.3)
+    for rank in range(ranks):
+        ids = routing.draw(rank, 0).ids
+        plan = plan_of(ids, rank, ranks, experts)
+        pushed = [int((plan >> peer & 1).sum()) for peer in range(ranks)]
+        counted = rows_for(ids, ranks, experts)
+        assert pushed == [0 if peer == rank else rows for peer, rows in enumerate(counted)]
+        tokens = (plan >> 32).tolist()
+        assert tokens == sorted(set(tokens)) and all(int(entry) & 0xFFFFFFFF for entry in plan)
+
+
+def test_nothing_to_push():
+    assert plan_of(torch.full((4, 2), -1), 0, 2, 4).tolist() == []
+
+
+def test_the_heap_has_a_slot_for_every_token_of_every_rank():
+    layout = push_layout(4, 4096, 14336)
+    assert layout.region("slots").nbytes == 4 * 4096 * 14336
+    assert layout.find("slots").offset % 16 == 0 and layout.region("arrived").shape == (4, 16)
