@@ -1,0 +1,53 @@
+"""python -m tests.explorer "D D D" --ranks 3 --fault SINGLE_BUFFER"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tests.explorer.case import Case, Fault, empty, full
+from tests.explorer.search import explore
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.explorer", description=Case.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("program")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=1, help="of each rank; all go to all others")
+    parser.add_argument("--empty", type=int, nargs="*", default=[], help="dispatches that send nothing")
+    parser.add_argument("--senders", type=int, default=1)
+    parser.add_argument("--lanes", type=int, default=1, help="of each sender")
+    parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--layout", choices=("expert", "rank"), default="expert")
+    parser.add_argument("--timeouts", action="store_true", help="waits may fail")
+    parser.add_argument("--late", action="store_true", help="... and blocks begin late enough to find that")
+    parser.add_argument("--calls", nargs="*", default=[], help="of each rank: e (eager) or r (replay) for each launch")
+    parser.add_argument("--fault", choices=[fault.name for fault in Fault], help="a bug to plant")
+    parser.add_argument("--deep", action="store_true", help="depth first: sooner there, by a longer trace")
+    given = parser.parse_args(arguments)
+    dispatches = sum(word in ("D", "DS") for word in given.program.split())
+    routings = [full(given.ranks, given.tokens) for _ in range(max(dispatches, 1))]
+    for dispatch in given.empty:
+        routings[dispatch - 1] = empty(given.ranks)
+    case = Case(
+        given.ranks,
+        given.program,
+        tuple(routings),
+        Fault[given.fault] if given.fault else None,
+        given.senders,
+        given.lanes,
+        given.routers,
+        given.layout,
+        given.timeouts,
+        given.late,
+        tuple(given.calls),
+    )
+    found = explore(case, deep=given.deep)
+    print(found)
+    return 1 if found.broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
