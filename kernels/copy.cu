@@ -34,7 +34,6 @@ namespace raymoe {
 
 constexpr u32 COPY_THREADS = 128;
 constexpr u32 HANDS = COPY_THREADS - 32;  // threads that move bytes by ordinary loads and stores
-constexpr u32 MAKE_UP = 4;  // stores that follow at once where a ring was held up
 constexpr u32 LATE = 8;  // stores after which the lane before is looked at: by then its own have arrived
 
 // Where a block's ring is: at which of its lanes, and at which chunk of that.
@@ -140,9 +139,7 @@ class Driver {
             since_ = 0;
         }
         const u32 stage = ring_.await();
-        if (p_.pace_ns != 0) {
-            keep_pace();
-        }
+        pace_.keep(p_.pace_ns);
         ptx::bulk_store(p_.lanes[storing_.lane].dst + storing_.head + storing_.at, stage, storing_.chunk(p_));
         ring_.stored();
         storing_.step(p_);
@@ -150,17 +147,6 @@ class Driver {
             ptx::bulk_wait<LATE>();  // all but these stores have arrived, so those of the lanes before have
             tell(storing_.lane);
         }
-    }
-
-    // Until the next store is due. Who is late makes up for a few stores and no more: that would be a burst.
-    __device__ __forceinline__ void keep_pace() {
-        u64 now = ptx::nanoseconds();
-        due_ = due_ == 0 ? now : due_;
-        while (now < due_) {
-            now = ptx::nanoseconds();
-        }
-        const u64 earliest = now - MAKE_UP * p_.pace_ns;
-        due_ = (due_ < earliest ? earliest : due_) + p_.pace_ns;
     }
 
     // Lanes before `to` are done as far as this block goes, and their stores have arrived.
@@ -178,7 +164,7 @@ class Driver {
     u64* epochs_;  // of the lanes that were opened
     Place loading_;
     Place storing_;
-    u64 due_ = 0;     // when the next store is, where there is a pace
+    Pace pace_;
     u32 told_;        // the lanes before it are told
     u32 since_ = 0;   // stores since the storing came to its lane
     bool open_ = false;

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dispatch import STAMP_BYTES, THREADS, WARPS, Halves, stamps
+from raymoe.device.dispatch import STAMP_BYTES, THREADS, WARPS, Halves, pace_ns, stamps
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
@@ -57,8 +57,8 @@ class CombineParams(Params):
     reducer_lanes: U32
     chunk: U32
     summers: U32
+    pace_ns: U32
     pieces: U32
-    unused: U32 = 0
 
 
 def combine_source(dtype: str, stamped: bool = False) -> KernelSource:
@@ -76,6 +76,7 @@ class CombineGrid:
     reducer_lanes: int
     chunk: int
     pieces: int
+    pace_ns: int
     shared_bytes: int
 
     @property
@@ -92,7 +93,7 @@ def grid_of(row_bytes: int, tokens: int, sms: int, shared_bytes: int) -> Combine
     """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block.
 
     >>> grid_of(14336, 4096, 132, 232448)
-    CombineGrid(reducers=66, summers=66, reducer_lanes=8, chunk=1, pieces=2, shared_bytes=114944)
+    CombineGrid(reducers=66, summers=66, reducer_lanes=8, chunk=1, pieces=2, pace_ns=10369, shared_bytes=114944)
     >>> grid_of(14336, 16, 132, 232448).pieces, grid_of(16, 16, 132, 232448).pieces
     (7, 1)
     """
@@ -111,7 +112,8 @@ def grid_of(row_bytes: int, tokens: int, sms: int, shared_bytes: int) -> Combine
         raise ConfigError(
             f"a row of {row_bytes} bytes; {shared_bytes} bytes of shared memory hold no two of its pieces"
         )
-    return CombineGrid(reducers, summers, lanes, CHUNK, pieces, lanes * 2 * stage_bytes)
+    pace = pace_ns(piece_bytes, reducers * lanes, tokens)
+    return CombineGrid(reducers, summers, lanes, CHUNK, pieces, pace, lanes * 2 * stage_bytes)
 
 
 REDUCERS, SUMMERS, REDUCER_LANES, CHUNK, PIECES = 66, 66, WARPS, 1, 2

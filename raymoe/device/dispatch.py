@@ -107,10 +107,12 @@ class DispatchParams(Params):
     sender_lanes: U32
     sender_stages: U32
     chunk: U32
+    pace_ns: U32
     routers: U32
     placers: U32
     placer_lanes: U32
     placer_stages: U32
+    unused: U32 = 0
 
 
 _ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
@@ -140,6 +142,7 @@ class DispatchGrid:
     placer_lanes: int
     placer_stages: int
     chunk: int
+    pace_ns: int
     shared_bytes: int
 
     @property
@@ -166,6 +169,15 @@ class Rows:
     """Whether rows are copied to their places; with layout rank they are not."""
     fp8: bool = False
     dequantised: bool = False
+
+
+def pace_ns(nbytes: int, lanes: int, tokens: int) -> int:
+    """How long each of so many lanes takes for that many bytes, so that all together give the link what it takes.
+
+    >>> pace_ns(14336, lanes=24, tokens=4096), pace_ns(14336, lanes=24, tokens=128)
+    (943, 0)
+    """
+    return round(nbytes * lanes / LINK_GBPS) if tokens >= PACED_TOKENS else 0
 
 
 def lane_memory(stages: int, stage_bytes: int) -> int:
@@ -222,12 +234,18 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
         (WARPS + 1) * rows.experts * 4,
     )
     chunk = max(1, min(CHUNK, -(-rows.tokens // (sending * sender_lanes * 4))))
+    pace = pace_ns(rows.slot_bytes, sending * sender_lanes, rows.tokens)
     return DispatchGrid(
-        sending, placers, routers, sender_lanes, sender_stages, placer_lanes, placer_stages, chunk, used
+        sending, placers, routers, sender_lanes, sender_stages, placer_lanes, placer_stages, chunk, pace, used
     )
 
 
-SENDERS, PLACERS, ROUTERS_ALONE = 12, 48, 16
+LINK_GBPS, PACED_TOKENS = 365, 512
+"""What a rank's port takes (4x H200, 2026-11-21: raymoe/transport/tma.py has the figures). Fewer tokens than this are
+through before the links fill."""
+
+SENDERS, PLACERS, ROUTERS_ALONE = 16, 56, 16
 FP8_SENDERS, FP8_SENDER_LANES, LEAVING = 20, 7, 2
-SENDER_LANES, PLACER_LANES, CHUNK, TOKENS_A_ROUTER = 2, 4, 8, 128
-"""Until they are measured in place: 12 blocks fill the links, and 32 to 48 beside them place (H200, 2026-11-21)."""
+SENDER_LANES, PLACER_LANES, CHUNK, TOKENS_A_ROUTER = 3, 4, 4, 128
+"""4096 tokens of 7168 bfloat16, back to back and without a pace, took 484 us like this, 497 by 12 senders of 2 lanes
+and 48 placers, 534 with 96 placers, 518 with one lane a sender (4x H200, 2026-11-21)."""

@@ -56,10 +56,13 @@ class Build:
             round_up(capacity, SCALES_ALIGNMENT),
         )
 
-    def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
-        """Launches of at most `sms` blocks."""
+    def grids(self, asked: int | None) -> tuple[DispatchGrid, CombineGrid]:
+        """Launches of at most `asked` blocks, or as many as all GPUs have room for: the same on all ranks, because who
+        reads a lane's words must know how many lanes there are."""
         spec, world = self.spec, self.space.world
-        sms, room = min(sms, MAX_LANES // WARPS), world.gpu.shared_bytes - STATIC_SHARED
+        gpus: list[tuple[int, int]] = world.swap((world.gpu.sms, world.gpu.shared_bytes), "grids")  # type: ignore[assignment]
+        least_sms, least_shared = (min(facts) for facts in zip(*gpus, strict=True))
+        sms, room = min(asked or least_sms, least_sms, MAX_LANES // WARPS), least_shared - STATIC_SHARED
         placed = spec.layout == "expert"
         rows = Rows(
             self.slot_bytes,
@@ -123,6 +126,7 @@ class Build:
             sender_lanes=grid.sender_lanes,
             sender_stages=grid.sender_stages,
             chunk=grid.chunk,
+            pace_ns=grid.pace_ns,
             routers=grid.routers,
             placers=grid.placers,
             placer_lanes=grid.placer_lanes,
@@ -151,6 +155,7 @@ class Build:
             reducer_lanes=grid.reducer_lanes,
             chunk=grid.chunk,
             summers=grid.summers,
+            pace_ns=grid.pace_ns,
             pieces=grid.pieces,
         )
 

@@ -52,7 +52,7 @@ class FusedBackend:
             raise ConfigError("the workspace belongs to another world; make one of this exchange's own world")
         self.build = Build.of(self.workspace, spec)
         gpu, stamped = world.gpu, self.workspace.stamped
-        self.dispatch_grid, self.combine_grid = self._grids(gpu.sms if sms == "auto" else min(int(sms), gpu.sms))
+        self.dispatch_grid, self.combine_grid = self._grids(None if sms == "auto" else int(sms))
         kernels = self.workspace.kernels
         self._dispatch = kernels.function(dispatch_source(spec.dtype, self.build.fp8, stamped))
         self._combine = kernels.function(combine_source(spec.dtype, stamped))
@@ -71,29 +71,35 @@ class FusedBackend:
         return max(shape.blocks for shape in grids)
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        self.workspace.begin("dispatch")
         got = self._new(tokens, out)
         self._launch_dispatch(got, dispatch.ALL_PARTS)
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """The half that puts rows on their way. What it gives holds nothing before `dispatch_receive`."""
+        self.workspace.begin("dispatch", self)
         got = self._new(tokens, out)
         self._launch_dispatch(got, dispatch.ROUTE | dispatch.SEND)
         return got
 
     def dispatch_receive(self, got: Dispatched) -> None:
         """The half that waits for rows and places them."""
+        self.workspace.end("dispatch", self)
         self._launch_dispatch(got, dispatch.PLACE)
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        self.workspace.begin("combine")
         self._launch_combine(rows, got, weighted, out, combine.ALL_PARTS)
 
     def combine_send(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """The half that sums this rank's rows and puts the sums on their way."""
+        self.workspace.begin("combine", self)
         self._launch_combine(rows, got, weighted, out, combine.REDUCE)
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """The half that waits for the ranks' sums and adds them up."""
+        self.workspace.end("combine", self)
         self._launch_combine(rows, got, weighted, out, combine.SUM)
 
     def check(self) -> None:
@@ -114,7 +120,7 @@ class FusedBackend:
         if self._own_workspace:
             self.workspace.close()
 
-    def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+    def _grids(self, sms: int | None) -> tuple[DispatchGrid, CombineGrid]:
         return self.build.grids(sms)
 
     def _new(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:

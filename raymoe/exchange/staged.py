@@ -33,6 +33,7 @@ class StagedBackend(FusedBackend):
         self._alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        self.workspace.begin("dispatch")
         got = self._new(tokens, out)
         self._launch_dispatch(got, dispatch.ROUTE)
         params = AlltoallvParams(self._of(got, dispatch.SEND))
@@ -41,10 +42,12 @@ class StagedBackend(FusedBackend):
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        self.workspace.begin("combine")
         self._launch_combine(rows, got, weighted, out, combine.REDUCE)
         self._launch_combine(rows, got, weighted, out, combine.SUM)
 
-    def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+    def _grids(self, sms: int | None) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = super()._grids(sms)
-        sms = min(sms, dispatch.MAX_LANES // dispatch.WARPS)
-        return replace(moving, senders=sms, sender_lanes=dispatch.WARPS), replace(summing, reducers=sms, summers=sms)
+        all_of_them = summing.reducers + summing.summers
+        sending = replace(moving, senders=all_of_them, sender_lanes=dispatch.WARPS)
+        return sending, replace(summing, reducers=all_of_them, summers=all_of_them)

@@ -154,7 +154,26 @@ class Workspace:
         self.watch = self.error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self.error.abort)
         self._closed = False
+        self._pending: dict[str, object | None] = {}
         world.barrier("workspace: ready")  # nobody's kernel runs before everybody's words are as they begin
+
+    def begin(self, op: str, until: object | None = None) -> None:
+        """An operation is about to be enqueued; `until` names who will end it, where that is a call of its own.
+
+        Epochs belong to the workspace: an operation between the halves of another would run under the same number.
+        """
+        if self._pending.get(op) is not None:
+            raise ConfigError(
+                f"{op} between {op}_send and {op}_receive of an exchange on the same workspace; receive first, or give "
+                "one of the two a workspace of its own"
+            )
+        self._pending[op] = until
+
+    def end(self, op: str, who: object) -> None:
+        """The second half of what `who` began."""
+        if self._pending.get(op) is not who:
+            raise ConfigError(f"{op}_receive without the {op}_send of this exchange before it")
+        self._pending[op] = None
 
     @property
     def nbytes(self) -> int:

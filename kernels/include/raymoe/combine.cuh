@@ -52,8 +52,8 @@ struct CombineParams {
     u32 reducer_lanes;  // warps of each, with room for two pieces in shared memory of their own
     u32 chunk;          // pieces of a lane between two words of progress
     u32 summers;        // blocks that sum what the ranks have sent
+    u32 pace_ns;        // of a lane from one piece to the next; 0: as fast as they go
     u32 pieces;         // of a row: lanes and summers take pieces, so that few rows are work for many
-    u32 unused;
 
     __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
 

@@ -139,14 +139,21 @@ struct DispatchParams {
     u32 sender_lanes;   // warps of each, with a ring of their own
     u32 sender_stages;  // of each lane
     u32 chunk;          // tokens of a lane between two words of progress
+    u32 pace_ns;        // of a lane from one row to the next, for each peer that a row goes to; 0: as fast as they go
     u32 routers;        // of the placers, the first so many route
     u32 placers;
     u32 placer_lanes;
     u32 placer_stages;
+    u32 unused;
 
     __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
 
     __device__ __forceinline__ u32 blocks() const { return (hidden + BLOCK - 1) / BLOCK; }
+
+    // How long a lane that has pushed a row to the ranks of `mask` keeps the link busy.
+    __device__ __forceinline__ u64 pace(u32 mask) const {
+        return static_cast<u64>(pace_ns) * __popc(mask & ~(1u << peers.rank));
+    }
 
     // Ranks whose rows come through slots, and which hear of a lane's progress: `in_turn` of these many.
     __device__ __forceinline__ u32 heard() const { return OWN_FROM_X ? peers.ranks - 1 : peers.ranks; }

@@ -130,6 +130,7 @@ class QuantLane {
         __syncwarp();
         if (leads_) {
             stamp(stage, p_.slot_bytes, epoch_);
+            pace_.keep(p_.pace(mask));
             for (u32 step = 0; step < p_.peers.ranks; ++step) {
                 const u32 peer = p_.peers.in_turn(step);
                 if (mask >> peer & 1) {
@@ -152,6 +153,7 @@ class QuantLane {
     u32 barrier_;  // on which it completes
     u32 leaving_;  // where rows leave from
     u32 pushed_ = 0;
+    Pace pace_;
     Announcing announcing_;
 };
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "raymoe/combine.cuh"
+#include "raymoe/ring.cuh"
 #include "raymoe/vectors.cuh"
 
 namespace raymoe {
@@ -141,6 +142,7 @@ class ReduceLane {
         ptx::fence_proxy_async_shared();  // orders this thread's stores to the stage before the bulk store out of it
         __syncwarp();
         if (leads_) {
+            pace_.keep(p_.pace_ns);
             u8* slot = p_.slot_at(source, half_, p_.peers.rank, number / p_.pieces);
             ptx::bulk_store(slot + begin * 16ull, stage, (last - begin) * 16);
             if (STAMPS) {
@@ -183,6 +185,7 @@ class ReduceLane {
     u32 half_;
     bool leads_;
     u32 memory_;
+    Pace pace_;
     u32 groups_ = 0;
     u32 marked_ = 0;
     u32 marked_groups_ = 0;

@@ -47,6 +47,30 @@ __device__ __forceinline__ void wait_stages_read(u32 younger) {
     }
 }
 
+// Keeps a thread's stores to a rate. A link that is offered more than it takes gives less (transport/tma.py has figures),
+// so the rate is given and not found.
+class Pace {
+  public:
+    // By the thread that stores: until the next store is due, which is then `ns` after this one. Who is late makes up
+    // for MAKE_UP stores like this one and no more: that would be a burst.
+    __device__ __forceinline__ void keep(u64 ns) {
+        if (ns == 0) {
+            return;
+        }
+        u64 now = ptx::nanoseconds();
+        due_ = due_ == 0 ? now : due_;
+        while (now < due_) {
+            now = ptx::nanoseconds();
+        }
+        const u64 earliest = now - MAKE_UP * ns;
+        due_ = (due_ < earliest ? earliest : due_) + ns;
+    }
+
+  private:
+    static constexpr u64 MAKE_UP = 4;
+    u64 due_ = 0;
+};
+
 struct Chunk {
     const u8* source;
     u32 bytes;  // a multiple of 16, at least 16, at most a stage

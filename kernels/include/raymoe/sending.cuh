@@ -85,6 +85,7 @@ class SendLane {
             if (const u32 mask = masks[i * stride]) {
                 const u32 stage = ring_.await();
                 stamp(stage, p_.slot_bytes, epoch_);
+                pace_.keep(p_.pace(mask));
                 for (u32 step = 0; step < p_.peers.ranks; ++step) {
                     const u32 peer = p_.peers.in_turn(step);
                     if (mask >> peer & 1) {
@@ -113,6 +114,7 @@ class SendLane {
     u32 lane_;
     u32 half_;
     Ring ring_;
+    Pace pace_;
     Announcing announcing_;
 };
 
