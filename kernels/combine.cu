@@ -234,8 +234,8 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
 
 }  // namespace raymoe
 
-// Half of a multiprocessor's registers, so that another kernel finds room beside this one. For Blackwell and with stamps
-// the compiler would have to spill (NVRTC 13.0), so there it may have more.
+// Half of a multiprocessor's registers, so that another kernel finds room beside this one. For Blackwell and with
+// stamps the compiler would have to spill (NVRTC 13.0), so there it may have more.
 #if __CUDA_ARCH__ >= 1000 || STAMPED
 #define BLOCKS_A_MULTIPROCESSOR 1
 #else

@@ -61,25 +61,6 @@ __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
     return __syncthreads_and(ok);
 }
 
-// What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
-__device__ inline Refusal refusal_of(const DispatchParams& p) {
-    Scratch& scratch = *p.scratch;
-    const u64 bad = ptx::load_relaxed_gpu(&scratch.bad_entry), needed = ptx::load_relaxed_gpu(&scratch.needed);
-    const u64 liar = ptx::load_relaxed_gpu(&scratch.liar);
-    scratch.bad_entry = scratch.liar = ~0ull;
-    scratch.needed = 0;
-    if (p.num_tokens != nullptr && *p.num_tokens > p.tokens) {
-        return {CAUSE_TOKENS, p.tokens, *p.num_tokens};
-    }
-    if (bad != ~0ull) {
-        return {CAUSE_ID, static_cast<u32>(bad / p.topk), static_cast<u64>(p.id(bad))};
-    }
-    if (liar != ~0ull) {
-        return {CAUSE_EXPERT, static_cast<u32>(liar >> 32), liar & 0xFFFFFFFF};
-    }
-    return needed != 0 ? Refusal{CAUSE_CAPACITY, 0, needed} : Refusal{CAUSE_NONE, 0, 0};
-}
-
 // By the last block out, which has acquired what all the others did.
 __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch) {
     if (!poisoned(p.watch) && await_all(p, epoch)) {
@@ -118,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
         const u32 placer = blockIdx.x - senders;
         bool ok = true;
         if (p.parts & PART_ROUTE && placer < p.routers) {
-            ok = Router(p, epoch, tokens, placer, shared).run();
+            ok = Router<TellBehindHeads>(p, epoch, tokens, placer, shared).run();
             __syncthreads();  // the placers use the routers' shared memory
         }
         if (ok && p.parts & PART_PLACE) {

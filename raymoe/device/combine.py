@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dispatch import STAMP_BYTES, THREADS, WARPS, Halves, pace_ns, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, THREADS, WARPS, Halves, pace_ns, stamps
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
@@ -16,7 +16,6 @@ from raymoe.job.errors import ConfigError
 
 REDUCE, SUM = 1, 2
 ALL_PARTS = REDUCE | SUM
-_ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,8 @@ class CombineParams(Params):
     statuses: Halves
     progress: U64
     heads: U64
+    few_rows: Halves
+    few_statuses: Halves
     expert_rows: Address
     home: Address
     masks: Address
@@ -64,7 +65,7 @@ class CombineParams(Params):
 def combine_source(dtype: str, stamped: bool = False) -> KernelSource:
     """The kernel for rows of this dtype: three that each hold the registers of one type, not one with those of all."""
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
-    return KernelSource("combine", structs, (("ROW_TYPE", _ROW_TYPES[dtype]), *stamps(stamped)))
+    return KernelSource("combine", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *stamps(stamped)))
 
 
 @dataclass(frozen=True)

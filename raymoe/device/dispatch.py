@@ -67,6 +67,9 @@ class DispatchParams(Params):
     counts: Halves
     progress: U64
     heads: U64
+    few_rows: Halves
+    few_told: Halves
+    few_counts: Halves
     x: Address
     ids: Address
     weights: Address
@@ -115,13 +118,13 @@ class DispatchParams(Params):
     unused: U32 = 0
 
 
-_ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
+ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
 
 
 def dispatch_source(dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False) -> KernelSource:
     """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
     structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
-    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", _ROW_TYPES[dtype])) if fp8 else ()
+    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     return KernelSource("dispatch", structs, (*defines, *stamps(stamped)))
 
 

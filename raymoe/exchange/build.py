@@ -87,6 +87,10 @@ class Build:
         elements, behind = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
         return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
 
+    def _few(self, region: str) -> tuple[int, int]:
+        """The halves of a region that a workspace has if one of its specs has few tokens."""
+        return self.space.halves(region) if self.space.bounds.few_entries else (0, 0)
+
     def dispatch_params(self, grid: DispatchGrid) -> DispatchParams:
         space, spec = self.space, self.spec
         rows = space.offset("dispatch_rows")
@@ -98,6 +102,9 @@ class Build:
             counts=space.halves("counts"),
             progress=space.offset("dispatch_progress"),
             heads=space.offset("dispatch_heads"),
+            few_rows=self._few("few_dispatch_rows"),
+            few_told=self._few("few_told"),
+            few_counts=self._few("few_counts"),
             **dict.fromkeys(("x", "ids", "weights", "num_tokens", "out", "scales", "out_weights"), 0),
             **dict.fromkeys(
                 ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens", "parts"), 0
@@ -143,6 +150,8 @@ class Build:
             statuses=space.halves("statuses"),
             progress=space.offset("combine_progress"),
             heads=space.offset("combine_heads"),
+            few_rows=self._few("few_combine_rows"),
+            few_statuses=self._few("few_statuses"),
             **dict.fromkeys(("expert_rows", "home", "masks", "got", "y", "tokens", "weighted", "parts"), 0),
             operation=space.own("combine"),
             record=record,

@@ -122,9 +122,11 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
         from raymoe.exchange.staged import StagedBackend
 
         return StagedBackend(world, spec, wish.workspace, wish.sms)
+    from raymoe.exchange.few import FewBackend
     from raymoe.exchange.fused import FusedBackend
+    from raymoe.exchange.workspace import is_few
 
-    return FusedBackend(world, spec, wish.workspace, wish.sms)
+    return (FewBackend if is_few(spec) else FusedBackend)(world, spec, wish.workspace, wish.sms)
 
 
 def _impossible(world: World, spec: ExchangeSpec, wish: Wish) -> ConfigError | None:

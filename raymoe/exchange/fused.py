@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from raymoe.device import combine, dispatch
-from raymoe.device.combine import CombineGrid, RefusalRecord, combine_source
+from raymoe.device.combine import CombineGrid, CombineParams, RefusalRecord, combine_source
 from raymoe.device.dispatch import DispatchGrid, DispatchParams, Got, dispatch_source
 from raymoe.device.host_words import HostWords
 from raymoe.device.kernels import Function
@@ -187,10 +187,16 @@ class FusedBackend:
     def _launch_combine(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int
     ) -> None:
+        params = self._sums_of(rows, got, weighted, out, parts)
+        self._launch(self._combine, self.combine_grid.shape(parts), params)
+
+    def _sums_of(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int
+    ) -> CombineParams:
         home = got._home
         assert isinstance(home, Home)
         self.workspace.error.check()
-        params = replace(
+        return replace(
             self._combine_base,
             expert_rows=rows.data_ptr(),
             home=home.entries.data_ptr(),
@@ -201,7 +207,6 @@ class FusedBackend:
             weighted=int(weighted),
             parts=parts,
         )
-        self._launch(self._combine, self.combine_grid.shape(parts), params)
 
     def _launch(self, function: Function, shape: Shape, params: Params) -> None:
         Launch(function, shape, params)(torch.cuda.current_stream(self.world.device).cuda_stream)

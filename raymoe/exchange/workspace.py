@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from raymoe.device.combine import MOST_PIECES
 from raymoe.device.dispatch import MAX_LANES, MOST_ROUTERS, STAMP_BYTES, Scratch
+from raymoe.device.few import LINE_BYTES, row_lines
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError
@@ -26,13 +27,23 @@ _OWN = ("dispatch", "combine", "scratch")
 """128 bytes each, of this rank alone."""
 
 
+FEW_TOKENS = 128
+"""Of a rank: up to here rows travel in lines."""
+
+
+def is_few(spec: ExchangeSpec) -> bool:
+    """Whether `fused` carries the rows of this spec in lines: plain rows, expert by expert, of few tokens."""
+    return spec.tokens <= FEW_TOKENS and spec.layout == "expert" and spec.dispatch_wire == spec.dtype
+
+
 @dataclass(frozen=True)
 class Bounds:
     """The largest of everything that the exchanges of a workspace may ask for.
 
     >>> spec = ExchangeSpec(tokens=128, hidden=7168, experts=256, topk=8)
-    >>> Bounds.of(spec)
-    Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, row_bytes=14336)
+    >>> Bounds.of(spec)  # doctest: +NORMALIZE_WHITESPACE
+    Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, row_bytes=14336,
+           few_entries=1024, few_lines=15360)
     """
 
     tokens: int
@@ -43,6 +54,10 @@ class Bounds:
     """Of the rows of one rank, on the wire."""
     combine_bytes: int
     row_bytes: int
+    few_entries: int
+    """Of (token, k) of one rank, of the specs that have few tokens; 0 where none has."""
+    few_lines: int
+    """Lines of the rows of one rank, of these specs."""
 
     @classmethod
     def of(cls, *specs: ExchangeSpec, stamped: bool = False) -> Bounds:
@@ -55,6 +70,8 @@ class Bounds:
             max(spec.tokens * (spec.wire_row_bytes + stamped * STAMP_BYTES) for spec in specs),
             max(spec.tokens * (spec.row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
             max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
+            max(is_few(spec) * spec.tokens * spec.topk for spec in specs),
+            max(is_few(spec) * spec.tokens * row_lines(spec.row_bytes) for spec in specs),
         )
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
@@ -115,8 +132,21 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             # Room for both halves, for the gap between them and for the row of zeros, in rows of any of the specs.
             Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),
             Region("combine_rows", (2, ranks * bounds.combine_bytes), "uint8"),
+            *(_few_regions(bounds, ranks) if bounds.few_entries else ()),
         ]
     )
+
+
+def _few_regions(bounds: Bounds, ranks: int) -> list[Region]:
+    """Of kernels/dispatch_few.cu and combine_few.cu: words of 16 bytes and lines of 128, each with its epoch."""
+    lines = ranks * bounds.few_lines
+    return [
+        Region("few_counts", (2, bounds.experts + ranks, 2), "int64"),
+        Region("few_statuses", (2, ranks, 2, 2), "int64"),
+        Region("few_told", (2, ranks * bounds.few_entries, 2), "int64"),
+        Region("few_dispatch_rows", (2, lines, LINE_BYTES), "uint8"),
+        Region("few_combine_rows", (2, lines, LINE_BYTES), "uint8"),
+    ]
 
 
 class Workspace:

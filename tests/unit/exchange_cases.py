@@ -96,13 +96,17 @@ def expert_map(expert: int, x: np.ndarray) -> np.ndarray:
 
 
 def oracle(batch: Batch, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """What y should be, and for each element the sum of |w * row| that errors are measured by."""
+    """What y should be, and for each element the sum of |w * row| that errors are measured by.
+
+    Experts give rows of the batch's dtype. That rounding is theirs, and not an error of the exchange.
+    """
     x = batch.x.double().numpy()
     want, scale = np.zeros_like(x), np.zeros_like(x)
     for token in range(batch.num_tokens):
         for expert, weight in zip(batch.ids[token].tolist(), batch.weights[token].double().tolist(), strict=True):
             if expert >= 0:
-                row = expert_map(expert, x[token]) * (weight if weighted else 1.0)
+                row = torch.from_numpy(expert_map(expert, x[token])).to(batch.x.dtype).double().numpy()
+                row = row * (weight if weighted else 1.0)
                 want[token] += row
                 scale[token] += np.abs(row)
     return want, scale

@@ -31,6 +31,10 @@ struct CombineParams {
     // Writer: rank d, at every rank, its own too; the epoch, after its status. Reader: the owner, acquiring.
     u64 heads;
 
+    // The regions of combine_few.cu, likewise.
+    u64 few_rows[2];
+    u64 few_statuses[2];
+
     const u8* expert_rows;  // [capacity][row_bytes]
     const u8* home;         // of the dispatch: see DispatchParams
     const u32* masks;

@@ -93,6 +93,11 @@ struct DispatchParams {
     // Reader: every placer of the owner, acquiring.
     u64 heads;
 
+    // The regions of dispatch_few.cu, likewise.
+    u64 few_rows[2];
+    u64 few_told[2];
+    u64 few_counts[2];
+
     // What this rank sends.
     const u8* x;            // [tokens][row_bytes]
     const u8* ids;          // [tokens][topk], i32 or i64
@@ -196,5 +201,24 @@ struct DispatchParams {
         return mask;
     }
 };
+
+// What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
+__device__ inline Refusal refusal_of(const DispatchParams& p) {
+    Scratch& scratch = *p.scratch;
+    const u64 bad = ptx::load_relaxed_gpu(&scratch.bad_entry), needed = ptx::load_relaxed_gpu(&scratch.needed);
+    const u64 liar = ptx::load_relaxed_gpu(&scratch.liar);
+    scratch.bad_entry = scratch.liar = ~0ull;
+    scratch.needed = 0;
+    if (p.num_tokens != nullptr && *p.num_tokens > p.tokens) {
+        return {CAUSE_TOKENS, p.tokens, *p.num_tokens};
+    }
+    if (bad != ~0ull) {
+        return {CAUSE_ID, static_cast<u32>(bad / p.topk), static_cast<u64>(p.id(bad))};
+    }
+    if (liar != ~0ull) {
+        return {CAUSE_EXPERT, static_cast<u32>(liar >> 32), liar & 0xFFFFFFFF};
+    }
+    return needed != 0 ? Refusal{CAUSE_CAPACITY, 0, needed} : Refusal{CAUSE_NONE, 0, 0};
+}
 
 }  // namespace raymoe

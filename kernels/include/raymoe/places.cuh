@@ -8,16 +8,17 @@ namespace raymoe {
 // Where each source's entries of each expert begin, and with that where everything stands.
 class Places {
   public:
-    // Shared memory: two words for each expert and one for each rank. Called by the whole block, after the head words
-    // of all sources have come.
-    __device__ Places(const DispatchParams& p, u32 half, u32* shared)
+    // Shared memory: two words for each expert and one for each rank. Called by the whole block. `told(source, expert)`
+    // gives what a source has for a local expert, and with p.local for an expert how many tokens it has sent.
+    template <class Told>
+    __device__ Places(const DispatchParams& p, u32* shared, Told told)
         : p_(p), counts_(shared), begins_(shared + p.experts), tokens_(begins_ + p.experts) {
         for (u32 i = threadIdx.x; i < p.experts; i += THREADS) {
-            counts_[i] = ptx::load_4(p.counts_at(p.peers.rank, half, i / p.local, i % p.local));
+            counts_[i] = told(i / p.local, i % p.local);
         }
         if (threadIdx.x < p.peers.ranks) {
-            const u32 told = ptx::load_4(p.counts_at(p.peers.rank, half, threadIdx.x, p.local));
-            tokens_[threadIdx.x] = told < p.slot_tokens ? told : p.slot_tokens;
+            const u32 tokens = told(threadIdx.x, p.local);
+            tokens_[threadIdx.x] = tokens < p.slot_tokens ? tokens : p.slot_tokens;
         }
         __syncthreads();
         const u32 each = (p.local + THREADS - 1) / THREADS, first = threadIdx.x * each;
@@ -110,23 +111,30 @@ class Places {
     u32 total_ = 0;
 };
 
+// One entry: where it stands, home, its weight and, with layout rank, its index. `slot` names its row.
+__device__ __forceinline__ u32 plan_entry(const DispatchParams& p, const Places& where, u32 source, u64 entry, u64 told,
+                                          u64 slot) {
+    const u32 place = where.place(source, static_cast<u32>(told));
+    u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entry) * 8;
+    ptx::store_8(home, (told & ~0xFFFFFFFFull) | place);
+    if (place != NOWHERE) {
+        ptx::store_4(p.out_weights + place * 4ull, static_cast<u32>(told >> 32));
+        if (p.rank_layout) {
+            ptx::store_8(p.index + place * 8ull, slot);
+        }
+    }
+    return place;
+}
+
 // One row: its entries' places into `places`, home, weights and index.
 __device__ inline void plan_row(const DispatchParams& p, const Places& where, u32 half, u32 source, u32 token,
                                 u32* places) {
-    const u64 entries = static_cast<u64>(token) * p.topk;
-    u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entries) * 8;
+    const u64 entries = static_cast<u64>(token) * p.topk, slot = p.slot(half, source, token);
     u32 found = 0;
     for (u32 k = 0; k < p.topk; ++k) {
         const u64 told = ptx::load_8(p.told_at(p.peers.rank, half, source, entries + k));
-        const u32 place = where.place(source, static_cast<u32>(told));
-        ptx::store_8(home + k * 8ull, (told & ~0xFFFFFFFFull) | place);
-        if (place == NOWHERE) {
-            continue;
-        }
-        ptx::store_4(p.out_weights + place * 4ull, static_cast<u32>(told >> 32));
-        if (p.rank_layout) {
-            ptx::store_8(p.index + place * 8ull, p.slot(half, source, token));
-        } else {
+        const u32 place = plan_entry(p, where, source, entries + k, told, slot);
+        if (place != NOWHERE && !p.rank_layout) {
             places[found++] = place;
         }
     }
@@ -185,6 +193,36 @@ __device__ inline void tell_counts(const DispatchParams& p, const Places& where)
     if (threadIdx.x == 0) {
         p.expert_offsets[p.local] = where.total();
     }
+}
+
+// What every placer does before it touches rows, with its share of the gaps. False: the rows do not fit; then none is
+// placed, and each goes home as zeros, that is, not at all.
+__device__ inline bool begin_placing(const DispatchParams& p, const Places& where, u32 placer) {
+    const bool fits = where.fits();
+    if (placer == 0) {
+        if (fits) {
+            tell_counts(p, where);
+        } else {
+            place_nothing(p);
+            p.scratch->needed = where.total();
+        }
+        if (threadIdx.x < p.peers.ranks) {
+            p.got->tokens[threadIdx.x] = where.tokens(threadIdx.x);
+        }
+    }
+    if (fits) {
+        fill_gaps(p, where, placer);
+        return true;
+    }
+    const u64 entries = static_cast<u64>(p.peers.ranks) * p.slot_tokens * p.topk;
+    for (u64 i = placer * THREADS + threadIdx.x; i < entries; i += p.placers * THREADS) {
+        ptx::store_8(p.home + i * 8, NOWHERE);
+    }
+    for (u32 place = placer * THREADS + threadIdx.x; p.rank_layout && place < p.capacity;
+         place += p.placers * THREADS) {
+        ptx::store_8(p.index + place * 8ull, p.zero_slot);
+    }
+    return false;
 }
 
 }  // namespace raymoe

@@ -229,33 +229,14 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     u32* queues = reinterpret_cast<u32*>(shared) + Places::shared_words(p);
     u32* places = queues + WARPS * QUEUE;
     const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
-    const Places where(p, half, reinterpret_cast<u32*>(shared));
-    const bool fits = where.fits();
-    if (placer == 0) {
-        if (fits) {
-            tell_counts(p, where);
-        } else {
-            place_nothing(p);
-            p.scratch->needed = where.total();
-        }
-        if (threadIdx.x < ranks) {
-            p.got->tokens[threadIdx.x] = where.tokens(threadIdx.x);
-        }
+    const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
+        return ptx::load_4(p.counts_at(p.peers.rank, half, source, expert));
+    });
+    if (!begin_placing(p, where, placer)) {
+        return;
     }
     const u32 lanes = p.placers * p.placer_lanes;
     const u32 numbers = (where.most_tokens() + lanes - 1) / lanes;
-    if (!fits) {  // each row goes home as zeros, that is, not at all
-        for (u32 place = placer * THREADS + threadIdx.x; p.rank_layout && place < p.capacity;
-             place += p.placers * THREADS) {
-            ptx::store_8(p.index + place * 8ull, p.zero_slot);
-        }
-        const u64 entries = static_cast<u64>(ranks) * p.slot_tokens * p.topk;
-        for (u64 i = placer * THREADS + threadIdx.x; i < entries; i += p.placers * THREADS) {
-            ptx::store_8(p.home + i * 8, NOWHERE);
-        }
-        return;
-    }
-    fill_gaps(p, where, placer);
     const Plan plan{places, p.placer_lanes, ranks, p.topk};
     const u32 window = PLAN_BYTES / (p.placer_lanes * ranks * p.topk * 4);
     const bool drives = !p.rank_layout && warp < p.placer_lanes;

@@ -126,6 +126,45 @@ __device__ __forceinline__ void store_16(u8* at, Bytes16 value) {
     asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(value.low), "l"(value.high) : "memory");
 }
 
+// Sixteen bytes in one piece: whoever loads them finds all of a store or none of it, so that half of them can say of
+// what the other half is. Orders nothing else.
+__device__ __forceinline__ Bytes16 load_relaxed_sys_16(const u8* at) {
+    Bytes16 value;
+    asm volatile(
+        "{\n\t"
+        ".reg .b128 both;\n\t"
+        "ld.relaxed.sys.global.b128 both, [%2];\n\t"
+        "mov.b128 {%0, %1}, both;\n\t"
+        "}"
+        : "=l"(value.low), "=l"(value.high)
+        : "l"(at)
+        : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_relaxed_sys_16(u8* at, Bytes16 value) {
+    asm volatile(
+        "{\n\t"
+        ".reg .b128 both;\n\t"
+        "mov.b128 both, {%1, %2};\n\t"
+        "st.relaxed.sys.global.b128 [%0], both;\n\t"
+        "}" ::"l"(at),
+        "l"(value.low), "l"(value.high)
+        : "memory");
+}
+
+// The same for a line of 128 bytes, by eight neighbouring threads of a warp in one instruction, 16 bytes each: it
+// arrives whole. PTX promises that for 16 bytes only; between GPUs on NVLink it is so for a line (NCCL's protocol LL128
+// rests on it too).
+__device__ __forceinline__ void store_line_part(u8* line, u32 part, Bytes16 value) {
+    store_relaxed_sys_16(line + part * 16, value);
+}
+
+// Likewise, for whoever waits for such a line.
+__device__ __forceinline__ Bytes16 load_line_part(const u8* line, u32 part) {
+    return load_relaxed_sys_16(line + part * 16);
+}
+
 __device__ __forceinline__ u64 load_8(const void* at) {
     u64 value;
     asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");

@@ -47,8 +47,8 @@ __device__ __forceinline__ void wait_stages_read(u32 younger) {
     }
 }
 
-// Keeps a thread's stores to a rate. A link that is offered more than it takes gives less (transport/tma.py has figures),
-// so the rate is given and not found.
+// Keeps a thread's stores to a rate. A link that is offered more than it takes gives less (transport/tma.py has
+// figures), so the rate is given and not found.
 class Pace {
   public:
     // By the thread that stores: until the next store is due, which is then `ns` after this one. Who is late makes up

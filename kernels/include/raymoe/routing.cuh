@@ -5,18 +5,49 @@
 //   1. every warp counts its entries by expert; the router publishes its sums in this rank's memory
 //   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with
 //   3. every warp goes over its entries again, 32 at a time, and numbers them; what it finds goes to every rank
-// The last router knows the totals and tells them. When all are through, the last one out announces the whole.
+// The last router knows the totals and tells them. When all are through, the last one out announces the whole. How what
+// is found reaches the ranks is a `Telling`'s affair: as plain stores behind a word, or word by word with the epoch in
+// it.
 #pragma once
 
 #include "raymoe/dispatch.cuh"
 
 namespace raymoe {
 
+// Plain stores at every rank, then a word that says that they are there.
+struct TellBehindHeads {
+    const DispatchParams& p;
+    u64 epoch;
+
+    __device__ __forceinline__ void entry(u32 peer, u64 entry, u64 value) const {
+        ptx::store_8(p.told_at(peer, epoch & 1, p.peers.rank, entry), value);
+    }
+
+    __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
+        ptx::store_4(p.counts_at(peer, epoch & 1, p.peers.rank, expert), value);
+    }
+
+    // By a whole block, each of whose threads has told its part.
+    __device__ __forceinline__ void end() const {
+        __syncthreads();  // orders the stores of this block's threads before the ticket
+        const u32 last = p.routers - 1;
+        if (threadIdx.x != 0 || (last != 0 && ptx::atomic_increment_wrapping(&p.scratch->routed, last) != last)) {
+            return;
+        }
+        // Orders the counts and told entries of all routers, which the ticket has acquired, before the words.
+        ptx::fence_acq_rel_sys();
+        for (u32 step = 0; step < p.peers.ranks; ++step) {
+            ptx::store_relaxed_sys(p.peers.flag(p.peers.in_turn(step), p.heads), epoch);
+        }
+    }
+};
+
+template <class Telling>
 class Router {
   public:
     // Shared memory: WARPS * experts counters, then `experts` sums.
     __device__ Router(const DispatchParams& p, u64 epoch, u32 tokens, u32 number, u8* shared)
-        : p_(p), epoch_(epoch), tokens_(tokens), number_(number), half_(epoch & 1),
+        : p_(p), telling_{p, epoch}, epoch_(epoch), tokens_(tokens), number_(number),
           tells_(number + 1 == p.routers), counters_(reinterpret_cast<u32*>(shared)),
           sums_(counters_ + WARPS * p.experts) {
         const u32 each = (tokens + p.routers - 1) / p.routers;
@@ -38,7 +69,7 @@ class Router {
         }
         number();
         mark();
-        announce();
+        telling_.end();
         return true;
     }
 
@@ -78,10 +109,12 @@ class Router {
                 sum += here;
             }
             sums_[expert] = sum;
-            ptx::store_relaxed_gpu_32(published + expert, sum);
+            if (p_.routers != 1) {
+                ptx::store_relaxed_gpu_32(published + expert, sum);
+            }
         }
         __syncthreads();
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0 && p_.routers != 1) {
             ptx::store_release_gpu(p_.router_words + number_, epoch_);  // orders the sums of all threads before it
         }
     }
@@ -103,12 +136,11 @@ class Router {
                 counters_[warp * p_.experts + expert] += before;
             }
             if (tells_) {
-                ptx::store_4(p_.counts_at(expert / p_.local, half_, p_.peers.rank, expert % p_.local),
-                             before + sums_[expert]);
+                telling_.count(expert / p_.local, expert % p_.local, before + sums_[expert]);
             }
         }
         if (tells_ && threadIdx.x < p_.peers.ranks) {
-            ptx::store_4(p_.counts_at(threadIdx.x, half_, p_.peers.rank, p_.local), tokens_);
+            telling_.count(threadIdx.x, p_.local, tokens_);
         }
         __syncthreads();
         return true;
@@ -144,7 +176,7 @@ class Router {
         const u64 weight = static_cast<u64>(ptx::load_4(p_.weights + entry * 4)) << 32;
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);
-            ptx::store_8(p_.told_at(peer, half_, p_.peers.rank, entry), weight | (peer == home ? place : NOWHERE));
+            telling_.entry(peer, entry, weight | (peer == home ? place : NOWHERE));
         }
     }
 
@@ -160,23 +192,11 @@ class Router {
         }
     }
 
-    __device__ __forceinline__ void announce() {
-        __syncthreads();  // orders the stores of this block's threads before the ticket
-        if (threadIdx.x != 0 || ptx::atomic_increment_wrapping(&p_.scratch->routed, p_.routers - 1) != p_.routers - 1) {
-            return;
-        }
-        // Orders the counts and told entries of all routers, which the ticket has acquired, before the words.
-        ptx::fence_acq_rel_sys();
-        for (u32 step = 0; step < p_.peers.ranks; ++step) {
-            ptx::store_relaxed_sys(p_.peers.flag(p_.peers.in_turn(step), p_.heads), epoch_);
-        }
-    }
-
     const DispatchParams& p_;
+    Telling telling_;
     u64 epoch_;
     u32 tokens_;
     u32 number_;
-    u32 half_;
     bool tells_;  // it is the last one, which knows the totals
     u32* counters_;
     u32* sums_;

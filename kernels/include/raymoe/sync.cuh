@@ -109,39 +109,65 @@ __device__ inline bool told_to_stop(const Watch& watch, u64 now) {
     return ptx::load_relaxed_sys(watch.abort) != 0;
 }
 
-// Waits until the word is at least `expected`. False: the wait failed, here or elsewhere under this watch; then nothing
-// may be stored to peers. True: this thread has acquired what the word's writer released. A bulk copy of that needs
-// `fence_proxy_async` besides, and other threads of the block a barrier.
-__device__ inline bool wait_for_epoch(const u64* word, u64 expected, const Waiting& who, const Watch& watch) {
-    u64 seen = ptx::load_acquire_sys(word);
-    if (seen >= expected) {
+// How long a thread is ready to wait.
+class Patience {
+  public:
+    __device__ explicit Patience(const Watch& watch) : watch_(watch), start_(ptx::nanoseconds()), looked_(start_) {}
+
+    // Called now and then by a thread that waits for `expected` and sees `seen`. False: the wait has failed, here or
+    // elsewhere under this watch; then nothing may be stored to peers.
+    __device__ bool goes_on(u64 expected, u64 seen, const Waiting& who) {
+        const u64 now = ptx::nanoseconds();
+        if (now - looked_ >= ABORT_POLL_NS) {
+            looked_ = now;
+            if (poisoned(watch_)) {
+                return false;
+            }
+            if (told_to_stop(watch_, now)) {
+                fail(watch_, FAILURE_ABORTED, who, expected, seen, now - start_);
+                return false;
+            }
+        }
+        if (now - start_ >= watch_.timeout_ns) {
+            fail(watch_, FAILURE_TIMEOUT, who, expected, seen, now - start_);
+            return false;
+        }
         return true;
     }
-    const u64 start = ptx::nanoseconds();
-    u64 looked = start;
-    while (true) {
+
+  private:
+    const Watch& watch_;
+    u64 start_;
+    u64 looked_;
+};
+
+// By one thread: waits until `look(seen)` is true; it puts what it sees into `seen`, for the record. False: the wait
+// failed.
+template <class Look>
+__device__ inline bool wait_until(Look look, u64 expected, const Waiting& who, const Watch& watch) {
+    u64 seen = 0;
+    if (look(seen)) {
+        return true;
+    }
+    Patience patience(watch);
+    do {
         for (u32 poll = 0; poll < POLLS_PER_CLOCK; ++poll) {
-            seen = ptx::load_acquire_sys(word);
-            if (seen >= expected) {
+            if (look(seen)) {
                 return true;
             }
         }
-        const u64 now = ptx::nanoseconds();
-        if (now - looked >= ABORT_POLL_NS) {
-            looked = now;
-            if (poisoned(watch)) {
-                return false;
-            }
-            if (told_to_stop(watch, now)) {
-                fail(watch, FAILURE_ABORTED, who, expected, seen, now - start);
-                return false;
-            }
-        }
-        if (now - start >= watch.timeout_ns) {
-            fail(watch, FAILURE_TIMEOUT, who, expected, seen, now - start);
-            return false;
-        }
-    }
+    } while (patience.goes_on(expected, seen, who));
+    return false;
+}
+
+// Waits until the word is at least `expected`. True: this thread has acquired what the word's writer released. A bulk
+// copy of that needs `fence_proxy_async` besides, and other threads of the block a barrier.
+__device__ inline bool wait_for_epoch(const u64* word, u64 expected, const Waiting& who, const Watch& watch) {
+    auto look = [&](u64& seen) {
+        seen = ptx::load_acquire_sys(word);
+        return seen >= expected;
+    };
+    return wait_until(look, expected, who, watch);
 }
 
 // The number of the run that begins. Every block reads it at entry: the last block out, which stores the next, cannot

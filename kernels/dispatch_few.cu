@@ -1,0 +1,181 @@
+// Dispatch of few tokens: what dispatch.cu does, in half of the trips.
+//
+// One launch, all blocks alike: first they send (the first block routes instead), then they place. Rows travel in
+// lines, counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, nothing that is
+// awaited at the sender. Rows come expert by expert only; with layout rank there are no plain rows to point at.
+//
+// Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
+//   rows [2][s][token]           lines; row t begins t * lines_of(row) lines behind row 0
+//   told [2][s][token][k]        {told entry as in dispatch.cuh, epoch}
+//   counts [2][s][expert + 1]    {entries for a local expert, epoch}; last, the tokens that s has sent
+// All are written by s, at every rank, and read by the owner. The epoch is the one of dispatch.cu's operation.
+//
+// Why no line is overwritten before it is read. As in dispatch.cu; the word of epoch e + 1 that certifies a peer's
+// readers of e is any of its counts, all of which every block of every rank awaits in every epoch. Whatever was sent to
+// a rank in an epoch has been read there when its kernel ends: it waits for every told entry of every token that was
+// sent, and for every line of every row that these entries say is for it.
+
+#include "raymoe/dispatch.cuh"
+#include "raymoe/lines.cuh"
+#include "raymoe/places.cuh"
+#include "raymoe/routing.cuh"
+
+namespace raymoe {
+
+__device__ __forceinline__ u8* line_slot(const DispatchParams& p, u32 peer, u32 half, u32 source, u32 token) {
+    const u64 row_lines = static_cast<u64>(lines_of(p.row_bytes)) * LINE_BYTES;
+    return p.peers.slot(peer, p.few_rows[half], static_cast<u64>(source) * p.slot_tokens + token, row_lines);
+}
+
+__device__ __forceinline__ u8* told_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u64 entry) {
+    return p.peers.slot(peer, p.few_told[half], static_cast<u64>(source) * p.slot_tokens * p.topk + entry, 16);
+}
+
+__device__ __forceinline__ u8* count_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u32 expert) {
+    return p.peers.slot(peer, p.few_counts[half], static_cast<u64>(source) * (p.local + 1) + expert, 16);
+}
+
+// Words that each say of which epoch they are.
+struct TellInWords {
+    const DispatchParams& p;
+    u64 epoch;
+
+    __device__ __forceinline__ void entry(u32 peer, u64 entry, u64 value) const {
+        ptx::store_relaxed_sys_16(told_word(p, peer, epoch & 1, p.peers.rank, entry), {value, epoch});
+    }
+
+    __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
+        ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {value, epoch});
+    }
+
+    __device__ __forceinline__ void end() const {}
+};
+
+// By the warps of all blocks but the first: the first `tokens` rows of x, to the ranks of their experts.
+__device__ inline void send_few(const DispatchParams& p, u64 epoch, u32 tokens) {
+    const u32 warps = (gridDim.x - 1) * WARPS, lane = threadIdx.x % 32;
+    const Dealing dealing(p.row_bytes, tokens, warps);
+    for (u32 u = (blockIdx.x - 1) * WARPS + threadIdx.x / 32; u < tokens * dealing.units; u += warps) {
+        const u32 token = u / dealing.units, unit = u % dealing.units;
+        const u8* row = p.x + static_cast<u64>(token) * p.row_bytes;
+        // Under way while the ids are looked at.
+        const Part first(unit * dealing.each, p.row_bytes);
+        ptx::Bytes16 value = first.load(row);
+        u32 mine = 0;
+        if (lane < p.topk) {
+            const long long expert = p.id(static_cast<u64>(token) * p.topk + lane);
+            mine = expert >= 0 && expert < p.experts ? 1u << (static_cast<u32>(expert) / p.local) : 0;
+        }
+        const u32 mask = __reduce_or_sync(0xFFFFFFFF, mine) & ~(1u << p.peers.rank);
+        for (u32 group = unit * dealing.each; mask != 0 && group < dealing.end(unit); ++group) {
+            const Part part(group, p.row_bytes);
+            value = group == unit * dealing.each ? value : part.load(row);
+            for (u32 step = 0; step + 1 < p.peers.ranks; ++step) {
+                const u32 peer = p.peers.in_turn(step);
+                if (mask >> peer & 1) {
+                    part.send(line_slot(p, peer, epoch & 1, p.peers.rank, token), value, epoch);
+                }
+            }
+        }
+    }
+}
+
+// By a whole warp: groups of one row, to all its places. False: a wait failed.
+__device__ inline bool place_unit(const DispatchParams& p, const Places& where, u64 epoch, const Dealing& dealing,
+                                  u32 u) {
+    const u32 unit = u % dealing.units, source = p.peers.in_turn(u / dealing.units % p.peers.ranks);
+    const u32 token = u / dealing.units / p.peers.ranks, lane = threadIdx.x % 32;
+    if (token >= where.tokens(source)) {
+        return true;
+    }
+    const Waiting who{p.op, source, epoch};
+    const u64 entry = static_cast<u64>(token) * p.topk + lane;
+    u64 told = NOWHERE;
+    const bool came =
+        lane >= p.topk ||
+        wait_for_word(told_word(p, p.peers.rank, epoch & 1, source, entry), epoch, who, p.watch, told);
+    if (!__all_sync(0xFFFFFFFF, came)) {
+        return false;
+    }
+    u32 place = NOWHERE;
+    if (lane < p.topk) {
+        place = unit == 0 ? plan_entry(p, where, source, entry, told, 0) : where.place(source, static_cast<u32>(told));
+    }
+    const u32 hits = __ballot_sync(0xFFFFFFFF, place != NOWHERE);
+    for (u32 group = unit * dealing.each; hits != 0 && group < dealing.end(unit); ++group) {
+        const Part part(group, p.row_bytes);
+        ptx::Bytes16 value;
+        if (source == p.peers.rank) {
+            value = part.load(p.x + static_cast<u64>(token) * p.row_bytes);
+        } else if (!wait_for_lines(part, line_slot(p, p.peers.rank, epoch & 1, source, token), epoch, who, p.watch,
+                                   value)) {
+            return false;
+        }
+        for (u32 left = hits; left != 0; left &= left - 1) {
+            const u32 at = __shfl_sync(0xFFFFFFFF, place, __ffs(left) - 1);
+            part.store(p.out + static_cast<u64>(at) * p.out_row_bytes, value);
+        }
+    }
+    return true;
+}
+
+// By a whole block. What a failed wait leaves undone, the last block out makes good.
+__device__ inline void place_few(const DispatchParams& p, u64 epoch, u8* shared) {
+    bool ok = true;
+    const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
+        u64 count = 0;
+        const u8* at = count_word(p, p.peers.rank, epoch & 1, source, expert);
+        ok = wait_for_word(at, epoch, Waiting{p.op, source, epoch}, p.watch, count) && ok;
+        return static_cast<u32>(count);
+    });
+    if (!__syncthreads_and(ok) || !begin_placing(p, where, blockIdx.x)) {
+        return;
+    }
+    const u32 warps = gridDim.x * WARPS, rows = where.most_tokens() * p.peers.ranks;
+    const Dealing dealing(p.row_bytes, rows, warps);
+    for (u32 u = blockIdx.x * WARPS + threadIdx.x / 32; ok && u < rows * dealing.units; u += warps) {
+        ok = place_unit(p, where, epoch, dealing, u);
+    }
+}
+
+}  // namespace raymoe
+
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+    dispatch_few(const __grid_constant__ raymoe::DispatchParams p) {
+    using namespace raymoe;
+    extern __shared__ __align__(128) u8 shared[];
+    __shared__ u64 epoch_word;
+    __shared__ u32 tokens_word;
+    __shared__ bool may, last;
+    if (threadIdx.x == 0) {
+        epoch_word = epoch_of_this_run(p.operation);
+        may = !poisoned(p.watch);
+        const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
+        tokens_word = asked <= p.tokens ? asked : 0;  // more than there are is refused: none is sent
+    }
+    __syncthreads();
+    const u64 epoch = epoch_word;
+    if (may) {
+        if (blockIdx.x == 0) {
+            Router<TellInWords>(p, epoch, tokens_word, 0, shared).run();
+            __syncthreads();  // the placers use the routers' shared memory
+        } else {
+            send_few(p, epoch, tokens_word);
+        }
+        place_few(p, epoch, shared);
+    }
+    __syncthreads();  // orders what this block's threads did before the ticket of thread 0
+    if (threadIdx.x == 0) {
+        last = last_block_out(p.operation);
+    }
+    __syncthreads();
+    if (!last) {
+        return;
+    }
+    if (poisoned(p.watch)) {
+        place_nothing(p);
+    } else if (threadIdx.x == 0) {
+        p.got->refusal = refusal_of(p);
+        finish_run(p.operation, epoch);
+    }
+}

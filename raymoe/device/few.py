@@ -1,0 +1,44 @@
+"""The kernels of kernels/dispatch_few.cu and combine_few.cu, which take the parameters of dispatch and combine."""
+
+from __future__ import annotations
+
+from raymoe.device.combine import CombineParams, RefusalRecord
+from raymoe.device.dispatch import ROW_TYPES, WARPS, DispatchParams, Got, Scratch
+from raymoe.device.jit import KernelSource
+from raymoe.device.peer import MAX_RANKS, Peers
+from raymoe.device.sync import STRUCTS
+
+LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
+"""As in kernels/include/raymoe/lines.cuh."""
+
+DISPATCH_FEW = KernelSource("dispatch_few", (DispatchParams, Got, Scratch, Peers, *STRUCTS))
+
+
+def combine_few_source(dtype: str) -> KernelSource:
+    """The kernel for rows of this dtype."""
+    structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
+    return KernelSource("combine_few", structs, (("ROW_TYPE", ROW_TYPES[dtype]),))
+
+
+def row_lines(row_bytes: int) -> int:
+    """Lines of 128 bytes, 120 of them the row's, that a row takes.
+
+    >>> row_lines(16), row_lines(120), row_lines(14336)
+    (1, 1, 120)
+    """
+    return -(-(row_bytes // 8) // LINE_WORDS)
+
+
+def few_blocks(row_bytes: int, rows: int, sms: int) -> int:
+    """Blocks for so many rows: one warp for each group of lines and one block that routes, as far as there is room.
+
+    >>> few_blocks(14336, 4, 132), few_blocks(14336, 512, 132), few_blocks(16, 1, 132)
+    (16, 132, 2)
+    """
+    groups = -(-row_lines(row_bytes) // GROUP)
+    return max(2, min(sms, 1 + -(-rows * groups // WARPS)))
+
+
+def routing_shared_bytes(experts: int) -> int:
+    """Of the block that routes, and of the placers after it."""
+    return max((WARPS + 1) * experts, 2 * experts + MAX_RANKS) * 4
