@@ -144,6 +144,7 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
     if (!await_statuses(p, epoch)) {
         return;
     }
+    trace(p.trace, AT_COUNTS);
     const u32 me = p.peers.rank, warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
     if (any_refused(p, epoch)) {
         fill_with_nan<Type>(p, warp, warps);
@@ -162,7 +163,10 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
             return;
         }
         __syncwarp();
+        trace_first(p.trace, AT_FIRST_ROW);
+        trace(p.trace, AT_LAST_ROW);
         sum_piece<Type>(p, epoch, number, mask);
+        trace(p.trace, AT_PLACED);
     }
 }
 
@@ -197,6 +201,7 @@ __device__ inline void finish_combine(const CombineParams& p, u64 epoch) {
         }
         ptx::store_release_sys(&p.record->epoch, epoch);  // orders the refusals before the epoch that announces them
     }
+    trace(p.trace, AT_ALL_AWAITED);
     finish_run(p.operation, epoch);
 }
 
@@ -205,6 +210,7 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     __shared__ u64 epoch_word;
     __shared__ bool may, last;
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_START);
         epoch_word = epoch_of_this_run(p.operation);
         may = !poisoned(p.watch);
     }
@@ -224,6 +230,7 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     }
     __syncthreads();  // orders what this block's threads did before the ticket of thread 0
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_END);
         last = last_block_out(p.operation);
     }
     __syncthreads();

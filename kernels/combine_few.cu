@@ -195,6 +195,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     __shared__ bool may, last;
     __shared__ u64 refusals[MAX_RANKS][2];
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_START);
         epoch_word = epoch_of_this_run(p.operation);
         may = !poisoned(p.watch);
     }
@@ -209,7 +210,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         if (p.got->refusal.cause == CAUSE_NONE) {
             reduce_few<Type>(p, epoch, warp, warps);
         }
+        trace(p.trace, AT_SAID_DONE);
         if (await_refusals(p, epoch, refusals)) {
+            trace(p.trace, AT_COUNTS);
             refused = any_refused(p, refusals);
             if (refused) {
                 fill_few_with_nan<Type>(p, warp, warps);
@@ -220,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     }
     __syncthreads();  // orders what this block's threads did before the ticket of thread 0
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_END);
         last = last_block_out(p.operation);
     }
     __syncthreads();

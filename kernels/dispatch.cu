@@ -65,6 +65,7 @@ __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
 __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch) {
     if (!poisoned(p.watch) && await_all(p, epoch)) {
         if (threadIdx.x == 0) {
+            trace(p.trace, AT_ALL_AWAITED);
             p.got->refusal = refusal_of(p);
             finish_run(p.operation, epoch);
         }
@@ -84,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     __shared__ u32 tokens_word;
     __shared__ bool may, last;
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_START);
         epoch_word = epoch_of_this_run(p.operation);
         may = !poisoned(p.watch);
         const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
@@ -111,6 +113,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     }
     __syncthreads();  // orders what this block's threads did before the ticket of thread 0
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_END);
         last = last_block_out(p.operation);
     }
     __syncthreads();

@@ -54,6 +54,7 @@ struct TellInWords {
 // By the warps of all blocks but the first: the first `tokens` rows of x, to the ranks of their experts.
 __device__ inline void send_few(const DispatchParams& p, u64 epoch, u32 tokens) {
     const u32 warps = (gridDim.x - 1) * WARPS, lane = threadIdx.x % 32;
+    trace(p.trace, AT_DESTINATIONS);
     const Dealing dealing(p.row_bytes, tokens, warps);
     for (u32 u = (blockIdx.x - 1) * WARPS + threadIdx.x / 32; u < tokens * dealing.units; u += warps) {
         const u32 token = u / dealing.units, unit = u % dealing.units;
@@ -111,6 +112,8 @@ __device__ inline bool place_unit(const DispatchParams& p, const Places& where, 
                                    value)) {
             return false;
         }
+        trace_first(p.trace, AT_FIRST_ROW);
+        trace(p.trace, AT_LAST_ROW);
         for (u32 left = hits; left != 0; left &= left - 1) {
             const u32 at = __shfl_sync(0xFFFFFFFF, place, __ffs(left) - 1);
             part.store(p.out + static_cast<u64>(at) * p.out_row_bytes, value);
@@ -128,6 +131,7 @@ __device__ inline void place_few(const DispatchParams& p, u64 epoch, u8* shared)
         ok = wait_for_word(at, epoch, Waiting{p.op, source, epoch}, p.watch, count) && ok;
         return static_cast<u32>(count);
     });
+    trace(p.trace, AT_COUNTS);
     if (!__syncthreads_and(ok) || !begin_placing(p, where, blockIdx.x)) {
         return;
     }
@@ -148,6 +152,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     __shared__ u32 tokens_word;
     __shared__ bool may, last;
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_START);
         epoch_word = epoch_of_this_run(p.operation);
         may = !poisoned(p.watch);
         const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
@@ -166,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     }
     __syncthreads();  // orders what this block's threads did before the ticket of thread 0
     if (threadIdx.x == 0) {
+        trace(p.trace, AT_END);
         last = last_block_out(p.operation);
     }
     __syncthreads();
@@ -175,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     if (poisoned(p.watch)) {
         place_nothing(p);
     } else if (threadIdx.x == 0) {
+        trace(p.trace, AT_ALL_AWAITED);
         p.got->refusal = refusal_of(p);
         finish_run(p.operation, epoch);
     }

@@ -12,6 +12,7 @@ from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.peer import MAX_RANKS, Peers
 from raymoe.device.sync import STRUCTS, Watch
+from raymoe.device.trace import traced
 from raymoe.job.errors import ConfigError
 
 REDUCE, SUM = 1, 2
@@ -44,6 +45,7 @@ class CombineParams(Params):
     masks: Address
     got: Address
     y: Address
+    trace: Address
     operation: Address
     record: Address
     slot_tokens: U32
@@ -62,10 +64,10 @@ class CombineParams(Params):
     pieces: U32
 
 
-def combine_source(dtype: str, stamped: bool = False) -> KernelSource:
+def combine_source(dtype: str, stamped: bool = False, traces: bool = False) -> KernelSource:
     """The kernel for rows of this dtype: three that each hold the registers of one type, not one with those of all."""
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
-    return KernelSource("combine", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *stamps(stamped)))
+    return KernelSource("combine", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *stamps(stamped), *traced(traces)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.peer import MAX_RANKS, Peers
 from raymoe.device.sync import STRUCTS, Watch
+from raymoe.device.trace import traced
 from raymoe.job.errors import ConfigError
 
 THREADS = 256
@@ -83,6 +84,7 @@ class DispatchParams(Params):
     home: Address
     masks: Address
     got: Address
+    trace: Address
     operation: Address
     scratch: Address
     router_words: Address
@@ -121,11 +123,13 @@ class DispatchParams(Params):
 ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
 
 
-def dispatch_source(dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False) -> KernelSource:
+def dispatch_source(
+    dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False, traces: bool = False
+) -> KernelSource:
     """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
     structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
     defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
-    return KernelSource("dispatch", structs, (*defines, *stamps(stamped)))
+    return KernelSource("dispatch", structs, (*defines, *stamps(stamped), *traced(traces)))
 
 
 def stamps(stamped: bool) -> tuple[tuple[str, str], ...]:

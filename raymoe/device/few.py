@@ -7,17 +7,21 @@ from raymoe.device.dispatch import ROW_TYPES, WARPS, DispatchParams, Got, Scratc
 from raymoe.device.jit import KernelSource
 from raymoe.device.peer import MAX_RANKS, Peers
 from raymoe.device.sync import STRUCTS
+from raymoe.device.trace import traced
 
 LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
 """As in kernels/include/raymoe/lines.cuh."""
 
-DISPATCH_FEW = KernelSource("dispatch_few", (DispatchParams, Got, Scratch, Peers, *STRUCTS))
+
+def dispatch_few_source(traces: bool = False) -> KernelSource:
+    """The kernel for rows that cross as they are."""
+    return KernelSource("dispatch_few", (DispatchParams, Got, Scratch, Peers, *STRUCTS), traced(traces))
 
 
-def combine_few_source(dtype: str) -> KernelSource:
+def combine_few_source(dtype: str, traces: bool = False) -> KernelSource:
     """The kernel for rows of this dtype."""
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
-    return KernelSource("combine_few", structs, (("ROW_TYPE", ROW_TYPES[dtype]),))
+    return KernelSource("combine_few", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *traced(traces)))
 
 
 def row_lines(row_bytes: int) -> int:

@@ -109,6 +109,7 @@ class Build:
             **dict.fromkeys(
                 ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens", "parts"), 0
             ),
+            trace=space.trace_of("dispatch"),
             operation=space.own("dispatch"),
             scratch=space.own("scratch"),
             router_words=space.heap.address("router_words"),
@@ -153,6 +154,7 @@ class Build:
             few_rows=self._few("few_combine_rows"),
             few_statuses=self._few("few_statuses"),
             **dict.fromkeys(("expert_rows", "home", "masks", "got", "y", "tokens", "weighted", "parts"), 0),
+            trace=space.trace_of("combine"),
             operation=space.own("combine"),
             record=record,
             slot_tokens=spec.tokens,

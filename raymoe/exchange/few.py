@@ -13,7 +13,7 @@ import torch
 
 from raymoe.device import combine, dispatch
 from raymoe.device.dispatch import THREADS
-from raymoe.device.few import DISPATCH_FEW, combine_few_source, few_blocks, routing_shared_bytes
+from raymoe.device.few import combine_few_source, dispatch_few_source, few_blocks, routing_shared_bytes
 from raymoe.device.launch import Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
@@ -31,8 +31,8 @@ class FewBackend(FusedBackend):
         space, most = self.workspace, self.combine_grid.reducers + self.combine_grid.summers
         blocks = few_blocks(spec.row_bytes, spec.tokens * world.size, most)
         self._few_shape = Shape(blocks, THREADS, routing_shared_bytes(spec.experts))
-        self._dispatch_few = space.kernels.function(DISPATCH_FEW)
-        self._combine_few = space.kernels.function(combine_few_source(spec.dtype))
+        self._dispatch_few = space.kernels.function(dispatch_few_source(space.traces))
+        self._combine_few = space.kernels.function(combine_few_source(spec.dtype, space.traces))
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")

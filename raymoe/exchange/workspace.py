@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING
 from raymoe.device.combine import MOST_PIECES
 from raymoe.device.dispatch import MAX_LANES, MOST_ROUTERS, STAMP_BYTES, Scratch
 from raymoe.device.few import LINE_BYTES, row_lines
+from raymoe.device.trace import MOST_BLOCKS, TRACE_POINTS, timeline
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError
 from raymoe.memory.heap import WORD_STRIDE, Layout, Region
 
 if TYPE_CHECKING:
+    import torch
+
     from raymoe.memory.world import World
 
-STAMPS_VARIABLE = "RAYMOE_STAMPS"
+STAMPS_VARIABLE, TRACE_VARIABLE = "RAYMOE_STAMPS", "RAYMOE_TRACE"
 
 _OWN = ("dispatch", "combine", "scratch")
 """128 bytes each, of this rank alone."""
@@ -164,6 +167,9 @@ class Workspace:
         # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and who reads it checks. It costs some speed; it is for
         # tests, which hold the kernels to the protocol with it.
         self.stamped = os.environ.get(STAMPS_VARIABLE) == "1"
+        # RAYMOE_TRACE=1: blocks store when they came to which point of a kernel; `timeline` reads that.
+        self.traces = os.environ.get(TRACE_VARIABLE) == "1"
+        self._traces: dict[str, torch.Tensor] = {}
         self.world, self.bounds = world, Bounds.of(*specs, stamped=self.stamped)
         problem: ConfigError | None = None
         theirs = world.swap(self.bounds, "workspace: bounds")
@@ -204,6 +210,24 @@ class Workspace:
         if self._pending.get(op) is not who:
             raise ConfigError(f"{op}_receive without the {op}_send of this exchange before it")
         self._pending[op] = None
+
+    def trace_of(self, op: str) -> int:
+        """Where the kernels of an operation store their times; 0 unless they do."""
+        if not self.traces:
+            return 0
+        import torch  # not above: bytes are counted with this module where no torch is loaded
+
+        if op not in self._traces:
+            self._traces[op] = torch.zeros(MOST_BLOCKS, TRACE_POINTS, dtype=torch.int64, device=self.world.device)
+        return int(self._traces[op].data_ptr())
+
+    def timeline(self, op: str) -> dict[str, tuple[float, float, float]]:
+        """What the last run of an operation says: of each point the microseconds after the start at which the first,
+        the median and the last block came to it. Waits for the device, and makes ready for the next run."""
+        times = self._traces[op]
+        found = timeline([row for row in times.tolist() if row[0]])
+        times.zero_()
+        return found
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.cubins import Cubins
 from raymoe.device.dispatch import dispatch_source
-from raymoe.device.few import DISPATCH_FEW, combine_few_source
+from raymoe.device.few import combine_few_source, dispatch_few_source
 from raymoe.device.jit import CompileError, Compiler, KernelSource
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.peer import Peers
@@ -33,7 +33,9 @@ SOURCES = (
     *(dispatch_source(dtype, fp8=True) for dtype in DTYPES),
     *(combine_source(dtype) for dtype in DTYPES),
     combine_source("bfloat16", stamped=True),
-    DISPATCH_FEW,
+    dispatch_few_source(),
+    dispatch_source(traces=True),
+    dispatch_few_source(traces=True),
     *(combine_few_source(dtype) for dtype in DTYPES),
 )
 """As they are launched, each way of defining them."""

@@ -41,6 +41,7 @@ struct CombineParams {
     const Got* got;
     u8* y;  // [tokens][row_bytes]
 
+    u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
     Operation* operation;
     RefusalRecord* record;
 

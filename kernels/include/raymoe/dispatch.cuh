@@ -4,6 +4,7 @@
 #include "raymoe/peer.cuh"
 #include "raymoe/ptx.cuh"
 #include "raymoe/sync.cuh"
+#include "raymoe/trace.cuh"
 
 namespace raymoe {
 
@@ -116,6 +117,7 @@ struct DispatchParams {
     Got* got;
 
     // Of this rank alone.
+    u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
     Operation* operation;
     Scratch* scratch;
     u64* router_words;   // [routers]: the epoch for which router c has counted

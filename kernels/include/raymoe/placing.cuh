@@ -137,6 +137,8 @@ class PlaceLane {
     __device__ __forceinline__ void load_remote(u32 number, u32 step) {
         ptx::fence_proxy_async();  // orders the word that was acquired before the bulk load of what it announces
         const u8* slot = p_.slot_at(p_.peers.rank, half_, p_.peers.in_turn(step), token_of(number));
+        trace_first(p_.trace, AT_FIRST_ROW);
+        trace(p_.trace, AT_LAST_ROW);
         load({slot, p_.slot_bytes}, plan_.of(number, warp_, step));
     }
 
@@ -226,6 +228,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     if (!__syncthreads_and(ok)) {
         return;
     }
+    trace(p.trace, AT_COUNTS);
     u32* queues = reinterpret_cast<u32*>(shared) + Places::shared_words(p);
     u32* places = queues + WARPS * QUEUE;
     const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
@@ -256,6 +259,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
             }
         }
         __syncthreads();
+        trace(p.trace, AT_PLANNED);
         if (drives) {
             ok = ok && lane.run(plan, first, count);
         }
@@ -263,6 +267,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     }
     if (drives) {
         lane.finish();
+        trace(p.trace, AT_PLACED);
     }
 }
 

@@ -138,6 +138,8 @@ class QuantLane {
                 }
             }
             ptx::bulk_commit();
+            trace_first(p_.trace, AT_FIRST_PUSH);
+            trace(p_.trace, AT_LAST_PUSH);
             announcing_.pushed();
         }
         load(first, next, count);

@@ -152,6 +152,8 @@ class ReduceLane {
                 ptx::bulk_store(slot + p_.stamp_at(number % p_.pieces), stamp, STAMP_BYTES);
             }
             ptx::bulk_commit();
+            trace_first(p_.trace, AT_FIRST_PUSH);
+            trace(p_.trace, AT_LAST_PUSH);
         }
         ++groups_;
     }
@@ -198,12 +200,14 @@ __device__ inline void say_done(const CombineParams& p, u64 epoch, u32 reducer) 
     if (threadIdx.x >= 32) {
         return;
     }
+    trace(p.trace, AT_ARRIVED);
     ptx::fence_acq_rel_sys();  // orders the pieces before the words
     for (u32 i = threadIdx.x; i < p.reducer_lanes * (p.peers.ranks - 1); i += 32) {
         const u32 lane = reducer * p.reducer_lanes + i % p.reducer_lanes;
         ptx::store_relaxed_sys(p.progress_at(p.peers.in_turn(i / p.reducer_lanes), p.peers.rank, lane),
                                progress(epoch, ALL_DONE));
     }
+    trace(p.trace, AT_SAID_DONE);
 }
 
 // By a whole block, the `reducer`-th.

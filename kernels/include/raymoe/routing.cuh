@@ -70,6 +70,7 @@ class Router {
         number();
         mark();
         telling_.end();
+        trace(p_.trace, AT_TOLD);
         return true;
     }
 

@@ -93,6 +93,8 @@ class SendLane {
                     }
                 }
                 ring_.stored();
+                trace_first(p_.trace, AT_FIRST_PUSH);
+                trace(p_.trace, AT_LAST_PUSH);
                 announcing_.pushed();
             }
             announcing_.through(first + i + 1);
@@ -125,12 +127,14 @@ __device__ inline void say_done(const DispatchParams& p, u64 epoch, u32 sender) 
     if (threadIdx.x >= 32) {
         return;
     }
+    trace(p.trace, AT_ARRIVED);
     ptx::fence_acq_rel_sys();  // orders the rows before the words
     for (u32 i = threadIdx.x; i < p.sender_lanes * p.heard(); i += 32) {
         const u32 lane = sender * p.sender_lanes + i % p.sender_lanes;
         ptx::store_relaxed_sys(p.progress_at(p.peers.in_turn(i / p.sender_lanes), p.peers.rank, lane),
                                progress(epoch, ALL_DONE));
     }
+    trace(p.trace, AT_SAID_DONE);
 }
 
 // By a whole block, the `sender`-th. Sends the first `n` tokens of x.
@@ -152,6 +156,9 @@ __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 
             masks[i] = token < n ? p.ranks_of(token) & wanted : 0;
         }
         __syncthreads();
+        if (threadIdx.x == 0) {
+            trace_first(p.trace, AT_DESTINATIONS);
+        }
         if (drives) {
             lane.run(first, count, masks + warp, p.sender_lanes);
         }
