@@ -5,7 +5,7 @@
 // awaited at the sender. Rows come expert by expert only; with layout rank there are no plain rows to point at.
 //
 // Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
-//   rows [2][s][token]           lines; row t begins t * lines_of(row) lines behind row 0
+//   rows [2][s][token]           lines, as many as a row takes (few_rows.cuh)
 //   told [2][s][token][k]        {told entry as in dispatch.cuh, epoch}
 //   counts [2][s][expert + 1]    {entries for a local expert, epoch}; last, the tokens that s has sent
 // All are written by s, at every rank, and read by the owner. The epoch is the one of dispatch.cu's operation.
@@ -16,16 +16,12 @@
 // sent, and for every line of every row that these entries say is for it.
 
 #include "raymoe/dispatch.cuh"
+#include "raymoe/few_rows.cuh"
 #include "raymoe/lines.cuh"
 #include "raymoe/places.cuh"
 #include "raymoe/routing.cuh"
 
 namespace raymoe {
-
-__device__ __forceinline__ u8* line_slot(const DispatchParams& p, u32 peer, u32 half, u32 source, u32 token) {
-    const u64 row_lines = static_cast<u64>(lines_of(p.row_bytes)) * LINE_BYTES;
-    return p.peers.slot(peer, p.few_rows[half], static_cast<u64>(source) * p.slot_tokens + token, row_lines);
-}
 
 __device__ __forceinline__ u8* told_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u64 entry) {
     return p.peers.slot(peer, p.few_told[half], static_cast<u64>(source) * p.slot_tokens * p.topk + entry, 16);
@@ -51,79 +47,66 @@ struct TellInWords {
     __device__ __forceinline__ void end() const {}
 };
 
+#if WIRE_FP8
+using Units = QuantisedUnits<ROW_TYPE>;
+#else
+using Units = PlainUnits;
+#endif
+
 // By the warps of all blocks but the first: the first `tokens` rows of x, to the ranks of their experts.
-__device__ inline void send_few(const DispatchParams& p, u64 epoch, u32 tokens) {
+__device__ inline void send_few(const DispatchParams& p, u64 epoch, u32 tokens, u8* stages) {
     const u32 warps = (gridDim.x - 1) * WARPS, lane = threadIdx.x % 32;
+    const u32 wanted = OWN_FROM_X ? ~(1u << p.peers.rank) : ~0u;
     trace(p.trace, AT_DESTINATIONS);
-    const Dealing dealing(p.row_bytes, tokens, warps);
-    for (u32 u = (blockIdx.x - 1) * WARPS + threadIdx.x / 32; u < tokens * dealing.units; u += warps) {
-        const u32 token = u / dealing.units, unit = u % dealing.units;
-        const u8* row = p.x + static_cast<u64>(token) * p.row_bytes;
-        // Under way while the ids are looked at.
-        const Part first(unit * dealing.each, p.row_bytes);
-        ptx::Bytes16 value = first.load(row);
+    Units units(p, epoch, stages, tokens, warps);
+    for (u32 u = (blockIdx.x - 1) * WARPS + threadIdx.x / 32; u < tokens * units.units(); u += warps) {
+        const u32 token = u / units.units(), unit = u % units.units();
+        units.begin(token, unit);
         u32 mine = 0;
         if (lane < p.topk) {
             const long long expert = p.id(static_cast<u64>(token) * p.topk + lane);
             mine = expert >= 0 && expert < p.experts ? 1u << (static_cast<u32>(expert) / p.local) : 0;
         }
-        const u32 mask = __reduce_or_sync(0xFFFFFFFF, mine) & ~(1u << p.peers.rank);
-        for (u32 group = unit * dealing.each; mask != 0 && group < dealing.end(unit); ++group) {
-            const Part part(group, p.row_bytes);
-            value = group == unit * dealing.each ? value : part.load(row);
-            for (u32 step = 0; step + 1 < p.peers.ranks; ++step) {
-                const u32 peer = p.peers.in_turn(step);
-                if (mask >> peer & 1) {
-                    part.send(line_slot(p, peer, epoch & 1, p.peers.rank, token), value, epoch);
-                }
-            }
+        const u32 mask = __reduce_or_sync(0xFFFFFFFF, mine) & wanted;
+        if (mask != 0) {
+            units.send(token, unit, mask);
         }
     }
 }
 
-// By a whole warp: groups of one row, to all its places. False: a wait failed.
-__device__ inline bool place_unit(const DispatchParams& p, const Places& where, u64 epoch, const Dealing& dealing,
-                                  u32 u) {
-    const u32 unit = u % dealing.units, source = p.peers.in_turn(u / dealing.units % p.peers.ranks);
-    const u32 token = u / dealing.units / p.peers.ranks, lane = threadIdx.x % 32;
-    if (token >= where.tokens(source)) {
+// By a whole warp: one unit of a row, to all its places. False: a wait failed.
+__device__ inline bool place_unit(const DispatchParams& p, const Places& where, u64 epoch, Units& units, u32 u) {
+    Arriving row{p.peers.in_turn(u / units.units() % p.peers.ranks), u / units.units() / p.peers.ranks,
+                 u % units.units(), NOWHERE, 0};
+    if (row.token >= where.tokens(row.source)) {
         return true;
     }
-    const Waiting who{p.op, source, epoch};
-    const u64 entry = static_cast<u64>(token) * p.topk + lane;
+    const Waiting who{p.op, row.source, epoch};
+    const u32 lane = threadIdx.x % 32;
+    const u64 entry = static_cast<u64>(row.token) * p.topk + lane;
     u64 told = NOWHERE;
     const bool came =
         lane >= p.topk ||
-        wait_for_word(told_word(p, p.peers.rank, epoch & 1, source, entry), epoch, who, p.watch, told);
+        wait_for_word(told_word(p, p.peers.rank, epoch & 1, row.source, entry), epoch, who, p.watch, told);
     if (!__all_sync(0xFFFFFFFF, came)) {
         return false;
     }
-    u32 place = NOWHERE;
     if (lane < p.topk) {
-        place = unit == 0 ? plan_entry(p, where, source, entry, told, 0) : where.place(source, static_cast<u32>(told));
+        row.place = row.unit == 0 ? plan_entry(p, where, row.source, entry, told, 0)
+                                  : where.place(row.source, static_cast<u32>(told));
     }
-    const u32 hits = __ballot_sync(0xFFFFFFFF, place != NOWHERE);
-    for (u32 group = unit * dealing.each; hits != 0 && group < dealing.end(unit); ++group) {
-        const Part part(group, p.row_bytes);
-        ptx::Bytes16 value;
-        if (source == p.peers.rank) {
-            value = part.load(p.x + static_cast<u64>(token) * p.row_bytes);
-        } else if (!wait_for_lines(part, line_slot(p, p.peers.rank, epoch & 1, source, token), epoch, who, p.watch,
-                                   value)) {
-            return false;
-        }
-        trace_first(p.trace, AT_FIRST_ROW);
-        trace(p.trace, AT_LAST_ROW);
-        for (u32 left = hits; left != 0; left &= left - 1) {
-            const u32 at = __shfl_sync(0xFFFFFFFF, place, __ffs(left) - 1);
-            part.store(p.out + static_cast<u64>(at) * p.out_row_bytes, value);
-        }
+    row.hits = __ballot_sync(0xFFFFFFFF, row.place != NOWHERE);
+    if (row.hits == 0) {
+        return true;
     }
-    return true;
+    trace_first(p.trace, AT_FIRST_ROW);
+    const bool placed = units.place(row, who);
+    trace(p.trace, AT_LAST_ROW);
+    return placed;
 }
 
 // By a whole block. What a failed wait leaves undone, the last block out makes good.
-__device__ inline void place_few(const DispatchParams& p, u64 epoch, u8* shared) {
+__device__ inline void place_few(const DispatchParams& p, u64 epoch, u8* shared, u8* stages) {
     bool ok = true;
     const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
         u64 count = 0;
@@ -136,9 +119,9 @@ __device__ inline void place_few(const DispatchParams& p, u64 epoch, u8* shared)
         return;
     }
     const u32 warps = gridDim.x * WARPS, rows = where.most_tokens() * p.peers.ranks;
-    const Dealing dealing(p.row_bytes, rows, warps);
-    for (u32 u = blockIdx.x * WARPS + threadIdx.x / 32; ok && u < rows * dealing.units; u += warps) {
-        ok = place_unit(p, where, epoch, dealing, u);
+    Units units(p, epoch, stages, rows, warps);
+    for (u32 u = blockIdx.x * WARPS + threadIdx.x / 32; ok && u < rows * units.units(); u += warps) {
+        ok = place_unit(p, where, epoch, units, u);
     }
 }
 
@@ -160,14 +143,15 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     }
     __syncthreads();
     const u64 epoch = epoch_word;
+    u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, behind what the placers share
     if (may) {
         if (blockIdx.x == 0) {
             Router<TellInWords>(p, epoch, tokens_word, 0, shared).run();
             __syncthreads();  // the placers use the routers' shared memory
         } else {
-            send_few(p, epoch, tokens_word);
+            send_few(p, epoch, tokens_word, stages);
         }
-        place_few(p, epoch, shared);
+        place_few(p, epoch, shared, stages);
     }
     __syncthreads();  // orders what this block's threads did before the ticket of thread 0
     if (threadIdx.x == 0) {

@@ -12,10 +12,15 @@ from raymoe.device.trace import traced
 LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
 """As in kernels/include/raymoe/lines.cuh."""
 
+BLOCK, BLOCK_WORDS, STAGE_BYTES = 128, 17, 2048
+"""As in kernels/include/raymoe/few_rows.cuh."""
 
-def dispatch_few_source(traces: bool = False) -> KernelSource:
-    """The kernel for rows that cross as they are."""
-    return KernelSource("dispatch_few", (DispatchParams, Got, Scratch, Peers, *STRUCTS), traced(traces))
+
+def dispatch_few_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
+    """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
+    structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
+    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
+    return KernelSource("dispatch_few", structs, (*defines, *traced(traces)))
 
 
 def combine_few_source(dtype: str, traces: bool = False) -> KernelSource:
@@ -33,6 +38,15 @@ def row_lines(row_bytes: int) -> int:
     return -(-(row_bytes // 8) // LINE_WORDS)
 
 
+def quantised_lines(hidden: int) -> int:
+    """Lines of a row that crosses as 8-bit floats: 17 words for each 128 elements.
+
+    >>> quantised_lines(128), quantised_lines(15 * 128), quantised_lines(7168)
+    (2, 17, 64)
+    """
+    return row_lines(-(-hidden // BLOCK) * BLOCK_WORDS * 8)
+
+
 def few_blocks(row_bytes: int, rows: int, sms: int) -> int:
     """Blocks for so many rows: one warp for each group of lines and one block that routes, as far as there is room.
 
@@ -43,6 +57,11 @@ def few_blocks(row_bytes: int, rows: int, sms: int) -> int:
     return max(2, min(sms, 1 + -(-rows * groups // WARPS)))
 
 
-def routing_shared_bytes(experts: int) -> int:
-    """Of the block that routes, and of the placers after it."""
-    return max((WARPS + 1) * experts, 2 * experts + MAX_RANKS) * 4
+def few_shared_bytes(experts: int, fp8: bool) -> int:
+    """Of the block that routes, and of the placers after it, whose warps have a stage each where rows are quantised.
+
+    >>> few_shared_bytes(256, fp8=False), few_shared_bytes(256, fp8=True)
+    (9216, 18496)
+    """
+    placing = -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + (WARPS * STAGE_BYTES if fp8 else 0)
+    return max((WARPS + 1) * experts * 4, placing)

@@ -13,7 +13,7 @@ import torch
 
 from raymoe.device import combine, dispatch
 from raymoe.device.dispatch import THREADS
-from raymoe.device.few import combine_few_source, dispatch_few_source, few_blocks, routing_shared_bytes
+from raymoe.device.few import combine_few_source, dispatch_few_source, few_blocks, few_shared_bytes
 from raymoe.device.launch import Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
@@ -30,8 +30,8 @@ class FewBackend(FusedBackend):
         super().__init__(world, spec, workspace, sms)
         space, most = self.workspace, self.combine_grid.reducers + self.combine_grid.summers
         blocks = few_blocks(spec.row_bytes, spec.tokens * world.size, most)
-        self._few_shape = Shape(blocks, THREADS, routing_shared_bytes(spec.experts))
-        self._dispatch_few = space.kernels.function(dispatch_few_source(space.traces))
+        self._few_shape = Shape(blocks, THREADS, few_shared_bytes(spec.experts, self.build.fp8))
+        self._dispatch_few = space.kernels.function(dispatch_few_source(spec.dtype, self.build.fp8, space.traces))
         self._combine_few = space.kernels.function(combine_few_source(spec.dtype, space.traces))
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:

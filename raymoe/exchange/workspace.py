@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from raymoe.device.combine import MOST_PIECES
 from raymoe.device.dispatch import MAX_LANES, MOST_ROUTERS, STAMP_BYTES, Scratch
-from raymoe.device.few import LINE_BYTES, row_lines
+from raymoe.device.few import LINE_BYTES, quantised_lines, row_lines
 from raymoe.device.trace import MOST_BLOCKS, TRACE_POINTS, timeline
 from raymoe.exchange.refusal import Refusal
-from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
 from raymoe.memory.heap import WORD_STRIDE, Layout, Region
 
@@ -35,8 +35,14 @@ FEW_TOKENS = 128
 
 
 def is_few(spec: ExchangeSpec) -> bool:
-    """Whether `fused` carries the rows of this spec in lines: plain rows, expert by expert, of few tokens."""
-    return spec.tokens <= FEW_TOKENS and spec.layout == "expert" and spec.dispatch_wire == spec.dtype
+    """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert."""
+    return spec.tokens <= FEW_TOKENS and spec.layout == "expert"
+
+
+def few_lines(spec: ExchangeSpec) -> int:
+    """Lines of a row of this spec, in the direction in which it has more."""
+    quantised = quantised_lines(spec.hidden) if spec.dispatch_wire == FP8 else 0
+    return max(row_lines(spec.row_bytes), quantised)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class Bounds:
             max(spec.tokens * (spec.row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
             max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
             max(is_few(spec) * spec.tokens * spec.topk for spec in specs),
-            max(is_few(spec) * spec.tokens * row_lines(spec.row_bytes) for spec in specs),
+            max(is_few(spec) * spec.tokens * few_lines(spec) for spec in specs),
         )
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:

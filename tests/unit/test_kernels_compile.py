@@ -34,6 +34,7 @@ SOURCES = (
     *(combine_source(dtype) for dtype in DTYPES),
     combine_source("bfloat16", stamped=True),
     dispatch_few_source(),
+    *(dispatch_few_source(dtype, fp8=True) for dtype in DTYPES),
     dispatch_source(traces=True),
     dispatch_few_source(traces=True),
     *(combine_few_source(dtype) for dtype in DTYPES),

@@ -13,6 +13,21 @@ namespace raymoe {
 constexpr float LARGEST_E4M3 = 448.0f;
 constexpr u32 LEAVING = 2;  // stages of a lane for rows that leave
 
+// By a whole warp, whose threads have four elements each of a block: divided by the block's scale, which is given.
+__device__ __forceinline__ float quantise_four(float* values) {
+    float largest = fmaxf(fmaxf(fabsf(values[0]), fabsf(values[1])), fmaxf(fabsf(values[2]), fabsf(values[3])));
+#pragma unroll
+    for (u32 step = 16; step != 0; step /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+    }
+    const float inverse = largest == 0.0f ? 1.0f : LARGEST_E4M3 / largest;
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        values[i] *= inverse;
+    }
+    return largest == 0.0f ? 1.0f : largest / LARGEST_E4M3;
+}
+
 // By a whole warp: the row in shared memory at `row` becomes elements and scales at `into`.
 template <class Type>
 __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 blocks) {
@@ -23,17 +38,7 @@ __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 bloc
         if (four * 4 < hidden) {
             load_four<Type>(row, four, values);
         }
-        float largest = fmaxf(fmaxf(fabsf(values[0]), fabsf(values[1])), fmaxf(fabsf(values[2]), fabsf(values[3])));
-#pragma unroll
-        for (u32 step = 16; step != 0; step /= 2) {
-            largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
-        }
-        const float scale = largest == 0.0f ? 1.0f : largest / LARGEST_E4M3;
-        const float inverse = largest == 0.0f ? 1.0f : LARGEST_E4M3 / largest;
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            values[i] *= inverse;
-        }
+        const float scale = quantise_four(values);
         if (four * 4 < hidden) {
             ptx::shared_store_4(into + four * 4, ptx::to_e4m3x4(values));
         }
