@@ -38,8 +38,8 @@ unit: $(STAMP) ## the tests only (a part: PYTEST="tests/unit -k plan")
 perf: $(STAMP) ## the speeds that the docs promise, as ratios (wants an idle machine)
 	$(BIN)/pytest -m perf tests/perf
 
-soak: $(STAMP) ## ten thousand replays of every exchange by ranks that are late at random (GPUs; minutes)
-	$(BIN)/pytest -m soak tests/gpu
+soak: $(STAMP) ## ten thousand replays of every exchange by ranks that are late (GPUs), the explorer's largest cases
+	$(BIN)/pytest -m soak tests/gpu tests/unit
 
 exchange-full: $(STAMP) ## every shape of configs/exchange_*, up to 8192 tokens, skewed and in fp8 (four GPUs)
 	@set -e; for config in $(FULL); do echo $$config >&2; $(BIN)/raymoe run $$config; done
