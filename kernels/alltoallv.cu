@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     }
     const u64 epoch = epoch_word;
     const u32 lane = blockIdx.x * p.sender_lanes + warp;
-    const u32 wanted = p.rank_layout ? ~0u : ~(1u << p.peers.rank);
+    const u32 wanted = ~(1u << p.peers.rank);  // the placers see to this rank's own rows
     for (u32 token = lane; warp < p.sender_lanes && token < tokens_word; token += p.lanes()) {
         const u32 mask = p.masks[token] & wanted;
         if (mask != 0) {

@@ -72,6 +72,7 @@ class DispatchParams(Params):
     few_told: Halves
     few_counts: Halves
     x: Address
+    x_scales: Address
     ids: Address
     weights: Address
     num_tokens: Address
@@ -221,7 +222,7 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
     most_senders = FP8_SENDERS if rows.fp8 else SENDERS
     sending = max(1, min(most_senders, sms // 4 if rows.placed else sms // 2))
-    placers = max(1, min(PLACERS if rows.placed else ROUTERS_ALONE, sms - sending))
+    placers = max(1, min(PLACERS if rows.placed else PLACERS_OF_OWN, sms - sending))
     routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
     room = shared_bytes - MASK_BYTES
     if rows.fp8:
@@ -251,7 +252,7 @@ LINK_GBPS, PACED_TOKENS = 365, 512
 """What a rank's port takes (4x H200, 2026-11-21: raymoe/transport/tma.py has the figures). Fewer tokens than this are
 through before the links fill."""
 
-SENDERS, PLACERS, ROUTERS_ALONE = 16, 56, 16
+SENDERS, PLACERS, PLACERS_OF_OWN = 16, 56, 16
 FP8_SENDERS, FP8_SENDER_LANES, LEAVING = 20, 7, 2
 SENDER_LANES, PLACER_LANES, CHUNK, TOKENS_A_ROUTER = 3, 4, 4, 128
 """4096 tokens of 7168 bfloat16, back to back and without a pace, took 484 us like this, 497 by 12 senders of 2 lanes

@@ -6,7 +6,7 @@ import torch
 
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
-from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
 
 _GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of so many
@@ -29,12 +29,32 @@ class Arguments:
         self, x: object, topk_idx: object, topk_weights: object, num_tokens: int | torch.Tensor | None
     ) -> Tokens:
         spec = self._spec
-        rows = self._rows("x", x, None, self._dtype)
+        x, scales = self._quantised(x)
+        rows = self._rows("x", x, None, self._dtype if scales is None else torch.float8_e4m3fn)
         if len(rows) > spec.tokens:
             raise ConfigError(f"x has {len(rows)} rows; this exchange was made for at most {spec.tokens} tokens a rank")
         ids = self._tensor("topk_idx", topk_idx, (len(rows), spec.topk), torch.int32, torch.int64)
         weights = self._tensor("topk_weights", topk_weights, (len(rows), spec.topk), torch.float32)
-        return Tokens(rows.detach(), ids, weights.detach(), self._count(num_tokens, len(rows)))
+        if scales is not None:
+            scales = self._tensor("scales", scales, (len(rows), spec.scales), torch.float32).detach()
+        return Tokens(rows.detach(), ids, weights.detach(), self._count(num_tokens, len(rows)), scales)
+
+    def _quantised(self, x: object) -> tuple[object, object | None]:
+        """A pair of values and scales, taken apart; anything else has no scales."""
+        if not isinstance(x, tuple):
+            return x, None
+        if len(x) != 2:
+            raise ConfigError(f"x is a tuple of {len(x)}; rows that are quantised already are a pair: values, scales")
+        if self._spec.dispatch_wire != FP8:
+            raise ConfigError(
+                f"x is a pair of values and scales, and rows cross as {self._spec.dispatch_wire}; pairs want wire {FP8}"
+            )
+        if self._spec.hidden % _GPU_ALIGNMENT:
+            raise ConfigError(
+                f"x is quantised already with hidden {self._spec.hidden}; rows of 8-bit floats move in pieces of "
+                f"{_GPU_ALIGNMENT}: quantise in the dispatch"
+            )
+        return x[0], x[1]
 
     def given(self, out: object) -> torch.Tensor:
         """Memory that the caller gives for dispatched rows."""

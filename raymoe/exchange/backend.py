@@ -19,6 +19,8 @@ class Tokens:
     weights: torch.Tensor  # [T', K] float32
     num_tokens: torch.Tensor | None
     """int32[1] on the device: how many of the T' tokens are there. On CPUs it is checked, on GPUs not. None: all."""
+    scales: torch.Tensor | None = None
+    """float32[T', ceil(H / 128)], of an `x` that is float8_e4m3fn already; only where rows cross so."""
 
 
 class Backend(Protocol):

@@ -105,7 +105,7 @@ class Build:
             few_rows=self._few("few_dispatch_rows"),
             few_told=self._few("few_told"),
             few_counts=self._few("few_counts"),
-            **dict.fromkeys(("x", "ids", "weights", "num_tokens", "out", "scales", "out_weights"), 0),
+            **dict.fromkeys(("x", "x_scales", "ids", "weights", "num_tokens", "out", "scales", "out_weights"), 0),
             **dict.fromkeys(
                 ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens", "parts"), 0
             ),

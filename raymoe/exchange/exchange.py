@@ -74,13 +74,17 @@ class Exchange:
     @torch.no_grad()
     def dispatch(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         num_tokens: int | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> Dispatched:
-        """Send the first `num_tokens` rows of `x[T', H]` (all of them unless said) to the ranks of their experts."""
+        """Send the first `num_tokens` rows of `x[T', H]` (all of them unless said) to the ranks of their experts.
+
+        Where rows cross as fp8, `x` may be quantised already: a pair of values, float8_e4m3fn[T', H], and their scales,
+        float32[T', ceil(H / 128)].
+        """
         self._ready("dispatch")
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
         return self._dispatch(self._backend.dispatch, tokens, out)
@@ -96,7 +100,7 @@ class Exchange:
     @torch.no_grad()
     def dispatch_send(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
         num_tokens: int | torch.Tensor | None = None,

@@ -167,6 +167,7 @@ class FusedBackend:
         return replace(
             self._dispatch_base,
             x=tokens.x.data_ptr(),
+            x_scales=0 if tokens.scales is None else tokens.scales.data_ptr(),
             ids=tokens.ids.data_ptr(),
             weights=tokens.weights.data_ptr(),
             num_tokens=0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr(),

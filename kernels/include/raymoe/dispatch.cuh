@@ -100,7 +100,8 @@ struct DispatchParams {
     u64 few_counts[2];
 
     // What this rank sends.
-    const u8* x;            // [tokens][row_bytes]
+    const u8* x;            // [tokens][row_bytes]; already quantised: [tokens][hidden] 8-bit floats
+    const u8* x_scales;     // [tokens][blocks] f32 of rows that are already quantised, else null
     const u8* ids;          // [tokens][topk], i32 or i64
     const u8* weights;      // [tokens][topk] f32
     const u32* num_tokens;  // null: all of them
@@ -156,6 +157,15 @@ struct DispatchParams {
     __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
 
     __device__ __forceinline__ u32 blocks() const { return (hidden + BLOCK - 1) / BLOCK; }
+
+    // Where a placed row goes: to its place, and with layout rank to its slot, by number.
+    __device__ __forceinline__ u8* place_at(u32 place) const {
+        return rank_layout ? peers.slot(peers.rank, rows[0], place, slot_bytes)
+                           : out + static_cast<u64>(place) * out_row_bytes;
+    }
+
+    // Of a row of x.
+    __device__ __forceinline__ u32 x_bytes() const { return FP8 && x_scales != nullptr ? hidden : row_bytes; }
 
     // How long a lane that has pushed a row to the ranks of `mask` keeps the link busy.
     __device__ __forceinline__ u64 pace(u32 mask) const {

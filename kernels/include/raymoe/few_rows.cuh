@@ -105,19 +105,26 @@ class QuantisedUnits {
     __device__ __forceinline__ void begin(u32, u32) {}
 
     __device__ __forceinline__ void send(u32 token, u32 unit, u32 mask) {
-        const u8* row = p_.x + static_cast<u64>(token) * p_.row_bytes;
+        const u8* row = p_.x + static_cast<u64>(token) * p_.x_bytes();
         const u32 lane = threadIdx.x % 32, words = words_of(unit);
         for (u32 block = 0; block < blocks_of(unit); ++block) {
             const u32 element = (unit * BLOCKS + block) * BLOCK + lane * 4;
-            float values[4] = {};
-            if (element < p_.hidden) {
-                load_elements(row, element, values);
-            }
             const u32 at = stage_ + block * BLOCK_WORDS * 8;
-            const float scale = quantise_four(values);
-            ptx::shared_store_4(at + lane * 4, ptx::to_e4m3x4(values));
+            u32 four = 0, scale;
+            if (p_.x_scales != nullptr) {
+                four = element < p_.hidden ? ptx::load_4(row + element) : 0;
+                scale = ptx::load_4(p_.x_scales + (static_cast<u64>(token) * p_.blocks() + unit * BLOCKS + block) * 4);
+            } else {
+                float values[4] = {};
+                if (element < p_.hidden) {
+                    load_elements(row, element, values);
+                }
+                scale = __float_as_uint(quantise_four(values));
+                four = ptx::to_e4m3x4(values);
+            }
+            ptx::shared_store_4(at + lane * 4, four);
             if (lane == 0) {
-                ptx::shared_store_8(at + BLOCK, __float_as_uint(scale));
+                ptx::shared_store_8(at + BLOCK, scale);
             }
         }
         __syncwarp();  // hands the words to the threads that send them

@@ -134,11 +134,16 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
     for (u32 k = 0; k < p.topk; ++k) {
         const u64 told = ptx::load_8(p.told_at(p.peers.rank, half, source, entries + k));
         const u32 place = plan_entry(p, where, source, entries + k, told, slot);
-        if (place != NOWHERE && !p.rank_layout) {
-            places[found++] = place;
+        if (place != NOWHERE) {
+            // With layout rank a row of this rank has one place, its slot, and one of a peer is there already.
+            if (!p.rank_layout) {
+                places[found++] = place;
+            } else if (OWN_FROM_X && source == p.peers.rank && found == 0) {
+                places[found++] = static_cast<u32>(slot);
+            }
         }
     }
-    if (!p.rank_layout && found < p.topk) {
+    if (found < p.topk) {
         places[found] = NOWHERE;
     }
 }

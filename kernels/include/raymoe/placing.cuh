@@ -6,7 +6,8 @@
 // row's word of progress, loads the row once and stores it to all its places. Rows of this rank itself come out of x
 // and wait for nothing: a lane moves one whenever no row of a peer has arrived.
 //
-// With layout rank rows stay in their slots; what is left is to say where they are.
+// With layout rank rows stay in their slots; what is left is to say where they are, and to copy the rows of this rank
+// itself into theirs.
 #pragma once
 
 #include "raymoe/dispatch.cuh"
@@ -176,7 +177,7 @@ class PlaceLane {
         }
         for (u32 k = 0; k < p_.topk && places[k] != NOWHERE; ++k) {
             if (leads_) {
-                ptx::bulk_store(p_.out + static_cast<u64>(places[k]) * p_.out_row_bytes, from, p_.out_row_bytes);
+                ptx::bulk_store(p_.place_at(places[k]), from, p_.out_row_bytes);
             }
             if (FP8 && p_.scales != nullptr) {
                 store_scales(row, places[k]);
@@ -242,7 +243,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     const u32 numbers = (where.most_tokens() + lanes - 1) / lanes;
     const Plan plan{places, p.placer_lanes, ranks, p.topk};
     const u32 window = PLAN_BYTES / (p.placer_lanes * ranks * p.topk * 4);
-    const bool drives = !p.rank_layout && warp < p.placer_lanes;
+    const bool drives = (OWN_FROM_X || !p.rank_layout) && warp < p.placer_lanes;
     PlaceLane lane(p, epoch, placer, queues + warp * QUEUE,
                    shared + before_rings + warp * PlaceLane::memory(p), drives);
     for (u32 first = 0; first < numbers; first += window) {

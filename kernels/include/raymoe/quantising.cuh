@@ -48,6 +48,18 @@ __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 bloc
     }
 }
 
+// By a whole warp: a row that is quantised already, in shared memory at `row`, and its scales become elements and
+// scales at `into`.
+__device__ __forceinline__ void take_quantised(const DispatchParams& p, u32 token, u32 row, u32 into) {
+    for (u32 at = threadIdx.x % 32 * 16; at < p.hidden; at += 32 * 16) {
+        ptx::shared_store_16(into + at, ptx::shared_load_16(row + at));
+    }
+    const u8* scales = p.x_scales + static_cast<u64>(token) * p.blocks() * 4;
+    for (u32 block = threadIdx.x % 32; block < p.blocks(); block += 32) {
+        ptx::shared_store_4(into + p.hidden + block * 4, ptx::load_4(scales + block * 4));
+    }
+}
+
 // By a whole warp: the opposite, into a row of `Type`.
 template <class Type>
 __device__ __forceinline__ void dequantise(u32 slot, u32 row, u32 hidden) {
@@ -114,8 +126,8 @@ class QuantLane {
 
     __device__ __forceinline__ void load(u32 first, u32 i, u32 count) {
         if (leads_ && i < count) {
-            ptx::barrier_expect(barrier_, p_.row_bytes);
-            ptx::bulk_load(row_, p_.x + static_cast<u64>(token(first + i)) * p_.row_bytes, p_.row_bytes, barrier_);
+            ptx::barrier_expect(barrier_, p_.x_bytes());
+            ptx::bulk_load(row_, p_.x + static_cast<u64>(token(first + i)) * p_.x_bytes(), p_.x_bytes(), barrier_);
         }
     }
 
@@ -128,7 +140,11 @@ class QuantLane {
         while (!ptx::barrier_try_wait(barrier_, pushed_ & 1)) {
         }
         __syncwarp();
-        quantise<Type>(row_, stage, p_.hidden, p_.blocks());
+        if (p_.x_scales == nullptr) {
+            quantise<Type>(row_, stage, p_.hidden, p_.blocks());
+        } else {
+            take_quantised(p_, token(first + i), row_, stage);
+        }
         // Orders this thread's stores to the stage before the bulk store out of it, and its loads of the row before the
         // bulk load that fills its stage again.
         ptx::fence_proxy_async_shared();

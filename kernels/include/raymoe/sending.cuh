@@ -143,8 +143,7 @@ __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 
     const u32 warp = threadIdx.x / 32;
     const bool drives = warp < p.sender_lanes;
     unsigned short* masks = reinterpret_cast<unsigned short*>(shared);
-    // With layout rank the slots are what the caller gets, so this rank's own rows go there too.
-    const u32 wanted = p.rank_layout || !OWN_FROM_X ? ~0u : ~(1u << p.peers.rank);
+    const u32 wanted = OWN_FROM_X ? ~(1u << p.peers.rank) : ~0u;
     const u32 lanes = p.lanes();
     const u32 numbers = (n + lanes - 1) / lanes;
     const u32 window = MASK_WINDOW / p.sender_lanes;
