@@ -1,0 +1,83 @@
+"""Leaves out every barrier, fence and wait of the kernels, one at a time, and says which of them nothing has missed.
+
+    python -m tests.emulator [part of a file's name] ...
+
+About twenty minutes for all. What survives is not needed for the results, or shows a gap in the machine or in the
+cases.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+from raymoe.job.errors import RaymoeError
+from tests.emulator.build import KERNELS, Change
+from tests.emulator.cases import FP8, SPREADS, Run, delivered
+from tests.emulator.machine import EmulatorError
+from tests.emulator.ranks import narrow, small
+
+SEEDS = 8
+_STATEMENT = re.compile(
+    r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\));"
+)
+_OF_A_COPY = {"copy.cu", "lanes.cuh", "unaligned.cuh", "pace.cuh"}
+
+
+def left_out() -> Iterator[Change]:
+    """Every statement that orders something."""
+    for path in sorted([*KERNELS.glob("*.cu"), *(KERNELS / "include" / "raymoe").glob("*.cuh")]):
+        if path.name in ("ptx.cuh", "row_push.cu"):
+            continue
+        text = re.sub(r"//.*", "", path.read_text())
+        for statement in dict.fromkeys(_STATEMENT.findall(text)):
+            for which in range(text.count(statement)):
+                yield Change(path.name, statement, ";", which)
+
+
+def attempts(change: Change, seed: int) -> list[Callable[[], object]]:
+    """Runs in which it may be missed."""
+    changes, most = (change,), 3_000_000
+    many = {"tokens": 40}
+    steps = ("uniform", "skewed", "masked", "uniform")
+    made: list[Callable[[], object]] = []
+    if change.file not in _OF_A_COPY:
+        for kind, shape, form, spec in (
+            *(("fused", narrow, form, many) for form in ("pairs", "whole")),
+            ("staged", small, "pairs", {}),
+            ("few", small, "pairs", {}),
+            ("fused", small, "pairs", {"wire": FP8, "tokens": 30, "hidden": 136}),
+            ("few", small, "pairs", {"wire": FP8, "tokens": 30, "hidden": 136}),
+        ):
+            run = Run(kind, 3, shape, form, spec, seed % 2 == 0, steps, True, changes, most)
+            made.append(lambda run=run: run.judged(seed))
+    if change.file in _OF_A_COPY | {"ring.cuh", "sync.cuh"}:
+        spread = SPREADS["own blocks" if seed % 2 else "in turn"]
+        made += [
+            lambda protocol=protocol: delivered(spread, seed, protocol, False, changes) for protocol in ("put", "get")
+        ]
+    return made
+
+
+def is_missed(change: Change) -> str | None:
+    """What was said when it was."""
+    for seed in range(SEEDS):
+        for attempt in attempts(change, seed):
+            try:
+                attempt()
+            except (EmulatorError, AssertionError, RaymoeError) as error:
+                return f"seed {seed}: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return None
+
+
+def main() -> None:
+    for change in sorted(left_out(), key=lambda each: "__sync" in each.old):  # fences and waits first
+        if not sys.argv[1:] or any(part in change.file for part in sys.argv[1:]):
+            said = is_missed(change)
+            where = f"{change.file} {change.old} number {change.which}"
+            print(f"{'missed  ' if said else 'SURVIVES'} {where}{': ' + said[:120] if said else ''}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

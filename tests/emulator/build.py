@@ -1,0 +1,218 @@
+"""Kernels and the machine that runs them, compiled for this CPU: once for each source, kept in the temporary folder."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from raymoe.device.jit import KernelSource
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parent.parent / "kernels"
+_HEADERS = KERNELS / "include" / "raymoe"
+_INCLUDE = re.compile(r'^#include "raymoe/(.+)"', re.MULTILINE)
+_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-gnu-unique", "-ffp-contract=off", "-fno-strict-aliasing")
+_RUNTIME_FLAGS = (*_FLAGS, "-O2", "-Wall", "-Wextra")
+_KERNEL_FLAGS = (*_FLAGS, "-O1", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function")
+
+
+class BuildError(Exception):
+    """What stands in the sources is not what was expected of them; never what a test is looking for."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A planted bug: `old` in that file becomes `new`. Kernels without that file stay as they are."""
+
+    file: str
+    """Such as "dispatch.cu" or "ring.cuh"."""
+    old: str
+    new: str
+    which: int | None = None
+    """Of several, counted from 0; None: there is one."""
+
+    def made_in(self, text: str) -> str:
+        """
+        >>> Change("a.cuh", "f();", "", which=1).made_in("f(); g(); f(); h(); f();")
+        'f(); g();  h(); f();'
+        """
+        parts = text.split(self.old)
+        found = len(parts) - 1
+        if found <= (self.which or 0) or (self.which is None and found != 1):
+            raise BuildError(
+                f"{self.file} has {found} of the text {self.old!r} to change; {self.which or 'one'} is meant"
+            )
+        behind = (self.which or 0) + 1
+        return self.old.join(parts[:behind]) + self.new + self.old.join(parts[behind:])
+
+
+_MOST_KEPT = 500
+
+
+@cache
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel that can be enqueued on a machine."""
+
+    name: str
+    entry: int
+    """The address of a function that takes the address of the parameters."""
+
+
+@cache
+def runtime() -> ctypes.CDLL:
+    """The machine."""
+    return ctypes.CDLL(str(_runtime_path()))
+
+
+@cache
+def built(source: KernelSource, changes: tuple[Change, ...] = ()) -> Built:
+    """The kernel of that source, with what its Python twins say of the layout held against it."""
+    library = ctypes.CDLL(str(_kernel_path(source, changes)))
+    entry = ctypes.cast(getattr(library, f"emulated_{source.stem}"), ctypes.c_void_p).value
+    assert entry is not None
+    return Built(source.stem, entry)
+
+
+def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
+    main = f"{source.stem}.cu"
+    texts = _texts(main)
+    for change in changes:
+        if change.file in texts:
+            texts[change.file] = change.made_in(texts[change.file])
+        elif not any((folder / change.file).exists() for folder in (KERNELS, _HEADERS)):
+            raise BuildError(f"there is no {change.file} to change")
+    numbers = iter(range(1000))
+    texts = {name: _without_cuda(text, numbers.__next__) for name, text in sorted(texts.items())}
+    texts[main] += _entry(source.stem, texts[main]) + "".join(map(_layout, source.structs))
+    defines = [f"-D{name}={value}" for name, value in source.defines]
+    shadows = {path.name: path.read_text() for path in (HERE / "include" / "raymoe").iterdir()}
+    runtime_path = _runtime_path()  # part of the identity: a kernel is linked to it
+
+    def compile_into(folder: Path, library: Path) -> None:
+        headers = folder / "raymoe"
+        headers.mkdir()
+        for name, text in (texts | shadows).items():
+            (folder / name if name == main else headers / name).write_text(text)
+        unit = ["-x", "c++", str(folder / main), "-x", "none"]
+        _run([*_KERNEL_FLAGS, f"-I{folder}", *defines, *unit, str(runtime_path), "-o", str(library)])
+
+    return _kept(source.stem, [*texts.items(), *shadows.items(), *defines, *_KERNEL_FLAGS, runtime_path], compile_into)
+
+
+def _texts(main: str) -> dict[str, str]:
+    """The kernel's file and every header that it includes, but the one that a CPU cannot run."""
+    texts, waiting = {}, [main]
+    while waiting:
+        name = waiting.pop()
+        if name not in texts and name != "ptx.cuh":
+            texts[name] = ((KERNELS if name == main else _HEADERS) / name).read_text()
+            waiting += _INCLUDE.findall(texts[name])
+    return texts
+
+
+def _runtime_path() -> Path:
+    files = sorted((HERE / "runtime").iterdir())
+    shadows = sorted((HERE / "include" / "raymoe").iterdir())
+
+    def compile_into(folder: Path, library: Path) -> None:
+        units = [str(path) for path in files if path.suffix == ".cpp"]
+        _run([*_RUNTIME_FLAGS, f"-I{HERE / 'include'}", *units, "-o", str(library)])
+
+    texts = [path.read_text() for path in (*files, *shadows)]
+    return _kept("machine", [*texts, *_RUNTIME_FLAGS], compile_into)
+
+
+def _kept(name: str, identity: Sequence[object], compile_into: Callable[[Path, Path], None]) -> Path:
+    """Where the library with this identity lies. Who finds none makes it aside and moves it into place."""
+    key = hashlib.sha256(repr((_version(), *identity)).encode()).hexdigest()[:24]
+    kept = Path(tempfile.gettempdir()) / f"raymoe-emulator-{os.getuid()}"
+    kept.mkdir(mode=0o700, exist_ok=True)
+    path = kept / f"{name}-{key}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=kept) as folder:
+            library = Path(folder) / "made.so"
+            compile_into(Path(folder), library)
+            library.rename(path)
+        for old in sorted(kept.glob("*.so"), key=lambda each: each.stat().st_mtime)[:-_MOST_KEPT]:
+            old.unlink(missing_ok=True)  # who has loaded it keeps it
+    return path
+
+
+@cache
+def _version() -> str:
+    return subprocess.run([_found(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _found() -> str:
+    found = compiler()
+    if found is None:
+        raise BuildError("no C++ compiler: install g++, or name one by CXX")
+    return found
+
+
+def _run(arguments: Sequence[str]) -> None:
+    done = subprocess.run([_found(), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{_found()} {' '.join(arguments)}\n{done.stderr}")
+
+
+_STATIC = re.compile(r"^( *)__shared__ ([\w:]+) ([^;=]+);", re.MULTILINE)
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+_PARAMETER = re.compile(r"const __grid_constant__ ([\w:]+) (\w+)")
+_KERNEL = re.compile(r'extern "C" __global__ void[^{]*?\b(\w+)\(const ([\w:]+)& \w+\)')
+
+
+def _without_cuda(text: str, next_number: Callable[[], int]) -> str:
+    """Declarations of shared memory become references into the block's; a parameter is one for all threads.
+
+    >>> print(_without_cuda("    __shared__ bool may, last[WARPS];", iter(range(9)).__next__))
+        bool& may = emulator::static_variable<bool>(0); auto& last = emulator::static_variable<bool[WARPS]>(1);
+    """
+
+    def static(found: re.Match[str]) -> str:
+        indent, kind, names = found.groups()
+        made = []
+        for declared in names.split(","):
+            name, bracket, size = declared.strip().partition("[")
+            type_ = f"{kind}{bracket}{size}"
+            made.append(f"{'auto' if bracket else kind}& {name} = emulator::static_variable<{type_}>({next_number()});")
+        return indent + " ".join(made)
+
+    text = _DYNAMIC.sub(r"\1* \2 = reinterpret_cast<\1*>(emulator::dynamic_shared());", text)
+    text = _PARAMETER.sub(r"const \1& \2", _STATIC.sub(static, text))
+    code = re.sub(r"//.*", "", text)
+    if "__shared__" in code or "__grid_constant__" in code:
+        raise BuildError(f"a declaration of shared memory or of a parameter that is not understood, in:\n{text}")
+    return text
+
+
+def _entry(stem: str, text: str) -> str:
+    kernels: dict[str, str] = dict(_KERNEL.findall(text))
+    if stem not in kernels:
+        raise BuildError(f"{stem}.cu has no kernel {stem}; it has {sorted(kernels)}")
+    return (
+        f'\nextern "C" __attribute__((visibility("default"))) void emulated_{stem}(const void* params) {{\n'
+        f"    {stem}(*static_cast<const {kernels[stem]}*>(params));\n}}\n"
+    )
+
+
+def _layout(struct: type) -> str:
+    name = f"raymoe::{struct.__name__}"
+    checks = [f'static_assert(sizeof({name}) == {struct.nbytes()}, "");']
+    for field, offset in struct.offsets().items():
+        checks.append(f'static_assert(__builtin_offsetof({name}, {field}) == {offset}, "{name}.{field}");')
+    return "\n".join(checks) + "\n"

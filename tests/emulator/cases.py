@@ -1,0 +1,105 @@
+"""What is run on the emulated machine: exchanges of many kinds, and messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from raymoe.device.copy import Spread
+from raymoe.device.ring import Ring
+from raymoe.exchange.spec import ExchangeSpec
+from tests.emulator.build import Change
+from tests.emulator.copies import Mail, Message
+from tests.emulator.machine import Emulator
+from tests.emulator.ranks import backend, deep, narrow, small, workspaces
+from tests.emulator.steps import Steps
+from tests.unit.exchange_cases import Case
+
+FP8 = "float8_e4m3"
+ROUTINGS = ("uniform", "skewed", "masked", "none", "repeated", "one")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A kind of backend, and what it is run with; fields of the spec by name."""
+
+    kind: str
+    ranks: int = 2
+    shape: Any = small
+    form: str = "whole"
+    spec: dict[str, Any] = field(default_factory=dict)
+    stamped: bool = True
+    routings: tuple[str, ...] = ROUTINGS
+    weighted: bool = True
+    changes: tuple[Change, ...] = ()
+    most_steps: int = 20_000_000
+
+    def judged(self, seed: int) -> int:
+        """All steps in the interleaving of a seed; how many switches it took."""
+        case = Case(
+            self.ranks,
+            ExchangeSpec(**{"tokens": 20, "hidden": 64, "experts": 12, "topk": 3, **self.spec}),
+            "auto",
+            self.routings,
+            seed=seed,
+            prefix=seed % 2 == 0,
+            wide_ids=seed % 3 != 0,
+            weighted=self.weighted,
+        )
+        with Emulator(self.ranks, self.most_steps, self.changes) as emulator:
+            spaces = workspaces(emulator, case.spec, stamped=self.stamped)
+            steps = Steps(emulator, case, [backend(self.kind, space, case.spec, self.shape) for space in spaces])
+            for step in range(len(self.routings)):
+                steps.enqueue(step, self.form)
+            emulator.run(seed)
+            steps.judge()
+            return emulator.steps
+
+
+RUNS = {
+    **{f"{kind} on {ranks}": Run(kind, ranks) for kind in ("fused", "staged", "few") for ranks in (1, 2, 3)},
+    **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "few")},
+    **{f"pairs of {kind}": Run(kind, 3, form="pairs") for kind in ("fused", "staged", "few")},
+    **{f"narrow {kind}": Run(kind, 3, narrow, spec={"tokens": 40}) for kind in ("fused", "staged")},
+    **{f"rings of {stages}": Run("fused", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 3, 5, 8, 12, 16)},
+    **{f"{kind}, grid of a GPU": Run(kind, shape=None, stamped=False) for kind in ("fused", "staged", "few")},
+    **{f"{kind}, layout rank": Run(kind, 3, spec={"layout": "rank"}) for kind in ("fused", "staged")},
+    **{f"{kind}, zeros in gaps": Run(kind, spec={"padding": "zero", "alignment": 8}) for kind in ("fused", "few")},
+    **{f"{kind}, 16 of 16": Run(kind, spec={"topk": 16, "experts": 16}) for kind in ("fused", "few")},
+    **{f"{kind}, 16 bytes": Run(kind, 3, spec={"hidden": 8, "alignment": 1}) for kind in ("fused", "staged", "few")},
+    **{f"{kind}, 2000 bytes": Run(kind, spec={"hidden": 1000, "tokens": 9}) for kind in ("fused", "staged", "few")},
+    **{f"{kind}, float32": Run(kind, spec={"hidden": 20, "dtype": "float32"}) for kind in ("fused", "few")},
+    **{f"{kind}, float16": Run(kind, spec={"dtype": "float16"}, weighted=False) for kind in ("fused", "few")},
+    **{
+        f"{kind}, fp8 to {dtype}": Run(kind, spec={"wire": FP8, "dtype": dtype, "hidden": 264, "tokens": 9})
+        for kind in ("fused", "few")
+        for dtype in ("bfloat16", "float16", "float32")
+    },
+    **{
+        f"{kind}, fp8 raw, layout {layout}": Run(
+            kind, 3, spec={"wire": FP8, "output": "raw", "layout": layout, "hidden": 272, "padding": "zero"}
+        )
+        for kind, layout in (("fused", "expert"), ("fused", "rank"), ("few", "expert"))
+    },
+}
+
+MESSAGES = (
+    *(Message(0), Message(1, 3, 3), Message(15, 0, 7), Message(16), Message(64, 16, 32), Message(1000, 5, 21)),
+    *(Message(777, 2, 13), Message(33, 15, 0), Message(1024), Message(129, 1, 1)),
+)
+SPREADS = {
+    "own blocks": Spread(2, Ring(3, 64)),
+    "in turn": Spread(3, Ring(2, 32), in_turn=True),
+    "one stage": Spread(1, Ring(1, 48), in_turn=True),
+    "deep": Spread(1, Ring(34, 16), in_turn=True),
+    "paced": Spread(2, Ring(4, 64), in_turn=True, gbps=2),
+}
+
+
+def delivered(spread: Spread, seed: int, protocol: str, both_ways: bool, changes: tuple[Change, ...] = ()) -> None:
+    with Emulator(2, 4_000_000, changes) as emulator:
+        mail = Mail(emulator, MESSAGES, spread, protocol, both_ways)
+        mail.enqueue(3)
+        emulator.run(seed)
+        assert mail.seen == [3 * len(MESSAGES) if both_ways else 0, 3 * len(MESSAGES)]
+        assert all(error.record() is None for error in mail.errors)

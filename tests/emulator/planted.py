@@ -1,0 +1,148 @@
+"""Bugs that are planted in the kernels, each in a place where somebody once thought about order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.emulator.build import Change
+from tests.emulator.cases import Run
+from tests.emulator.ranks import narrow, small
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A bug, and where it shows."""
+
+    kind: str
+    changes: tuple[Change, ...]
+    ranks: int = 3
+    stamped: bool = False
+    routings: tuple[str, ...] = ("uniform", "skewed", "masked", "uniform")
+    shape: Any = narrow
+    form: str = "whole"
+
+    def run(self) -> Run:
+        spec = {"tokens": 40}
+        few_steps = 4_000_000  # a good run takes less than a million
+        return Run(
+            self.kind,
+            self.ranks,
+            self.shape,
+            self.form,
+            spec,
+            self.stamped,
+            self.routings,
+            True,
+            self.changes,
+            few_steps,
+        )
+
+
+def _planted(kind: str, file: str, old: str, new: str = "", **fields: Any) -> Planted:
+    return Planted(kind, (Change(file, old, new),), **fields)
+
+
+SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
+SEND_STAGES = "wait_stages_read(stages_ - ahead_);"
+PLANTED = {
+    "rows announced without a wait": _planted("fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();"),
+    "rows announced when they are read": _planted(
+        "fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
+    ),
+    "no fence before a lane's word": _planted("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows, whose", "//"),
+    "no fence before the last word": _planted("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows before", "//"),
+    "no fence before the head words": _planted("fused", "routing.cuh", "ptx::fence_acq_rel_sys();"),
+    "the end does not wait for writes": _planted("fused", "ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
+    "a stage is loaded too early": _planted("fused", "ring.cuh", SEND_STAGES, "wait_stages_read(stages_);"),
+    "no proxy fence before a slot is loaded": _planted(
+        "fused", "placing.cuh", "ptx::fence_proxy_async();  // orders the word", "//"
+    ),
+    "a word is not acquired": _planted("fused", "sync.cuh", "load_acquire_sys(word)", "load_relaxed_sys(word)"),
+    "one half of the slots, at the sender": _planted("fused", "sending.cuh", "half_(epoch & 1)", "half_(0)"),
+    "one half of the slots": Planted(
+        "fused",
+        (
+            Change("sending.cuh", "half_(epoch & 1)", "half_(0)"),
+            Change("placing.cuh", "half_(epoch & 1)", "half_(0)"),
+        ),
+        form="pairs",
+    ),
+    "one half of the sums": Planted(
+        "fused",
+        (
+            Change("reducing.cuh", "half_(epoch & 1)", "half_(0)"),
+            Change("combine.cu", "p.slot_at(me, epoch & 1, rank, token)", "p.slot_at(me, 0, rank, token)"),
+        ),
+        form="pairs",
+    ),
+    "epochs of the other operation": _planted(
+        "fused", "combine.cu", "epoch_of_this_run(p.operation)", "epoch_of_this_run(p.operation - 8)", form="pairs"
+    ),
+    "nothing to send, nothing said": _planted(
+        "fused",
+        "sending.cuh",
+        "    say_done(p, epoch, sender);",
+        "    if (n != 0) say_done(p, epoch, sender);",
+        routings=("none", "uniform"),
+        ranks=2,
+    ),
+    "sums announced when they are read": _planted(
+        "fused", "reducing.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
+    ),
+    "no fence before a sum's word": _planted("fused", "reducing.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"),
+    "no fence before the last word of sums": _planted(
+        "fused", "reducing.cuh", f"{SYSTEM_FENCE} the pieces before", "//"
+    ),
+    "no fence before a sum leaves its stage": _planted(
+        "fused", "reducing.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
+    ),
+    "no fence before a stamp leaves": _planted(
+        "fused", "sending.cuh", "ptx::fence_proxy_async_shared();  // orders the stamp", "//", stamped=True
+    ),
+    "a sum's stage is overwritten too early": _planted("fused", "reducing.cuh", "ptx::bulk_wait_read<1>();"),
+    "rows are stored, not released": _planted(
+        "staged", "sending.cuh", f"{SYSTEM_FENCE} the rows before", "//", shape=small
+    ),
+    "lines of the epoch before": _planted("few", "lines.cuh", "value.high == epoch)", "value.high + 2 >= epoch)"),
+    "one half of the lines": Planted(
+        "few",
+        (Change("few_rows.cuh", "p.few_rows[epoch & 1]", "p.few_rows[0]"),),
+        routings=("uniform",) * 6,
+        form="pairs",
+    ),
+}
+
+COPYING = {
+    "signalled when the bytes are read": Change("ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
+    "a lane told before its stores have arrived": Change("copy.cu", "ptx::bulk_wait<LATE>();", ""),
+    "a credit that is not waited for": Change(
+        "lanes.cuh", "credit + lane.lag >= epoch", "credit + lane.lag + 1 >= epoch"
+    ),
+    "no proxy fence behind a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
+    "hands that do not wait for one another": Change(
+        "copy.cu", "ptx::barrier_of_warps(1, HANDS);  // orders the stores", "//"
+    ),
+    "a byte too many": Change("unaligned.cuh", "thread < span.bytes - tail", "thread <= span.bytes - tail"),
+}
+
+SAID = {
+    "stores 4 bytes of .*where nothing is": Change(
+        "places.cuh", "p.out_weights + place * 4ull, static", "p.out_weights + (place + 99999) * 4ull, static"
+    ),
+    "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
+        "sending.cuh", "token(first + i)), stage", "token(first + i)) + 8, stage"
+    ),
+    "a plain access to": Change("routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "p_.masks[token + 64] = 0;"),
+    "somebody wrote before dispatch_heads": Change("dispatch.cuh", "scratch.needed = 0;", "(&scratch)[4].needed = 0;"),
+    "no end after .*waits for the bytes of the barrier at": Change(
+        "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
+    ),
+    "two different collectives": Change(
+        "reducing.cuh",
+        "        }\n        __syncwarp();\n        for",
+        "        }\n        if (!leads_) __syncwarp();\n        for",
+    ),
+    "still read its shared memory": Change("ring.cuh", "void drain() { ptx::bulk_wait<0>(); }", "void drain() {}"),
+}
+"""What is said of each."""

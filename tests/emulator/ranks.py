@@ -1,0 +1,280 @@
+"""The exchange's own backends on emulated ranks: their grids, offsets and parameters, with emulated memory below."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+from unittest import mock
+
+import numpy as np
+import torch
+
+from raymoe.device.combine import CombineGrid
+from raymoe.device.dispatch import DispatchGrid
+from raymoe.device.error_word import _RECORD, ErrorWord
+from raymoe.device.jit import KernelSource
+from raymoe.device.launch import Shape
+from raymoe.device.params import Params
+from raymoe.device.sync import ErrorRecord
+from raymoe.exchange.backend import Tokens
+from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.few import FewBackend
+from raymoe.exchange.fused import FusedBackend, Home
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.staged import StagedBackend
+from raymoe.exchange.workspace import STAMPS_VARIABLE, Workspace
+from raymoe.memory.heap import Layout, Region
+from tests.emulator.machine import RED_ZONE_BYTES, Emulator, Memory
+
+LONG_S = 60.0
+"""Of virtual time: a wait that may last."""
+
+
+@dataclass(frozen=True)
+class EmulatedGpu:
+    """What is asked of a GPU where grids are laid out. Small, so that everything wraps."""
+
+    emulator: Emulator
+    rank: int
+    sms: int = 6
+    shared_bytes: int = 64 << 10
+
+    def synchronise(self) -> None:
+        """The host writes where kernels read."""
+
+
+@dataclass(frozen=True)
+class EmulatedWorld:
+    """All ranks are made by one process, one after the other, and are alike."""
+
+    gpu: EmulatedGpu
+    size: int
+    heaps: dict[str, tuple[Layout, list[Memory]]]
+    """Of all ranks, by what they are for."""
+    timeout_s: float = LONG_S
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def rank(self) -> int:
+        return self.gpu.rank
+
+    def swap(self, value: object, what: str) -> list[object]:  # noqa: ARG002
+        return [value] * self.size
+
+    def agree(self, problem: Exception | None, what: str) -> None:  # noqa: ARG002
+        if problem is not None:
+            raise problem
+
+    def barrier(self, what: str) -> None:
+        """Nothing runs before the machine does."""
+
+    def allocate(self, layout: Layout, what: str, where: str) -> EmulatedHeap:
+        assert where == "device"
+        if what not in self.heaps:
+            self.heaps[what] = heaps_of(self.gpu.emulator, layout)
+        return EmulatedHeap(*self.heaps[what], self.rank)
+
+
+class EmulatedHeap:
+    """One rank's view of the heaps of all. Between its regions lie bytes that nobody may write."""
+
+    def __init__(self, layout: Layout, heaps: list[Memory], rank: int) -> None:
+        self.layout, self._rank, self._heaps = layout, rank, heaps
+
+    def base(self, peer: int) -> int:
+        return self._heaps[peer].address
+
+    def address(self, name: str) -> int:
+        return self.base(self._rank) + self.layout.find(name).offset
+
+    def tensor(self, name: str) -> torch.Tensor:
+        placed = self.layout.find(name)
+        region, begin = placed.region, placed.offset
+        flat = torch.from_numpy(self._heaps[self._rank].bytes[begin : begin + region.nbytes])
+        return flat.view(getattr(torch, region.dtype)).view(region.shape)
+
+    def close(self) -> None:
+        """The machine owns the memory."""
+
+
+def with_gaps(layout: Layout) -> Layout:
+    """The same regions, bytes between them that belong to nobody."""
+    regions: list[Region] = []
+    for placed in layout.placed:
+        regions += [placed.region, Region(f"gap behind {placed.region.name}", (RED_ZONE_BYTES,), "uint8")]
+    return Layout.of(regions)
+
+
+def heaps_of(emulator: Emulator, layout: Layout) -> tuple[Layout, list[Memory]]:
+    """A heap for each rank."""
+    wide = with_gaps(layout)
+    kept = [each for each in wide.placed if not each.region.name.startswith("gap behind ")]
+    regions = [(each.region.name, each.offset, each.region.nbytes) for each in kept]
+    return wide, [emulator.heap(rank, regions, wide.nbytes) for rank in range(emulator.ranks)]
+
+
+class EmulatedWords:
+    """Words of the host that kernels read and write."""
+
+    def __init__(self, gpu: EmulatedGpu, count: int) -> None:
+        self._memory = gpu.emulator.memory(gpu.rank, count * 8, "host words")
+        self._memory.bytes[:] = 0
+        self.words = self._memory.bytes.view(np.uint64)
+
+    def device_address(self, index: int = 0) -> int:
+        return self._memory.address + index * 8
+
+    def close(self) -> None:
+        """The machine owns the memory."""
+
+
+class EmulatedErrorWord(ErrorWord):
+    """The abort word, the record and the poison of one rank, in memory of the machine."""
+
+    def __init__(self, gpu: Any, rank: int) -> None:
+        self.rank, self._gpu = rank, gpu
+        self._lock = threading.Lock()
+        self._ops, self._reason, self._closed = [], None, True  # there is nothing to close
+        host: Any = EmulatedWords(gpu, _RECORD + ErrorRecord.nbytes() // 8)
+        self._host, self._poison = host, EmulatedWords(gpu, 16).device_address()
+
+
+class EmulatedKernels:
+    """A kernel stands for itself; the machine compiles it."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        pass
+
+    def function(self, source: KernelSource) -> KernelSource:
+        return source
+
+
+def workspaces(
+    emulator: Emulator, *specs: ExchangeSpec, stamped: bool = True, timeout_s: float = LONG_S
+) -> list[Workspace]:
+    """One for each rank. `timeout_s` is of the machine's time, of which a step takes about 8 ns."""
+    heaps: dict[str, tuple[Layout, list[Memory]]] = {}
+    worlds = [
+        EmulatedWorld(EmulatedGpu(emulator, rank), emulator.ranks, heaps, timeout_s) for rank in range(emulator.ranks)
+    ]
+    with (
+        mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}),
+        mock.patch("raymoe.device.error_word.ErrorWord", EmulatedErrorWord),
+        mock.patch("raymoe.device.kernels.Kernels", EmulatedKernels),
+        mock.patch("raymoe.transport.watchdog.Watchdog"),
+    ):
+        return [Workspace(cast(Any, world), *specs) for world in worlds]
+
+
+class EmulatedBackend(FusedBackend):
+    """What a backend does on a GPU, enqueued on the rank's stream of the machine instead; as such, `fused`."""
+
+    def _launch(self, function: Any, shape: Shape, params: Params) -> None:
+        gpu: Any = self.world.gpu
+        gpu.emulator.launch(self.world.rank, function, shape, params)
+
+    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        """All in memory of the machine, full of NaN and absurd numbers."""
+        place = self._place
+        here = Tokens(*(None if each is None else place(each, True) for each in vars(tokens).values()))  # type: ignore[arg-type]
+        got = super()._new(here, out)
+        home = got._home
+        assert isinstance(home, Home)
+        kept = replace(home, entries=place(home.entries), masks=place(home.masks), got=place(home.got))
+        scales = got.scales
+        if scales is not None and self._slot_scales is None:
+            scales = place(scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
+        return replace(
+            got,
+            weights=place(got.weights),
+            expert_offsets=place(got.expert_offsets),
+            expert_counts=place(got.expert_counts),
+            index=None if got.index is None else place(got.index),
+            scales=scales,
+            _home=kept,
+        )
+
+    def check(self) -> None:
+        """After the machine has run: raises what the kernels have told."""
+        with mock.patch.object(torch.cuda, "synchronize"):
+            super().check()
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        """Memory of this rank that its kernels may touch, poisoned."""
+        gpu: Any = self.world.gpu
+        count = int(np.prod(shape))
+        nbytes = count * torch.empty(0, dtype=dtype).element_size()
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        memory = gpu.emulator.memory(self.world.rank, nbytes, name)
+        return torch.from_numpy(memory.bytes).view(dtype).view(shape)
+
+    def _place(self, tensor: torch.Tensor, filled: bool = False, whole: int | None = None) -> torch.Tensor:
+        shape = tuple(tensor.shape) if whole is None else (tensor.shape[0], whole)
+        made = self.new(shape, tensor.dtype, f"tensor {'x'.join(map(str, shape))} of {tensor.dtype}")
+        if filled:
+            made.copy_(tensor)
+        return made
+
+
+class EmulatedStaged(EmulatedBackend, StagedBackend):
+    """Rows by a launch of their own."""
+
+
+class EmulatedFew(EmulatedBackend, FewBackend):
+    """Rows in lines."""
+
+
+BACKENDS: dict[str, type[EmulatedBackend]] = {"fused": EmulatedBackend, "staged": EmulatedStaged, "few": EmulatedFew}
+
+
+def backend(
+    name: str, workspace: Workspace, spec: ExchangeSpec, shape: Callable[[Any, Any], Any] | None = None
+) -> EmulatedBackend:
+    """`shape` changes the grids of dispatch and combine."""
+    kind = BACKENDS[name]
+    laid_out = kind._grids
+
+    def grids(self: Any, asked: Any) -> Any:
+        return laid_out(self, asked) if shape is None else shape(*laid_out(self, asked))
+
+    with mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords), mock.patch.object(kind, "_grids", grids):
+        return kind(workspace.world, spec, workspace, "auto")
+
+
+def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
+    """Few lanes of two stages, words after every row: everything wraps."""
+    return (
+        replace(
+            moving,
+            senders=2,
+            placers=3,
+            routers=2,
+            sender_lanes=2,
+            sender_stages=min(2, moving.sender_stages),
+            placer_lanes=2,
+            placer_stages=2,
+            chunk=1,
+        ),
+        replace(summing, reducers=2, summers=2, reducer_lanes=2),
+    )
+
+
+def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
+    """One lane each way, so that rows are looked for while most are still to be sent."""
+    moving, summing = small(moving, summing)
+    return replace(moving, senders=1, sender_lanes=1), replace(summing, reducers=1, reducer_lanes=1)
+
+
+def deep(stages: int) -> Callable[[DispatchGrid, CombineGrid], tuple[DispatchGrid, CombineGrid]]:
+    """One lane each way, with rings of so many stages."""
+
+    def shape(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
+        moving, summing = narrow(moving, summing)
+        one = replace(moving, placers=1, placer_lanes=1, routers=1)
+        return replace(one, sender_stages=stages, placer_stages=stages), summing
+
+    return shape

@@ -1,0 +1,73 @@
+// What Python calls. One machine at a time; no call may be made from two OS threads.
+
+#include <cstring>
+
+#include "machine.h"
+
+using emulator::machine;
+
+extern "C" {
+
+void machine_open(int ranks) {
+    delete machine;
+    machine = new emulator::Machine;
+    for (int number = 0; number < ranks; ++number) {
+        machine->ranks.push_back(std::make_unique<emulator::Rank>());
+        machine->ranks.back()->number = number;
+    }
+}
+
+void machine_close() {
+    delete machine;
+    machine = nullptr;
+}
+
+void* machine_map(unsigned long long bytes) {
+    return machine->memory.map(bytes);
+}
+
+void machine_add_region(unsigned long long begin, unsigned long long bytes, int rank, int shared, const char* name) {
+    machine->memory.add({begin, begin + bytes, rank, shared != 0, name, {}});
+}
+
+void machine_launch(int rank, const char* name, emulator::Kernel kernel, const void* params, unsigned params_bytes,
+                    const unsigned* shape) {
+    auto launch = std::make_unique<emulator::Launch>();
+    launch->name = name;
+    launch->kernel = kernel;
+    const auto* from = static_cast<const unsigned char*>(params);
+    launch->params.assign(from, from + params_bytes);
+    launch->blocks = shape[0];
+    launch->threads = shape[1];
+    launch->dynamic_bytes = shape[2];
+    launch->rank = machine->ranks[rank].get();
+    launch->rank->stream.push_back(std::move(launch));
+}
+
+void machine_call(int rank, emulator::HostCall call) {
+    auto launch = std::make_unique<emulator::Launch>();
+    launch->call = call;
+    launch->rank = machine->ranks[rank].get();
+    launch->rank->stream.push_back(std::move(launch));
+}
+
+// By the host, in its place of a stream: what was there before is remembered, as of a kernel's stores.
+void machine_write(unsigned long long at, const void* bytes, unsigned size) {
+    machine->memory.write(*machine->memory.find(at), reinterpret_cast<unsigned char*>(at), bytes, size, machine->ticks,
+                          emulator::HOST);
+}
+
+// 1: all streams are through.
+int machine_run(unsigned long long seed, unsigned long long most_ticks) {
+    machine->most_ticks = most_ticks;
+    return machine->run(seed) ? 1 : 0;
+}
+
+const char* machine_error() {
+    return machine->error.c_str();
+}
+
+unsigned long long machine_ticks() {
+    return machine->ticks;
+}
+}

@@ -1,0 +1,137 @@
+// How launches begin and end, and what must be done when a block's threads have ended.
+
+#include <sys/mman.h>
+
+#include <cstring>
+
+#include "machine.h"
+
+namespace emulator {
+
+namespace {
+
+void thread_main() {
+    Thread* me = self();
+    me->block->launch->kernel(me->block->launch->params.data());
+    me->state = State::ENDED;
+    machine->yield();
+}
+
+void lay_out(Block& block, u32 dynamic_bytes) {
+    constexpr u64 PAGE = 4096;
+    const u32 dynamic = (dynamic_bytes + 127) & ~127u;
+    block.dynamic_bytes = dynamic_bytes;
+    block.shared_bytes = STATIC_BYTES + dynamic;
+    const u64 each = (block.shared_bytes + PAGE - 1) / PAGE * PAGE;
+    block.mapped_bytes = 2 * (each + PAGE);
+    block.mapping = mmap(nullptr, block.mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    u8* at = static_cast<u8*>(block.mapping);
+    mprotect(at + each, PAGE, PROT_NONE);  // a plain access behind the block's memory faults
+    block.shared = at + each - block.shared_bytes;
+    block.async = at + each + PAGE;
+    std::memset(block.shared, 0xFB, block.shared_bytes);  // what was there before: nothing to count on
+    std::memset(block.async, 0xFB, block.shared_bytes);
+}
+
+}  // namespace
+
+Block::~Block() {
+    if (mapping != nullptr) {
+        munmap(mapping, mapped_bytes);
+    }
+}
+
+void Machine::begin_launch(Rank& rank) {
+    rank.current = std::move(rank.stream.front());
+    rank.stream.pop_front();
+    Launch& launch = *rank.current;
+    if (launch.call != nullptr) {
+        if (launch.call() != 0) {
+            fail("what the host does in the stream of rank " + std::to_string(rank.number) + " failed");
+        }
+        return end_launch(rank);
+    }
+    launch.alive = launch.blocks;
+    for (u32 index = 0; index < launch.blocks; ++index) {
+        launch.grid.push_back(std::make_unique<Block>());
+        Block& block = *launch.grid.back();
+        block.launch = &launch;
+        block.index = index;
+        block.number = blocks_begun++;
+        block.alive = launch.threads;
+        block.stalled_until = chance(2) ? ticks + delay() : 0;
+        lay_out(block, launch.dynamic_bytes);
+        for (u32 i = 0; i < launch.threads; ++i) {
+            if (i % 32 == 0) {
+                block.warps.push_back(std::make_unique<Warp>());
+            }
+            block.threads.push_back(std::make_unique<Thread>());
+            Thread& thread = *block.threads.back();
+            thread.block = &block;
+            thread.warp = block.warps.back().get();
+            thread.index = i;
+            thread.seen_time = thread.proxy_time = ticks;
+            thread.warp->threads.push_back(&thread);
+            thread.fiber.prepare(thread_main);
+            make_ready(&thread);
+        }
+    }
+}
+
+void Machine::end_thread(Thread* thread) {
+    unready(thread);
+    Block* block = thread->block;
+    thread->warp->ended |= 1u << thread->index % 32;
+    --block->alive;
+    if (thread->warp->arrived != 0) {
+        running = thread;
+        failed = true;
+        error = describe(thread) + ": it ends while threads of its warp wait for it";
+        return;
+    }
+    if (block->alive != 0) {
+        release_barriers_of(block);
+        return;
+    }
+    for (auto& each : block->threads) {
+        for (auto& group : each->groups) {
+            for (auto& store : group) {
+                if (!store->read) {
+                    failed = true;
+                    error = describe(each.get()) + ": its block ends while bulk stores still read its shared memory";
+                }
+            }
+        }
+        if (!each->open.empty()) {
+            failed = true;
+            error = describe(each.get()) + ": it ends with bulk stores that belong to no group";
+        }
+    }
+    if (block->loads_under_way != 0) {
+        failed = true;
+        error = describe(thread) + ": its block ends while bulk loads into its shared memory are under way";
+    }
+    --block->launch->alive;
+}
+
+// What a kernel has stored is there when it has ended.
+void Machine::end_launch(Rank& rank) {
+    for (auto& block : rank.current->grid) {
+        for (auto& thread : block->threads) {
+            for (auto& group : thread->groups) {
+                for (auto& store : group) {
+                    write_global(*store, false);
+                }
+            }
+            publish_known(thread.get(), true);
+        }
+    }
+    for (Store* store : rank.gpu_stores) {
+        memory.publish(store, ticks);
+    }
+    rank.gpu_stores.clear();
+    rank.current.reset();
+    rank.starts_at = ticks + (chance(2) ? delay() : 0);
+}
+
+}  // namespace emulator

@@ -1,0 +1,255 @@
+// Bulk copies of raymoe/ptx.cuh, and the barriers on which their loads complete.
+//
+// A load reads global memory at a random later moment, no later than it completes, and gives what was there at any time
+// since the last proxy fence that stands before it: what was acquired after that fence it need not see.
+//
+// A store reads its stage at a random later moment and writes at another. A wait for reading brings the first about, a
+// full wait both; but then the thread that waited is the only one that must see the bytes, until it releases them.
+
+#include <algorithm>
+#include <cstring>
+
+#include "machine.h"
+#include "raymoe/ptx.cuh"
+
+namespace emulator {
+
+namespace {
+
+void turn(ByteBarrier& barrier) {
+    if (barrier.missing == 0 && barrier.bytes == 0) {
+        ++barrier.phase;
+        barrier.missing = barrier.arrivals;
+    }
+}
+
+ByteBarrier& byte_barrier(u32 at) {
+    auto& known = self()->block->byte_barriers;
+    const auto found = known.find(at);
+    if (found == known.end()) {
+        machine->fail("no barrier has been made in shared memory at " + std::to_string(at));
+    }
+    return found->second;
+}
+
+void check_stage(u32 shared, u32 bytes) {
+    const Block& block = *self()->block;
+    if (shared % 16 != 0 || bytes % 16 != 0 || bytes == 0 || shared + static_cast<u64>(bytes) > block.shared_bytes) {
+        machine->fail("a bulk copy of " + std::to_string(bytes) + " bytes at " + std::to_string(shared) +
+                      " of shared memory, which has " + std::to_string(block.shared_bytes));
+    }
+}
+
+struct Load {
+    Block* block;
+    Region* region;
+    const u8* global;
+    u32 shared, bytes, barrier;
+    u64 proxy_time;
+};
+
+// What the async proxy of a GPU may see of a line.
+void read_line(const Load& load, const u8* at, u64 time, u8* into) {
+    machine->memory.as_of(*load.region, at, LINE, time, NOBODY, into);
+    const Line* line = load.region->line_at(reinterpret_cast<u64>(at));
+    for (std::size_t i = 0; line != nullptr && i < line->pending.size(); ++i) {
+        const Store* store = line->pending[i];
+        if (store->level == Level::GPU && store->rank == load.block->launch->rank->number) {
+            std::memcpy(into + (store->at - at), store->bytes, store->size);
+        }
+    }
+}
+
+void land(const Load& load) {
+    const u64 now = machine->ticks, since = load.proxy_time;
+    const u64 time = machine->chance(3) ? since + machine->random() % (now - since + 1) : since;
+    u8 bytes[LINE];
+    for (u32 at = 0; at < load.bytes; at += LINE) {
+        read_line(load, load.global + at, machine->chance(8) ? now : time, bytes);
+        std::memcpy(load.block->shared + load.shared + at, bytes, LINE);
+        std::memcpy(load.block->async + load.shared + at, bytes, LINE);
+    }
+    --load.block->loads_under_way;
+    ByteBarrier& barrier = load.block->byte_barriers[load.barrier];
+    barrier.bytes -= load.bytes;
+    turn(barrier);
+}
+
+void overlay_unfenced(const Block& block, const Known& known, BulkStore& store) {
+    for (const Dirty& dirty : known.dirty) {
+        const u32 from = std::max(dirty.at, store.shared);
+        const u32 to = std::min(dirty.at + dirty.bytes, store.shared + store.bytes);
+        if (from < to) {
+            std::memcpy(store.data.data() + (from - store.shared), block.async + from, to - from);
+        }
+    }
+}
+
+// Ordinary stores that no fence has followed are not seen.
+void read_stage(BulkStore& store) {
+    if (store.read) {
+        return;
+    }
+    const Block& block = *store.owner->block;
+    store.read = true;
+    store.data.assign(block.shared + store.shared, block.shared + store.shared + store.bytes);
+    for (auto& thread : block.threads) {
+        overlay_unfenced(block, thread->known, store);
+    }
+    for (auto& warp : block.warps) {
+        overlay_unfenced(block, warp->known, store);
+    }
+    for (auto& barrier : block.barriers) {
+        overlay_unfenced(block, barrier.known, store);
+    }
+}
+
+void clean(Known& known) {
+    known.dirty.clear();
+}
+
+}  // namespace
+
+void write_global(BulkStore& store, bool awaited) {
+    if (store.written) {
+        return;
+    }
+    store.written = true;
+    Region& region = *machine->memory.find(reinterpret_cast<u64>(store.global));
+    if (!awaited || machine->chance(3)) {
+        machine->memory.write(region, store.global, store.data.data(), store.bytes, machine->ticks, store.block);
+        return;
+    }
+    for (u32 at = 0; at < store.bytes; at += LINE) {
+        add_store(store.owner, region, store.global + at, store.data.data() + at, LINE, machine->long_delay());
+    }
+}
+
+}  // namespace emulator
+
+namespace raymoe::ptx {
+
+using emulator::BulkStore;
+using emulator::machine;
+using emulator::self;
+using emulator::Thread;
+
+void barrier_init(u32 barrier, u32 arrivals) {
+    if (barrier % 8 != 0 || barrier + 8 > self()->block->shared_bytes) {
+        machine->fail("a barrier at " + std::to_string(barrier) + " of shared memory");
+    }
+    emulator::ByteBarrier made;
+    made.arrivals = made.missing = arrivals;
+    self()->block->byte_barriers[barrier] = made;
+    self()->unfenced_barriers.push_back(barrier);
+}
+
+void fence_barrier_init() {
+    for (const u32 barrier : self()->unfenced_barriers) {
+        self()->block->byte_barriers[barrier].fenced = true;
+    }
+    self()->unfenced_barriers.clear();
+}
+
+void barrier_expect(u32 barrier, u32 bytes) {
+    auto& found = emulator::byte_barrier(barrier);
+    if (found.missing == 0) {
+        machine->fail("one more arrival than the barrier at " + std::to_string(barrier) + " waits for in a phase");
+    }
+    --found.missing;
+    found.bytes += bytes;
+    if (found.bytes >= 1 << 20) {
+        machine->fail("a barrier is told to expect 2^20 bytes or more");
+    }
+    emulator::turn(found);
+}
+
+bool barrier_try_wait(u32 barrier, u32 parity) {
+    machine->maybe_yield();
+    Thread* me = self();
+    const bool over = (emulator::byte_barrier(barrier).phase & 1) != parity;
+    if (!over) {
+        me->doing = "waits for the bytes of the barrier at";
+        me->where = 0;
+        me->what = barrier;
+        machine->yield();
+    }
+    return over;
+}
+
+void barrier_invalidate(u32 barrier) {
+    emulator::byte_barrier(barrier);
+    self()->block->byte_barriers.erase(barrier);
+}
+
+void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
+    machine->maybe_yield();
+    Thread* me = self();
+    auto& region = emulator::checked(global, bytes, 16, "bulk loads");
+    emulator::check_stage(shared, bytes);
+    if (!emulator::byte_barrier(barrier).fenced) {
+        machine->fail("a bulk load on a barrier whose making no fence has followed");
+    }
+    ++me->block->loads_under_way;
+    const emulator::Load load{me->block, &region, static_cast<const u8*>(global), shared, bytes, barrier,
+                              me->proxy_time};
+    machine->later(machine->delay(), [load] { emulator::land(load); });
+}
+
+void bulk_store(void* global, u32 shared, u32 bytes) {
+    machine->maybe_yield();
+    Thread* me = self();
+    emulator::checked(global, bytes, 16, "bulk stores");
+    emulator::check_stage(shared, bytes);
+    auto store = std::make_shared<BulkStore>();
+    store->global = static_cast<u8*>(global);
+    store->shared = shared;
+    store->bytes = bytes;
+    store->owner = me;
+    store->block = me->block->number;
+    me->open.push_back(store);
+    machine->later(machine->long_delay(), [store] {
+        if (store->written) {
+            return;
+        }
+        emulator::read_stage(*store);
+        machine->later(machine->long_delay(), [store] { emulator::write_global(*store, false); });
+    });
+}
+
+void bulk_commit() {
+    Thread* me = self();
+    me->groups.push_back(std::move(me->open));
+    me->open.clear();
+}
+
+void bulk_wait_for(u32 younger, bool only_read) {
+    machine->yield();
+    Thread* me = self();
+    const std::size_t count = me->groups.size() < younger ? 0 : me->groups.size() - younger;
+    for (std::size_t i = 0; i < count; ++i) {
+        for (auto& store : me->groups[i]) {
+            emulator::read_stage(*store);
+            if (!only_read) {
+                emulator::write_global(*store, true);
+            }
+        }
+    }
+    const auto written = [](const auto& store) { return store->written; };
+    while (!me->groups.empty() && std::all_of(me->groups.front().begin(), me->groups.front().end(), written)) {
+        me->groups.pop_front();
+    }
+}
+
+void fence_proxy_async_shared() {
+    machine->maybe_yield();
+    emulator::for_each_known(self(), emulator::clean);
+}
+
+void fence_proxy_async() {
+    fence_proxy_async_shared();
+    emulator::publish_known(self(), false);
+    self()->proxy_time = machine->ticks;
+}
+
+}  // namespace raymoe::ptx

@@ -1,0 +1,102 @@
+"""Steps of an exchange on emulated ranks: dispatch, experts, combine, all enqueued before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from raymoe.exchange.backend import Tokens
+from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.spec import FP8, FP8_BLOCK
+from tests.emulator.machine import Emulator
+from tests.emulator.ranks import EmulatedBackend
+from tests.unit.exchange_cases import Batch, Case, Result, apply_experts, batches, expert_major
+from tests.unit.exchange_judge import judge_combine, judge_dispatch, judge_quantised
+
+FORMS = ("whole", "halves", "pairs")
+"""Of a step: two launches; four; and two steps at a time, both dispatches before both combines."""
+
+
+@dataclass
+class Steps:
+    """What the ranks of a case do, step by step, and what they got: `results[step][rank]`."""
+
+    emulator: Emulator
+    case: Case
+    backends: list[EmulatedBackend]
+    absent: frozenset[int] = frozenset()
+    """Ranks that launch nothing."""
+    results: list[list[Result]] = field(default_factory=list)
+    _later: dict[int, Callable[[], object]] = field(default_factory=dict)
+
+    def enqueue(self, step: int, form: str = "whole", change: Callable[[int, Batch], object] | None = None) -> None:
+        """A step of all ranks; `change` may spoil what a rank hands over."""
+        got = [Result(np.zeros(0), np.zeros(0), [], [], np.zeros(0)) for _ in self.backends]
+        self.results.append(got)
+        for rank, (backend, batch) in enumerate(zip(self.backends, batches(self.case, step), strict=True)):
+            if change is not None:
+                change(rank, batch)
+            if rank not in self.absent:
+                combine = self._dispatch(backend, batch, form, got[rank])
+                if form == "pairs" and step % 2 == 0:
+                    self._later[rank] = combine
+                else:
+                    self._later.pop(rank, lambda: None)()
+                    combine()
+
+    def judge(self, first: int = 0) -> None:
+        """What came against the plan, and what came home against the oracle; of the steps from `first` on."""
+        for backend in self.backends:
+            backend.check()
+        for step in range(first, len(self.results)):
+            sent = batches(self.case, step)
+            quantised = self.case.spec.dispatch_wire == FP8
+            for rank, result in enumerate(self.results[step]):
+                (judge_quantised if quantised else judge_dispatch)(self.case, sent, rank, result)
+                if quantised:
+                    assert not np.isnan(result.y).any()
+                else:
+                    judge_combine(self.case, sent[rank], result.y)
+
+    def _dispatch(self, backend: EmulatedBackend, batch: Batch, form: str, result: Result) -> Callable[[], object]:
+        """Enqueues a dispatch, and gives what enqueues the rest of its step."""
+        case, spec, rank = self.case, self.case.spec, backend.world.rank
+        count = torch.tensor([batch.num_tokens], dtype=torch.int32) if case.prefix else None
+        tokens = Tokens(batch.x, batch.ids, batch.weights, count)
+        rows, dtype = spec.rows(case.ranks), getattr(torch, spec.output_dtype)
+        out = backend.new((rows, spec.hidden), dtype, "out") if spec.layout == "expert" else None
+        y = backend.new(tuple(batch.x.shape), batch.x.dtype, "y")
+        made = backend.new((rows, spec.hidden), batch.x.dtype, "expert rows")
+        if form == "halves":
+            got = backend.dispatch_send(tokens, out)
+            backend.dispatch_receive(got)
+        else:
+            got = backend.dispatch(tokens, out)
+
+        def combine() -> None:
+            self.emulator.call(rank, lambda: self._experts(backend, got, made, result))
+            if form == "halves":
+                backend.combine_send(made, got, case.weighted, y)
+                backend.combine_receive(made, got, case.weighted, y)
+            else:
+                backend.combine(made, got, case.weighted, y)
+            self.emulator.call(rank, lambda: setattr(result, "y", y.float().numpy().copy()))
+
+        return combine
+
+    def _experts(self, backend: EmulatedBackend, got: Dispatched, made: torch.Tensor, result: Result) -> None:
+        spec = self.case.spec
+        x = expert_major(got)
+        if spec.output == "raw":
+            assert got.scales is not None
+            scales = got.scales if got.index is None else got.scales.index_select(0, got.index)
+            x = x.float() * scales.repeat_interleave(FP8_BLOCK, 1)[:, : spec.hidden]
+        owner: Any = backend
+        made.copy_(apply_experts(owner, got, x.to(made.dtype)))
+        result.offsets, result.counts = got.expert_offsets.tolist(), got.expert_counts.tolist()
+        result.x = x[: result.offsets[-1]].float().numpy().copy()
+        result.weights = got.weights.numpy().copy()
