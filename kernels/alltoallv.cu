@@ -4,8 +4,6 @@
 // A lane is a warp; lane l takes the tokens l, l + lanes, ... of those that num_tokens says are there, reads each row
 // once and stores it at up to all ranks. When all are through it says ALL_DONE to every peer, also where it had nothing
 // to send. The protocol and the words are those of dispatch.cu.
-//
-// With `rows_moved` somebody else has moved the rows (the copy engine, in this stream): only the words are left.
 
 #include "raymoe/dispatch.cuh"
 #include "raymoe/ptx.cuh"
@@ -13,12 +11,6 @@
 #include "raymoe/sync.cuh"
 
 namespace raymoe {
-
-struct AlltoallvParams {
-    DispatchParams dispatch;
-    u32 rows_moved;
-    u32 unused;
-};
 
 constexpr u32 VECTORS = 4;  // 16-byte vectors that a thread has under way at a time
 
@@ -57,27 +49,15 @@ __device__ inline void store_row(const DispatchParams& p, u64 epoch, u32 token, 
 }  // namespace raymoe
 
 extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
-    alltoallv(const __grid_constant__ raymoe::AlltoallvParams params) {
+    alltoallv(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
-    const DispatchParams& p = params.dispatch;
-    __shared__ u64 epoch_word;
-    __shared__ u32 tokens_word;
-    __shared__ bool may;
-    if (threadIdx.x == 0) {
-        epoch_word = epoch_of_this_run(p.operation);
-        may = !poisoned(p.watch);
-        const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
-        tokens_word = asked <= p.tokens && !params.rows_moved ? asked : 0;
-    }
-    __syncthreads();
-    const u32 warp = threadIdx.x / 32;
+    const auto [epoch, tokens, may] = begin_dispatch(p);
     if (!may) {
         return;
     }
-    const u64 epoch = epoch_word;
-    const u32 lane = blockIdx.x * p.sender_lanes + warp;
+    const u32 warp = threadIdx.x / 32, lane = blockIdx.x * p.sender_lanes + warp;
     const u32 wanted = ~(1u << p.peers.rank);  // the placers see to this rank's own rows
-    for (u32 token = lane; warp < p.sender_lanes && token < tokens_word; token += p.lanes()) {
+    for (u32 token = lane; warp < p.sender_lanes && token < tokens; token += p.lanes()) {
         const u32 mask = p.masks[token] & wanted;
         if (mask != 0) {
             store_row(p, epoch, token, mask);

@@ -128,16 +128,6 @@ __device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, 
     }
 }
 
-// Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
-template <class Type>
-__device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stride) {
-    for (u32 token = first; token < p.tokens; token += stride) {
-        for (u64 at = threadIdx.x % 32 * 16; at < p.row_bytes; at += 32 * 16) {
-            ptx::store_16(p.y + static_cast<u64>(token) * p.row_bytes + at, {Type::NANS, Type::NANS});
-        }
-    }
-}
-
 // By a whole block, the `summer`-th. What a failed wait leaves undone, the last block out makes good.
 template <class Type>
 __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
@@ -194,12 +184,7 @@ __device__ inline void finish_combine(const CombineParams& p, u64 epoch) {
         return;
     }
     if (any_refused(p, epoch)) {
-        for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
-            u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
-            ptx::store_relaxed_sys(into, status_words(p, epoch, rank, 0));
-            ptx::store_relaxed_sys(into + 1, status_words(p, epoch, rank, 1));
-        }
-        ptx::store_release_sys(&p.record->epoch, epoch);  // orders the refusals before the epoch that announces them
+        tell_host(p, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
     }
     trace(p.trace, AT_ALL_AWAITED);
     finish_run(p.operation, epoch);
@@ -207,15 +192,7 @@ __device__ inline void finish_combine(const CombineParams& p, u64 epoch) {
 
 template <class Type>
 __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
-    __shared__ u64 epoch_word;
-    __shared__ bool may, last;
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_START);
-        epoch_word = epoch_of_this_run(p.operation);
-        may = !poisoned(p.watch);
-    }
-    __syncthreads();
-    const u64 epoch = epoch_word;
+    const auto [epoch, may] = begin_combine(p);
     const u32 reducers = p.parts & PART_REDUCE ? p.reducers : 0;
     if (may && blockIdx.x < reducers) {
         if (blockIdx.x == 0) {
@@ -228,13 +205,8 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     if (!(p.parts & PART_SUM)) {
         return;
     }
-    __syncthreads();  // orders what this block's threads did before the ticket of thread 0
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_END);
-        last = last_block_out(p.operation);
-    }
-    __syncthreads();
-    if (last) {
+    trace(p.trace, AT_END);
+    if (block_is_last_out(p.operation)) {
         finish_combine<Type>(p, epoch);
     }
 }

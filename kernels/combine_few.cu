@@ -168,15 +168,6 @@ __device__ inline bool sum_unit(const CombineParams& p, u64 epoch, const Dealing
 }
 
 template <class Type>
-__device__ inline void fill_few_with_nan(const CombineParams& p, u32 first, u32 stride) {
-    for (u32 token = first; token < p.tokens; token += stride) {
-        for (u64 at = threadIdx.x % 32 * 16; at < p.row_bytes; at += 32 * 16) {
-            ptx::store_16(p.y + static_cast<u64>(token) * p.row_bytes + at, {Type::NANS, Type::NANS});
-        }
-    }
-}
-
-template <class Type>
 __device__ inline void sum_few(const CombineParams& p, u64 epoch, u32 warp, u32 warps) {
     const Dealing dealing(p.row_bytes, p.tokens, warps);
     bool ok = true;
@@ -191,16 +182,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     combine_few(const __grid_constant__ raymoe::CombineParams p) {
     using namespace raymoe;
     using Type = ROW_TYPE;
-    __shared__ u64 epoch_word;
-    __shared__ bool may, last;
     __shared__ u64 refusals[MAX_RANKS][2];
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_START);
-        epoch_word = epoch_of_this_run(p.operation);
-        may = !poisoned(p.watch);
-    }
-    __syncthreads();
-    const u64 epoch = epoch_word;
+    const auto [epoch, may] = begin_combine(p);
     const u32 warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
     bool refused = false;
     if (may) {
@@ -215,35 +198,25 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
             trace(p.trace, AT_COUNTS);
             refused = any_refused(p, refusals);
             if (refused) {
-                fill_few_with_nan<Type>(p, warp, warps);
+                fill_with_nan<Type>(p, warp, warps);
             } else {
                 sum_few<Type>(p, epoch, warp, warps);
             }
         }
     }
-    __syncthreads();  // orders what this block's threads did before the ticket of thread 0
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_END);
-        last = last_block_out(p.operation);
-    }
-    __syncthreads();
-    if (!last) {
+    trace(p.trace, AT_END);
+    if (!block_is_last_out(p.operation)) {
         return;
     }
     if (poisoned(p.watch)) {
-        fill_few_with_nan<Type>(p, threadIdx.x / 32, WARPS);
+        fill_with_nan<Type>(p, threadIdx.x / 32, WARPS);
         return;
     }
     if (threadIdx.x != 0) {
         return;
     }
     if (refused) {
-        for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
-            u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
-            ptx::store_relaxed_sys(into, refusals[rank][0]);
-            ptx::store_relaxed_sys(into + 1, refusals[rank][1]);
-        }
-        ptx::store_release_sys(&p.record->epoch, epoch);  // orders the refusals before the epoch that announces them
+        tell_host(p, epoch, [&](u32 rank, u32 word) { return refusals[rank][word]; });
     }
     finish_run(p.operation, epoch);
 }

@@ -81,19 +81,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     dispatch(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
-    __shared__ u64 epoch_word;
-    __shared__ u32 tokens_word;
-    __shared__ bool may, last;
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_START);
-        epoch_word = epoch_of_this_run(p.operation);
-        may = !poisoned(p.watch);
-        const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
-        tokens_word = asked <= p.tokens ? asked : 0;  // more than there are is refused: none is sent
-    }
-    __syncthreads();
-    const u64 epoch = epoch_word;
-    const u32 tokens = tokens_word;
+    const auto [epoch, tokens, may] = begin_dispatch(p);
     const u32 senders = p.parts & PART_SEND ? p.senders : 0;
     if (may && blockIdx.x < senders) {
         send_rows<Lane>(p, epoch, tokens, blockIdx.x, shared);
@@ -111,13 +99,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     if (!(p.parts & PART_PLACE)) {
         return;
     }
-    __syncthreads();  // orders what this block's threads did before the ticket of thread 0
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_END);
-        last = last_block_out(p.operation);
-    }
-    __syncthreads();
-    if (last) {
+    trace(p.trace, AT_END);
+    if (block_is_last_out(p.operation)) {
         finish_dispatch(p, epoch);
     }
 }

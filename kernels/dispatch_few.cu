@@ -131,35 +131,19 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     dispatch_few(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
-    __shared__ u64 epoch_word;
-    __shared__ u32 tokens_word;
-    __shared__ bool may, last;
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_START);
-        epoch_word = epoch_of_this_run(p.operation);
-        may = !poisoned(p.watch);
-        const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
-        tokens_word = asked <= p.tokens ? asked : 0;  // more than there are is refused: none is sent
-    }
-    __syncthreads();
-    const u64 epoch = epoch_word;
+    const auto [epoch, tokens, may] = begin_dispatch(p);
     u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, behind what the placers share
     if (may) {
         if (blockIdx.x == 0) {
-            Router<TellInWords>(p, epoch, tokens_word, 0, shared).run();
+            Router<TellInWords>(p, epoch, tokens, 0, shared).run();
             __syncthreads();  // the placers use the routers' shared memory
         } else {
-            send_few(p, epoch, tokens_word, stages);
+            send_few(p, epoch, tokens, stages);
         }
         place_few(p, epoch, shared, stages);
     }
-    __syncthreads();  // orders what this block's threads did before the ticket of thread 0
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_END);
-        last = last_block_out(p.operation);
-    }
-    __syncthreads();
-    if (!last) {
+    trace(p.trace, AT_END);
+    if (!block_is_last_out(p.operation)) {
         return;
     }
     if (poisoned(p.watch)) {

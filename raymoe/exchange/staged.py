@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from raymoe.device import combine, dispatch
-from raymoe.device.alltoallv import AlltoallvParams, alltoallv_source
+from raymoe.device.alltoallv import alltoallv_source
 from raymoe.device.combine import CombineGrid
 from raymoe.device.dispatch import DispatchGrid
 from raymoe.device.launch import Shape
@@ -34,11 +34,20 @@ class StagedBackend(FusedBackend):
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
+        got = self._send(tokens, out)
+        self._launch_dispatch(got, dispatch.PLACE)
+        return got
+
+    def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        """The stages before the last one."""
+        self.workspace.begin("dispatch", self)
+        return self._send(tokens, out)
+
+    def _send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         got = self._new(tokens, out)
         self._launch_dispatch(got, dispatch.ROUTE)
-        params = AlltoallvParams(self._of(got, dispatch.SEND))
+        params = self._of(got, dispatch.SEND)
         self._launch(self._alltoallv, Shape(self.dispatch_grid.senders, dispatch.THREADS), params)
-        self._launch_dispatch(got, dispatch.PLACE)
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:

@@ -142,7 +142,9 @@ def _kept(name: str, identity: Sequence[object], compile_into: Callable[[Path, P
     kept = Path(tempfile.gettempdir()) / f"raymoe-emulator-{os.getuid()}"
     kept.mkdir(mode=0o700, exist_ok=True)
     path = kept / f"{name}-{key}.so"
-    if not path.exists():
+    if path.exists():
+        path.touch()  # what is used is not what is thrown away
+    else:
         with tempfile.TemporaryDirectory(dir=kept) as folder:
             library = Path(folder) / "made.so"
             compile_into(Path(folder), library)

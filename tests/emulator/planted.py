@@ -75,9 +75,11 @@ PLANTED = {
             Change("combine.cu", "p.slot_at(me, epoch & 1, rank, token)", "p.slot_at(me, 0, rank, token)"),
         ),
         form="pairs",
+        routings=("uniform",) * 8,
+        ranks=2,
     ),
     "epochs of the other operation": _planted(
-        "fused", "combine.cu", "epoch_of_this_run(p.operation)", "epoch_of_this_run(p.operation - 8)", form="pairs"
+        "fused", "combine.cuh", "epoch_of_this_run(p.operation)", "epoch_of_this_run(p.operation - 8)", form="pairs"
     ),
     "nothing to send, nothing said": _planted(
         "fused",

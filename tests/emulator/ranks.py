@@ -266,7 +266,7 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
 def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
     """One lane each way, so that rows are looked for while most are still to be sent."""
     moving, summing = small(moving, summing)
-    return replace(moving, senders=1, sender_lanes=1), replace(summing, reducers=1, reducer_lanes=1)
+    return replace(moving, senders=1, sender_lanes=1), replace(summing, reducers=1, reducer_lanes=1, summers=1)
 
 
 def deep(stages: int) -> Callable[[DispatchGrid, CombineGrid], tuple[DispatchGrid, CombineGrid]]:

@@ -92,4 +92,42 @@ struct CombineParams {
     }
 };
 
+// What every block of a combine knows first.
+struct CombineRun {
+    u64 epoch;
+    bool may;  // the workspace is not poisoned
+};
+
+// By a whole block.
+__device__ inline CombineRun begin_combine(const CombineParams& p) {
+    __shared__ CombineRun run;
+    if (threadIdx.x == 0) {
+        trace(p.trace, AT_START);
+        run = {epoch_of_this_run(p.operation), !poisoned(p.watch)};
+    }
+    __syncthreads();
+    return run;
+}
+
+// Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
+template <class Type>
+__device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stride) {
+    for (u32 token = first; token < p.tokens; token += stride) {
+        for (u64 at = threadIdx.x % 32 * 16; at < p.row_bytes; at += 32 * 16) {
+            ptx::store_16(p.y + static_cast<u64>(token) * p.row_bytes + at, {Type::NANS, Type::NANS});
+        }
+    }
+}
+
+// By one thread: a rank has refused the data of this step; `status(rank, word)` is a word of a rank's Refusal.
+template <class Status>
+__device__ inline void tell_host(const CombineParams& p, u64 epoch, Status status) {
+    for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
+        u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
+        ptx::store_relaxed_sys(into, status(rank, 0));
+        ptx::store_relaxed_sys(into + 1, status(rank, 1));
+    }
+    ptx::store_release_sys(&p.record->epoch, epoch);  // orders the refusals before the epoch that announces them
+}
+
 }  // namespace raymoe

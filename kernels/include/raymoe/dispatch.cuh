@@ -214,6 +214,25 @@ struct DispatchParams {
     }
 };
 
+// What every block of a dispatch knows first.
+struct DispatchRun {
+    u64 epoch;
+    u32 tokens;  // of x that are sent; none where more are asked for than there are, which is refused
+    bool may;    // the workspace is not poisoned
+};
+
+// By a whole block.
+__device__ inline DispatchRun begin_dispatch(const DispatchParams& p) {
+    __shared__ DispatchRun run;
+    if (threadIdx.x == 0) {
+        trace(p.trace, AT_START);
+        const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
+        run = {epoch_of_this_run(p.operation), asked <= p.tokens ? asked : 0, !poisoned(p.watch)};
+    }
+    __syncthreads();
+    return run;
+}
+
 // What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
 __device__ inline Refusal refusal_of(const DispatchParams& p) {
     Scratch& scratch = *p.scratch;

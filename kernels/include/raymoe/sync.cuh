@@ -184,6 +184,17 @@ __device__ inline bool last_block_out(Operation* operation) {
     return last == 0 || ptx::atomic_increment_wrapping(&operation->ticket, last) == last;
 }
 
+// The same by a whole block, and for all of its threads: what they did is ordered before the ticket of the first.
+__device__ inline bool block_is_last_out(Operation* operation) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        last = last_block_out(operation);
+    }
+    __syncthreads();
+    return last;
+}
+
 // For the last block out: the run is complete, and the next has the next number.
 __device__ inline void finish_run(Operation* operation, u64 epoch) {
     ptx::store_relaxed_gpu(&operation->epoch, epoch);  // read by later kernels of this stream only

@@ -23,7 +23,8 @@ void* new_stack() {
         free_stacks().pop_back();
         return stack;
     }
-    void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    constexpr int KIND = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, KIND, -1, 0);
     if (stack == MAP_FAILED || mprotect(stack, GUARD_BYTES, PROT_NONE) != 0) {
         std::abort();
     }

@@ -154,8 +154,9 @@ Thread* Machine::pick() {
         if (!chance(200)) {
             return thread;
         }
-        // This one, or its whole block, is slow for a while.
-        (chance(4) ? thread->block->stalled_until : thread->stalled_until) = ticks + random() % 4000;
+        // This one, or its whole block, is slow for a while; sometimes so long that others come a run further.
+        u64& until = chance(4) ? thread->block->stalled_until : thread->stalled_until;
+        until = ticks + random() % (chance(12) ? 60'000 : 4000);
     }
     return thread;
 }

@@ -19,7 +19,7 @@
 namespace emulator {
 
 constexpr u32 NAMED_BARRIERS = 16;
-constexpr u32 STATIC_BYTES = 1024;  // of a block, for static declarations: what raymoe/exchange/build.py leaves for them
+constexpr u32 STATIC_BYTES = 1024;  // of a block, for static declarations: what raymoe/exchange/build.py leaves
 
 struct Block;
 struct Launch;

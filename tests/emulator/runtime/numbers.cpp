@@ -64,11 +64,15 @@ u32 to_e4m3(float value) {
     return sign | static_cast<u32>(exponent + 6) << 3 | (static_cast<u32>(std::ldexp(near, 4 - exponent)) - 8);
 }
 
+float scaled(u32 number, int exponent) {
+    return std::ldexp(static_cast<float>(number), exponent);
+}
+
 float from_e4m3(u32 bits) {
     const u32 exponent = bits >> 3 & 15, mantissa = bits & 7;
     const float size = (bits & 0x7F) == 0x7F ? NAN
-                       : exponent == 0       ? std::ldexp(static_cast<float>(mantissa), -9)
-                                             : std::ldexp(static_cast<float>(8 + mantissa), static_cast<int>(exponent) - 10);
+                       : exponent == 0       ? scaled(mantissa, -9)
+                                             : scaled(8 + mantissa, static_cast<int>(exponent) - 10);
     return bits & 0x80 ? -size : size;
 }
 
@@ -80,8 +84,8 @@ u32 to_f16x2(float low, float high) { return to_f16(high) << 16 | to_f16(low); }
 float from_f16(u32 half) {
     const u32 exponent = half >> 10 & 31, mantissa = half & 1023;
     const float size = exponent == 31  ? (mantissa ? NAN : INFINITY)
-                       : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                                       : std::ldexp(static_cast<float>(1024 + mantissa), static_cast<int>(exponent) - 25);
+                       : exponent == 0 ? scaled(mantissa, -24)
+                                       : scaled(1024 + mantissa, static_cast<int>(exponent) - 25);
     return half & 0x8000 ? -size : size;
 }
 
