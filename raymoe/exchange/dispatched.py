@@ -14,7 +14,7 @@ class Dispatched:
 
     With layout `expert`, row i is `x[i]`, in the memory that the caller gave or in the exchange's own, which is
     overwritten `depth` dispatches later. With layout `rank`, row i is `x[index[i]]`, where `x` is all slots: its
-    rows stay until this rank's next dispatch, and gaps point to a row of zeros.
+    rows stay until this rank's next dispatch (or `dispatch_send`), and gaps point to a row of zeros.
     """
 
     x: torch.Tensor
