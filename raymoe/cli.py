@@ -176,7 +176,7 @@ def _tune() -> int:
     from raymoe.run import Request, run
 
     gpus = tune.gpus_to_tune()
-    print(f"measuring copies between {gpus} GPUs; this takes a minute or two", file=sys.stderr, flush=True)
+    print(f"measuring copies between {gpus} GPUs; this takes about half a minute", file=sys.stderr, flush=True)
     job = _load(tune.CONFIG, [f"world.ranks={gpus}"])
     with TemporaryDirectory(prefix="raymoe-tune-") as folder:
         # A Ray of its own: a cluster might place the ranks on another machine than the one that keeps the table.

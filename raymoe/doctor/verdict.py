@@ -8,7 +8,7 @@ from raymoe.doctor.facts import count, gpus_of
 from raymoe.doctor.finding import Device, Finding, Machine
 from raymoe.job.errors import PlacementError
 
-ON_GPUS = ("exchange", "p2p")
+ON_GPUS = ("exchange", "overlap", "p2p")
 """Workloads that `world.device: auto` runs on GPU ranks where there are GPUs; the others run on CPU ranks for now."""
 _KIND = {"cpu": "CPU", "cuda": "GPU"}
 

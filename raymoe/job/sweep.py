@@ -19,7 +19,7 @@ from raymoe.job.problem import Problem
 from raymoe.job.scalars import Scalar
 from raymoe.job.trace_file import absolute
 
-LISTS = ("p2p.transports", "p2p.bytes")
+LISTS = ("p2p.transports", "p2p.bytes", "p2p.pairs")
 
 
 @dataclass

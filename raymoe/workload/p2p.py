@@ -61,11 +61,11 @@ def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], Doing]]:
             raise ConfigError(f"p2p.sms is {case.job.p2p.sms} and these are CPU ranks, which have no SMs; leave it out")
         yield lambda copy: CopyStep(world, copy)
         return
-    from raymoe.workload.p2p_gpu import GpuCopyStep, NcclGroups
+    from raymoe.workload.p2p_gpu import Bench, GpuCopyStep
 
-    groups = NcclGroups(world)
-    yield lambda copy: GpuCopyStep(world, copy, case.job.steps.graph, groups)
-    groups.close()  # after an error the process is about to end, and peers may be gone
+    bench = Bench(world)
+    yield lambda copy: GpuCopyStep(bench, copy, case.job.steps.graph)
+    bench.close()  # after an error the process is about to end, and peers may be gone
 
 
 class CopyStep:

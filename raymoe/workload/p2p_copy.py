@@ -32,11 +32,12 @@ class Copy:
 
 
 def copies_of(case: Case) -> Iterator[Copy]:
-    """Every copy of a case, in the order of its result lines. Of the pairs the source changes slowest."""
+    """Every copy of a case, in the order of its result lines. Of all pairs the source changes slowest."""
     asked, ranks = case.job.p2p, range(case.job.world.ranks)
-    pairs = tuple((source, destination) for source in ranks for destination in ranks if source != destination)
+    every = tuple((source, destination) for source in ranks for destination in ranks if source != destination)
+    alone = every if asked.pairs == "all" else asked.pairs
     for transport in asked.transports:
         sms = asked.sms if isinstance(asked.sms, int) and transport in SMS_TRANSPORTS else None
         for nbytes in asked.bytes:
-            for together in [pairs] if asked.pattern == "all_to_all" else [(pair,) for pair in pairs]:
+            for together in [every] if asked.pattern == "all_to_all" else [(pair,) for pair in alone]:
                 yield Copy(transport, nbytes, together, asked.protocol, sms)

@@ -53,6 +53,20 @@ class NcclGroups:
             self._made.popitem()[1].close()
 
 
+class Bench:
+    """What the copies of a case share. Ranks meet to make a clock, which takes longer than a small copy is timed."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.groups = world, NcclGroups(world)
+        new_stream: Any = torch.cuda.Stream  # has no annotations
+        self.stream: torch.cuda.Stream = new_stream(world.device)
+        self.clock = StreamClock(world, self.stream)
+
+    def close(self) -> None:
+        self.clock.close()
+        self.groups.close()
+
+
 class GpuCopyStep:
     """`calls` messages through each channel, each in a slot of its own, so that every credit is given beforehand.
 
@@ -61,8 +75,9 @@ class GpuCopyStep:
     so. The release of what was put is off the clock.
     """
 
-    def __init__(self, world: World, copy: Copy, graph: Literal["auto"] | bool, groups: NcclGroups) -> None:
-        self.world, self.copy, self.calls = world, copy, calls_of(copy.nbytes)
+    def __init__(self, bench: Bench, copy: Copy, graph: Literal["auto"] | bool) -> None:
+        self.world, self.stream, self.clock = bench.world, bench.stream, bench.clock
+        world, self.copy, self.calls = bench.world, copy, calls_of(copy.nbytes)
         spec = ChannelSpec(
             copy.pairs,
             (copy.nbytes,),
@@ -71,15 +86,12 @@ class GpuCopyStep:
             slots=self.calls,
             sms=copy.sms,
         )
-        self.channels = Channels(world, spec, groups.of(spec))
+        self.channels = Channels(world, spec, bench.groups.of(spec))
         self.fetched = copy.protocol == "get" and self.channels.transport != "collective"
         # Each rank begins with the peer behind it, so that not all of them turn to the same one.
         behind = [(world.rank + step) % world.size for step in range(1, world.size)]
         self.sources = [peer for peer in behind if (peer, world.rank) in copy.pairs]
         self.destinations = [peer for peer in behind if (world.rank, peer) in copy.pairs]
-        new_stream: Any = torch.cuda.Stream  # has no annotations
-        self.stream: torch.cuda.Stream = new_stream(world.device)
-        self.clock = StreamClock(world, self.stream)
         self.graph = False
         self._graphs: list[Graph] = []
         self.data: dict[tuple[int, int], torch.Tensor] = {}
@@ -128,7 +140,6 @@ class GpuCopyStep:
         """Give up the graph and the memory of the channels."""
         for graph in self._graphs:
             graph.close()
-        self.clock.close()
         self.landed.clear()
         self.data.clear()
         self.channels.close()

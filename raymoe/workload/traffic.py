@@ -28,36 +28,56 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Traffics:
-    """The traffic of an exchange: combine sends the rows of dispatch the other way, `both` is one after the other."""
+    """The traffic of an exchange: combine sends rows the other way, `both` is one after the other."""
 
     dispatch: Traffic
     combine: Traffic
     both: Traffic
 
+    @property
+    def by_op(self) -> dict[str, Traffic]:
+        """By what result lines call the operations."""
+        return {"dispatch": self.dispatch, "combine": self.combine, "exchange": self.both}
+
     @classmethod
-    def of(cls, rows: Sequence[Sequence[float]], row_bytes: int, home_bytes: int | None = None) -> Traffics:
+    def of(
+        cls,
+        rows: Sequence[Sequence[float]],
+        row_bytes: int,
+        home_bytes: int | None = None,
+        home_rows: Sequence[Sequence[float]] | None = None,
+    ) -> Traffics:
         """`rows[s][d]` rows go from rank s to rank d; what a rank sends to itself crosses nothing.
 
-        A row has `row_bytes`, scales included, and `home_bytes` on its way back; the same unless said.
+        A row has `row_bytes`, scales included, and `home_bytes` on its way back; the same unless said. As many rows
+        come back as went, unless `home_rows[s][d]` says how many rank d sends home to rank s.
 
         >>> Traffics.of([[5, 3], [1, 5]], row_bytes=10).both
         Traffic(total=80, busiest=40)
         >>> Traffics.of([[5, 3], [1, 5]], row_bytes=5, home_bytes=10)
         Traffics(dispatch=Traffic(total=20, busiest=15), combine=Traffic(total=40, busiest=30), \
 both=Traffic(total=60, busiest=35))
+        >>> Traffics.of([[9, 9], [9, 9]], row_bytes=10, home_rows=[[5, 3], [1, 5]]).both
+        Traffic(total=220, busiest=120)
         """
-        ranks = range(len(rows))
-        home_bytes = row_bytes if home_bytes is None else home_bytes
-        out = [sum(rows[rank][peer] for peer in ranks if peer != rank) for rank in ranks]
-        into = [sum(rows[peer][rank] for peer in ranks if peer != rank) for rank in ranks]
-        one_way, most = sum(out), max(*out, *into)
+        there = _through_ports(rows, row_bytes)
+        back = _through_ports(home_rows or rows, row_bytes if home_bytes is None else home_bytes)
         # A port sends with dispatch what it receives with combine.
-        both = [
-            max(there * row_bytes + back * home_bytes, back * row_bytes + there * home_bytes)
-            for there, back in zip(out, into, strict=True)
-        ]
-        return cls(
-            Traffic(one_way * row_bytes, most * row_bytes),
-            Traffic(one_way * home_bytes, most * home_bytes),
-            Traffic(one_way * (row_bytes + home_bytes), max(both)),
+        both = [(out + home_out, into + home_in) for (out, into), (home_in, home_out) in zip(there, back, strict=True)]
+        return cls(*(Traffic(sum(out for out, _ in ports), max(map(max, ports))) for ports in (there, back, both)))
+
+
+def _through_ports(rows: Sequence[Sequence[float]], row_bytes: int) -> list[tuple[float, float]]:
+    """Of each rank, the bytes that it sends and those that are sent to it.
+
+    >>> _through_ports([[5, 3], [1, 5]], row_bytes=10)
+    [(30, 10), (10, 30)]
+    """
+    ranks = range(len(rows))
+    return [
+        (
+            sum(rows[rank][peer] for peer in ranks if peer != rank) * row_bytes,
+            sum(rows[peer][rank] for peer in ranks if peer != rank) * row_bytes,
         )
+        for rank in ranks
+    ]

@@ -266,8 +266,9 @@ def test_what_is_moved_is_announced_while_a_later_lane_waits(copies, error_word,
     for run in range(1, 21):
         into.zero_()
         torch.cuda.synchronize()
+        # Neither launch ends before the other has begun, so nothing is awaited between the two.
         launches[run % 2](other.cuda_stream)
-        copies.run(launches[1 - run % 2])
+        launches[1 - run % 2](copies.stream.cuda_stream)
         torch.cuda.synchronize()
         error_word.check()
         assert torch.equal(into, data)

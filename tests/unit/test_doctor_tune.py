@@ -17,6 +17,7 @@ from raymoe.report.results import Line, complete
 from raymoe.run import Request
 from raymoe.transport.choice import CANDIDATES, FILE, PATTERNS, Table
 from raymoe.transport.spec import PROTOCOLS
+from raymoe.workload.p2p_copy import copies_of
 
 RANKS = 3
 KIB, MIB = 1 << 10, 1 << 20
@@ -26,7 +27,8 @@ GPUS = Outcome({"gpus": [{"name": "NVIDIA H200"}] * RANKS})
 
 
 def job() -> Job:
-    return load_job(tune.CONFIG, [f"world.ranks={RANKS}"])
+    """The config, with more pairs than it asks for: a table is made of any number."""
+    return load_job(tune.CONFIG, [f"world.ranks={RANKS}", "p2p.pairs=all"])
 
 
 def us(transport: str, protocol: str, pattern: str, nbytes: int) -> float:
@@ -42,7 +44,8 @@ def lines_of(job: Job) -> list[Line]:
     for case in job.cases():
         p2p = case.job.p2p
         ranks = range(job.world.ranks)
-        pairs = [(a, b) for a in ranks for b in ranks if a != b] if p2p.pattern == "pairs" else [(None, None)]
+        every = [(a, b) for a in ranks for b in ranks if a != b] if p2p.pairs == "all" else p2p.pairs
+        pairs = every if p2p.pattern == "pairs" else [(None, None)]
         for transport in p2p.transports:
             for nbytes in p2p.bytes:
                 for pair in pairs:
@@ -61,6 +64,8 @@ def test_the_config_measures_what_the_table_is_about() -> None:
     }
     assert all(set(case.job.p2p.transports) == set(CANDIDATES) for case in cases)
     assert all(case.job.steps.verify and case.job.world.device == "cuda" for case in cases)
+    asked = load_job(tune.CONFIG, ["world.ranks=8"]).cases()  # as many copies as between two
+    assert [len(list(copies_of(case))) for case in asked] == [44, 22, 44, 22]
 
 
 def test_put_and_get_are_one_table_and_every_size_gets_the_faster_way() -> None:
