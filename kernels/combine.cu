@@ -9,7 +9,8 @@
 // Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
 //   rows [2][d][token]   slots, by the number of the owner's token
 //   statuses [2][d]      why rank d refuses the data of this step, if it does
-//   progress [d][lane]   {epoch, pieces through}: word of the lane of d that has pushed them
+//   arrivals [d][number] the epoch for which piece `number` of d has arrived
+//   done [d][reducer]    the epoch for which a reducer of d has nothing more to push
 //   heads [d]            the epoch for which d's status is there
 // All are written by d, at every rank, and read by the owner; statuses and heads at d itself too.
 //
@@ -68,7 +69,7 @@ __device__ inline bool any_refused(const CombineParams& p, u64 epoch) {
 
 // Whether the piece that came from a rank is of this epoch; without stamps it is taken to be.
 __device__ inline bool is_of(const CombineParams& p, u64 epoch, u32 rank, u32 number) {
-    if (!STAMPS || number % p.pieces * p.piece_vectors() >= p.vectors()) {
+    if (!STAMPS) {
         return true;
     }
     const u8* slot = p.slot_at(p.peers.rank, epoch & 1, rank, number / p.pieces);
@@ -141,12 +142,14 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
         return;
     }
     for (u32 number = warp; number < p.tokens * p.pieces; number += warps) {
+        if (number % p.pieces * p.piece_vectors() >= p.vectors()) {
+            continue;  // pieces of whole vectors may leave none for the last ones
+        }
         const u32 mask = p.masks[number / p.pieces];
         const u32 rank = threadIdx.x % 32;
         bool ok = true;
         if (rank != me && mask >> rank & 1) {
-            const u64* word = p.progress_at(me, rank, number % p.lanes());
-            ok = wait_for_epoch(word, progress(epoch, number / p.lanes() + 1), Waiting{p.op, rank, epoch}, p.watch);
+            ok = wait_for_epoch(p.arrival_at(me, rank, number), epoch, Waiting{p.op, rank, epoch}, p.watch);
             ok = ok && is_of(p, epoch, rank, number);
         }
         if (!__all_sync(0xFFFFFFFF, ok)) {  // also hands what was acquired to the other threads of the warp
@@ -160,14 +163,12 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
     }
 }
 
-// Until every reducer of every peer has nothing more to push. A reducer's lanes say so together, behind one fence, so
-// that the first lane's word stands for all of them. By a whole block.
+// Until every reducer of every peer has nothing more to push. By a whole block.
 __device__ inline bool await_all(const CombineParams& p, u64 epoch) {
     bool ok = await_statuses(p, epoch);
     for (u32 i = threadIdx.x; i < (p.peers.ranks - 1) * p.reducers && ok; i += THREADS) {
         const u32 rank = p.peers.in_turn(i / p.reducers);
-        const u64* word = p.progress_at(p.peers.rank, rank, i % p.reducers * p.reducer_lanes);
-        ok = wait_for_epoch(word, progress(epoch, ALL_DONE), Waiting{p.op, rank, epoch}, p.watch);
+        ok = wait_for_epoch(p.done_at(p.peers.rank, rank, i % p.reducers), epoch, Waiting{p.op, rank, epoch}, p.watch);
     }
     return __syncthreads_and(ok);
 }
@@ -187,6 +188,7 @@ __device__ inline void finish_combine(const CombineParams& p, u64 epoch) {
         tell_host(p, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
     }
     trace(p.trace, AT_ALL_AWAITED);
+    *p.taken = 0;  // read by later kernels of this stream only
     finish_run(p.operation, epoch);
 }
 

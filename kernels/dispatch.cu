@@ -11,7 +11,8 @@
 //   rows [2][s][token]         slots
 //   told [2][s][token][k]      {local expert, number among s's entries for it} or NOWHERE, and the weight
 //   counts [2][s][expert + 1]  entries for each local expert; the tokens that s has sent
-//   progress [s][lane]         {epoch, tokens through}: word of the lane of s that has pushed them
+//   arrivals [s][token]        the epoch for which the row of a token of s has arrived
+//   done [s][sender]           the epoch for which a sender of s has nothing more to send
 //   heads [s]                  the epoch for which counts and told are complete
 // All are written by s, at every rank, and read by the owner; counts, told and heads at s itself too.
 //
@@ -19,7 +20,7 @@
 // that epoch e wrote. Its writer w has ended epoch e + 1, and no kernel ends before the words of that epoch of all
 // peers have come (`await_all`); a peer stores those only in its own epoch e + 1, which its stream begins after its
 // readers of e: the placers of e, and with layout rank whatever its caller put between the two dispatches. So every
-// rank runs every dispatch, and says ALL_DONE to every peer also with nothing to send.
+// rank runs every dispatch, and its senders say that they are done to every peer also with nothing to send.
 //
 // Split: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the same
 // epoch; the second ends it.
@@ -49,24 +50,36 @@ struct Either<false, A, B> {
 // What a sender's lanes do with a row on its way.
 using Lane = Either<FP8, QuantLane<ROW_TYPE>, SendLane>::type;
 
-// Until every sender of every peer has nothing more to send. A sender's lanes say so together, behind one fence, so
-// that the first lane's word stands for all of them. By a whole block.
-__device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
+// With layout rank no kernel of ours reads the rows of peers, so a build with stamps looks at them when all have come.
+// By a whole block. False: a slot holds the row of another epoch.
+__device__ inline bool rows_stay_stamped(const DispatchParams& p, u64 epoch) {
+    if (!STAMPS || !p.rank_layout) {
+        return true;
+    }
     bool ok = true;
-    for (u32 i = threadIdx.x; i < p.heard() * p.senders && ok; i += THREADS) {
-        const u32 source = p.peers.in_turn(i / p.senders);
-        const u64* word = p.progress_at(p.peers.rank, source, i % p.senders * p.sender_lanes);
-        ok = wait_for_epoch(word, progress(epoch, ALL_DONE), Waiting{p.op, source, epoch}, p.watch);
+    const u32 entries = p.slot_tokens * p.topk;
+    for (u32 i = threadIdx.x; i < p.heard() * entries && ok; i += THREADS) {
+        const u32 source = p.peers.in_turn(i / entries), entry = i % entries, token = entry / p.topk;
+        const u8* home = p.home + (static_cast<u64>(source) * entries + entry) * 8;
+        if (token < p.got->tokens[source] && ptx::load_4(home) != NOWHERE) {
+            const u8* slot = p.slot_at(p.peers.rank, epoch & 1, source, token);
+            const u64 seen = ptx::load_8(slot + p.slot_bytes - STAMP_BYTES);
+            if (seen != epoch) {
+                fail(p.watch, FAILURE_STALE, Waiting{p.op, source, epoch}, epoch, seen, 0);
+                ok = false;
+            }
+        }
     }
     return __syncthreads_and(ok);
 }
 
 // By the last block out, which has acquired what all the others did.
 __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch) {
-    if (!poisoned(p.watch) && await_all(p, epoch)) {
+    if (!poisoned(p.watch) && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
         if (threadIdx.x == 0) {
             trace(p.trace, AT_ALL_AWAITED);
             p.got->refusal = refusal_of(p);
+            *p.taken = 0;  // read by later kernels of this stream only
             finish_run(p.operation, epoch);
         }
         return;

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, THREADS, WARPS, Halves, pace_ns, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, THREADS, WARPS, Halves, stamps
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
@@ -36,7 +36,8 @@ class CombineParams(Params):
     watch: Watch
     rows: Halves
     statuses: Halves
-    progress: U64
+    arrivals: U64
+    done: U64
     heads: U64
     few_rows: Halves
     few_statuses: Halves
@@ -48,6 +49,8 @@ class CombineParams(Params):
     trace: Address
     operation: Address
     record: Address
+    taken: Address
+    arrival_stride: U32
     slot_tokens: U32
     tokens: U32
     topk: U32
@@ -58,9 +61,8 @@ class CombineParams(Params):
     parts: U32
     reducers: U32
     reducer_lanes: U32
-    chunk: U32
+    together: U32
     summers: U32
-    pace_ns: U32
     pieces: U32
 
 
@@ -77,9 +79,8 @@ class CombineGrid:
     reducers: int
     summers: int
     reducer_lanes: int
-    chunk: int
     pieces: int
-    pace_ns: int
+    together: int
     shared_bytes: int
 
     @property
@@ -92,34 +93,42 @@ class CombineGrid:
         return Shape(blocks, THREADS, self.shared_bytes if parts & REDUCE else 0)
 
 
-def grid_of(row_bytes: int, tokens: int, sms: int, shared_bytes: int) -> CombineGrid:
-    """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block.
+def grid_of(row_bytes: int, tokens: int, sms: int, shared_bytes: int, blocks_a_sm: int = 1) -> CombineGrid:
+    """A grid of at most `blocks_a_sm` blocks on each of `sms` multiprocessors with so much shared memory a block.
 
-    >>> grid_of(14336, 4096, 132, 232448)
-    CombineGrid(reducers=66, summers=66, reducer_lanes=8, chunk=1, pieces=2, pace_ns=10369, shared_bytes=114944)
-    >>> grid_of(14336, 16, 132, 232448).pieces, grid_of(16, 16, 132, 232448).pieces
+    >>> grid_of(14336, 4096, 132, 231424, 2)
+    CombineGrid(reducers=132, summers=110, reducer_lanes=8, pieces=4, together=2, shared_bytes=66048)
+    >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
     """
-    if sms < 2:
+    blocks, room = sms * blocks_a_sm, shared_bytes // blocks_a_sm - RESERVED_SHARED * (blocks_a_sm - 1)
+    if blocks < 2:
         raise ConfigError(f"sms is {sms}; a combine needs at least 2, one that reduces and one that sums")
-    reducers = max(1, min(REDUCERS, sms // 2))
-    summers = max(1, min(SUMMERS, sms - reducers))
+    reducers = max(1, min(REDUCERS, blocks // 2))
+    summers = max(1, min(SUMMERS, blocks - reducers))
     vectors = row_bytes // 16
     # Enough pieces for all warps of few tokens, and none so small that a warp's loads do not fill it.
-    wanted = max(PIECES, -(-summers * WARPS // tokens))
+    wanted = max(PIECES, -(-2 * summers * WARPS // tokens))
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
-    piece_bytes = -(-vectors // pieces) * 16
-    stage_bytes = piece_bytes + STAMP_BYTES  # with or without stamps
-    lanes = min(REDUCER_LANES, shared_bytes // (2 * stage_bytes))
-    if lanes < 1:
-        raise ConfigError(
-            f"a row of {row_bytes} bytes; {shared_bytes} bytes of shared memory hold no two of its pieces"
-        )
-    pace = pace_ns(piece_bytes, reducers * lanes, tokens)
-    return CombineGrid(reducers, summers, lanes, CHUNK, pieces, pace, lanes * 2 * stage_bytes)
+    lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # with or without stamps
+    lanes = min(REDUCER_LANES, room // lane_bytes)
+    return CombineGrid(reducers, summers, lanes, pieces, TOGETHER, lanes * lane_bytes)
 
 
-REDUCERS, SUMMERS, REDUCER_LANES, CHUNK, PIECES = 66, 66, WARPS, 1, 2
+def most_pieces(tokens: int) -> int:
+    """Of so many rows: each has a word at the ranks that they come from, and the words are there before any grid is.
+
+    >>> most_pieces(4096), most_pieces(1)
+    (22240, 32)
+    """
+    return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * SUMMERS * WARPS)
+
+
+REDUCERS, SUMMERS, REDUCER_LANES, PIECES, TOGETHER = 132, 110, WARPS, 4, 2
+"""4096 tokens of 7168 bfloat16 took 486 us with these, 491 in 2 pieces with a fence for each, 570 by 66 reducers and 66
+summers, 510 in whole rows; reducing and pushing alone takes 470 (4x H200, 2026-11-21)."""
+
+RESERVED_SHARED = 512
 MOST_PIECES = 32
-VECTORS_A_STEP = 128
-"""What the threads of a warp load at a time of one row: 4 vectors each."""
+VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4
+"""What the threads of a warp load at a time of one row, 4 vectors each; and how many such steps are under way."""

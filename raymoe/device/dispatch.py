@@ -16,11 +16,11 @@ from raymoe.job.errors import ConfigError
 
 THREADS = 256
 WARPS = THREADS // 32
-MAX_LANES = 1056
-"""Progress words of one rank at a peer: 8 warps on each of 132 multiprocessors."""
+MAX_DONE = 272
+"""Words of one rank at a peer, one for each block that sends: more than two on each of 132 multiprocessors."""
 
 MOST_ROUTERS = 64
-MASK_BYTES, PLAN_BYTES, QUEUE = 8192, 32768, 16
+PLAN_BYTES, QUEUE, SEND_QUEUE_BYTES = 32768, 16, 256
 RANK_BITS = 21
 STAMP_BYTES = 16
 ROUTE, SEND, PLACE = 1, 2, 4
@@ -66,7 +66,8 @@ class DispatchParams(Params):
     rows: Halves
     told: Halves
     counts: Halves
-    progress: U64
+    arrivals: U64
+    done: U64
     heads: U64
     few_rows: Halves
     few_told: Halves
@@ -88,6 +89,7 @@ class DispatchParams(Params):
     trace: Address
     operation: Address
     scratch: Address
+    taken: Address
     router_words: Address
     router_counts: Address
     half_slots: U64
@@ -112,13 +114,13 @@ class DispatchParams(Params):
     senders: U32
     sender_lanes: U32
     sender_stages: U32
-    chunk: U32
-    pace_ns: U32
+    together: U32
+    at_once: U32
+    arrival_stride: U32
     routers: U32
     placers: U32
     placer_lanes: U32
     placer_stages: U32
-    unused: U32 = 0
 
 
 ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
@@ -149,8 +151,7 @@ class DispatchGrid:
     sender_stages: int
     placer_lanes: int
     placer_stages: int
-    chunk: int
-    pace_ns: int
+    together: int
     shared_bytes: int
 
     @property
@@ -177,15 +178,6 @@ class Rows:
     """Whether rows are copied to their places; with layout rank they are not."""
     fp8: bool = False
     dequantised: bool = False
-
-
-def pace_ns(nbytes: int, lanes: int, tokens: int) -> int:
-    """How long each of so many lanes takes for that many bytes, so that all together give the link what it takes.
-
-    >>> pace_ns(14336, lanes=24, tokens=4096), pace_ns(14336, lanes=24, tokens=128)
-    (943, 0)
-    """
-    return round(nbytes * lanes / LINK_GBPS) if tokens >= PACED_TOKENS else 0
 
 
 def lane_memory(stages: int, stage_bytes: int) -> int:
@@ -220,41 +212,43 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block."""
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
-    most_senders = FP8_SENDERS if rows.fp8 else SENDERS
-    sending = max(1, min(most_senders, sms // 4 if rows.placed else sms // 2))
-    placers = max(1, min(PLACERS if rows.placed else PLACERS_OF_OWN, sms - sending))
+    most_senders, most_placers = (FP8_SENDERS, FP8_PLACERS) if rows.fp8 else (SENDERS, PLACERS)
+    sending = max(1, min(most_senders, max(sms * 3 // 10, sms - most_placers) if rows.placed else sms // 2))
+    placers = max(1, min(most_placers if rows.placed else PLACERS_OF_OWN, sms - sending))
     routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
-    room = shared_bytes - MASK_BYTES
+    room = shared_bytes
     if rows.fp8:
         lane_bytes = lane_memory(1, rows.row_bytes) + LEAVING * _in_lines(rows.slot_bytes)
         sender_lanes, sender_stages = min(FP8_SENDER_LANES, room // lane_bytes), 1
     else:
-        sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, SENDER_LANES, 3)
-        lane_bytes = lane_memory(sender_stages, rows.slot_bytes)
+        lanes = SENDER_LANES if sending * SENDER_LANES >= FEW_LANES else SENDER_LANES + 1
+        sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, lanes, 3, beside=SEND_QUEUE_BYTES)
+        sender_stages = min(sender_stages, SENDER_STAGES)
+        lane_bytes = lane_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES
     if sender_lanes < 1:
         raise ConfigError(f"a row of {rows.row_bytes} bytes; {room} bytes of shared memory cannot quantise it")
     before = _in_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
     whole = _in_lines(rows.row_bytes) if rows.dequantised else 0
     placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, beside=whole)
+    together = TOGETHER if sending * sender_lanes >= FEW_LANES else FEW_TOGETHER
     used = max(
-        MASK_BYTES + sender_lanes * lane_bytes,
+        sender_lanes * lane_bytes,
         before + placer_lanes * (lane_memory(placer_stages, rows.slot_bytes) + whole),
         (WARPS + 1) * rows.experts * 4,
     )
-    chunk = max(1, min(CHUNK, -(-rows.tokens // (sending * sender_lanes * 4))))
-    pace = pace_ns(rows.slot_bytes, sending * sender_lanes, rows.tokens)
     return DispatchGrid(
-        sending, placers, routers, sender_lanes, sender_stages, placer_lanes, placer_stages, chunk, pace, used
+        sending, placers, routers, sender_lanes, sender_stages, placer_lanes, placer_stages, together, used
     )
 
 
-LINK_GBPS, PACED_TOKENS = 365, 512
-"""What a rank's port takes (4x H200, 2026-11-21: raymoe/transport/tma.py has the figures). Fewer tokens than this are
-through before the links fill."""
+SENDERS, PLACERS, PLACERS_OF_OWN = 66, 66, 16
+SENDER_LANES, SENDER_STAGES, PLACER_LANES, TOGETHER, TOKENS_A_ROUTER = 2, 4, 8, 2, 128
+FEW_LANES, FEW_TOGETHER = 66, 4
+"""Where there are fewer lanes than so many, each does more: a lane gets through a row in about 3 us and through a fence
+in as much. 4096 tokens of 7168 bfloat16, by 66 senders of 2 lanes of 4 stages, words 2 by 2: 476 us, 470 of them until
+the last row is there; of one lane 480, words 4 by 4. By 14 senders of 3 lanes and 34 placers 490; layout rank by 10
+senders of 3 lanes 475. The kernel that pushes rows and does nothing else takes 461 (4x H200,
+2026-11-21)."""
 
-SENDERS, PLACERS, PLACERS_OF_OWN = 16, 56, 16
-FP8_SENDERS, FP8_SENDER_LANES, LEAVING = 20, 7, 2
-SENDER_LANES, PLACER_LANES, CHUNK, TOKENS_A_ROUTER = 3, 4, 4, 128
-"""4096 tokens of 7168 bfloat16, back to back, without a pace and with chunks of 8, took 484 us by so many senders,
-lanes and placers, 497 by 12 senders of 2 lanes and 48 placers (497 also with chunks of 4, by 12), 534 with 96 placers,
-518 with one lane a sender (4x H200, 2026-11-21). Chunks of 4 with 16 senders, and the pace, are not measured yet."""
+FP8_SENDERS, FP8_PLACERS, FP8_SENDER_LANES, LEAVING = 24, 108, 7, 2
+"""The same rows as 8-bit floats: 294 us, by 44 senders 295, by 16 322; sending alone takes 285, pushing rows 254."""

@@ -8,12 +8,12 @@ import torch
 
 from raymoe.device import combine, dispatch
 from raymoe.device.combine import CombineGrid, CombineParams
-from raymoe.device.dispatch import MAX_LANES, STAMP_BYTES, WARPS, DispatchGrid, DispatchParams, Rows
+from raymoe.device.dispatch import MAX_DONE, STAMP_BYTES, DispatchGrid, DispatchParams, Rows
 from raymoe.device.peer import Peers
 from raymoe.exchange.spec import FP8, ExchangeSpec
-from raymoe.exchange.workspace import Slots, Workspace
+from raymoe.exchange.workspace import Slots, Workspace, slot_bytes_of
 from raymoe.job.errors import ConfigError
-from raymoe.memory.heap import round_up
+from raymoe.memory.heap import WORD_STRIDE, round_up
 
 SCALES_ALIGNMENT = 4
 """Floats: bulk loads of a column of scales begin at multiples of 16 bytes."""
@@ -42,7 +42,7 @@ class Build:
     def of(cls, space: Workspace, spec: ExchangeSpec) -> Build:
         ranks = space.world.size
         space.bounds.check(spec, space.stamped)
-        slot_bytes = spec.wire_row_bytes + space.stamped * STAMP_BYTES
+        slot_bytes = slot_bytes_of(spec, space.stamped)
         capacity = spec.rows(ranks)
         return cls(
             space,
@@ -52,9 +52,14 @@ class Build:
             spec.dispatch_wire == FP8,
             spec.output == "raw",
             slot_bytes,
-            Slots.of(space.bounds, slot_bytes, ranks),
+            Slots(0, ranks * spec.tokens) if spec.by_copy_engine else Slots.of(space.bounds, slot_bytes, ranks),
             round_up(capacity, SCALES_ALIGNMENT),
         )
+
+    @property
+    def rows_region(self) -> str:
+        """Where the slots of dispatch lie."""
+        return "dispatch_blocks" if self.spec.by_copy_engine else "dispatch_rows"
 
     def grids(self, asked: int | None) -> tuple[DispatchGrid, CombineGrid]:
         """Launches of at most `asked` blocks, or as many as all GPUs have room for: the same on all ranks, because who
@@ -62,7 +67,7 @@ class Build:
         spec, world = self.spec, self.space.world
         gpus: list[tuple[int, int]] = world.swap((world.gpu.sms, world.gpu.shared_bytes), "grids")  # type: ignore[assignment]
         least_sms, least_shared = (min(facts) for facts in zip(*gpus, strict=True))
-        sms, room = min(asked or least_sms, least_sms, MAX_LANES // WARPS), least_shared - STATIC_SHARED
+        sms, room = min(asked or least_sms, least_sms, MAX_DONE // 2), least_shared - STATIC_SHARED
         placed = spec.layout == "expert"
         rows = Rows(
             self.slot_bytes,
@@ -75,12 +80,14 @@ class Build:
             fp8=self.fp8,
             dequantised=self.fp8 and placed and not self.raw,
         )
-        return dispatch.grid_of(rows, sms, room), combine.grid_of(spec.row_bytes, spec.tokens, sms, room)
+        # Blocks go to multiprocessors that have none: two on one would take more of them than were asked for.
+        two = 1 if asked or self.space.stamped or world.gpu.capability >= (10, 0) else 2
+        return dispatch.grid_of(rows, sms, room), combine.grid_of(spec.row_bytes, spec.tokens, sms, room, two)
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All dispatch slots as rows of this spec, the row of zeros last, and their scales where they have some."""
         stride, count = self.slot_bytes, self.slots.zero + 1
-        slots = self.space.heap.tensor("dispatch_rows")[: count * stride].view(count, stride)
+        slots = self.space.heap.tensor(self.rows_region)[: count * stride].view(count, stride)
         dtype: torch.dtype = getattr(torch, self.spec.output_dtype)
         if not self.raw:
             return slots[:, : self.spec.row_bytes].view(dtype), None
@@ -93,14 +100,15 @@ class Build:
 
     def dispatch_params(self, grid: DispatchGrid) -> DispatchParams:
         space, spec = self.space, self.spec
-        rows = space.offset("dispatch_rows")
+        rows = space.offset(self.rows_region)
         return DispatchParams(
             peers=Peers.of(space.bases(), space.world.rank),
             watch=space.watch,
             rows=(rows, rows + self.slots.half * self.slot_bytes),
             told=space.halves("told"),
             counts=space.halves("counts"),
-            progress=space.offset("dispatch_progress"),
+            arrivals=space.offset("dispatch_arrivals"),
+            done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
             few_rows=self._few("few_dispatch_rows"),
             few_told=self._few("few_told"),
@@ -112,6 +120,7 @@ class Build:
             trace=space.trace_of("dispatch"),
             operation=space.own("dispatch"),
             scratch=space.own("scratch"),
+            taken=space.own("dispatch_taken"),
             router_words=space.heap.address("router_words"),
             router_counts=space.heap.address("router_counts"),
             half_slots=self.slots.half,
@@ -133,8 +142,9 @@ class Build:
             senders=grid.senders,
             sender_lanes=grid.sender_lanes,
             sender_stages=grid.sender_stages,
-            chunk=grid.chunk,
-            pace_ns=grid.pace_ns,
+            together=grid.together,
+            at_once=0,
+            arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
             routers=grid.routers,
             placers=grid.placers,
             placer_lanes=grid.placer_lanes,
@@ -149,7 +159,8 @@ class Build:
             watch=space.watch,
             rows=space.halves("combine_rows"),
             statuses=space.halves("statuses"),
-            progress=space.offset("combine_progress"),
+            arrivals=space.offset("combine_arrivals"),
+            done=space.offset("combine_done"),
             heads=space.offset("combine_heads"),
             few_rows=self._few("few_combine_rows"),
             few_statuses=self._few("few_statuses"),
@@ -157,6 +168,8 @@ class Build:
             trace=space.trace_of("combine"),
             operation=space.own("combine"),
             record=record,
+            taken=space.own("combine_taken"),
+            arrival_stride=space.bounds.pieces,
             slot_tokens=spec.tokens,
             topk=spec.topk,
             row_bytes=spec.row_bytes,
@@ -164,9 +177,8 @@ class Build:
             op=space.error.number("combine"),
             reducers=grid.reducers,
             reducer_lanes=grid.reducer_lanes,
-            chunk=grid.chunk,
+            together=grid.together,
             summers=grid.summers,
-            pace_ns=grid.pace_ns,
             pieces=grid.pieces,
         )
 

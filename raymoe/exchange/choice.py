@@ -19,7 +19,7 @@ BACKENDS = {
     "cuda": ("auto", "fused", "staged", "collective", "allgather"),
 }
 AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
-"""What `auto` tries, in this order."""
+"""What `auto` tries, in this order, where nothing asked for decides it."""
 NCCL_BACKENDS = ("collective", "allgather")
 FUSED_CAPABILITY = (9, 0)
 FUSED_MOST = {"hidden": 16384, "topk": 16, "experts": 1024, "ranks": 8}
@@ -62,12 +62,19 @@ def choose(world: World, spec: ExchangeSpec, wish: Wish) -> str:
     if problem is not None:
         raise problem
     device = world.device.type
-    names = AUTO[device] if wish.backend == "auto" else (wish.backend,)
+    names = _candidates(device, spec) if wish.backend == "auto" else (wish.backend,)
     reasons = [refusal(name, device, spec, facts) for name in names]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
             return name
     raise ConfigError(f"backend {wish.backend} asked for and {reasons[0]}")
+
+
+def _candidates(device: str, spec: ExchangeSpec) -> tuple[str, ...]:
+    """What `auto` tries, in this order."""
+    if spec.by_copy_engine and device == "cuda":
+        return ("staged",)
+    return AUTO[device]
 
 
 def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[Facts]) -> str | None:
@@ -80,7 +87,11 @@ def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[Facts]) 
     'NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take staged or collective'
     >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [Facts()])
     'rows that cross as float8_e4m3; only fused, on GPUs, carries them so: leave wire out'
+    >>> refusal("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [Facts()])
+    'transport copy_engine; only staged, on GPUs, has it: take staged, or leave transport out'
     """
+    if spec.by_copy_engine and name != "staged":
+        return f"transport {spec.transport}; only staged, on GPUs, has it: take staged, or leave transport out"
     if spec.dispatch_wire == FP8 and name != "fused":
         return f"rows that cross as {FP8}; only fused, on GPUs, carries them so: leave wire out"
     if device == "cuda" and name in NCCL_BACKENDS:
@@ -118,6 +129,10 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
         from raymoe.exchange.nccl_rounds import NcclRounds
 
         return NcclAllgather(world, spec, world.shared(NcclRounds))
+    if name == "staged" and spec.by_copy_engine:
+        from raymoe.exchange.copied import CopiedBackend
+
+        return CopiedBackend(world, spec, wish.workspace, wish.sms)
     if name == "staged":
         from raymoe.exchange.staged import StagedBackend
 

@@ -67,8 +67,8 @@ class FusedBackend:
     @property
     def sms(self) -> int:
         """The most multiprocessors that one of its launches occupies."""
-        grids = self.dispatch_grid.shape(dispatch.ALL_PARTS), self.combine_grid.shape(combine.ALL_PARTS)
-        return max(shape.blocks for shape in grids)
+        # Blocks go to multiprocessors that have none, as long as there are some.
+        return min(self.world.gpu.sms, max(shape.blocks for shape in self._largest()))
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
@@ -122,6 +122,10 @@ class FusedBackend:
 
     def _grids(self, sms: int | None) -> tuple[DispatchGrid, CombineGrid]:
         return self.build.grids(sms)
+
+    def _largest(self) -> list[Shape]:
+        """The launches that no other one exceeds."""
+        return [self.dispatch_grid.shape(dispatch.ALL_PARTS), self.combine_grid.shape(combine.ALL_PARTS)]
 
     def _new(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """Memory for what a dispatch finds out; it belongs to what is given back, so several may be outstanding."""

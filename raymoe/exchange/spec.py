@@ -12,6 +12,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("expert", "rank")
 PADDINGS = ("any", "zero")
 OUTPUTS = ("dequantised", "raw")
+TRANSPORTS = ("auto", "copy_engine")
+COPY_ENGINE = "copy_engine"
 FP8 = "float8_e4m3"
 FP8_BLOCK = 128
 """Elements of a row that share one float32 scale."""
@@ -28,7 +30,9 @@ class ExchangeSpec:
     dtype in which rows cross, a name for dispatch or a mapping for both directions; `float8_e4m3` for dispatch goes
     with a float32 scale for each 128 elements, and `output` says whether the caller gets rows of `dtype` or values
     and scales. `depth` is how many blocks of memory for dispatched rows the exchange has of its own: its dispatches
-    take turns, and with 0 of them each is given memory.
+    take turns, and with 0 of them each is given memory. `transport` is who moves the rows of a dispatch: the backend's
+    own way (`auto`), or with `staged` the copy engine, which sends all of a rank's rows to every other rank and keeps
+    no multiprocessor busy meanwhile.
 
     >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4).rows(ranks=4)
     8320
@@ -50,6 +54,7 @@ class ExchangeSpec:
     capacity: int | str = "worst"
     output: str = "dequantised"
     depth: int = 1
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "experts", "topk", "alignment"):
@@ -57,6 +62,7 @@ class ExchangeSpec:
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
         choices = {"dtype": DTYPES, "layout": LAYOUTS, "padding": PADDINGS, "output": OUTPUTS}
+        choices["transport"] = TRANSPORTS
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(known)}")
@@ -103,6 +109,10 @@ class ExchangeSpec:
     def scales(self) -> int:
         """float32 scales of a row that crosses as fp8."""
         return -(-self.hidden // FP8_BLOCK)
+
+    @property
+    def by_copy_engine(self) -> bool:
+        return self.transport == COPY_ENGINE
 
     @property
     def output_dtype(self) -> str:

@@ -15,7 +15,7 @@ import torch
 from raymoe.device import combine, dispatch
 from raymoe.device.alltoallv import alltoallv_source
 from raymoe.device.combine import CombineGrid
-from raymoe.device.dispatch import DispatchGrid
+from raymoe.device.dispatch import DispatchGrid, DispatchParams
 from raymoe.device.launch import Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
@@ -26,7 +26,7 @@ from raymoe.memory.world import World
 
 
 class StagedBackend(FusedBackend):
-    """Its grids are larger than those of `fused`, whose kinds of work share one launch."""
+    """Each launch does one kind of work, and has as many blocks as all kinds together have in `fused`."""
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
         super().__init__(world, spec, workspace, sms)
@@ -55,8 +55,17 @@ class StagedBackend(FusedBackend):
         self._launch_combine(rows, got, weighted, out, combine.REDUCE)
         self._launch_combine(rows, got, weighted, out, combine.SUM)
 
+    def _of(self, got: Dispatched, parts: int) -> DispatchParams:
+        """Rows by ordinary stores have no words of their own: the launch that places waits for all of them."""
+        return replace(super()._of(got, parts), at_once=1)
+
+    def _largest(self) -> list[Shape]:
+        stages = [self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.SEND, dispatch.PLACE)]
+        return [*stages, *(self.combine_grid.shape(part) for part in (combine.REDUCE, combine.SUM))]
+
     def _grids(self, sms: int | None) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = super()._grids(sms)
-        all_of_them = summing.reducers + summing.summers
-        sending = replace(moving, senders=all_of_them, sender_lanes=dispatch.WARPS)
-        return sending, replace(summing, reducers=all_of_them, summers=all_of_them)
+        blocks = summing.reducers + summing.summers
+        some = min(blocks, dispatch.MAX_DONE)  # each of them has a word at every peer
+        sending = replace(moving, senders=some, sender_lanes=dispatch.WARPS)
+        return sending, replace(summing, reducers=some, summers=blocks)

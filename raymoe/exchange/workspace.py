@@ -10,14 +10,14 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raymoe.device.combine import MOST_PIECES
-from raymoe.device.dispatch import MAX_LANES, MOST_ROUTERS, STAMP_BYTES, Scratch
+from raymoe.device.combine import MOST_PIECES, most_pieces
+from raymoe.device.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
 from raymoe.device.few import LINE_BYTES, quantised_lines, row_lines
 from raymoe.device.trace import MOST_BLOCKS, TRACE_POINTS, timeline
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
-from raymoe.memory.heap import WORD_STRIDE, Layout, Region
+from raymoe.memory.heap import WORD_STRIDE, Layout, Region, round_up
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STAMPS_VARIABLE, TRACE_VARIABLE = "RAYMOE_STAMPS", "RAYMOE_TRACE"
 
-_OWN = ("dispatch", "combine", "scratch")
+_OWN = ("dispatch", "combine", "scratch", "dispatch_taken", "combine_taken")
 """128 bytes each, of this rank alone."""
 
 
@@ -36,7 +36,12 @@ FEW_TOKENS = 128
 
 def is_few(spec: ExchangeSpec) -> bool:
     """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert."""
-    return spec.tokens <= FEW_TOKENS and spec.layout == "expert"
+    return spec.tokens <= FEW_TOKENS and spec.layout == "expert" and not spec.by_copy_engine
+
+
+def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
+    """A row of dispatch in its slot, with its stamp where slots have one."""
+    return spec.wire_row_bytes + stamped * STAMP_BYTES
 
 
 def few_lines(spec: ExchangeSpec) -> int:
@@ -51,8 +56,8 @@ class Bounds:
 
     >>> spec = ExchangeSpec(tokens=128, hidden=7168, experts=256, topk=8)
     >>> Bounds.of(spec)  # doctest: +NORMALIZE_WHITESPACE
-    Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, row_bytes=14336,
-           few_entries=1024, few_lines=15360)
+    Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, pieces=2400,
+           row_bytes=14336, few_entries=1024, few_lines=15360, block=(0, 0))
     """
 
     tokens: int
@@ -62,34 +67,46 @@ class Bounds:
     dispatch_bytes: int
     """Of the rows of one rank, on the wire."""
     combine_bytes: int
+    pieces: int
+    """Of one rank's rows in a combine, in whole lines of words."""
     row_bytes: int
     few_entries: int
     """Of (token, k) of one rank, of the specs that have few tokens; 0 where none has."""
     few_lines: int
     """Lines of the rows of one rank, of these specs."""
+    block: tuple[int, int] = (0, 0)
+    """Tokens, and bytes of a row, of the specs whose rows go by the copy engine: one for all. Their slots lie apart
+    from the others': a copy that nobody can call back must find in them what it left there (kernels/pack.cu)."""
 
     @classmethod
     def of(cls, *specs: ExchangeSpec, stamped: bool = False) -> Bounds:
         if not specs:
             raise ConfigError("a workspace for no exchange; name the spec of each that will use it")
+        blocks = sorted({(spec.tokens, slot_bytes_of(spec, stamped)) for spec in specs if spec.by_copy_engine})
+        if len(blocks) > 1:
+            sizes = " and ".join(f"{tokens} rows of {row_bytes} bytes" for tokens, row_bytes in blocks)
+            raise ConfigError(f"one workspace for exchanges by the copy engine of {sizes}; each needs one of its own")
         return cls(
             max(spec.tokens for spec in specs),
             max(spec.tokens * spec.topk for spec in specs),
             max(spec.experts for spec in specs),
-            max(spec.tokens * (spec.wire_row_bytes + stamped * STAMP_BYTES) for spec in specs),
+            max((not spec.by_copy_engine) * spec.tokens * slot_bytes_of(spec, stamped) for spec in specs),
             max(spec.tokens * (spec.row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
+            round_up(max(most_pieces(spec.tokens) for spec in specs), WORD_STRIDE),
             max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
             max(is_few(spec) * spec.tokens * spec.topk for spec in specs),
             max(is_few(spec) * spec.tokens * few_lines(spec) for spec in specs),
+            *blocks,
         )
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
         """Refuse a spec that this workspace is too small for."""
         asked = Bounds.of(spec, stamped=stamped)
         for name, have in vars(self).items():
-            if getattr(asked, name) > have:
+            needs = getattr(asked, name)
+            if needs != have if name == "block" and spec.by_copy_engine else needs > have:
                 raise ConfigError(
-                    f"an exchange needs {name} {getattr(asked, name)} of its workspace, which was made for {have}; "
+                    f"an exchange needs {name} {needs} of its workspace, which was made for {have}; "
                     "make the workspace with this exchange's spec among its specs"
                 )
 
@@ -131,8 +148,10 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             words("own", len(_OWN)),
             words("dispatch_heads", ranks),
             words("combine_heads", ranks),
-            Region("dispatch_progress", (ranks, MAX_LANES), "int64"),
-            Region("combine_progress", (ranks, MAX_LANES), "int64"),
+            Region("dispatch_done", (ranks, MAX_DONE), "int64"),
+            Region("dispatch_arrivals", (ranks, round_up(bounds.tokens, WORD_STRIDE)), "int64"),
+            Region("combine_done", (ranks, MAX_DONE), "int64"),
+            Region("combine_arrivals", (ranks, bounds.pieces), "int64"),
             Region("counts", (2, bounds.experts + ranks), "int32"),
             Region("statuses", (2, ranks, Refusal.NBYTES // 8), "int64"),
             Region("router_words", (MOST_ROUTERS,), "int64"),
@@ -142,8 +161,15 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),
             Region("combine_rows", (2, ranks * bounds.combine_bytes), "uint8"),
             *(_few_regions(bounds, ranks) if bounds.few_entries else ()),
+            *(_block_regions(bounds, ranks) if bounds.block[0] else ()),
         ]
     )
+
+
+def _block_regions(bounds: Bounds, ranks: int) -> list[Region]:
+    """Of kernels/pack.cu: a block of slots for each source, and a row of zeros."""
+    tokens, slot_bytes = bounds.block
+    return [Region("dispatch_blocks", ((ranks * tokens + 1) * slot_bytes,), "uint8")]
 
 
 def _few_regions(bounds: Bounds, ranks: int) -> list[Region]:

@@ -46,6 +46,7 @@ def attempts(change: Change, seed: int) -> list[Callable[[], object]]:
         for kind, shape, form, spec in (
             *(("fused", narrow, form, many) for form in ("pairs", "whole")),
             ("staged", small, "pairs", {}),
+            ("copied", small, "pairs", {}),
             ("few", small, "pairs", {}),
             ("fused", small, "pairs", {"wire": FP8, "tokens": 30, "hidden": 136}),
             ("few", small, "pairs", {"wire": FP8, "tokens": 30, "hidden": 136}),

@@ -7,11 +7,10 @@ from typing import Any
 
 from raymoe.device.copy import Spread
 from raymoe.device.ring import Ring
-from raymoe.exchange.spec import ExchangeSpec
 from tests.emulator.build import Change
 from tests.emulator.copies import Mail, Message
 from tests.emulator.machine import Emulator
-from tests.emulator.ranks import backend, deep, narrow, small, workspaces
+from tests.emulator.ranks import backend, deep, narrow, small, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange_cases import Case
 
@@ -38,7 +37,7 @@ class Run:
         """All steps in the interleaving of a seed; how many switches it took."""
         case = Case(
             self.ranks,
-            ExchangeSpec(**{"tokens": 20, "hidden": 64, "experts": 12, "topk": 3, **self.spec}),
+            spec_for(self.kind, **self.spec),
             "auto",
             self.routings,
             seed=seed,
@@ -56,19 +55,21 @@ class Run:
             return emulator.steps
 
 
+KINDS = ("fused", "staged", "copied", "few")
 RUNS = {
-    **{f"{kind} on {ranks}": Run(kind, ranks) for kind in ("fused", "staged", "few") for ranks in (1, 2, 3)},
-    **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "few")},
+    **{f"{kind} on {ranks}": Run(kind, ranks) for kind in KINDS for ranks in (1, 2, 3)},
+    **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "copied", "few")},
     "halves of staged": Run("staged", 2, None, "halves", {"hidden": 1000}),
-    **{f"pairs of {kind}": Run(kind, 3, form="pairs") for kind in ("fused", "staged", "few")},
+    **{f"pairs of {kind}": Run(kind, 3, form="pairs") for kind in KINDS},
     **{f"narrow {kind}": Run(kind, 3, narrow, spec={"tokens": 40}) for kind in ("fused", "staged")},
     **{f"rings of {stages}": Run("fused", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 5, 16)},
-    **{f"{kind}, grid of a GPU": Run(kind, shape=None, stamped=False) for kind in ("fused", "staged", "few")},
-    **{f"{kind}, layout rank": Run(kind, 3, spec={"layout": "rank"}) for kind in ("fused", "staged")},
+    **{f"{kind}, grid of a GPU": Run(kind, shape=None, stamped=False) for kind in KINDS},
+    **{f"{kind}, layout rank": Run(kind, 3, spec={"layout": "rank"}) for kind in ("fused", "staged", "copied")},
+    "copied, layout rank, zeros in gaps": Run("copied", spec={"layout": "rank", "padding": "zero", "alignment": 8}),
     **{f"{kind}, zeros in gaps": Run(kind, spec={"padding": "zero", "alignment": 8}) for kind in ("fused", "few")},
     **{f"{kind}, 16 of 16": Run(kind, spec={"topk": 16, "experts": 16}) for kind in ("fused", "few")},
-    **{f"{kind}, 16 bytes": Run(kind, 3, spec={"hidden": 8, "alignment": 1}) for kind in ("fused", "staged", "few")},
-    **{f"{kind}, 2000 bytes": Run(kind, spec={"hidden": 1000, "tokens": 9}) for kind in ("fused", "staged", "few")},
+    **{f"{kind}, 16 bytes": Run(kind, 3, spec={"hidden": 8, "alignment": 1}) for kind in KINDS},
+    **{f"{kind}, 2000 bytes": Run(kind, spec={"hidden": 1000, "tokens": 9}) for kind in KINDS},
     **{f"{kind}, float32": Run(kind, spec={"hidden": 20, "dtype": "float32"}) for kind in ("fused", "few")},
     **{f"{kind}, float16": Run(kind, spec={"dtype": "float16"}, weighted=False) for kind in ("fused", "few")},
     **{

@@ -51,7 +51,6 @@ PLANTED = {
         "fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
     ),
     "no fence before a lane's word": _planted("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows, whose", "//"),
-    "no fence before the last word": _planted("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows before", "//"),
     "no fence before the head words": _planted("fused", "routing.cuh", "ptx::fence_acq_rel_sys();"),
     "the end does not wait for writes": _planted("fused", "ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
     "a stage is loaded too early": _planted("fused", "ring.cuh", SEND_STAGES, "wait_stages_read(stages_);"),
@@ -93,20 +92,19 @@ PLANTED = {
         "fused", "reducing.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
     ),
     "no fence before a sum's word": _planted("fused", "reducing.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"),
-    "no fence before the last word of sums": _planted(
-        "fused", "reducing.cuh", f"{SYSTEM_FENCE} the pieces before", "//"
-    ),
     "no fence before a sum leaves its stage": _planted(
         "fused", "reducing.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
     ),
     "no fence before a stamp leaves": _planted(
         "fused", "sending.cuh", "ptx::fence_proxy_async_shared();  // orders the stamp", "//", stamped=True
     ),
-    "a sum's stage is overwritten too early": _planted("fused", "reducing.cuh", "ptx::bulk_wait_read<1>();"),
-    "rows are stored, not released": _planted(
-        "staged", "sending.cuh", f"{SYSTEM_FENCE} the rows before", "//", shape=small
+    "a sum's stage is overwritten too early": _planted(
+        "fused", "reducing.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
-    "lines of the epoch before": _planted("few", "lines.cuh", "value.high == epoch)", "value.high + 2 >= epoch)"),
+    "slots are packed before the peers are through": _planted(
+        "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
+    ),
+    "lines of the epoch before": _planted("few", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
     "one half of the lines": Planted(
         "few",
         (Change("few_rows.cuh", "p.few_rows[epoch & 1]", "p.few_rows[0]"),),
@@ -133,17 +131,17 @@ SAID = {
         "places.cuh", "p.out_weights + place * 4ull, static", "p.out_weights + (place + 99999) * 4ull, static"
     ),
     "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
-        "sending.cuh", "token(first + i)), stage", "token(first + i)) + 8, stage"
+        "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
     "a plain access to": Change("routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "p_.masks[token + 64] = 0;"),
-    "somebody wrote before dispatch_heads": Change("dispatch.cuh", "scratch.needed = 0;", "(&scratch)[4].needed = 0;"),
+    "somebody wrote before dispatch_heads": Change("dispatch.cuh", "scratch.needed = 0;", "(&scratch)[16].needed = 0;"),
     "no end after .*waits for the bytes of the barrier at": Change(
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(
         "reducing.cuh",
-        "        }\n        __syncwarp();\n        for",
-        "        }\n        if (!leads_) __syncwarp();\n        for",
+        "            __syncwarp();\n            sum_step(",
+        "            if (!leads_) __syncwarp();\n            sum_step(",
     ),
     "still read its shared memory": Change("ring.cuh", "void drain() { ptx::bulk_wait<0>(); }", "void drain() {}"),
 }

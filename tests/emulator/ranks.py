@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from unittest import mock
@@ -20,6 +22,7 @@ from raymoe.device.launch import Shape
 from raymoe.device.params import Params
 from raymoe.device.sync import ErrorRecord
 from raymoe.exchange.backend import Tokens
+from raymoe.exchange.copied import CopiedBackend
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.few import FewBackend
 from raymoe.exchange.fused import FusedBackend, Home
@@ -41,6 +44,7 @@ class EmulatedGpu:
     rank: int
     sms: int = 6
     shared_bytes: int = 64 << 10
+    capability: tuple[int, int] = (9, 0)
 
     def synchronise(self) -> None:
         """The host writes where kernels read."""
@@ -224,15 +228,57 @@ class EmulatedStaged(EmulatedBackend, StagedBackend):
     """Rows by a launch of their own."""
 
 
+class EmulatedCopied(EmulatedBackend, CopiedBackend):
+    """Rows by an engine that copies them one by one, in the place of the rank's stream where it was asked to."""
+
+    def _copy_bytes(self, into: int, source: int, nbytes: int) -> None:
+        gpu: Any = self.world.gpu
+        each = self.build.slot_bytes
+        for begin in range(0, nbytes, each):
+
+            def copy(here: int = source + begin, there: int = into + begin) -> None:
+                gpu.emulator.write(_bytes_at(there, each), _bytes_at(here, each))
+
+            gpu.emulator.call(self.world.rank, copy)
+
+    def _new_side(self) -> None:
+        """A rank has one stream here."""
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        yield
+
+    def _join(self) -> None: ...
+
+
+def _bytes_at(address: int, nbytes: int) -> Any:
+    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+
+
 class EmulatedFew(EmulatedBackend, FewBackend):
     """Rows in lines."""
 
 
-BACKENDS: dict[str, type[EmulatedBackend]] = {"fused": EmulatedBackend, "staged": EmulatedStaged, "few": EmulatedFew}
+BACKENDS: dict[str, type[EmulatedBackend]] = {
+    "fused": EmulatedBackend,
+    "staged": EmulatedStaged,
+    "copied": EmulatedCopied,
+    "few": EmulatedFew,
+}
+
+
+def spec_for(kind: str, **fields: Any) -> ExchangeSpec:
+    """A small spec that this kind of backend takes."""
+    transport = "copy_engine" if kind == "copied" else "auto"
+    return ExchangeSpec(**{"tokens": 20, "hidden": 64, "experts": 12, "topk": 3, "transport": transport, **fields})
 
 
 def backend(
-    name: str, workspace: Workspace, spec: ExchangeSpec, shape: Callable[[Any, Any], Any] | None = None
+    name: str,
+    workspace: Workspace,
+    spec: ExchangeSpec,
+    shape: Callable[[Any, Any], Any] | None = None,
+    sms: int | str = "auto",
 ) -> EmulatedBackend:
     """`shape` changes the grids of dispatch and combine."""
     kind = BACKENDS[name]
@@ -242,7 +288,7 @@ def backend(
         return laid_out(self, asked) if shape is None else shape(*laid_out(self, asked))
 
     with mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords), mock.patch.object(kind, "_grids", grids):
-        return kind(workspace.world, spec, workspace, "auto")
+        return kind(workspace.world, spec, workspace, sms)
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
@@ -257,7 +303,6 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
             sender_stages=min(2, moving.sender_stages),
             placer_lanes=2,
             placer_stages=2,
-            chunk=1,
         ),
         replace(summing, reducers=2, summers=2, reducer_lanes=2),
     )

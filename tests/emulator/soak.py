@@ -35,7 +35,6 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
             sender_stages=rng.randint(1, moving.sender_stages),
             placer_lanes=rng.randint(1, moving.placer_lanes),
             placer_stages=rng.randint(1, moving.placer_stages),
-            chunk=rng.randint(1, 4),
         )
         lanes = rng.randint(1, summing.reducer_lanes)
         return moving, replace(
@@ -43,7 +42,6 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
             reducers=rng.randint(1, 3),
             summers=rng.randint(1, 3),
             reducer_lanes=lanes,
-            chunk=rng.randint(1, 3),
         )
 
     return shape

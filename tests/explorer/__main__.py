@@ -6,7 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tests.explorer.case import Case, Fault, empty, full
+from tests.explorer.case import Case, empty, full
+from tests.explorer.fault import Fault
 from tests.explorer.search import explore
 
 
@@ -21,14 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lanes", type=int, default=1, help="of each sender")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--layout", choices=("expert", "rank"), default="expert")
+    parser.add_argument("--own", choices=("", "slots", "copied"), default="", help="how rows of a rank itself go")
+    parser.add_argument("--refused", nargs="*", default=[], metavar="RANK:DISPATCH", help="data that does not fit")
     parser.add_argument("--timeouts", action="store_true", help="waits may fail")
     parser.add_argument("--late", action="store_true", help="... and blocks begin late enough to find that")
     parser.add_argument("--calls", nargs="*", default=[], help="of each rank: e (eager) or r (replay) for each launch")
     parser.add_argument("--fault", choices=[fault.name for fault in Fault], help="a bug to plant")
     parser.add_argument("--deep", action="store_true", help="depth first: sooner there, by a longer trace")
     given = parser.parse_args(arguments)
-    dispatches = sum(word in ("D", "DS") for word in given.program.split())
-    routings = [full(given.ranks, given.tokens) for _ in range(max(dispatches, 1))]
+    dispatches = sum(word in ("D", "DS", "DT", "FD") for word in given.program.split())
+    routings = [full(given.ranks, given.tokens, own=bool(given.own)) for _ in range(max(dispatches, 1))]
     for dispatch in given.empty:
         routings[dispatch - 1] = empty(given.ranks)
     case = Case(
@@ -36,13 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.program,
         tuple(routings),
         Fault[given.fault] if given.fault else None,
-        given.senders,
-        given.lanes,
-        given.routers,
-        given.layout,
-        given.timeouts,
-        given.late,
-        tuple(given.calls),
+        senders=given.senders,
+        lanes=given.lanes,
+        routers=given.routers,
+        layout=given.layout,
+        own=given.own,
+        refused=tuple((int(rank), int(dispatch)) for rank, dispatch in (each.split(":") for each in given.refused)),
+        timeouts=given.timeouts,
+        late=given.late,
+        calls=tuple(given.calls),
     )
     found = explore(case, deep=given.deep)
     print(found)

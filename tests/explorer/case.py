@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
+
+from tests.explorer.fault import Fault
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]
-"""`routing[source][token]`: the other ranks that hold an expert of the token."""
+"""`routing[source][token]`: the ranks that hold an expert of the token; the source itself where own rows matter."""
 
 
-def full(ranks: int, tokens: int = 1) -> Routing:
-    """Every token goes to every other rank.
+def full(ranks: int, tokens: int = 1, own: bool = False) -> Routing:
+    """Every token goes to every other rank; with `own` to its own rank too.
 
     >>> full(3)
     (((1, 2),), ((0, 2),), ((0, 1),))
     """
-    others = [tuple(peer for peer in range(ranks) if peer != rank) for rank in range(ranks)]
-    return tuple((each,) * tokens for each in others)
+    to = [tuple(peer for peer in range(ranks) if own or peer != rank) for rank in range(ranks)]
+    return tuple((each,) * tokens for each in to)
 
 
 def empty(ranks: int) -> Routing:
@@ -29,56 +30,54 @@ def empty(ranks: int) -> Routing:
     return (((),),) * ranks
 
 
-class Fault(Enum):
-    """A planted bug. Each value says what is done wrong."""
-
-    ROWS_AFTER_WORD = "a lane announces rows that have not landed"
-    HEAD_BEFORE_COUNTS = "the head word leaves before the counts have landed"
-    RELAXED_TICKET = "the last router releases its own counts only, not those of the other routers"
-    SINGLE_BUFFER = "both halves are one"
-    BAKED_EPOCH = "a launch gets its epoch from the host, so a graph repeats that of its capture"
-    SHARED_EPOCH = "dispatch and combine count in one word"
-    EPOCH_BY_FIRST_OUT = "the first block out stores the next epoch"
-    EPOCH_BY_SEND = "in the split form the sending kernel stores the epoch"
-    EQUAL = "words are compared by equality"
-    SILENT = "no word goes to a rank that gets no row"
-    SILENT_UNAWAITED = "no word goes to a rank that gets no row, and none is waited for"
-    EARLY_END = "a kernel hears and ends without the ranks that send it no row"
-    NO_LAST_WORDS = "a dispatch ends without the last words of the lanes"
-    LANES_APART = "each lane says for itself that it is done, and the first of a sender is heard for all"
-    UNEQUAL_LANES = "a reader takes rows for those of another lane than their sender"
-    UNPOISONED = "a wait that fails poisons nothing"
-    POISON_UNREAD = "a poisoned operation begins all the same"
-    LATE_READ = "rows in a slot are read after this rank's next dispatch"
-    NO_DEPENDENT_WAIT = "kernels launched as dependents do not wait for the kernel before"
-    USER_WITHOUT_WAIT = "a kernel that reads what a dispatch gives does not wait for it"
-    NEIGHBOUR_WITHOUT_WAIT = "a kernel of the user's in the chain does not wait for the one before it"
+_PARTS = {"": "", "S": " send", "R": " receive", "T": " tell", "P": " push", "C": " copy", "A": " announce"}
 
 
 @dataclass(frozen=True)
 class Launch:
     """A kernel that every rank runs; `number` counts its kind from 1.
 
-    `kind`: dispatch, combine, use (reads `x` of dispatch `number`), or other (touches nothing of ours).
+    `kind`: dispatch, combine, copies (by the copy engine), use (reads `x` of dispatch `number`), or other (touches
+    nothing of ours). `way`: words, lines (of few tokens), stages, or blocks (staged, rows by the copy engine).
     """
 
     kind: str
     number: int
     dispatch: int  # the dispatch that it belongs to
-    sends: bool = True
-    receives: bool = True
+    part: str = ""  # of a dispatch or combine; all of it
+    way: str = "words"
+
+    @property
+    def tells(self) -> bool:
+        """Counts, or whether this rank refuses the data."""
+        return self.part in ("", "S", "T")
+
+    @property
+    def sends(self) -> bool:
+        return self.part in ("", "S", "P")
+
+    @property
+    def receives(self) -> bool:
+        return self.part in ("", "R")
+
+    @property
+    def begins(self) -> bool:
+        return self.kind in ("dispatch", "combine") and self.tells
 
     def __str__(self) -> str:
-        part = "" if self.sends and self.receives else " send" if self.sends else " receive"
-        return f"{self.kind}{part} {self.number}" if self.number else self.kind
+        lines = " in lines" * (self.way == "lines")
+        said = f"{self.kind}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
+        return f"{said} {self.number}" if self.number else said
 
 
 @dataclass(frozen=True)
 class Case:
     """Ranks that all run `program`, one stream each.
 
-    `program`: words of D (dispatch), C (combine of the latest dispatch; C1 of the first), DS DR CS CR (the halves of
-    the split form), U1 (a kernel of the user's reads `x` of dispatch 1), N (one that touches nothing of ours).
+    `program`: words of D (dispatch), C (combine of the latest dispatch; C1 of the first), FD FC (the same by the way of
+    few tokens), DS DR CS CR (the halves of the split form), DT DP DR (the stages of a staged dispatch: tell, push,
+    receive), BT BP BC BA BR (those by the copy engine: tell, pack, copy, announce, receive), U1 (a kernel of the user's
+    reads `x` of dispatch 1), N (one that touches nothing of ours).
     `routings`: of dispatch 1, 2, ...; from the start again where they are too few.
     `calls`: for each rank, how each launch is made: e (eager) or r (replay of a graph that was captured before all).
     The kernels as they are cannot tell, so it matters to one planted bug only; none: all are eager.
@@ -90,8 +89,10 @@ class Case:
     fault: Fault | None = None
     senders: int = 1  # blocks that push rows
     lanes: int = 1  # of each
-    routers: int = 1  # 0: the head words announce nothing, which makes large cases affordable
+    routers: int = 1  # 0: head words announce nothing and no line is told of, which makes large cases affordable
     layout: str = "expert"
+    own: str = ""  # how rows of a rank itself go: "" not at all, "slots" as others do (fp8), "copied" by placers
+    refused: tuple[tuple[int, int], ...] = ()  # (rank, dispatch): what does not fit there, as the counts tell it
     timeouts: bool = False  # whether every wait may fail
     late: bool = False  # and a block begin so late that it finds its own kernel's failure
     calls: tuple[str, ...] = ()
@@ -104,6 +105,10 @@ class Case:
             raise ValueError(f"a routing for another number of ranks than {self.ranks}")
         if self.late and not self.timeouts:
             raise ValueError("late threads without timeouts: nothing can have failed before they begin")
+        if self.own not in ("", "slots", "copied") or (self.own == "copied" and self.layout != "rank"):
+            raise ValueError(f"own rows {self.own!r} with layout {self.layout}; 'copied' is for layout rank")
+        if max(launch.number for launch in self.launches()) > 7:
+            raise ValueError("more than 7 operations of a kind; what is in a place has 3 bits for an epoch")
 
     def routing(self, dispatch: int) -> Routing:
         return self.routings[(dispatch - 1) % len(self.routings)]
@@ -113,27 +118,35 @@ class Case:
         """Of the rank that has most."""
         return max(len(each) for routing in self.routings for each in routing)
 
+    def refuses(self, dispatch: int, rank: int | None = None) -> bool:
+        """Whether a rank, or any rank, refuses what a dispatch brings."""
+        return any(number == dispatch and rank in (None, who) for who, number in self.refused)
+
+    def way(self, dispatch: int) -> str:
+        return next(each.way for each in self.launches() if each.kind == "dispatch" and each.number == dispatch)
+
     def launches(self) -> tuple[Launch, ...]:
         """The program, read; a planted late read puts a kernel of the user's behind the next dispatch.
 
-        >>> [str(each) for each in Case(2, "D U1 DS DR C1 C N", (full(2),)).launches()]
-        ['dispatch 1', 'use 1', 'dispatch send 2', 'dispatch receive 2', 'combine 1', 'combine 2', 'other']
+        >>> [str(each) for each in Case(2, "D U1 DS FC1 DR C2 N", (full(2),)).launches()]
+        ['dispatch 1', 'use 1', 'dispatch send 2', 'combine in lines 1', 'dispatch receive 2', 'combine 2', 'other']
         """
-        found = []
-        dispatches = combines = 0
+        found: list[Launch] = []
+        counts = {"dispatch": 0, "combine": 0}
+        way = "words"  # of the dispatch that goes on
         for word in self.program.split():
             letters, given = _read(word)
-            if letters in ("D", "DS"):
-                dispatches += 1
-            if letters in ("C", "CS"):
-                combines += 1
-            parts = {"sends": letters[1:] in ("", "S"), "receives": letters[1:] in ("", "R")}
-            if letters[0] == "D":
-                found.append(Launch("dispatch", dispatches, dispatches, **parts))
-            elif letters[0] == "C":
-                found.append(Launch("combine", combines, given or dispatches, **parts))
-            else:
-                found.append(Launch("use" if letters == "U" else "other", given, given))
+            its_way, kind, part = _meant(letters, way)
+            if kind in ("use", "other"):
+                found.append(Launch(kind, given, given))
+                continue
+            launch = Launch(kind, 0, 0, part, its_way)
+            if launch.begins:
+                counts[kind] += 1
+            way = way if kind == "combine" else its_way
+            dispatch = given or counts["dispatch"]
+            number = counts["combine"] if kind == "combine" else dispatch
+            found.append(replace(launch, number=number, dispatch=dispatch))
         return tuple(_late(found) if self.fault is Fault.LATE_READ else found)
 
     def given_epoch(self, rank: int, place: int) -> int:
@@ -151,6 +164,23 @@ class Case:
         return sum(how[each] == "e" and launches[each].kind == kind for each in range(place + 1))
 
 
+def _meant(letters: str, way: str) -> tuple[str, str, str]:
+    """Way, kind and part of a word of a program; a receiving kernel goes on by the way in which the dispatch began.
+
+    >>> _meant("FC", "words"), _meant("DR", "stages"), _meant("BC", "blocks")
+    (('lines', 'combine', ''), ('stages', 'dispatch', 'R'), ('blocks', 'copies', 'C'))
+    """
+    first, part = letters[0], letters[1:]
+    if first == "F":
+        return "lines", "dispatch" if part == "D" else "combine", ""
+    if first == "B":
+        return "blocks", "copies" if part == "C" else "dispatch", part
+    if first == "D":
+        ways = {"T": "stages", "P": "stages", "R": way}
+        return ways.get(part, "words"), "dispatch", part
+    return "words", {"C": "combine", "U": "use", "N": "other"}[first], part
+
+
 def _late(launches: list[Launch]) -> list[Launch]:
     """Every kernel of the user's behind the next dispatch."""
     found, held = [], []
@@ -166,7 +196,8 @@ def _late(launches: list[Launch]) -> list[Launch]:
 
 
 def _read(word: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(D|DS|DR|C|CS|CR|U|N)(\d*)", word)
+    match = re.fullmatch(r"(F?[DC]|D[STPR]|B[TPCAR]|C[SR]|U|N)(\d*)", word)
     if match is None:
-        raise ValueError(f"{word!r} in a program; it has D DS DR C CS CR, U with a number, and N")
+        words = "D DS DT DP DR FD BT BP BC BA BR, C CS CR FC, U with a number, and N"
+        raise ValueError(f"{word!r} in a program; it has {words}")
     return match[1], int(match[2] or 0)

@@ -40,7 +40,6 @@ def explore(case: Case, *, reduced: bool = True, deep: bool = False, limit: int 
     """
     machine = Machine(case, reduced)
     first = machine.start()
-    machine.settle(first)
     parents: dict[Key, Key | None] = {first.key(): None}
     waiting = deque(parents)
     endings: set[Key] = set()
@@ -64,7 +63,6 @@ def explore(case: Case, *, reduced: bool = True, deep: bool = False, limit: int 
             action, after = actions[number], State(key)
             try:
                 machine.apply(after, action)
-                machine.settle(after)
             except BrokenError as why:
                 trace = _trace(machine, parents, key)
                 last = _lines(machine, key, number)
@@ -85,7 +83,7 @@ def _trace(machine: Machine, parents: dict[Key, Key | None], key: Key) -> tuple[
         path.append(before)
     path.reverse()
     lines: list[str] = []
-    machine.settle(machine.start(), lines.append)
+    machine.start(lines.append)
     for before, after in pairwise(path):
         for number in range(len(machine.actions(State(before)))):
             told, reached = _again(machine, before, number)
@@ -101,7 +99,6 @@ def _again(machine: Machine, key: Key, number: int) -> tuple[list[str], Key | No
     log: Log = lines.append
     try:
         machine.apply(state, machine.actions(state)[number], log)
-        machine.settle(state, log)
     except BrokenError:
         return lines, None
     return lines, state.key()

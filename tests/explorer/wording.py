@@ -4,52 +4,67 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.explorer.threads import ALL_DONE, SCALE, Act
+from tests.explorer.steps import EPOCHS, OF, REFUSED, Act
 
 if TYPE_CHECKING:
-    from tests.explorer.machine import Machine
+    from tests.explorer.effects import Effects
     from tests.explorer.state import State
 
-_PLAIN = {Act.ENTER: "enters", Act.DRAIN: "its stores have landed", Act.JOIN: "joins the others", Act.DARE: "goes on"}
+_PLAIN = {
+    Act.ENTER: "enters",
+    Act.DRAIN: "its stores have landed",
+    Act.JOIN: "joins the others",
+    Act.DARE: "goes on",
+    Act.ABSTAIN: "sends its rows, unless this rank refuses",
+    Act.TAKE: "takes a row, unless another lane has it",
+    Act.HOLD: "says that the row is there, if it has taken it",
+}
 
 
-def who(machine: Machine, number: int) -> str:
-    thread = machine.threads[number]
-    return f"rank {thread.rank}, {machine.launches[thread.place]}, {thread.role}"
+def who(effects: Effects, number: int) -> str:
+    thread = effects.threads[number]
+    return f"rank {thread.rank}, {effects.launches[thread.place]}, {thread.role}"
 
 
-def landing(machine: Machine, number: int, at: int, value: int) -> str:
-    return f"{who(machine, number)}: LANDS {_content(machine, at, value)}"
+def landing(effects: Effects, number: int, at: int, value: int) -> str:
+    return f"{who(effects, number)}: LANDS {_content(effects, at, value)}"
 
 
-def step(machine: Machine, state: State, number: int) -> str:
+def step(effects: Effects, state: State, number: int) -> str:
     """The step that the thread is about to do, or cannot do."""
-    return f"{who(machine, number)}: {_told(machine, state, number)}"
+    return f"{who(effects, number)}: {_told(effects, state, number)}"
 
 
-def _told(machine: Machine, state: State, number: int) -> str:
-    now = machine.step(state, number)
-    value = now.value + now.scale * state.epoch[number]
-    if now.act in (Act.STORE, Act.WORD):
-        return f"stores {_content(machine, machine.place(state, number, now), value)}"
-    if now.act in (Act.READ, Act.USE):
-        at = machine.place(state, number, now)
-        return f"READS {_content(machine, at, state.memory[at])}" if at >= 0 else "finds counts of 0"
+def _told(effects: Effects, state: State, number: int) -> str:
+    now = effects.step(state, number)
+    if now.act in (Act.STORE, Act.WORD, Act.LINE, Act.COPY):
+        return f"stores {_content(effects, effects.place(state, number, now), effects.stored(state, number, now))}"
+    if now.act in (Act.READ, Act.LOOK):
+        behind = now.stride * (state.epoch[number] % 2)
+        seen = ", ".join(_content(effects, at + behind, state.memory[at + behind]) for at in now.of)
+        if now.act is Act.LOOK and not effects.can(state, number, now):
+            return f"looks for epoch {state.epoch[number]}, sees {seen}"
+        return f"READS {seen}"
+    if now.act is Act.USE:
+        at = effects.place(state, number, now)
+        return f"READS {_content(effects, at, state.memory[at])}" if at >= 0 else "finds counts of 0"
     if now.act is Act.WAIT:
-        return f"waits for {_content(machine, now.at, value)}, sees {_value(machine, now.at, state.memory[now.at])}"
+        wanted = now.value + now.scale * state.epoch[number]
+        return f"waits for {_content(effects, now.at, wanted)}, sees {_value(effects, now.at, state.memory[now.at])}"
     if now.act is Act.EPOCH:
         return f"stores its epoch {state.epoch[number]}"
     return _PLAIN[now.act]
 
 
-def _content(machine: Machine, at: int, value: int) -> str:
-    return f"{machine.memory.names[at]} = {_value(machine, at, value)}"
+def _content(effects: Effects, at: int, value: int) -> str:
+    return f"{effects.memory.names[at]} = {_value(effects, at, value)}"
 
 
-def _value(machine: Machine, at: int, value: int) -> str:
-    if at < machine.memory.words_from:
-        return f"that of {value}" if value else "never written"
-    if "lane" in machine.memory.names[at]:
-        done = value % SCALE
-        return f"{{{value // SCALE}, {'all done' if done == ALL_DONE else f'{done} done'}}}"
+def _value(effects: Effects, at: int, value: int) -> str:
+    if at < effects.memory.words_from:
+        if not value:
+            return "never written"
+        refused = ", refused" if value & REFUSED else ""
+        epoch = f", epoch {value % REFUSED // EPOCHS}" if at >= effects.memory.lines_from else ""
+        return f"that of {value & OF}{refused}{epoch}"
     return str(value)

@@ -13,16 +13,17 @@ import torch
 from raymoe.device.copy import COPY, THREADS, CopyLane, Spread, copy_params
 from raymoe.device.launch import Shape
 from raymoe.device.sync import Watch
-from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.backend import Tokens
 from raymoe.job.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from tests.emulator.build import Change, compiler
-from tests.emulator.cases import MESSAGES, RUNS, SPREADS, delivered
+from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered
 from tests.emulator.copies import Mail
 from tests.emulator.machine import Emulator, EmulatorError
 from tests.emulator.planted import COPYING, PLANTED, SAID
-from tests.emulator.ranks import backend, small, workspaces
+from tests.emulator.ranks import backend, small, spec_for, workspaces
 from tests.emulator.steps import Steps
-from tests.unit.exchange_cases import Case
+from tests.unit.exchange_cases import Batch, Case, batches, expert_major, result_of
+from tests.unit.exchange_judge import judge_dispatch
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on this machine")
 
@@ -40,10 +41,14 @@ def test_a_seed_is_one_interleaving():
     assert run.judged(5) == run.judged(5) != run.judged(6)
 
 
-@pytest.mark.parametrize("kinds", [("fused", "staged"), ("few", "fused")])
+@pytest.mark.parametrize("kinds", [("fused", "staged"), ("few", "fused"), ("copied", "fused")])
 def test_exchanges_of_one_workspace_take_turns(kinds):
     """Two specs, whose slots overlap, and one count of epochs."""
-    specs = [ExchangeSpec(tokens, hidden, experts=8, topk=2) for tokens, hidden in ((12, 64), (20, 24))]
+    sizes = ((12, 64), (20, 24))
+    specs = [
+        spec_for(kind, tokens=tokens, hidden=hidden, experts=8, topk=2)
+        for kind, (tokens, hidden) in zip(kinds, sizes, strict=True)
+    ]
     for seed in range(3):
         cases = [Case(2, spec, "auto", ("uniform",) * 4, seed=seed + i) for i, spec in enumerate(specs)]
         with Emulator(2) as emulator:
@@ -60,6 +65,30 @@ def test_exchanges_of_one_workspace_take_turns(kinds):
                 steps.judge()
 
 
+@pytest.mark.parametrize("sms", [2, 3, 4, 5])
+@pytest.mark.parametrize("form", ["whole", "halves"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_launch_is_larger_than_what_was_asked_for(kind, form, sms):
+    spec = spec_for(kind)
+    case = Case(2, spec, "auto", ("uniform",), seed=sms)
+    with Emulator(2) as emulator:
+        launched, launch = [], emulator.launch
+
+        def recorded(rank: int, function: Any, shape: Shape, params: Any) -> None:
+            launched.append(shape.blocks)
+            launch(rank, function, shape, params)
+
+        emulator.launch = recorded
+        spaces = workspaces(emulator, spec, stamped=False)
+        steps = Steps(emulator, case, [backend(kind, space, spec, sms=sms) for space in spaces])
+        steps.enqueue(0, form)
+        emulator.run(sms)
+        steps.judge()
+        for each in steps.backends:
+            assert max(launched) <= each.sms <= sms
+            assert each.sms == max(launched) or (kind, form) != ("staged", "whole")
+
+
 # ---- data that is refused -------------------------------------------------------------------------------------------
 
 
@@ -73,20 +102,26 @@ def _too_many(rank, batch):
         batch.num_tokens = len(batch.x) + 3
 
 
+def _below_zero(rank, batch):
+    if rank == 1:
+        batch.num_tokens = -1
+
+
 FAULTS = {
     "id": (_bad_id, {}, "rank 1 asked for expert 77 for its token 2"),
     "tokens": (_too_many, {}, "num_tokens is 23 on rank 1"),
+    "tokens below 0": (_below_zero, {}, "num_tokens is -1 on rank 1; x has 20 rows, so 0 to 20 can be sent"),
     "capacity": (None, {"capacity": 64, "alignment": 1}, "120 rows, gaps included, came to rank 1; its capacity is 64"),
 }
 
 
-@pytest.mark.parametrize("kind", ["fused", "staged", "few"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, fault):
     change, fields, told = FAULTS[fault]
-    spec = ExchangeSpec(**{"tokens": 20, "hidden": 64, "experts": 12, "topk": 3, **fields})
+    spec = spec_for(kind, **fields)
     routings = ("masked", "one" if fault == "capacity" else "uniform", "none", "masked")
-    case = Case(2, spec, "auto", routings, ragged=False, prefix=fault == "tokens", seed=3)
+    case = Case(2, spec, "auto", routings, ragged=False, prefix=fault.startswith("tokens"), seed=3)
     for seed in range(3):
         with Emulator(2) as emulator:
             spaces = workspaces(emulator, spec)
@@ -108,9 +143,9 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, fault):
 
 
 @pytest.mark.parametrize("end", ["deadline", "abort"])
-@pytest.mark.parametrize("kind", ["fused", "staged", "few"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_peer_ends_every_wait_and_nothing_more_is_stored(kind, end):
-    spec = ExchangeSpec(tokens=20, hidden=64, experts=12, topk=3)
+    spec = spec_for(kind)
     case = Case(3, spec, "auto", ("uniform", "uniform", "uniform"), ragged=False)
     for seed in range(3):
         with Emulator(3) as emulator:
@@ -133,6 +168,46 @@ def test_a_stopped_peer_ends_every_wait_and_nothing_more_is_stored(kind, end):
                 for name, region in _told_to_others(space).items():
                     assert torch.equal(region, then[name]), f"{name} of rank {space.world.rank}"
             assert all(np.isnan(steps.results[1][rank].y).all() for rank in (0, 1))
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("kind", ["fused", "staged", "copied"])
+def test_a_rank_that_gives_up_leaves_alone_what_a_slow_one_still_reads(kind, layout):
+    for seed in range(3):
+        _give_up_on_a_slow_rank(kind, layout, seed)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_slots_that_are_packed_after_giving_up_are_found(layout):
+    change = Change("pack.cu", "if (!may || !await_heads(p, epoch)) {", "if (await_heads(p, epoch) && false) {")
+    with pytest.raises((AssertionError, RaymoeError)):
+        _give_up_on_a_slow_rank("copied", layout, 0, change)
+
+
+def _give_up_on_a_slow_rank(kind: str, layout: str, seed: int, *changes: Change) -> None:
+    """Rank 0 gives up in its second dispatch, while rank 1 has yet to place the rows of the first. Rank 0's replays go
+    on: nobody has looked."""
+    case = Case(2, spec_for(kind, layout=layout), "auto", ("uniform", "repeated", "skewed"), ragged=False)
+    with Emulator(2, changes=changes) as emulator:
+        spaces = workspaces(emulator, case.spec, timeout_s=SHORT_S)
+        gives_up, slow = (backend(kind, space, case.spec, small) for space in spaces)
+        sent = [batches(case, step) for step in range(3)]
+        for step in range(3):
+            gives_up.dispatch(*_handed_over(gives_up, sent[step][0]))
+        got = slow.dispatch_send(*_handed_over(slow, sent[0][1]))
+        emulator.run(seed)
+        with pytest.raises(PeerTimeout, match="rank 1"):
+            gives_up.check()
+        slow.dispatch_receive(got)
+        emulator.run(seed)
+        slow.check()
+        judge_dispatch(case, sent[0], 1, result_of(got, expert_major(got), torch.zeros(0)))
+
+
+def _handed_over(owner: Any, batch: Batch) -> tuple[Tokens, torch.Tensor | None]:
+    shape = (owner.spec.rows(owner.world.size), owner.spec.hidden)
+    out = owner.new(shape, batch.x.dtype, "out") if owner.spec.layout == "expert" else None
+    return Tokens(batch.x, batch.ids, batch.weights, None), out
 
 
 def _told_to_others(space: Any) -> dict[str, torch.Tensor]:

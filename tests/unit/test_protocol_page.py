@@ -1,21 +1,25 @@
 """docs/protocol.md names what there is."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Bounds, workspace_layout
-from tests.explorer.case import Fault
+from tests.explorer.fault import Fault
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
 def test_every_region_and_its_bytes():
+    """Of many tokens; then what few tokens, and the copy engine, add."""
     spec = ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)
-    layout = workspace_layout(Bounds.of(spec), ranks=4)
+    expected: dict[str, int] = {}
+    for each in (spec, replace(spec, tokens=128), replace(spec, transport="copy_engine")):
+        for placed in workspace_layout(Bounds.of(each), ranks=4).placed:
+            expected.setdefault(placed.region.name, placed.region.nbytes)
     rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d,]+) \|$", PAGE, re.MULTILINE)
-    told = {name: int(count.replace(",", "")) for name, count in rows}
-    assert told == {placed.region.name: placed.region.nbytes for placed in layout.placed}
+    assert {name: int(count.replace(",", "")) for name, count in rows} == expected
 
 
 def test_every_planted_bug():

@@ -25,9 +25,12 @@ struct CombineParams {
     // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2.
     u64 rows[2];      // slots: what rank d made of token t of the owner, at (d * slot_tokens + t) * slot_bytes
     u64 statuses[2];  // a Refusal for each rank
-    // Writer: the lanes of rank d, at every other rank, word (d, lane) = {epoch, pieces through}; after the pieces that
-    // it counts have arrived. Reader: the owner, acquiring.
-    u64 progress;
+    // Writer: a lane of rank d, at the rank that a piece went to, word (d, number of the piece): the epoch, after the
+    // piece has arrived. Reader: the owner, acquiring. Any lane may take any piece, so words belong to pieces.
+    u64 arrivals;
+    // Writer: the reducers of rank d, at every other rank, word (d, reducer): the epoch, after all that the reducer has
+    // pushed has arrived; also with nothing to push. Reader: the owner, acquiring.
+    u64 done;
     // Writer: rank d, at every rank, its own too; the epoch, after its status. Reader: the owner, acquiring.
     u64 heads;
 
@@ -44,7 +47,9 @@ struct CombineParams {
     u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
     Operation* operation;
     RefusalRecord* record;
+    u64* taken;  // items that lanes have taken, besides the first two of each; 0 again at the end of a run
 
+    u32 arrival_stride;  // words of a rank
     u32 slot_tokens;
     u32 tokens;  // T', rows of y
     u32 topk;
@@ -55,9 +60,8 @@ struct CombineParams {
     u32 parts;
     u32 reducers;      // blocks that sum this rank's experts' rows
     u32 reducer_lanes;  // warps of each, with room for two pieces in shared memory of their own
-    u32 chunk;          // pieces of a lane between two words of progress
+    u32 together;       // pieces of a lane whose words are stored behind one fence, at most MOST_TOGETHER
     u32 summers;        // blocks that sum what the ranks have sent
-    u32 pace_ns;        // of a lane from one piece to the next; 0: as fast as they go
     u32 pieces;         // of a row: lanes and summers take pieces, so that few rows are work for many
 
     __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
@@ -66,8 +70,13 @@ struct CombineParams {
         return peers.slot(peer, rows[half], static_cast<u64>(rank) * slot_tokens + token, slot_bytes);
     }
 
-    __device__ __forceinline__ u64* progress_at(u32 peer, u32 rank, u32 lane) const {
-        return reinterpret_cast<u64*>(peers.slot(peer, progress, static_cast<u64>(rank) * MAX_LANES + lane, 8));
+    __device__ __forceinline__ u64* arrival_at(u32 peer, u32 rank, u32 number) const {
+        return reinterpret_cast<u64*>(
+            peers.slot(peer, arrivals, static_cast<u64>(rank) * arrival_stride + number, 8));
+    }
+
+    __device__ __forceinline__ u64* done_at(u32 peer, u32 rank, u32 reducer) const {
+        return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(rank) * MAX_DONE + reducer, 8));
     }
 
     __device__ __forceinline__ u8* status_at(u32 peer, u32 half, u32 rank) const {

@@ -29,7 +29,10 @@ constexpr u32 BLOCK = 128;
 
 constexpr u32 THREADS = 256;
 constexpr u32 WARPS = THREADS / 32;
-constexpr u32 MAX_LANES = 1056;  // progress words of one rank at a peer: 8 warps on each of 132 SMs
+constexpr u32 MAX_DONE = 272;  // words of one rank at a peer: more than two blocks on each of 132 SMs
+
+// A fence waits for the words that its thread stored before, a whole trip over the link. So words go several at a time.
+constexpr u32 MOST_TOGETHER = 4;
 
 // Shared memory of a lane's ring; the next lane's begins behind it. The same sum: raymoe/device/dispatch.py.
 __device__ __forceinline__ u32 lane_memory(u32 stages, u32 stage_bytes) {
@@ -87,9 +90,12 @@ struct DispatchParams {
     u64 rows[2];    // slots: row t of source s at (s * slot_tokens + t) * slot_bytes
     u64 told[2];    // 8 bytes for each (source, token, k)
     u64 counts[2];  // u32 for each (source, local expert), and behind a source's experts the tokens that it sent
-    // Writer: the lanes of source s, at every other rank, word (s, lane) = {epoch, tokens through}; after the rows that
-    // it counts have arrived. Reader: the owner, acquiring. With nothing to send a lane says ALL_DONE all the same.
-    u64 progress;
+    // Writer: a lane of source s, at each rank that a token's row went to, word (s, token): the epoch, after the row
+    // has arrived. Reader: the owner, acquiring. Any lane may take any token, so words belong to tokens.
+    u64 arrivals;
+    // Writer: the senders of source s, at every other rank, word (s, sender): the epoch, after all that the sender has
+    // pushed has arrived; also with nothing to send. Reader: the owner, acquiring.
+    u64 done;
     // Writer: the last router of source s, at every rank, its own too; the epoch, after counts and told entries.
     // Reader: every placer of the owner, acquiring.
     u64 heads;
@@ -121,6 +127,7 @@ struct DispatchParams {
     u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
     Operation* operation;
     Scratch* scratch;
+    u64* taken;  // tokens that lanes have asked for, besides the first of each; 0 again at the end of a run
     u64* router_words;   // [routers]: the epoch for which router c has counted
     u32* router_counts;  // [routers][experts]
 
@@ -146,13 +153,13 @@ struct DispatchParams {
     u32 senders;        // blocks that send; the others route and place
     u32 sender_lanes;   // warps of each, with a ring of their own
     u32 sender_stages;  // of each lane
-    u32 chunk;          // tokens of a lane between two words of progress
-    u32 pace_ns;        // of a lane from one row to the next, for each peer that a row goes to; 0: as fast as they go
+    u32 together;       // rows of a lane whose words are stored behind one fence, at most MOST_TOGETHER
+    u32 at_once;        // rows of a source are announced by its senders' `done` alone
+    u32 arrival_stride;  // words of a source
     u32 routers;        // of the placers, the first so many route
     u32 placers;
     u32 placer_lanes;
     u32 placer_stages;
-    u32 unused;
 
     __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
 
@@ -167,12 +174,7 @@ struct DispatchParams {
     // Of a row of x.
     __device__ __forceinline__ u32 x_bytes() const { return FP8 && x_scales != nullptr ? hidden : row_bytes; }
 
-    // How long a lane that has pushed a row to the ranks of `mask` keeps the link busy.
-    __device__ __forceinline__ u64 pace(u32 mask) const {
-        return static_cast<u64>(pace_ns) * __popc(mask & ~(1u << peers.rank));
-    }
-
-    // Ranks whose rows come through slots, and which hear of a lane's progress: `in_turn` of these many.
+    // Ranks whose rows come through slots, and which hear of arrivals: `in_turn` of these many.
     __device__ __forceinline__ u32 heard() const { return OWN_FROM_X ? peers.ranks - 1 : peers.ranks; }
 
     __device__ __forceinline__ u64 slot(u32 half, u32 source, u32 token) const {
@@ -191,8 +193,13 @@ struct DispatchParams {
         return peers.slot(peer, counts[half], static_cast<u64>(source) * (local + 1) + expert, 4);
     }
 
-    __device__ __forceinline__ u64* progress_at(u32 peer, u32 source, u32 lane) const {
-        return reinterpret_cast<u64*>(peers.slot(peer, progress, static_cast<u64>(source) * MAX_LANES + lane, 8));
+    __device__ __forceinline__ u64* arrival_at(u32 peer, u32 source, u32 token) const {
+        return reinterpret_cast<u64*>(
+            peers.slot(peer, arrivals, static_cast<u64>(source) * arrival_stride + token, 8));
+    }
+
+    __device__ __forceinline__ u64* done_at(u32 peer, u32 source, u32 sender) const {
+        return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(source) * MAX_DONE + sender, 8));
     }
 
     // The expert of an entry; below 0: none. Anything from `experts` on, or below -1, is out of range.
@@ -201,13 +208,33 @@ struct DispatchParams {
                         : static_cast<long long>(static_cast<int>(ptx::load_4(ids + entry * 4)));
     }
 
+    // Those of `entry` and each `stride`-th one after it, -1 from `end` on. All loads are under way together.
+    template <u32 COUNT>
+    __device__ __forceinline__ void ids_of(u64 entry, u32 stride, u64 end, long long (&into)[COUNT]) const {
+        u64 loaded[COUNT];
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            const u64 at = entry + i * stride;
+            loaded[i] = at >= end ? ~0ull : wide_ids ? ptx::load_8(ids + at * 8) : ptx::load_4(ids + at * 4);
+        }
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            into[i] = wide_ids ? static_cast<long long>(loaded[i]) : static_cast<int>(loaded[i]);
+        }
+    }
+
     // Bit r: token t has an expert on rank r.
     __device__ __forceinline__ u32 ranks_of(u32 token) const {
+        const u64 first = static_cast<u64>(token) * topk;
         u32 mask = 0;
-        for (u32 k = 0; k < topk; ++k) {
-            const long long expert = id(static_cast<u64>(token) * topk + k);
-            if (expert >= 0 && expert < experts) {
-                mask |= 1u << (static_cast<u32>(expert) / local);
+        for (u32 k = 0; k < topk; k += 8) {
+            long long eight[8];
+            ids_of(first + k, 1, first + topk, eight);
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i) {
+                if (eight[i] >= 0 && eight[i] < experts) {
+                    mask |= 1u << (static_cast<u32>(eight[i]) / local);
+                }
             }
         }
         return mask;
@@ -241,7 +268,8 @@ __device__ inline Refusal refusal_of(const DispatchParams& p) {
     scratch.bad_entry = scratch.liar = ~0ull;
     scratch.needed = 0;
     if (p.num_tokens != nullptr && *p.num_tokens > p.tokens) {
-        return {CAUSE_TOKENS, p.tokens, *p.num_tokens};
+        const int asked = static_cast<int>(*p.num_tokens);  // below 0 is refused too, and told as such
+        return {CAUSE_TOKENS, p.tokens, static_cast<u64>(static_cast<long long>(asked))};
     }
     if (bad != ~0ull) {
         return {CAUSE_ID, static_cast<u32>(bad / p.topk), static_cast<u64>(p.id(bad))};

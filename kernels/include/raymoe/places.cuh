@@ -131,15 +131,22 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
                                 u32* places) {
     const u64 entries = static_cast<u64>(token) * p.topk, slot = p.slot(half, source, token);
     u32 found = 0;
-    for (u32 k = 0; k < p.topk; ++k) {
-        const u64 told = ptx::load_8(p.told_at(p.peers.rank, half, source, entries + k));
-        const u32 place = plan_entry(p, where, source, entries + k, told, slot);
-        if (place != NOWHERE) {
-            // With layout rank a row of this rank has one place, its slot, and one of a peer is there already.
-            if (!p.rank_layout) {
-                places[found++] = place;
-            } else if (OWN_FROM_X && source == p.peers.rank && found == 0) {
-                places[found++] = static_cast<u32>(slot);
+    for (u32 first = 0; first < p.topk; first += 8) {
+        u64 told[8];  // all loads are under way together
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            const u64 entry = entries + first + i;
+            told[i] = first + i < p.topk ? ptx::load_8(p.told_at(p.peers.rank, half, source, entry)) : NOWHERE;
+        }
+        for (u32 i = 0; i < 8 && first + i < p.topk; ++i) {
+            const u32 place = plan_entry(p, where, source, entries + first + i, told[i], slot);
+            if (place != NOWHERE) {
+                // With layout rank a row of this rank has one place, its slot, and one of a peer is there already.
+                if (!p.rank_layout) {
+                    places[found++] = place;
+                } else if (OWN_FROM_X && source == p.peers.rank && found == 0) {
+                    places[found++] = static_cast<u32>(slot);
+                }
             }
         }
     }

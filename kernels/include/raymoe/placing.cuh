@@ -3,7 +3,7 @@
 // Every placer knows from the counts of all sources where each source's entries of each expert begin, so an entry's
 // place is that plus its number among its source's. A lane (a warp, whose first thread drives a ring) takes the tokens
 // q, q + lanes, ... of every source; the block's threads work out the places of its rows ahead, the lane waits for each
-// row's word of progress, loads the row once and stores it to all its places. Rows of this rank itself come out of x
+// row's word, loads the row once and stores it to all its places. Rows of this rank itself come out of x
 // and wait for nothing: a lane moves one whenever no row of a peer has arrived.
 //
 // With layout rank rows stay in their slots; what is left is to say where they are, and to copy the rows of this rank
@@ -14,6 +14,7 @@
 #include "raymoe/places.cuh"
 #include "raymoe/quantising.cuh"
 #include "raymoe/ring.cuh"
+#include "raymoe/sending.cuh"
 #include "raymoe/vectors.cuh"
 
 namespace raymoe {
@@ -118,21 +119,17 @@ class PlaceLane {
         return first_token_ + (first_ + number) * p_.placers * p_.placer_lanes;
     }
 
-    __device__ __forceinline__ const u64* word(u32 token, u32 step) const {
-        return p_.progress_at(p_.peers.rank, p_.peers.in_turn(step), token % p_.lanes());
+    __device__ __forceinline__ const u64* word(u32 number, u32 step) const {
+        return p_.arrival_at(p_.peers.rank, p_.peers.in_turn(step), token_of(number));
     }
 
-    __device__ __forceinline__ u64 expected(u32 token) const { return progress(epoch_, token / p_.lanes() + 1); }
-
     __device__ __forceinline__ bool arrived(u32 number, u32 step) const {
-        const u32 token = token_of(number);
-        return ptx::load_acquire_sys(word(token, step)) >= expected(token);
+        return p_.at_once || ptx::load_acquire_sys(word(number, step)) >= epoch_;
     }
 
     __device__ __forceinline__ bool wait(u32 number, u32 step) const {
-        const u32 token = token_of(number);
         const Waiting who{p_.op, p_.peers.in_turn(step), epoch_};
-        return wait_for_epoch(word(token, step), expected(token), who, p_.watch);
+        return wait_for_epoch(word(number, step), epoch_, who, p_.watch);
     }
 
     __device__ __forceinline__ void load_remote(u32 number, u32 step) {
@@ -230,6 +227,9 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
         return;
     }
     trace(p.trace, AT_COUNTS);
+    if (p.at_once && !await_all(p, epoch)) {
+        return;
+    }
     u32* queues = reinterpret_cast<u32*>(shared) + Places::shared_words(p);
     u32* places = queues + WARPS * QUEUE;
     const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;

@@ -83,6 +83,13 @@ __device__ __forceinline__ void atomic_min(u64* word, u64 value) {
     asm volatile("red.relaxed.gpu.global.min.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// Gives the value before.
+__device__ __forceinline__ u64 atomic_add(u64* word, u64 value) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
+    return before;
+}
+
 // Adds 1 and gives the value before; a value of `last` wraps to 0. Releases what this thread has seen, and acquires.
 __device__ __forceinline__ u32 atomic_increment_wrapping(u32* word, u32 last) {
     u32 before;

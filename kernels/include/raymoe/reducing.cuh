@@ -1,13 +1,13 @@
 // The reducers of a combine: for each token of each peer, the sum of what this rank's experts made of it, in float32,
 // rounded once, pushed into the peer's slot.
 //
-// Rows are cut into pieces, and number n is piece n % pieces of token n / pieces. A lane is a warp with room for two
-// pieces in shared memory: it sums into one while the other is being pushed. Lane l takes the numbers l, l + lanes, ...
-// of every peer.
+// Rows are cut into pieces, and number n is piece n % pieces of token n / pieces. An item is a number for one of the
+// peers, the peers of a number first. A lane is a warp. It takes items as it gets through them, because some are no
+// work and some are much; their order makes that all ranks get their first pieces first. Of a piece it sums a step at a
+// time and pushes that at once, so that the links have something to do from early on.
 #pragma once
 
 #include "raymoe/combine.cuh"
-#include "raymoe/ring.cuh"
 #include "raymoe/vectors.cuh"
 
 namespace raymoe {
@@ -75,9 +75,22 @@ __device__ __forceinline__ void add_experts(const CombineParams& p, u64 entry, u
     }
 }
 
-// Of a lane's two stages, each.
-__device__ __forceinline__ u32 stage_memory(const CombineParams& p) {
-    return p.piece_vectors() * 16 + (STAMPS ? STAMP_BYTES : 0);
+constexpr u32 STEP = 32 * UNROLL;  // vectors that a warp sums at a time, and pushes
+constexpr u32 STEPS_UNDER_WAY = 4;
+
+// Of one step of a lane.
+__device__ __forceinline__ u32 stage_memory() { return STEP * 16 + (STAMPS ? STAMP_BYTES : 0); }
+
+// By the thread that commits: until all groups but the `younger` last ones have been performed. The instruction takes a
+// constant only.
+__device__ __forceinline__ void wait_for_older(u32 younger) {
+    switch (younger) {
+        case 0: ptx::bulk_wait<0>(); break;
+        case 1: ptx::bulk_wait<1>(); break;
+        case 2: ptx::bulk_wait<2>(); break;
+        case 3: ptx::bulk_wait<3>(); break;
+        default: ptx::bulk_wait<4>();
+    }
 }
 
 template <class Type>
@@ -87,98 +100,121 @@ class ReduceLane {
         : p_(p), epoch_(epoch), lane_(reducer * p.reducer_lanes + threadIdx.x / 32), half_(epoch & 1),
           leads_(threadIdx.x % 32 == 0), memory_(ptx::shared_address(memory)) {}
 
-    // By a whole warp.
+    // By a whole warp. Where an item's rows stand is asked for while the item before is summed, and which item comes
+    // after that one.
     __device__ __forceinline__ void run() {
+        const u32 peers = p_.peers.ranks - 1, lanes = p_.lanes();
         u32 most = 0;
-        for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
+        for (u32 step = 0; step < peers; ++step) {
             most = max(most, p_.got->tokens[p_.peers.in_turn(step)]);
         }
-        u32 through = 0;
-        for (u32 number = lane_; number < most * p_.pieces; number += p_.lanes()) {
-            const u32 token = number / p_.pieces;
-            for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
-                const u32 source = p_.peers.in_turn(step);
-                const u64 entry = token < p_.got->tokens[source] ? p_.entry(source, token) : NOWHERE;
-                const u32 hits = __ballot_sync(0xFFFFFFFF, static_cast<u32>(entry) != NOWHERE);
-                if (hits != 0) {
-                    push(source, number, entry, hits);
-                }
+        const u32 items = most * p_.pieces * peers;
+        u32 item = lane_, next = lane_ + lanes;
+        u64 entry = entry_of(item, items);
+        while (item < items) {
+            const u64 ahead = entry_of(next, items);
+            const u64 taken = leads_ ? ptx::atomic_add(p_.taken, 1) : 0;
+            const u32 hits = __ballot_sync(0xFFFFFFFF, static_cast<u32>(entry) != NOWHERE);
+            if (hits != 0) {
+                push(p_.peers.in_turn(item % peers), item / peers, entry, hits);
             }
-            announce(++through);
+            item = next;
+            entry = ahead;
+            next = 2 * lanes + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken, 0));
         }
     }
 
-    // Until every piece has arrived.
+    // Until every piece has arrived, and its word says so.
     __device__ __forceinline__ void finish() {
         if (leads_) {
             ptx::bulk_wait<0>();
+            say_arrived();
         }
     }
 
   private:
+    // Of an item: a piece for one source.
+    __device__ __forceinline__ u64 entry_of(u32 item, u32 items) const {
+        const u32 peers = p_.peers.ranks - 1;
+        if (item >= items) {
+            return NOWHERE;
+        }
+        const u32 source = p_.peers.in_turn(item % peers), token = item / peers / p_.pieces;
+        return token < p_.got->tokens[source] ? p_.entry(source, token) : NOWHERE;
+    }
+
     __device__ __forceinline__ void push(u32 source, u32 number, u64 entry, u32 hits) {
         const u32 begin = number % p_.pieces * p_.piece_vectors();
         const u32 last = min(begin + p_.piece_vectors(), p_.vectors());
         if (begin >= last) {
             return;
         }
-        const u32 stage_bytes = stage_memory(p_);
-        const u32 stage = memory_ + groups_ % 2 * stage_bytes;
-        if (leads_) {
-            ptx::bulk_wait_read<1>();  // the piece before the last has been read out of this stage
+        u8* slot = p_.slot_at(source, half_, p_.peers.rank, number / p_.pieces);
+        u32 steps = 0;
+        for (u32 step = begin; step < last; step += STEP, ++steps) {
+            const u32 stage = memory_ + groups_++ % STEPS_UNDER_WAY * stage_memory();
+            if (leads_) {
+                ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();  // what was in this stage has been read out of it
+            }
+            __syncwarp();
+            sum_step(stage, entry, hits, step, last);
+            if (leads_) {
+                push_step(slot, stage, step, last, number);
+            }
         }
-        __syncwarp();
-        for (u32 step = begin; step < last; step += 32 * UNROLL) {
-            const u32 first = step + threadIdx.x % 32;
-            float sums[UNROLL][Type::COUNT] = {};
-            add_experts<Type>(p_, entry, hits, first, last, sums);
+        if (leads_) {
+            if (unsaid_ == p_.together) {
+                wait_for_older(steps);  // not for this piece, so that the wait is a short one
+                say_arrived();
+            }
 #pragma unroll
-            for (u32 i = 0; i < UNROLL; ++i) {
-                if (first + 32 * i < last) {
-                    ptx::shared_store_16(stage + (first + 32 * i - begin) * 16, Type::pack(sums[i]));
-                }
+            for (u32 i = 0; i < MOST_TOGETHER; ++i) {
+                words_[i] = i == unsaid_ ? p_.arrival_at(source, p_.peers.rank, number) : words_[i];
+            }
+            ++unsaid_;
+        }
+    }
+
+    // By a whole warp: vectors from `step` on, into the stage.
+    __device__ __forceinline__ void sum_step(u32 stage, u64 entry, u32 hits, u32 step, u32 last) const {
+        const u32 first = step + threadIdx.x % 32;
+        float sums[UNROLL][Type::COUNT] = {};
+        add_experts<Type>(p_, entry, hits, first, last, sums);
+#pragma unroll
+        for (u32 i = 0; i < UNROLL; ++i) {
+            if (first + 32 * i < last) {
+                ptx::shared_store_16(stage + (first + 32 * i - step) * 16, Type::pack(sums[i]));
             }
         }
         ptx::fence_proxy_async_shared();  // orders this thread's stores to the stage before the bulk store out of it
         __syncwarp();
-        if (leads_) {
-            pace_.keep(p_.pace_ns);
-            u8* slot = p_.slot_at(source, half_, p_.peers.rank, number / p_.pieces);
-            ptx::bulk_store(slot + begin * 16ull, stage, (last - begin) * 16);
-            if (STAMPS) {
-                const u32 stamp = stage + stage_bytes - STAMP_BYTES;
-                ptx::shared_store_16(stamp, {epoch_, epoch_});
-                ptx::fence_proxy_async_shared();  // orders the stamp before the bulk store of it
-                ptx::bulk_store(slot + p_.stamp_at(number % p_.pieces), stamp, STAMP_BYTES);
-            }
-            ptx::bulk_commit();
-            trace_first(p_.trace, AT_FIRST_PUSH);
-            trace(p_.trace, AT_LAST_PUSH);
-        }
-        ++groups_;
     }
 
-    // The word of a chunk follows when one more piece has been pushed, so that the wait is a short one.
-    __device__ __forceinline__ void announce(u32 through) {
-        if (marked_ != 0 && groups_ != marked_groups_) {
-            if (leads_) {
-                ptx::bulk_wait<1>();
-                publish(marked_);
-            }
-            marked_ = 0;
+    // The last step of a piece takes its stamp along.
+    __device__ __forceinline__ void push_step(u8* slot, u32 stage, u32 step, u32 last, u32 number) const {
+        const u32 end = min(step + STEP, last);
+        ptx::bulk_store(slot + step * 16ull, stage, (end - step) * 16);
+        if (STAMPS && end == last) {
+            const u32 stamp = stage + STEP * 16;
+            ptx::shared_store_16(stamp, {epoch_, epoch_});
+            ptx::fence_proxy_async_shared();  // orders the stamp before the bulk store of it
+            ptx::bulk_store(slot + p_.stamp_at(number % p_.pieces), stamp, STAMP_BYTES);
         }
-        if (marked_ == 0 && through % p_.chunk == 0) {
-            marked_ = through;
-            marked_groups_ = groups_;
-        }
+        ptx::bulk_commit();
+        trace_first(p_.trace, AT_FIRST_PUSH);
+        trace(p_.trace, AT_LAST_PUSH);
     }
 
-    __device__ __forceinline__ void publish(u64 done) {
-        ptx::fence_acq_rel_sys();  // orders the pieces, whose bulk stores this thread has awaited, before the words
-        for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
-            ptx::store_relaxed_sys(p_.progress_at(p_.peers.in_turn(step), p_.peers.rank, lane_),
-                                   progress(epoch_, done));
+    // By the thread that has awaited the pieces of which nothing has been said.
+    __device__ __forceinline__ void say_arrived() {
+        ptx::fence_acq_rel_sys();  // orders the pieces, whose bulk stores this thread has awaited, before their words
+#pragma unroll
+        for (u32 i = 0; i < MOST_TOGETHER; ++i) {
+            if (i < unsaid_) {
+                ptx::store_relaxed_sys(words_[i], epoch_);
+            }
         }
+        unsaid_ = 0;
     }
 
     const CombineParams& p_;
@@ -187,25 +223,18 @@ class ReduceLane {
     u32 half_;
     bool leads_;
     u32 memory_;
-    Pace pace_;
     u32 groups_ = 0;
-    u32 marked_ = 0;
-    u32 marked_groups_ = 0;
+    u32 unsaid_ = 0;  // pieces that have been pushed, and of which nothing has been said yet
+    u64* words_[MOST_TOGETHER] = {};  // of these
 };
 
 // By a whole block, each of whose lanes has awaited its pieces: that they have nothing more to push, to every peer,
-// also where there was nothing to push. One fence for all of them.
+// also where there was nothing to push. Nothing is read because of these words; they end the peers' kernels.
 __device__ inline void say_done(const CombineParams& p, u64 epoch, u32 reducer) {
     __syncthreads();  // hands what the lanes have awaited to the threads below
-    if (threadIdx.x >= 32) {
-        return;
-    }
     trace(p.trace, AT_ARRIVED);
-    ptx::fence_acq_rel_sys();  // orders the pieces before the words
-    for (u32 i = threadIdx.x; i < p.reducer_lanes * (p.peers.ranks - 1); i += 32) {
-        const u32 lane = reducer * p.reducer_lanes + i % p.reducer_lanes;
-        ptx::store_relaxed_sys(p.progress_at(p.peers.in_turn(i / p.reducer_lanes), p.peers.rank, lane),
-                               progress(epoch, ALL_DONE));
+    if (threadIdx.x + 1 < p.peers.ranks) {
+        ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(threadIdx.x), p.peers.rank, reducer), epoch);
     }
     trace(p.trace, AT_SAID_DONE);
 }
@@ -215,7 +244,7 @@ template <class Type>
 __device__ inline void reduce_rows(const CombineParams& p, u64 epoch, u32 reducer, u8* shared) {
     const u32 warp = threadIdx.x / 32;
     if (warp < p.reducer_lanes) {
-        ReduceLane<Type> lane(p, epoch, reducer, shared + warp * 2ull * stage_memory(p));
+        ReduceLane<Type> lane(p, epoch, reducer, shared + warp * STEPS_UNDER_WAY * stage_memory());
         if (p.got->refusal.cause == CAUSE_NONE) {
             lane.run();
         }

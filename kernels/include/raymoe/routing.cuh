@@ -3,7 +3,8 @@
 // Entry (t, k) of this rank needs the number of entries of the same expert before it, in the order (t, k). Each router
 // takes a run of tokens, each of its warps a run of those entries:
 //   1. every warp counts its entries by expert; the router publishes its sums in this rank's memory
-//   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with
+//   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with; where
+//      entries are few, it counts those before its own by itself instead
 //   3. every warp goes over its entries again, 32 at a time, and numbers them; what it finds goes to every rank
 // The last router knows the totals and tells them. When all are through, the last one out announces the whole. How what
 // is found reaches the ranks is a `Telling`'s affair: as plain stores behind a word, or word by word with the epoch in
@@ -16,6 +17,8 @@ namespace raymoe {
 
 // Plain stores at every rank, then a word that says that they are there.
 struct TellBehindHeads {
+    static constexpr bool BY_ITSELF = false;  // whether a router counts what is before its own entries
+
     const DispatchParams& p;
     u64 epoch;
 
@@ -45,7 +48,7 @@ struct TellBehindHeads {
 template <class Telling>
 class Router {
   public:
-    // Shared memory: WARPS * experts counters, then `experts` sums.
+    // Shared memory: WARPS * experts counters, `experts` sums, and as many again where routers count by themselves.
     __device__ Router(const DispatchParams& p, u64 epoch, u32 tokens, u32 number, u8* shared)
         : p_(p), telling_{p, epoch}, epoch_(epoch), tokens_(tokens), number_(number),
           tells_(number + 1 == p.routers), counters_(reinterpret_cast<u32*>(shared)),
@@ -77,10 +80,18 @@ class Router {
   private:
     static constexpr u32 NO_EXPERT = 0xFFFFFFFF;
 
+    // Entries of a thread whose loads are under way at a time. Fewer where the kernel has few registers left.
+    static constexpr u32 TOGETHER = Telling::BY_ITSELF ? 2 : 4;
+
+    // Whether there are others whose sums this one needs, or that need those of this one.
+    __device__ __forceinline__ bool waits() const { return !Telling::BY_ITSELF && p_.routers != 1; }
+
+    __device__ __forceinline__ u32* before() const { return sums_ + p_.experts; }
+
     __device__ __forceinline__ u32* counters() const { return counters_ + threadIdx.x / 32 * p_.experts; }
 
-    __device__ __forceinline__ u32 expert_of(u64 entry) const {
-        const long long id = p_.id(entry);
+    // NO_EXPERT also where the id is out of range.
+    __device__ __forceinline__ u32 expert_of(long long id) const {
         return id >= 0 && id < p_.experts ? static_cast<u32>(id) : NO_EXPERT;
     }
 
@@ -88,11 +99,31 @@ class Router {
         for (u32 i = threadIdx.x; i < WARPS * p_.experts; i += THREADS) {
             counters_[i] = 0;
         }
+        for (u32 i = threadIdx.x; Telling::BY_ITSELF && i < p_.experts; i += THREADS) {
+            before()[i] = 0;
+        }
         __syncthreads();
-        for (u64 entry = begin_ + threadIdx.x % 32; entry < end_; entry += 32) {
-            const u32 expert = expert_of(entry);
-            if (expert != NO_EXPERT) {
-                atomicAdd(counters() + expert, 1u);
+        const u64 first = static_cast<u64>(first_) * p_.topk;
+        for (u64 entry = threadIdx.x; Telling::BY_ITSELF && entry < first; entry += THREADS * TOGETHER) {
+            long long ids[TOGETHER];
+            p_.ids_of(entry, THREADS, first, ids);
+#pragma unroll
+            for (u32 i = 0; i < TOGETHER; ++i) {
+                const u32 expert = expert_of(ids[i]);
+                if (expert != NO_EXPERT) {
+                    atomicAdd(before() + expert, 1u);
+                }
+            }
+        }
+        for (u64 entry = begin_ + threadIdx.x % 32; entry < end_; entry += 32 * TOGETHER) {
+            long long ids[TOGETHER];
+            p_.ids_of(entry, 32, end_, ids);
+#pragma unroll
+            for (u32 i = 0; i < TOGETHER; ++i) {
+                const u32 expert = expert_of(ids[i]);
+                if (expert != NO_EXPERT) {
+                    atomicAdd(counters() + expert, 1u);
+                }
             }
         }
         __syncthreads();
@@ -110,27 +141,27 @@ class Router {
                 sum += here;
             }
             sums_[expert] = sum;
-            if (p_.routers != 1) {
+            if (waits()) {
                 ptx::store_relaxed_gpu_32(published + expert, sum);
             }
         }
         __syncthreads();
-        if (threadIdx.x == 0 && p_.routers != 1) {
+        if (threadIdx.x == 0 && waits()) {
             ptx::store_release_gpu(p_.router_words + number_, epoch_);  // orders the sums of all threads before it
         }
     }
 
     __device__ __forceinline__ bool begin_numbers() {
         bool ok = true;
-        for (u32 other = threadIdx.x; other < number_; other += THREADS) {
+        for (u32 other = threadIdx.x; waits() && other < number_; other += THREADS) {
             ok = ok && wait_for_epoch(p_.router_words + other, epoch_, Waiting{p_.op, p_.peers.rank, epoch_}, p_.watch);
         }
         if (!__syncthreads_and(ok)) {
             return false;
         }
         for (u32 expert = threadIdx.x; expert < p_.experts; expert += THREADS) {
-            u32 before = 0;
-            for (u32 other = 0; other < number_; ++other) {
+            u32 before = Telling::BY_ITSELF ? this->before()[expert] : 0;
+            for (u32 other = 0; waits() && other < number_; ++other) {
                 before += ptx::load_relaxed_gpu_32(p_.router_counts + static_cast<u64>(other) * p_.experts + expert);
             }
             for (u32 warp = 0; warp < WARPS; ++warp) {
@@ -149,32 +180,48 @@ class Router {
 
     __device__ __forceinline__ void number() {
         const u32 lane = threadIdx.x % 32;
-        for (u64 step = begin_; step < end_; step += 32) {
-            const u64 entry = step + lane;
-            const bool here = entry < end_;
-            const u32 expert = here ? expert_of(entry) : NO_EXPERT;
-            const u32 alike = __match_any_sync(0xFFFFFFFF, expert);
-            const u32 before = __popc(alike & ((1u << lane) - 1));
-            const u32 begin = expert == NO_EXPERT ? 0 : counters()[expert];
-            __syncwarp();
-            if (expert != NO_EXPERT && before == 0) {
-                counters()[expert] = begin + __popc(alike);
+        for (u64 first = begin_; first < end_; first += 32 * TOGETHER) {
+            long long ids[TOGETHER];
+            u32 weights[TOGETHER];
+            p_.ids_of(first + lane, 32, end_, ids);
+#pragma unroll
+            for (u32 i = 0; i < TOGETHER; ++i) {
+                const u64 entry = first + 32 * i + lane;
+                weights[i] = entry < end_ ? ptx::load_4(p_.weights + entry * 4) : 0;
             }
-            __syncwarp();
-            if (here) {
-                tell(entry, expert, begin + before);
+#pragma unroll
+            for (u32 i = 0; i < TOGETHER; ++i) {
+                const u64 entry = first + 32 * i + lane;
+                const u32 expert = expert_of(ids[i]), number = next_of(expert);
+                if (entry < end_) {
+                    tell(entry, ids[i], number, weights[i]);
+                }
             }
         }
     }
 
-    __device__ __forceinline__ void tell(u64 entry, u32 expert, u32 rank) {
+    // By a whole warp: the number of each thread's entry among those of its expert, in the order of threads.
+    __device__ __forceinline__ u32 next_of(u32 expert) {
+        const u32 alike = __match_any_sync(0xFFFFFFFF, expert);
+        const u32 before = __popc(alike & ((1u << threadIdx.x % 32) - 1));
+        const u32 begin = expert == NO_EXPERT ? 0 : counters()[expert];
+        __syncwarp();
+        if (expert != NO_EXPERT && before == 0) {
+            counters()[expert] = begin + __popc(alike);
+        }
+        __syncwarp();
+        return begin + before;
+    }
+
+    __device__ __forceinline__ void tell(u64 entry, long long id, u32 rank, u32 its_weight) {
+        const u32 expert = expert_of(id);
         const bool nowhere = expert == NO_EXPERT;
-        if (nowhere && p_.id(entry) != -1) {
+        if (nowhere && id != -1) {
             ptx::atomic_min(&p_.scratch->bad_entry, entry);
         }
         const u32 place = nowhere ? NOWHERE : expert % p_.local << RANK_BITS | rank;
         const u32 home = nowhere ? NOWHERE : expert / p_.local;
-        const u64 weight = static_cast<u64>(ptx::load_4(p_.weights + entry * 4)) << 32;
+        const u64 weight = static_cast<u64>(its_weight) << 32;
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);
             telling_.entry(peer, entry, weight | (peer == home ? place : NOWHERE));

@@ -1,9 +1,8 @@
 // The senders of a dispatch: rows out of x into the slots of every rank that has an expert of the token.
 //
-// A lane is a warp, whose first thread drives a ring of its own. Lane l takes the tokens l, l + lanes, ...; a row is
-// loaded once and stored to up to all ranks. Nothing needs to be counted first: the slot of a row is its token's
-// number. Two lanes on a multiprocessor keep the link busy while one of them waits for its stores before a word of
-// progress.
+// Nothing needs to be counted first: the slot of a row is its token's number. Lanes (warps) take tokens as they get
+// through them, so that none is left with more than the others; where links are full some come through faster. Which
+// token comes after the next is asked for while one is being sent, and so are the ids that say where the next one goes.
 #pragma once
 
 #include "raymoe/dispatch.cuh"
@@ -11,45 +10,53 @@
 
 namespace raymoe {
 
-constexpr u32 MASK_WINDOW = 4096;  // tokens of a block whose destinations are worked out at a time; 2 bytes each
-constexpr u32 MASK_BYTES = MASK_WINDOW * 2;
-
-// Rows whose stores may be under way while older ones are announced. Waiting for all of them would drain the lane.
-constexpr u32 YOUNGER = 2;
-
-// The words of progress of a lane; by the thread that pushes its rows.
-class Announcing {
+// The tokens that a lane sends, one after another. By a whole warp.
+class Tokens {
   public:
-    __device__ Announcing(const DispatchParams& p, u64 epoch, u32 lane) : p_(p), epoch_(epoch), lane_(lane) {}
+    __device__ Tokens(const DispatchParams& p, u32 tokens, u32 lane) : p_(p), tokens_(tokens), token_(lane) {
+        ids_ = id_of(token_);
+        ask();
+    }
 
-    // A row's stores have been committed, as one group.
-    __device__ __forceinline__ void pushed() { ++groups_; }
-
-    // So many of the lane's tokens have been pushed. The word of a chunk follows when YOUNGER more rows have been, so
-    // that the wait is a short one.
-    __device__ __forceinline__ void through(u32 tokens) {
-        if (marked_ == 0 && tokens % p_.chunk == 0) {
-            marked_ = tokens;
-            marked_groups_ = groups_;
-        }
-        if (marked_ != 0 && groups_ - marked_groups_ >= YOUNGER) {
-            ptx::bulk_wait<YOUNGER>();
-            ptx::fence_acq_rel_sys();  // orders the rows, whose bulk stores this thread has awaited, before the words
-            for (u32 step = 0; step < p_.heard(); ++step) {
-                ptx::store_relaxed_sys(p_.progress_at(p_.peers.in_turn(step), p_.peers.rank, lane_),
-                                       progress(epoch_, marked_));
+    // The next token that goes to any rank of `wanted`, and those of them that it goes to. False: there is none.
+    __device__ __forceinline__ bool next(u32 wanted, u32& token, u32& mask) {
+        do {
+            if (!any(token, mask)) {
+                return false;
             }
-            marked_ = 0;
+            mask &= wanted;
+        } while (mask == 0);
+        return true;
+    }
+
+    // The next token, wherever it goes.
+    __device__ __forceinline__ bool any(u32& token, u32& mask) {
+        if (token_ >= tokens_) {
+            return false;
         }
+        token = token_;
+        const bool real = ids_ >= 0 && ids_ < p_.experts;
+        mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << (static_cast<u32>(ids_) / p_.local) : 0);
+        token_ = p_.lanes() + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken_, 0));
+        ids_ = id_of(token_);
+        ask();
+        return true;
     }
 
   private:
+    __device__ __forceinline__ void ask() { taken_ = threadIdx.x % 32 == 0 ? ptx::atomic_add(p_.taken, 1) : 0; }
+
+    // Of thread k: expert k of the token.
+    __device__ __forceinline__ long long id_of(u32 token) const {
+        const u32 k = threadIdx.x % 32;
+        return token < tokens_ && k < p_.topk ? p_.id(static_cast<u64>(token) * p_.topk + k) : -1;
+    }
+
     const DispatchParams& p_;
-    u64 epoch_;
-    u32 lane_;
-    u32 groups_ = 0;
-    u32 marked_ = 0;
-    u32 marked_groups_ = 0;
+    u32 tokens_;
+    u32 token_;      // comes next
+    long long ids_;  // of it
+    u64 taken_;      // which token comes after it, when that is known
 };
 
 // By the thread that pushes the row: the epoch, at the end of what leaves.
@@ -60,110 +67,133 @@ __device__ __forceinline__ void stamp(u32 stage, u32 slot_bytes, u64 epoch) {
     }
 }
 
+// Rows as they are: loaded once, and stored to up to all ranks. A lane's first thread drives a ring of its own. The
+// words of rows follow when YOUNGER more rows have been pushed, so that the wait is a short one.
 class SendLane {
   public:
+    static constexpr u32 YOUNGER = 1;
+    static constexpr u32 QUEUE = 32;  // rows of a lane, from their loads to their words
+
     static __device__ __forceinline__ u32 memory(const DispatchParams& p) {
-        return lane_memory(p.sender_stages, p.slot_bytes);
+        return lane_memory(p.sender_stages, p.slot_bytes) + QUEUE * 8;
     }
 
     __device__ SendLane(const DispatchParams& p, u64 epoch, u32 lane, u8* memory, bool drives)
-        : p_(p), epoch_(epoch), lane_(lane), half_(epoch & 1),
-          ring_(memory, p.sender_stages, p.slot_bytes, drives && threadIdx.x % 32 == 0), announcing_(p, epoch, lane) {}
+        : p_(p), epoch_(epoch), lane_(lane), half_(epoch & 1), leads_(threadIdx.x % 32 == 0),
+          ring_(memory, p.sender_stages, p.slot_bytes, drives && leads_),
+          queue_(ptx::shared_address(memory) + lane_memory(p.sender_stages, p.slot_bytes)) {}
 
-    // Sends the lane's tokens number `first` to `first + count - 1`; mask `i * stride` is that of number first + i.
-    __device__ __forceinline__ void run(u32 first, u32 count, const unsigned short* masks, u32 stride) {
-        if (threadIdx.x % 32 != 0) {
-            return;
+    // By a whole warp: of the first `tokens` tokens, what no other lane takes. The placers see to this rank's own rows.
+    __device__ __forceinline__ void run(u32 tokens) {
+        Tokens mine(p_, tokens, lane_);
+        u32 token, mask;
+        while (mine.next(~(1u << p_.peers.rank), token, mask)) {
+            if (leads_) {
+                load(token, mask);
+            }
+            __syncwarp();
         }
-        u32 ahead = 0;
-        for (u32 i = 0; i < count; ++i) {
-            for (; ahead < count && ring_.can_load(); ++ahead) {
-                if (masks[ahead * stride] != 0) {
-                    ring_.load({p_.x + static_cast<u64>(token(first + ahead)) * p_.row_bytes, p_.row_bytes});
-                }
-            }
-            if (const u32 mask = masks[i * stride]) {
-                const u32 stage = ring_.await();
-                stamp(stage, p_.slot_bytes, epoch_);
-                pace_.keep(p_.pace(mask));
-                for (u32 step = 0; step < p_.peers.ranks; ++step) {
-                    const u32 peer = p_.peers.in_turn(step);
-                    if (mask >> peer & 1) {
-                        ptx::bulk_store(p_.slot_at(peer, half_, p_.peers.rank, token(first + i)), stage, p_.slot_bytes);
-                    }
-                }
-                ring_.stored();
-                trace_first(p_.trace, AT_FIRST_PUSH);
-                trace(p_.trace, AT_LAST_PUSH);
-                announcing_.pushed();
-            }
-            announcing_.through(first + i + 1);
+        while (leads_ && ring_.any_loading()) {
+            store();
         }
     }
 
-    // Until every row has arrived.
+    // Until every row has arrived, and its words say so.
     __device__ __forceinline__ void finish() {
-        if (threadIdx.x % 32 == 0) {
+        if (leads_) {
             ring_.drain();
+            say(0);
         }
     }
 
   private:
-    __device__ __forceinline__ u32 token(u32 number) const { return lane_ + number * p_.lanes(); }
+    __device__ __forceinline__ u64 queued(u32 number) const { return ptx::shared_load_8(queue_ + number % QUEUE * 8); }
+
+    __device__ __forceinline__ void load(u32 token, u32 mask) {
+        if (!ring_.can_load()) {
+            store();
+        }
+        ring_.load({p_.x + static_cast<u64>(token) * p_.row_bytes, p_.row_bytes});
+        ptx::shared_store_8(queue_ + loaded_++ % QUEUE * 8, static_cast<u64>(token) << 32 | mask);
+    }
+
+    // The oldest row of the ring.
+    __device__ __forceinline__ void store() {
+        const u64 row = queued(stored_++);
+        const u32 stage = ring_.await();
+        stamp(stage, p_.slot_bytes, epoch_);
+        for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
+            const u32 peer = p_.peers.in_turn(step);
+            if (row >> peer & 1) {
+                ptx::bulk_store(p_.slot_at(peer, half_, p_.peers.rank, row >> 32), stage, p_.slot_bytes);
+            }
+        }
+        ring_.stored();
+        trace_first(p_.trace, AT_FIRST_PUSH);
+        trace(p_.trace, AT_LAST_PUSH);
+        if (stored_ - said_ >= YOUNGER + p_.together) {
+            ptx::bulk_wait<YOUNGER>();
+            say(YOUNGER);
+        }
+    }
+
+    // By the thread that has awaited all rows but the `younger` last ones: that they are there.
+    __device__ __forceinline__ void say(u32 younger) {
+        ptx::fence_acq_rel_sys();  // orders the rows, whose bulk stores this thread has awaited, before their words
+        for (; stored_ - said_ > younger; ++said_) {
+            const u64 row = queued(said_);
+            for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
+                const u32 peer = p_.peers.in_turn(step);
+                if (row >> peer & 1) {
+                    ptx::store_relaxed_sys(p_.arrival_at(peer, p_.peers.rank, row >> 32), epoch_);
+                }
+            }
+        }
+    }
 
     const DispatchParams& p_;
     u64 epoch_;
     u32 lane_;
     u32 half_;
+    bool leads_;
     Ring ring_;
-    Pace pace_;
-    Announcing announcing_;
+    u32 queue_;  // {token, ranks} in the order of loads, in shared memory
+    u32 loaded_ = 0;
+    u32 stored_ = 0;
+    u32 said_ = 0;
 };
 
 // By a whole block, each of whose lanes has awaited its rows: that they have nothing more to send, to every peer, also
 // where there was nothing to send. One fence for all of them.
 __device__ inline void say_done(const DispatchParams& p, u64 epoch, u32 sender) {
     __syncthreads();  // hands what the lanes have awaited to the threads below
-    if (threadIdx.x >= 32) {
-        return;
-    }
     trace(p.trace, AT_ARRIVED);
-    ptx::fence_acq_rel_sys();  // orders the rows before the words
-    for (u32 i = threadIdx.x; i < p.sender_lanes * p.heard(); i += 32) {
-        const u32 lane = sender * p.sender_lanes + i % p.sender_lanes;
-        ptx::store_relaxed_sys(p.progress_at(p.peers.in_turn(i / p.sender_lanes), p.peers.rank, lane),
-                               progress(epoch, ALL_DONE));
+    if (threadIdx.x < p.heard()) {
+        ptx::fence_acq_rel_sys();  // orders the rows before the words
+        ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(threadIdx.x), p.peers.rank, sender), epoch);
     }
     trace(p.trace, AT_SAID_DONE);
 }
 
-// By a whole block, the `sender`-th. Sends the first `n` tokens of x.
+// Until every sender of every peer has nothing more to send. By a whole block.
+__device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
+    bool ok = true;
+    for (u32 i = threadIdx.x; i < p.heard() * p.senders && ok; i += THREADS) {
+        const u32 source = p.peers.in_turn(i / p.senders);
+        ok = wait_for_epoch(p.done_at(p.peers.rank, source, i % p.senders), epoch, Waiting{p.op, source, epoch},
+                            p.watch);
+    }
+    return __syncthreads_and(ok);
+}
+
+// By a whole block, the `sender`-th. Sends of the first `n` tokens of x what no other block does.
 template <class Lane>
 __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32;
     const bool drives = warp < p.sender_lanes;
-    unsigned short* masks = reinterpret_cast<unsigned short*>(shared);
-    const u32 wanted = OWN_FROM_X ? ~(1u << p.peers.rank) : ~0u;
-    const u32 lanes = p.lanes();
-    const u32 numbers = (n + lanes - 1) / lanes;
-    const u32 window = MASK_WINDOW / p.sender_lanes;
-    Lane lane(p, epoch, sender * p.sender_lanes + warp, shared + MASK_BYTES + warp * Lane::memory(p), drives);
-    for (u32 first = 0; first < numbers; first += window) {
-        const u32 count = numbers - first < window ? numbers - first : window;
-        for (u32 i = threadIdx.x; i < count * p.sender_lanes; i += THREADS) {
-            const u32 token = sender * p.sender_lanes + i % p.sender_lanes + (first + i / p.sender_lanes) * lanes;
-            masks[i] = token < n ? p.ranks_of(token) & wanted : 0;
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            trace_first(p.trace, AT_DESTINATIONS);
-        }
-        if (drives) {
-            lane.run(first, count, masks + warp, p.sender_lanes);
-        }
-        __syncthreads();
-    }
+    Lane lane(p, epoch, sender * p.sender_lanes + warp, shared + warp * Lane::memory(p), drives);
     if (drives) {
+        lane.run(n);
         lane.finish();
     }
     say_done(p, epoch, sender);

@@ -22,16 +22,6 @@ struct Operation {
 };
 static_assert(sizeof(Operation) == 16, "");
 
-// A lane's word counts inside an epoch too: {epoch, how many of the lane's tokens are through}. It grows as an epoch
-// does, so the same >= compares it, and a peer that is one run ahead is as good. 44 bits of epochs last for years of
-// operations of 10 us.
-constexpr u32 DONE_BITS = 20;
-constexpr u64 ALL_DONE = (1ull << DONE_BITS) - 1;  // the lane has nothing more in this epoch
-
-__device__ __forceinline__ u64 progress(u64 epoch, u64 done) {
-    return epoch << DONE_BITS | done;
-}
-
 // What a failed wait leaves for the host. In host memory that the GPU has mapped.
 //
 // Writer: the one thread of this GPU that won the poison word. Reader: the host, at any time. Order: the fields, then

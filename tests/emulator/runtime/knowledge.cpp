@@ -93,8 +93,9 @@ bool wait_at(u32 number, u32 threads, bool vote) {
 
 // What a collective gives to each of the threads of a warp.
 void give_results(Warp& warp, Collective kind) {
-    u64 votes = 0, bits = 0;
+    u64 votes = 0, bits = 0, largest = 0;
     for (u32 lane = 0; lane < 32; ++lane) {
+        largest = std::max<u64>(largest, warp.values[lane]);
         votes |= warp.values[lane] != 0 ? 1ull << lane : 0;
         bits |= warp.values[lane];
     }
@@ -109,6 +110,7 @@ void give_results(Warp& warp, Collective kind) {
             case Collective::BALLOT: result = votes; break;
             case Collective::ALL: result = votes == 0xFFFFFFFF; break;
             case Collective::OR: result = bits; break;
+            case Collective::MAX: result = largest; break;
             case Collective::MATCH:
                 result = 0;
                 for (u32 other = 0; other < 32; ++other) {

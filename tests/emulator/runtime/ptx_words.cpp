@@ -253,6 +253,11 @@ void atomic_min(u64* word, u64 value) {
     emulator::exchange(word, [&](u64 before) { return value < before ? value : before; });
 }
 
+u64 atomic_add(u64* word, u64 value) {
+    machine->yield();
+    return emulator::exchange(word, [&](u64 before) { return before + value; });
+}
+
 u32 atomic_increment_wrapping(u32* word, u32 last) {
     machine->yield();
     emulator::publish_known(self(), false);

@@ -21,7 +21,7 @@ extern EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
-enum class Collective { SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR, BALLOT, ALL, MATCH, OR };
+enum class Collective { SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR, BALLOT, ALL, MATCH, OR, MAX };
 
 // Of all 32 threads of a warp; each gives a value and an argument, and gets what is its own of the result.
 unsigned long long collective(Collective kind, unsigned int mask, unsigned long long value, unsigned int argument);
@@ -90,6 +90,12 @@ unsigned int __match_any_sync(unsigned int mask, T value) {
 
 inline unsigned int __reduce_or_sync(unsigned int mask, unsigned int value) {
     return static_cast<unsigned int>(emulator::collective(emulator::Collective::OR, mask, value, 0));
+}
+inline int __reduce_max_sync(unsigned int mask, int value) {
+    constexpr unsigned int SIGN = 1u << 31;  // numbers below zero become the smaller ones
+    const unsigned int moved = static_cast<unsigned int>(value) ^ SIGN;
+    return static_cast<int>(static_cast<unsigned int>(emulator::collective(emulator::Collective::MAX, mask, moved, 0)) ^
+                            SIGN);
 }
 inline int __any_sync(unsigned int mask, int vote) { return __ballot_sync(mask, vote) != 0; }
 

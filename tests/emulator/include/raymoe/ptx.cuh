@@ -31,6 +31,7 @@ u32 load_relaxed_gpu_32(const u32* word);
 void store_relaxed_gpu_32(u32* word, u32 value);
 void store_release_gpu(u64* word, u64 value);
 void atomic_min(u64* word, u64 value);
+u64 atomic_add(u64* word, u64 value);
 u32 atomic_increment_wrapping(u32* word, u32 last);
 u64 atomic_compare_swap(u64* word, u64 expected, u64 value);
 

@@ -1,0 +1,114 @@
+"""The memory of all ranks: a byte for each slot, line and word."""
+
+from __future__ import annotations
+
+from tests.explorer.case import Case
+from tests.explorer.fault import Fault
+
+KINDS = ("dispatch", "combine")
+
+
+class Memory:
+    """Names of all places: slots first, then lines, then words that cross ranks, then words of a rank's own.
+
+    Places are found by what they are for, with the half last: ("dispatch", "row", owner, writer, token, 0).
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self.names: list[str] = []
+        self.owners: dict[int, int] = {}  # of words that cross ranks: the rank whose threads wait for it
+        self._index: dict[tuple[object, ...], int] = {}
+        ranks = range(case.ranks)
+        self._pairs = [(owner, writer) for owner in ranks for writer in ranks if owner != writer or case.own]
+        launches = [launch for launch in case.launches() if launch.kind in KINDS]
+        in_words = any(launch.way != "lines" for launch in launches)
+        if in_words:
+            self._add_slots()
+        if any(launch.way == "blocks" for launch in launches):
+            self._add_blocks()
+        if case.fault is Fault.LINE_IN_GRANULES:
+            self._add_halves("dispatch", [("granule", token) for token in range(case.tokens)])
+            self._add_halves("combine", [("granule", token) for token in range(case.tokens)])
+        self.lines_from = len(self.names)
+        if any(launch.way == "lines" for launch in launches):
+            self._add_lines()
+        self.words_from = len(self.names)
+        if in_words:
+            self._add_words()
+        self._add_own()
+
+    def __getitem__(self, key: tuple[object, ...]) -> int:
+        return self._index[key]
+
+    def halves(self, *key: object) -> tuple[int, int]:
+        """Where the even half is, and how far the odd one is from it."""
+        return self._index[(*key, 0)], self._index[(*key, 1)] - self._index[(*key, 0)]
+
+    def taken(self, rank: int, kind: str) -> list[int]:
+        """Which lane has taken each row of a run; nothing where a rank has one lane."""
+        places = [self._index.get(("taken", rank, kind, token)) for token in range(self._case.tokens)]
+        return [at for at in places if at is not None]
+
+    def _add(self, name: str) -> int:
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def _add_halves(self, kind: str, parts: list[tuple[str, int]]) -> None:
+        single = self._case.fault is Fault.SINGLE_BUFFER
+        for owner, writer in self._pairs:
+            for part, number in parts:
+                for half in (0, 1):
+                    key = (kind, part, owner, writer, number, half)
+                    name = f"{kind} {part} {number} of rank {writer} at rank {owner}, half {half}"
+                    self._index[key] = self._index[(*key[:-1], 0)] if single and half else self._add(name)
+
+    def _add_slots(self) -> None:
+        for kind in KINDS:
+            parts = [("row", token) for token in range(self._case.tokens)]
+            self._add_halves(kind, parts + [("told", router) for router in range(max(self._case.routers, 1))])
+
+    def _add_blocks(self) -> None:
+        """Slots that copies go to, and at their writer those that they come from: no halves."""
+        for owner in range(self._case.ranks):
+            for writer in range(self._case.ranks):
+                for token in range(self._case.tokens):
+                    name = f"block row {token} of rank {writer} at rank {owner}"
+                    self._index["block", owner, writer, token] = self._add(name)
+
+    def _add_lines(self) -> None:
+        lines = [("line", token) for token in range(self._case.tokens)]
+        told = [("told entry", token) for token in range(self._case.tokens if self._case.routers else 0)]
+        self._add_halves("dispatch", [("count", 0), *told, *lines])
+        self._add_halves("combine", [("status", 0), *lines])
+
+    def _add_words(self) -> None:
+        for kind in KINDS:
+            for owner, writer in self._pairs:
+                self._add_word(owner, (kind, "head", owner, writer), f"{kind} head of rank {writer} at rank {owner}")
+                for token in range(self._case.tokens):
+                    name = f"{kind} word of row {token} of rank {writer} at rank {owner}"
+                    self._add_word(owner, (kind, "arrived", owner, writer, token), name)
+                for sender in range(self._case.senders):
+                    name = f"{kind} last word of rank {writer}, sender {sender}, at rank {owner}"
+                    self._add_word(owner, (kind, "done", owner, writer, sender), name)
+
+    def _add_word(self, owner: int, key: tuple[object, ...], name: str) -> None:
+        self._index[key] = at = self._add(name)
+        self.owners[at] = owner
+
+    def _add_own(self) -> None:
+        for rank in range(self._case.ranks):
+            for kind in KINDS:
+                shared = self._case.fault is Fault.SHARED_EPOCH and kind == "combine"
+                epoch = self._index["epoch", rank, "dispatch"] if shared else self._add(f"{kind} epoch of rank {rank}")
+                self._index["epoch", rank, kind] = epoch
+                for token in range(self._case.tokens if self._case.senders * self._case.lanes > 1 else 0):
+                    self._index["taken", rank, kind, token] = self._add(f"taken row {token} of {kind}, rank {rank}")
+            for what in ("oldest", "failed", "poison"):
+                self._index[what, rank] = self._add(f"{what} of rank {rank}")
+            for launch in self._case.launches():
+                if launch.kind == "dispatch" and launch.receives:
+                    self._index["used", rank, launch.number] = self._add(f"half of dispatch {launch.number}")
+                    if self._case.refused:
+                        self._index["refusal", rank, launch.number] = self._add(f"refusal of dispatch {launch.number}")

@@ -1,0 +1,140 @@
+"""Bugs planted in the protocol of dispatch and combine: exploring finds each of them, and says what they do.
+
+`tests/explorer/planted.py` has them, `docs/protocol.md` the rule that each of them breaks. A trace of what went wrong
+is printed (pytest -rP).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+
+from tests.explorer.case import Case, Routing, empty, full
+from tests.explorer.fault import Fault
+from tests.explorer.planted import planted, planted_in_lines
+from tests.explorer.search import explore
+
+ALL = {
+    **{f"{fault.name.lower()}-{ranks}": planted(fault, ranks) for fault in Fault for ranks in (2, 3)},
+    **{
+        f"{fault.name.lower()} in lines-{ranks}": made
+        for ranks in (2, 3)
+        for fault, made in planted_in_lines(ranks).items()
+    },
+}
+FILLED = (full(3), empty(3), full(3))  # who is overwritten in epoch 3 heard of nothing but words in epoch 2
+ONE_WAY: Routing = (((1,),), ((),))
+
+
+@cache  # some cases are asked for twice
+def broken_by(case: Case) -> str:
+    return explore(case).broken
+
+
+@pytest.mark.parametrize(("case", "how"), ALL.values(), ids=ALL)
+def test_a_planted_bug_is_found(case, how):
+    found = explore(case, deep=True)
+    print(f"{case.fault.value}\n{found}")
+    assert re.search(how, found.broken), str(found)
+    assert found.trace
+
+
+@pytest.mark.parametrize(("case", "how"), ALL.values(), ids=ALL)
+def test_the_same_case_holds_without_the_bug(case, how):
+    assert not broken_by(replace(case, fault=None))
+
+
+@pytest.mark.parametrize("fault", [Fault.NO_DEPENDENT_WAIT])
+@pytest.mark.parametrize("program", ["D C", "D U1"])
+def test_what_a_dispatch_finds_out_is_read_too_early(fault, program):
+    found = explore(Case(3, program, (full(3),), fault, routers=0, layout="rank"), deep=True)
+    assert "before it has ended" in found.broken
+
+
+def test_every_mix_of_eager_calls_and_replays():
+    """An epoch from the host is right where every call is eager, and wrong in every other mix."""
+    ways = ["".join(each) for each in product("er", repeat=3)]
+    broken = set()
+    for calls in product(ways, repeat=2):
+        if explore(Case(2, "D D D", (full(2),), Fault.BAKED_EPOCH, routers=0, calls=calls), deep=True).broken:
+            broken.add(calls)
+    assert set(product(ways, repeat=2)) - broken == {("eee", "eee")}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, "D C D C D C", (full(3),), Fault.SINGLE_BUFFER, routers=0),
+        Case(3, "D C D C D C", (full(3),), Fault.SHARED_EPOCH, routers=0),
+        Case(3, "D D D", FILLED, Fault.NO_LAST_WORDS, routers=0),
+        Case(2, "FD FD FD", (full(2),), Fault.UNPOISONED, timeouts=True),
+        Case(2, "D U1", (full(2, own=True),), Fault.OWN_UNHEARD, own="slots", layout="rank"),
+    ],
+    ids=lambda case: case.fault.name.lower(),
+)
+def test_what_is_wrong_elsewhere_is_right_here(case):
+    """One buffer, or one epoch, will do where every dispatch is followed by its combine and nothing aliases a slot; the
+    last words of lanes matter to layout rank only, since with layout expert the heads say as much. A line that a rank
+    overwrites after a failed wait is missed, not misread. A rank's own words matter to placers only: where rows stay in
+    slots, its senders have awaited their rows before the kernel ends."""
+    assert not broken_by(case)
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        ("D C C C", "combine .*that of 2; it wants that of 1"),  # a combine without a dispatch between
+        ("D D C1 C2 C2", "it wants that of"),
+    ],
+)
+def test_one_buffer_will_not_do_for_combines_in_a_row(program, how):
+    found = explore(Case(3, program, (full(3),), Fault.SINGLE_BUFFER, routers=0), deep=True)
+    assert re.search(how, found.broken), str(found)
+
+
+def test_a_second_send_before_the_first_receive_is_no_use():
+    """Both would be of one epoch: the split form takes turns."""
+    found = explore(Case(2, "DS DS DR DR", (full(2),)))
+    assert "it wants that of" in found.broken, str(found)
+
+
+@pytest.mark.parametrize("program", ["DS CS DR CR", "DS FC DR", "DT DP C DR"])
+def test_no_status_can_be_told_before_the_counts_are_there(program):
+    """A combine between the halves of its own dispatch."""
+    found = explore(Case(2, program, (full(2),), refused=((1, 1),)))
+    assert "before it has ended" in found.broken, str(found)
+
+
+def test_x_in_slots_lives_until_the_next_send():
+    found = explore(Case(2, "DS DR DS U1 DR DS DR", (full(2),), layout="rank"), deep=True)
+    assert re.search("use 1, use: READS .*that of 3; it wants that of 1", found.broken), str(found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "program"),
+    [
+        (Fault.ROWS_AFTER_WORD, "D"),
+        (Fault.SINGLE_BUFFER, "D D D"),
+        (Fault.SILENT, "D"),
+        (Fault.EQUAL, "D D"),
+        (Fault.NO_DEPENDENT_WAIT, "D D"),
+        (Fault.LINE_UNCHECKED, "FD"),
+        (Fault.LINE_IN_GRANULES, "FD"),
+        (Fault.SINGLE_BUFFER, "FD FD"),
+        (Fault.EARLY_END, "FD FD FD"),
+        (Fault.UNORDERED_LINES, "FD FD FD"),
+    ],
+)
+def test_the_plain_search_finds_them_too(fault, program):
+    """The one where every step of every thread is a choice."""
+    filled = fault is Fault.EARLY_END
+    refused = ((1, 1),) if fault is Fault.UNORDERED_LINES else ()
+    routings = (full(2), empty(2), full(2)) if filled else (ONE_WAY,)
+    case = Case(2, program, routings, fault, routers=0, refused=refused)
+    plain, reduced = explore(case, reduced=False, deep=True), explore(case, deep=True)
+    assert plain.broken
+    assert reduced.broken
