@@ -1,128 +1,211 @@
 // Dispatch of few tokens: what dispatch.cu does, in half of the trips.
 //
-// One launch, all blocks alike: first they send (the first block routes instead), then they place. Rows travel in
-// lines, counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, nothing that is
-// awaited at the sender. Rows come expert by expert only; with layout rank there are no plain rows to point at.
+// One launch. Some multiprocessors send, the others place (few_roles.cuh); the first of these route before. Rows travel
+// in lines, counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, nothing that
+// is awaited at the sender. Who places waits for the first row before it knows the counts, because that row may be there
+// with them. Rows come expert by expert only; with layout rank there are no plain rows to point at.
 //
 // Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
-//   rows [2][s][token]           lines, as many as a row takes (few_rows.cuh)
+//   rows [2][s][token]           lines, as many as a row takes (few_rows.cuh, few_quantised.cuh)
 //   told [2][s][token][k]        {told entry as in dispatch.cuh, epoch}
 //   counts [2][s][expert + 1]    {entries for a local expert, epoch}; last, the tokens that s has sent
 // All are written by s, at every rank, and read by the owner. The epoch is the one of dispatch.cu's operation.
 //
 // Why no line is overwritten before it is read. As in dispatch.cu; the word of epoch e + 1 that certifies a peer's
-// readers of e is any of its counts, all of which every block of every rank awaits in every epoch. Whatever was sent to
-// a rank in an epoch has been read there when its kernel ends: it waits for every told entry of every token that was
-// sent, and for every line of every row that these entries say is for it.
+// readers of e is any of its counts, all of which every rank awaits in every epoch: each first block of a
+// multiprocessor that places. Whatever was sent to a rank in an epoch has been read there when its kernel ends: it
+// waits for every told entry of every token that was sent, and for every line of every row that these entries say is
+// for it, unless its rows do not fit; then nobody reads, and nothing of that epoch is ever looked at again.
+//
+// Here `senders` and `placers` are multiprocessors. A launch has one block for each of these, or two.
 
 #include "raymoe/dispatch.cuh"
+#include "raymoe/few_quantised.cuh"
+#include "raymoe/few_quantising.cuh"
+#include "raymoe/few_roles.cuh"
 #include "raymoe/few_rows.cuh"
+#include "raymoe/few_words.cuh"
 #include "raymoe/lines.cuh"
 #include "raymoe/places.cuh"
 #include "raymoe/routing.cuh"
 
 namespace raymoe {
 
-__device__ __forceinline__ u8* told_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u64 entry) {
-    return p.peers.slot(peer, p.few_told[half], static_cast<u64>(source) * p.slot_tokens * p.topk + entry, 16);
-}
-
-__device__ __forceinline__ u8* count_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u32 expert) {
-    return p.peers.slot(peer, p.few_counts[half], static_cast<u64>(source) * (p.local + 1) + expert, 16);
-}
-
-// Words that each say of which epoch they are.
-struct TellInWords {
-    const DispatchParams& p;
-    u64 epoch;
-
-    __device__ __forceinline__ void entry(u32 peer, u64 entry, u64 value) const {
-        ptx::store_relaxed_sys_16(told_word(p, peer, epoch & 1, p.peers.rank, entry), {value, epoch});
-    }
-
-    __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
-        ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {value, epoch});
-    }
-
-    __device__ __forceinline__ void end() const {}
-};
-
 #if WIRE_FP8
-using Units = QuantisedUnits<ROW_TYPE>;
+using Leaving = QuantisedLeaving<ROW_TYPE>;
+using ArrivingUnits = QuantisedArriving<ROW_TYPE>;
 #else
-using Units = PlainUnits;
+using Leaving = PlainLeaving;
+using ArrivingUnits = PlainArriving;
 #endif
 
-// By the warps of all blocks but the first: the first `tokens` rows of x, to the ranks of their experts.
-__device__ inline void send_few(const DispatchParams& p, u64 epoch, u32 tokens, u8* stages) {
-    const u32 warps = (gridDim.x - 1) * WARPS, lane = threadIdx.x % 32;
-    const u32 wanted = OWN_FROM_X ? ~(1u << p.peers.rank) : ~0u;
-    trace(p.trace, AT_DESTINATIONS);
-    Units units(p, epoch, stages, tokens, warps);
-    for (u32 u = (blockIdx.x - 1) * WARPS + threadIdx.x / 32; u < tokens * units.units(); u += warps) {
-        const u32 token = u / units.units(), unit = u % units.units();
-        units.begin(token, unit);
-        u32 mine = 0;
-        if (lane < p.topk) {
-            const long long expert = p.id(static_cast<u64>(token) * p.topk + lane);
-            mine = expert >= 0 && expert < p.experts ? 1u << (static_cast<u32>(expert) / p.local) : 0;
-        }
-        const u32 mask = __reduce_or_sync(0xFFFFFFFF, mine) & wanted;
-        if (mask != 0) {
-            units.send(token, unit, mask);
-        }
-    }
-}
+// A warp that sends: the first `tokens` rows of x, to the ranks of their experts.
+class Sender {
+  public:
+    __device__ Sender(const DispatchParams& p, u8* stages, u32 warp, u32 warps)
+        : p_(p), leaving_(p, stages, warps), at_(warp), warps_(warps) {}
 
-// By a whole warp: one unit of a row, to all its places. False: a wait failed.
-__device__ inline bool place_unit(const DispatchParams& p, const Places& where, u64 epoch, Units& units, u32 u) {
-    Arriving row{p.peers.in_turn(u / units.units() % p.peers.ranks), u / units.units() / p.peers.ranks,
-                 u % units.units(), NOWHERE, 0};
-    if (row.token >= where.tokens(row.source)) {
-        return true;
+    // Loads only, of rows that may turn out not to be sent: the epoch and the number of tokens need not be known.
+    __device__ __forceinline__ void begin() {
+        begun_ = true;
+        if (at_ < p_.tokens * leaving_.units()) {
+            leaving_.begin(token(), at_ % leaving_.units());
+            const u32 lane = threadIdx.x % 32;
+            expert_ = lane < p_.topk ? p_.id(static_cast<u64>(token()) * p_.topk + lane) : -1;
+        }
     }
-    const Waiting who{p.op, row.source, epoch};
-    const u32 lane = threadIdx.x % 32;
-    const u64 entry = static_cast<u64>(row.token) * p.topk + lane;
-    u64 told = NOWHERE;
-    const bool came =
-        lane >= p.topk ||
-        wait_for_word(told_word(p, p.peers.rank, epoch & 1, row.source, entry), epoch, who, p.watch, told);
-    if (!__all_sync(0xFFFFFFFF, came)) {
-        return false;
+
+    __device__ __forceinline__ void run(u64 epoch, u32 tokens) {
+        constexpr u32 OWN = OWN_FROM_X ? 0 : ~0u;
+        trace(p_.trace, AT_DESTINATIONS);
+        for (; at_ < tokens * leaving_.units(); at_ += warps_, begun_ = false) {
+            if (!begun_) {
+                begin();
+            }
+            const bool known = expert_ >= 0 && expert_ < p_.experts;
+            const u32 mask = __reduce_or_sync(0xFFFFFFFF, known ? 1u << (static_cast<u32>(expert_) / p_.local) : 0) &
+                             (~(1u << p_.peers.rank) | OWN);
+            if (mask != 0) {
+                trace_first(p_.trace, AT_FIRST_PUSH);
+                leaving_.send(epoch, token(), at_ % leaving_.units(), mask);
+                trace(p_.trace, AT_LAST_PUSH);
+            }
+        }
     }
-    if (lane < p.topk) {
-        row.place = row.unit == 0 ? plan_entry(p, where, row.source, entry, told, 0)
-                                  : where.place(row.source, static_cast<u32>(told));
+
+  private:
+    __device__ __forceinline__ u32 token() const { return at_ / leaving_.units(); }
+
+    const DispatchParams& p_;
+    Leaving leaving_;
+    u32 at_;
+    u32 warps_;
+    bool begun_ = false;     // unit `at_` is loaded
+    long long expert_ = -1;  // of entry k of the row, in thread k
+};
+
+// A warp that places. `await` a unit, then `place` it; what is awaited is looked at in one trip, as often as it takes.
+class Placer {
+  public:
+    __device__ Placer(const DispatchParams& p, u64 epoch, u8* stages, u32 warps)
+        : p_(p), epoch_(epoch), units_(p, epoch, stages, warps) {}
+
+    __device__ __forceinline__ u32 units() const { return p_.slot_tokens * p_.peers.ranks * units_.units(); }
+
+    __device__ __forceinline__ void begin(u32 u) {
+        const u32 row = u / units_.units();
+        row_ = {p_.peers.in_turn(row % p_.peers.ranks), row / p_.peers.ranks, u % units_.units(), false, NOWHERE};
     }
-    row.hits = __ballot_sync(0xFFFFFFFF, row.place != NOWHERE);
-    if (row.hits == 0) {
-        return true;
+
+    __device__ __forceinline__ const Arriving& row() const { return row_; }
+
+    // Until all of the unit is here, or it is known not to come. `look()` makes loads of the caller's own at the same
+    // time. False: the wait failed.
+    template <class Look>
+    __device__ __forceinline__ bool await(Look look) {
+        const u32 lane = threadIdx.x % 32;
+        const u64 entry = static_cast<u64>(row_.token) * p_.topk + lane;
+        const u8* told_at = told_word(p_, p_.peers.rank, epoch_ & 1, row_.source, entry);
+        const u8* tokens_at = count_word(p_, p_.peers.rank, epoch_ & 1, row_.source, p_.local);
+        ptx::Bytes16 told{NOWHERE, epoch_}, tokens{0, 0};
+        u32 missing = NO_TOKENS | NO_TOLD;
+        units_.begin(row_);
+        auto all = [&] {
+            if (missing & (NO_TOKENS | NO_TOLD)) {
+                tokens = ptx::load_relaxed_sys_16(tokens_at);
+                if (lane < p_.topk) {
+                    told = ptx::load_relaxed_sys_16(told_at);
+                }
+            }
+            units_.ask();
+            look();
+            const u32 stale = units_.stale() | (tokens.high == epoch_ ? 0 : NO_TOKENS) |
+                              (told.high == epoch_ ? 0 : NO_TOLD);
+            missing = __reduce_or_sync(0xFFFFFFFF, stale);
+            const bool here = units_.settle(missing & ~(NO_TOKENS | NO_TOLD));
+            if (missing & NO_TOKENS) {
+                return false;
+            }
+            row_.comes = row_.token < static_cast<u32>(tokens.low);
+            if (!row_.comes || missing & NO_TOLD) {
+                return !row_.comes;
+            }
+            return __ballot_sync(0xFFFFFFFF, static_cast<u32>(told.low) != NOWHERE) == 0 || here;
+        };
+        const bool ok = wait_as_warp(all, epoch_, Waiting{p_.op, row_.source, epoch_}, p_.watch);
+        row_.told = told.low;
+        return ok;
     }
-    trace_first(p.trace, AT_FIRST_ROW);
-    const bool placed = units.place(row, who);
-    trace(p.trace, AT_LAST_ROW);
-    return placed;
-}
+
+    __device__ __forceinline__ void place(const Places& where) {
+        if (!row_.comes) {
+            return;
+        }
+        const u32 lane = threadIdx.x % 32;
+        u32 place = NOWHERE;
+        if (lane < p_.topk) {
+            const u64 entry = static_cast<u64>(row_.token) * p_.topk + lane;
+            place = row_.unit == 0 ? plan_entry(p_, where, row_.source, entry, row_.told, 0)
+                                   : where.place(row_.source, static_cast<u32>(row_.told));
+        }
+        if (__ballot_sync(0xFFFFFFFF, place != NOWHERE) != 0) {
+            trace_first(p_.trace, AT_FIRST_ROW);
+            units_.place(row_, place);
+            trace(p_.trace, AT_LAST_ROW);
+        }
+    }
+
+  private:
+    static constexpr u32 NO_TOKENS = 1u << 31;  // it is not known how many tokens the source has sent
+    static constexpr u32 NO_TOLD = 1u << 30;    // nor where the entries of the row go
+
+    const DispatchParams& p_;
+    u64 epoch_;
+    ArrivingUnits units_;
+    Arriving row_{};
+};
 
 // By a whole block. What a failed wait leaves undone, the last block out makes good.
-__device__ inline void place_few(const DispatchParams& p, u64 epoch, u8* shared, u8* stages) {
-    bool ok = true;
-    const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
-        u64 count = 0;
-        const u8* at = count_word(p, p.peers.rank, epoch & 1, source, expert);
-        ok = wait_for_word(at, epoch, Waiting{p.op, source, epoch}, p.watch, count) && ok;
-        return static_cast<u32>(count);
-    });
-    trace(p.trace, AT_COUNTS);
-    if (!__syncthreads_and(ok) || !begin_placing(p, where, blockIdx.x)) {
+__device__ inline void place_few(const DispatchParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
+    Placer placer(p, epoch, stages, role.warps());
+    EarlyCounts counts(p, epoch);
+    const u32 units = placer.units(), first = role.warp();
+    if (role.round != 0 && role.number * WARPS >= units) {
         return;
     }
-    const u32 warps = gridDim.x * WARPS, rows = where.most_tokens() * p.peers.ranks;
-    Units units(p, epoch, stages, rows, warps);
-    for (u32 u = blockIdx.x * WARPS + threadIdx.x / 32; ok && u < rows * units.units(); u += warps) {
-        ok = place_unit(p, where, epoch, units, u);
+    bool ok = true;
+    if (first < units) {
+        placer.begin(first);
+        ok = placer.await([&] { counts.look(); });
     }
+    const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
+        u32 count = 0;
+        ok = counts.wait(source, expert, count) && ok;
+        return count;
+    });
+    trace(p.trace, AT_COUNTS);
+    if (!__syncthreads_and(ok)) {
+        return;
+    }
+    bool here = first < units;
+    for (u32 u = first;;) {
+        if (here && where.fits()) {
+            placer.place(where);
+        }
+        if (u == first && role.round == 0) {
+            begin_placing(p, where, role.place);  // its share of the gaps, and of what is to do where rows do not fit
+        }
+        u += role.warps();
+        if (u >= units || !where.fits()) {
+            break;
+        }
+        placer.begin(u);
+        here = placer.row().token < where.tokens(placer.row().source);
+        if (here && !placer.await([] {})) {
+            break;
+        }
+    }
+    trace(p.trace, AT_PLACED);
 }
 
 }  // namespace raymoe
@@ -131,16 +214,21 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     dispatch_few(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
-    const auto [epoch, tokens, may] = begin_dispatch(p);
     u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, behind what the placers share
-    if (may) {
-        if (blockIdx.x == 0) {
-            Router<TellInWords>(p, epoch, tokens, 0, shared).run();
+    const Role role(p.senders, p.placers);
+    Sender sender(p, stages, role.warp(), role.warps());
+    if (role.leaves && Leaving::EARLY) {
+        sender.begin();
+    }
+    const auto [epoch, tokens, may] = begin_dispatch(p);
+    if (may && role.leaves) {
+        sender.run(epoch, tokens);
+    } else if (may) {
+        if (role.round == 0 && role.place < p.routers) {
+            Router<TellInWords>(p, epoch, tokens, role.place, shared).run();
             __syncthreads();  // the placers use the routers' shared memory
-        } else {
-            send_few(p, epoch, tokens, stages);
         }
-        place_few(p, epoch, shared, stages);
+        place_few(p, epoch, role, shared, stages);
     }
     trace(p.trace, AT_END);
     if (!block_is_last_out(p.operation)) {

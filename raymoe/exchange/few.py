@@ -11,10 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from raymoe.device import combine, dispatch
-from raymoe.device.dispatch import THREADS
-from raymoe.device.few import combine_few_source, dispatch_few_source, few_blocks, few_shared_bytes
-from raymoe.device.launch import Shape
+from raymoe.device import combine, dispatch, few
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.fused import FusedBackend
@@ -28,20 +25,31 @@ class FewBackend(FusedBackend):
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
         super().__init__(world, spec, workspace, sms)
-        space, most = self.workspace, self.combine_grid.reducers + self.combine_grid.summers
-        blocks = few_blocks(spec.row_bytes, spec.tokens * world.size, most)
-        self._few_shape = Shape(blocks, THREADS, few_shared_bytes(spec.experts, self.build.fp8))
-        self._dispatch_few = space.kernels.function(dispatch_few_source(spec.dtype, self.build.fp8, space.traces))
-        self._combine_few = space.kernels.function(combine_few_source(spec.dtype, space.traces))
+        space, fp8, ranks = self.workspace, self.build.fp8, world.size
+        most = self.sms if sms == "auto" else min(self.sms, int(sms))
+        # A second round of blocks finds the multiprocessors of the first only where there are no others left.
+        rounds = few.ROUNDS if most == world.gpu.sms else 1
+        plain = few.row_units(spec.row_bytes, spec.hidden, fp8=False)
+        units = few.row_units(spec.row_bytes, spec.hidden, fp8)
+        self._sending = few.dispatch_few_grid(units, spec.tokens, ranks, most, rounds)
+        self._summing = few.combine_few_grid(plain, spec.tokens, ranks, most, rounds)
+        self._shared_bytes = few.few_shared_bytes(spec.experts, fp8)
+        self._dispatch_few = space.kernels.function(few.dispatch_few_source(spec.dtype, fp8, space.traces))
+        self._combine_few = space.kernels.function(few.combine_few_source(spec.dtype, space.traces))
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
-        got = self._new(tokens, out)
-        params = replace(self._of(got, dispatch.ALL_PARTS), placers=self._few_shape.blocks, routers=1)
-        self._launch(self._dispatch_few, self._few_shape, params)
+        got, grid = self._new(tokens, out), self._sending
+        routers = few.few_routers(self.spec.tokens * self.spec.topk, grid.arriving)
+        params = self._of(got, dispatch.ALL_PARTS)
+        params = replace(params, senders=grid.leaving, placers=grid.arriving, routers=routers)
+        self._launch(self._dispatch_few, grid.shape(self._shared_bytes), params)
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        params = self._sums_of(rows, got, weighted, out, combine.ALL_PARTS)
-        self._launch(self._combine_few, Shape(self._few_shape.blocks, THREADS), params)
+        grid = self._summing
+        params = replace(
+            self._sums_of(rows, got, weighted, out, combine.ALL_PARTS), reducers=grid.leaving, summers=grid.arriving
+        )
+        self._launch(self._combine_few, grid.shape(), params)

@@ -17,6 +17,12 @@ constexpr u32 LINE_BYTES = 128;
 constexpr u32 LINE_WORDS = 15;  // of 8 bytes, that a line holds of its row
 constexpr u32 PARTS = 8;        // of a line, of 16 bytes: one for each of as many threads
 constexpr u32 GROUP = 4;        // lines that a warp moves at a time
+constexpr u32 GROUP_WORDS = GROUP * LINE_WORDS;
+
+#ifndef FEW_PROBES
+#define FEW_PROBES 1  // 1: who waits for several groups looks at one of them until it is there. 0: at all of them
+#endif
+constexpr bool PROBES = FEW_PROBES;
 
 __device__ __forceinline__ u32 lines_of(u32 row_bytes) {
     return (row_bytes / 8 + LINE_WORDS - 1) / LINE_WORDS;
@@ -26,56 +32,117 @@ __device__ __forceinline__ u32 groups_of(u32 row_bytes) {
     return (lines_of(row_bytes) + GROUP - 1) / GROUP;
 }
 
-// What a thread of a warp has to do with a group of lines: words `first` and the next of the row, where those are less
-// than `words`; the last part of a line has one word, and the epoch.
+// What a thread of a warp has to do with a group of lines, and with those `ahead` of it in the row: words `first` and
+// the next of the row, where those are less than `words`; the last part of a line has one word, and the epoch.
+//
+// In a plain row the same words are moved 16 bytes at a time. The four lines of a group are 60 words, 30 such pieces:
+// in the first line and the third a thread's piece is its two words, the last thread's the line's last word and the
+// next line's first; in the others it begins one word further on, and the last thread has none. So a word goes to the
+// neighbour on the way between row and lines.
 struct Part {
     u32 line;
     u32 part;
     u32 first;
     u32 words;
-    bool real;  // there is such a line
+    u32 lines;
+    bool odd;  // it is of the second line of a group, or of the fourth
 
     __device__ __forceinline__ Part(u32 group, u32 row_bytes)
         : line(group * GROUP + threadIdx.x % 32 / PARTS), part(threadIdx.x % PARTS),
-          first(line * LINE_WORDS + part * 2), words(row_bytes / 8), real(line < lines_of(row_bytes)) {}
+          first(line * LINE_WORDS + part * 2), words(row_bytes / 8), lines(lines_of(row_bytes)),
+          odd(threadIdx.x / PARTS % 2 == 1) {}
 
     __device__ __forceinline__ bool has_epoch() const { return part == PARTS - 1; }
 
-    __device__ __forceinline__ bool has_low() const { return first < words; }
+    __device__ __forceinline__ bool has_low(u32 ahead) const { return first + ahead * GROUP_WORDS < words; }
 
-    __device__ __forceinline__ bool has_high() const { return !has_epoch() && first + 1 < words; }
-
-    // Out of a plain row.
-    __device__ __forceinline__ ptx::Bytes16 load(const u8* row) const {
-        return {has_low() ? ptx::load_8(row + first * 8ull) : 0, has_high() ? ptx::load_8(row + first * 8ull + 8) : 0};
+    __device__ __forceinline__ bool has_high(u32 ahead) const {
+        return !has_epoch() && first + ahead * GROUP_WORDS + 1 < words;
     }
 
-    // Into a plain row.
-    __device__ __forceinline__ void store(u8* row, const ptx::Bytes16& value) const {
-        if (has_low()) {
-            ptx::store_8(row + first * 8ull, value.low);
+    // The word that this thread's piece begins with.
+    __device__ __forceinline__ u32 piece() const { return odd ? first + 1 : first; }
+
+    __device__ __forceinline__ bool has_piece(u32 ahead) const {
+        return piece() + ahead * GROUP_WORDS < words && !(odd && has_epoch());
+    }
+
+    // A piece of a plain row, whose bytes and whose place are a multiple of 16.
+    __device__ __forceinline__ ptx::Bytes16 load(const u8* row, u32 ahead) const {
+        return has_piece(ahead) ? ptx::load_16(row + piece() * 8ull + ahead * GROUP_WORDS * 8) : ptx::Bytes16{0, 0};
+    }
+
+    __device__ __forceinline__ void store(u8* row, u32 ahead, const ptx::Bytes16& value) const {
+        if (has_piece(ahead)) {
+            ptx::store_16(row + piece() * 8ull + ahead * GROUP_WORDS * 8, value);
         }
-        if (has_high()) {
-            ptx::store_8(row + first * 8ull + 8, value.high);
-        }
+    }
+
+    // By a whole warp: pieces become words of lines. What stands beside a line's last word is nobody's.
+    __device__ __forceinline__ ptx::Bytes16 to_lines(const ptx::Bytes16& value) const {
+        const u64 before = __shfl_up_sync(0xFFFFFFFF, value.high, 1);
+        return {odd ? before : value.low, odd ? value.low : value.high};
+    }
+
+    // By a whole warp: the opposite.
+    __device__ __forceinline__ ptx::Bytes16 to_pieces(const ptx::Bytes16& value) const {
+        const u64 next = __shfl_sync(0xFFFFFFFF, value.low, (threadIdx.x + 1) % 32);
+        return {odd ? value.high : value.low, odd || has_epoch() ? next : value.high};
     }
 
     // Into the lines of a row at a peer.
-    __device__ __forceinline__ void send(u8* lines, ptx::Bytes16 value, u64 epoch) const {
-        if (real) {
+    __device__ __forceinline__ void send(u8* into, u32 ahead, ptx::Bytes16 value, u64 epoch) const {
+        if (line + ahead * GROUP < lines) {
             value.high = has_epoch() ? epoch : value.high;
-            ptx::store_line_part(lines + line * static_cast<u64>(LINE_BYTES), part, value);
+            u8* at = into + line * static_cast<u64>(LINE_BYTES) + ahead * GROUP * LINE_BYTES;
+            ptx::store_line_part(at, part, value);
         }
     }
 
-    // Out of lines that a peer may still be storing; `complete` judges what came.
-    __device__ __forceinline__ ptx::Bytes16 look(const u8* lines) const {
-        return real ? ptx::load_line_part(lines + line * static_cast<u64>(LINE_BYTES), part) : ptx::Bytes16{0, 0};
+    // Out of lines that a peer may still be storing; `Gathering` judges what came. A line that is not is of this epoch.
+    __device__ __forceinline__ ptx::Bytes16 look(const u8* from, u32 ahead, u64 epoch) const {
+        const u8* at = from + line * static_cast<u64>(LINE_BYTES) + ahead * GROUP * LINE_BYTES;
+        return line + ahead * GROUP < lines ? ptx::load_line_part(at, part) : ptx::Bytes16{0, epoch};
+    }
+};
+
+// Groups of lines that a warp waits for together: a trip to memory looks at many.
+//
+// What waiting costs others is the loads. So after a first look at all, one of the missing groups stands for the
+// others, which were sent when it was, and they are looked at again when that one is there.
+template <u32 MOST>
+struct Gathering {
+    ptx::Bytes16 value[MOST];
+    u32 missing = 0;  // bit i: group i is not of this epoch yet
+    u32 asked = 0;    // those of them that are looked at next
+
+    __device__ __forceinline__ void begin(u32 groups) { missing = asked = groups; }
+
+    // Loads; `look(i)` is that of group i.
+    template <class Look>
+    __device__ __forceinline__ void ask(Look look) {
+#pragma unroll
+        for (u32 i = 0; i < MOST; ++i) {
+            if (asked >> i & 1) {
+                value[i] = look(i);
+            }
+        }
     }
 
-    // Of a whole warp: whether all of its lines are of this epoch.
-    __device__ __forceinline__ bool complete(const ptx::Bytes16& value, u64 epoch) const {
-        return __all_sync(0xFFFFFFFF, !real || !has_epoch() || value.high == epoch);
+    // Of the lines that this thread has the epoch of: bit i, that of group i is of another one.
+    __device__ __forceinline__ u32 stale(u64 epoch) const {
+        u32 found = 0;
+#pragma unroll
+        for (u32 i = 0; i < MOST; ++i) {
+            found |= value[i].high == epoch ? 0 : 1u << i;
+        }
+        return threadIdx.x % PARTS == PARTS - 1 ? found & asked : 0;
+    }
+
+    // Given what all threads of the warp have found.
+    __device__ __forceinline__ void settle(u32 stale) {
+        missing = (missing & ~asked) | stale;
+        asked = PROBES && stale != 0 ? missing & (0 - missing) : missing;
     }
 };
 
@@ -95,11 +162,9 @@ __device__ __forceinline__ bool wait_for_word(const u8* at, u64 epoch, const Wai
 // thread's patience is that of all.
 template <class Look>
 __device__ __forceinline__ bool wait_as_warp(Look look, u64 epoch, const Waiting& who, const Watch& watch) {
-    if (look()) {
-        return true;
-    }
     Patience patience(watch);
     while (true) {
+#pragma unroll 1
         for (u32 poll = 0; poll < POLLS_PER_CLOCK; ++poll) {
             if (look()) {
                 return true;
@@ -112,33 +177,27 @@ __device__ __forceinline__ bool wait_as_warp(Look look, u64 epoch, const Waiting
     }
 }
 
-// By a whole warp: until the lines of a group are of this epoch. False: the wait failed.
-__device__ __forceinline__ bool wait_for_lines(const Part& part, const u8* lines, u64 epoch, const Waiting& who,
-                                               const Watch& watch, ptx::Bytes16& value) {
-    auto look = [&] {
-        value = part.look(lines);
-        return part.complete(value, epoch);
-    };
-    return wait_as_warp(look, epoch, who, watch);
-}
-
-// How a row's groups are dealt out: units of `each` groups, so that `tokens` rows are work for `warps`, and no unit is
-// longer than need be.
+// How a row's groups are dealt out: units of `each` groups, at most `most`, so that `rows` rows are work for `warps`,
+// and no unit is longer than need be.
 struct Dealing {
     u32 groups;  // of a row
     u32 each;    // of a unit
     u32 units;   // of a row
 
-    __device__ __forceinline__ Dealing(u32 row_bytes, u32 rows, u32 warps) : groups(groups_of(row_bytes)) {
+    __device__ __forceinline__ Dealing(u32 row_bytes, u32 rows, u32 warps, u32 most) : groups(groups_of(row_bytes)) {
         const u64 all = static_cast<u64>(rows) * groups;
         const u64 share = (all + warps - 1) / warps;
-        each = share < 1 ? 1 : share < groups ? static_cast<u32>(share) : groups;
+        each = share < 1 ? 1 : share < most ? static_cast<u32>(share) : most;
         units = (groups + each - 1) / each;
+        each = (groups + units - 1) / units;
     }
 
-    __device__ __forceinline__ u32 end(u32 unit) const {
-        const u32 next = (unit + 1) * each;
-        return next < groups ? next : groups;
+    __device__ __forceinline__ u32 begin(u32 unit) const { return unit * each; }
+
+    // Groups of this unit.
+    __device__ __forceinline__ u32 count(u32 unit) const {
+        const u32 left = groups - begin(unit);
+        return left < each ? left : each;
     }
 };
 
