@@ -96,6 +96,8 @@ class Scribe:
                     [complete(line, run=run, generation=generation, commit=commit) for line in lines]
                 )
                 self.progress.case_done(case)
+                for why in dict.fromkeys(line["skipped"] for line in lines if line.get("skipped")):
+                    self.progress.note(f"{case} is skipped: {why}")
             case GenerationEnded(generation, cause, culprit, message, restarting):
                 self.generations.append(Generation(self._ready_s, cause, culprit))
                 self._ready_s = None

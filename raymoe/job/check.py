@@ -45,8 +45,8 @@ class _Check:
         plain = {key: entry.plain() for key, entry in self.root.value.items() if key != "matrix"}
         if "workload" not in (*plain, *self.sweep.values) and self.layers.whole:
             self.bad.add("workload")
-            missing = Problem(self.layers.file, None, "workload", None, "required", "one of p2p, exchange or layer")
-            self.problems.append(missing)
+            known = "one of p2p, exchange, overlap or layer"
+            self.problems.append(Problem(self.layers.file, None, "workload", None, "required", known))
         plain = self._typed({"name": name, "workload": "layer"}, plain)
         plain["matrix"] = self.sweep.values
         self.problems += self._meaningless(plain)

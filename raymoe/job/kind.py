@@ -18,6 +18,8 @@ def kind_of_ranks(job: Job) -> str | None:
     """
     if job.world.device != "auto":
         return job.world.device
+    if job.workload == "overlap":
+        return "cuda"
     if job.workload == "layer" or (job.workload == "p2p" and "host" in job.p2p.transports):
         return "cpu"
     return _kind_of_backends(job) if job.workload == "exchange" else None

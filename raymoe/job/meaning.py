@@ -20,14 +20,16 @@ class Meaning:
 
 
 MEANINGS = (
-    Meaning("shape", "workload", ("exchange", "layer")),
-    Meaning("routing", "workload", ("exchange", "layer")),
-    Meaning("exchange", "workload", ("exchange", "layer")),
+    Meaning("shape", "workload", ("exchange", "overlap", "layer")),
+    Meaning("routing", "workload", ("exchange", "overlap", "layer")),
+    Meaning("exchange", "workload", ("exchange", "overlap", "layer")),
     Meaning("p2p", "workload", ("p2p",)),
+    Meaning("overlap", "workload", ("overlap",)),
     Meaning("shape.ffn", "workload", ("layer",)),
     Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
     Meaning("routing.share", "routing.kind", ("hot",), strict=True),
     Meaning("routing.file", "routing.kind", ("trace",), strict=True),
+    Meaning("p2p.pairs", "p2p.pattern", ("pairs",), strict=True),
     Meaning("exchange.output", "exchange.wire.dispatch", ("float8_e4m3",), strict=True),
 )
 

@@ -11,20 +11,22 @@ from raymoe.job.errors import ConfigError
 from raymoe.job.matrix import combinations
 from raymoe.job.meaning import meaningful
 from raymoe.job.scalars import Scalar
-from raymoe.job.sections import Exchange, P2p, Routing, Section, Shape, Steps, World
+from raymoe.job.sections import Exchange, Overlap, P2p, Routing, Section, Shape, Steps, World
 
 
 class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """The job's name, part of its run directory's; the file's unless said."""
-    workload: Literal["p2p", "exchange", "layer"]
-    """What a step is: messages between two ranks, dispatch and combine, or a whole MoE layer."""
+    workload: Literal["p2p", "exchange", "overlap", "layer"]
+    """What a step is: messages between two ranks, dispatch and combine, each of these beside a matrix product, or a
+    whole MoE layer."""
     world: World = World()
     shape: Shape = Shape()
     routing: Routing = Routing()
     exchange: Exchange = Exchange()
     steps: Steps = Steps()
     p2p: P2p = P2p()
+    overlap: Overlap = Overlap()
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)
     """Keys with the values that they take in turn: one case for each combination."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from raymoe.job.sections import OtherSystem
 from raymoe.job.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -14,12 +15,21 @@ if TYPE_CHECKING:
 _ROW_BYTES = 16  # rows move in pieces of 16 bytes
 _MAX_ROWS = 2**31 - 1  # offsets of rows are int32
 
-MOE = ("exchange", "layer")
+MOE = ("exchange", "overlap", "layer")
+ON_GPUS = ("exchange", "overlap")
+"""Of these, the ones with GPU ranks."""
+
 GPU_TRANSPORTS = frozenset({"copy_engine", "tma", "collective"})
 SMS_TRANSPORTS = frozenset({"auto", "tma"})
-GPU_BACKENDS = frozenset({"fused", "staged", "row_push"})
+OTHER_SYSTEMS: frozenset[str] = frozenset(get_args(OtherSystem))
+"""What they cannot do is told in their results and is no fault of the job: a benchmark goes on with the next case."""
+
+BESIDE = frozenset({"auto", "fused", "staged", "allgather"})
+"""Backends that run beside a matrix product: those whose operations never wait on the host."""
+
+GPU_BACKENDS = frozenset({"fused", "staged", "row_push"}) | OTHER_SYSTEMS
 CPU_BACKENDS = frozenset({"host"})
-FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "row_push"})
+FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "row_push"}) | OTHER_SYSTEMS
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ def _wire_is_dtype(direction: str) -> Callable[[Job], tuple[str, str] | None]:
 def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
     if job.exchange.wire.dispatch != FLOAT8:
         return None
-    if job.workload != "exchange" or job.world.device == "cpu":
+    if job.workload not in ON_GPUS or job.world.device == "cpu":
         return f"rows cannot cross as {FLOAT8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
     if job.exchange.backend not in FLOAT8_BACKENDS:
         return f"backend {job.exchange.backend} has no {FLOAT8}", "backend fused has, the others send the dtype itself"
@@ -134,8 +144,21 @@ def _layers_have_no_gpu_backend(job: Job) -> tuple[str, str] | None:
     return f"backend {job.exchange.backend} is between GPU ranks, which workload layer has not yet", "auto would do"
 
 
+def _only_staged_copies(job: Job) -> tuple[str, str] | None:
+    asked = job.exchange
+    if asked.transport == "auto":
+        return None
+    if job.workload not in ON_GPUS or job.world.device == "cpu":
+        return "CPU ranks have no copy engine", "write auto or leave it out"
+    if asked.backend not in ("auto", "staged"):
+        return f"backend {asked.backend} moves rows in its own way", f"backend staged takes {asked.transport}"
+    if asked.wire.dispatch == FLOAT8:
+        return f"a copy does not make {FLOAT8} of rows", "leave wire or transport out"
+    return None
+
+
 def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
-    if job.exchange.sms == "auto" or (job.workload == "exchange" and job.world.device != "cpu"):
+    if job.exchange.sms == "auto" or (job.workload in ON_GPUS and job.world.device != "cpu"):
         return None
     return "CPU ranks have no SMs", "write auto or leave it out"
 
@@ -156,6 +179,13 @@ def _peers_exist(job: Job) -> tuple[str, str] | None:
     if job.world.ranks > 1:
         return None
     return "one rank has no peer to send to", "p2p takes 2 ranks or more"
+
+
+def _pairs_exist(job: Job) -> tuple[str, str] | None:
+    last = 0 if job.p2p.pairs == "all" else max(max(pair) for pair in job.p2p.pairs)
+    if last < job.world.ranks:
+        return None
+    return f"there is no rank {last} among {job.world.ranks} ranks", f"ranks are 0 to {job.world.ranks - 1}"
 
 
 def _gpus_can_do_it(job: Job) -> tuple[str, str] | None:
@@ -196,7 +226,35 @@ def _something_takes_sms(job: Job) -> tuple[str, str] | None:
     return None
 
 
+def _overlap_is_between_gpus(job: Job) -> tuple[str, str] | None:
+    if job.world.device != "cpu":
+        return None
+    return "workload overlap has no CPU ranks", "write cuda or auto"
+
+
+def _runs_beside(job: Job) -> tuple[str, str] | None:
+    if job.exchange.backend in BESIDE:
+        return None
+    return f"{job.exchange.backend} is not run beside a product", f"{', '.join(sorted(BESIDE))} are"
+
+
+def _overlap_is_eager(job: Job) -> tuple[str, str] | None:
+    if job.steps.graph is not True:
+        return None
+    return "an overlap is timed without graphs, behind a stream that is held", "write auto or false"
+
+
+def _multiprocessors_are_left(job: Job) -> tuple[str, str] | None:
+    if job.overlap.keep_off == "priority" or job.exchange.sms != "auto":
+        return None
+    return f"{job.overlap.keep_off} leaves multiprocessors to an exchange of auto", "write a number of exchange.sms"
+
+
 RULES = (
+    Rule(("overlap",), ("world.device", "workload"), _overlap_is_between_gpus),
+    Rule(("overlap",), ("exchange.backend", "workload"), _runs_beside),
+    Rule(("overlap",), ("overlap.keep_off", "exchange.sms"), _multiprocessors_are_left),
+    Rule(("overlap",), ("steps.graph", "workload"), _overlap_is_eager),
     Rule(("layer",), ("world.device", "workload"), _gpus_can_do_it),
     Rule((*MOE, "p2p"), ("steps.graph", "world.device"), _graph_needs_gpus),
     Rule((*MOE, "p2p"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
@@ -225,9 +283,15 @@ RULES = (
     Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cpu", GPU_BACKENDS)),
     Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cuda", CPU_BACKENDS)),
     Rule(("layer",), ("exchange.backend", "workload"), _layers_have_no_gpu_backend),
+    Rule(
+        MOE,
+        ("exchange.transport", "exchange.backend", "exchange.wire.dispatch", "world.device", "workload"),
+        _only_staged_copies,
+    ),
     Rule(MOE, ("exchange.sms", "world.device", "workload"), _sms_need_gpus),
     Rule(("exchange",), ("steps.graph", "exchange.backend", "world.device"), _nccl_is_not_captured),
     Rule(MOE, ("routing.kind", "routing.file"), _trace_is_named),
     Rule(("p2p",), ("p2p.sms", "p2p.transports", "world.device"), _something_takes_sms),
     Rule(("p2p",), ("world.ranks",), _peers_exist),
+    Rule(("p2p",), ("p2p.pairs", "world.ranks"), _pairs_exist),
 )

@@ -9,6 +9,7 @@ from raymoe.job.units import SIZE_PATTERN, parse_size
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DispatchWire = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
+OtherSystem = Literal["nvshmem", "deep_ep", "deep_ep_v2", "hybrid_ep"]
 
 
 class Section(BaseModel):
@@ -35,6 +36,20 @@ def _auto_or_count(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 1 <= value <= 1024):
         return value
     raise PydanticCustomError("sms", "not auto, nor a number from 1 to 1024")
+
+
+def _all_or_pairs(value: Any) -> Any:
+    listed = value if isinstance(value, list | tuple) else ()
+    pairs = tuple(tuple(pair) for pair in listed if isinstance(pair, list | tuple))
+    whole = len(pairs) == len(listed) > 0 and all(
+        len(pair) == 2 and pair[0] != pair[1] and all(type(rank) is int and rank >= 0 for rank in pair)
+        for pair in pairs
+    )
+    if whole and len(set(pairs)) == len(pairs):
+        return pairs
+    if value == "all":
+        return value
+    raise PydanticCustomError("pairs", "not all, nor pairs of two ranks such as [[0, 1], [1, 0]], each once")
 
 
 def _bytes(value: Any) -> Any:
@@ -117,10 +132,14 @@ class Wire(Section):
 
 
 class Exchange(Section):
-    backend: Literal["auto", "fused", "staged", "collective", "allgather", "host", "row_push"] = "auto"
+    backend: Literal["auto", "fused", "staged", "collective", "allgather", "host", "row_push", OtherSystem] = "auto"
     """How rows move: by one kernel each way (fused) or by several (staged) between GPU ranks, over shared memory (host)
     between CPU ranks, by NCCL or Gloo (collective, allgather) between either. row_push is no exchange: it only pushes
-    rows to known slots, a yardstick for dispatch between GPU ranks."""
+    rows to known slots, a yardstick for dispatch between GPU ranks. Nor are nvshmem (torch's all_to_all_vdev_2d),
+    deep_ep, deep_ep_v2 and hybrid_ep: they are other systems, run for comparison where they are installed."""
+    transport: Literal["auto", "copy_engine"] = "auto"
+    """Who moves the rows of dispatch: the backend in its own way, or with staged the copy engine, which sends all rows
+    to every rank and keeps no SM busy meanwhile."""
     layout: Literal["expert", "rank"] = "expert"
     """Order of received rows: by expert, or as they came from each rank."""
     alignment: int = Field(default=16, ge=1, le=65536)
@@ -160,5 +179,19 @@ class P2p(Section):
     """Message sizes, such as 4KiB."""
     pattern: Literal["pairs", "all_to_all"] = "pairs"
     """One pair of ranks after the other, or all at once."""
+    pairs: Annotated[Literal["all"] | tuple[tuple[int, int], ...], BeforeValidator(_all_or_pairs)] = "all"
+    """Which pairs, as [source, destination]; for pattern pairs. Where all links are alike, one tells as much as all."""
     sms: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = "auto"
     """SMs of a GPU that a rank's copies by tma may take together; the other transports take no number."""
+
+
+class Overlap(Section):
+    rows: int = Field(default=6144, ge=1, le=2**24)
+    """Rows of the matrix product beside the exchange: rows x hidden times hidden x columns, in the shape's dtype."""
+    columns: int = Field(default=4096, ge=1, le=2**20)
+    """Its columns. With hidden 7168 in bfloat16 the default takes about as long as 4096 tokens to four H200."""
+    form: Literal["whole", "halves"] = "whole"
+    """Whether the exchange runs beside the product as a whole, or its sending alone, and what receives after both."""
+    keep_off: Literal["priority", "carveout", "green_context"] = "priority"
+    """How the product is kept off the multiprocessors of the exchange: by the priority of streams alone, by telling the
+    library to leave as many, or by a green context of the rest."""

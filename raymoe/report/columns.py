@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raymoe.report.results import Line
+from raymoe.report.ways import gave
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,13 @@ SETTINGS = {
     "alignment": "alignment",
     "padding": "padding",
     "sms": "SMs",
+    "beside": "beside",
     "l2": "L2",
     "graph": "graph",
     "device": "device",
 }
 NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms"}
+EXCHANGES = ("dispatch", "combine", "exchange")
 YARDSTICK = "row_push"
 """A backend that is none: what it gives is the limit that the others are held to."""
 
@@ -100,12 +103,13 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
         values = [line[key] for line in lines]
         if any(value is not None for value in values):
             columns.append(Column(header, ["-" if value is None else form(value) for value in values], right=True))
-    if any(shares := shares_of_limit(lines)):
-        columns.append(Column("of limit", [f"{each:.0%}" if each else "-" for each in shares], right=True))
+    for header, shares in (("of push", shares_of_push(lines)), ("of link", shares_of_link(lines))):
+        if any(shares):
+            columns.append(Column(header, [f"{each:.0%}" if each else "-" for each in shares], right=True))
     if any(ratios := compare(lines)):
         columns.append(Column("vs slowest", [f"{each:.2f}x" if each else "-" for each in ratios], right=True))
-    if any(line["leaves_out"] for line in lines):
-        columns.append(Column("leaves out", [show("leaves_out", line["leaves_out"]) for line in lines]))
+    if any(line["leaves_out"] or line["skipped"] for line in lines):
+        columns.append(Column("leaves out", [_left_out(line) for line in lines]))
     return columns
 
 
@@ -143,15 +147,16 @@ def compare(lines: Sequence[Line]) -> list[float | None]:
     return result
 
 
-def shares_of_limit(lines: Sequence[Line]) -> list[float | None]:
-    """What share each line's GB/s are of those of row_push, which does nothing but push the rows of dispatch.
+def shares_of_push(lines: Sequence[Line]) -> list[float | None]:
+    """What share each line's GB/s are of those of row_push with as many tokens: what the links give to rows of this
+    size and number, at 128 tokens less than at 4096. A combine that sends rows of another size has no such limit.
 
     >>> from raymoe.report.results import complete
     >>> def line(backend, op, gbps):
     ...     measured = {"case": "c", "backend": backend, "op": op, "gbps_wire": gbps}
     ...     return complete(measured, run="a-b", generation=0, commit=None)
     >>> lines = line("fused", "combine", 300.0), line("row_push", "dispatch", 400.0), line("host", "step", None)
-    >>> shares_of_limit(lines)
+    >>> shares_of_push(lines)
     [0.75, None, None]
     """
     same = [*(key for key in SETTINGS if key not in ("op", "backend", "transport", "graph", "sms")), "run"]
@@ -162,10 +167,29 @@ def shares_of_limit(lines: Sequence[Line]) -> list[float | None]:
     }
     shares: list[float | None] = []
     for line in lines:
-        limit = limits.get(tuple(line[key] for key in same))
+        limit = limits.get(tuple(line[key] for key in same)) if pushes_such_rows(line) else None
         known = limit and line["gbps_wire"] and line["backend"] != YARDSTICK
         shares.append(float(str(line["gbps_wire"])) / limit if known and limit else None)
     return shares
+
+
+def pushes_such_rows(line: Line) -> bool:
+    """Whether the rows of this line are as large as those of the case's dispatch: `wire` names two dtypes where those
+    of combine are others."""
+    return line["op"] == "dispatch" or "/" not in str(line["wire"])
+
+
+def shares_of_link(lines: Sequence[Line]) -> list[float | None]:
+    """What share each line's GB/s are of the most that links of such a machine were seen to give, whatever the size."""
+    limits = [gave(line["device"]) if line["op"] in EXCHANGES else None for line in lines]
+    return [
+        float(str(line["gbps_wire"])) / limit if limit and line["gbps_wire"] else None
+        for line, limit in zip(lines, limits, strict=True)
+    ]
+
+
+def _left_out(line: Line) -> str:
+    return f"skipped: {line['skipped']}" if line["skipped"] else show("leaves_out", line["leaves_out"])
 
 
 def _varies(lines: Sequence[Line], key: str) -> bool:

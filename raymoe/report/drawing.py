@@ -37,6 +37,13 @@ def link_line(axes: Axes, full: float, name: str) -> None:
     axes.set_ylim(top=max(axes.get_ylim()[1], 1.08 * full))
 
 
+def measured_limit(axes: Axes, most: float, words: str) -> None:
+    """What was measured to be the most there is: dashed, its words at the right, below the line."""
+    axes.axhline(most, color=GREY, linewidth=1.2, linestyle=(0, (6, 3)))
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, -10), "textcoords": "offset points"}
+    axes.annotate(words, (0.99, most), color=GREY, fontsize=8.5, ha="right", **place)
+
+
 def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     FigureCanvasAgg(figure)

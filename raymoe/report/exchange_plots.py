@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from raymoe.report.columns import YARDSTICK
-from raymoe.report.drawing import COLOURS, GREY, MARKERS, headed, link_line, new_figure
+from raymoe.report.columns import YARDSTICK, pushes_such_rows
+from raymoe.report.drawing import COLOURS, GREY, MARKERS, headed, link_line, measured_limit, new_figure
 from raymoe.report.results import Line
 from raymoe.report.side_by_side import Group, groups_of
-from raymoe.report.ways import gbps, link_of, measured, us, whole
+from raymoe.report.ways import gave, gbps, link_of, measured, us, whole
 
 COLD = "cold"
 _TITLES = {
@@ -34,7 +34,16 @@ def exchange_figures(lines: Sequence[Line]) -> Iterator[tuple[str, Figure]]:
                 colours.setdefault(group.label(line), len(colours))
     for group in groups:
         words = [group.op, *re.findall(r"[A-Za-z0-9_.]+", group.setting)]
-        yield "-".join(words), _figure(group, colours)
+        yield "-".join(words), _figure(_with_limit(group, groups), colours)
+
+
+def _with_limit(group: Group, groups: Sequence[Group]) -> Group:
+    """A combine sends the rows of dispatch the other way, so that what pushes those is its limit too."""
+    if group.op != "combine" or not all(pushes_such_rows(line) for line in group.lines):
+        return group
+    there = (other for other in groups if (other.op, other.setting) == ("dispatch", group.setting))
+    limit = [line for other in there for line in other.lines if line["backend"] == YARDSTICK]
+    return Group(group.op, group.setting, [*group.lines, *limit], group.told)
 
 
 def _figure(group: Group, colours: Mapping[str, int]) -> Figure:
@@ -50,6 +59,8 @@ def _figure(group: Group, colours: Mapping[str, int]) -> Figure:
     bandwidth.set_ylabel("GB/s, one direction of the busiest port")
     for full, name in {link for line in group.lines if (link := link_of(line["device"]))}:
         link_line(bandwidth, full, name)
+    for most in {most for line in group.lines if (most := gave(line["device"]))}:
+        measured_limit(bandwidth, most, f"{most:.0f} GB/s, the most that such links gave")
     figure.legend(*time.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     title = _TITLES.get(group.op, group.op) + (f", {group.setting}" if group.setting else "")
     headed(figure, title, f"{measured(group.lines)}, L2 cache cold", group.lines)
@@ -78,6 +89,7 @@ def _draw(axes: Axes, group: Group, colours: Mapping[str, int], of: Callable[[Li
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(count) for count in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="x", labelrotation=40)
     axes.set_xlabel("tokens a rank")
     axes.grid(axis="y", color="#DDDDDD", linewidth=0.8)
     axes.set_axisbelow(True)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
     *("bytes", "ranks", "tokens", "hidden", "experts", "topk", "dtype", "routing", "seed"),
-    *("layout", "alignment", "padding", "sms", "l2", "leaves_out", "samples", "us_p50", "us_p99", "us_min", "us_max"),
+    *("layout", "alignment", "padding", "sms", "beside", "l2", "leaves_out", "skipped"),
+    *("samples", "us_p50", "us_p99", "us_min", "us_max"),
     *("bytes_wire", "gbps_wire", "verified", "max_error", "device", "commit"),
 )
 
-LATER_KEYS = frozenset({"l2", "leaves_out"})
+LATER_KEYS = frozenset({"beside", "l2", "leaves_out", "skipped"})
 """Keys that lines of earlier versions do not have. They are read as null."""
 
 Line = dict[str, object]

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from raymoe.report.columns import SETTINGS, WORD_IN_CASE, Column, byte_size, show
+from raymoe.report.columns import SETTINGS, WORD_IN_CASE, Column, byte_size, shares_of_link, show
 from raymoe.report.results import Line
+from raymoe.report.ways import gave
 
 _ACROSS = ("op", "backend", "transport", "tokens", "sms", "l2", "graph")
 
@@ -47,14 +48,17 @@ def groups_of(lines: Sequence[Line]) -> list[Group]:
 def tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     """Title and columns of each table; none where there is one backend only.
 
-    A cell is `us (GB/s)`: the median time of the slowest rank, and what passed the busiest port in it.
+    A cell is `us (GB/s, share)`: the median time of the slowest rank, what passed the busiest port in it, and what
+    share that is of the most that such links were seen to give, where that is known.
     """
     if len({line["backend"] for line in lines}) < 2:
         return
     for group in groups_of(lines):
         setting = f", {group.setting}" if group.setting else ""
         for l2 in dict.fromkeys(str(line["l2"]) for line in group.lines):
-            yield f"{group.op}, {l2} L2{setting}: us (GB/s)", _columns(group, l2)
+            limits = {most for line in group.lines if (most := gave(line["device"]))}
+            share = f", of {limits.pop():.0f}" if len(limits) == 1 else ""
+            yield f"{group.op}, {l2} L2{setting}: us (GB/s{share})", _columns(group, l2)
 
 
 def _columns(group: Group, l2: str) -> list[Column]:
@@ -75,5 +79,7 @@ def _columns(group: Group, l2: str) -> list[Column]:
 
 def _cell(line: Line) -> str:
     us = float(str(line["us_p50"]))
-    rate = "" if line["gbps_wire"] is None else f" ({float(str(line['gbps_wire'])):.0f})"
+    [share] = shares_of_link([line])
+    of = "" if share is None else f", {share:.0%}"
+    rate = "" if line["gbps_wire"] is None else f" ({float(str(line['gbps_wire'])):.0f}{of})"
     return f"{us:,.1f}{rate}"

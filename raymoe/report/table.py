@@ -4,7 +4,9 @@ import io
 import textwrap
 from collections.abc import Sequence
 
+from raymoe.report.beside import overlaps
 from raymoe.report.columns import Column, caption_of, columns_of
+from raymoe.report.fit import fits
 from raymoe.report.results import Line
 from raymoe.report.side_by_side import tables
 
@@ -12,7 +14,8 @@ from raymoe.report.side_by_side import tables
 def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -> str:
     """The text of the table, one part for each workload; empty when there is no line. It ends with a line end.
 
-    Exchanges that were measured by several backends over several counts of tokens follow side by side.
+    Exchanges that were measured by several backends over several counts of tokens follow side by side, and straight
+    lines through their times; exchanges beside a product, with what each cost the other.
     """
     parts = []
     for workload in dict.fromkeys(line["workload"] for line in lines):
@@ -20,9 +23,9 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
         columns = columns_of(part)
         caption = textwrap.fill(caption_of(part), max(width, 40), subsequent_indent="  ", break_on_hyphens=False)
         # rich would fold or cut what does not fit; a row that runs over the edge still says everything.
-        fits = sum(size + 2 for size in _widths(columns)) <= width
-        parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fits else _plain(columns)}")
-        parts += [f"{title}\n{_plain(beside)}" for title, beside in tables(part)]
+        fit = sum(size + 2 for size in _widths(columns)) <= width
+        parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fit else _plain(columns)}")
+        parts += [f"{title}\n{_plain(beside)}" for title, beside in (*tables(part), *fits(part), *overlaps(part))]
     return "\n".join(parts)
 
 

@@ -14,6 +14,9 @@ LINKS = (
     (r"NVIDIA A100-SXM.*", 300.0, "NVLink 3 ×12"),
     (r"NVIDIA G?B[23]00.*", 900.0, "NVLink 5 ×18"),
 )
+# What a GPU's links were seen to give at most in one direction while all GPUs sent: the copy engine's pushes, 4x H200,
+# 2026-11-21. No exchange on this machine can be faster.
+GAVE = ((r"NVIDIA H200", 381.0),)
 _TOLD_ELSEWHERE = {"transports", "bytes", "pattern", "graph", "protocol"}
 _COPY = ("pattern", "src", "dst", "bytes")
 
@@ -69,6 +72,15 @@ def link_of(device: object) -> tuple[float, str] | None:
     ((450.0, 'NVLink 4 ×18'), None, None)
     """
     return next(((gbps, name) for form, gbps, name in LINKS if re.fullmatch(form, str(device))), None)
+
+
+def gave(device: object) -> float | None:
+    """GB/s that the links of a GPU of this kind were seen to give at most; None where nobody has looked.
+
+    >>> gave("NVIDIA H200"), gave("NVIDIA H100 80GB HBM3")
+    (381.0, None)
+    """
+    return next((most for form, most in GAVE if re.fullmatch(form, str(device))), None)
 
 
 def gbps(line: Line) -> float:

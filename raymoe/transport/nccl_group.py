@@ -41,7 +41,7 @@ class NcclGroup:
         self._words = [self._heap.words("entered", peer) for peer in range(world.size)]
         self._entered = [0] * world.size
         self._nothing = torch.empty(0, dtype=torch.uint8, device=world.device)
-        self._file = _nameless_file() if world.rank == 0 else None
+        self._file = nameless_file() if world.rank == 0 else None
         self._aborted = False
         self._group: Any = self._connect()
 
@@ -138,7 +138,7 @@ def _refuse_what_nccl_cannot(world: World) -> None:
     world.agree(problem, "nccl: possible")
 
 
-def _nameless_file() -> int:
+def nameless_file() -> int:
     """A file that is gone with its last user; peers reach it through /proc."""
     fd = os.memfd_create("raymoe-nccl-store", os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)

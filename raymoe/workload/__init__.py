@@ -30,6 +30,10 @@ def run_case(case: Case, world: World, progress: Callable[[Progress], None]) -> 
         from raymoe.workload.exchange import run_exchange
 
         return run_exchange(case, world, progress)
+    if case.job.workload == "overlap":
+        from raymoe.workload.overlap import run_overlap
+
+        return run_overlap(case, world, progress)
     from raymoe.workload.layer import run_layer
 
     return run_layer(case, world, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from time import perf_counter_ns
 from typing import Protocol
@@ -13,6 +13,7 @@ from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job import Case
+from raymoe.job.rules import OTHER_SYSTEMS
 from raymoe.memory.world import World
 from raymoe.moe.layer import expert_major
 from raymoe.moe.seeds import generator
@@ -22,7 +23,7 @@ from raymoe.workload.measure import Step, Steps, measure
 from raymoe.workload.oracle import BOUNDS, FLOAT8_BOUND, AffineExperts, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
-from raymoe.workload.routing import Routing
+from raymoe.workload.routing import Draw, Routing
 from raymoe.workload.traffic import Traffics, rows_for
 
 ROW_PUSH = "row_push"
@@ -45,6 +46,10 @@ class Doing(Protocol):
 def run_exchange(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
     """Lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with the L2 cache cold and warm."""
     job = case.job
+    if job.exchange.backend in OTHER_SYSTEMS:
+        from raymoe.workload.others import run_other
+
+        return run_other(case, world, progress)
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
     spec = spec_of(job)
@@ -55,20 +60,22 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         keys = do_step.keys
         what = f"{case.name}: exchange by {keys['backend']}"
         measured = measure(world, steps, do_step, telling(progress, steps.total), what)
-    traffics = traffic_of(world, inputs, spec)
-    by_op = {"dispatch": traffics.dispatch, "combine": traffics.combine, "exchange": traffics.both}
+    by_op = traffic_of(world, inputs.draws, spec).by_op
     return [
         result_line(case, op, by_op[op], measured, place) | shape_keys(case, str(keys["backend"])) | keys | {"l2": l2}
         for place, (op, l2) in enumerate(do_step.ops)
     ]
 
 
-def traffic_of(world: World, inputs: Inputs, spec: ExchangeSpec) -> Traffics:
-    """The traffic of an average step."""
-    counts = [rows_for(draw.ids, world.size, inputs.routing.experts) for draw in inputs.draws]
+def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Traffics:
+    """The traffic of an average step, of which these are this rank's."""
+    counts = [rows_for(draw.ids, world.size, spec.experts) for draw in draws]
     mean = [sum(to_peer) / len(counts) for to_peer in zip(*counts, strict=True)]
-    rows: list[list[float]] = world.swap(mean, "traffic")  # type: ignore[assignment]
-    return Traffics.of(rows, spec.wire_row_bytes, spec.row_bytes)
+    tokens = sum(len(draw.ids) for draw in draws) / len(draws)
+    told: list[tuple[list[float], float]] = world.swap((mean, tokens), "traffic")  # type: ignore[assignment]
+    needed = [to_peer for to_peer, _ in told]
+    sent = [[tokens] * world.size for _, tokens in told] if spec.by_copy_engine else needed
+    return Traffics.of(sent, spec.wire_row_bytes, spec.row_bytes, needed)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.spec import FP8_BLOCK
+from raymoe.exchange.spec import COPY_ENGINE, FP8_BLOCK
 from raymoe.job.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
 from raymoe.moe.seeds import generator
@@ -31,6 +31,8 @@ class GpuExchangeStep:
     """
 
     ops = OPS
+    priority = 0
+    """Of the stream; lower goes first."""
 
     def __init__(self, world: World, exchange: Exchange, inputs: Inputs, graph: Literal["auto"] | bool) -> None:
         self.world, self.exchange, self.inputs = world, exchange, inputs
@@ -43,23 +45,21 @@ class GpuExchangeStep:
         self.rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=inputs.dtype, device=world.device)
         self._fill_rows()
         new_stream: Any = torch.cuda.Stream  # has no annotations
-        self.stream: torch.cuda.Stream = new_stream(world.device)
+        self.stream: torch.cuda.Stream = new_stream(world.device, priority=self.priority)
         self.stream.wait_stream(torch.cuda.current_stream(world.device))
         captured = self._may_capture(graph)
         with torch.cuda.stream(self.stream):
             self._dispatch()  # builds plans, connects what connects late, and touches every page once
             self._combine()
             exchange.check()
-            self.clock = OpClock(
-                world, self.stream, exchange.check, captured=captured, calls=calls_of(inputs.routing.tokens)
-            )
-            self._timed = self._made_ready()
+            self._make_ready(captured)
 
     @property
     def keys(self) -> Line:
         """What a result line tells of the exchange as it really was."""
         return {
             "backend": self.exchange.backend,
+            "transport": COPY_ENGINE if self.exchange.spec.by_copy_engine else None,
             "graph": self.clock.captured,
             "sms": self.exchange.sms,
             "device": torch.cuda.get_device_name(self.world.device),
@@ -105,17 +105,18 @@ class GpuExchangeStep:
             )
         return graph is not False and self.exchange.capturable
 
-    def _made_ready(self) -> tuple[TimedOp, TimedOp, TimedOp]:
+    def _make_ready(self, captured: bool) -> None:
         """Capture on all ranks, or raise on all. Combine is of what the warm runs of dispatch leave."""
+        calls = calls_of(self.inputs.routing.tokens)
+        self.clock = OpClock(self.world, self.stream, self.exchange.check, captured=captured, calls=calls)
         problem: RaymoeError | None = None
-        timed = []
+        timed: list[TimedOp] = []
         try:
             timed = [self.clock.timed(op) for op in (self._dispatch, self._combine, self._both)]
         except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
             problem = ConfigError(f"backend {self.exchange.backend} could not be captured: {error}")
         self.world.agree(problem, "exchange: captured")
-        dispatch, combine, both = timed
-        return dispatch, combine, both
+        self._timed = timed
 
     def _take(self, batch: Batch) -> None:
         """Put tokens and routing where graphs find them."""

@@ -8,7 +8,7 @@ import torch
 
 from raymoe.moe.seeds import generator
 from raymoe.workload.room import BATCHES, batches_of
-from raymoe.workload.routing import Routing
+from raymoe.workload.routing import Draw, Routing
 
 _CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ class Inputs:
     ) -> None:
         """The batches are on `device`; `draws`, which the routing of a batch is taken from, are on the CPU."""
         self.routing, self.rank, self.hidden, self.dtype, self.device = routing, rank, hidden, dtype, device
-        self.draws = [routing.draw(rank, step) for step in range(routing.recorded or BATCHES)]
+        self.draws = draws_of(routing, rank)
         self._placed = [(draw.ids.to(device), draw.weights.to(device)) for draw in self.draws]
         batches = batches_of(routing.tokens * hidden * dtype.itemsize)
         self.rows = [self._draw("tokens", step) for step in range(batches)]
@@ -50,10 +50,20 @@ class Inputs:
     def at(self, step: int, *, fresh: bool = False) -> Batch:
         """The batch of a step."""
         ids, weights = self._placed[step % len(self._placed)]
-        x = self._draw("fresh tokens", step) if fresh else self.rows[step % len(self.rows)]
+        x = self.fresh_of(self.rank, step) if fresh else self.rows[step % len(self.rows)]
         return Batch(x, ids, weights)
 
-    def _draw(self, purpose: str, step: int) -> torch.Tensor:
-        source = generator(purpose, self.routing.seed, self.rank, step, device=self.device)
-        x = torch.empty(self.routing.tokens_of(self.rank), self.hidden, device=self.device)
+    def fresh_of(self, rank: int, step: int) -> torch.Tensor:
+        """The fresh tokens that a rank, this or another, has at a step: the same where devices are of one kind."""
+        return self._draw("fresh tokens", step, rank)
+
+    def _draw(self, purpose: str, step: int, rank: int | None = None) -> torch.Tensor:
+        rank = self.rank if rank is None else rank
+        source = generator(purpose, self.routing.seed, rank, step, device=self.device)
+        x = torch.empty(self.routing.tokens_of(rank), self.hidden, device=self.device)
         return x.uniform_(-1, 1, generator=source).to(self.dtype)
+
+
+def draws_of(routing: Routing, rank: int) -> list[Draw]:
+    """The draws that a rank's steps take turns with."""
+    return [routing.draw(rank, step) for step in range(routing.recorded or BATCHES)]

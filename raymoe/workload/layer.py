@@ -30,7 +30,7 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
         backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
         measured = measure(world, steps, do_step, telling(progress, steps.total), f"{case.name}: layer by {backend}")
-    both = traffic_of(world, inputs, spec).both
+    both = traffic_of(world, inputs.draws, spec).both
     return [result_line(case, "step", both, measured, 0) | shape_keys(case, backend)]
 
 

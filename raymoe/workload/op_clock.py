@@ -110,6 +110,14 @@ class OpClock:
         cold = self._us(op.cold) - median(self._flush_us)
         return cold / self.calls, self._us(op.warm) / self.calls
 
+    def cold_us(self, work: Work) -> float:
+        """Microseconds of something that is enqueued eagerly while the stream is held, on a cold L2 cache."""
+        return self._us(work, before=self._flush)
+
+    def since_begin(self, event: Any) -> float:
+        """Microseconds from the start of the last sample's clock to an event that its work recorded."""
+        return float(self._begin.elapsed_time(event)) * 1e3
+
     def close(self) -> None:
         for graph in self._graphs:
             graph.close()

@@ -40,6 +40,7 @@ def spec_of(job: Job) -> ExchangeSpec:
         capacity=exchange.capacity,
         wire=exchange.wire.model_dump(exclude_none=True),
         output=exchange.output,
+        transport=exchange.transport,
     )
 
 
@@ -70,6 +71,11 @@ def device_bytes(case: Case) -> int:
     if job.workload == "exchange":
         spec = spec_of(job)
         return exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
+    if job.workload == "overlap":
+        spec, asked = spec_of(job), job.overlap
+        product = (asked.rows + asked.columns) * spec.hidden + 2 * asked.rows * asked.columns
+        held = exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
+        return held + product * ITEM_BYTES[spec.dtype]
     return 0
 
 

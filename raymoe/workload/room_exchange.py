@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Bounds, workspace_layout
+from raymoe.job.rules import OTHER_SYSTEMS
 from raymoe.memory.heap import ITEM_BYTES, Layout, Region
+from raymoe.workload.other_heap import PROCESS_BYTES, heap_bytes
 
 if TYPE_CHECKING:
     from raymoe.job import Job
@@ -46,6 +48,8 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
     if job.exchange.backend == "row_push":
         wire = spec.tokens * spec.wire_row_bytes
         return push_layout(ranks, spec.tokens, spec.wire_row_bytes).nbytes + wire + batches * tokens + FLUSH_BYTES
+    if job.exchange.backend in OTHER_SYSTEMS:
+        return heap_bytes(spec, ranks) + PROCESS_BYTES + (batches + 3) * tokens + FLUSH_BYTES
     # Rows as dispatch gives them: values and scales take less than rows of the dtype.
     rows = 2 * spec.rows(ranks) * spec.row_bytes
     held = workspace_layout(Bounds.of(spec), ranks).nbytes + rows + (batches + 3) * tokens + FLUSH_BYTES

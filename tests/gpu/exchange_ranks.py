@@ -34,6 +34,7 @@ from tests.unit.exchange_cases import (
     result_of,
     run_case,
     run_step,
+    spec_of,
 )
 
 NOT_THERE = 1_000_000
@@ -269,13 +270,23 @@ def quantised_steps(world: World, case: Case) -> list[Result]:
             x = got.x
             if spec.output == "raw":
                 assert got.scales is not None
-                assert got.scales.shape == (spec.rows(world.size), spec.scales)
-                assert got.scales.stride() == (1, -(-spec.rows(world.size) // 4) * 4)
-                x = (got.x.float() * got.scales.repeat_interleave(FP8_BLOCK, 1)[:, : spec.hidden]).to(batch.x.dtype)
+                if spec.layout == "expert":
+                    assert got.scales.shape == (spec.rows(world.size), spec.scales)
+                    assert got.scales.stride() == (1, -(-spec.rows(world.size) // 4) * 4)
+                values = expert_major(replace(got, x=got.x.view(torch.uint8)))  # as 8-bit floats they have no gather
+                scales = expert_major(replace(got, x=got.scales)).repeat_interleave(FP8_BLOCK, 1)[:, : spec.hidden]
+                x = (values.view(got.x.dtype).float() * scales).to(batch.x.dtype)
             y = exchange.combine(apply_experts(exchange, got, x), got, weighted=case.weighted)
             exchange.check()
             results.append(result_of(got, x, y))
     return results
+
+
+def told_of_spec(world: World, case: Case) -> str:
+    """Why there is no exchange of this spec."""
+    with pytest.raises(ConfigError) as caught:
+        open_exchange(world, case)
+    return str(caught.value)
 
 
 def multiprocessors(world: World, case: Case, asked: list[int | str]) -> list[tuple[int | None, int]]:
@@ -399,7 +410,7 @@ def side_by_side(world: World, cases: list[Case], shared: bool) -> list[list[Res
     from raymoe.exchange.workspace import Workspace
 
     results: list[list[Result]] = [[] for _ in cases]
-    space = Workspace(world, *(case.spec for case in cases)) if shared else None
+    space = Workspace(world, *map(spec_of, cases)) if shared else None
     sms: int | str = "auto" if shared else 16
     exchanges = [open_exchange(world, case, workspace=space, sms=sms) for case in cases]
     streams = [nullcontext() if shared else own_stream(world.device) for _ in cases]
@@ -441,7 +452,8 @@ def caller_mistakes(world: World, case: Case) -> list[str]:
             lambda: exchange.dispatch(batch.x, batch.ids, batch.weights, torch.ones(1, dtype=torch.int32)),
             lambda: exchange.dispatch(batch.x, batch.ids, batch.weights, n + 1),
             lambda: capture(world, lambda: exchange.dispatch(batch.x, batch.ids, batch.weights, 1)),
-            lambda: capture(world, lambda: Exchange(world, spec, case.backend)),
+            lambda: capture(world, lambda: exchange.dispatch(batch.x[:, :8], batch.ids, batch.weights)),
+            lambda: capture(world, lambda: Exchange(world, spec, case.backend.split()[-1])),
             lambda: capture(world, exchange.check),
         ]
         for wrong in calls:

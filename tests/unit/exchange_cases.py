@@ -6,7 +6,7 @@ different map f_e, not linear through zero, for every expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -112,11 +112,24 @@ def oracle(batch: Batch, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
     return want, scale
 
 
+ENGINE = "engine staged"
+MANY = "many fused"
+"""A case's backend: staged, whose rows go by the copy engine."""
+
+
+def spec_of(case: Case) -> ExchangeSpec:
+    return replace(case.spec, transport="copy_engine") if case.backend == ENGINE else case.spec
+
+
 def open_exchange(world: World, case: Case, **options: Any) -> Exchange:
-    """The exchange of a case. Backend `tensor NAME` is what GPU ranks have by that name, on CPU ranks."""
+    """The exchange of a case. Backend `tensor NAME` is what GPU ranks have by that name, on CPU ranks; MANY is `fused`
+    with the kernels of many tokens, however few there are."""
     kind, _, name = case.backend.rpartition(" ")
-    if not kind:
-        return Exchange(world, case.spec, backend=case.backend, **options)
+    if case.backend == MANY:
+        with mock.patch("raymoe.exchange.workspace.FEW_TOKENS", 0):
+            return Exchange(world, case.spec, backend=name, **options)
+    if kind in ("", "engine"):
+        return Exchange(world, spec_of(case), backend=name, **options)
     with mock.patch("raymoe.exchange.exchange.make", on_tensors):
         return Exchange(world, case.spec, backend=name, **options)
 

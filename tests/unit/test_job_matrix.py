@@ -65,7 +65,7 @@ WRONG = [
     ("shape: [4]", "no such key"),
     ("name: [a, b]", "no such key"),
     ("p2p.bytes: [1, 2]", "it takes a list itself, list the values in p2p.bytes"),
-    ("exchange.backend: [host, nvshmem]", "matrix.exchange.backend = nvshmem: not one of auto, fused, staged"),
+    ("exchange.backend: [host, mpi]", "matrix.exchange.backend = mpi: not one of auto, fused, staged"),
     (
         "exchange.backend: [host, fused]",
         "fused is between GPU ranks, which workload layer has not yet (case backend=fused)",

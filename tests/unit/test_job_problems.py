@@ -53,6 +53,12 @@ LINES = [
         "p2p.transports.0 = TMA: not one of auto, copy_engine, tma, collective, host, did you",
     ),
     ("p2p: {sms: 0}", "p2p.sms = 0: not auto, nor a number from 1 to 1024"),
+    ("p2p: {pairs: [[0, 1], [0, 1]]}", "not all, nor pairs of two ranks such as [[0, 1], [1, 0]], each once"),
+    ("p2p: {pairs: [[1, 1]]}", "not all, nor pairs of two ranks"),
+    ("p2p: {pairs: []}", "p2p.pairs = []: not all, nor pairs of two ranks"),
+    ("p2p: {pairs: [0, 1]}", "not all, nor pairs of two ranks"),
+    ("p2p: {pairs: some}", "p2p.pairs = some: not all, nor pairs of two ranks"),
+    ("p2p: {pairs: [[0, {}]]}", "not all, nor pairs of two ranks"),
     ("p2p: {bytes: []}", "p2p.bytes = []: the list is empty, give one value or more"),
     ("p2p: {bytes: 4KiB}", "p2p.bytes = 4KiB: a list is wanted, found text"),
     ("p2p: {bytes: [1, 4kib]}", "p2p.bytes.1 = 4kib: has the unknown unit 'kib', did you mean 4KiB?"),
@@ -74,11 +80,11 @@ def test_a_problem_is_told_with_its_line_key_and_value(tmp_path, line, told):
 @pytest.mark.parametrize("workload", ["train", "laye", "1"])
 def test_a_workload_that_does_not_exist(tmp_path, workload):
     (found,) = problems(tmp_path, f"workload: {workload}\n")
-    assert "not one of p2p, exchange, layer" in found
+    assert "not one of p2p, exchange, overlap, layer" in found
 
 
 def test_a_missing_workload(tmp_path):
-    assert problems(tmp_path, "name: x\n") == ["x.yaml: workload: required, one of p2p, exchange or layer"]
+    assert problems(tmp_path, "name: x\n") == ["x.yaml: workload: required, one of p2p, exchange, overlap or layer"]
 
 
 def test_all_problems_come_in_one_report_in_the_order_of_the_file(tmp_path):
@@ -105,7 +111,7 @@ def test_all_problems_come_in_one_report_in_the_order_of_the_file(tmp_path):
         (9, "world.ranks"),
     ]
     assert str(error).endswith("x.yaml has 8 problems; the first is line 1, workload = layr: not one of "
-                               "p2p, exchange, layer, did you mean 'layer'?")  # fmt: skip
+                               "p2p, exchange, overlap, layer, did you mean 'layer'?")  # fmt: skip
 
 
 def test_a_key_with_a_problem_does_not_make_others_impossible(tmp_path):

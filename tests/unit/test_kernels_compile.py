@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.device.alltoallv import alltoallv_source
+from raymoe.device.blocks import ANNOUNCE, pack_source
 from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.cubins import Cubins
@@ -28,6 +29,9 @@ SOURCES = (
     COPY,
     ROW_PUSH,
     alltoallv_source(),
+    pack_source(),
+    pack_source(stamped=True),
+    ANNOUNCE,
     dispatch_source(),
     dispatch_source(stamped=True),
     *(dispatch_source(dtype, fp8=True) for dtype in DTYPES),
@@ -42,6 +46,8 @@ SOURCES = (
 """As they are launched, each way of defining them."""
 BULK = {"copy", "row_push", "dispatch", "combine"}
 """Kernels that must move their bytes by bulk copies."""
+BY_HAND = {"alltoallv", "pack"}
+"""Kernels that move rows by ordinary loads and stores."""
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,13 @@ def test_moves_bytes_by_bulk_copies(compiled):
         assert loads == (compiled.source.stem != "combine")  # its reducers read rows by ordinary loads, to add them up
         assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
         assert "fence.proxy.async" in compiled.ptx
+
+
+def test_moves_rows_in_pieces_of_16_bytes(compiled):
+    if compiled.source.stem in BY_HAND:
+        for way in ("ld", "st"):
+            assert f"{way}.global.v2.u64" in compiled.ptx
+            assert not re.search(rf"\b{way}\.global\S*\.[bus](8|16)\b", compiled.ptx)
 
 
 def test_never_loads_by_the_read_only_path(compiled):

@@ -97,8 +97,47 @@ def test_exchanges_over_tokens_have_a_figure_for_each_operation(tmp_path):
     dispatch, combine = ((tmp_path / "plots" / f"{op}.svg").read_text() for op in ("dispatch", "combine"))
     for words in ("fused", "collective", "450 GB/s, NVLink 4 ×18", "time of the slowest rank, µs", "4096", "Dispatch"):
         assert f"<!-- {words} -->" in dispatch
-    assert "<!-- row_push -->" in dispatch and "row_push" not in combine
+    exchange = (tmp_path / "plots" / "exchange.svg").read_text()
+    assert all("<!-- row_push -->" in text for text in (dispatch, combine)) and "row_push" not in exchange
+    assert "<!-- 381 GB/s, the most that such links gave -->" in dispatch
     assert "CUDA graph or eager, L2 cache cold" in dispatch
+
+
+def test_a_combine_of_larger_rows_than_those_of_dispatch_is_not_held_to_the_push_of_these(tmp_path):
+    lines = [
+        line | {"wire": "float8_e4m3/bfloat16"} for line in gpu_exchange("fused", 10.0) + gpu_exchange("row_push", 8.0)
+    ]
+    write_plots(tmp_path, lines)
+    assert "row_push" in (tmp_path / "plots" / "dispatch.svg").read_text()
+    assert "row_push" not in (tmp_path / "plots" / "combine.svg").read_text()
+
+
+def sweep(sms: tuple[int, ...], device: str = "NVIDIA H200") -> list[Line]:
+    return [
+        line | {"case": f"{line['case']},layout={layout},sms={count}", "layout": layout, "device": device}
+        for layout, least in (("rank", 12), ("expert", 48))
+        for count in sms
+        for line in gpu_exchange("fused", 20.0 * max(1.0, least / count), (4096,))
+    ]
+
+
+def test_a_sweep_over_multiprocessors_has_a_figure_that_says_from_where_on_it_is_near_its_best(tmp_path):
+    stems = ["dispatch-sms", "combine-sms", "exchange-sms"]
+    assert written(tmp_path, sweep((8, 12, 24, 48))) == [f"{stem}.svg" for stem in stems]
+    text = (tmp_path / "plots" / "dispatch-sms.svg").read_text()
+    for words in (
+        "fused layout=rank: best 532 µs, within 10 % from 8 on",
+        "fused layout=expert: best 532 µs, within 10 % from 24 on",
+        "385 µs: the busiest port&#x27;s bytes at the most that such links gave",
+        "multiprocessors that the exchange may take",
+    ):
+        assert words in text or words.replace("&#x27;", "'") in text, words
+
+
+def test_two_points_are_no_sweep_and_a_link_that_nobody_measured_is_no_limit(tmp_path):
+    assert write_plots(tmp_path, sweep((8, 12))) == []
+    write_plots(tmp_path, sweep((8, 12, 24), device="NVIDIA A100-SXM4-80GB"))
+    assert "such links gave" not in (tmp_path / "plots" / "dispatch-sms.svg").read_text()
 
 
 def test_settings_that_differ_have_figures_of_their_own(tmp_path):

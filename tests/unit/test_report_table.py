@@ -3,6 +3,7 @@
 import pytest
 
 from raymoe.job.errors import ConfigError
+from raymoe.report.columns import shares_of_push
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
 from raymoe.report.overview import overview
@@ -72,11 +73,13 @@ SIDE_BY_SIDE = gpu_exchange("fused", 10.0) + gpu_exchange("collective", 100.0) +
 def test_exchanges_between_gpus_follow_side_by_side():
     parts = render(SIDE_BY_SIDE).split("\n\n")
     assert [part.splitlines()[0] for part in parts[1:]] == [
-        f"{op}, {l2} L2: us (GB/s)" for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")
+        f"{op}, {l2} L2: us (GB/s, of 381)" for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")
     ]
     head, _, few, many = parts[1].splitlines()[1:]
     assert head.split() == ["tokens", "on", "wire", "fused", "collective", "row_push"]
-    assert few.split() == ["128", "17.5", "MiB", "26.0", "(176)", "116.0", "(40)", "24.0", "(191)"]
+    assert few.split() == [
+        *("128", "17.5", "MiB", "26.0", "(176,", "46%)", "116.0", "(40,", "10%)", "24.0", "(191,", "50%)")
+    ]
     assert many.split()[3] == "522.0"
     assert parts[3].splitlines()[1].split() == ["tokens", "on", "wire", "fused", "collective"]
 
@@ -84,11 +87,43 @@ def test_exchanges_between_gpus_follow_side_by_side():
 def test_lines_are_held_to_the_yardstick_which_says_what_it_leaves_out():
     rows = render(SIDE_BY_SIDE).split("\n\n")[0].splitlines()
     head = cells(next(row for row in rows if row.startswith("case")))
-    assert head[-6:] == ["of", "limit", "vs", "slowest", "leaves", "out"]
+    assert head[-8:] == ["of", "push", "of", "link", "vs", "slowest", "leaves", "out"]
     fused = next(cells(row) for row in rows if row.startswith("backend=fused,tokens=128"))
-    assert fused[-3:] == ["92%", "4.46x", "-"]
+    assert fused[-4:] == ["92%", "46%", "4.46x", "-"]
     push = next(row for row in rows if row.startswith("backend=row_push,tokens=128"))
-    assert cells(push)[-6:] == ["-", "-", "-", "4.83x", "routing,", "counts"]
+    assert cells(push)[-5:] == ["-", "50%", "4.83x", "routing,", "counts"]
+
+
+def test_a_combine_of_larger_rows_than_those_of_dispatch_is_not_held_to_the_push_of_these():
+    lines = [line | {"wire": "float8_e4m3/bfloat16"} for line in SIDE_BY_SIDE]
+    by_op = dict(zip(((line["op"], line["backend"]) for line in lines), shares_of_push(lines), strict=True))
+    assert by_op["dispatch", "fused"] and by_op["combine", "fused"] is None
+
+
+def test_a_system_that_was_not_run_says_why_and_does_not_disturb_the_rest():
+    reason = "rank 0: package deep_ep is not installed"
+    skipped = whole(
+        {**SIDE_BY_SIDE[0], "case": "backend=deep_ep,tokens=128", "backend": "deep_ep", "op": "exchange"}
+        | dict.fromkeys(("l2", "graph", "sms", "us_p50", "us_p99", "bytes_wire", "gbps_wire", "verified", "max_error"))
+        | {"samples": 0, "skipped": reason}
+    )
+    parts = render([*SIDE_BY_SIDE, skipped]).split("\n\n")
+    row = next(row for row in parts[0].splitlines() if row.startswith("backend=deep_ep"))
+    assert row.endswith(f"skipped: {reason}")
+    assert parts[1:] == render(SIDE_BY_SIDE).split("\n\n")[1:]
+
+
+def test_time_against_tokens_is_fitted_where_there_are_three_counts_of_many():
+    tokens = (128, 1024, 2048, 4096, 8192)
+    bent = [line | {"us_p50": line["us_p50"] ** 1.3} for line in gpu_exchange("staged", 30.0, tokens)]
+    text = render(gpu_exchange("fused", 30.0, tokens) + bent)
+    title, head, _, *rows = text.split("\n\n")[-1].splitlines()
+    assert title.startswith("time against tokens from 1024 on, cold L2")
+    fused = next(cells(row) for row in rows if row.startswith("dispatch"))
+    assert cells(head)[:2] == ["op", "backend"]
+    assert fused[:4] + fused[5:] == ["dispatch", "fused", "30.0", "128.00", "0.0%", "yes"]
+    assert [cells(row)[-1] for row in rows if "staged" in row] == ["NO"] * 3
+    assert "time against tokens" not in render(gpu_exchange("fused", 30.0, (1024, 2048)))
 
 
 def test_a_sweep_over_sms_has_a_column_for_each():

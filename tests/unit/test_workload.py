@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -141,6 +142,13 @@ def test_pairs_are_all_ordered_pairs_with_the_source_changing_slowest(pool: Rank
         assert line.keys().isdisjoint({"tokens", "backend", "dtype", "routing"})
 
 
+def test_pairs_that_are_named_are_the_only_ones(pool: RankPool) -> None:
+    lines = run(pool, job("p2p", 3, p2p={"bytes": SIZES, "pairs": [[2, 0], [0, 1]]}))
+    ends = [(2, 0), (0, 1)]
+    assert [(line["bytes"], line["src"], line["dst"]) for line in lines] == [(n, *pair) for n in SIZES for pair in ends]
+    assert all(line["verified"] for line in lines)
+
+
 @pytest.mark.parametrize("protocol", ["put", "get"])
 def test_all_to_all_is_one_line_a_size(pool: RankPool, protocol: str) -> None:
     lines = run(pool, job("p2p", 4, p2p={"bytes": SIZES, "protocol": protocol, "pattern": "all_to_all"}))
@@ -193,14 +201,21 @@ def bytes_told(world: World, given: dict[str, Any]) -> tuple[float, list[int]]:
     inputs = Inputs(Routing.of(asked), world.rank, asked.shape.hidden, torch.bfloat16)
     inputs.draws = inputs.draws[:1]
     spec = spec_of(asked)
-    counted = 2 * plan.bytes_wire(inputs.at(0).ids, world.rank, world.size, spec)
-    total = traffic_of(world, inputs, spec).both.total
+    ids = inputs.at(0).ids
+    home = plan.bytes_wire(ids, world.rank, world.size, replace(spec, transport="auto"))
+    counted = plan.bytes_wire(ids, world.rank, world.size, spec) + home
+    total = traffic_of(world, inputs.draws, spec).both.total
     return total, world.swap(counted, "counted")  # type: ignore[return-value]
 
 
 def test_bytes_on_the_wire_are_those_of_the_plan(pool: RankPool) -> None:
-    total, counted = pool.run(4, bytes_told, job("exchange", routing={"masked": 0.2, "ragged": True}))[0]
-    assert total == sum(counted) > 0
+    totals = []
+    for transport in ("auto", "copy_engine"):
+        given = job("exchange", routing={"masked": 0.2, "ragged": True}, exchange={"transport": transport})
+        total, counted = pool.run(4, bytes_told, given)[0]
+        assert total == sum(counted) > 0
+        totals.append(total)
+    assert totals[0] < totals[1]
 
 
 def broken_exchange(world: World, given: dict[str, Any], fault: str) -> None:

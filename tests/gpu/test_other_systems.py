@@ -1,0 +1,53 @@
+"""Other systems between GPUs: torch's NVSHMEM exchange verified, and whatever is not installed told in its line."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.report.results import complete  # noqa: E402
+from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
+from tests.gpu.test_exchange_workload import RANKS, job, run  # noqa: E402
+
+pytestmark = [
+    *NEEDS_GPU,
+    pytest.mark.skipif(GPUS < 2, reason=f"each rank needs a GPU of its own; {GPUS} here"),
+]
+OPS = [(op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")]
+
+
+@pytest.mark.parametrize("routing", [{}, {"masked": 0.3}, {"kind": "zipf", "alpha": 1.2}], ids=str)
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_rows_by_nvshmem_are_those_that_were_sent(ranks, tokens, routing):
+    given = job(RANKS, shape={"tokens": tokens}, routing=routing, exchange={"backend": "nvshmem"})
+    lines = lines_of_whatever_ran(ranks, given)
+    assert [(line["op"], line["l2"]) for line in lines] == OPS, lines[0]["skipped"]
+    for line in lines:
+        assert (line["verified"], line["max_error"], line["backend"], line["skipped"]) == (True, 0.0, "nvshmem", None)
+        assert line["us_p50"] > 0 and "one row a rank" in line["leaves_out"]
+
+
+def test_float8_is_not_sent_by_nvshmem_and_ends_no_run(ranks):
+    given = job(RANKS, exchange={"backend": "nvshmem", "wire": {"dispatch": "float8_e4m3"}, "output": "raw"})
+    [line] = lines_of_whatever_ran(ranks, given)
+    assert "quantises nothing" in line["skipped"] and line["us_p50"] is None
+
+
+@pytest.mark.parametrize("backend", ["deep_ep", "deep_ep_v2", "hybrid_ep"])
+def test_deep_ep_is_run_or_says_why_not(ranks, backend):
+    lines = lines_of_whatever_ran(ranks, job(RANKS, exchange={"backend": backend}))
+    if find_spec("deep_ep") is None:
+        assert [line["skipped"] for line in lines] == ["rank 0: package deep_ep is not installed"]
+    else:
+        assert all(line["verified"] or line["skipped"] for line in lines)
+
+
+def lines_of_whatever_ran(ranks, given):
+    """The lines, the same on all ranks; of what was skipped too, which have no times."""
+
+    answers = ranks.run(given["world"]["ranks"], run, given)
+    assert all(lines == answers[0] for lines in answers)
+    return [complete(line, run="r", generation=0, commit=None) for line in answers[0]]

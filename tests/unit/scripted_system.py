@@ -1,0 +1,46 @@
+"""A process beside a rank that does what the name of the job says, in place of another system."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+
+from raymoe.workload.apart import Answer, Facts
+
+PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from tests.unit.scripted_system import main; main(int(sys.argv[2]))"
+)
+OPS = (("dispatch", "cold"), ("dispatch", "warm"))
+
+
+def main(fd: int) -> None:
+    line = Connection(fd)
+    order = line.recv()
+    _, script, rank = order.job["name"].split(".")
+    mine = order.rank == int(rank)
+    if mine and script == "ends":
+        print("cannot find a network\n", flush=True)
+        os._exit(3)
+    if mine and script == "hangs":
+        time.sleep(60)
+    line.send(Answer({"rank": order.rank}))
+    assert [descriptor["rank"] for descriptor in line.recv()] == [0, 1]
+    if mine and script == "refuses":
+        line.send(Answer(trouble="only 3 experts"))
+        return
+    line.send(
+        Answer(
+            Facts(OPS, {"dispatch": "routing"}, {"graph": True, "sms": 8, "device": os.environ["NVSHMEM_DISABLE_NVLS"]})
+        )
+    )
+    for step in range(1000):
+        index, verify = line.recv()
+        assert index == step
+        if mine and script == "crashes" and step == 3:
+            os.abort()
+        if mine and script == "lies" and verify:
+            line.send(Answer(trouble="its dispatch of step 2 was wrong: nothing came"))
+            return
+        line.send(Answer((10.0 + order.rank, 8.0)))

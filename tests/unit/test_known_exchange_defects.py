@@ -1,0 +1,185 @@
+"""What exchanges of this kind have got wrong before, and which test would catch it here.
+
+The list is checked as that of `test_known_defects.py` is. Tests that no other file has a place for are below it.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from raymoe.device.peer import MAX_RANKS, Peers
+from raymoe.exchange.workspace import Workspace
+from raymoe.job.errors import ConfigError
+from tests.emulator.build import compiler
+from tests.emulator.cases import KINDS
+from tests.emulator.machine import Emulator
+from tests.emulator.ranks import backend, small, spec_for, workspaces
+from tests.emulator.steps import Steps
+from tests.unit.exchange_cases import Case, Result, batches
+
+TESTS = Path(__file__).parents[1]
+HERE = "unit/test_known_exchange_defects.py"
+EMULATED, ON_GPUS = "unit/test_kernels_emulated.py", "gpu/test_exchange_gpu.py"
+
+NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on this machine")
+
+CAUGHT_BY = {
+    "an element stride from an integer division that truncates": [
+        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        f"{ON_GPUS}::test_limits_of_the_contract",
+        "unit/test_plan.py::test_specs_that_cannot_be",
+    ],
+    "checks of shapes and counts dropped because of graphs": [
+        "unit/test_exchange_arguments.py::test_dispatch",
+        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
+    ],
+    "a result of zeros that hides missing or duplicate rows": [
+        "unit/test_oracle.py::test_a_planted_fault_is_seen",
+        "unit/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
+        f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
+    ],
+    "padding rows taken for tokens downstream": [
+        "unit/test_exchange.py::test_generated_cases",
+        f"{ON_GPUS}::test_drawn_cases",
+    ],
+    "a cached buffer reused for another dtype or width": [
+        "unit/test_exchange.py::test_two_exchanges_in_one_world",
+        f"{EMULATED}::test_exchanges_of_one_workspace_take_turns",
+        f"{ON_GPUS}::test_exchanges_side_by_side",
+    ],
+    "a context bound to the global group while the caller passed a sub-group": [
+        "unit/test_world_group.py::test_an_exchange_over_a_group_is_bound_to_the_group",
+        f"{ON_GPUS}::test_an_exchange_over_a_group_is_bound_to_the_group",
+    ],
+    "expert ids out of range that corrupt counts": [
+        "unit/test_exchange_faults.py::test_an_id_out_of_range_makes_all_raise_on_that_step",
+        f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
+        f"{ON_GPUS}::test_refused_data_is_told_by_all_and_the_next_step_works",
+    ],
+    "64-bit slots written by 32-bit operations": [f"{HERE}::test_epochs_have_more_than_32_bits"],
+    "a reset that races the next signal": [
+        "unit/test_transport_words.py::test_no_interleaving_loses_or_doubles_a_signal",
+        "unit/test_protocol_explorer.py::test_three_epochs_in_any_order_of_operations",
+        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+    ],
+    "pointer tables not checked for size or device": [
+        f"{HERE}::test_a_table_of_peers_is_as_long_as_kernels_know",
+        "unit/test_exchange_arguments.py::test_what_gpus_can_do",
+        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
+    ],
+    "a flag seen before the data that it announces": [
+        f"{EMULATED}::test_a_planted_bug_is_found",
+        f"{ON_GPUS}::test_a_second_of_replays_by_late_ranks",
+    ],
+    "grids sized by the worst case": [
+        f"{EMULATED}::test_no_launch_is_larger_than_what_was_asked_for",
+        f"{ON_GPUS}::test_no_launch_is_larger_than_what_was_asked_for",
+    ],
+    "a capacity from the local token count, so that unequal ranks write out of bounds": [
+        "unit/test_exchange_arguments.py::test_ranks_that_ask_for_different_things_all_raise",
+        "unit/test_plan.py::test_the_worst_capacity_holds_the_worst",
+        f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
+        f"{ON_GPUS}::test_drawn_cases",
+    ],
+    "a smaller later call that fails on a larger cached buffer": [
+        "unit/test_exchange.py::test_generated_cases",
+        f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
+    ],
+    "layers that share one buffer and overwrite saved activations": [
+        "unit/test_exchange.py::test_several_dispatches_may_be_outstanding",
+        "unit/test_exchange_arguments.py::test_memory_for_rows",
+        f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
+    ],
+    "one byte a thread": [
+        "unit/test_kernels_compile.py::test_moves_bytes_by_bulk_copies",
+        "unit/test_kernels_compile.py::test_moves_rows_in_pieces_of_16_bytes",
+    ],
+    "counts exchanged twice": [f"{HERE}::test_a_combine_tells_no_counts"],
+    "weights accepted and ignored": [
+        "unit/test_plan.py::test_sums_are_those_of_float64_rounded_once",
+        "unit/test_exchange.py::test_generated_cases",
+        f"{ON_GPUS}::test_drawn_cases",
+    ],
+    "only top-1": [
+        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        f"{ON_GPUS}::test_limits_of_the_contract",
+    ],
+    "metadata keys deleted under a slow rank": [
+        "unit/test_world.py::test_swaps_hold_at_any_pace",
+        "unit/test_exchange.py::test_dispatches_and_combines_in_any_order_at_any_pace",
+        f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
+    ],
+    "a first call inside capture": [
+        f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
+        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
+        "gpu/test_graph_gpu.py::test_kernels_loaded_inside_are_whole",
+    ],
+}
+
+
+@pytest.mark.parametrize("defect", CAUGHT_BY)
+def test_the_tests_that_would_catch_it_are_there(defect: str) -> None:
+    for named in CAUGHT_BY[defect]:
+        path, _, name = named.partition("::")
+        tree = ast.parse((TESTS / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, named
+
+
+@pytest.mark.parametrize("ranks", [0, MAX_RANKS + 1])
+def test_a_table_of_peers_is_as_long_as_kernels_know(ranks: int) -> None:
+    with pytest.raises(ConfigError, match=f"rank 0 of {ranks}; kernels reach 1 to {MAX_RANKS} ranks"):
+        Peers.of([4096] * ranks, rank=0)
+
+
+def in_steps(emulator: Emulator, kind: str, routings: tuple[str, ...]) -> tuple[list[Workspace], Steps]:
+    case = Case(emulator.ranks, spec_for(kind), "auto", routings, seed=7)
+    spaces = workspaces(emulator, case.spec)
+    return spaces, Steps(emulator, case, [backend(kind, space, case.spec, small) for space in spaces])
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("kind", KINDS)
+def test_epochs_have_more_than_32_bits(kind: str) -> None:
+    """Runs 2^32 - 1 to 2^32 + 2: whatever keeps half of a word waits for ever, or takes an old row for a new one."""
+    with Emulator(3) as emulator:
+        spaces, steps = in_steps(emulator, kind, ("uniform", "masked", "none", "skewed"))
+        for space in spaces:
+            for op in (0, 1):  # dispatch and combine
+                space.heap.tensor("own")[op, 0] = 2**32 - 2
+        for step in range(4):
+            steps.enqueue(step)
+        emulator.run(seed=1)
+        steps.judge()
+        for space in spaces:
+            assert space.heap.tensor("own")[:2, 0].tolist() == [2**32 + 2] * 2
+
+
+def told(space: Workspace) -> dict[str, torch.Tensor]:
+    """What sources have told of their rows."""
+    names = [placed.region.name for placed in space.heap.layout.placed]
+    return {name: space.heap.tensor(name).clone() for name in names if name.endswith(("counts", "told"))}
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_combine_tells_no_counts(kind: str) -> None:
+    """Slots are known from the dispatch, so nothing of it is told again."""
+    with Emulator(2) as emulator:
+        spaces, steps = in_steps(emulator, kind, ("uniform",))
+        results = [Result(*[torch.zeros(0).numpy()] * 2, [], [], torch.zeros(0).numpy()) for _ in spaces]
+        handed = zip(steps.backends, batches(steps.case, 0), results, strict=True)
+        combines = [steps._dispatch(owner, batch, "whole", result) for owner, batch, result in handed]
+        emulator.run(seed=1)
+        before = [told(space) for space in spaces]
+        assert any(region.any() for region in before[0].values())
+        for combine in combines:
+            combine()
+        emulator.run(seed=2)
+        steps.results.append(results)
+        steps.judge()
+        for space, then in zip(spaces, before, strict=True):
+            assert all(torch.equal(region, then[name]) for name, region in told(space).items())
