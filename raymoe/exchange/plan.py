@@ -126,7 +126,15 @@ def bytes_wire(ids: torch.Tensor, rank: int, ranks: int, spec: ExchangeSpec) -> 
     >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=2, dtype="float32")
     >>> bytes_wire(torch.tensor([[0, 2], [2, 3], [1, 0]]), rank=0, ranks=2, spec=spec)  # two rows of 32 bytes
     64
+
+    The copy engine sends each token to each other rank.
+
+    >>> from dataclasses import replace
+    >>> bytes_wire(torch.tensor([[0, 2], [2, 3], [1, 0]]), rank=0, ranks=2, spec=replace(spec, transport="copy_engine"))
+    96
     """
+    if spec.by_copy_engine:
+        return (ranks - 1) * len(ids) * spec.wire_row_bytes
     local = spec.local_experts(ranks)
     rows = sum(len(rank_rows(ids, peer, local)) for peer in range(ranks) if peer != rank)
     return rows * spec.wire_row_bytes
