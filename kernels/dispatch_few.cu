@@ -2,8 +2,8 @@
 //
 // One launch. Some multiprocessors send, the others place (few_roles.cuh); the first of these route before. Rows travel
 // in lines, counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, nothing that
-// is awaited at the sender. Who places waits for the first row before it knows the counts, because that row may be there
-// with them. Rows come expert by expert only; with layout rank there are no plain rows to point at.
+// is awaited at the sender. Who places waits for the first row before it knows the counts, because that row may be
+// there with them. Rows come expert by expert only; with layout rank there are no plain rows to point at.
 //
 // Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
 //   rows [2][s][token]           lines, as many as a row takes (few_rows.cuh, few_quantised.cuh)

@@ -51,6 +51,7 @@ class CombineParams(Params):
     record: Address
     taken: Address
     arrival_stride: U32
+    few_lines: U32
     slot_tokens: U32
     tokens: U32
     topk: U32

@@ -117,6 +117,8 @@ class DispatchParams(Params):
     together: U32
     at_once: U32
     arrival_stride: U32
+    few_lines: U32
+    few_entries: U32
     routers: U32
     placers: U32
     placer_lanes: U32

@@ -54,7 +54,7 @@ def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with address_file(head.address):
         for line in lines:
-            if line.startswith(("raymoe run p2p ", "raymoe run exchange_")):  # want GPUs; here they are only validated
+            if f"{line} ".startswith(("raymoe run p2p ", "raymoe run exchange_")):  # want GPUs; here only validated
                 line = line.replace("run", "validate", 1)
             done = subprocess.run(
                 ["bash", "-c", line],

@@ -50,6 +50,7 @@ struct CombineParams {
     u64* taken;  // items that lanes have taken, besides the first two of each; 0 again at the end of a run
 
     u32 arrival_stride;  // words of a rank
+    u32 few_lines;       // lines of a rank
     u32 slot_tokens;
     u32 tokens;  // T', rows of y
     u32 topk;

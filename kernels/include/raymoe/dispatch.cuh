@@ -100,7 +100,7 @@ struct DispatchParams {
     // Reader: every placer of the owner, acquiring.
     u64 heads;
 
-    // The regions of dispatch_few.cu, likewise.
+    // The regions of dispatch_few.cu, likewise. What is a source's is so for every exchange of the workspace.
     u64 few_rows[2];
     u64 few_told[2];
     u64 few_counts[2];
@@ -156,6 +156,8 @@ struct DispatchParams {
     u32 together;       // rows of a lane whose words are stored behind one fence, at most MOST_TOGETHER
     u32 at_once;        // rows of a source are announced by its senders' `done` alone
     u32 arrival_stride;  // words of a source
+    u32 few_lines;       // lines of a source
+    u32 few_entries;     // told entries of a source, of few tokens
     u32 routers;        // of the placers, the first so many route
     u32 placers;
     u32 placer_lanes;

@@ -28,8 +28,8 @@ struct Arriving {
 // Where a row's lines lie at a rank.
 __device__ __forceinline__ u8* few_slot(const DispatchParams& p, u32 peer, u64 epoch, u32 source, u32 token,
                                         u32 lines) {
-    const u64 row = static_cast<u64>(source) * p.slot_tokens + token;
-    return p.peers.slot(peer, p.few_rows[epoch & 1], row, lines * static_cast<u64>(LINE_BYTES));
+    const u64 line = static_cast<u64>(source) * p.few_lines + static_cast<u64>(token) * lines;
+    return p.peers.slot(peer, p.few_rows[epoch & 1], line, LINE_BYTES);
 }
 
 // The ranks of a mask, each rank beginning with the next one, so that none is served by all at once.

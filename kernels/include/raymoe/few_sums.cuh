@@ -17,8 +17,8 @@ namespace raymoe {
 constexpr u32 RANKS_AT_A_TIME = 4;  // whose lines of a row of y are under way at a time
 
 __device__ __forceinline__ u8* line_slot(const CombineParams& p, u32 peer, u32 half, u32 rank, u32 token) {
-    const u64 row_lines = static_cast<u64>(lines_of(p.row_bytes)) * LINE_BYTES;
-    return p.peers.slot(peer, p.few_rows[half], static_cast<u64>(rank) * p.slot_tokens + token, row_lines);
+    const u64 line = static_cast<u64>(rank) * p.few_lines + static_cast<u64>(token) * lines_of(p.row_bytes);
+    return p.peers.slot(peer, p.few_rows[half], line, LINE_BYTES);
 }
 
 // By a whole warp: this rank's experts' rows of a token, `count` groups of them from `first` on, summed in the order of

@@ -7,7 +7,7 @@
 namespace raymoe {
 
 __device__ __forceinline__ u8* told_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u64 entry) {
-    return p.peers.slot(peer, p.few_told[half], static_cast<u64>(source) * p.slot_tokens * p.topk + entry, 16);
+    return p.peers.slot(peer, p.few_told[half], static_cast<u64>(source) * p.few_entries + entry, 16);
 }
 
 __device__ __forceinline__ u8* count_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u32 expert) {
