@@ -97,15 +97,6 @@ def dispatch_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int
     return FewGrid.of(tokens * units, arriving, sms * SENDERS // SMS, sms, rounds)
 
 
-def few_routers(entries: int, arriving: int) -> int:
-    """Blocks that route before they place: each tells of some entries, and counts by itself what is before them.
-
-    >>> few_routers(8, arriving=15), few_routers(1024, arriving=88), few_routers(1024, arriving=3)
-    (1, 16, 3)
-    """
-    return max(1, min(arriving, -(-entries // ENTRIES_A_ROUTER)))
-
-
 def combine_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> FewGrid:
     """Likewise; what arrives is one row for each token, wherever it comes from.
 
@@ -115,6 +106,15 @@ def combine_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int)
     FewGrid(leaving=55, arriving=77, rounds=2)
     """
     return FewGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * REDUCERS // SMS, sms, rounds)
+
+
+def few_routers(entries: int, arriving: int) -> int:
+    """Blocks that route before they place: each tells of some entries, and counts by itself what is before them.
+
+    >>> few_routers(8, arriving=15), few_routers(1024, arriving=88), few_routers(1024, arriving=3)
+    (1, 16, 3)
+    """
+    return max(1, min(arriving, -(-entries // ENTRIES_A_ROUTER)))
 
 
 SENDERS, REDUCERS, SMS, ROUNDS, ENTRIES_A_ROUTER = 24, 55, 132, 2, 64
