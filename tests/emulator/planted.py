@@ -134,7 +134,7 @@ SAID = {
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
     "a plain access to": Change("routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "p_.masks[token + 64] = 0;"),
-    "somebody wrote before dispatch_heads": Change("dispatch.cuh", "scratch.needed = 0;", "(&scratch)[16].needed = 0;"),
+    "somebody wrote before dispatch_heads": Change("dispatch.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"),
     "no end after .*waits for the bytes of the barrier at": Change(
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
