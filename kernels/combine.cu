@@ -45,16 +45,6 @@ __device__ inline void tell_status(const CombineParams& p, u64 epoch) {
     }
 }
 
-// By a whole block: until all statuses are here.
-__device__ inline bool await_statuses(const CombineParams& p, u64 epoch) {
-    bool ok = true;
-    if (threadIdx.x < p.peers.ranks) {
-        const u64* word = p.peers.at<u64>(p.peers.rank, p.heads + threadIdx.x * 128ull);
-        ok = wait_for_epoch(word, epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
-    }
-    return __syncthreads_and(ok);
-}
-
 __device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, u32 word) {
     return ptx::load_8(p.status_at(p.peers.rank, epoch & 1, rank) + word * 8);
 }
@@ -132,7 +122,7 @@ __device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, 
 // By a whole block, the `summer`-th. What a failed wait leaves undone, the last block out makes good.
 template <class Type>
 __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
-    if (!await_statuses(p, epoch)) {
+    if (!await_heads(p, epoch)) {
         return;
     }
     trace(p.trace, AT_COUNTS);
@@ -165,7 +155,7 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
 
 // Until every reducer of every peer has nothing more to push. By a whole block.
 __device__ inline bool await_all(const CombineParams& p, u64 epoch) {
-    bool ok = await_statuses(p, epoch);
+    bool ok = await_heads(p, epoch);
     for (u32 i = threadIdx.x; i < (p.peers.ranks - 1) * p.reducers && ok; i += THREADS) {
         const u32 rank = p.peers.in_turn(i / p.reducers);
         ok = wait_for_epoch(p.done_at(p.peers.rank, rank, i % p.reducers), epoch, Waiting{p.op, rank, epoch}, p.watch);

@@ -21,20 +21,6 @@
 #include "raymoe/storing.cuh"
 #include "raymoe/sync.cuh"
 
-namespace raymoe {
-
-// By a whole block: until every rank has begun this epoch. False: a wait failed.
-__device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
-    bool ok = true;
-    if (threadIdx.x < p.peers.ranks) {
-        const u64* word = p.peers.at<u64>(p.peers.rank, p.heads + threadIdx.x * 128ull);
-        ok = wait_for_epoch(word, epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
-    }
-    return __syncthreads_and(ok);
-}
-
-}  // namespace raymoe
-
 extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     pack(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;

@@ -262,6 +262,17 @@ __device__ inline DispatchRun begin_dispatch(const DispatchParams& p) {
     return run;
 }
 
+// By a whole block: until the heads of all ranks are of this epoch, in a dispatch or a combine. False: a wait failed.
+template <class Params>
+__device__ inline bool await_heads(const Params& p, u64 epoch) {
+    bool ok = true;
+    if (threadIdx.x < p.peers.ranks) {
+        const u64* word = p.peers.template at<u64>(p.peers.rank, p.heads + threadIdx.x * 128ull);
+        ok = wait_for_epoch(word, epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
+    }
+    return __syncthreads_and(ok);
+}
+
 // What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
 __device__ inline Refusal refusal_of(const DispatchParams& p) {
     Scratch& scratch = *p.scratch;

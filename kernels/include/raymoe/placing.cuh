@@ -218,12 +218,7 @@ class PlaceLane {
 // By a whole block, the `placer`-th. What a failed wait leaves undone, the last block out makes good.
 __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer, u8* shared) {
     const u32 half = epoch & 1, warp = threadIdx.x / 32, ranks = p.peers.ranks;
-    bool ok = true;
-    if (threadIdx.x < ranks) {
-        const u64* word = p.peers.at<u64>(p.peers.rank, p.heads + threadIdx.x * 128ull);
-        ok = wait_for_epoch(word, epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
-    }
-    if (!__syncthreads_and(ok)) {
+    if (!await_heads(p, epoch)) {
         return;
     }
     trace(p.trace, AT_COUNTS);
@@ -246,6 +241,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     const bool drives = (OWN_FROM_X || !p.rank_layout) && warp < p.placer_lanes;
     PlaceLane lane(p, epoch, placer, queues + warp * QUEUE,
                    shared + before_rings + warp * PlaceLane::memory(p), drives);
+    bool ok = true;
     for (u32 first = 0; first < numbers; first += window) {
         const u32 count = numbers - first < window ? numbers - first : window;
         for (u32 i = threadIdx.x; i < count * p.placer_lanes * ranks; i += THREADS) {
