@@ -84,10 +84,6 @@ class CombineGrid:
     together: int
     shared_bytes: int
 
-    @property
-    def lanes(self) -> int:
-        return self.reducers * self.reducer_lanes
-
     def shape(self, parts: int) -> Shape:
         """The launch that does these parts."""
         blocks = (self.reducers if parts & REDUCE else 0) + (self.summers if parts & SUM else 0)

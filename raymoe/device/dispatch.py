@@ -156,10 +156,6 @@ class DispatchGrid:
     together: int
     shared_bytes: int
 
-    @property
-    def lanes(self) -> int:
-        return self.senders * self.sender_lanes
-
     def shape(self, parts: int) -> Shape:
         """The launch that does these parts."""
         others = self.placers if parts & PLACE else self.routers if parts & ROUTE else 0

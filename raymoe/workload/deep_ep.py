@@ -10,6 +10,7 @@ Written from the signatures of versions 1.2 and 2 and of the hybrid-ep branch (2
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ Left = Mapping[str, str | None]
 _dist: Any = dist
 
 
-class _Buffered:
+class _Buffered(ABC):
     """What the three have in common: tokens that stay where they are, and the judging."""
 
     capturable = False
@@ -86,11 +87,13 @@ class _Buffered:
         named = [(ids == first + expert).any(dim=1) for expert in self._experts]
         return [(int(tokens.sum()), x[tokens].sum(0)) for tokens in named]
 
+    @abstractmethod
     def _open(self, group: Any) -> None:
-        raise NotImplementedError
+        """Make what sends, over this group."""
 
+    @abstractmethod
     def _rows_of(self, expert: int) -> torch.Tensor:
-        raise NotImplementedError
+        """What came for a local expert."""
 
 
 class Version1(_Buffered):

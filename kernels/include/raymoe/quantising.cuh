@@ -13,21 +13,6 @@ namespace raymoe {
 constexpr float LARGEST_E4M3 = 448.0f;
 constexpr u32 LEAVING = 2;  // stages of a lane for rows that leave
 
-// By a whole warp, whose threads have four elements each of a block: divided by the block's scale, which is given.
-__device__ __forceinline__ float quantise_four(float* values) {
-    float largest = fmaxf(fmaxf(fabsf(values[0]), fabsf(values[1])), fmaxf(fabsf(values[2]), fabsf(values[3])));
-#pragma unroll
-    for (u32 step = 16; step != 0; step /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
-    }
-    const float inverse = largest == 0.0f ? 1.0f : LARGEST_E4M3 / largest;
-#pragma unroll
-    for (u32 i = 0; i < 4; ++i) {
-        values[i] *= inverse;
-    }
-    return largest == 0.0f ? 1.0f : largest / LARGEST_E4M3;
-}
-
 // Elements of a thread whose conversions are under way at a time: each of them waits for what its neighbours find.
 constexpr u32 EIGHTS = 4;
 
