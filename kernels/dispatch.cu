@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
         const u32 placer = blockIdx.x - senders;
         bool ok = true;
         if (p.parts & PART_ROUTE && placer < p.routers) {
-            ok = Router<TellBehindHeads>(p, epoch, tokens, placer, shared).run();
+            ok = Router(p, epoch, tokens, placer, shared).run();
             __syncthreads();  // the placers use the routers' shared memory
         }
         if (ok && p.parts & PART_PLACE) {

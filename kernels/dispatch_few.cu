@@ -23,11 +23,11 @@
 #include "raymoe/few_quantised.cuh"
 #include "raymoe/few_quantising.cuh"
 #include "raymoe/few_roles.cuh"
+#include "raymoe/few_routing.cuh"
 #include "raymoe/few_rows.cuh"
 #include "raymoe/few_words.cuh"
 #include "raymoe/lines.cuh"
 #include "raymoe/places.cuh"
-#include "raymoe/routing.cuh"
 
 namespace raymoe {
 
@@ -217,15 +217,19 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, behind what the placers share
     const Role role(p.senders, p.placers);
     Sender sender(p, stages, role.warp(), role.warps());
+    FewRouter router(p, role.place, shared);
+    const bool routes = !role.leaves && role.round == 0 && role.place < p.routers;
     if (role.leaves && Leaving::EARLY) {
         sender.begin();
+    } else if (routes) {
+        router.begin();
     }
     const auto [epoch, tokens, may] = begin_dispatch(p);
     if (may && role.leaves) {
         sender.run(epoch, tokens);
     } else if (may) {
-        if (role.round == 0 && role.place < p.routers) {
-            Router<TellInWords>(p, epoch, tokens, role.place, shared).run();
+        if (routes) {
+            router.run(epoch, tokens);
             __syncthreads();  // the placers use the routers' shared memory
         }
         place_few(p, epoch, role, shared, stages);

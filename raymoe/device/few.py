@@ -109,15 +109,15 @@ def combine_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int)
 
 
 def few_routers(entries: int, arriving: int) -> int:
-    """Blocks that route before they place: each tells of some entries, and counts by itself what is before them.
+    """Blocks that route before they place: each tells of a warp's entries, and counts by itself what is before them.
 
     >>> few_routers(8, arriving=15), few_routers(1024, arriving=88), few_routers(1024, arriving=3)
-    (1, 16, 3)
+    (1, 32, 3)
     """
-    return max(1, min(arriving, -(-entries // ENTRIES_A_ROUTER)))
+    return max(1, min(arriving, -(-entries // 32)))
 
 
-SENDERS, REDUCERS, SMS, ROUNDS, ENTRIES_A_ROUTER = 24, 55, 132, 2, 64
+SENDERS, REDUCERS, SMS, ROUNDS = 24, 55, 132, 2
 """Of SMS multiprocessors, the most that work on what leaves; and blocks of each. 128 tokens of 7168 bfloat16 took 27.2
 us by 24 senders, 28.5 by 33, 29.0 by 44, 31.2 by 66; as 8-bit floats 20.8, 21.8, 22.6 and 23.2; a combine 24.1 by 55
 reducers, 24.4 by 44, 24.5 by 66, 25.8 by 80 (4x H200, cold L2 cache, 2026-11-21)."""
@@ -137,10 +137,9 @@ def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
 
 
 def few_shared_bytes(experts: int, fp8: bool) -> int:
-    """Of the blocks that route, and of the placers, whose warps have a stage each where rows are quantised.
+    """Of the placers, whose warps have a stage each where rows are quantised; those that route need less.
 
     >>> few_shared_bytes(256, fp8=False), few_shared_bytes(256, fp8=True)
-    (10240, 18496)
+    (2112, 18496)
     """
-    placing = -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + (WARPS * STAGE_BYTES if fp8 else 0)
-    return max((WARPS + 2) * experts * 4, placing)
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + (WARPS * STAGE_BYTES if fp8 else 0)

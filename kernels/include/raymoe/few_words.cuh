@@ -16,8 +16,6 @@ __device__ __forceinline__ u8* count_word(const DispatchParams& p, u32 peer, u32
 
 // Words that each say of which epoch they are.
 struct TellInWords {
-    static constexpr bool BY_ITSELF = true;
-
     const DispatchParams& p;
     u64 epoch;
 
@@ -28,8 +26,6 @@ struct TellInWords {
     __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
         ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {value, epoch});
     }
-
-    __device__ __forceinline__ void end() const {}
 };
 
 // The counts that this thread hands to `Places`, looked at on the way: they mostly come with the first row.

@@ -155,8 +155,36 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
     }
 }
 
-// Weights, index and, where asked, rows of the gaps behind this placer's share of the experts. The index has no garbage
-// behind the last row either: who gathers by all of it would read outside the slots.
+// The places of the gap behind an expert's rows.
+struct Gap {
+    u32 begin;
+    u32 end;
+
+    __device__ __forceinline__ Gap(const Places& where, u32 expert) {
+        const u32 count = where.count_of(expert);
+        begin = where.begin(expert) + count;
+        end = where.begin(expert) + where.aligned(count);
+    }
+};
+
+// Rows of zeros, with scales, in the gaps behind this placer's share of the experts.
+__device__ inline void zero_gaps(const DispatchParams& p, const Places& where, u32 placer) {
+    for (u32 expert = placer; expert < p.local; expert += p.placers) {
+        const Gap gap(where, expert);
+        const u64 row = p.out_row_bytes, end = gap.end * row;
+        for (u64 at = gap.begin * row + threadIdx.x * 16ull; at < end; at += THREADS * 16ull) {
+            ptx::store_16(p.out + at, {0, 0});
+        }
+        const u32 rows = gap.end - gap.begin;
+        for (u32 i = threadIdx.x; p.scales != nullptr && i < rows * p.blocks(); i += THREADS) {
+            const u64 at = static_cast<u64>(i / rows) * p.scale_stride + gap.begin + i % rows;
+            ptx::store_4(p.scales + at * 4, __float_as_uint(1.0f));  // zero times anything but NaN
+        }
+    }
+}
+
+// Weights, index and, where asked, rows of this placer's share of the gaps. The index has no garbage behind the last
+// row either: who gathers by all of it would read outside the slots.
 __device__ inline void fill_gaps(const DispatchParams& p, const Places& where, u32 placer) {
     if (p.rank_layout) {
         for (u32 place = where.total() + placer * THREADS + threadIdx.x; place < p.capacity;
@@ -164,26 +192,17 @@ __device__ inline void fill_gaps(const DispatchParams& p, const Places& where, u
             ptx::store_8(p.index + place * 8ull, p.zero_slot);
         }
     }
-    for (u32 expert = placer; expert < p.local; expert += p.placers) {
-        const u32 end = where.begin(expert) + where.count_of(expert), next = where.begin(expert) + where.aligned(
-            end - where.begin(expert));
-        for (u32 place = end + threadIdx.x; place < next; place += THREADS) {
+    for (u32 expert = placer * WARPS + threadIdx.x / 32; expert < p.local; expert += p.placers * WARPS) {
+        const Gap gap(where, expert);
+        for (u32 place = gap.begin + threadIdx.x % 32; place < gap.end; place += 32) {
             ptx::store_4(p.out_weights + place * 4ull, 0);
             if (p.rank_layout) {
                 ptx::store_8(p.index + place * 8ull, p.zero_slot);
             }
         }
-        if (p.zero_padding && !p.rank_layout) {
-            const u64 from = static_cast<u64>(end) * p.out_row_bytes, to = static_cast<u64>(next) * p.out_row_bytes;
-            for (u64 at = from + threadIdx.x * 16ull; at < to; at += THREADS * 16ull) {
-                ptx::store_16(p.out + at, {0, 0});
-            }
-            const u32 gap = next - end;
-            for (u32 i = threadIdx.x; p.scales != nullptr && i < gap * p.blocks(); i += THREADS) {
-                const u64 at = static_cast<u64>(i / gap) * p.scale_stride + end + i % gap;
-                ptx::store_4(p.scales + at * 4, __float_as_uint(1.0f));  // zero times anything but NaN
-            }
-        }
+    }
+    if (p.zero_padding && !p.rank_layout) {
+        zero_gaps(p, where, placer);
     }
 }
 

@@ -3,54 +3,21 @@
 // Entry (t, k) of this rank needs the number of entries of the same expert before it, in the order (t, k). Each router
 // takes a run of tokens, each of its warps a run of those entries:
 //   1. every warp counts its entries by expert; the router publishes its sums in this rank's memory
-//   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with; where
-//      entries are few, it counts those before its own by itself instead
+//   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with
 //   3. every warp goes over its entries again, 32 at a time, and numbers them; what it finds goes to every rank
-// The last router knows the totals and tells them. When all are through, the last one out announces the whole. How what
-// is found reaches the ranks is a `Telling`'s affair: as plain stores behind a word, or word by word with the epoch in
-// it.
+// The last router knows the totals and tells them. When all are through, the last one out announces the whole, by a
+// word behind plain stores. Where tokens are few: few_routing.cuh.
 #pragma once
 
 #include "raymoe/dispatch.cuh"
 
 namespace raymoe {
 
-// Plain stores at every rank, then a word that says that they are there.
-struct TellBehindHeads {
-    static constexpr bool BY_ITSELF = false;  // whether a router counts what is before its own entries
-
-    const DispatchParams& p;
-    u64 epoch;
-
-    __device__ __forceinline__ void entry(u32 peer, u64 entry, u64 value) const {
-        ptx::store_8(p.told_at(peer, epoch & 1, p.peers.rank, entry), value);
-    }
-
-    __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
-        ptx::store_4(p.counts_at(peer, epoch & 1, p.peers.rank, expert), value);
-    }
-
-    // By a whole block, each of whose threads has told its part.
-    __device__ __forceinline__ void end() const {
-        __syncthreads();  // orders the stores of this block's threads before the ticket
-        const u32 last = p.routers - 1;
-        if (threadIdx.x != 0 || (last != 0 && ptx::atomic_increment_wrapping(&p.scratch->routed, last) != last)) {
-            return;
-        }
-        // Orders the counts and told entries of all routers, which the ticket has acquired, before the words.
-        ptx::fence_acq_rel_sys();
-        for (u32 step = 0; step < p.peers.ranks; ++step) {
-            ptx::store_relaxed_sys(p.peers.flag(p.peers.in_turn(step), p.heads), epoch);
-        }
-    }
-};
-
-template <class Telling>
 class Router {
   public:
-    // Shared memory: WARPS * experts counters, `experts` sums, and as many again where routers count by themselves.
+    // Shared memory: WARPS * experts counters, and `experts` sums.
     __device__ Router(const DispatchParams& p, u64 epoch, u32 tokens, u32 number, u8* shared)
-        : p_(p), telling_{p, epoch}, epoch_(epoch), tokens_(tokens), number_(number),
+        : p_(p), epoch_(epoch), half_(epoch & 1), tokens_(tokens), number_(number),
           tells_(number + 1 == p.routers), counters_(reinterpret_cast<u32*>(shared)),
           sums_(counters_ + WARPS * p.experts) {
         const u32 each = (tokens + p.routers - 1) / p.routers;
@@ -72,7 +39,7 @@ class Router {
         }
         number();
         mark();
-        telling_.end();
+        announce();
         trace(p_.trace, AT_TOLD);
         return true;
     }
@@ -80,13 +47,10 @@ class Router {
   private:
     static constexpr u32 NO_EXPERT = 0xFFFFFFFF;
 
-    // Entries of a thread whose loads are under way at a time. Fewer where the kernel has few registers left.
-    static constexpr u32 TOGETHER = Telling::BY_ITSELF ? 2 : 4;
+    static constexpr u32 TOGETHER = 4;  // entries of a thread whose loads are under way at a time
 
     // Whether there are others whose sums this one needs, or that need those of this one.
-    __device__ __forceinline__ bool waits() const { return !Telling::BY_ITSELF && p_.routers != 1; }
-
-    __device__ __forceinline__ u32* before() const { return sums_ + p_.experts; }
+    __device__ __forceinline__ bool waits() const { return p_.routers != 1; }
 
     __device__ __forceinline__ u32* counters() const { return counters_ + threadIdx.x / 32 * p_.experts; }
 
@@ -99,22 +63,7 @@ class Router {
         for (u32 i = threadIdx.x; i < WARPS * p_.experts; i += THREADS) {
             counters_[i] = 0;
         }
-        for (u32 i = threadIdx.x; Telling::BY_ITSELF && i < p_.experts; i += THREADS) {
-            before()[i] = 0;
-        }
         __syncthreads();
-        const u64 first = static_cast<u64>(first_) * p_.topk;
-        for (u64 entry = threadIdx.x; Telling::BY_ITSELF && entry < first; entry += THREADS * TOGETHER) {
-            long long ids[TOGETHER];
-            p_.ids_of(entry, THREADS, first, ids);
-#pragma unroll
-            for (u32 i = 0; i < TOGETHER; ++i) {
-                const u32 expert = expert_of(ids[i]);
-                if (expert != NO_EXPERT) {
-                    atomicAdd(before() + expert, 1u);
-                }
-            }
-        }
         for (u64 entry = begin_ + threadIdx.x % 32; entry < end_; entry += 32 * TOGETHER) {
             long long ids[TOGETHER];
             p_.ids_of(entry, 32, end_, ids);
@@ -160,7 +109,7 @@ class Router {
             return false;
         }
         for (u32 expert = threadIdx.x; expert < p_.experts; expert += THREADS) {
-            u32 before = Telling::BY_ITSELF ? this->before()[expert] : 0;
+            u32 before = 0;
             for (u32 other = 0; waits() && other < number_; ++other) {
                 before += ptx::load_relaxed_gpu_32(p_.router_counts + static_cast<u64>(other) * p_.experts + expert);
             }
@@ -168,11 +117,11 @@ class Router {
                 counters_[warp * p_.experts + expert] += before;
             }
             if (tells_) {
-                telling_.count(expert / p_.local, expert % p_.local, before + sums_[expert]);
+                tell_count(expert / p_.local, expert % p_.local, before + sums_[expert]);
             }
         }
         if (tells_ && threadIdx.x < p_.peers.ranks) {
-            telling_.count(threadIdx.x, p_.local, tokens_);
+            tell_count(threadIdx.x, p_.local, tokens_);
         }
         __syncthreads();
         return true;
@@ -224,7 +173,25 @@ class Router {
         const u64 weight = static_cast<u64>(its_weight) << 32;
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);
-            telling_.entry(peer, entry, weight | (peer == home ? place : NOWHERE));
+            ptx::store_8(p_.told_at(peer, half_, p_.peers.rank, entry), weight | (peer == home ? place : NOWHERE));
+        }
+    }
+
+    __device__ __forceinline__ void tell_count(u32 peer, u32 expert, u32 value) {
+        ptx::store_4(p_.counts_at(peer, half_, p_.peers.rank, expert), value);
+    }
+
+    // By a whole block, each of whose threads has told its part: the last one out announces the whole.
+    __device__ __forceinline__ void announce() {
+        __syncthreads();  // orders the stores of this block's threads before the ticket
+        const u32 last = p_.routers - 1;
+        if (threadIdx.x != 0 || (last != 0 && ptx::atomic_increment_wrapping(&p_.scratch->routed, last) != last)) {
+            return;
+        }
+        // Orders the counts and told entries of all routers, which the ticket has acquired, before the words.
+        ptx::fence_acq_rel_sys();
+        for (u32 step = 0; step < p_.peers.ranks; ++step) {
+            ptx::store_relaxed_sys(p_.peers.flag(p_.peers.in_turn(step), p_.heads), epoch_);
         }
     }
 
@@ -241,8 +208,8 @@ class Router {
     }
 
     const DispatchParams& p_;
-    Telling telling_;
     u64 epoch_;
+    u32 half_;
     u32 tokens_;
     u32 number_;
     bool tells_;  // it is the last one, which knows the totals

@@ -1,0 +1,157 @@
+// The routers of a dispatch of few tokens: what routing.cuh finds, each router by itself and in one trip.
+//
+// Entries are cut into runs of 32, one a thread of a warp. A router counts the entries of each expert before its run,
+// so that none waits for another, and all its warps number the run alike: warp r tells the r-th rank. Ids and weights
+// are loaded before the epoch is known.
+#pragma once
+
+#include "raymoe/few_words.cuh"
+
+namespace raymoe {
+
+class FewRouter {
+  public:
+    static __device__ __forceinline__ u32 shared_words(const DispatchParams& p) { return p.experts; }
+
+    // Shared memory: the counts of what is before the run. The `number`-th router takes every p.routers-th run.
+    __device__ FewRouter(const DispatchParams& p, u32 number, u8* shared)
+        : p_(p), number_(number), counts_(reinterpret_cast<u32*>(shared)) {}
+
+    // Loads only, of entries that may turn out not to be sent: the epoch and the number of tokens need not be known.
+    __device__ __forceinline__ void begin() {
+        const u32 first = number_ * RUN, all = p_.tokens * p_.topk;
+        load(first, all);
+        p_.ids_of(threadIdx.x, THREADS, first < all ? first : all, early_);
+    }
+
+    // By a whole block that has begun.
+    __device__ __forceinline__ void run(u64 epoch, u32 tokens) {
+        const TellInWords words{p_, epoch};
+        const u32 entries = tokens * p_.topk;
+        id_ = number_ * RUN + lane() < entries ? id_ : -1;
+        u32 counted = 0;
+        for (u32 first = number_ * RUN; first < entries; first += p_.routers * RUN) {
+            if (first != number_ * RUN) {
+                load(first, entries);
+            }
+            count(counted, first);
+            counted = first;
+            number(words, first, entries);
+            if (first + RUN >= entries) {
+                tell_counts(words, tokens);
+            }
+        }
+        if (number_ == 0 && entries == 0) {
+            tell_counts(words, tokens);
+        }
+        trace(p_.trace, AT_TOLD);
+        mark(tokens);
+    }
+
+  private:
+    static constexpr u32 RUN = 32;
+    static constexpr u32 EARLY = 4;  // ids of a thread that are loaded before the epoch is known
+    static constexpr u32 NO_EXPERT = 0xFFFFFFFF;
+
+    static __device__ __forceinline__ u32 lane() { return threadIdx.x % 32; }
+
+    // NO_EXPERT also where the id is out of range.
+    __device__ __forceinline__ u32 expert_of(long long id) const {
+        return id >= 0 && id < p_.experts ? static_cast<u32>(id) : NO_EXPERT;
+    }
+
+    // By every warp: the entries of a run.
+    __device__ __forceinline__ void load(u32 first, u32 end) {
+        const bool real = first + lane() < end;
+        id_ = real ? p_.id(first + lane()) : -1;
+        weight_ = real ? ptx::load_4(p_.weights + (first + lane()) * 4) : 0;
+    }
+
+    // By a whole block: the entries from `counted` on that are before `first`. Nobody reads the sums of nothing.
+    __device__ __forceinline__ void count(u32 counted, u32 first) {
+        if (first == 0) {
+            return;
+        }
+        __syncthreads();  // all have read what the last run needed
+        for (u32 i = threadIdx.x; counted == 0 && i < p_.experts; i += THREADS) {
+            counts_[i] = 0;
+        }
+        __syncthreads();
+        if (counted == 0 && first == number_ * RUN) {
+            add(early_);
+            counted = EARLY * THREADS;
+        }
+        for (u32 entry = counted + threadIdx.x; entry < first; entry += THREADS * EARLY) {
+            long long ids[EARLY];
+            p_.ids_of(entry, THREADS, first, ids);
+            add(ids);
+        }
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void add(const long long (&ids)[EARLY]) {
+#pragma unroll
+        for (u32 i = 0; i < EARLY; ++i) {
+            const u32 expert = expert_of(ids[i]);
+            if (expert != NO_EXPERT) {
+                atomicAdd(counts_ + expert, 1u);
+            }
+        }
+    }
+
+    // By every warp: which entry of its expert each of the run is, to one rank or, where ranks are more, to several.
+    __device__ __forceinline__ void number(const TellInWords& words, u32 first, u32 entries) {
+        before_run_ = first != 0;
+        const u32 expert = expert_of(id_), entry = first + lane();
+        const u32 alike = __match_any_sync(0xFFFFFFFF, expert);
+        const u32 rank = expert == NO_EXPERT ? 0 : before(expert) + __popc(alike & ((1u << lane()) - 1));
+        const u64 weight = static_cast<u64>(weight_) << 32;
+        for (u32 step = threadIdx.x / 32; step < p_.peers.ranks; step += WARPS) {
+            const u32 peer = p_.peers.in_turn(step);
+            const bool there = expert != NO_EXPERT && expert / p_.local == peer;
+            if (entry < entries) {
+                words.entry(peer, entry, weight | (there ? expert % p_.local << RANK_BITS | rank : NOWHERE));
+            }
+        }
+        if (threadIdx.x < 32 && expert == NO_EXPERT && id_ != -1) {
+            ptx::atomic_min(&p_.scratch->bad_entry, static_cast<u64>(entry));
+        }
+    }
+
+    __device__ __forceinline__ u32 before(u32 expert) const { return before_run_ ? counts_[expert] : 0; }
+
+    // By a whole block that holds the last run, or nothing where nothing is sent.
+    __device__ __forceinline__ void tell_counts(const TellInWords& words, u32 tokens) const {
+        const u32 held = expert_of(id_);
+        for (u32 first = threadIdx.x / 32 * 32; first < p_.experts; first += THREADS) {
+            const u32 expert = first + lane();
+            u32 count = 0;
+            for (u32 k = 0; k < RUN; ++k) {
+                count += __shfl_sync(0xFFFFFFFF, held, k) == expert;
+            }
+            if (expert < p_.experts) {
+                words.count(expert / p_.local, expert % p_.local, before(expert) + count);
+            }
+        }
+        if (threadIdx.x < p_.peers.ranks) {
+            words.count(threadIdx.x, p_.local, tokens);
+        }
+    }
+
+    // Which ranks each token was sent to, for its combine.
+    __device__ __forceinline__ void mark(u32 tokens) const {
+        for (u32 token = number_ * THREADS + threadIdx.x; token < p_.tokens; token += p_.routers * THREADS) {
+            p_.masks[token] = token < tokens ? p_.ranks_of(token) : 0;
+        }
+    }
+
+    const DispatchParams& p_;
+    u32 number_;
+    u32* counts_;              // [experts]
+    long long id_ = -1;        // of entry k of the run, in thread k of each warp
+    u32 weight_ = 0;           // its bits
+    bool before_run_ = false;  // there are entries before the run
+    long long early_[EARLY] = {};
+};
+
+}  // namespace raymoe
