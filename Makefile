@@ -11,7 +11,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint types unit perf soak exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
+.PHONY: help setup run test check lint types unit perf soak sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -40,6 +40,10 @@ perf: $(STAMP) ## the speeds that the docs promise, as ratios (wants an idle mac
 
 soak: $(STAMP) ## ten thousand replays of every exchange by ranks that are late (GPUs), the explorer's largest cases
 	$(BIN)/pytest -m soak tests/gpu tests/unit
+
+# Each case runs tens of times slower under these tools; every run has a deadline of its own, in the test.
+sanitize: $(STAMP) ## exchanges and copies under compute-sanitizer: memcheck, synccheck, racecheck (one GPU)
+	$(BIN)/pytest -m sanitize -o faulthandler_timeout=0 tests/gpu/test_sanitizer.py
 
 exchange-stamped: $(STAMP) ## the exchange's tests on GPUs, every slot stamped with its run, which who reads it checks
 	RAYMOE_STAMPS=1 $(BIN)/pytest -m "gpu and not soak and not perf" tests/gpu/test_exchange_gpu.py

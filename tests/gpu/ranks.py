@@ -1,6 +1,7 @@
 """Rank processes for tests on real GPUs: one GPU for each where there are enough, else GPUs that several share.
 
-Every rank is a process of its own, started by `GpuRanks`, killed at the end and never waited for without a limit.
+Every rank is a process of its own, started by `GpuRanks`, killed at the end and never waited for without a limit. Where
+its own end matters, because a tool that looks at it writes then what it has found, it is given time for that first.
 """
 
 from __future__ import annotations
@@ -40,9 +41,12 @@ class GpuRanks:
 
     Where any rank of a world has failed, the processes of all its ranks are started anew: a context may be left with
     waits in its streams or with memory that a peer maps, and the next test must not pay for that.
+
+    `grace_s`: how long processes have to end by themselves, after a failure too, before they are killed.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, grace_s: float = 0.0) -> None:
+        self._grace_s = grace_s
         self._members = [_Process(rank) for rank in range(size)]
 
     def run(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
@@ -66,8 +70,7 @@ class GpuRanks:
             found = self._outcomes(members, (function, args, options), deadline)
         finally:
             if any(isinstance(outcome, BaseException) for outcome in found):
-                for member in members:
-                    member.end()
+                self._end(members)
                 self._members[:size] = [_Process(rank) for rank in range(size)]
         return found
 
@@ -86,8 +89,15 @@ class GpuRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for member in self._members:
-            member.end()
+        self._end(self._members)
+
+    def _end(self, members: list[_Process]) -> None:
+        if self._grace_s:
+            for member in members:
+                member.let_go()
+        deadline = time.monotonic() + self._grace_s
+        for member in members:
+            member.end(deadline)
 
 
 class _Process:
@@ -118,7 +128,12 @@ class _Process:
             answer.add_note(trace)
         return answer
 
-    def end(self) -> None:
+    def let_go(self) -> None:
+        """There is no more work: a process that waits for some ends, as Python does."""
+        self._pipe.close()
+
+    def end(self, deadline: float) -> None:
+        self._process.join(max(0.0, deadline - time.monotonic()))
         self._process.kill()
         self._process.join()
         self._pipe.close()
@@ -126,7 +141,7 @@ class _Process:
 
 def _serve(pipe: Connection, gpu: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # as Ray does; no context is there yet
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, BrokenPipeError):  # let go, waiting for work or in the midst of it
         while True:
             rank, size, function, args, options = pipe.recv()
             try:

@@ -299,17 +299,19 @@ def test_an_exchange_over_a_group_is_bound_to_the_group(ranks: GpuRanks, backend
         judge(case, [answers[rank][1] for rank in group])
 
 
+FAULTS = [
+    (("id", SMALL.experts), f"rank {RANKS - 1} asked for expert {SMALL.experts} for its token 2; ids are -1 to"),
+    (("id", -2), f"rank {RANKS - 1} asked for expert -2 for its token 2"),
+    (("id", 2**40), f"rank {RANKS - 1} asked for expert {2**40} for its token 2"),
+    (("tokens", 10), f"num_tokens is 10 on rank {RANKS - 1}; x has 9 rows"),
+    (("tokens", -1), f"num_tokens is -1 on rank {RANKS - 1}"),
+    (("capacity", 0), f"rows, gaps included, came to rank {RANKS - 1}; its capacity is"),
+]
+"""What one rank hands over that cannot be, and what all ranks say of it."""
+
+
 @pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        (("id", SMALL.experts), f"rank {RANKS - 1} asked for expert {SMALL.experts} for its token 2; ids are -1 to"),
-        (("id", -2), f"rank {RANKS - 1} asked for expert -2 for its token 2"),
-        (("id", 2**40), f"rank {RANKS - 1} asked for expert {2**40} for its token 2"),
-        (("tokens", 10), f"num_tokens is 10 on rank {RANKS - 1}; x has 9 rows"),
-        (("tokens", -1), f"num_tokens is -1 on rank {RANKS - 1}"),
-        (("capacity", 0), f"rows, gaps included, came to rank {RANKS - 1}; its capacity is"),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
+    ("fault", "says"), FAULTS, ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else ""
 )
 def test_refused_data_is_told_by_all_and_the_next_step_works(
     ranks: GpuRanks, backend: str, fault: tuple[str, int], says: str

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +78,27 @@ def test_a_world_that_cannot_be_opened_is_told_of(pair: GpuRanks) -> None:
     with pytest.raises(ConfigError, match="timeout_s is 0"):
         pair.run(2, pid, device="cpu", timeout_s=0)
     sound(pair)
+
+
+def leave_a_word(world: World, folder: str, how: str = "") -> int:
+    """What is written when Python ends, and so is not written by a process that is killed."""
+    atexit.register(Path(folder, f"rank{world.rank}").touch)
+    return fail(world, how) if how else os.getpid()
+
+
+@pytest.mark.parametrize(("grace_s", "left"), [(0.0, []), (30.0, ["rank0", "rank1"])])
+def test_processes_end_by_themselves_where_they_are_given_time(tmp_path: Path, grace_s: float, left: list[str]) -> None:
+    with GpuRanks(2, grace_s=grace_s) as started:
+        started.run(2, leave_a_word, str(tmp_path), **CPU)
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+def test_of_ranks_that_failed_those_that_do_not_end_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with GpuRanks(2, grace_s=3.0) as started:
+        sound(started)
+        monkeypatch.setattr(ranks, "DEADLINE_S", 5.0)
+        start = time.monotonic()
+        good, hung = started.outcomes(2, leave_a_word, str(tmp_path), "hangs", **CPU)
+        assert good == 0 and isinstance(hung, RankGone)
+        assert 7.9 < time.monotonic() - start < 40
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0"]

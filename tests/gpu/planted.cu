@@ -1,0 +1,44 @@
+// Mistakes that compute-sanitizer must find in a rank process, one for each of its tools; see sanitized_ranks.py.
+//
+// Each is harmless without the tool: what is written behind the words belongs to nobody, a barrier counts whoever comes,
+// wherever he stands, and nobody looks at what the race gives.
+
+namespace raymoe {
+
+struct Planted {
+  unsigned int* words;
+  unsigned int count;
+};
+
+}  // namespace raymoe
+
+constexpr unsigned int kThreads = 256;
+
+// memcheck: one thread more than there are words.
+extern "C" __global__ void behind(const __grid_constant__ raymoe::Planted planted) {
+  if (threadIdx.x <= planted.count) planted.words[threadIdx.x] = threadIdx.x;
+}
+
+// synccheck: the halves of each warp wait at different barriers of the program, and lanes name a mask without themselves.
+extern "C" __global__ void divergent(const __grid_constant__ raymoe::Planted planted) {
+  __shared__ unsigned int seen[kThreads];
+  seen[threadIdx.x] = threadIdx.x;
+  if (threadIdx.x % 32 < planted.count % 32 / 2) {
+    seen[threadIdx.x] += planted.count;
+    asm volatile("bar.sync 0;" ::: "memory");
+    seen[threadIdx.x] *= 3;
+  } else {
+    asm volatile("bar.sync 0;" ::: "memory");
+    seen[threadIdx.x] *= 5;
+  }
+  __syncwarp(~(1u << threadIdx.x % 32));
+  if (threadIdx.x < planted.count) planted.words[threadIdx.x] = seen[planted.count - 1 - threadIdx.x];
+}
+
+// racecheck: what another warp has stored, read with no barrier between.
+extern "C" __global__ void unordered(const __grid_constant__ raymoe::Planted planted) {
+  __shared__ unsigned int seen[kThreads];
+  seen[threadIdx.x] = threadIdx.x;
+  const unsigned int other = seen[(threadIdx.x + 32) % kThreads];
+  if (threadIdx.x < planted.count) planted.words[threadIdx.x] = other;
+}

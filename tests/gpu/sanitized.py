@@ -1,0 +1,204 @@
+"""The program that compute-sanitizer runs: exchanges of two ranks that share a GPU, and the copy kernel.
+
+    compute-sanitizer --tool synccheck python -m tests.gpu.sanitized cases
+    compute-sanitizer --tool memcheck python -m tests.gpu.sanitized cases --exact
+    compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --copies
+    compute-sanitizer --tool memcheck python -m tests.gpu.sanitized plant memcheck
+
+Exit code 1 where a result is wrong. What the tool finds is the tool's report, which test_sanitizer.py reads. `plant`:
+the same rank processes make the mistake that the tool must find, else its silence about the cases says nothing.
+
+`--exact`: each tensor is an allocation of its own, whose end memcheck knows; torch's cache hands out parts of large
+ones, behind which it sees nothing. What is captured cannot allocate and goes through the cache all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from raymoe.device.ring import Ring
+from tests.gpu import sanitized_ranks as on_rank
+from tests.gpu import test_exchange_gpu as exchange
+from tests.gpu.ranks import GPUS, GpuRanks
+from tests.gpu.test_exchange_gpu import WITH_WORKSPACE
+from tests.unit.exchange_cases import MANY, Case
+
+SIZE = 2
+WAIT_S, ANSWER_S, GRACE_S = 100.0, 240.0, 20.0
+"""Kernels run 10 to 100 times slower: how long a rank waits for a peer, we for a rank, and at last for its end."""
+NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+
+OFFSETS = [(0, 0), (5, 5), (15, 15), (3, 14), (8, 0), (0, 1), (12, 4)]
+COPIES = [
+    *((nbytes, Ring(4, 256)) for nbytes in (1, 16, 31, 63, 64, 257, 1000, 5003)),
+    (20_003, Ring(12, 1024)),
+    (20_000, Ring(1, 512)),
+    (100_000, Ring(2, 16384)),
+]
+
+
+class PatientRanks(GpuRanks):
+    """Ranks whose waits last longer, and that end by themselves, so that the tool hears all of it."""
+
+    def __init__(self) -> None:
+        super().__init__(SIZE, grace_s=GRACE_S)
+
+    def outcomes(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
+        return super().outcomes(size, function, *args, **{"timeout_s": WAIT_S, **options})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to run; `run` raises where a result is wrong."""
+
+    name: str
+    run: Callable[[GpuRanks], None]
+    captured: bool = False
+
+
+def steps() -> list[Step]:
+    """All of them, the kinds mixed, so that a run that is cut short has seen something of each."""
+    return mixed([copied(), exchanged(), quantised(), in_halves(), refused()])
+
+
+def mixed(kinds: Iterable[list[Step]]) -> list[Step]:
+    """Each kind spread evenly over the whole.
+
+    >>> a, b = ([Step(f"{kind}{index}", print) for index in range(count)] for kind, count in (("a", 4), ("b", 2)))
+    >>> [step.name for step in mixed([a, b])]
+    ['a0', 'b0', 'a1', 'a2', 'b1', 'a3']
+    """
+    placed = [((index + 0.5) / len(kind), step) for kind in kinds for index, step in enumerate(kind)]
+    return [step for _, step in sorted(placed, key=lambda pair: pair[0])]
+
+
+def copied() -> list[Step]:
+    def run(nbytes: int, ring: Ring, ranks: GpuRanks) -> None:
+        (wrong,) = ranks.run(1, on_rank.copies, nbytes, ring, OFFSETS)
+        assert not wrong, f"wrong bytes or signals, offsets modulo 16 of both ends: {wrong}"
+
+    return [
+        Step(f"copy {nbytes} bytes, {ring.stages} x {ring.stage_bytes}", partial(run, nbytes, ring))
+        for nbytes, ring in COPIES
+    ]
+
+
+def exchanged() -> list[Step]:
+    """Limits of the contract and drawn cases, backends in turns."""
+    kinds = [[*exchange.edges(each, SIZE), *exchange.drawn(each, SIZE, seed=1, count=5)] for each in WITH_WORKSPACE]
+    return [
+        Step(name_of(case), partial(exchange.judge_all, cases=[case]))
+        for together in zip(*kinds, strict=True)
+        for case in together
+    ]
+
+
+def quantised() -> list[Step]:
+    found = []
+    for spec in exchange.QUANTISED:
+        for backend in ("fused", MANY):
+            name = name_of(Case(SIZE, spec, backend, ()))
+            found.append(Step(name, partial(exchange.test_rows_that_cross_as_fp8, backend=backend, spec=spec)))
+    return found
+
+
+def in_halves() -> list[Step]:
+    return [
+        Step(
+            f"{backend}: in halves{', captured' if captured else ''}",
+            partial(exchange.test_operations_in_halves, backend=backend, captured=captured),
+            captured,
+        )
+        for captured in (False, True)
+        for backend in WITH_WORKSPACE
+    ]
+
+
+def refused() -> list[Step]:
+    judge = exchange.test_refused_data_is_told_by_all_and_the_next_step_works
+    return [
+        Step(f"{backend}: refused {fault[0]} {fault[1]}", partial(judge, backend=backend, fault=fault, says=says))
+        for fault, says in exchange.FAULTS
+        for backend in WITH_WORKSPACE
+    ]
+
+
+def name_of(case: Case) -> str:
+    spec = case.spec
+    wire = f" as {spec.wire} {spec.output}" if spec.wire else ""
+    return (
+        f"{case.backend}: {spec.tokens} x {spec.hidden} {spec.dtype}{wire}, top-{spec.topk} of {spec.experts}, by "
+        f"{spec.layout}"
+    )
+
+
+def run_cases(exact: bool, seconds: float, wanted: list[Step]) -> int:
+    end, done = time.monotonic() + seconds, 0
+    parts = [(False, wanted)]
+    if exact:
+        parts = [(own, [step for step in wanted if step.captured is not own]) for own in (False, True)]
+    for own, part in parts:
+        with own_allocations(own), PatientRanks() as ranks:
+            for step in part:
+                start = time.monotonic()
+                if start > end:
+                    break
+                try:
+                    step.run(ranks)
+                except BaseException:  # noqa: BLE001 - pytest's own are no Exceptions, and all say that it went wrong
+                    print(f"WRONG {step.name}\n{traceback.format_exc()}", flush=True)
+                    return 1
+                done += 1
+                print(f"{time.monotonic() - start:6.1f} s  {step.name}", flush=True)
+    print(f"right: {done} of {len(wanted)}", flush=True)
+    return 0
+
+
+@contextmanager
+def own_allocations(wanted: bool) -> Iterator[None]:
+    """Ranks that are started meanwhile have torch allocate each tensor by itself."""
+    with mock.patch.dict(os.environ, {NO_CACHE: "1"} if wanted else {}):
+        if not wanted:
+            os.environ.pop(NO_CACHE, None)
+        yield
+
+
+def run_plant(tool: str) -> int:
+    case = Case(SIZE, exchange.SMALL, "fused", ("uniform",))
+    with PatientRanks() as ranks:
+        outcomes = ranks.outcomes(SIZE, on_rank.plant, tool, case)
+    for rank, outcome in enumerate(outcomes):
+        print(f"rank {rank}: {on_rank.MISTAKES[tool]}: {outcome}", flush=True)
+    return 0  # whether the mistake was found is for the tool to say; its own exit code replaces only a 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitized")
+    asked = parser.add_subparsers(dest="what", required=True)
+    cases = asked.add_parser("cases")
+    cases.add_argument("--exact", action="store_true", help="each tensor an allocation of its own")
+    cases.add_argument("--copies", action="store_true", help="the copy kernel alone")
+    cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
+    asked.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
+    options = parser.parse_args()
+    if GPUS != 1:
+        print(f"ranks here share the one GPU that they see, and {GPUS} are visible: set CUDA_VISIBLE_DEVICES to one")
+        return 2
+    with mock.patch("tests.gpu.ranks.DEADLINE_S", ANSWER_S):
+        if options.what == "plant":
+            return run_plant(options.tool)
+        return run_cases(options.exact, options.seconds, copied() if options.copies else steps())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""What ranks do under compute-sanitizer besides exchanges: copies between exactly sized memory, planted mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from raymoe.device.copy import CopyLane, Spread, copy_launch
+from raymoe.device.cubins import Cubins
+from raymoe.device.driver import CudaError, call
+from raymoe.device.error_word import ErrorWord
+from raymoe.device.gpu import Gpu
+from raymoe.device.jit import Compiler, KernelSource
+from raymoe.device.kernels import Kernels
+from raymoe.device.launch import Launch, Shape
+from raymoe.device.params import U32, Address, Params
+from raymoe.device.ring import Ring
+from raymoe.device.sync import Operation
+from raymoe.memory.world import World
+from tests.unit.exchange_cases import Case, run_case
+
+POISON = 0xEE
+OPERATION_BYTES, WORD_BYTES = Operation.nbytes(), 8
+
+WORDS = 255
+"""1,020 bytes: what stands behind them up to the next 512 belongs to no other allocation."""
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class Planted(Params):
+    """Twin of the struct in planted.cu."""
+
+    words: Address
+    count: U32
+
+
+PLANTED = KernelSource("planted", (Planted,))
+MISTAKES = {"memcheck": "behind", "synccheck": "divergent", "racecheck": "unordered"}
+"""The kernel of planted.cu that each tool must name."""
+
+
+def planted_compiler(cubins: Cubins | None = None) -> Compiler:
+    return Compiler(Path(__file__).parent, cubins)
+
+
+def plant(world: World, tool: str, case: Case) -> str:
+    """A step of an exchange, as the tool sees it in the cases, then the mistake; what the driver said to that."""
+    run_case(world, case)
+    kernels = Kernels(world.gpu, planted_compiler())
+    function = kernels.function(PLANTED, MISTAKES[tool])
+    with memory(world.gpu, 4 * WORDS) as words:
+        try:
+            Launch(function, Shape(1, THREADS), Planted(words, WORDS))(0)
+            world.gpu.synchronise()
+        except CudaError as error:  # the tool may end a kernel that does what it must not
+            return str(error)
+    kernels.close()
+    return "no error"
+
+
+def copies(world: World, nbytes: int, ring: Ring, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Copies of so many bytes to and from each pair of offsets; the pairs that went wrong.
+
+    Two lanes in a launch, the second with the offsets exchanged, every end and every word an allocation of its own that
+    ends where it ends: a byte read or written beyond is beyond the allocation.
+    """
+    rng, wrong = np.random.default_rng(nbytes), []
+    kernels, error_word = Kernels(world.gpu), ErrorWord(world.gpu, world.rank)
+    watch = error_word.watch(20.0)
+    for index, pair in enumerate(pairs):
+        with ExitStack() as stack:
+            lanes, ends = [], []
+            for into_at, source_at in (pair, pair[::-1]):
+                source = stack.enter_context(memory(world.gpu, nbytes + source_at))
+                into = stack.enter_context(memory(world.gpu, nbytes + into_at))
+                operation = stack.enter_context(memory(world.gpu, OPERATION_BYTES))
+                signal = stack.enter_context(memory(world.gpu, WORD_BYTES))
+                sent = rng.integers(0, 256, nbytes + source_at, dtype=np.uint8)
+                want = np.full(nbytes + into_at, POISON, dtype=np.uint8)
+                write(world.gpu, source, sent)
+                write(world.gpu, into, want)
+                want[into_at:] = sent[source_at:]
+                lanes.append(CopyLane(into + into_at, source + source_at, nbytes, operation, signal=signal))
+                ends.append((into, want, signal))
+            launch = copy_launch(kernels, lanes, Spread(3, ring, in_turn=bool(index % 2)), watch)
+            launch(0)
+            world.gpu.synchronise()
+            for into, want, signal in ends:
+                right = np.array_equal(read(world.gpu, into, len(want)), want)
+                if not right or read(world.gpu, signal, WORD_BYTES).view(np.uint64)[0] != 1:
+                    wrong.append(pair)
+    error_word.check()
+    error_word.close()
+    kernels.close()
+    return wrong
+
+
+@contextmanager
+def memory(gpu: Gpu, nbytes: int) -> Iterator[int]:
+    """Zeroed memory of the GPU, of exactly this size as the driver and its tools know it."""
+    with gpu.current():
+        address = int(call("cuMemAlloc", nbytes))
+        call("cuMemsetD8", address, 0, nbytes)
+    try:
+        yield address
+    finally:
+        with gpu.current():
+            call("cuMemFree", address)
+
+
+def write(gpu: Gpu, address: int, values: np.ndarray) -> None:
+    with gpu.current():
+        call("cuMemcpyHtoD", address, values.ctypes.data, values.nbytes)
+        call("cuCtxSynchronize")
+
+
+def read(gpu: Gpu, address: int, nbytes: int) -> np.ndarray:
+    values = np.empty(nbytes, dtype=np.uint8)
+    with gpu.current():
+        call("cuMemcpyDtoH", values.ctypes.data, address, nbytes)
+    return values
