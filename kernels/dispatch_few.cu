@@ -2,8 +2,8 @@
 //
 // One launch. Some multiprocessors send, the others place (few_roles.cuh); the first of these route before. Rows travel
 // in lines, counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, nothing that
-// is awaited at the sender. Who places waits for the first row before it knows the counts, because that row may be
-// there with them. Rows come expert by expert only; with layout rank there are no plain rows to point at.
+// is awaited at the sender. Who places looks at a row while it waits for the counts, because the row may be there with
+// them. Rows come expert by expert only; with layout rank there are no plain rows to point at.
 //
 // Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
 //   rows [2][s][token]           lines, as many as a row takes (few_rows.cuh, few_quantised.cuh)
@@ -63,18 +63,31 @@ class Sender {
                 begin();
             }
             const bool known = expert_ >= 0 && expert_ < p_.experts;
-            const u32 mask = __reduce_or_sync(0xFFFFFFFF, known ? 1u << (static_cast<u32>(expert_) / p_.local) : 0) &
-                             (~(1u << p_.peers.rank) | OWN);
+            const u32 all = __reduce_or_sync(0xFFFFFFFF, known ? 1u << (static_cast<u32>(expert_) / p_.local) : 0);
+            if (at_ % leaving_.units() == 0) {
+                mark(token(), all);
+            }
+            const u32 mask = all & (~(1u << p_.peers.rank) | OWN);
             if (mask != 0) {
                 trace_first(p_.trace, AT_FIRST_PUSH);
                 leaving_.send(epoch, token(), at_ % leaving_.units(), mask);
                 trace(p_.trace, AT_LAST_PUSH);
             }
         }
+        for (; at_ < p_.tokens * leaving_.units(); at_ += warps_) {
+            mark(token(), 0);
+        }
     }
 
   private:
     __device__ __forceinline__ u32 token() const { return at_ / leaving_.units(); }
+
+    // Which ranks a token was sent to, for its combine.
+    __device__ __forceinline__ void mark(u32 token, u32 mask) const {
+        if (threadIdx.x % 32 == 0) {
+            p_.masks[token] = mask;
+        }
+    }
 
     const DispatchParams& p_;
     Leaving leaving_;
@@ -84,7 +97,7 @@ class Sender {
     long long expert_ = -1;  // of entry k of the row, in thread k
 };
 
-// A warp that places. `await` a unit, then `place` it; what is awaited is looked at in one trip, as often as it takes.
+// A warp that places: `begin` a unit, `look` at it until it is `settled`, then `place` it.
 class Placer {
   public:
     __device__ Placer(const DispatchParams& p, u64 epoch, u8* stages, u32 warps)
@@ -95,46 +108,45 @@ class Placer {
     __device__ __forceinline__ void begin(u32 u) {
         const u32 row = u / units_.units();
         row_ = {p_.peers.in_turn(row % p_.peers.ranks), row / p_.peers.ranks, u % units_.units(), false, NOWHERE};
+        missing_ = NO_TOKENS | NO_TOLD;
+        settled_ = false;
+        units_.begin(row_);
     }
 
     __device__ __forceinline__ const Arriving& row() const { return row_; }
 
-    // Until all of the unit is here, or it is known not to come. `look()` makes loads of the caller's own at the same
-    // time. False: the wait failed.
-    template <class Look>
-    __device__ __forceinline__ bool await(Look look) {
+    // All of the unit is here, or it is known not to come.
+    __device__ __forceinline__ bool settled() const { return settled_; }
+
+    // Until it is settled, or `enough()` in every thread, which makes loads of the caller's own at the same time: what
+    // is awaited is looked at in one trip, as often as it takes. False: the wait failed.
+    template <class Enough>
+    __device__ __forceinline__ bool await(Enough enough) {
         const u32 lane = threadIdx.x % 32;
         const u64 entry = static_cast<u64>(row_.token) * p_.topk + lane;
         const u8* told_at = told_word(p_, p_.peers.rank, epoch_ & 1, row_.source, entry);
         const u8* tokens_at = count_word(p_, p_.peers.rank, epoch_ & 1, row_.source, p_.local);
-        ptx::Bytes16 told{NOWHERE, epoch_}, tokens{0, 0};
-        u32 missing = NO_TOKENS | NO_TOLD;
-        units_.begin(row_);
-        auto all = [&] {
-            if (missing & (NO_TOKENS | NO_TOLD)) {
+        auto looked = [&] {
+            ptx::Bytes16 told{row_.told, epoch_}, tokens{row_.comes ? ~0u : 0u, epoch_};
+            if (missing_ & (NO_TOKENS | NO_TOLD)) {
                 tokens = ptx::load_relaxed_sys_16(tokens_at);
                 if (lane < p_.topk) {
                     told = ptx::load_relaxed_sys_16(told_at);
                 }
             }
             units_.ask();
-            look();
+            const bool others = enough();
             const u32 stale = units_.stale() | (tokens.high == epoch_ ? 0 : NO_TOKENS) |
-                              (told.high == epoch_ ? 0 : NO_TOLD);
-            missing = __reduce_or_sync(0xFFFFFFFF, stale);
-            const bool here = units_.settle(missing & ~(NO_TOKENS | NO_TOLD));
-            if (missing & NO_TOKENS) {
-                return false;
-            }
-            row_.comes = row_.token < static_cast<u32>(tokens.low);
-            if (!row_.comes || missing & NO_TOLD) {
-                return !row_.comes;
-            }
-            return __ballot_sync(0xFFFFFFFF, static_cast<u32>(told.low) != NOWHERE) == 0 || here;
+                              (told.high == epoch_ ? 0 : NO_TOLD) | (others ? 0 : NO_OTHERS);
+            missing_ = __reduce_or_sync(0xFFFFFFFF, stale);
+            const bool here = units_.settle(missing_ & ~(NO_TOKENS | NO_TOLD | NO_OTHERS));
+            row_.comes = !(missing_ & NO_TOKENS) && row_.token < static_cast<u32>(tokens.low);
+            row_.told = missing_ & NO_TOLD ? NOWHERE : told.low;
+            const bool wanted = __ballot_sync(0xFFFFFFFF, static_cast<u32>(row_.told) != NOWHERE) != 0;
+            settled_ = !(missing_ & NO_TOKENS) && (!row_.comes || (!(missing_ & NO_TOLD) && (here || !wanted)));
+            return settled_ || !(missing_ & NO_OTHERS);
         };
-        const bool ok = wait_as_warp(all, epoch_, Waiting{p_.op, row_.source, epoch_}, p_.watch);
-        row_.told = told.low;
-        return ok;
+        return wait_as_warp(looked, epoch_, Waiting{p_.op, row_.source, epoch_}, p_.watch);
     }
 
     __device__ __forceinline__ void place(const Places& where) {
@@ -158,11 +170,14 @@ class Placer {
   private:
     static constexpr u32 NO_TOKENS = 1u << 31;  // it is not known how many tokens the source has sent
     static constexpr u32 NO_TOLD = 1u << 30;    // nor where the entries of the row go
+    static constexpr u32 NO_OTHERS = 1u << 29;  // a thread of the caller's has not enough
 
     const DispatchParams& p_;
     u64 epoch_;
     ArrivingUnits units_;
     Arriving row_{};
+    u32 missing_ = 0;  // of the unit: groups, and what is said of its row
+    bool settled_ = false;
 };
 
 // By a whole block. What a failed wait leaves undone, the last block out makes good.
@@ -173,10 +188,10 @@ __device__ inline void place_few(const DispatchParams& p, u64 epoch, const Role&
     if (role.round != 0 && role.number * WARPS >= units) {
         return;
     }
-    bool ok = true;
-    if (first < units) {
+    bool ok = true, here = first < units;
+    if (here) {
         placer.begin(first);
-        ok = placer.await([&] { counts.look(); });
+        ok = placer.await([&] { return counts.look(); });
     }
     const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
         u32 count = 0;
@@ -187,23 +202,26 @@ __device__ inline void place_few(const DispatchParams& p, u64 epoch, const Role&
     if (!__syncthreads_and(ok)) {
         return;
     }
-    bool here = first < units;
-    for (u32 u = first;;) {
-        if (here && where.fits()) {
+    if (here && placer.settled() && where.fits()) {  // before the gaps, which nobody waits for
+        placer.place(where);
+        here = false;
+    }
+    if (role.round == 0) {
+        begin_placing(p, where, role.place);  // its share of the gaps, and of what is to do where rows do not fit
+    }
+    for (u32 u = first; where.fits();) {
+        if (here) {
+            if (!placer.settled() && !placer.await([] { return false; })) {
+                break;
+            }
             placer.place(where);
         }
-        if (u == first && role.round == 0) {
-            begin_placing(p, where, role.place);  // its share of the gaps, and of what is to do where rows do not fit
-        }
         u += role.warps();
-        if (u >= units || !where.fits()) {
+        if (u >= units) {
             break;
         }
         placer.begin(u);
         here = placer.row().token < where.tokens(placer.row().source);
-        if (here && !placer.await([] {})) {
-            break;
-        }
     }
     trace(p.trace, AT_PLACED);
 }

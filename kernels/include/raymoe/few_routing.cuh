@@ -45,7 +45,6 @@ class FewRouter {
             tell_counts(words, tokens);
         }
         trace(p_.trace, AT_TOLD);
-        mark(tokens);
     }
 
   private:
@@ -135,13 +134,6 @@ class FewRouter {
         }
         if (threadIdx.x < p_.peers.ranks) {
             words.count(threadIdx.x, p_.local, tokens);
-        }
-    }
-
-    // Which ranks each token was sent to, for its combine.
-    __device__ __forceinline__ void mark(u32 tokens) const {
-        for (u32 token = number_ * THREADS + threadIdx.x; token < p_.tokens; token += p_.routers * THREADS) {
-            p_.masks[token] = token < tokens ? p_.ranks_of(token) : 0;
         }
     }
 

@@ -33,14 +33,16 @@ class EarlyCounts {
   public:
     __device__ EarlyCounts(const DispatchParams& p, u64 epoch) : p_(p), epoch_(epoch) {}
 
-    // Loads only.
-    __device__ __forceinline__ void look() {
+    // Loads only, and whether this thread knows all its words by now.
+    __device__ __forceinline__ bool look() {
         if (count_.high != epoch_ && threadIdx.x < p_.experts) {
             count_ = ptx::load_relaxed_sys_16(word(threadIdx.x / p_.local, threadIdx.x % p_.local));
         }
         if (tokens_.high != epoch_ && threadIdx.x < p_.peers.ranks) {
             tokens_ = ptx::load_relaxed_sys_16(word(threadIdx.x, p_.local));
         }
+        return (count_.high == epoch_ || threadIdx.x >= p_.experts) &&
+               (tokens_.high == epoch_ || threadIdx.x >= p_.peers.ranks);
     }
 
     // `expert` is p.local for the tokens of a source. False: the wait failed.
