@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 MARK = "RAYMOE_TEST_SESSION"
 GRACE_S = 10.0
 
+# Idle threads of torch would spin on processors that other processes of a test wait for. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # No deadline for one example: the machine may be shared. In CI the same examples every time.
 settings.register_profile(
     "raymoe", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
@@ -46,9 +49,11 @@ def _processes_with(mark: str) -> dict[int, str]:
         try:
             environment = (directory / "environ").read_bytes().split(b"\0")
             command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it ended while we looked, or belongs to another user
-        # Python's resource tracker serves multiprocessing until this very process ends.
-        if mark.encode() in environment and int(directory.name) != os.getpid() and "resource_tracker" not in command:
+        # Python's resource tracker and our own fork server serve multiprocessing until this very process ends.
+        serves = "resource_tracker" in command or ("forkserver" in command and parent == os.getpid())
+        if mark.encode() in environment and int(directory.name) != os.getpid() and not serves:
             found[int(directory.name)] = command[:200]
     return found

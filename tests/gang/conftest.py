@@ -75,16 +75,20 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("quickstart", "--set", …)` runs `raymoe run` in a child; whatever is left of it is ended afterwards."""
+    """`start("quickstart", "--set", …)` runs `raymoe run` in a child; whatever is left of it is ended afterwards.
+
+    `first` is Python that the child runs before the command, to shorten a wait.
+    """
     commands: list[Command] = []
 
-    def go(*arguments: str, env: dict[str, str] | None = None, out: Path | None = None) -> Command:
+    def go(*arguments: str, env: dict[str, str] | None = None, out: Path | None = None, first: str = "") -> Command:
         number = len(commands)
         log, directory = tmp_path / f"stderr{number}", out or tmp_path / f"out{number}"
         environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
         environment |= env or {}
         environment = {name: value for name, value in environment.items() if value != UNSET}
-        command = [sys.executable, "-m", "raymoe", "run", *arguments]
+        program = ["-c", f"{first}; import sys, raymoe.cli; sys.exit(raymoe.cli.main())"] if first else ["-m", "raymoe"]
+        command = [sys.executable, *program, "run", *arguments]
         if "--resume" not in arguments:
             command += ["--out", str(directory)]
         with log.open("w") as stderr, (tmp_path / f"stdout{number}").open("w") as stdout:

@@ -1,4 +1,8 @@
-"""The commands in README.md and docs/ do what these pages say: run as they stand, or named with the test that does."""
+"""The commands in README.md and docs/ do what these pages say: run as they stand, or named with the test that does.
+
+The first run of a page has a Ray of its own, as on a reader's machine. Later ones are pointed at a cluster by
+RAY_ADDRESS, which spares them its start.
+"""
 
 from __future__ import annotations
 
@@ -66,5 +70,7 @@ def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -
                 check=False,
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            if line.startswith("raymoe run "):
+                environment["RAY_ADDRESS"] = head.address
             if shlex.split(line)[1] in ("run", "report"):
                 assert "p50 us" in done.stdout, f"{line}: no table\n{done.stdout}"

@@ -30,18 +30,18 @@ def summary_of(directory: Path) -> dict[str, object]:
 def test_a_rank_killed_in_a_step_is_named_within_a_second_and_the_gang_goes_on(
     start: Start, head: Head, tmp_path: Path
 ) -> None:
-    config = configs.write(tmp_path, matrix={"steps.count": [5, 2000]})
+    config = configs.write(tmp_path, matrix={"steps.count": [5, 1000]})
     run = start(config, "--address", head.address)
     victim = run.pids()[1]
     run.wait_for("case 1/2 count=5: done")
-    time.sleep(0.3)
+    time.sleep(0.1)
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     run.wait_for("rank 1 .* died .*; starting the gang again", seconds=10)
     assert time.monotonic() - began < 3.0  # noticed, last words heard, every process buried
     assert run.end() == 0, run.said()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
-    assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=2000", 1)}
+    assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=1000", 1)}
     first, second = summary_of(run.out)["generations"]
     assert (first["cause"], first["culprit"]) == ("RankDied", 1) and second["cause"] == "done"
 

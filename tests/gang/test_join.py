@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -68,14 +67,24 @@ def test_three_actors_exchange_and_may_do_so_again_under_the_same_name(engines: 
 
 
 def test_whoever_is_missing_is_named(engines: list[ray.actor.ActorHandle]) -> None:
-    calls = [engines[rank].join.remote("incomplete", rank, 3, 10.0) for rank in (0, 2)]
+    calls = [engines[rank].join.remote("incomplete", rank, 3, 5.0) for rank in (0, 2)]
     for said in ray.get(calls, timeout=30):
         assert "waited in vain for rank 1" in said or "has died" in said
 
 
+def present(name: str) -> set[int]:
+    """Ranks whose descriptors are in the meeting of that name."""
+    try:
+        meeting = ray.get_actor(f"raymoe/join/{name}", namespace="raymoe")
+    except ValueError:  # nobody has come yet
+        return set()
+    return set(ray.get(meeting.present.remote(), timeout=10)[0])
+
+
 def test_a_rank_that_is_taken_and_a_size_that_differs_are_refused(engines: list[ray.actor.ActorHandle]) -> None:
-    first = engines[0].join.remote("crowded", 0, 2, 12.0)
-    time.sleep(3.0)  # it is there by now, and waits for rank 1
+    first = engines[0].join.remote("crowded", 0, 2, 8.0)
+    while 0 not in present("crowded"):
+        assert not ray.wait([first], timeout=0.05)[0], "it is there, and waits for rank 1"
     assert "rank 0 is taken by pid" in ray.get(engines[1].join.remote("crowded", 0, 2, 10.0), timeout=30)
     said = ray.get(engines[2].join.remote("crowded", 1, 3, 10.0), timeout=30)
     assert "size 3" in said and "said 2" in said

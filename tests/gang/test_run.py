@@ -58,7 +58,7 @@ def test_every_case_of_a_matrix_on_a_cluster_in_file_order(start: Start, head: H
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(start: Start, head: Head, tmp_path: Path) -> None:
-    config = configs.write(tmp_path, matrix={"steps.count": [3, configs.LONG]})
+    config = configs.write(tmp_path, world__ranks=2, matrix={"steps.count": [3, configs.LONG]})
     run = start(config, "--address", head.address)
     run.wait_for(r"case 1/2 count=3: done")
     run.signal(signal.SIGTERM)
@@ -103,9 +103,10 @@ def test_a_cluster_that_is_not_there(start: Start, tmp_path: Path, address: str)
 
 
 def test_a_port_that_answers_but_is_no_cluster_is_given_up(start: Start, tmp_path: Path, silent_port: int) -> None:
-    run = start(configs.write(tmp_path), "--address", f"127.0.0.1:{silent_port}")
-    assert run.end(60) == 3
-    assert f"127.0.0.1:{silent_port}" in run.last_line()
+    first = "from raymoe.gang import cluster; cluster.CONNECT_S = 4.0"
+    run = start(configs.write(tmp_path), "--address", f"127.0.0.1:{silent_port}", first=first)
+    assert run.end(15) == 3
+    assert f"127.0.0.1:{silent_port}, and was not let in within 4 s" in run.last_line()
 
 
 def test_a_heap_larger_than_memory_is_refused_before_ray_starts(start: Start, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import configs
-from tests.gang.conftest import Command, Head, Start
+from tests.gang.conftest import Command, Head, Start, ray_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -36,7 +36,7 @@ def test_while_ray_is_starting(start: Start, tmp_path: Path, seconds: float) -> 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_while_steps_run(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
-    run = start(configs.write(tmp_path, steps__count=configs.LONG))
+    run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
     run.wait_for(r"case 1/1 default: step")
     stopped(run, number, code)
 
@@ -50,8 +50,12 @@ def test_on_a_cluster_the_ranks_go_too(start: Start, head: Head, tmp_path: Path)
 
 def test_killing_the_command_itself_leaves_nothing_either(start: Start, tmp_path: Path) -> None:
     """Nobody is left to clean up: the kernel ends the driver with its keeper, and Ray's processes follow."""
-    run = start(configs.write(tmp_path, steps__count=configs.LONG))
+    before = ray_processes()
+    run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
     run.pids()
+    assert len(ray_processes() - before) > 4  # two processes of the command, two ranks, and Ray's own
     run.process.kill()
     run.process.wait(timeout=10)
-    time.sleep(4.0)  # nothing_left allows one second more
+    deadline = time.monotonic() + 4.0  # nothing_left allows one second more
+    while ray_processes() - before and time.monotonic() < deadline:
+        time.sleep(0.1)

@@ -34,37 +34,39 @@ def submit(head: Head, home: Path, *words: str, env: dict[str, str] | None = Non
         time.sleep(0.5)
 
 
-def quick(home: Path, name: str) -> list[str]:
-    small = ["world.ranks=2", "shape.tokens=16", "shape.experts=8", "steps.count=2"]
+def quick(out: Path | None = None, ranks: int = 1) -> list[str]:
+    small = [f"world.ranks={ranks}", "shape.tokens=16", "shape.experts=8", "steps.count=2"]
     sets = [word for key in small for word in ("--set", key)]
-    return ["raymoe", "run", "quickstart", *sets, "--out", str(home / name)]
+    return ["raymoe", "run", "quickstart", *sets, *(["--out", str(out)] if out else [])]
 
 
 @pytest.mark.timeout(300)
-def test_job_submit_before_and_after_a_local_run(tmp_path: Path, start: Start) -> None:
+def test_job_submit_before_and_after_a_local_run(tmp_path: Path, start: Start, head: Head) -> None:
     """Before: no token, and a head without auth. After: the local run left one, so a head started then asks for it."""
     home = tmp_path / "home"
     home.mkdir()
     bare = {"HOME": str(home), "RAY_AUTH_MODE": UNSET}
-    with ray_head(tmp_path, env=bare) as head:
-        code, said = submit(head, home, *quick(home, "before"), env=bare)
-        assert code == 0 and "succeeded" in said, said
-        assert (home / "before" / "summary.json").exists()
+    code, said = submit(head, home, *quick(ranks=2), env=bare)
+    assert code == 0 and "succeeded" in said, said
+    found = re.search(r"results go to (\S+)", said)
+    assert found and (Path(found[1]) / "summary.json").exists()
+    assert "_ray_pkg" not in found[1], "Ray deletes the working directory"
 
-        local = start(configs.write(tmp_path), env=bare)
-        assert local.end() == 0, local.said()
-        assert (home / ".ray" / "auth_token").exists()
-        code, said = submit(head, home, *quick(home, "between"), env=bare)
-        assert code == 0, said
+    local = start(configs.write(tmp_path, world__ranks=1), env=bare)
+    assert local.end() == 0, local.said()
+    assert (home / ".ray" / "auth_token").exists()
+    code, said = submit(head, home, *quick(home / "between"), env=bare)
+    assert code == 0 and "succeeded" in said, said
+    assert (home / "between" / "summary.json").exists()
 
-    with ray_head(tmp_path, env=bare) as head:
-        code, said = submit(head, home, *quick(home, "unasked"), env=bare)
+    with ray_head(tmp_path, env=bare) as asking:
+        code, said = submit(asking, home, *quick(home / "unasked"), env=bare)
         assert code != 0 and "RAY_AUTH_MODE" in said, "docs/ray.md says why"
-        code, said = submit(head, home, *quick(home, "after"), env={"RAY_AUTH_MODE": "token"})
+        code, said = submit(asking, home, *quick(home / "after"), env={"RAY_AUTH_MODE": "token"})
         assert code == 0 and "succeeded" in said, said
         assert (home / "after" / "summary.json").exists()
 
-        refused = start(configs.write(tmp_path), "--address", head.address, env=bare)
+        refused = start(configs.write(tmp_path), "--address", asking.address, env=bare)
         assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
 
 
@@ -72,14 +74,6 @@ def test_a_bad_config_fails_the_job_with_its_own_exit_code(head: Head, tmp_path:
     code, said = submit(head, Path(os.environ["HOME"]), "raymoe", "run", "quickstart", "--set", "shape.hiden=3")
     assert code == 1 and "failed with exit code 2" in said, said
     assert "did you mean" in said and "hidden" in said
-
-
-def test_a_job_without_out_keeps_its_results_outside_the_working_directory(head: Head, tmp_path: Path) -> None:
-    words = quick(tmp_path, "x")[:-2]
-    code, said = submit(head, Path(os.environ["HOME"]), *words)
-    assert code == 0, said
-    found = re.search(r"results go to (\S+)", said)
-    assert found and (Path(found[1]) / "summary.json").exists() and "_ray_pkg" not in found[1]
 
 
 def test_steps_and_rank_states_go_out_as_metrics(start: Start, head: Head, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Rank processes that outlive a test: importing torch once for each is most of what a small test would cost."""
+"""Rank processes that outlive a test. Importing torch for each would be most of what a small test costs, so they are
+forked from a process that has imported it and done nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class RankPool:
     """`run(n, f, *args)` calls `f(world, *args)` on n ranks of a new world and gives their results in rank order."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "raymoe.memory.world"])
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(size):

@@ -1,6 +1,9 @@
 """Every kernel compiles for Hopper and Blackwell with pip's NVRTC, where there is no GPU, and is what it should be."""
 
+import os
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.cubins import Cubins
 from raymoe.device.dispatch import dispatch_source
 from raymoe.device.few import combine_few_source, dispatch_few_source
-from raymoe.device.jit import CompileError, Compiler, KernelSource
+from raymoe.device.jit import Compiled, CompileError, Compiler, KernelSource
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.peer import Peers
 from raymoe.device.row_push import ROW_PUSH
@@ -60,9 +63,19 @@ def name_of(case: tuple[KernelSource, str]) -> str:
     return "-".join((source.stem, *(value for _, value in source.defines), arch))
 
 
+@pytest.fixture(scope="module")
+def under_way(request, compiler) -> Iterator[dict[tuple[KernelSource, str], Future[Compiled]]]:
+    """What the tests of this session ask for, compiled ahead of them by all processors."""
+    ours = [each for each in request.session.items if each.path == request.path and "compiled" in each.fixturenames]
+    threads = ThreadPoolExecutor(os.cpu_count())
+    asked = dict.fromkeys(each.callspec.params["compiled"] for each in ours)
+    yield {case: threads.submit(compiler.compiled, *case) for case in asked}
+    threads.shutdown(cancel_futures=True)
+
+
 @pytest.fixture(params=[(source, arch) for source in SOURCES for arch in ARCHS], ids=name_of)
-def compiled(request, compiler):
-    return compiler.compiled(*request.param)
+def compiled(request, under_way):
+    return under_way[request.param].result()
 
 
 def without_comments(text: str) -> str:
