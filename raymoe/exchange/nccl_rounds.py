@@ -29,6 +29,7 @@ class NcclRounds:
         self._group = NcclGroup(world)
         once = torch.zeros(world.size + 1, dtype=torch.uint8, device=world.device)
         self._group.all_gather(once[1:], once[:1])  # connects what the first one needs, which may be captured
+        self._spare = torch.zeros(2, 1, dtype=torch.uint8, device=world.device)
         # A wait of the user's own, for a stream, ends too when this rank is told to stop.
         self._forget = world.waiter.on_abort(lambda _: self._group.abort())
 
@@ -37,14 +38,16 @@ class NcclRounds:
         self._group.all_gather(out, mine)
 
     def all_to_all(self, out: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
-        """Block r goes to rank r; what comes from rank r goes into `out[r]`. Empty blocks are left out."""
+        """Block r goes to rank r; what comes from rank r goes into `out[r]`.
+
+        A byte goes where there is nothing to send: NCCL may stand still where pairs stay away (see `NcclGroup`).
+        """
         sends, receives = (
-            {rank: rows.view(torch.uint8) for rank, rows in enumerate(each) if rows.numel()} for each in (blocks, out)
+            {rank: rows.view(torch.uint8) if rows.numel() else spare for rank, rows in enumerate(each)}
+            for each, spare in ((blocks, self._spare[0]), (out, self._spare[1]))
         )
-        mine = sends.pop(self._world.rank, None)
-        if mine is not None:
-            receives.pop(self._world.rank).copy_(mine)
-        if sends or receives:
+        receives.pop(self._world.rank).copy_(sends.pop(self._world.rank))
+        if sends:
             self._group.exchange(sends, receives)
 
     def wait(self, op: str) -> None:
