@@ -31,24 +31,12 @@
 #include "raymoe/dispatch.cuh"
 #include "raymoe/placing.cuh"
 #include "raymoe/ptx.cuh"
-#include "raymoe/quantising.cuh"
+#include "raymoe/quantised_sending.cuh"
 #include "raymoe/routing.cuh"
 #include "raymoe/sending.cuh"
 #include "raymoe/sync.cuh"
 
 namespace raymoe {
-
-template <bool condition, class A, class B>
-struct Either {
-    using type = A;
-};
-template <class A, class B>
-struct Either<false, A, B> {
-    using type = B;
-};
-
-// What a sender's lanes do with a row on its way.
-using Lane = Either<FP8, QuantLane<ROW_TYPE>, SendLane>::type;
 
 // With layout rank no kernel of ours reads the rows of peers, so a build with stamps looks at them when all have come.
 // By a whole block. False: a slot holds the row of another epoch.
@@ -97,7 +85,11 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     const auto [epoch, tokens, may] = begin_dispatch(p);
     const u32 senders = p.parts & PART_SEND ? p.senders : 0;
     if (may && blockIdx.x < senders) {
-        send_rows<Lane>(p, epoch, tokens, blockIdx.x, shared);
+#if WIRE_FP8
+        send_quantised<ROW_TYPE>(p, epoch, tokens, blockIdx.x, shared);
+#else
+        send_rows(p, epoch, tokens, blockIdx.x, shared);
+#endif
     } else if (may) {
         const u32 placer = blockIdx.x - senders;
         bool ok = true;

@@ -206,6 +206,27 @@ def lanes_of(room: int, row_bytes: int, lanes: int, stages: int, beside: int = 0
     raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory hold none")
 
 
+def quantising_lanes(room: int, row_bytes: int, slot_bytes: int) -> tuple[int, int]:
+    """How many lanes quantise rows, and how many stages those have that leave: two for each lane if they fit, and no
+    fewer than lanes.
+
+    >>> quantising_lanes(232_448, 14336, 7392), quantising_lanes(232_448, 65536, 16896)
+    ((7, 16), (2, 5))
+    """
+    for each in (2, 1):
+        for lanes in range(FP8_SENDER_LANES, 0, -1):
+            for stages in range(MOST_LEAVING, each * lanes - 1, -1):
+                if quantising_bytes(lanes, stages, row_bytes, slot_bytes) <= room:
+                    return lanes, stages
+    raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory cannot quantise it")
+
+
+def quantising_bytes(lanes: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
+    """Shared memory of a block that does; the same sum as in quantised_sending.cuh."""
+    shared = SEND_QUEUE_BYTES + 2 * MOST_LEAVING * 8 + 16
+    return lanes * lane_memory(1, row_bytes) + stages * _in_lines(slot_bytes) + shared
+
+
 def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block."""
     if sms < 2:
@@ -216,21 +237,19 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
     room = shared_bytes
     if rows.fp8:
-        lane_bytes = lane_memory(1, rows.row_bytes) + LEAVING * _in_lines(rows.slot_bytes)
-        sender_lanes, sender_stages = min(FP8_SENDER_LANES, room // lane_bytes), 1
+        sender_lanes, sender_stages = quantising_lanes(room, rows.row_bytes, rows.slot_bytes)
+        sending_bytes = quantising_bytes(sender_lanes, sender_stages, rows.row_bytes, rows.slot_bytes)
     else:
         lanes = SENDER_LANES if sending * SENDER_LANES >= FEW_LANES else SENDER_LANES + 1
         sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, lanes, 3, beside=SEND_QUEUE_BYTES)
         sender_stages = min(sender_stages, SENDER_STAGES)
-        lane_bytes = lane_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES
-    if sender_lanes < 1:
-        raise ConfigError(f"a row of {rows.row_bytes} bytes; {room} bytes of shared memory cannot quantise it")
+        sending_bytes = sender_lanes * (lane_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
     before = _in_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
     whole = _in_lines(rows.row_bytes) if rows.dequantised else 0
     placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, beside=whole)
-    together = TOGETHER if sending * sender_lanes >= FEW_LANES else FEW_TOGETHER
+    together = TOGETHER if sending * sender_lanes >= FEW_LANES and not rows.fp8 else FEW_TOGETHER
     used = max(
-        sender_lanes * lane_bytes,
+        sending_bytes,
         before + placer_lanes * (lane_memory(placer_stages, rows.slot_bytes) + whole),
         (WARPS + 1) * rows.experts * 4,
     )
@@ -248,5 +267,6 @@ the last row is there; of one lane 480, words 4 by 4. By 14 senders of 3 lanes a
 senders of 3 lanes 475. The kernel that pushes rows and does nothing else takes 461 (4x H200,
 2026-11-21)."""
 
-FP8_SENDERS, FP8_PLACERS, FP8_SENDER_LANES, LEAVING = 24, 108, 7, 2
-"""The same rows as 8-bit floats: 294 us, by 44 senders 295, by 16 322; sending alone takes 285, pushing rows 254."""
+FP8_SENDERS, FP8_PLACERS, FP8_SENDER_LANES, MOST_LEAVING = 44, 88, 7, 16
+"""The same rows as 8-bit floats, 8192 tokens on two GPUs: 331 us by 44 senders, 368 by 32, 460 by 24; sending alone
+305, by 60 senders 268 (2x H200, 2026-11-21)."""

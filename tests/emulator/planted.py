@@ -21,9 +21,12 @@ class Planted:
     routings: tuple[str, ...] = ("uniform", "skewed", "masked", "uniform")
     shape: Any = narrow
     form: str = "whole"
+    quantised: bool = False
 
     def run(self) -> Run:
-        spec = {"tokens": 40}
+        spec: dict[str, Any] = {"tokens": 40}
+        if self.quantised:
+            spec |= {"wire": "float8_e4m3", "output": "raw", "hidden": 272}
         few_steps = 4_000_000  # a good run takes less than a million
         return Run(
             self.kind,
@@ -41,6 +44,10 @@ class Planted:
 
 def _planted(kind: str, file: str, old: str, new: str = "", **fields: Any) -> Planted:
     return Planted(kind, (Change(file, old, new),), **fields)
+
+
+def _quantising(old: str, new: str = "", **fields: Any) -> Planted:
+    return _planted("fused", "quantised_sending.cuh", old, new, quantised=True, **fields)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
@@ -101,10 +108,22 @@ PLANTED = {
     "a sum's stage is overwritten too early": _planted(
         "fused", "reducing.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
+    "quantised rows announced without a wait": _quantising("ptx::bulk_wait<YOUNGER>();"),
+    "quantised rows announced when they are read": _quantising(
+        "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
+    ),
+    "the last quantised rows announced without a wait": _quantising("ptx::bulk_wait<0>();"),
+    "no fence before a quantised row's word": _quantising(f"{SYSTEM_FENCE} the rows, whose", "//"),
+    "no fence before a quantised row leaves": _quantising("ptx::fence_proxy_async_shared();"),
+    "a stage is given back while it is read": _quantising("wait_stages_read(behind);", shape=small),
+    "a lane waits for no empty stage": _quantising("await(emptied, turn - stages);", shape=small),
     "slots are packed before the peers are through": _planted(
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
     ),
     "lines of the epoch before": _planted("few", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
+    "entries before a router's own are not counted": _planted(
+        "few", "few_routing.cuh", "before_run_ ? counts_[expert] : 0", "0"
+    ),
     "one half of the lines": Planted(
         "few",
         (Change("few_rows.cuh", "p.few_rows[epoch & 1]", "p.few_rows[0]"),),

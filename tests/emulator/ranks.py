@@ -301,8 +301,8 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
             routers=2,
             sender_lanes=2,
             sender_stages=min(2, moving.sender_stages),
-            placer_lanes=2,
-            placer_stages=2,
+            placer_lanes=min(2, moving.placer_lanes),
+            placer_stages=min(2, moving.placer_stages),
         ),
         replace(summing, reducers=2, summers=2, reducer_lanes=2),
     )

@@ -26,13 +26,14 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
     def shape(moving: Any, summing: Any) -> Any:
         rng = random.Random(seed)
         placers = rng.randint(1, 4)
+        stages = rng.randint(1, moving.sender_stages)
         moving = replace(
             moving,
             senders=rng.randint(1, 3),
             placers=placers,
             routers=rng.randint(1, placers),
-            sender_lanes=rng.randint(1, moving.sender_lanes),
-            sender_stages=rng.randint(1, moving.sender_stages),
+            sender_lanes=rng.randint(1, min(moving.sender_lanes, stages)),
+            sender_stages=stages,
             placer_lanes=rng.randint(1, moving.placer_lanes),
             placer_stages=rng.randint(1, moving.placer_stages),
         )

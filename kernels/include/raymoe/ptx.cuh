@@ -307,6 +307,11 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrives once. Releases, within the block, what this thread did before; who finds the phase over has acquired it.
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Whether the phase of this parity is over; suspends the thread for a while where it is not.
 __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
     u32 over;

@@ -187,11 +187,10 @@ __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
 }
 
 // By a whole block, the `sender`-th. Sends of the first `n` tokens of x what no other block does.
-template <class Lane>
 __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32;
     const bool drives = warp < p.sender_lanes;
-    Lane lane(p, epoch, sender * p.sender_lanes + warp, shared + warp * Lane::memory(p), drives);
+    SendLane lane(p, epoch, sender * p.sender_lanes + warp, shared + warp * SendLane::memory(p), drives);
     if (drives) {
         lane.run(n);
         lane.finish();

@@ -164,6 +164,11 @@ void barrier_expect(u32 barrier, u32 bytes) {
     emulator::turn(found);
 }
 
+void barrier_arrive(u32 barrier) {
+    machine->maybe_yield();
+    barrier_expect(barrier, 0);
+}
+
 bool barrier_try_wait(u32 barrier, u32 parity) {
     machine->maybe_yield();
     Thread* me = self();

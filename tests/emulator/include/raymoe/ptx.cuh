@@ -75,6 +75,7 @@ void from_e4m3x4(u32 four, float* into);
 void barrier_init(u32 barrier, u32 arrivals);
 void fence_barrier_init();
 void barrier_expect(u32 barrier, u32 bytes);
+void barrier_arrive(u32 barrier);
 bool barrier_try_wait(u32 barrier, u32 parity);
 void barrier_invalidate(u32 barrier);
 
