@@ -147,7 +147,7 @@ COPYING = {
 
 SAID = {
     "stores 4 bytes of .*where nothing is": Change(
-        "places.cuh", "p.out_weights + place * 4ull, static", "p.out_weights + (place + 99999) * 4ull, static"
+        "places.cuh", "p.out_weights + place * 4ull, static", "p.out_weights + (place + (1ull << 42)) * 4ull, static"
     ),
     "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
