@@ -16,7 +16,7 @@ namespace raymoe {
 // What the lanes and the pusher of a block share, in its shared memory. Stage `turn % stages` is of turn `turn`, and
 // the turns of a stage alternate the parity of its two barriers. There are no more lanes than stages, so that no lane
 // waits for a parity more than one turn of its stage ahead.
-struct Leaving {
+struct LeavingStages {
     static constexpr u32 QUEUE = 32;        // turns, from the stage's filling to the row's word
     static constexpr u32 MOST_STAGES = 16;  // QUEUE less what is pushed and not said yet
 
@@ -28,7 +28,7 @@ struct Leaving {
     u32 emptied;  // likewise the pusher's
     u32* turns;   // that lanes have taken
 
-    __device__ __forceinline__ Leaving(const DispatchParams& p, u8* memory)
+    __device__ __forceinline__ LeavingStages(const DispatchParams& p, u8* memory)
         : stages(p.sender_stages), stage_bytes((p.slot_bytes + 127) & ~127u), first(ptx::shared_address(memory)),
           queue(first + stages * stage_bytes), filled(queue + QUEUE * 8), emptied(filled + MOST_STAGES * 8),
           turns(reinterpret_cast<u32*>(memory + (emptied + MOST_STAGES * 8 - first))) {}
@@ -72,7 +72,7 @@ class QuantisingLane {
   public:
     static __device__ __forceinline__ u32 memory(const DispatchParams& p) { return lane_memory(1, p.row_bytes); }
 
-    __device__ QuantisingLane(const DispatchParams& p, const Leaving& leaving, u64 epoch, u32 memory)
+    __device__ QuantisingLane(const DispatchParams& p, const LeavingStages& leaving, u64 epoch, u32 memory)
         : p_(p), leaving_(leaving), epoch_(epoch), leads_(threadIdx.x % 32 == 0), row_(memory),
           barrier_(memory + p.row_bytes) {
         if (leads_) {
@@ -155,7 +155,7 @@ class QuantisingLane {
     }
 
     const DispatchParams& p_;
-    const Leaving& leaving_;
+    const LeavingStages& leaving_;
     u64 epoch_;
     bool leads_;
     u32 row_;       // where a row comes to
@@ -168,9 +168,9 @@ class Pusher {
   public:
     // Rows that are pushed before the word of one is due: about as many as are under way.
     static constexpr u32 YOUNGER = 8;
-    static_assert(Leaving::MOST_STAGES + YOUNGER + MOST_TOGETHER <= Leaving::QUEUE, "");
+    static_assert(LeavingStages::MOST_STAGES + YOUNGER + MOST_TOGETHER <= LeavingStages::QUEUE, "");
 
-    __device__ Pusher(const DispatchParams& p, const Leaving& leaving, u64 epoch)
+    __device__ Pusher(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
         : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
           pushes_(threadIdx.x % 32 < p.peers.ranks) {}
 
@@ -223,7 +223,7 @@ class Pusher {
     }
 
     const DispatchParams& p_;
-    const Leaving& leaving_;
+    const LeavingStages& leaving_;
     u64 epoch_;
     u32 peer_;
     bool pushes_;
@@ -235,7 +235,7 @@ class Pusher {
 template <class Type>
 __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32, each = QuantisingLane<Type>::memory(p);
-    const Leaving leaving(p, shared + p.sender_lanes * each);
+    const LeavingStages leaving(p, shared + p.sender_lanes * each);
     if (threadIdx.x == 0) {
         leaving.begin();
     }
