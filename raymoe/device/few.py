@@ -86,10 +86,10 @@ class FewGrid:
 
 
 def dispatch_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> FewGrid:
-    """Rows of so many units, a warp's work each. Who places also fills the gaps between experts, one after another.
+    """Rows of so many units, a warp's work each.
 
     >>> dispatch_few_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
-    FewGrid(leaving=4, arriving=32, rounds=1)
+    FewGrid(leaving=4, arriving=16, rounds=1)
     >>> dispatch_few_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
     FewGrid(leaving=24, arriving=108, rounds=2)
     """
@@ -122,9 +122,9 @@ SENDERS, REDUCERS, SMS, ROUNDS = 24, 55, 132, 2
 us by 24 senders, 28.5 by 33, 29.0 by 44, 31.2 by 66; as 8-bit floats 20.8, 21.8, 22.6 and 23.2; a combine 24.1 by 55
 reducers, 24.4 by 44, 24.5 by 66, 25.8 by 80 (4x H200, cold L2 cache, 2026-11-21)."""
 
-LEAST_PLACERS = 32
-"""One token took longer than eight where two blocks filled the gaps of 64 experts: 21 us against 13, as 8-bit floats
-(4x H200, 2026-11-21). What this many take has not been measured."""
+LEAST_PLACERS = 16
+"""Who places also fills the gaps of experts, a warp each. One token as 8-bit floats took 10.3 us with so many, 10.4
+with 32, 10.9 with 4 (2x H200, cold L2 cache, 2026-11-21)."""
 
 
 def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
