@@ -1,25 +1,20 @@
 """How long work on a stream takes: gate, events, release, verify, median.
 
-The stream is held by a gate while the host enqueues, so that the clock never runs while the GPU waits for the host.
-The gate is a wait by a stream memory operation on a word in host memory: no kernel, no SM. A multi-rank barrier goes
-between the gate and the first event (`before`).
+The stream is held by a gate while the host enqueues (gate.py). A multi-rank barrier goes between the gate and the first
+event (`before`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from raymoe.device.driver import CudaError, bindings, call
+from raymoe.device.driver import CudaError, call
+from raymoe.device.gate import Gate
 from raymoe.device.gpu import Gpu
-from raymoe.device.host_words import HostWords
 from raymoe.job.errors import ConfigError
-
-GATE_S = 10.0
-"""A stream holds about a thousand operations; enqueuing more than that before the gate opens would never end."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Stopwatch:
     def __init__(self, gpu: Gpu, stream: int) -> None:
         self._gpu = gpu
         self._stream = stream
-        self._gate = HostWords(gpu, 1)
+        self._gate = Gate(gpu)
         self._events: list[Any] = []
         try:
             with gpu.current():
@@ -82,38 +77,22 @@ class Stopwatch:
 
     def _sample(self, work: Callable[[], None], calls: int, before: Callable[[], None] | None) -> float:
         begin, end = self._events
-        late = threading.Event()
-        # The net under the gate: if the stream is full, the enqueuing below blocks, and only another thread can open.
-        net = threading.Timer(GATE_S, self._open_gate, [late])
-        net.daemon = True
         with self._gpu.current():
             call("cuStreamSynchronize", self._stream)
-            self._gate.words[0] = 0
-            flag = int(bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-            call("cuStreamWaitValue32", self._stream, self._gate.device_address(), 1, flag)
-            net.start()
-            try:
+            with self._gate.held(self._stream) as late:
                 if before is not None:
                     before()
                 call("cuEventRecord", begin, self._stream)
                 for _ in range(calls):
                     work()
                 call("cuEventRecord", end, self._stream)
-            finally:
-                net.cancel()
-                self._open_gate()
             call("cuEventSynchronize", end)
             if late.is_set():
                 raise CudaError(
-                    f"enqueuing {calls} calls took more than {GATE_S:.0f} s; a stream holds about a thousand "
+                    f"enqueuing {calls} calls took too long for the stream to wait; a stream holds about a thousand "
                     "operations, so time fewer calls at once, or a graph of them"
                 )
             return float(call("cuEventElapsedTime", begin, end)) * 1e3 / calls
-
-    def _open_gate(self, late: threading.Event | None = None) -> None:
-        if late is not None:
-            late.set()
-        self._gate.words[0] = 1
 
     def close(self) -> None:
         with self._gpu.current():

@@ -19,25 +19,20 @@ Where the host takes part in the operation there is no graph, the clock runs whi
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-from raymoe.device.driver import bindings, call
+from raymoe.device.gate import Gate
 from raymoe.device.graph import Graph
-from raymoe.device.host_words import HostWords
 from raymoe.memory.world import World
 from raymoe.transport.barrier import StreamBarrier
 from raymoe.workload.room_exchange import FLUSH_BYTES
-
-GATE_S = 5.0
-"""A stream holds about a thousand operations: enqueuing more blocks the host until the gate opens, which only another
-thread can do then. That sample has waits of the host in it."""
 
 FLUSHES_KEPT = 9
 
@@ -76,7 +71,7 @@ class OpClock:
         self.captured, self.calls = captured, calls if captured else 1
         self._world, self._stream, self._settle = world, stream, settle
         self._barrier = StreamBarrier(world)
-        self._gate = HostWords(world.gpu, 1)
+        self._gate = Gate(world.gpu)
         event: Any = torch.cuda.Event  # has no annotations
         self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
         self._buffer = torch.empty(FLUSH_BYTES // 4, dtype=torch.float32, device=world.device)
@@ -128,21 +123,13 @@ class OpClock:
     def _us(self, work: Work, *, before: Work | None = None) -> float:
         """Microseconds of `work`; `before` runs ahead of the barrier, off the clock."""
         stream = self._stream.cuda_stream
-        net = threading.Timer(GATE_S, self._open_gate)
-        net.daemon = True
-        if self.captured:
-            self._shut_gate(stream)
-            net.start()
-        try:
+        with self._gate.held(stream) if self.captured else nullcontext():
             if before is not None:
                 before()
             self._barrier(stream)
             self._begin.record(self._stream)
             work()
             self._end.record(self._stream)
-        finally:
-            net.cancel()
-            self._open_gate()
         try:
             self._settle()
         finally:
@@ -164,12 +151,3 @@ class OpClock:
 
     def _flush(self) -> None:
         self._buffer.fill_(1.0)
-
-    def _shut_gate(self, stream: int) -> None:
-        equal = int(bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-        self._gate.words[0] = 0
-        with self._world.gpu.current():
-            call("cuStreamWaitValue32", stream, self._gate.device_address(), 1, equal)
-
-    def _open_gate(self) -> None:
-        self._gate.words[0] = 1

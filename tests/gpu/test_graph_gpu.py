@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device import timing  # noqa: E402
+from raymoe.device import gate  # noqa: E402
 from raymoe.device.driver import CaptureError, CudaError, call  # noqa: E402
 from raymoe.device.graph import Graph, refuse_in_capture  # noqa: E402
 from raymoe.device.kernels import Kernels  # noqa: E402
@@ -174,7 +174,7 @@ def test_a_stopwatch_times_and_verifies(gpu, copies):
 
 
 def test_a_stream_that_is_full_is_told_of(gpu, copies, source, into, monkeypatch):
-    monkeypatch.setattr(timing, "GATE_S", 0.5)
+    monkeypatch.setattr(gate, "GATE_S", 0.5)
     stream, launch = copies.stream.cuda_stream, copies.of(into, source)
     watch = Stopwatch(gpu, stream)
     with pytest.raises(CudaError, match="graph of them"):
