@@ -21,6 +21,7 @@ BACKENDS = {
 AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
 """What `auto` tries, in this order, where nothing asked for decides it."""
 NCCL_BACKENDS = ("collective", "allgather")
+KERNEL_BACKENDS = ("fused", "staged")
 FUSED_CAPABILITY = (9, 0)
 FUSED_MOST = {"hidden": 16384, "topk": 16, "experts": 1024, "ranks": 8}
 
@@ -84,19 +85,21 @@ def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[Facts]) 
     >>> refusal("collective", "cuda", spec, [Facts(gpu="a", nccl=True), Facts(gpu="a", nccl=True)])
     'ranks 0 and 1 share GPU a; NCCL wants one GPU a rank: take fused or staged, or leave share_gpu out'
     >>> refusal("fused", "cuda", spec, [Facts("a", "NVIDIA A100", (8, 0))])
-    'NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take staged or collective'
+    'NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take collective'
     >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [Facts()])
-    'rows that cross as float8_e4m3; only fused, on GPUs, carries them so: leave wire out'
+    'rows that cross as float8_e4m3; only fused and staged, on GPUs, carry them so: leave wire out'
     >>> refusal("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [Facts()])
     'transport copy_engine; only staged, on GPUs, has it: take staged, or leave transport out'
     """
     if spec.by_copy_engine and name != "staged":
         return f"transport {spec.transport}; only staged, on GPUs, has it: take staged, or leave transport out"
-    if spec.dispatch_wire == FP8 and name != "fused":
-        return f"rows that cross as {FP8}; only fused, on GPUs, carries them so: leave wire out"
+    if spec.dispatch_wire == FP8 and name not in KERNEL_BACKENDS:
+        return f"rows that cross as {FP8}; only fused and staged, on GPUs, carry them so: leave wire out"
+    if spec.dispatch_wire == FP8 and spec.by_copy_engine:
+        return f"rows that cross as {FP8} by {spec.transport}; a copy quantises nothing: leave transport or wire out"
     if device == "cuda" and name in NCCL_BACKENDS:
         return _no_nccl(facts)
-    return _no_fused(spec, facts) if name == "fused" else None
+    return _no_kernels(name, spec, facts) if name in KERNEL_BACKENDS else None
 
 
 def make(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
@@ -183,16 +186,16 @@ def _no_nccl(facts: Sequence[Facts]) -> str | None:
     return None
 
 
-def _no_fused(spec: ExchangeSpec, facts: Sequence[Facts]) -> str | None:
+def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[Facts]) -> str | None:
     for rank, found in enumerate(facts):
         if found.capability < FUSED_CAPABILITY:
             has, needs = (".".join(map(str, each)) for each in (found.capability, FUSED_CAPABILITY))
             return (
-                f"{found.name} of rank {rank} has compute capability {has}; fused needs {needs} or more: take staged "
-                "or collective"
+                f"{found.name} of rank {rank} has compute capability {has}; {name} needs {needs} or more: take "
+                "collective"
             )
     asked = {"hidden": spec.hidden, "topk": spec.topk, "experts": spec.experts, "ranks": len(facts)}
     for key, most in FUSED_MOST.items():
         if asked[key] > most:
-            return f"{key} is {asked[key]}; fused takes at most {most}: take collective"
+            return f"{key} is {asked[key]}; {name} takes at most {most}: take collective"
     return None

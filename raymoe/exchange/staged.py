@@ -2,8 +2,9 @@
 
 The same workspace, words and results as `fused`; what differs is who moves the rows of a dispatch: a kernel of ordinary
 loads and stores that has all multiprocessors for itself (kernels/alltoallv.cu), between a launch that routes and one
-that places. A combine is a launch that sums and pushes, and one that adds up what came. It can be captured, as
-`fused` can, which is measured against it.
+that places. Rows that cross as 8-bit floats are quantised and pushed there by the senders of `fused`. A combine is a
+launch that sums and pushes, and one that adds up what came. It can be captured, as `fused` can, which is measured
+against it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ class StagedBackend(FusedBackend):
     def _send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         got = self._new(tokens, out)
         self._launch_dispatch(got, dispatch.ROUTE)
-        params = self._of(got, dispatch.SEND)
-        self._launch(self._alltoallv, Shape(self.dispatch_grid.senders, dispatch.THREADS), params)
+        if self.build.fp8:
+            self._launch_dispatch(got, dispatch.SEND)
+        else:
+            params = self._of(got, dispatch.SEND)
+            self._launch(self._alltoallv, Shape(self.dispatch_grid.senders, dispatch.THREADS), params)
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -56,7 +60,7 @@ class StagedBackend(FusedBackend):
         self._launch_combine(rows, got, weighted, out, combine.SUM)
 
     def _of(self, got: Dispatched, parts: int) -> DispatchParams:
-        """Rows by ordinary stores have no words of their own: the launch that places waits for all of them."""
+        """Rows by ordinary stores have no words of their own: the launch that places waits for all rows."""
         return replace(super()._of(got, parts), at_once=1)
 
     def _largest(self) -> list[Shape]:
@@ -67,5 +71,6 @@ class StagedBackend(FusedBackend):
         moving, summing = super()._grids(sms)
         blocks = summing.reducers + summing.summers
         some = min(blocks, dispatch.MAX_DONE)  # each of them has a word at every peer
-        sending = replace(moving, senders=some, sender_lanes=dispatch.WARPS)
-        return sending, replace(summing, reducers=some, summers=blocks)
+        if not self.build.fp8:
+            moving = replace(moving, senders=some, sender_lanes=dispatch.WARPS)
+        return moving, replace(summing, reducers=some, summers=blocks)

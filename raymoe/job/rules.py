@@ -29,7 +29,7 @@ BESIDE = frozenset({"auto", "fused", "staged", "allgather"})
 
 GPU_BACKENDS = frozenset({"fused", "staged", "row_push"}) | OTHER_SYSTEMS
 CPU_BACKENDS = frozenset({"host"})
-FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "row_push"}) | OTHER_SYSTEMS
+FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "staged", "row_push"}) | OTHER_SYSTEMS
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,10 @@ def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
     if job.workload not in ON_GPUS or job.world.device == "cpu":
         return f"rows cannot cross as {FLOAT8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
     if job.exchange.backend not in FLOAT8_BACKENDS:
-        return f"backend {job.exchange.backend} has no {FLOAT8}", "backend fused has, the others send the dtype itself"
+        return (
+            f"backend {job.exchange.backend} has no {FLOAT8}",
+            "fused and staged have, the others send the dtype itself",
+        )
     return None
 
 

@@ -74,14 +74,20 @@ RUNS = {
     **{f"{kind}, float16": Run(kind, spec={"dtype": "float16"}, weighted=False) for kind in ("fused", "few")},
     **{
         f"{kind}, fp8 to {dtype}": Run(kind, spec={"wire": FP8, "dtype": dtype, "hidden": 264, "tokens": 9})
-        for kind in ("fused", "few")
+        for kind in ("fused", "staged", "few")
         for dtype in ("bfloat16", "float16", "float32")
     },
     **{
         f"{kind}, fp8 raw, layout {layout}": Run(
             kind, 3, spec={"wire": FP8, "output": "raw", "layout": layout, "hidden": 272, "padding": "zero"}
         )
-        for kind, layout in (("fused", "expert"), ("fused", "rank"), ("few", "expert"))
+        for kind, layout in (
+            ("fused", "expert"),
+            ("fused", "rank"),
+            ("staged", "expert"),
+            ("staged", "rank"),
+            ("few", "expert"),
+        )
     },
 }
 

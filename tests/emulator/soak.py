@@ -60,7 +60,7 @@ def drawn_run(rng: random.Random) -> Run:
         "alignment": rng.choice([1, 8, 16, 128]),
         "padding": rng.choice(["any", "zero"]),
     }
-    if kind != "staged" and rng.random() < 0.3:
+    if rng.random() < 0.3:
         raw = {"output": "raw", "hidden": rng.choice([16, 144, 272])}
         spec |= {"wire": FP8, **(raw if rng.random() < 0.5 else {})}
     if kind != "few" and ("wire" not in spec or "output" in spec) and rng.random() < 0.2:

@@ -31,7 +31,7 @@ from tests.gpu import sanitized_ranks as on_rank
 from tests.gpu import test_exchange_gpu as exchange
 from tests.gpu.ranks import GPUS, GpuRanks
 from tests.gpu.test_exchange_gpu import WITH_WORKSPACE
-from tests.unit.exchange_cases import MANY, Case
+from tests.unit.exchange_cases import Case
 
 SIZE = 2
 WAIT_S, ANSWER_S, GRACE_S = 100.0, 240.0, 20.0
@@ -106,7 +106,7 @@ def exchanged() -> list[Step]:
 def quantised() -> list[Step]:
     found = []
     for spec in exchange.QUANTISED:
-        for backend in ("fused", MANY):
+        for backend in exchange.QUANTISING:
             name = name_of(Case(SIZE, spec, backend, ()))
             found.append(Step(name, partial(exchange.test_rows_that_cross_as_fp8, backend=backend, spec=spec)))
     return found

@@ -26,6 +26,7 @@ from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch, judg
 pytestmark = NEEDS_GPU
 
 WITH_WORKSPACE = ("fused", MANY, "staged", ENGINE)
+QUANTISING = ("fused", MANY, "staged")
 CAPTURABLE = (*WITH_WORKSPACE, "allgather")
 BACKENDS = (*CAPTURABLE, "collective")
 RANKS = max(2, min(4, GPUS))
@@ -154,7 +155,7 @@ QUANTISED = [
     "spec", QUANTISED, ids=lambda spec: f"{spec.output}-{spec.layout}-{spec.tokens}x{spec.hidden}-{spec.dtype}"
 )
 def test_rows_that_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) -> None:
-    if backend not in ("fused", MANY):
+    if backend not in QUANTISING:
         pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal says so")
     case = Case(RANKS, spec, backend, ("uniform", "masked", "one"), seed=spec.hidden)
     answers = ranks.run(RANKS, on_rank.quantised_steps, case)
@@ -163,7 +164,7 @@ def test_rows_that_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpe
 
 
 def test_raw_rows_of_an_odd_width_are_refused(ranks: GpuRanks, backend: str) -> None:
-    if backend not in ("fused", MANY):
+    if backend not in QUANTISING:
         pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal says so")
     spec = replace(QUANTISED[1], output="raw")
     for said in ranks.run(RANKS, on_rank.told_of_spec, Case(RANKS, spec, backend, ("uniform",))):

@@ -128,7 +128,7 @@ def test_inputs_that_require_grad_give_outputs_that_do_not(exchange: Exchange) -
         ([SPEC, SPEC], ["host", "collective"], ["backend is", "'host'", "'collective'"]),
         ([SPEC, SPEC], ["host", "fused"], ["'fused'; CPU ranks have auto, host, collective, allgather"]),
         ([ExchangeSpec(4, 16, 3, 2)] * 2, ["host"] * 2, ["3 experts on 2 ranks"]),
-        ([ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3")] * 2, ["auto"] * 2, ["backend auto", "only fused, on GPUs"]),
+        ([ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3")] * 2, ["auto"] * 2, ["backend auto", "only fused and staged, on GPUs"]),
     ],
 )
 def test_ranks_that_ask_for_different_things_all_raise(specs: list, backends: list, says: list[str]) -> None:
@@ -176,7 +176,9 @@ OLD = replace(B, name="A100", capability=(8, 0))
         ("fused", ExchangeSpec(4, 16, 1026, 2), [A, B], "experts is 1026; fused takes at most 1024"),
         ("fused", ExchangeSpec(4, 16, 9, 2), [A] * 9, "ranks is 9; fused takes at most 8"),
         ("fused", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], None),
-        ("staged", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], "only fused"),
+        ("staged", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], None),
+        ("staged", SPEC, [OLD, B], "A100 of rank 0 has compute capability 8.0; staged needs 9.0"),
+        ("allgather", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], "only fused and staged"),
         ("collective", SPEC, [A, B], None),
         ("collective", SPEC, [A, A], "ranks 0 and 1 share GPU a"),
         ("allgather", SPEC, [A, replace(B, nccl=False)], "the torch of rank 1 was built without NCCL"),

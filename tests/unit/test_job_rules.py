@@ -67,7 +67,11 @@ ON_A_DEVICE = [
         "a copy does not make float8_e4m3 of rows, leave wire or transport out",
     ),
     (CUDA, "exchange.backend=host", "host is no backend of cuda ranks, auto is one of any"),
-    (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=staged", "backend staged has no float8_e4m3"),
+    (
+        f"{CUDA}\nexchange: {{wire: float8_e4m3}}",
+        "exchange.backend=collective",
+        "backend collective has no float8_e4m3",
+    ),
     (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=allgather", "backend allgather has no float8_e4m3"),
     (f"{CUDA}\nsteps: {{graph: true}}", "exchange.backend=collective", "backend collective waits on the host, no CUDA"),
 ]
