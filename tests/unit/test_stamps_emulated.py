@@ -55,7 +55,10 @@ def _in_the_other_half(file: str) -> tuple[Change, ...]:
     return (Change(file, "half_(epoch & 1)", "half_((epoch & 1) ^ (epoch == 3))"),)
 
 
-SENT, QUANTISED, REDUCED = (_in_the_other_half(f"{file}.cuh") for file in ("sending", "quantising", "reducing"))
+SENT, REDUCED = (_in_the_other_half(f"{file}.cuh") for file in ("sending", "reducing"))
+QUANTISED = (
+    Change("quantised_sending.cuh", "slot_at(peer_, epoch_ & 1,", "slot_at(peer_, (epoch_ & 1) ^ (epoch_ == 3),"),
+)
 STORED = (Change("storing.cuh", "if (!(mask >> peer & 1)) {", "if (epoch == 3 || !(mask >> peer & 1)) {"),)
 RAW = {"wire": FP8, "output": "raw", "hidden": 144}
 STALE = {
@@ -63,6 +66,7 @@ STALE = {
     "halves of fused": Stale("fused", SENT, form="halves"),
     "fused, fp8": Stale("fused", QUANTISED, spec={"wire": FP8, "hidden": 136}),
     "fused, fp8 raw": Stale("fused", QUANTISED, spec=RAW),
+    "staged, fp8 raw": Stale("staged", QUANTISED, spec=RAW),
     "staged": Stale("staged", STORED),
     "halves of staged": Stale("staged", STORED, form="halves"),
     "fused, layout rank": Stale("fused", SENT, spec={"layout": "rank"}),
