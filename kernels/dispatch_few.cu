@@ -97,7 +97,7 @@ class Sender {
     long long expert_ = -1;  // of entry k of the row, in thread k
 };
 
-// A warp that places: `begin` a unit, `look` at it until it is `settled`, then `place` it.
+// A warp that places: `begin` a unit, `await` it until it is `settled`, then `place` it.
 class Placer {
   public:
     __device__ Placer(const DispatchParams& p, u64 epoch, u8* stages, u32 warps)

@@ -11,9 +11,7 @@ namespace raymoe {
 
 class FewRouter {
   public:
-    static __device__ __forceinline__ u32 shared_words(const DispatchParams& p) { return p.experts; }
-
-    // Shared memory: the counts of what is before the run. The `number`-th router takes every p.routers-th run.
+    // Shared memory: `experts` counts, of what is before the run. The `number`-th router takes every p.routers-th run.
     __device__ FewRouter(const DispatchParams& p, u32 number, u8* shared)
         : p_(p), number_(number), counts_(reinterpret_cast<u32*>(shared)) {}
 
