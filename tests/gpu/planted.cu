@@ -19,7 +19,7 @@ extern "C" __global__ void behind(const __grid_constant__ raymoe::Planted plante
   if (threadIdx.x <= planted.count) planted.words[threadIdx.x] = threadIdx.x;
 }
 
-// synccheck: the halves of each warp wait at different barriers of the program, and lanes name a mask without themselves.
+// synccheck: the two parts of each warp wait at different barriers of the program.
 extern "C" __global__ void divergent(const __grid_constant__ raymoe::Planted planted) {
   __shared__ unsigned int seen[kThreads];
   seen[threadIdx.x] = threadIdx.x;
@@ -31,7 +31,6 @@ extern "C" __global__ void divergent(const __grid_constant__ raymoe::Planted pla
     asm volatile("bar.sync 0;" ::: "memory");
     seen[threadIdx.x] *= 5;
   }
-  __syncwarp(~(1u << threadIdx.x % 32));
   if (threadIdx.x < planted.count) planted.words[threadIdx.x] = seen[planted.count - 1 - threadIdx.x];
 }
 

@@ -23,7 +23,7 @@ from typing import Self
 
 PREFIX = "========="
 _HEADLINE = "COMPUTE-SANITIZER"
-_SUMMARY = re.compile(r"^(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)\b")
+_SUMMARY = re.compile(r"^(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)\b(?! were not printed)")
 _PLACE = re.compile(
     r"(?:(?:(?P<access>\w+) access )?\bat |Device Frame: ?)"
     r"(?P<function>\S.*?)\+0x[0-9a-f]+(?: in (?P<file>\S+?):(?P<line>\d+))?(?=\s|$)"

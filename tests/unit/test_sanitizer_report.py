@@ -67,6 +67,12 @@ def test_errors_have_their_places():
     assert barrier.places == (Place("", "divergent", "planted.cu", 29),)
 
 
+def test_errors_that_were_not_printed_are_counted_once():
+    more = "========= ERROR SUMMARY: 924 errors were not printed. Use --print-limit option to adjust the number of them"
+    report = Report.of(f"{SYNCCHECK.replace('1 error', '1024 errors')}{more}\n")
+    assert (report.summaries, report.total, report.clean) == (1, 1024, False)
+
+
 def test_hazards_are_pairs_of_accesses():
     report = Report.of(RACECHECK)
     written = Place("Write", "unordered", "planted.cu", 37)

@@ -61,17 +61,11 @@ class QuantisedArriving {
         gathering_.begin((1u << groups_of(bytes_)) - 1);
     }
 
-    __device__ __forceinline__ void ask() {
-        const Part part(0, bytes_);
-        gathering_.ask([&](u32 i) { return part.look(lines_, i, epoch_); });
-    }
+    __device__ __forceinline__ void ask() { gathering_.ask(Part(0, bytes_), lines_, epoch_); }
 
     __device__ __forceinline__ u32 stale() const { return gathering_.stale(epoch_); }
 
-    __device__ __forceinline__ bool settle(u32 stale) {
-        gathering_.settle(stale);
-        return gathering_.missing == 0;
-    }
+    __device__ __forceinline__ bool settle(u32 stale) { return gathering_.settle(stale); }
 
     __device__ __forceinline__ void place(const Arriving& row, u32 place) {
         const Part part(0, bytes_);

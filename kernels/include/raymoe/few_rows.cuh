@@ -124,18 +124,11 @@ class PlainArriving {
         }
     }
 
-    __device__ __forceinline__ void ask() {
-        const Part part(begin_, p_.row_bytes);
-        gathering_.ask([&](u32 i) { return part.look(lines_, i, epoch_); });
-    }
+    __device__ __forceinline__ void ask() { gathering_.ask(Part(begin_, p_.row_bytes), lines_, epoch_); }
 
     __device__ __forceinline__ u32 stale() const { return gathering_.stale(epoch_); }
 
-    // True: nothing is missing.
-    __device__ __forceinline__ bool settle(u32 stale) {
-        gathering_.settle(stale);
-        return gathering_.missing == 0;
-    }
+    __device__ __forceinline__ bool settle(u32 stale) { return gathering_.settle(stale); }
 
     __device__ __forceinline__ void place(const Arriving& row, u32 place) {
         const Part part(begin_, p_.row_bytes);

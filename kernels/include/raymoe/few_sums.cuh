@@ -209,8 +209,7 @@ class Summer {
                     const u8* slot = line_slot(p_, p_.peers.rank, epoch & 1, ranks[i / FEW_SUMMED], token());
                     return part.look(slot, i % FEW_SUMMED, epoch);
                 });
-                lines.settle(__reduce_or_sync(0xFFFFFFFF, lines.stale(epoch)));
-                return lines.missing == 0;
+                return lines.settle(__reduce_or_sync(0xFFFFFFFF, lines.stale(epoch)));
             };
             if (!wait_as_warp(look, epoch, Waiting{p_.op, ranks[0], epoch}, p_.watch)) {
                 return false;

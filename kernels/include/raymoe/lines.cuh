@@ -118,6 +118,11 @@ struct Gathering {
 
     __device__ __forceinline__ void begin(u32 groups) { missing = asked = groups; }
 
+    // Loads, of the groups of lines from that of `part` on.
+    __device__ __forceinline__ void ask(const Part& part, const u8* from, u64 epoch) {
+        ask([&](u32 i) { return part.look(from, i, epoch); });
+    }
+
     // Loads; `look(i)` is that of group i.
     template <class Look>
     __device__ __forceinline__ void ask(Look look) {
@@ -139,10 +144,11 @@ struct Gathering {
         return threadIdx.x % PARTS == PARTS - 1 ? found & asked : 0;
     }
 
-    // Given what all threads of the warp have found.
-    __device__ __forceinline__ void settle(u32 stale) {
+    // Given what all threads of the warp have found. True: nothing is missing.
+    __device__ __forceinline__ bool settle(u32 stale) {
         missing = (missing & ~asked) | stale;
         asked = PROBES && stale != 0 ? missing & (0 - missing) : missing;
+        return missing == 0;
     }
 };
 
