@@ -1,7 +1,9 @@
 """CUDA graphs: capture what a function enqueues, replay it, let go of it in the right order.
 
 Capture is `thread_local`: Ray's other threads call CUDA too, and must neither break a capture nor be broken by it. What
-is captured was made before: a call that would allocate, load or synchronise inside a capture is an error.
+is captured was made before: a call that would allocate, load or synchronise inside a capture is an error. Nor is
+garbage collected inside: torch ends the process where a pool of memory, an old capture's, goes in the middle of a new
+one.
 
 The order at the end: the replays are awaited, then the executable graph goes, then the graph, then what `keeps` holds
 (plans, buffers, functions), which the caller closes afterwards.
@@ -9,7 +11,9 @@ The order at the end: the replays are awaited, then the executable graph goes, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -48,7 +52,8 @@ class Graph:
             mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
             call("cuStreamBeginCapture", stream, mode)
             try:
-                enqueue()
+                with _keeping_garbage():
+                    enqueue()
             except BaseException:
                 _abandon(stream)
                 raise
@@ -100,6 +105,18 @@ class Graph:
         if resource is None:
             raise CudaError("a closed graph was to be used; capture a new one")
         return resource
+
+
+@contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """Cycles that nobody refers to stay until the end, with whatever their destructors would do to the device."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _abandon(stream: int) -> None:

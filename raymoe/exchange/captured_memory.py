@@ -18,7 +18,12 @@ class CapturedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = _cuda.MemPool() if device.type == "cuda" else None
+        self._pool: Any = _cuda.MemPool() if device.type == "cuda" else None
 
     def __call__(self) -> AbstractContextManager[object]:
         return _cuda.use_mem_pool(self._pool) if capturing(self._device) else nullcontext()
+
+    def close(self) -> None:
+        """Let go of the pool now, and not when a collection of garbage finds it: torch ends the process if that is
+        while any stream is captured. What was allocated stays until its tensors go."""
+        self._pool = None

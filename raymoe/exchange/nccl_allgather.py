@@ -83,5 +83,6 @@ class NcclAllgather:
     def check(self) -> None:
         self._telling.check()
 
-    def close(self, together: bool) -> None:
-        """Nothing: the rounds are the world's, and memory is torch's."""
+    def close(self, together: bool) -> None:  # noqa: ARG002
+        """The rounds are the world's, and stay."""
+        self._memory.close()

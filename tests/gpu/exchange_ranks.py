@@ -3,6 +3,7 @@ backend is held to the same; most of it runs on CPU ranks too."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -323,6 +324,26 @@ def in_halves(world: World, case: Case, captured: bool) -> list[Result]:
             step()
             results.append(captures.result())
         captures.close()
+    return results
+
+
+def collected_inside(world: World, case: Case) -> list[Result]:
+    """Steps of exchanges that are captured while what is left of the last one is collected: in a cycle, closed."""
+    results = []
+    with own_stream(world.device):
+        for index in range(3):
+            with open_exchange(world, case) as exchange:
+                captures = Captures(world, exchange, case, case.spec.tokens)
+                cycle: list[object] = [exchange]
+                cycle.append(cycle)
+                run_step(exchange, case, batches(case, index)[world.rank])
+                step = captures.capture(
+                    lambda at=captures: (gc.collect(), at._dispatch(), at._experts(), gc.collect(), at._combine())
+                )
+                captures.inputs.load(batches(case, index)[world.rank])
+                step()
+                results.append(captures.result())
+                captures.close()
     return results
 
 

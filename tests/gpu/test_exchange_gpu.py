@@ -331,6 +331,16 @@ def test_refused_data_is_told_by_all_and_the_next_step_works(
     assert len(set(told)) == 1
 
 
+def test_what_is_left_of_a_closed_exchange_may_be_collected_inside_a_capture(ranks: GpuRanks, backend: str) -> None:
+    case = Case(RANKS, SMALL, capturable(backend), ("uniform", "masked", "one"), seed=3, prefix=True)
+    answers = ranks.run(RANKS, on_rank.collected_inside, case)
+    for step in range(len(case.routing)):
+        sent = [on_rank.padded(batch, SMALL.tokens) for batch in batches(case, step)]
+        for rank in range(RANKS):
+            judge_dispatch(case, sent, rank, answers[rank][step])
+            judge_combine(case, sent[rank], answers[rank][step].y)
+
+
 def test_refused_replays(ranks: GpuRanks, backend: str) -> None:
     case = Case(RANKS, SMALL, capturable(backend), ("uniform",) * 5, seed=6, ragged=False)
     for steps in ranks.run(RANKS, on_rank.refuse_in_replay, case):

@@ -1,6 +1,8 @@
 """Graphs and clocks: what is captured can be replayed, what cannot be captured says so, and nothing is left broken."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -80,6 +82,33 @@ def test_a_failure_inside_leaves_the_stream_usable(gpu, copies, source, into):
     with pytest.raises(ValueError, match="broken on purpose"):
         Graph.capture(gpu, stream, fails)
     assert usable(copies, into, source)
+
+
+class Pools:
+    """A pool of torch's, in a cycle: to let go of it inside a capture ends the process."""
+
+    def __init__(self):
+        self.pool, self.itself = torch.cuda.MemPool(), self
+
+
+def test_garbage_stays_until_the_capture_is_over(gpu, copies, source, into):
+    stream, launch, gone = copies.stream.cuda_stream, copies.of(into, source), []
+    thresholds = gc.get_threshold()
+
+    def enqueue():
+        weakref.finalize(Pools(), gone.append, True)
+        kept = [[] for _ in range(1000)]  # each of them may have garbage collected
+        assert kept and not gone
+        launch(stream)
+
+    gc.set_threshold(1)
+    try:
+        Graph.capture(gpu, stream, enqueue).close()
+        assert gc.isenabled()
+        gc.collect()
+        assert gone
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 FORBIDDEN = {
