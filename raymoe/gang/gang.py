@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.gang import supervisor as sv
+from raymoe.gang.last_words import last_words
 from raymoe.gang.placement import Room, Seat, order
 from raymoe.gang.rank import Line, RankActor, Seating, Status
 from raymoe.gang.undertaker import bury
@@ -207,8 +208,13 @@ class Gang:
 
     def _how_lost(self, call: Call) -> str:
         seat = self.seats.get(call.rank)
-        where = f" (pid {seat.process[0]})" if seat else ""
-        return f"rank {call.rank}{where} died in `{call.what}`; its log is in /tmp/ray/session_latest/logs (`ray logs`)"
+        if seat is None or seat.errors is None:
+            pid = f" (pid {seat.process[0]})" if seat else ""
+            return f"rank {call.rank}{pid} died in `{call.what}`; `ray logs` has what it said"
+        here = seat.node == ray.get_runtime_context().get_node_id()
+        cause = last_words(seat.errors) if here else None
+        why, where = cause or "without a word", seat.errors if here else f"{seat.errors} on its node"
+        return f"rank {call.rank} (pid {seat.process[0]}) died in `{call.what}`: {why}; its log: {where}"
 
     # Polls.
 

@@ -24,6 +24,7 @@ class Seat:
     node: str
     gpu: str | None  # as Ray names it: mostly a number, a UUID where the node was started with UUIDs
     process: tuple[int, int]
+    errors: str | None = None  # the file of its standard error
 
 
 def order(seats: Sequence[Seat]) -> list[int]:

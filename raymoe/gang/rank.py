@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
+from raymoe.gang.last_words import standard_error
 from raymoe.gang.placement import Seat
 from raymoe.gang.supervisor import Failure
 from raymoe.gang.undertaker import start_time
@@ -81,7 +82,7 @@ class Rank:
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         process = (os.getpid(), start_time(os.getpid()))
-        return Seat(bundle, context.get_node_id(), gpus[0] if gpus else None, process)
+        return Seat(bundle, context.get_node_id(), gpus[0] if gpus else None, process, standard_error())
 
     def open(self, seating: Seating) -> dict[str, Any] | Failure:
         """Import torch, make this rank's memory, and tell peers how to reach it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -46,12 +47,19 @@ def test_a_rank_killed_in_a_step_is_named_within_a_second_and_the_gang_goes_on(
     assert (first["cause"], first["culprit"]) == ("RankDied", 1) and second["cause"] == "done"
 
 
-def test_a_rank_killed_with_no_restart_left_is_exit_4(start: Start, head: Head, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGKILL, "without a word"), (signal.SIGSEGV, "Segmentation fault")]
+)
+def test_a_rank_killed_with_no_restart_left_is_exit_4_and_its_last_words_are_told(
+    start: Start, head: Head, tmp_path: Path, number: signal.Signals, why: str
+) -> None:
     run = start(configs.write(tmp_path, steps__count=configs.LONG, world__restarts=0), "--address", head.address)
     victim = run.pids()[2]
-    os.kill(victim, signal.SIGKILL)
+    os.kill(victim, number)
     assert run.end(10) == 4
-    assert "rank 2" in run.last_line() and str(victim) in run.last_line()
+    told = re.search(rf"rank 2 \(pid {victim}\) died in `run`: {why}; its log: (\S+)$", run.last_line())
+    assert told is not None, run.last_line()
+    assert str(victim) in told[1] and Path(told[1]).is_file()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
