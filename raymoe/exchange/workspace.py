@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raymoe.device.combine import MOST_PIECES, most_pieces
 from raymoe.device.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
 from raymoe.device.few import LINE_BYTES, quantised_lines, row_lines
-from raymoe.device.trace import MOST_BLOCKS, TRACE_POINTS, timeline
+from raymoe.device.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from raymoe.memory.world import World
 
-STAMPS_VARIABLE, TRACE_VARIABLE = "RAYMOE_STAMPS", "RAYMOE_TRACE"
+STAMPS_VARIABLE = "RAYMOE_STAMPS"
 
 _OWN = ("dispatch", "combine", "scratch", "dispatch_taken", "combine_taken")
 """128 bytes each, of this rank alone."""
@@ -189,9 +189,11 @@ class Workspace:
 
     - **One stream.** Its operations follow one another; two streams have two workspaces.
     - **Failed once, failed for ever.** A wait that ran out of time poisons every exchange on it.
+    - **`traced`.** Blocks of `fused` store when they came to which point of a kernel, for `timeline`. It costs them a
+      little speed. `staged` has several launches, of which the later ones overwrite what the earlier ones stored.
     """
 
-    def __init__(self, world: World, *specs: ExchangeSpec) -> None:
+    def __init__(self, world: World, *specs: ExchangeSpec, traced: bool = False) -> None:
         from raymoe.device.error_word import ErrorWord
         from raymoe.device.kernels import Kernels
         from raymoe.transport.watchdog import Watchdog
@@ -199,8 +201,7 @@ class Workspace:
         # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and who reads it checks. It costs some speed; it is for
         # tests, which hold the kernels to the protocol with it.
         self.stamped = os.environ.get(STAMPS_VARIABLE) == "1"
-        # RAYMOE_TRACE=1: blocks store when they came to which point of a kernel; `timeline` reads that.
-        self.traces = os.environ.get(TRACE_VARIABLE) == "1"
+        self.traces = traced
         self._traces: dict[str, torch.Tensor] = {}
         self.world, self.bounds = world, Bounds.of(*specs, stamped=self.stamped)
         problem: ConfigError | None = None
@@ -250,7 +251,8 @@ class Workspace:
         import torch  # not above: bytes are counted with this module where no torch is loaded
 
         if op not in self._traces:
-            self._traces[op] = torch.zeros(MOST_BLOCKS, TRACE_POINTS, dtype=torch.int64, device=self.world.device)
+            blocks = BLOCKS_A_SM * self.world.gpu.sms
+            self._traces[op] = torch.zeros(blocks, TRACE_POINTS, dtype=torch.int64, device=self.world.device)
         return int(self._traces[op].data_ptr())
 
     def timeline(self, op: str) -> dict[str, tuple[float, float, float]]:

@@ -31,6 +31,9 @@ MEANINGS = (
     Meaning("routing.file", "routing.kind", ("trace",), strict=True),
     Meaning("p2p.pairs", "p2p.pattern", ("pairs",), strict=True),
     Meaning("exchange.output", "exchange.wire.dispatch", ("float8_e4m3",), strict=True),
+    Meaning("steps.trace", "workload", ("exchange",), strict=True),
+    Meaning("steps.trace", "world.device", ("auto", "cuda"), strict=True),
+    Meaning("steps.trace", "exchange.backend", ("auto", "fused"), strict=True),
 )
 
 

@@ -166,6 +166,9 @@ class Steps(Section):
     """Whether steps are replayed from a CUDA graph; auto is yes where it can be. CPU ranks have none."""
     verify: bool = True
     """Whether the first, the last and every 50th step are checked, off the clock."""
+    trace: bool = False
+    """Whether kernels of `fused` tell when their blocks came to which point: in the lines of dispatch and combine, of
+    runs of their own after the steps. It costs the steps a little speed."""
 
 
 class P2p(Section):

@@ -1,5 +1,5 @@
 """Figures of what the links of a machine gave: the matrix of all pairs, and curves over the size of a message; and of
-exchanges, which `exchange_plots.py` and `sms_plots.py` draw.
+exchanges, which `exchange_plots.py`, `sms_plots.py` and `timeline_plots.py` draw.
 
 Each is written as PNG and as SVG; the same lines give the same SVG, byte for byte. Figures are made without pyplot, and
 matplotlib's settings are as they were afterwards: this can be called from a program that draws figures of its own.
@@ -29,6 +29,7 @@ from raymoe.report.exchange_plots import exchange_figures
 from raymoe.report.record import Record
 from raymoe.report.results import Line
 from raymoe.report.sms_plots import sms_figures
+from raymoe.report.timeline_plots import timeline_figures
 from raymoe.report.ways import Way, gbps, link_of, measured, three_digits, us, ways_of, whole
 
 FOLDER = "plots"
@@ -40,13 +41,13 @@ PANELS_ABREAST = 3
 
 def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
     """Draw what can be drawn of these lines into `plots/` of a run's directory: copies, and exchanges between GPUs over
-    tokens and over multiprocessors. Gives the files, none where there is nothing of either."""
+    tokens, over multiprocessors, and where their time goes. Gives the files, none where there is nothing of either."""
     copies = [line for line in lines if line["op"] == "copy" and line["us_p50"] and line["bytes"]]
     folder = directory / FOLDER
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         of_copies = figures(ways_of(copies, _protocol(directory)))
-        drawn = chain(of_copies, exchange_figures(lines), sms_figures(lines))
+        drawn = chain(of_copies, exchange_figures(lines), sms_figures(lines), timeline_figures(lines))
         for stem, figure in drawn:
             try:
                 folder.mkdir(exist_ok=True)

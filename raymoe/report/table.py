@@ -9,13 +9,15 @@ from raymoe.report.columns import Column, caption_of, columns_of
 from raymoe.report.fit import fits
 from raymoe.report.results import Line
 from raymoe.report.side_by_side import tables
+from raymoe.report.timelines import timelines
 
 
 def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -> str:
     """The text of the table, one part for each workload; empty when there is no line. It ends with a line end.
 
     Exchanges that were measured by several backends over several counts of tokens follow side by side, and straight
-    lines through their times; exchanges beside a product, with what each cost the other.
+    lines through their times; exchanges beside a product, with what each cost the other; where the time of traced ones
+    goes.
     """
     parts = []
     for workload in dict.fromkeys(line["workload"] for line in lines):
@@ -25,7 +27,8 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
         # rich would fold or cut what does not fit; a row that runs over the edge still says everything.
         fit = sum(size + 2 for size in _widths(columns)) <= width
         parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fit else _plain(columns)}")
-        parts += [f"{title}\n{_plain(beside)}" for title, beside in (*tables(part), *fits(part), *overlaps(part))]
+        others = (*tables(part), *fits(part), *overlaps(part), *timelines(part))
+        parts += [f"{title}\n{_plain(other)}" for title, other in others]
     return "\n".join(parts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -19,11 +19,12 @@ from raymoe.moe.layer import expert_major
 from raymoe.moe.seeds import generator
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
-from raymoe.workload.measure import Step, Steps, measure
+from raymoe.workload.measure import Step, Steps, aborting, measure
 from raymoe.workload.oracle import BOUNDS, FLOAT8_BOUND, AffineExperts, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Draw, Routing
+from raymoe.workload.timelines import Timeline
 from raymoe.workload.traffic import Traffics, rows_for
 
 ROW_PUSH = "row_push"
@@ -41,6 +42,10 @@ class Doing(Protocol):
         """The keys of a result line that only whoever does the step knows, `backend` among them."""
 
     def __call__(self, index: int, *, verify: bool) -> Step: ...
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Of the operations whose kernels tell it, when blocks of the slowest rank came to which point. By all ranks,
+        after the steps."""
 
 
 def run_exchange(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -60,9 +65,14 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         keys = do_step.keys
         what = f"{case.name}: exchange by {keys['backend']}"
         measured = measure(world, steps, do_step, telling(progress, steps.total), what)
+        with aborting(world):
+            timelines = do_step.timelines()
     by_op = traffic_of(world, inputs.draws, spec).by_op
     return [
-        result_line(case, op, by_op[op], measured, place) | shape_keys(case, str(keys["backend"])) | keys | {"l2": l2}
+        result_line(case, op, by_op[op], measured, place)
+        | shape_keys(case, str(keys["backend"]))
+        | keys
+        | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
         for place, (op, l2) in enumerate(do_step.ops)
     ]
 
@@ -81,21 +91,26 @@ def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Traff
 @contextmanager
 def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> Iterator[Doing]:
     """The step of a case, with the exchange that it belongs to."""
-    asked, graph = case.job.exchange, case.job.steps.graph
+    asked, wanted = case.job.exchange, case.job.steps
     if asked.backend == ROW_PUSH:
         from raymoe.workload.row_push import RowPushStep
 
         with closing(RowPushStep(world, spec, inputs, case.job)) as push:
             yield push
         return
-    with Exchange(world, spec, asked.backend, sms=asked.sms) as exchange:
+    with ExitStack() as stack:
         if world.device.type == "cpu":
+            exchange = stack.enter_context(Exchange(world, spec, asked.backend, sms=asked.sms))
             yield ExchangeStep(world, exchange, inputs)
             return
+        from raymoe.exchange.workspace import Workspace
         from raymoe.workload.exchange_gpu import GpuExchangeStep
 
-        with closing(GpuExchangeStep(world, exchange, inputs, graph)) as step:
-            yield step
+        traced = None
+        if wanted.trace and not spec.by_copy_engine:
+            traced = stack.enter_context(Workspace(world, spec, traced=True))
+        exchange = stack.enter_context(Exchange(world, spec, asked.backend, workspace=traced, sms=asked.sms))
+        yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, wanted.graph, traced)))
 
 
 class ExchangeStep:
@@ -131,6 +146,9 @@ class ExchangeStep:
         dispatch, combine = (dispatched - started) / 1e3, (perf_counter_ns() - resumed) / 1e3
         error = error_of(y, batch, self.experts) if verify else None
         return Step((dispatch, combine, dispatch + combine), error)
+
+    def timelines(self) -> dict[str, Timeline]:
+        return {}
 
     def _poison(self) -> None:
         """What the last step left must not be taken for what the next one brings. Slots are not ours to write to."""

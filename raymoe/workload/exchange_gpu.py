@@ -9,14 +9,16 @@ import torch
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import COPY_ENGINE, FP8_BLOCK
+from raymoe.exchange.workspace import Workspace
 from raymoe.job.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
 from raymoe.moe.seeds import generator
 from raymoe.workload.inputs import Batch, Inputs
 from raymoe.workload.lines import Line
 from raymoe.workload.measure import Step
-from raymoe.workload.op_clock import OpClock, TimedOp, calls_of
+from raymoe.workload.op_clock import OpClock, TimedOp, Work, calls_of
 from raymoe.workload.oracle import AffineExperts, error_of
+from raymoe.workload.timelines import SAMPLES, Timeline, Times, of_slowest, typical
 
 OPS = tuple((op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm"))
 """What a step times, in this order, and the state of the L2 cache."""
@@ -34,8 +36,16 @@ class GpuExchangeStep:
     priority = 0
     """Of the stream; lower goes first."""
 
-    def __init__(self, world: World, exchange: Exchange, inputs: Inputs, graph: Literal["auto"] | bool) -> None:
-        self.world, self.exchange, self.inputs = world, exchange, inputs
+    def __init__(
+        self,
+        world: World,
+        exchange: Exchange,
+        inputs: Inputs,
+        graph: Literal["auto"] | bool,
+        traced: Workspace | None = None,
+    ) -> None:
+        """`traced` is the workspace of the exchange, if its kernels tell their times."""
+        self.world, self.exchange, self.inputs, self._traced = world, exchange, inputs, traced
         spec = exchange.spec
         self.experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
         first = inputs.at(0)
@@ -81,6 +91,24 @@ class GpuExchangeStep:
             error = error_of(y, self.batch, self.experts) if torch.equal(y, self.y) else torch.inf
             self._fill_rows()
             return Step(tuple(us), error)
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Of dispatch and combine, each alone, in eager runs on a cold L2 cache: in a graph of many runs some points
+        would keep the time of the first."""
+        if self._traced is None or self.exchange.backend != "fused":
+            return {}
+        found = {}
+        with torch.cuda.stream(self.stream):
+            for op, work in (("dispatch", self._dispatch), ("combine", self._combine)):
+                self._times(op, work, self._traced)  # with it goes what the steps have left
+                mine = typical([self._times(op, work, self._traced) for _ in range(SAMPLES)])
+                ranks: list[Times] = self.world.swap(mine, f"{op}: timeline")  # type: ignore[assignment]
+                found[op] = of_slowest(ranks)
+        return found
+
+    def _times(self, op: str, work: Work, traced: Workspace) -> Times:
+        self.clock.cold_us(work)
+        return traced.timeline(op)
 
     def close(self) -> None:
         """Give up the graphs; before the exchange is closed."""

@@ -8,7 +8,8 @@ the same times.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
@@ -72,10 +73,17 @@ class Measured:
 
 def measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, float], None], what: str) -> Measured:
     """Run all steps. `tell` is called after each block with the steps done so far and the block's seconds."""
-    try:
+    with aborting(world):
         return _measure(world, steps, do_step, tell, what)
+
+
+@contextmanager
+def aborting(world: World) -> Iterator[None]:
+    """Where a peer is gone, nothing that is closed on the way out shall wait for it once more."""
+    try:
+        yield
     except PeerTimeout as error:
-        world.abort(str(error))  # a peer is gone: nothing that is closed on the way out shall wait for it once more
+        world.abort(str(error))
         raise
 
 

@@ -107,7 +107,7 @@ class OpClock:
 
     def cold_us(self, work: Work) -> float:
         """Microseconds of something that is enqueued eagerly while the stream is held, on a cold L2 cache."""
-        return self._us(work, before=self._flush)
+        return self._us(work, before=self._flush, held=True)
 
     def since_begin(self, event: Any) -> float:
         """Microseconds from the start of the last sample's clock to an event that its work recorded."""
@@ -120,10 +120,10 @@ class OpClock:
         self._barrier.close()
         self._gate.close()
 
-    def _us(self, work: Work, *, before: Work | None = None) -> float:
+    def _us(self, work: Work, *, before: Work | None = None, held: bool = False) -> float:
         """Microseconds of `work`; `before` runs ahead of the barrier, off the clock."""
         stream = self._stream.cuda_stream
-        with self._gate.held(stream) if self.captured else nullcontext():
+        with self._gate.held(stream) if self.captured or held else nullcontext():
             if before is not None:
                 before()
             self._barrier(stream)

@@ -25,6 +25,7 @@ from raymoe.workload.lines import Line
 from raymoe.workload.measure import Step
 from raymoe.workload.op_clock import OpClock, calls_of
 from raymoe.workload.room_exchange import push_layout
+from raymoe.workload.timelines import Timeline
 
 LEFT_OUT = "routing, counts, own rows, quantisation, placement"
 
@@ -138,6 +139,9 @@ class RowPushStep:
         with torch.cuda.stream(self.stream):
             self.push.take(self._plans[index % len(self._plans)])
             return Step(self.clock.us(self._timed))
+
+    def timelines(self) -> dict[str, Timeline]:
+        return {}
 
     def close(self) -> None:
         self.clock.close()

@@ -157,7 +157,11 @@ class EmulatedKernels:
 
 
 def workspaces(
-    emulator: Emulator, *specs: ExchangeSpec, stamped: bool = True, timeout_s: float = LONG_S
+    emulator: Emulator,
+    *specs: ExchangeSpec,
+    stamped: bool = True,
+    traced: bool = False,
+    timeout_s: float = LONG_S,
 ) -> list[Workspace]:
     """One for each rank. `timeout_s` is of the machine's time, of which a step takes about 8 ns."""
     heaps: dict[str, tuple[Layout, list[Memory]]] = {}
@@ -170,7 +174,7 @@ def workspaces(
         mock.patch("raymoe.device.kernels.Kernels", EmulatedKernels),
         mock.patch("raymoe.transport.watchdog.Watchdog"),
     ):
-        return [Workspace(cast(Any, world), *specs) for world in worlds]
+        return [Workspace(cast(Any, world), *specs, traced=traced) for world in worlds]
 
 
 class EmulatedBackend(FusedBackend):

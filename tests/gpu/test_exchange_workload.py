@@ -8,13 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from raymoe.device.trace import POINTS  # noqa: E402
 from raymoe.exchange.exchange import Exchange  # noqa: E402
+from raymoe.exchange.workspace import FEW_TOKENS  # noqa: E402
 from raymoe.job import Job  # noqa: E402
 from raymoe.job.errors import ConfigError, RaymoeError, WrongResult  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
 from raymoe.workload import run_case  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
+from tests.unit.timeline_judge import judge_timeline  # noqa: E402
 
 pytestmark = NEEDS_GPU
 
@@ -117,6 +120,38 @@ def test_the_yardstick_has_one_operation_and_claims_nothing(ranks):
     for line in lines:
         assert (line["verified"], line["max_error"], line["graph"]) == (None, None, True)
         assert "routing" in line["leaves_out"] and line["bytes_wire"] > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wire", "graph"),
+    [
+        (3, "bfloat16", True),
+        (3, "float8_e4m3", False),
+        (FEW_TOKENS + 1, "bfloat16", False),
+        (FEW_TOKENS + 1, "float8_e4m3", True),
+    ],
+)
+def test_traced_kernels_tell_where_the_time_of_dispatch_and_of_combine_goes(ranks, tokens, wire, graph):
+    exchange, steps = {"backend": "fused", "wire": {"dispatch": wire}}, {"graph": graph, "trace": True}
+    lines = lines_of(ranks, job(2, shape={"tokens": tokens}, exchange=exchange, steps=steps))
+    assert [(line["op"], line["l2"], line["verified"]) for line in lines] == [(*op, True) for op in OPS]
+    told = {line["op"]: line["timeline"] for line in lines if line["timeline"]}
+    assert list(told) == ["dispatch", "combine"]
+    for line in lines:
+        assert (line["timeline"] is not None) == (line["l2"] == "cold" and line["op"] != "exchange")
+    for op, timeline in told.items():
+        judge_timeline(op, {point: tuple(times) for point, *times in timeline}, slack_us=1.2)
+        medians = [median for _, _, median, _ in timeline]
+        assert medians == sorted(medians)
+        assert {point for point, *_ in timeline} <= set(POINTS[op])
+        assert ("arrived" in {point for point, *_ in timeline}) == (tokens > FEW_TOKENS)
+
+
+def test_backends_that_trace_nothing_run_as_ever_beside_one_that_does(ranks):
+    given = job(RANKS, steps={"trace": True}) | {"matrix": {"exchange.backend": ["staged", "row_push", "fused"]}}
+    lines = lines_of(ranks, given)
+    assert {line["backend"] for line in lines if line["timeline"]} == {"fused"}
+    assert {line["backend"] for line in lines} == {"staged", "row_push", "fused"}
 
 
 def spoilt(world: World, given: dict[str, Any], fault: str) -> list[dict[str, Any]]:

@@ -67,6 +67,41 @@ def copy_case() -> list[Line]:
     ]
 
 
+def traced_exchange(tokens: tuple[int, ...] = (1, 4096)) -> list[Line]:
+    """Lines of `fused` with made-up timelines, which few tokens have less of."""
+    lines = gpu_exchange("fused", 8.0, tokens)
+    for line in lines:
+        count = int(str(line["tokens"]))
+        names = DISPATCH_POINTS if line["op"] == "dispatch" else COMBINE_POINTS
+        if line["l2"] == "cold" and line["op"] != "exchange":
+            points = [
+                [name, *(round(at + share * count / 8, 1) for at, share in times)]
+                for name, times in names.items()
+                if count > 1 or name not in ("arrived", "planned")
+            ]
+            line["timeline"] = sorted(points, key=lambda point: point[2])
+    return lines
+
+
+# Microseconds of the first, the median and the last block with no tokens, and their shares of the time of the rows.
+DISPATCH_POINTS = {
+    "start": ((0.0, 0), (0.4, 0), (1.1, 0)),
+    "first push": ((2.4, 0), (3.0, 0.01), (3.6, 0.02)),
+    "last push": ((3.0, 0.78), (3.8, 0.9), (4.9, 0.94)),
+    "arrived": ((3.4, 0.79), (4.3, 0.91), (5.4, 0.95)),
+    "said done": ((3.5, 0.79), (4.4, 0.91), (5.5, 0.95)),
+    "told": ((1.6, 0.02), (2.0, 0.02), (2.8, 0.025)),
+    "counts": ((3.9, 0.03), (4.1, 0.04), (4.6, 0.045)),
+    "planned": ((4.5, 0.05), (4.9, 0.06), (5.5, 0.065)),
+    "first row": ((4.6, 0.05), (5.0, 0.06), (5.9, 0.07)),
+    "last row": ((4.7, 0.6), (5.4, 0.93), (6.3, 0.95)),
+    "placed": ((4.9, 0.62), (5.8, 0.93), (6.8, 0.97)),
+    "end": ((3.6, 0.62), (6.0, 0.92), (7.0, 0.97)),
+    "all awaited": ((7.3, 0.97), (7.3, 0.97), (7.3, 0.97)),
+}
+COMBINE_POINTS = {name: times for name, times in DISPATCH_POINTS.items() if name not in ("told", "planned")}
+
+
 GPU_SHAPE = {"ranks": 4, "hidden": 7168, "experts": 256, "topk": 8, "dtype": "bfloat16", "wire": "bfloat16"}
 LEFT_OUT = "routing, counts"
 ROW_BYTES = 14336

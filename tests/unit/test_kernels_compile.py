@@ -44,6 +44,8 @@ SOURCES = (
     *(dispatch_few_source(dtype, fp8=True) for dtype in DTYPES),
     dispatch_source(traces=True),
     dispatch_few_source(traces=True),
+    combine_source("bfloat16", traces=True),
+    combine_few_source("bfloat16", traces=True),
     *(combine_few_source(dtype) for dtype in DTYPES),
 )
 """As they are launched, each way of defining them."""
