@@ -92,9 +92,12 @@ def dispatch_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int
     FewGrid(leaving=4, arriving=16, rounds=1)
     >>> dispatch_few_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
     FewGrid(leaving=24, arriving=108, rounds=2)
+    >>> dispatch_few_grid(30, tokens=1024, ranks=4, sms=132, rounds=2)
+    FewGrid(leaving=34, arriving=98, rounds=2)
     """
     arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACERS, sms - 1))
-    return FewGrid.of(tokens * units, arriving, sms * SENDERS // SMS, sms, rounds)
+    senders = SENDERS if tokens <= SENDERS_TOKENS else SENDERS_OF_MORE
+    return FewGrid.of(tokens * units, arriving, sms * senders // SMS, sms, rounds)
 
 
 def combine_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> FewGrid:
@@ -121,6 +124,10 @@ SENDERS, REDUCERS, SMS, ROUNDS = 24, 55, 132, 2
 """Of SMS multiprocessors, the most that work on what leaves; and blocks of each. 128 tokens of 7168 bfloat16 took 27.2
 us by 24 senders, 28.5 by 33, 29.0 by 44, 31.2 by 66; as 8-bit floats 20.8, 21.8, 22.6 and 23.2; a combine 24.1 by 55
 reducers, 24.4 by 44, 24.5 by 66, 25.8 by 80 (4x H200, cold L2 cache, 2026-11-21)."""
+
+SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
+"""1024 tokens of 7168 bfloat16 took 75 us by 24 senders, 73 by 28, 71 by 32, 69 by 36, 75 by 44 (2x H200, cold L2
+cache, 2026-11-22)."""
 
 LEAST_PLACERS = 16
 """Who places also fills the gaps of experts, a warp each. One token as 8-bit floats took 10.3 us with so many, 10.4

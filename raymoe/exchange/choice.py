@@ -144,7 +144,7 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
     from raymoe.exchange.fused import FusedBackend
     from raymoe.exchange.workspace import is_few
 
-    return (FewBackend if is_few(spec) else FusedBackend)(world, spec, wish.workspace, wish.sms)
+    return (FewBackend if is_few(spec, wish.sms) else FusedBackend)(world, spec, wish.workspace, wish.sms)
 
 
 def _impossible(world: World, spec: ExchangeSpec, wish: Wish) -> ConfigError | None:

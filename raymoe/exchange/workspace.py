@@ -30,13 +30,23 @@ _OWN = ("dispatch", "combine", "scratch", "dispatch_taken", "combine_taken")
 """128 bytes each, of this rank alone."""
 
 
-FEW_TOKENS = 128
-"""Of a rank: up to here rows travel in lines."""
+FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM = 4096, 16 << 20, 40 << 10
+"""Of a rank, of their rows, and of these for each multiprocessor where a number of them is asked for: up to here rows
+travel in lines. 1024 tokens of 7168 bfloat16 took 71 us each way so, and 90 with flags; by 64 multiprocessors 188 and
+160, with flags 86 and 145 (2x H200, cold L2 cache, 2026-11-22). On more GPUs a line's 8 bytes in 128 weigh more."""
 
 
-def is_few(spec: ExchangeSpec) -> bool:
-    """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert."""
-    return spec.tokens <= FEW_TOKENS and spec.layout == "expert" and not spec.by_copy_engine
+def is_few(spec: ExchangeSpec, sms: int | str = "auto") -> bool:
+    """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert.
+
+    >>> from dataclasses import replace
+    >>> spec = ExchangeSpec(tokens=1024, hidden=7168, experts=256, topk=8)
+    >>> is_few(spec), is_few(spec, sms=64), is_few(replace(spec, tokens=2048)), is_few(replace(spec, layout="rank"))
+    (True, False, False, False)
+    """
+    most = FEW_BYTES if sms == "auto" else min(FEW_BYTES, int(sms) * FEW_BYTES_OF_SM)
+    small = spec.tokens <= FEW_TOKENS and spec.tokens * spec.row_bytes <= most
+    return small and spec.layout == "expert" and not spec.by_copy_engine
 
 
 def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
