@@ -67,6 +67,19 @@ def _figure(group: Group, colours: Mapping[str, int]) -> Figure:
     return figure
 
 
+def apart(counts: Sequence[int]) -> list[int]:
+    """Those of them, in order, whose names have room beside one another on a logarithmic axis.
+
+    >>> apart([1, 2048, 3072, 4096, 6144, 8192])
+    [1, 2048, 4096, 8192]
+    """
+    kept: list[int] = []
+    for count in counts:
+        if not kept or count > 1.6 * kept[-1]:
+            kept.append(count)
+    return kept
+
+
 def _draw(axes: Axes, group: Group, colours: Mapping[str, int], of: Callable[[Line], float]) -> None:
     curves: dict[str, dict[int, float]] = {}
     for line in group.lines:
@@ -85,7 +98,7 @@ def _draw(axes: Axes, group: Group, colours: Mapping[str, int], of: Callable[[Li
             markersize=5,
             label=label,
         )
-    ticks = sorted({whole(line, "tokens") for line in group.lines})
+    ticks = apart(sorted({whole(line, "tokens") for line in group.lines}))
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(count) for count in ticks])
     axes.xaxis.set_minor_locator(NullLocator())

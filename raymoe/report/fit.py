@@ -9,8 +9,8 @@ from raymoe.report.columns import Column
 from raymoe.report.results import Line
 from raymoe.report.side_by_side import Group, groups_of
 
-FROM_TOKENS = 1024
-"""Below, what does not depend on tokens is a large part of the time."""
+FROM_TOKENS = 2048
+"""Below, what does not depend on tokens is a large part of the time, and rows travel in another way (`is_few`)."""
 
 LEAST_POINTS = 3
 LINEAR = 0.03

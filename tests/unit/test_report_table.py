@@ -118,12 +118,12 @@ def test_time_against_tokens_is_fitted_where_there_are_three_counts_of_many():
     bent = [line | {"us_p50": line["us_p50"] ** 1.3} for line in gpu_exchange("staged", 30.0, tokens)]
     text = render(gpu_exchange("fused", 30.0, tokens) + bent)
     title, head, _, *rows = text.split("\n\n")[-1].splitlines()
-    assert title.startswith("time against tokens from 1024 on, cold L2")
+    assert title.startswith("time against tokens from 2048 on, cold L2")
     fused = next(cells(row) for row in rows if row.startswith("dispatch"))
     assert cells(head)[:2] == ["op", "backend"]
     assert fused[:4] + fused[5:] == ["dispatch", "fused", "30.0", "128.00", "0.0%", "yes"]
     assert [cells(row)[-1] for row in rows if "staged" in row] == ["NO"] * 3
-    assert "time against tokens" not in render(gpu_exchange("fused", 30.0, (1024, 2048)))
+    assert "time against tokens" not in render(gpu_exchange("fused", 30.0, (1024, 2048, 4096)))
 
 
 def test_a_sweep_over_sms_has_a_column_for_each():
