@@ -3,7 +3,7 @@
 // One kernel, two kinds of work, on blocks that are all resident at once:
 //   reducers  sum this rank's experts' rows of each token of each peer, and push the sum to that peer (reducing.cuh)
 //   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive; what this rank's own
-//             experts made of it never leaves the rank, but is rounded as if it had
+//             experts made of it never leaves the rank, but is rounded as if it had, to what sums cross as
 // Both take pieces of rows, so that a few tokens are work for many warps.
 //
 // Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
@@ -81,13 +81,13 @@ __device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, 
     auto slot = [&](u32 rank) { return Term{p.slot_at(me, epoch & 1, rank, token), 1.0f}; };
     for (u32 step = begin; step < last; step += 32 * UNROLL) {
         const u32 first = step + threadIdx.x % 32;
-        ptx::Bytes16 own[UNROLL];  // rounded, as a peer's sum is; made first, so that fewer registers live at a time
+        Crossed own[UNROLL];  // rounded, as a peer's sum is; made first, so that fewer registers live at a time
         if (hits != 0) {
             float sums[UNROLL][Type::COUNT] = {};
             add_experts<Type>(p, entry, hits, first, last, sums);
 #pragma unroll
             for (u32 i = 0; i < UNROLL; ++i) {
-                own[i] = Type::pack(sums[i]);
+                own[i] = Crossed::pack(sums[i]);
             }
         }
         float sums[UNROLL][Type::COUNT] = {};
@@ -97,7 +97,7 @@ __device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, 
 #pragma unroll
                 for (u32 i = 0; i < UNROLL; ++i) {
                     float values[Type::COUNT];
-                    Type::unpack(own[i], values);
+                    own[i].unpack(values);
 #pragma unroll
                     for (u32 j = 0; j < Type::COUNT; ++j) {
                         sums[i][j] += values[j];
@@ -107,7 +107,7 @@ __device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, 
             }
             const u32 next = left & (left - 1);
             const bool both = next != 0 && __ffs(next) - 1 != me;
-            add_two<Type>(slot(rank), slot(both ? __ffs(next) - 1 : rank), both, first, last, sums);
+            add_two<Crossed>(slot(rank), slot(both ? __ffs(next) - 1 : rank), both, first, last, sums);
             left = both ? next : left;
         }
 #pragma unroll
@@ -205,9 +205,9 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
 
 }  // namespace raymoe
 
-// Half of a multiprocessor's registers, so that another kernel finds room beside this one. For Blackwell and with
-// stamps the compiler would have to spill (NVRTC 13.0), so there it may have more.
-#if __CUDA_ARCH__ >= 1000 || STAMPED
+// Half of a multiprocessor's registers, so that another kernel finds room beside this one. For Blackwell, with stamps
+// and where sums cross as another type the compiler would have to spill (NVRTC 13.0), so there it may have more.
+#if __CUDA_ARCH__ >= 1000 || STAMPED || RETYPES
 #define BLOCKS_A_MULTIPROCESSOR 1
 #else
 #define BLOCKS_A_MULTIPROCESSOR 2

@@ -56,6 +56,7 @@ class CombineParams(Params):
     tokens: U32
     topk: U32
     row_bytes: U32
+    wire_row_bytes: U32
     slot_bytes: U32
     weighted: U32
     op: U32
@@ -67,10 +68,12 @@ class CombineParams(Params):
     pieces: U32
 
 
-def combine_source(dtype: str, stamped: bool = False, traces: bool = False) -> KernelSource:
-    """The kernel for rows of this dtype: three that each hold the registers of one type, not one with those of all."""
+def combine_source(dtype: str, stamped: bool = False, traces: bool = False, wire: str | None = None) -> KernelSource:
+    """The kernel for rows of this dtype, whose sums cross as `wire`: many that each hold the registers of what they
+    need, not one with those of all."""
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
-    return KernelSource("combine", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *stamps(stamped), *traced(traces)))
+    types = [("ROW_TYPE", ROW_TYPES[dtype])] + ([("WIRE_TYPE", ROW_TYPES[wire])] if wire not in (None, dtype) else [])
+    return KernelSource("combine", structs, (*types, *stamps(stamped), *traced(traces)))
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def grid_of(row_bytes: int, tokens: int, sms: int, shared_bytes: int, blocks_a_s
     # Enough pieces for all warps of few tokens, and none so small that a warp's loads do not fill it.
     wanted = max(PIECES, -(-2 * summers * WARPS // tokens))
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
-    lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # with or without stamps
+    lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # with or without stamps, whatever they cross as
     lanes = min(REDUCER_LANES, room // lane_bytes)
     return CombineGrid(reducers, summers, lanes, pieces, TOGETHER, lanes * lane_bytes)
 

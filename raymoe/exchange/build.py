@@ -81,7 +81,8 @@ class Build:
             dequantised=self.fp8 and placed and not self.raw,
         )
         # Blocks go to multiprocessors that have none: two on one would take more of them than were asked for.
-        two = 1 if asked or self.space.stamped or world.gpu.capability >= (10, 0) else 2
+        retypes = spec.combine_wire != spec.dtype
+        two = 1 if asked or self.space.stamped or retypes or world.gpu.capability >= (10, 0) else 2
         return dispatch.grid_of(rows, sms, room), combine.grid_of(spec.row_bytes, spec.tokens, sms, room, two)
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -176,7 +177,8 @@ class Build:
             slot_tokens=spec.tokens,
             topk=spec.topk,
             row_bytes=spec.row_bytes,
-            slot_bytes=spec.row_bytes + space.stamped * grid.pieces * STAMP_BYTES,
+            wire_row_bytes=spec.home_row_bytes,
+            slot_bytes=spec.home_row_bytes + space.stamped * grid.pieces * STAMP_BYTES,
             op=space.error.number("combine"),
             reducers=grid.reducers,
             reducer_lanes=grid.reducer_lanes,

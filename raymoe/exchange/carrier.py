@@ -21,7 +21,7 @@ from raymoe.exchange.sending import Sending
 class Home:
     """What came back: row `where[i]` of `table` belongs to row i of the sending; `refusals` are those of all ranks."""
 
-    table: torch.Tensor
+    table: torch.Tensor  # of the dtype in which sums cross
     where: Array
     refusals: Sequence[Refusal]
 
@@ -40,7 +40,8 @@ class Carrier(Protocol):
         """Send rows `sending.tokens` of `x` and bring what the others send here."""
 
     def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
-        """Send home bag i's sum of `rows` for arrived row i, and this rank's refusal; bring what the others send."""
+        """Send home bag i's sum of `rows` for arrived row i, rounded once to the dtype in which sums cross, and this
+        rank's refusal; bring what the others send."""
 
     def close(self, together: bool) -> None:
         """Give up memory and connections; `together` if all ranks close now."""

@@ -28,7 +28,7 @@ class GlooAllgather:
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)
         self._rank, self._size, self._tokens, self._topk = world.rank, world.size, spec.tokens, spec.topk
-        self._local = spec.local_experts(world.size)
+        self._local, self._hidden = spec.local_experts(world.size), spec.hidden
         dtype: torch.dtype = getattr(torch, spec.dtype)
         T, H = spec.tokens, spec.hidden
         self._table = torch.zeros(world.size * T + 1, H, dtype=dtype)
@@ -37,7 +37,7 @@ class GlooAllgather:
         self._told = torch.empty(2, T, spec.topk, dtype=torch.int32)
         self._heard = torch.empty(world.size, 2, T, spec.topk, dtype=torch.int32)
         # One row more in each block: it holds the refusal.
-        self._leaving = torch.empty(world.size, T + 1, H, dtype=dtype)
+        self._leaving = torch.empty(world.size, T + 1, spec.home_width, dtype=getattr(torch, spec.combine_wire))
         self._returned = torch.empty_like(self._leaving)
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
@@ -71,12 +71,14 @@ class GlooAllgather:
         stride = self._tokens + 1
         leaving, returned = self._leaving.flatten(0, 1), self._returned.flatten(0, 1)
         where = visit.where // self._tokens * stride + visit.where % self._tokens
-        RowSums(rows, bags.spread(where, len(leaving))).write(0, len(leaving), leaving)
+        sums = RowSums(rows, bags.spread(where, len(leaving)), leaving.dtype)
+        sums.write(0, len(leaving), leaving[:, : self._hidden])
         self._leaving.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES] = words
         self._gloo.all_to_all("combine", returned, leaving)()
         packed = self._returned.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES].numpy()
         refusals = [Refusal.unpack(block.tobytes()) for block in packed]
-        return Home(returned, visit.sending.ranks * stride + visit.sending.tokens, refusals)
+        where = visit.sending.ranks * stride + visit.sending.tokens
+        return Home(returned[:, : self._hidden], where, refusals)
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)

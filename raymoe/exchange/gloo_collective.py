@@ -27,14 +27,15 @@ class GlooCollective:
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)
-        self._tokens, self._topk = spec.tokens, spec.topk
+        self._tokens, self._topk, self._hidden = spec.tokens, spec.topk, spec.hidden
         most = world.size * spec.tokens
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._zero_row = most
         self._table = torch.zeros(most + 1, spec.hidden, dtype=dtype)
         self._packed = torch.empty(most, spec.hidden, dtype=dtype)
-        self._leaving = torch.empty(most + world.size, spec.hidden, dtype=dtype)
-        self._returned = torch.empty(most + world.size, spec.hidden, dtype=dtype)
+        self._home: torch.dtype = getattr(torch, spec.combine_wire)
+        self._leaving = torch.empty(most + world.size, spec.home_width, dtype=self._home)
+        self._returned = torch.empty_like(self._leaving)
         # For each rank: the number of rows, T*K ids, T*K weights (their bits).
         self._told = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32)
         self._heard = torch.zeros_like(self._told)
@@ -58,11 +59,11 @@ class GlooCollective:
         giving, taking = (visit.counts + 1).tolist(), (visit.sending.counts + 1).tolist()
         leaving = self._leaving[: sum(giving)]
         words = torch.frombuffer(bytearray(refusal.pack()), dtype=torch.uint8)
-        sums, begin = RowSums(rows, bags), 0
+        sums, begin = RowSums(rows, bags, self._home), 0
         for block in torch.split(leaving, giving):
             block.view(torch.uint8)[0, : Refusal.NBYTES] = words
             end = begin + len(block) - 1
-            sums.write(begin, end, block[1:])
+            sums.write(begin, end, block[1:, : self._hidden])
             begin = end
         returned = self._returned[: sum(taking)]
         self._gloo.all_to_all("combine", returned, leaving, taking, giving)()
@@ -71,7 +72,7 @@ class GlooCollective:
             for block in torch.split(returned, taking)
         ]
         where = places_in_runs(visit.sending.counts, starts_of(visit.sending.counts + 1)[:-1] + 1)
-        return Home(returned, where, refusals)
+        return Home(returned[:, : self._hidden], where, refusals)
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)

@@ -8,7 +8,8 @@ Memory map (`slots.py`; every rank owns a heap of it; R ranks, T tokens; "half" 
 - `dispatch_head [2][R]`: {epoch, rows} of source s.
 - `dispatch_flag [R]`: word s is the last dispatch that source s has sent here.
   All five are written by source s, at s, and read by the owner.
-- `combine_rows [2][R][T][H]`: the sum of rank d's experts for row j of those that the owner sent to d.
+- `combine_rows [2][R][T][H]`: the sum of rank d's experts for row j of those that the owner sent to d, in the dtype in
+  which sums cross; a row fills whole pieces of 16 bytes.
 - `combine_head [2][R]`: {epoch, -, the refusal} of rank d.
 - `combine_flag [R]`: word d is the last combine that rank d has sent here.
   All three are written by rank d, at d, and read by the owner.
@@ -104,7 +105,7 @@ class HostSlots:
         self._combined += 1
         half, me = self._combined % 2, self._rank
         starts = starts_of(visit.counts).tolist()
-        sums = RowSums(rows, bags)
+        sums = RowSums(rows, bags, self._mine.combine_rows.dtype)
         words = np.frombuffer(refusal.pack(), np.int64)
         for peer, at in self._peers:
             begin, end = starts[peer], starts[peer + 1]
@@ -137,7 +138,7 @@ class _Views:
     def __init__(self, heap: Heap, spec: ExchangeSpec, peer: int, ranks: int) -> None:
         self.table = heap.tensor("dispatch_rows", peer)
         self.dispatch_rows = self.table[:-1].view(2, ranks, spec.tokens, spec.hidden)
-        self.combine_rows = heap.tensor("combine_rows", peer)
+        self.combine_rows = heap.tensor("combine_rows", peer)[..., : spec.hidden]
         self.ids: Array = heap.tensor("dispatch_ids", peer).numpy()
         self.weights: Array = heap.tensor("dispatch_weights", peer).numpy()
         self.dispatch_head: Array = heap.tensor("dispatch_head", peer).numpy()

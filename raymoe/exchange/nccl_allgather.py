@@ -42,7 +42,8 @@ class NcclAllgather:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._table = torch.zeros(world.size * spec.tokens + 1, spec.hidden, dtype=dtype, device=world.device)
         self._mine = torch.zeros(spec.tokens, spec.hidden, dtype=dtype, device=world.device)
-        self._leaving = torch.empty(world.size, spec.tokens, spec.hidden, dtype=dtype, device=world.device)
+        home: torch.dtype = getattr(torch, spec.combine_wire)
+        self._leaving = torch.empty(world.size, spec.tokens, spec.home_width, dtype=home, device=world.device)
         self._returned = torch.empty_like(self._leaving)
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -75,9 +76,9 @@ class NcclAllgather:
         assert isinstance(home, _WayHome)
         with self._memory():
             weights = home.heard.weights.flatten(0, 1) if weighted else None
-            sum_rows(rows, home.places.of_pair, weights, self._leaving.flatten(0, 1))
+            sum_rows(rows, home.places.of_pair, weights, self._leaving.flatten(0, 1)[:, : rows.shape[1]])
             self._rounds.all_to_all(list(self._returned), list(self._leaving))
-            sum_blocks(self._returned, out)
+            sum_blocks(self._returned[..., : rows.shape[1]], out)
             self._telling.judge(home.heard, out)
 
     def check(self) -> None:

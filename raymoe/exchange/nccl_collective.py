@@ -95,8 +95,12 @@ class NcclCollective:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         most = world.size * spec.tokens
         self._table = torch.zeros(most + 1, spec.hidden, dtype=dtype, device=world.device)
-        self._packed = torch.empty(most, spec.hidden, dtype=dtype, device=world.device)
-        self._returned = torch.empty(most, spec.hidden, dtype=dtype, device=world.device)
+        # Rows that leave with a dispatch and sums that leave with a combine take turns in one place.
+        leaving = torch.empty(most * max(spec.row_bytes, spec.home_row_bytes), dtype=torch.uint8, device=world.device)
+        home: torch.dtype = getattr(torch, spec.combine_wire)
+        self._packed = leaving[: most * spec.row_bytes].view(dtype).view(most, spec.hidden)
+        self._sums = leaving[: most * spec.home_row_bytes].view(home).view(most, spec.home_width)
+        self._returned = torch.empty_like(self._sums)
         self._numbers = torch.empty(2 * world.size + 1, dtype=torch.int64, pin_memory=world.device.type == "cuda")
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -126,11 +130,12 @@ class NcclCollective:
         home = got._home
         assert isinstance(home, _WayHome)
         traffic = home.traffic
-        packed, returned = self._packed[: len(traffic.arrived)], self._returned[: len(traffic.tokens)]
+        sums, returned = self._sums[: len(traffic.arrived)], self._returned[: len(traffic.tokens)]
+        hidden = self._spec.hidden
         weights = home.heard.weights.flatten(0, 1)[traffic.arrived] if weighted else None
-        sum_rows(rows, home.places.of_pair[traffic.arrived], weights, packed)
-        self._rounds.all_to_all(torch.split(returned, traffic.giving), torch.split(packed, traffic.taking))
-        sum_rows(returned, traffic.home[: got.tokens], None, out)
+        sum_rows(rows, home.places.of_pair[traffic.arrived], weights, sums[:, :hidden])
+        self._rounds.all_to_all(torch.split(returned, traffic.giving), torch.split(sums, traffic.taking))
+        sum_rows(returned[:, :hidden], traffic.home[: got.tokens], None, out)
         self._telling.judge(home.heard, out)
 
     def check(self) -> None:

@@ -75,7 +75,7 @@ class OnCpu:
             self._known = None
             out.fill_(torch.nan)
             raise_first(came.refusals, self._spec)
-        sums = RowSums(came.table, home.visit.sending.coming_home(came.where, got.tokens))
+        sums = RowSums(came.table, home.visit.sending.coming_home(came.where, got.tokens), out.dtype)
         sums.write(0, got.tokens, out)
 
     def check(self) -> None:

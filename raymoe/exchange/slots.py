@@ -17,6 +17,8 @@ def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
     [('dispatch_flag', (2, 16)), ('combine_flag', (2, 16))]
     >>> layout.region("dispatch_rows").shape  # 2 halves x 2 sources x 8 tokens, and the row of zeros
     (33, 64)
+    >>> layout.region("combine_rows").dtype  # that in which sums cross
+    'bfloat16'
     """
     T, H, K = spec.tokens, spec.hidden, spec.topk
     return Layout.of(
@@ -29,6 +31,6 @@ def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
             Region("dispatch_weights", (2, ranks, T, K), "float32"),
             # One row more than slots: nobody writes it, so it stays zero, and with layout `rank` gaps point to it.
             Region("dispatch_rows", (2 * ranks * T + 1, H), spec.dtype),
-            Region("combine_rows", (2, ranks, T, H), spec.dtype),
+            Region("combine_rows", (2, ranks, T, spec.home_width), spec.combine_wire),
         ]
     )

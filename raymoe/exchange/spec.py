@@ -29,10 +29,10 @@ class ExchangeSpec:
     `capacity` bounds the rows that a rank receives: `worst`, which cannot overflow, or a number of rows. `wire` is the
     dtype in which rows cross, a name for dispatch or a mapping for both directions; `float8_e4m3` for dispatch goes
     with a float32 scale for each 128 elements, and `output` says whether the caller gets rows of `dtype` or values
-    and scales. `depth` is how many blocks of memory for dispatched rows the exchange has of its own: its dispatches
-    take turns, and with 0 of them each is given memory. `transport` is who moves the rows of a dispatch: the backend's
-    own way (`auto`), or with `staged` the copy engine, which sends all of a rank's rows to every other rank and keeps
-    no multiprocessor busy meanwhile.
+    and scales; a combine's sums are rounded once to what they cross as. `depth` is how many blocks of memory for
+    dispatched rows the exchange has of its own: its dispatches take turns, and with 0 of them each is given memory.
+    `transport` is who moves the rows of a dispatch: the backend's own way (`auto`), or with `staged` the copy engine,
+    which sends all of a rank's rows to every other rank and keeps no multiprocessor busy meanwhile.
 
     >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4).rows(ranks=4)
     8320
@@ -46,8 +46,8 @@ class ExchangeSpec:
     experts: int
     topk: int
     dtype: str = "bfloat16"
-    wire: str | Mapping[str, str] | None = None
-    """Kept in its shortest form: None, or what dispatch sends where that is not `dtype`."""
+    wire: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
+    """Kept in its shortest form, what is not `dtype`: None, what dispatch sends, or pairs, combine among them."""
     layout: str = "expert"
     alignment: int = 16
     padding: str = "any"
@@ -88,11 +88,15 @@ class ExchangeSpec:
 
     @property
     def dispatch_wire(self) -> str:
-        return self.wire if isinstance(self.wire, str) else self.dtype
+        return self._wire_of("dispatch")
 
     @property
     def combine_wire(self) -> str:
-        return self.dtype
+        return self._wire_of("combine")
+
+    def _wire_of(self, way: str) -> str:
+        ways = dict(self.wire) if isinstance(self.wire, tuple) else {"dispatch": self.wire}
+        return str(ways.get(way) or self.dtype)
 
     @property
     def wire_row_bytes(self) -> int:
@@ -104,6 +108,20 @@ class ExchangeSpec:
         if self.dispatch_wire != FP8:
             return self.row_bytes
         return round_up(self.hidden + 4 * self.scales, _ROW_BYTES)
+
+    @property
+    def home_row_bytes(self) -> int:
+        """A row of combine on the wire.
+
+        >>> ExchangeSpec(1, hidden=12, experts=8, topk=1, dtype="float32", wire={"combine": "float16"}).home_row_bytes
+        32
+        """
+        return round_up(self.hidden * ITEM_BYTES[self.combine_wire], _ROW_BYTES)
+
+    @property
+    def home_width(self) -> int:
+        """Its elements, those that only fill it up included: so the 16 bytes of a refusal fit where a row fits."""
+        return self.home_row_bytes // ITEM_BYTES[self.combine_wire]
 
     @property
     def scales(self) -> int:
@@ -138,18 +156,24 @@ class ExchangeSpec:
         return round_up(ranks * self.tokens * self.topk + gaps, self.alignment)
 
 
-def _shortest(wire: str | Mapping[str, str] | None, dtype: str) -> str | None:
-    """What dispatch sends, None where that is `dtype`.
+def _shortest(
+    wire: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None, dtype: str
+) -> str | tuple[tuple[str, str], ...] | None:
+    """What is not `dtype`.
 
     >>> _shortest({"dispatch": "float8_e4m3", "combine": "float16"}, "float16"), _shortest("float16", "float16")
     ('float8_e4m3', None)
+    >>> _shortest({"combine": "float32"}, "float16")
+    (('combine', 'float32'),)
     """
-    ways = dict(wire) if isinstance(wire, Mapping) else {"dispatch": wire or dtype}
+    ways = dict(wire) if isinstance(wire, Mapping | tuple) else {"dispatch": wire or dtype}
     if unknown := sorted(ways.keys() - {"dispatch", "combine"}):
         raise ConfigError(f"wire names {', '.join(unknown)}; its directions are dispatch and combine")
     dispatch, combine = (ways.get(way) or dtype for way in ("dispatch", "combine"))
     if dispatch not in (dtype, FP8):
         raise ConfigError(f"wire is {dispatch!r} with dtype {dtype}; dispatch sends rows as {dtype} or {FP8}")
-    if combine != dtype:
-        raise ConfigError(f"wire of combine is {combine!r} with dtype {dtype}; sums come home in their own dtype")
-    return FP8 if dispatch == FP8 else None
+    if combine not in DTYPES:
+        raise ConfigError(f"wire of combine is {combine!r}; sums come home as one of {', '.join(DTYPES)}")
+    if combine == dtype:
+        return FP8 if dispatch == FP8 else None
+    return tuple((way, name) for way, name in (("dispatch", dispatch), ("combine", combine)) if name != dtype)

@@ -3,8 +3,9 @@
 `torch.embedding_bag` is the one operation that gathers rows and sums them without writing the gathered rows anywhere;
 for bfloat16 rows it keeps its sums in float32. Its weights, though, must have the rows' dtype. A float32 weight is
 exactly the sum of three bfloat16 numbers (3 x 8 bits of mantissa), so a bfloat16 row is added three times, each time
-with a third of its weight: the row is in the cache the second and third time. Where embedding_bag is slow (float16)
-the rows go through float32.
+with a third of its weight: the row is in the cache the second and third time. What it gives, though, has the rows'
+dtype: where sums of bfloat16 rows are wanted in another, and where embedding_bag is slow (float16), the rows go through
+float32, and the sums are rounded when they are copied to where they go, once.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ _PIECE_BYTES = 1 << 20  # sums made by one call: they are still in the cache whe
 
 
 class RowSums:
-    """The sums that bags say of the rows of a table, times their weights if they have some.
+    """The sums that bags say of the rows of a table, times their weights if they have some, rounded once, to `dtype`.
 
     >>> table = torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 8).contiguous()
     >>> bags = Bags(np.array([2, 0, 1]), np.array([0, 2, 2, 3]), np.array([0.5, 1.0, 0.25], np.float32))
     >>> out = torch.empty(3, 8)
-    >>> RowSums(table, bags).write(0, 3, out)
+    >>> RowSums(table, bags, out.dtype).write(0, 3, out)
     >>> out[:, 0].tolist()  # the second bag is empty
     [3.0, 0.0, 0.5]
     """
 
-    def __init__(self, table: torch.Tensor, bags: Bags) -> None:
+    def __init__(self, table: torch.Tensor, bags: Bags, dtype: torch.dtype) -> None:
         index, self._starts = bags.index, bags.starts
         weights = None if bags.weights is None else torch.from_numpy(bags.weights)
-        if table.dtype == torch.bfloat16 and bags.weights is not None:
+        as_it_is = table.dtype == torch.float32 or (table.dtype == dtype == torch.bfloat16)
+        self._widened = not as_it_is
+        if table.dtype == torch.bfloat16 and as_it_is and bags.weights is not None:
             weights = _thirds(bags.weights)
             index, self._starts = np.repeat(index, 3), self._starts * 3
         self._table, self._index, self._weights = table, torch.from_numpy(index), weights
         self._piece = max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))
 
     def write(self, begin: int, end: int, out: torch.Tensor) -> None:
-        """Write the sums of bags `begin` to `end - 1` into the rows of `out`."""
+        """Write the sums of bags `begin` to `end - 1` into the rows of `out`, which are of the `dtype` given before."""
         for first in range(begin, end, self._piece):
             last = min(first + self._piece, end)
             out[first - begin : last - begin].copy_(self._sums(first, last))
@@ -48,7 +51,7 @@ class RowSums:
         if first == last:
             return self._table.new_zeros(())
         table, index = self._table, self._index[first:last]
-        if table.dtype == torch.float16:
+        if self._widened:
             table, index = table.index_select(0, index).float(), torch.arange(last - first)
         starts = torch.from_numpy(self._starts[begin : end + 1] - first)
         weights = None if self._weights is None else self._weights[first:last]

@@ -37,7 +37,7 @@ travel in lines. 1024 tokens of 7168 bfloat16 took 71 us each way so, and 90 wit
 
 
 def is_few(spec: ExchangeSpec, sms: int | str = "auto") -> bool:
-    """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert.
+    """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert, sums in their own dtype.
 
     >>> from dataclasses import replace
     >>> spec = ExchangeSpec(tokens=1024, hidden=7168, experts=256, topk=8)
@@ -46,7 +46,8 @@ def is_few(spec: ExchangeSpec, sms: int | str = "auto") -> bool:
     """
     most = FEW_BYTES if sms == "auto" else min(FEW_BYTES, int(sms) * FEW_BYTES_OF_SM)
     small = spec.tokens <= FEW_TOKENS and spec.tokens * spec.row_bytes <= most
-    return small and spec.layout == "expert" and not spec.by_copy_engine
+    retypes = spec.combine_wire != spec.dtype
+    return small and spec.layout == "expert" and not spec.by_copy_engine and not retypes
 
 
 def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
@@ -101,7 +102,7 @@ class Bounds:
             max(spec.tokens * spec.topk for spec in specs),
             max(spec.experts for spec in specs),
             max((not spec.by_copy_engine) * spec.tokens * slot_bytes_of(spec, stamped) for spec in specs),
-            max(spec.tokens * (spec.row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
+            max(spec.tokens * (spec.home_row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
             round_up(max(most_pieces(spec.tokens) for spec in specs), WORD_STRIDE),
             max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
             max(is_few(spec) * spec.tokens * spec.topk for spec in specs),

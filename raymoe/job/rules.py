@@ -108,14 +108,11 @@ def _capacity_can_do(job: Job) -> tuple[str, str] | None:
     )
 
 
-def _wire_is_dtype(direction: str) -> Callable[[Job], tuple[str, str] | None]:
-    def check(job: Job) -> tuple[str, str] | None:
-        wire, dtype = getattr(job.exchange.wire, direction), job.shape.dtype
-        if wire in (None, dtype, FLOAT8):
-            return None
-        return f"rows of {dtype} cannot cross as {wire}", f"write {dtype} or leave it out"
-
-    return check
+def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
+    wire, dtype = job.exchange.wire.dispatch, job.shape.dtype
+    if wire in (None, dtype, FLOAT8):
+        return None
+    return f"rows of {dtype} cannot cross as {wire}", f"write {dtype} or leave it out"
 
 
 def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
@@ -276,8 +273,7 @@ RULES = (
         ("exchange.capacity", "shape.tokens", "shape.topk", "routing.kind", "routing.masked", "routing.ragged"),
         _capacity_can_do,
     ),
-    Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _wire_is_dtype("dispatch")),
-    Rule(MOE, ("exchange.wire.combine", "shape.dtype"), _wire_is_dtype("combine")),
+    Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _dispatch_sends_the_dtype),
     Rule(
         MOE,
         ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload"),

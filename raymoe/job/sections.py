@@ -128,7 +128,8 @@ class Wire(Section):
     dispatch: DispatchWire | None = None
     """What rows travel as to the experts: the shape's dtype unless said, or float8_e4m3 with a scale for each 128."""
     combine: Dtype | None = None
-    """What rows travel as on the way back; the shape's dtype unless said."""
+    """What rows travel as on the way back: each rank sums its experts' rows of a token in float32 and rounds once to
+    this; the source sums those in float32 too and rounds once to the shape's dtype, which this is unless said."""
 
 
 class Exchange(Section):

@@ -11,7 +11,7 @@ import torch
 
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job import Case
 from raymoe.job.rules import OTHER_SYSTEMS
 from raymoe.memory.world import World
@@ -20,7 +20,7 @@ from raymoe.moe.seeds import generator
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
 from raymoe.workload.measure import Step, Steps, aborting, measure
-from raymoe.workload.oracle import BOUNDS, FLOAT8_BOUND, AffineExperts, error_of
+from raymoe.workload.oracle import AffineExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Draw, Routing
@@ -58,9 +58,8 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
     spec = spec_of(job)
-    bound = FLOAT8_BOUND if spec.dispatch_wire == FP8 else BOUNDS[dtype]
     verify = job.steps.verify and job.exchange.backend != ROW_PUSH
-    steps = Steps(job.steps.warmup, job.steps.count, verify, bound)
+    steps = Steps(job.steps.warmup, job.steps.count, verify, bound_of(spec))
     with _opening(case, world, spec, inputs) as do_step:
         keys = do_step.keys
         what = f"{case.name}: exchange by {keys['backend']}"
@@ -85,7 +84,7 @@ def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Traff
     told: list[tuple[list[float], float]] = world.swap((mean, tokens), "traffic")  # type: ignore[assignment]
     needed = [to_peer for to_peer, _ in told]
     sent = [[tokens] * world.size for _, tokens in told] if spec.by_copy_engine else needed
-    return Traffics.of(sent, spec.wire_row_bytes, spec.row_bytes, needed)
+    return Traffics.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)
 
 
 @contextmanager

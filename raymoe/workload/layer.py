@@ -14,7 +14,7 @@ from raymoe.workload.exchange import traffic_of
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
 from raymoe.workload.measure import Step, Steps, measure
-from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, SwigluExperts, error_of
+from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Routing
@@ -25,8 +25,8 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     job = case.job
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype)
-    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * BOUNDS[dtype])
     spec, seed = spec_of(job), job.routing.seed
+    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(spec))
     with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
         backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
         measured = measure(world, steps, do_step, telling(progress, steps.total), f"{case.name}: layer by {backend}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.moe.seeds import generator
 from raymoe.moe.weights import ExpertShape, expert_weights
 from raymoe.workload.inputs import Batch
@@ -34,6 +35,17 @@ seen over many seeds in bfloat16: 0.8e-2 at H=1024, F=512, and 2.9e-2 at H=8, F=
 
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 """(expert, x float64[N, H]) -> rows float64[N, H]."""
+
+
+def bound_of(spec: ExchangeSpec) -> float:
+    """Of an exchange of this spec: that of the coarser of the dtypes to which its sums are rounded on their way.
+
+    >>> bound_of(ExchangeSpec(8, 64, 4, 2, dtype="float32", wire={"combine": "bfloat16"}))
+    0.01
+    """
+    if spec.dispatch_wire == FP8:
+        return FLOAT8_BOUND
+    return max(BOUNDS[getattr(torch, name)] for name in (spec.dtype, spec.combine_wire))
 
 
 @dataclass(frozen=True)
@@ -95,9 +107,10 @@ class AffineExperts:
     """Every expert is x -> a * x + b, rounded to `dtype`, with `a` and `b` of its own for each column.
 
     For |x| <= 1 the elements of a row lie between 1 and 4 in size (0.5 <= |a| <= 1, 2 <= |b| <= 3), so that each
-    rounding on the way is relative to what is added up. There are two, each rank's sum and the result, which for
-    bfloat16 makes 2 * 2**-8 < 1e-2 at most, for float16 2 * 2**-11 < 2e-3. Where rows cross as float8_e4m3, an element
-    of x is off by 1/28 at most before (half of the 32 that numbers up to 448 lie apart), which makes 5e-2 in all.
+    rounding on the way is relative to what is added up. There are two, each rank's sum and the result, which makes
+    2 * 2**-8 < 1e-2 at most where both are bfloat16, 2 * 2**-11 < 2e-3 where both are float16. Where rows cross as
+    float8_e4m3, an element of x is off by 1/28 at most before (half of the 32 that numbers up to 448 lie apart), which
+    makes 5e-2 in all.
     """
 
     hidden: int

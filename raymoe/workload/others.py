@@ -63,6 +63,8 @@ def refusal(job: Job) -> str | None:
         return f"ranks share a GPU; {backend} wants one a rank"
     if job.exchange.wire.dispatch is not None and job.exchange.wire.dispatch != job.shape.dtype:
         return f"rows as {job.exchange.wire.dispatch}; {backend} is run with rows of the dtype and quantises nothing"
+    if job.exchange.wire.combine is not None and job.exchange.wire.combine != job.shape.dtype:
+        return f"sums as {job.exchange.wire.combine}; {backend} is run with sums of the dtype"
     if find_spec(PACKAGES[backend]) is None:
         return f"package {PACKAGES[backend]} is not installed"
     return None

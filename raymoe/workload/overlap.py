@@ -29,7 +29,7 @@ from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
 from raymoe.workload.measure import Step, Steps, measure
 from raymoe.workload.op_clock import OpClock
-from raymoe.workload.oracle import BOUNDS, FLOAT8_BOUND, error_of
+from raymoe.workload.oracle import BOUNDS, bound_of, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Routing
@@ -190,8 +190,7 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
     spec = spec_of(job)
-    bound = FLOAT8_BOUND if spec.dispatch_wire != spec.dtype else BOUNDS[dtype]
-    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, bound)
+    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, bound_of(spec))
     with _opening(case, world, inputs) as step:
         keys = step.keys
         what = f"{case.name}: {keys['backend']} beside a product"

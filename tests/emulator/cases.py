@@ -77,6 +77,16 @@ RUNS = {
         for kind in ("fused", "staged", "few")
         for dtype in ("bfloat16", "float16", "float32")
     },
+    "fused, float32 home as bfloat16": Run(
+        "fused", 3, spec={"hidden": 20, "dtype": "float32", "wire": {"combine": "bfloat16"}}
+    ),
+    "staged, float32 home as float16, pieces": Run(
+        "staged", shape=None, spec={"hidden": 1500, "dtype": "float32", "wire": {"combine": "float16"}, "tokens": 5}
+    ),
+    "fused, bfloat16 home as float32": Run("fused", spec={"hidden": 1000, "wire": {"combine": "float32"}}),
+    "fused, fp8 there, float16 home as bfloat16": Run(
+        "fused", spec={"hidden": 264, "dtype": "float16", "wire": {"dispatch": FP8, "combine": "bfloat16"}, "tokens": 9}
+    ),
     **{
         f"{kind}, fp8 raw, layout {layout}": Run(
             kind, 3, spec={"wire": FP8, "output": "raw", "layout": layout, "hidden": 272, "padding": "zero"}

@@ -79,6 +79,8 @@ def edges(backend: str, size: int) -> list[Case]:
         ExchangeSpec(tokens=40, hidden=32, experts=3 * size, topk=2, alignment=128, padding="zero"),
         ExchangeSpec(tokens=40, hidden=32, experts=3 * size, topk=2, alignment=128, padding="zero", layout="rank"),
         ExchangeSpec(tokens=40, hidden=48, experts=3 * size, topk=2, layout="rank", dtype="float16"),
+        ExchangeSpec(tokens=33, hidden=1500, experts=3 * size, topk=3, dtype="float32", wire={"combine": "bfloat16"}),
+        ExchangeSpec(tokens=17, hidden=2880, experts=3 * size, topk=3, wire={"combine": "float32"}),
         ExchangeSpec(tokens=32, hidden=64, experts=4 * size, topk=2, alignment=16, capacity=size * 32 * 2 + 4 * 15),
         ExchangeSpec(tokens=700, hidden=16, experts=4 * size, topk=2),
     ]

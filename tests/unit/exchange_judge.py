@@ -42,7 +42,8 @@ def judge_dispatch(case: Case, sent: list[Batch], rank: int, result: Result) -> 
 def judge_combine(case: Case, batch: Batch, y: np.ndarray) -> None:
     want, scale = oracle(batch, case.weighted)
     assert y.shape == want.shape
-    assert np.all(np.abs(y - want) <= BOUND[case.spec.dtype] * scale + 1e-7 * (scale > 0))
+    bound = max(BOUND[case.spec.dtype], BOUND[case.spec.combine_wire])
+    assert np.all(np.abs(y - want) <= bound * scale + 1e-7 * (scale > 0))
 
 
 QUANTISED_SLACK = 2.0**-20

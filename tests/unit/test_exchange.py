@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymoe.exchange import plan
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -38,12 +39,14 @@ ON_TENSORS = ("tensor collective", "tensor allgather")
 def cases(draw: st.DrawFn, backend: str) -> Case:
     ranks = draw(st.integers(1, 4))
     experts = ranks * draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from(sorted(BOUND)))
     spec = ExchangeSpec(
         tokens=draw(st.integers(1, 9)),
-        hidden=8 * draw(st.integers(1, 5)),
+        hidden=(4 if dtype == "float32" else 8) * draw(st.integers(1, 5)),
         experts=experts,
         topk=draw(st.integers(1, min(4, experts))),
-        dtype=draw(st.sampled_from(sorted(BOUND))),
+        dtype=dtype,
+        wire={"combine": draw(st.sampled_from([dtype, dtype, *sorted(BOUND)]))},
         layout=draw(st.sampled_from(["expert", "rank"])),
         padding=draw(st.sampled_from(["any", "zero"])),
         alignment=draw(st.sampled_from([1, 3, 8, 16])),
@@ -69,6 +72,45 @@ def test_a_larger_case(pool: RankPool, backend: str, dtype: str) -> None:
     spec = ExchangeSpec(tokens=96, hidden=256, experts=16, topk=4, dtype=dtype)
     case = Case(4, spec, backend, ("uniform", "masked", "one", "uniform"), seed=5)
     judge(case, pool.run(4, run_case, case))
+
+
+WIRES = (
+    ("float32", "float16", 4),
+    ("float32", "bfloat16", 12),
+    ("bfloat16", "float32", 8),
+    ("bfloat16", "float16", 24),
+)
+"""A dtype, that in which sums cross, and elements of a row: 4 and 12 do not fill whole pieces of 16 bytes there."""
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
+@pytest.mark.parametrize("topk", [1, 4])
+def test_sums_are_rounded_once_to_what_they_cross_as(pool: RankPool, backend: str, topk: int) -> None:
+    """Bit for bit. Weighted where there is nothing to add: a product may be added unrounded."""
+    for dtype, wire, hidden in WIRES:
+        spec = ExchangeSpec(20, hidden, experts=6, topk=topk, dtype=dtype, wire={"combine": wire}, alignment=1)
+        case = Case(3, spec, backend, ("uniform",), seed=7, weighted=topk == 1)
+        wants = combined(case, getattr(torch, wire))
+        for result, want in zip(pool.run(3, run_case, case), wants, strict=True):
+            assert np.array_equal(result[0].y, want.float().numpy())
+        plain = combined(case, getattr(torch, dtype))
+        told_apart = any(not torch.equal(*pair) for pair in zip(wants, plain, strict=True))
+        assert told_apart == (wire != "float32" or topk > 1), "where one sum comes home, float32 says no more"
+
+
+def combined(case: Case, wire: torch.dtype) -> list[torch.Tensor]:
+    """The plan's y of the first step, for all ranks."""
+    sent, local = batches(case, 0), case.spec.local_experts(case.ranks)
+    plans = [plan.plan([batch.ids for batch in sent], rank, local, case.spec.alignment) for rank in range(case.ranks)]
+    rows = []
+    for rank, theirs in enumerate(plans):
+        x = plan.dispatch([batch.x for batch in sent], theirs, case.spec.rows(case.ranks))
+        first, made = rank * local, x.double().numpy()
+        for expert, (start, count) in enumerate(zip(theirs.offsets[:-1], theirs.counts, strict=True)):
+            made[start : start + count] = expert_map(first + expert, made[start : start + count])
+        rows.append(torch.from_numpy(made).to(x.dtype))
+    weights = [batch.weights if case.weighted else None for batch in sent]
+    return [plan.combine(rows, plans, weights, source, len(batch.x), wire) for source, batch in enumerate(sent)]
 
 
 def repeated(world: World, case: Case) -> list[bool]:

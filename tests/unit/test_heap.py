@@ -50,6 +50,8 @@ def test_slots_hold_what_an_exchange_needs() -> None:
     assert layout.region("dispatch_rows").nbytes == (2 * 4 * 512 + 1) * 2048
     assert layout.region("combine_rows").nbytes == 2 * 4 * 512 * 2048
     assert layout.hash != slots_layout(spec, ranks=2).hash
+    narrow = slots_layout(ExchangeSpec(512, 12, 32, 4, dtype="float32", wire={"combine": "float16"}), ranks=4)
+    assert narrow.region("combine_rows").nbytes == 2 * 4 * 512 * 32
 
 
 @pytest.mark.parametrize(

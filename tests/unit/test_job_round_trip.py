@@ -40,7 +40,7 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
         "world": {"ranks": ranks, "cpus": draw(st.floats(0.001, 8)), "wait_timeout_s": draw(st.floats(1e-3, 1e3))},
         "shape": {"hidden": 8 * draw(st.integers(1, 9)), "experts": experts, "topk": draw(st.integers(1, experts))},
         "routing": routing,
-        "exchange": {"wire": draw(st.sampled_from([{}, "bfloat16", {"combine": "bfloat16"}]))},
+        "exchange": {"wire": draw(st.sampled_from([{}, "bfloat16", {"combine": "bfloat16"}, {"combine": "float32"}]))},
         "steps": {"graph": draw(st.sampled_from(["auto", False])), "verify": draw(st.booleans())},
         "p2p": {"bytes": draw(st.lists(st.sampled_from([1, "4KiB", "1.5MiB", 12345]), min_size=1))},
     }

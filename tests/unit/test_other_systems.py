@@ -211,6 +211,7 @@ def test_without_a_gpu_the_real_process_says_so():
         (job(backend="deep_ep"), "package deep_ep is not installed"),
         (job(backend="hybrid_ep"), "package deep_ep is not installed"),
         (job(wire={"dispatch": "float8_e4m3"}), "quantises nothing"),
+        (job(wire={"combine": "float32"}), "sums as float32; nvshmem is run with sums of the dtype"),
         (job().model_copy(update={"world": World(ranks=1, device="cuda")}), "no peer"),
         (job().model_copy(update={"world": World(ranks=2, device="cuda", share_gpu=True)}), "share a GPU"),
     ],

@@ -39,7 +39,7 @@ def heard_from(case: Case, sent: list[Batch]) -> Heard:
 def test_what_each_rank_works_out_alone_is_the_plan(case: Case) -> None:
     """Dispatch and combine of all ranks in one process, through tables of N tokens."""
     spec, ranks, local = case.spec, case.ranks, case.spec.local_experts(case.ranks)
-    sent = batches(case, 0)
+    sent, wire = batches(case, 0), getattr(torch, spec.combine_wire)
     heard, ids = heard_from(case, sent), [batch.ids[: batch.num_tokens] for batch in sent]
     assert not heard.any_refused
     plans = [plan.plan(ids, rank, local, spec.alignment) for rank in range(ranks)]
@@ -59,14 +59,14 @@ def test_what_each_rank_works_out_alone_is_the_plan(case: Case) -> None:
         rows.append(torch.from_numpy(drawn).to(sent[0].x.dtype))
         nan_in_gaps = rows[rank].clone()
         nan_in_gaps[[i for i in range(len(drawn)) if i >= len(theirs.entries) or theirs.entries[i] is None]] = torch.nan
-        sums.append(torch.full((ranks * spec.tokens, spec.hidden), torch.nan, dtype=rows[rank].dtype))
+        sums.append(torch.full((ranks * spec.tokens, spec.hidden), torch.nan, dtype=wire))
         sum_rows(nan_in_gaps, places.of_pair, heard.weights.flatten(0, 1) if case.weighted else None, sums[rank])
     weights = [batch.weights if case.weighted else None for batch in sent]
     for source, batch in enumerate(sent):
         blocks = torch.stack([theirs.view(ranks, spec.tokens, -1)[source] for theirs in sums])
         y = torch.full((len(batch.x), spec.hidden), torch.nan, dtype=batch.x.dtype)
         sum_blocks(blocks, y)
-        want = plan.combine(rows, plans, weights, source, len(batch.x))
+        want = plan.combine(rows, plans, weights, source, len(batch.x), wire)
         assert torch.equal(y, want)
 
 
@@ -116,7 +116,8 @@ class Silent:
 @pytest.mark.parametrize("wide", [True, False])
 def test_allgather_reads_no_tensor_on_the_host(layout: str, wide: bool) -> None:
     """Tensors without contents raise where their contents are asked for, as a capture would."""
-    spec = ExchangeSpec(tokens=5, hidden=8, experts=3, topk=2, layout=layout)
+    home = {"combine": "float32"} if wide else None
+    spec = ExchangeSpec(tokens=5, hidden=8, experts=3, topk=2, layout=layout, wire=home)
     with World.open(0, 1) as world, FakeTensorMode():
         backend = NcclAllgather(world, spec, Silent())
         x = torch.empty(4, 8, dtype=torch.bfloat16)

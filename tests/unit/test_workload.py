@@ -104,6 +104,17 @@ def test_layouts_and_dtypes(pool: RankPool, layout: str, dtype: str) -> None:
         assert all(line["verified"] and line["layout"] == layout and line["dtype"] == dtype for line in lines)
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_sums_that_cross_as_another_dtype(pool: RankPool, wire: str) -> None:
+    """They halve what combine sends, and are held to the bound of the coarser dtype, which they need."""
+    asked: dict[str, Any] = {"shape": {"dtype": "float32"}, "exchange": {"wire": {"combine": wire}}}
+    lines = run(pool, job("exchange", **asked))
+    assert abs(lines[0]["bytes_wire"] - 2 * lines[1]["bytes_wire"]) <= 1 < lines[1]["bytes_wire"]  # means, rounded
+    for line in (*lines, *run(pool, job("layer", 2, **asked))):
+        assert line["verified"] and line["max_error"] > 1e-5
+        assert line["wire"] == f"float32/{wire}"
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_layer_is_one_line_a_case(pool: RankPool, ranks: int) -> None:
     lines = run(pool, job("layer", ranks, routing={"ragged": True, "masked": 0.1}, steps={"count": 52}))

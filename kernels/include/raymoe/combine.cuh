@@ -2,8 +2,21 @@
 #pragma once
 
 #include "raymoe/dispatch.cuh"
+#include "raymoe/vectors.cuh"
+
+#ifdef WIRE_TYPE  // of vectors.cuh: what sums cross as, where that is not ROW_TYPE
+#define RETYPES 1
+#else
+#define WIRE_TYPE ROW_TYPE
+#define RETYPES 0
+#endif
 
 namespace raymoe {
+
+using Crossed = Crossing<ROW_TYPE, WIRE_TYPE>;
+
+// Vectors of which a piece has a multiple, so that it begins at a multiple of 16 bytes on the wire.
+constexpr u32 PIECE_OF = Crossed::BYTES < 16 ? 16 / Crossed::BYTES : 1;
 
 constexpr u32 PART_REDUCE = 1;  // sums of this rank's experts to the sources
 constexpr u32 PART_SUM = 2;     // sums of the ranks' rows; the end of the run
@@ -55,7 +68,8 @@ struct CombineParams {
     u32 tokens;  // T', rows of y
     u32 topk;
     u32 row_bytes;
-    u32 slot_bytes;  // of a row, and with stamps of one for each piece
+    u32 wire_row_bytes;  // of a sum on its way, in whole 16 bytes
+    u32 slot_bytes;      // of that, and with stamps of one for each piece
     u32 weighted;
     u32 op;
     u32 parts;
@@ -87,11 +101,13 @@ struct CombineParams {
     __device__ __forceinline__ u32 vectors() const { return row_bytes / 16; }
 
     // 16-byte vectors of a piece; the last one may have fewer.
-    __device__ __forceinline__ u32 piece_vectors() const { return (vectors() + pieces - 1) / pieces; }
+    __device__ __forceinline__ u32 piece_vectors() const {
+        return ((vectors() + pieces - 1) / pieces + PIECE_OF - 1) / PIECE_OF * PIECE_OF;
+    }
 
     // Where in a slot the stamp of a piece lies.
     __device__ __forceinline__ u64 stamp_at(u32 piece) const {
-        return row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
+        return wire_row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
     }
 
     // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on.

@@ -1,5 +1,5 @@
 // The reducers of a combine: for each token of each peer, the sum of what this rank's experts made of it, in float32,
-// rounded once, pushed into the peer's slot.
+// rounded once, to what sums cross as, and pushed into the peer's slot.
 //
 // Rows are cut into pieces, and number n is piece n % pieces of token n / pieces. An item is a number for one of the
 // peers, the peers of a number first. A lane is a warp. It takes items as it gets through them, because some are no
@@ -12,7 +12,9 @@
 
 namespace raymoe {
 
-constexpr u32 UNROLL = 4;  // 16-byte vectors of a row that a thread has under way at a time; of two rows at a time
+// 16-byte vectors of a row that a thread has under way at a time, of two rows at a time: as many as there are registers
+// for where sums cross as something wider.
+constexpr u32 UNROLL = Crossed::BYTES > 16 ? 2 : 4;
 
 // A row to be added, and what it is multiplied by.
 struct Term {
@@ -21,34 +23,34 @@ struct Term {
 };
 
 // Adds `a`, then `b`, to `sums`: vectors `first` + 32 * i below `last`. The loads of both are under way together.
-template <class Type>
+template <class Vector>
 __device__ __forceinline__ void add_two(const Term& a, const Term& b, bool both, u32 first, u32 last,
-                                        float (*sums)[Type::COUNT]) {
-    ptx::Bytes16 loaded[2][UNROLL];
+                                        float (*sums)[Vector::COUNT]) {
+    Vector loaded[2][UNROLL];
 #pragma unroll
     for (u32 i = 0; i < UNROLL; ++i) {
         if (first + 32 * i < last) {
-            loaded[0][i] = ptx::load_16(a.row + (first + 32 * i) * 16ull);
+            loaded[0][i] = Vector::load(a.row + static_cast<u64>(first + 32 * i) * Vector::BYTES);
         }
     }
 #pragma unroll
     for (u32 i = 0; i < UNROLL; ++i) {
         if (both && first + 32 * i < last) {
-            loaded[1][i] = ptx::load_16(b.row + (first + 32 * i) * 16ull);
+            loaded[1][i] = Vector::load(b.row + static_cast<u64>(first + 32 * i) * Vector::BYTES);
         }
     }
 #pragma unroll
     for (u32 i = 0; i < UNROLL; ++i) {
-        float values[Type::COUNT];
-        Type::unpack(loaded[0][i], values);
+        float values[Vector::COUNT];
+        loaded[0][i].unpack(values);
 #pragma unroll
-        for (u32 j = 0; j < Type::COUNT; ++j) {
+        for (u32 j = 0; j < Vector::COUNT; ++j) {
             sums[i][j] += a.weight * values[j];
         }
         if (both) {
-            Type::unpack(loaded[1][i], values);
+            loaded[1][i].unpack(values);
 #pragma unroll
-            for (u32 j = 0; j < Type::COUNT; ++j) {
+            for (u32 j = 0; j < Vector::COUNT; ++j) {
                 sums[i][j] += b.weight * values[j];
             }
         }
@@ -71,7 +73,7 @@ __device__ __forceinline__ void add_experts(const CombineParams& p, u64 entry, u
         const bool both = hits != 0;
         const Term b = both ? term(__ffs(hits) - 1) : a;
         hits &= hits - 1;
-        add_two<Type>(a, b, both, first, last, sums);
+        add_two<Crossing<Type, Type>>(a, b, both, first, last, sums);
     }
 }
 
@@ -79,7 +81,7 @@ constexpr u32 STEP = 32 * UNROLL;  // vectors that a warp sums at a time, and pu
 constexpr u32 STEPS_UNDER_WAY = 4;
 
 // Of one step of a lane.
-__device__ __forceinline__ u32 stage_memory() { return STEP * 16 + (STAMPS ? STAMP_BYTES : 0); }
+__device__ __forceinline__ u32 stage_memory() { return STEP * Crossed::BYTES + (STAMPS ? STAMP_BYTES : 0); }
 
 // By the thread that commits: until all groups but the `younger` last ones have been performed. The instruction takes a
 // constant only.
@@ -183,19 +185,20 @@ class ReduceLane {
 #pragma unroll
         for (u32 i = 0; i < UNROLL; ++i) {
             if (first + 32 * i < last) {
-                ptx::shared_store_16(stage + (first + 32 * i - step) * 16, Type::pack(sums[i]));
+                Crossed::pack(sums[i]).shared_store(stage + (first + 32 * i - step) * Crossed::BYTES);
             }
         }
         ptx::fence_proxy_async_shared();  // orders this thread's stores to the stage before the bulk store out of it
         __syncwarp();
     }
 
-    // The last step of a piece takes its stamp along.
+    // The last step of a piece takes its stamp along. What a row lacks to whole 16 bytes nobody reads.
     __device__ __forceinline__ void push_step(u8* slot, u32 stage, u32 step, u32 last, u32 number) const {
         const u32 end = min(step + STEP, last);
-        ptx::bulk_store(slot + step * 16ull, stage, (end - step) * 16);
+        const u32 bytes = ((end - step) * Crossed::BYTES + 15) & ~15u;
+        ptx::bulk_store(slot + static_cast<u64>(step) * Crossed::BYTES, stage, bytes);
         if (STAMPS && end == last) {
-            const u32 stamp = stage + STEP * 16;
+            const u32 stamp = stage + STEP * Crossed::BYTES;
             ptx::shared_store_16(stamp, {epoch_, epoch_});
             ptx::fence_proxy_async_shared();  // orders the stamp before the bulk store of it
             ptx::bulk_store(slot + p_.stamp_at(number % p_.pieces), stamp, STAMP_BYTES);

@@ -71,6 +71,74 @@ struct F32 {
     }
 };
 
+// As many elements as 16 bytes of a row of Type hold, as they stand in a row of Wire: 8, 16 or 32 bytes.
+template <class Type, class Wire>
+struct Crossing {
+    static constexpr u32 COUNT = Type::COUNT;
+    static constexpr u32 BYTES = COUNT * Wire::BYTES;
+    static constexpr u32 PARTS = (BYTES + 15) / 16;
+
+    ptx::Bytes16 parts[PARTS];
+
+    static __device__ __forceinline__ Crossing load(const u8* at) {
+        Crossing loaded;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            if constexpr (BYTES == 8) {
+                loaded.parts[i] = {ptx::load_8(at), 0};
+            } else {
+                loaded.parts[i] = ptx::load_16(at + i * 16);
+            }
+        }
+        return loaded;
+    }
+
+    static __device__ __forceinline__ Crossing pack(const float* from) {
+        Crossing packed;
+        if constexpr (Wire::COUNT > COUNT) {
+            float padded[Wire::COUNT] = {};
+#pragma unroll
+            for (u32 j = 0; j < COUNT; ++j) {
+                padded[j] = from[j];
+            }
+            packed.parts[0] = Wire::pack(padded);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < PARTS; ++i) {
+                packed.parts[i] = Wire::pack(from + i * Wire::COUNT);
+            }
+        }
+        return packed;
+    }
+
+    __device__ __forceinline__ void unpack(float* into) const {
+        if constexpr (Wire::COUNT > COUNT) {
+            float padded[Wire::COUNT];
+            Wire::unpack(parts[0], padded);
+#pragma unroll
+            for (u32 j = 0; j < COUNT; ++j) {
+                into[j] = padded[j];
+            }
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < PARTS; ++i) {
+                Wire::unpack(parts[i], into + i * Wire::COUNT);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void shared_store(u32 at) const {
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            if constexpr (BYTES == 8) {
+                ptx::shared_store_8(at, parts[i].low);
+            } else {
+                ptx::shared_store_16(at + i * 16, parts[i]);
+            }
+        }
+    }
+};
+
 // Elements 4 * i to 4 * i + 3 of a row in shared memory.
 template <class Type>
 __device__ __forceinline__ void load_four(u32 row, u32 i, float* into) {
