@@ -182,7 +182,7 @@ def test_a_system_that_works_has_lines_like_any_other(scripted, monkeypatch):
 
 TROUBLES = {
     "ends": "rank 1: its process ended with code 3: cannot find a network",
-    "hangs": "rank 1: no answer within 8 s",
+    "hangs": "rank 1: no answer within 6 s",
     "refuses": "rank 1: only 3 experts",
     "crashes": "rank 1: its process was ended by signal 6",
     "lies": "rank 1: its dispatch of step 2 was wrong: nothing came",
@@ -192,7 +192,7 @@ TROUBLES = {
 @pytest.mark.parametrize(("script", "said"), TROUBLES.items(), ids=TROUBLES)
 def test_whatever_happens_to_it_is_a_line_and_not_the_end_of_the_run(scripted, monkeypatch, script, said):
     if script == "hangs":
-        monkeypatch.setattr(apart, "START_S", 8.0)
+        monkeypatch.setattr(apart, "START_S", 6.0)
     [line] = lines_of(job(f"x.{script}.1"))
     assert line["skipped"] == said
     assert (line["backend"], line["samples"], line["us_p50"], line["verified"]) == ("nvshmem", 0, None, None)
