@@ -5,11 +5,13 @@
 // once and stores it at up to all ranks. When all lanes of a block are through, the block says so to every peer, also
 // where it had nothing to send; rows have no words of their own. The protocol and the words are those of dispatch.cu.
 
+#define BLOCK_WARPS 16  // one block fills a multiprocessor, as in a combine
+
 #include "raymoe/dispatch.cuh"
 #include "raymoe/sending.cuh"
 #include "raymoe/storing.cuh"
 
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     alltoallv(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     const auto [epoch, tokens, may] = begin_dispatch(p);

@@ -205,15 +205,7 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
 
 }  // namespace raymoe
 
-// Half of a multiprocessor's registers, so that another kernel finds room beside this one. For Blackwell, with stamps
-// and where sums cross as another type the compiler would have to spill (NVRTC 13.0), so there it may have more.
-#if __CUDA_ARCH__ >= 1000 || STAMPED || RETYPES
-#define BLOCKS_A_MULTIPROCESSOR 1
-#else
-#define BLOCKS_A_MULTIPROCESSOR 2
-#endif
-
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, BLOCKS_A_MULTIPROCESSOR)
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     combine(const __grid_constant__ raymoe::CombineParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];

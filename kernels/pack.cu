@@ -17,11 +17,13 @@
 // is poisoned, so what is copied then is what was copied before: the bytes that the peer may still be reading are
 // replaced by themselves. That is what the slots in between are for; copies right out of x would not do.
 
+#define BLOCK_WARPS 16  // one block fills a multiprocessor, as in a combine
+
 #include "raymoe/dispatch.cuh"
 #include "raymoe/storing.cuh"
 #include "raymoe/sync.cuh"
 
-extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     pack(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     const auto [epoch, tokens, may] = begin_dispatch(p);

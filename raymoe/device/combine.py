@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, THREADS, WARPS, Halves, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, Halves, stamps
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
@@ -68,12 +68,25 @@ class CombineParams(Params):
     pieces: U32
 
 
-def combine_source(dtype: str, stamped: bool = False, traces: bool = False, wire: str | None = None) -> KernelSource:
-    """The kernel for rows of this dtype, whose sums cross as `wire`: many that each hold the registers of what they
-    need, not one with those of all."""
+def combine_source(
+    dtype: str, stamped: bool = False, traces: bool = False, wire: str | None = None, warps: int = WARPS
+) -> KernelSource:
+    """The kernel for rows of this dtype, whose sums cross as `wire`, by blocks of so many warps: many that each hold
+    the registers of what they need, not one with those of all."""
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
     types = [("ROW_TYPE", ROW_TYPES[dtype])] + ([("WIRE_TYPE", ROW_TYPES[wire])] if wire not in (None, dtype) else [])
-    return KernelSource("combine", structs, (*types, *stamps(stamped), *traced(traces)))
+    wide = [("BLOCK_WARPS", str(warps))] if warps != WARPS else []
+    return KernelSource("combine", structs, (*types, *wide, *stamps(stamped), *traced(traces)))
+
+
+def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:
+    """Of a block, of which each multiprocessor has one: as many as there are registers for. For Blackwell, with stamps
+    and where sums cross as another dtype than rows have, 16 would have to spill (NVRTC 13.0).
+
+    >>> block_warps((9, 0), stamped=False, retypes=False), block_warps((10, 0), stamped=False, retypes=False)
+    (16, 8)
+    """
+    return WARPS if stamped or retypes or capability >= (10, 0) else WIDE
 
 
 @dataclass(frozen=True)
@@ -82,6 +95,8 @@ class CombineGrid:
 
     reducers: int
     summers: int
+    warps: int
+    """Of a block."""
     reducer_lanes: int
     pieces: int
     together: int
@@ -90,29 +105,42 @@ class CombineGrid:
     def shape(self, parts: int) -> Shape:
         """The launch that does these parts."""
         blocks = (self.reducers if parts & REDUCE else 0) + (self.summers if parts & SUM else 0)
-        return Shape(blocks, THREADS, self.shared_bytes if parts & REDUCE else 0)
+        return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
 
 
-def grid_of(row_bytes: int, tokens: int, sms: int, shared_bytes: int, blocks_a_sm: int = 1) -> CombineGrid:
-    """A grid of at most `blocks_a_sm` blocks on each of `sms` multiprocessors with so much shared memory a block.
+def reducing_share(ranks: int, topk: int) -> float:
+    """What reducers load and store, of all that a combine of uniform routing does: they load the rows of peers' tokens
+    and store one for each, summers load the rows of this rank's tokens and those that come, and store y.
 
-    >>> grid_of(14336, 4096, 132, 231424, 2)
-    CombineGrid(reducers=132, summers=110, reducer_lanes=8, pieces=4, together=2, shared_bytes=66048)
+    >>> round(reducing_share(ranks=2, topk=8), 2), round(reducing_share(ranks=4, topk=8), 2), reducing_share(1, 8)
+    (0.45, 0.6, 0.0)
+    """
+    cross = (ranks - 1) * (1 - (1 - 1 / ranks) ** topk)
+    reducing, summing = topk * (ranks - 1) / ranks + cross, topk / ranks + cross + 1
+    return reducing / (reducing + summing)
+
+
+def grid_of(
+    row_bytes: int, tokens: int, sms: int, shared_bytes: int, share: float = 0.5, warps: int = WARPS
+) -> CombineGrid:
+    """A grid of a block of so many warps on each of `sms` multiprocessors, `share` of which reduce.
+
+    >>> grid_of(14336, 4096, 132, 231424, reducing_share(ranks=4, topk=8), WIDE)
+    CombineGrid(reducers=80, summers=52, warps=16, reducer_lanes=16, pieces=4, together=2, shared_bytes=132096)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
     """
-    blocks, room = sms * blocks_a_sm, shared_bytes // blocks_a_sm - RESERVED_SHARED * (blocks_a_sm - 1)
-    if blocks < 2:
+    if sms < 2:
         raise ConfigError(f"sms is {sms}; a combine needs at least 2, one that reduces and one that sums")
-    reducers = max(1, min(REDUCERS, blocks // 2))
-    summers = max(1, min(SUMMERS, blocks - reducers))
+    reducers = max(1, min(round(sms * share), sms - 1))
+    summers = sms - reducers
     vectors = row_bytes // 16
     # Enough pieces for all warps of few tokens, and none so small that a warp's loads do not fill it.
-    wanted = max(PIECES, -(-2 * summers * WARPS // tokens))
+    wanted = max(PIECES, -(-2 * min(summers * warps, SUMMING_WARPS) // tokens))
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
     lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # with or without stamps, whatever they cross as
-    lanes = min(REDUCER_LANES, room // lane_bytes)
-    return CombineGrid(reducers, summers, lanes, pieces, TOGETHER, lanes * lane_bytes)
+    lanes = min(warps, shared_bytes // lane_bytes)
+    return CombineGrid(reducers, summers, warps, lanes, pieces, TOGETHER, lanes * lane_bytes)
 
 
 def most_pieces(tokens: int) -> int:
@@ -121,14 +149,17 @@ def most_pieces(tokens: int) -> int:
     >>> most_pieces(4096), most_pieces(1)
     (22240, 32)
     """
-    return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * SUMMERS * WARPS)
+    return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * SUMMING_WARPS)
 
 
-REDUCERS, SUMMERS, REDUCER_LANES, PIECES, TOGETHER = 132, 110, WARPS, 4, 2
-"""4096 tokens of 7168 bfloat16 took 486 us with these, 491 in 2 pieces with a fence for each, 570 by 66 reducers and 66
-summers, 510 in whole rows; reducing and pushing alone takes 470 (4x H200, 2026-11-21)."""
+WIDE = 2 * WARPS
+"""4096 tokens of 7168 bfloat16 took 219 us by such blocks, 241 by two of half their warps on each multiprocessor; by 64
+multiprocessors 292, and 464 by one of these on each (2x H200, cold L2 cache, 2026-11-22)."""
 
-RESERVED_SHARED = 512
+PIECES, TOGETHER, SUMMING_WARPS = 4, 2, 880
+"""Of a row, and of words behind one fence; and warps that few rows are cut for. In 2 pieces with a fence for each 4096
+tokens took 491 us where these took 486, and 510 in whole rows (4x H200, 2026-11-21)."""
+
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4
 """What the threads of a warp load at a time of one row, 4 vectors each; and how many such steps are under way."""

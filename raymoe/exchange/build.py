@@ -65,9 +65,11 @@ class Build:
         """Launches of at most `asked` blocks, or as many as all GPUs have room for: the same on all ranks, because who
         reads a lane's words must know how many lanes there are."""
         spec, world = self.spec, self.space.world
-        gpus: list[tuple[int, int]] = world.swap((world.gpu.sms, world.gpu.shared_bytes), "grids")  # type: ignore[assignment]
-        least_sms, least_shared = (min(facts) for facts in zip(*gpus, strict=True))
-        sms, room = min(asked or least_sms, least_sms, MAX_DONE // 2), least_shared - STATIC_SHARED
+        gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
+        warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
+        gpus: list[tuple[int, ...]] = world.swap((gpu.sms, gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
+        least_sms, least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
+        sms, room = min(asked or least_sms, least_sms, MAX_DONE), least_shared - STATIC_SHARED
         placed = spec.layout == "expert"
         rows = Rows(
             self.slot_bytes,
@@ -80,10 +82,8 @@ class Build:
             fp8=self.fp8,
             dequantised=self.fp8 and placed and not self.raw,
         )
-        # Blocks go to multiprocessors that have none: two on one would take more of them than were asked for.
-        retypes = spec.combine_wire != spec.dtype
-        two = 1 if asked or self.space.stamped or retypes or world.gpu.capability >= (10, 0) else 2
-        return dispatch.grid_of(rows, sms, room), combine.grid_of(spec.row_bytes, spec.tokens, sms, room, two)
+        share = combine.reducing_share(world.size, spec.topk)
+        return dispatch.grid_of(rows, sms, room), combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All dispatch slots as rows of this spec, the row of zeros last, and their scales where they have some."""

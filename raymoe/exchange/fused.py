@@ -54,8 +54,9 @@ class FusedBackend:
         gpu, stamped = world.gpu, self.workspace.stamped
         self.dispatch_grid, self.combine_grid = self._grids(None if sms == "auto" else int(sms))
         kernels = self.workspace.kernels
-        self._dispatch = kernels.function(dispatch_source(spec.dtype, self.build.fp8, stamped, self.workspace.traces))
-        self._combine = kernels.function(combine_source(spec.dtype, stamped, self.workspace.traces, spec.combine_wire))
+        warps, traces = self.combine_grid.warps, self.workspace.traces
+        self._dispatch = kernels.function(dispatch_source(spec.dtype, self.build.fp8, stamped, traces))
+        self._combine = kernels.function(combine_source(spec.dtype, stamped, traces, spec.combine_wire, warps))
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
         self._raised = 0
         self._slot_view = self._slot_scales = None

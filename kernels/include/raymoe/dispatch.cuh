@@ -27,9 +27,12 @@ constexpr bool FP8 = WIRE_FP8;
 constexpr bool OWN_FROM_X = !FP8;
 constexpr u32 BLOCK = 128;
 
-constexpr u32 THREADS = 256;
-constexpr u32 WARPS = THREADS / 32;
-constexpr u32 MAX_DONE = 272;  // words of one rank at a peer: more than two blocks on each of 132 SMs
+#ifndef BLOCK_WARPS
+#define BLOCK_WARPS 8  // a kernel or a build may say 16, which fill a multiprocessor
+#endif
+constexpr u32 WARPS = BLOCK_WARPS;
+constexpr u32 THREADS = WARPS * 32;
+constexpr u32 MAX_DONE = 272;  // words of one rank at a peer, one for each block: more than a GPU has multiprocessors
 
 // A fence waits for the words that its thread stored before, a whole trip over the link. So words go several at a time.
 constexpr u32 MOST_TOGETHER = 4;
