@@ -2,9 +2,11 @@
 
 The copy engine knows no tokens: a rank sends all of its rows, T' of them, to every other rank, whatever ids say. They
 go from its own slots to the same slots there, after a kernel that has put them into its own (kernels/pack.cu says why
-not right out of `x`). Waits and words are those of the other backends, in kernels of their own: words by stream memory
-operations cannot carry an epoch, would have to be taken back after each run, need the host to bound a wait, and took 6
-us each way where a kernel takes 1 (4x H200, 2026-11-21).
+not right out of `x`). Waits and words are those of the other backends, in kernels of their own. A word that a stream
+memory operation stores is a constant: it cannot carry an epoch, would have to be taken back after each run, and is
+stored in a captured step also by a rank that has given up, whose rows are not there, so that a peer would place what
+was sent before. Its waits need the host to bound them, and it took 6 us each way where a kernel takes 1 (4x H200,
+2026-11-21).
 
 In halves, the copies run beside what comes between the halves: on a stream of their own, which the second half joins.
 So halves that are captured are captured in one graph.

@@ -148,8 +148,8 @@ class Exchange(Section):
     padding: Literal["any", "zero"] = "any"
     """What the gaps between experts hold."""
     sms: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = "auto"
-    """SMs of a GPU that kernels of the exchange may take, so that they can share it; collective and allgather take what
-    NCCL takes."""
+    """SMs of a GPU that kernels of the exchange may take, so that they can share it: all (auto), or a number. Beside a
+    matrix product half of them are best. collective and allgather take what NCCL takes."""
     capacity: Annotated[int | Literal["worst"], BeforeValidator(_rows_or_worst)] = "worst"
     """Rows received at most: enough for the worst routing, or a number."""
     wire: Annotated[Wire, BeforeValidator(_both_ways)] = Wire()
