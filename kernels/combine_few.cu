@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     using namespace raymoe;
     using Type = ROW_TYPE;
     __shared__ u64 refusals[MAX_RANKS][2];
+    const CombineBeginning beginning(p);
     const Role role(p.reducers, p.summers);
     Reducer<Type> reducer(p, role.warp(), role.warps());
     Summer<Type> summer(p, role.warp(), role.warps());
@@ -69,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     } else {
         summer.begin();
     }
-    const auto [epoch, may] = begin_combine(p);
-    bool refused = false;
+    const auto [epoch, may] = beginning.run();
+    bool refused = false, ok = may;
     if (may) {
         if (blockIdx.x == 0) {
             send_status(p, epoch);
@@ -83,25 +84,31 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
             summer.sum_own();
         }
         trace(p.trace, AT_SAID_DONE);
-        if (await_refusals(p, epoch, refusals)) {
+        ok = await_refusals(p, epoch, refusals);
+        if (ok) {
             trace(p.trace, AT_COUNTS);
             refused = any_refused(p, refusals);
             if (!role.leaves && refused) {
                 fill_with_nan<Type>(p, role.warp(), role.warps());
             } else if (!role.leaves) {
-                summer.run(epoch);
+                ok = summer.run(epoch);
             }
         }
     }
     trace(p.trace, AT_END);
-    if (!block_is_last_out(p.operation)) {
+    const Ending ending = block_is_out(p.operation, !ok);
+    if (!ending.last) {
         return;
     }
-    if (poisoned(p.watch)) {
+    const bool lost = ending.trouble && poisoned(p.watch);
+    if (lost) {
         fill_with_nan<Type>(p, threadIdx.x / 32, WARPS);
-        return;
     }
     if (threadIdx.x != 0) {
+        return;
+    }
+    give_ticket_back(p.operation);
+    if (lost) {
         return;
     }
     if (refused) {

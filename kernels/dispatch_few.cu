@@ -63,7 +63,7 @@ class Sender {
                 begin();
             }
             const bool known = expert_ >= 0 && expert_ < p_.experts;
-            const u32 all = __reduce_or_sync(0xFFFFFFFF, known ? 1u << (static_cast<u32>(expert_) / p_.local) : 0);
+            const u32 all = __reduce_or_sync(0xFFFFFFFF, known ? 1u << p_.rank_of(static_cast<u32>(expert_)) : 0);
             if (at_ % leaving_.units() == 0) {
                 mark(token(), all);
             }
@@ -149,9 +149,10 @@ class Placer {
         return wait_as_warp(looked, epoch_, Waiting{p_.op, row_.source, epoch_}, p_.watch);
     }
 
-    __device__ __forceinline__ void place(const Places& where) {
+    // False: in this thread the source contradicts its counts.
+    __device__ __forceinline__ bool place(const Places& where) {
         if (!row_.comes) {
-            return;
+            return true;
         }
         const u32 lane = threadIdx.x % 32;
         u32 place = NOWHERE;
@@ -165,6 +166,7 @@ class Placer {
             units_.place(row_, place);
             trace(p_.trace, AT_LAST_ROW);
         }
+        return lane >= p_.topk || place != NOWHERE || static_cast<u32>(row_.told) == NOWHERE;
     }
 
   private:
@@ -180,13 +182,14 @@ class Placer {
     bool settled_ = false;
 };
 
-// By a whole block. What a failed wait leaves undone, the last block out makes good.
-__device__ inline void place_few(const DispatchParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
+// By a whole block. False: this thread's part was not done, or the step is refused; the last block out makes good what
+// a failed wait leaves undone.
+__device__ inline bool place_few(const DispatchParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
     Placer placer(p, epoch, stages, role.warps());
     EarlyCounts counts(p, epoch);
     const u32 units = placer.units(), first = role.warp();
     if (role.round != 0 && role.number * WARPS >= units) {
-        return;
+        return true;
     }
     bool ok = true, here = first < units;
     if (here) {
@@ -200,21 +203,23 @@ __device__ inline void place_few(const DispatchParams& p, u64 epoch, const Role&
     });
     trace(p.trace, AT_COUNTS);
     if (!__syncthreads_and(ok)) {
-        return;
+        return false;
     }
     if (here && placer.settled() && where.fits()) {  // before the gaps, which nobody waits for
-        placer.place(where);
+        ok = placer.place(where);
         here = false;
     }
     if (role.round == 0) {
-        begin_placing(p, where, role.place);  // its share of the gaps, and of what is to do where rows do not fit
+        // Its share of the gaps, which begin with the last placer as few rows begin with the first one, and of what is
+        // to do where rows do not fit.
+        begin_placing(p, where, p.placers - 1 - role.place);
     }
     for (u32 u = first; where.fits();) {
         if (here) {
             if (!placer.settled() && !placer.await([] { return false; })) {
-                break;
+                return false;
             }
-            placer.place(where);
+            ok = placer.place(where) && ok;
         }
         u += role.warps();
         if (u >= units) {
@@ -224,6 +229,7 @@ __device__ inline void place_few(const DispatchParams& p, u64 epoch, const Role&
         here = placer.row().token < where.tokens(placer.row().source);
     }
     trace(p.trace, AT_PLACED);
+    return ok && where.fits();
 }
 
 }  // namespace raymoe
@@ -232,6 +238,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     dispatch_few(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
+    const DispatchBeginning beginning(p);
     u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, behind what the placers share
     const Role role(p.senders, p.placers);
     Sender sender(p, stages, role.warp(), role.warps());
@@ -242,25 +249,36 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     } else if (routes) {
         router.begin();
     }
-    const auto [epoch, tokens, may] = begin_dispatch(p);
+    const auto [epoch, tokens, may] = beginning.run();
+    bool ok = may && !beginning.refused();
     if (may && role.leaves) {
         sender.run(epoch, tokens);
     } else if (may) {
         if (routes) {
-            router.run(epoch, tokens);
+            ok = router.run(epoch, tokens) && ok;
             __syncthreads();  // the placers use the routers' shared memory
         }
-        place_few(p, epoch, role, shared, stages);
+        ok = place_few(p, epoch, role, shared, stages) && ok;
     }
     trace(p.trace, AT_END);
-    if (!block_is_last_out(p.operation)) {
+    const Ending ending = block_is_out(p.operation, !ok);
+    if (!ending.last) {
         return;
     }
-    if (poisoned(p.watch)) {
+    const bool lost = ending.trouble && poisoned(p.watch);
+    if (lost) {
         place_nothing(p);
-    } else if (threadIdx.x == 0) {
+    }
+    if (threadIdx.x == 0) {
+        give_ticket_back(p.operation);
+    }
+    if (threadIdx.x == 0 && !lost) {
         trace(p.trace, AT_ALL_AWAITED);
-        p.got->refusal = refusal_of(p);
+        if (ending.trouble) {
+            p.got->refusal = refusal_of(p);
+        } else {
+            p.got->refusal = {CAUSE_NONE, 0, 0};
+        }
         finish_run(p.operation, epoch);
     }
 }

@@ -57,6 +57,18 @@ class Scratch(Params):
     unused: U32 = 0
 
 
+def local_inverse(local: int) -> int:
+    """What an expert's number is multiplied by, for its rank to be the product's bits from 20 on: it is exact for the
+    1024 experts that the kernels take.
+
+    >>> import numpy
+    >>> numbers = numpy.arange(1024)
+    >>> all((numbers * local_inverse(local) >> 20 == numbers // local).all() for local in range(1, 1025))
+    True
+    """
+    return -(-(2**20) // local)
+
+
 @dataclass(frozen=True)
 class DispatchParams(Params):
     """Twin of the struct in kernels/include/raymoe/dispatch.cuh, where the fields are described."""
@@ -100,6 +112,7 @@ class DispatchParams(Params):
     topk: U32
     experts: U32
     local: U32
+    local_inverse: U32
     row_bytes: U32
     out_row_bytes: U32
     slot_bytes: U32

@@ -130,6 +130,7 @@ class Build:
             topk=spec.topk,
             experts=spec.experts,
             local=self.local,
+            local_inverse=dispatch.local_inverse(self.local),
             row_bytes=spec.row_bytes,
             out_row_bytes=spec.hidden if self.raw else spec.row_bytes,
             slot_bytes=self.slot_bytes,

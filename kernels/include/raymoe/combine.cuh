@@ -124,16 +124,32 @@ struct CombineRun {
     bool may;  // the workspace is not poisoned
 };
 
-// By a whole block.
-__device__ inline CombineRun begin_combine(const CombineParams& p) {
-    __shared__ CombineRun run;
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_START);
-        run = {epoch_of_this_run(p.operation), !poisoned(p.watch)};
+// As `DispatchBeginning`.
+class CombineBeginning {
+  public:
+    __device__ __forceinline__ explicit CombineBeginning(const CombineParams& p) {
+        if (threadIdx.x == 0) {
+            trace(p.trace, AT_START);
+            mine_ = {epoch_of_this_run(p.operation), !poisoned(p.watch)};
+        }
     }
-    __syncthreads();
-    return run;
-}
+
+    // By a whole block.
+    __device__ __forceinline__ CombineRun run() const {
+        __shared__ CombineRun run;
+        if (threadIdx.x == 0) {
+            run = mine_;
+        }
+        __syncthreads();
+        return run;
+    }
+
+  private:
+    CombineRun mine_{0, false};
+};
+
+// By a whole block.
+__device__ inline CombineRun begin_combine(const CombineParams& p) { return CombineBeginning(p).run(); }
 
 // Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
 template <class Type>

@@ -142,6 +142,7 @@ struct DispatchParams {
     u32 topk;
     u32 experts;
     u32 local;  // experts a rank
+    u32 local_inverse;  // for `rank_of`
     u32 row_bytes;
     u32 out_row_bytes;
     u32 slot_bytes;
@@ -167,6 +168,13 @@ struct DispatchParams {
     u32 placer_stages;
 
     __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
+
+    // expert / local, without a division, which takes long where little else is to do. raymoe/device/dispatch.py says
+    // for which experts it is exact: for all that there may be.
+    __device__ __forceinline__ u32 rank_of(u32 expert) const { return expert * local_inverse >> 20; }
+
+    // expert % local
+    __device__ __forceinline__ u32 local_of(u32 expert) const { return expert - rank_of(expert) * local; }
 
     __device__ __forceinline__ u32 blocks() const { return (hidden + BLOCK - 1) / BLOCK; }
 
@@ -238,7 +246,7 @@ struct DispatchParams {
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) {
                 if (eight[i] >= 0 && eight[i] < experts) {
-                    mask |= 1u << (static_cast<u32>(eight[i]) / local);
+                    mask |= 1u << rank_of(static_cast<u32>(eight[i]));
                 }
             }
         }
@@ -253,17 +261,40 @@ struct DispatchRun {
     bool may;    // the workspace is not poisoned
 };
 
-// By a whole block.
-__device__ inline DispatchRun begin_dispatch(const DispatchParams& p) {
-    __shared__ DispatchRun run;
-    if (threadIdx.x == 0) {
-        trace(p.trace, AT_START);
-        const u32 asked = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
-        run = {epoch_of_this_run(p.operation), asked <= p.tokens ? asked : 0, !poisoned(p.watch)};
+// Loads it, and hands it to the block. What stands between the two is done while the loads are under way.
+class DispatchBeginning {
+  public:
+    __device__ __forceinline__ explicit DispatchBeginning(const DispatchParams& p) : p_(p) {
+        if (threadIdx.x == 0) {
+            trace(p.trace, AT_START);
+            asked_ = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
+            epoch_ = epoch_of_this_run(p.operation);
+            poisoned_ = poisoned(p.watch);
+        }
     }
-    __syncthreads();
-    return run;
-}
+
+    // By a whole block.
+    __device__ __forceinline__ DispatchRun run() const {
+        __shared__ DispatchRun run;
+        if (threadIdx.x == 0) {
+            run = {epoch_, refused() ? 0 : asked_, !poisoned_};
+        }
+        __syncthreads();
+        return run;
+    }
+
+    // More tokens are asked for than there are. Known to the first thread.
+    __device__ __forceinline__ bool refused() const { return asked_ > p_.tokens; }
+
+  private:
+    const DispatchParams& p_;
+    u64 epoch_ = 0;
+    u32 asked_ = 0;
+    bool poisoned_ = false;
+};
+
+// By a whole block.
+__device__ inline DispatchRun begin_dispatch(const DispatchParams& p) { return DispatchBeginning(p).run(); }
 
 // By a whole block: until the heads of all ranks are of this epoch, in a dispatch or a combine. False: a wait failed.
 template <class Params>

@@ -19,12 +19,14 @@ struct Role {
 
     // `leaving` multiprocessors for what leaves, the first ones, and `arriving` for what arrives.
     __device__ __forceinline__ Role(u32 leaving, u32 arriving) {
-        const u32 all = leaving + arriving, at = blockIdx.x % all, mine = at < leaving ? leaving : arriving;
+        const u32 all = leaving + arriving;
+        round = blockIdx.x < all ? 0 : 1;
+        const u32 at = blockIdx.x - round * all;
         leaves = at < leaving;
+        const u32 mine = leaves ? leaving : arriving;
         place = leaves ? at : at - leaving;
-        round = blockIdx.x / all;
         number = round * mine + place;
-        blocks = gridDim.x / all * mine;
+        blocks = gridDim.x > all ? 2 * mine : mine;
     }
 
     // Of this warp among those of its kind.

@@ -22,8 +22,8 @@ class FewRouter {
         p_.ids_of(threadIdx.x, THREADS, first < all ? first : all, early_);
     }
 
-    // By a whole block that has begun.
-    __device__ __forceinline__ void run(u64 epoch, u32 tokens) {
+    // By a whole block that has begun. False: this thread has met an id that is out of range.
+    __device__ __forceinline__ bool run(u64 epoch, u32 tokens) {
         const TellInWords words{p_, epoch};
         const u32 entries = tokens * p_.topk;
         id_ = number_ * RUN + lane() < entries ? id_ : -1;
@@ -43,6 +43,7 @@ class FewRouter {
             tell_counts(words, tokens);
         }
         trace(p_.trace, AT_TOLD);
+        return !bad_;
     }
 
   private:
@@ -105,13 +106,14 @@ class FewRouter {
         const u64 weight = static_cast<u64>(weight_) << 32;
         for (u32 step = threadIdx.x / 32; step < p_.peers.ranks; step += WARPS) {
             const u32 peer = p_.peers.in_turn(step);
-            const bool there = expert != NO_EXPERT && expert / p_.local == peer;
+            const bool there = expert != NO_EXPERT && p_.rank_of(expert) == peer;
             if (entry < entries) {
-                words.entry(peer, entry, weight | (there ? expert % p_.local << RANK_BITS | rank : NOWHERE));
+                words.entry(peer, entry, weight | (there ? p_.local_of(expert) << RANK_BITS | rank : NOWHERE));
             }
         }
         if (threadIdx.x < 32 && expert == NO_EXPERT && id_ != -1) {
             ptx::atomic_min(&p_.scratch->bad_entry, static_cast<u64>(entry));
+            bad_ = true;
         }
     }
 
@@ -127,7 +129,7 @@ class FewRouter {
                 count += __shfl_sync(0xFFFFFFFF, held, k) == expert;
             }
             if (expert < p_.experts) {
-                words.count(expert / p_.local, expert % p_.local, before(expert) + count);
+                words.count(p_.rank_of(expert), p_.local_of(expert), before(expert) + count);
             }
         }
         if (threadIdx.x < p_.peers.ranks) {
@@ -141,6 +143,7 @@ class FewRouter {
     long long id_ = -1;        // of entry k of the run, in thread k of each warp
     u32 weight_ = 0;           // its bits
     bool before_run_ = false;  // there are entries before the run
+    bool bad_ = false;
     long long early_[EARLY] = {};
 };
 

@@ -168,9 +168,9 @@ class Summer {
         }
     }
 
-    // The unit that `begin` and `sum_own` have begun, and all the others. What a failed wait leaves undone, the last
-    // block out makes good.
-    __device__ __forceinline__ void run(u64 epoch) {
+    // The unit that `begin` and `sum_own` have begun, and all the others. False: a wait failed; what it leaves undone,
+    // the last block out makes good.
+    __device__ __forceinline__ bool run(u64 epoch) {
         bool ok = true;
         while (here() && ok) {
             ok = sum(epoch);
@@ -178,6 +178,7 @@ class Summer {
             begin();
             sum_own();
         }
+        return ok;
     }
 
   private:

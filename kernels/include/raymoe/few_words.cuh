@@ -36,7 +36,7 @@ class EarlyCounts {
     // Loads only, and whether this thread knows all its words by now.
     __device__ __forceinline__ bool look() {
         if (count_.high != epoch_ && threadIdx.x < p_.experts) {
-            count_ = ptx::load_relaxed_sys_16(word(threadIdx.x / p_.local, threadIdx.x % p_.local));
+            count_ = ptx::load_relaxed_sys_16(word(p_.rank_of(threadIdx.x), p_.local_of(threadIdx.x)));
         }
         if (tokens_.high != epoch_ && threadIdx.x < p_.peers.ranks) {
             tokens_ = ptx::load_relaxed_sys_16(word(threadIdx.x, p_.local));
@@ -47,10 +47,11 @@ class EarlyCounts {
 
     // `expert` is p.local for the tokens of a source. False: the wait failed.
     __device__ __forceinline__ bool wait(u32 source, u32 expert, u32& count) const {
-        const ptx::Bytes16& seen = expert == p_.local ? tokens_ : count_;
-        const u32 of = expert == p_.local ? source : source * p_.local + expert;
-        if (of == threadIdx.x && seen.high == epoch_) {
-            count = static_cast<u32>(seen.low);
+        const bool tokens = expert == p_.local;
+        const u64 seen = tokens ? tokens_.high : count_.high;
+        const u32 of = tokens ? source : source * p_.local + expert;
+        if (of == threadIdx.x && seen == epoch_) {
+            count = static_cast<u32>(tokens ? tokens_.low : count_.low);
             return true;
         }
         u64 came = 0;

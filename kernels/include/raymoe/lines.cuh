@@ -191,9 +191,8 @@ struct Dealing {
     u32 units;   // of a row
 
     __device__ __forceinline__ Dealing(u32 row_bytes, u32 rows, u32 warps, u32 most) : groups(groups_of(row_bytes)) {
-        const u64 all = static_cast<u64>(rows) * groups;
-        const u64 share = (all + warps - 1) / warps;
-        each = share < 1 ? 1 : share < most ? static_cast<u32>(share) : most;
+        const u32 share = (rows * groups + warps - 1) / warps;  // of a few million
+        each = share < 1 ? 1 : share < most ? share : most;
         units = (groups + each - 1) / each;
         each = (groups + units - 1) / units;
     }

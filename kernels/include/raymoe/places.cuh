@@ -14,7 +14,7 @@ class Places {
     __device__ Places(const DispatchParams& p, u32* shared, Told told)
         : p_(p), counts_(shared), begins_(shared + p.experts), tokens_(begins_ + p.experts) {
         for (u32 i = threadIdx.x; i < p.experts; i += THREADS) {
-            counts_[i] = told(i / p.local, i % p.local);
+            counts_[i] = told(p.rank_of(i), p.local_of(i));
         }
         if (threadIdx.x < p.peers.ranks) {
             const u32 tokens = told(threadIdx.x, p.local);

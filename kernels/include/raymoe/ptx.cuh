@@ -97,6 +97,13 @@ __device__ __forceinline__ u32 atomic_increment_wrapping(u32* word, u32 last) {
     return before;
 }
 
+// Gives the value before. Releases what this thread has seen, and acquires.
+__device__ __forceinline__ u32 atomic_add_acq_rel(u32* word, u32 value) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+    return before;
+}
+
 // Stores `value` where `expected` stands; gives what stood there.
 __device__ __forceinline__ u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
     u64 before;

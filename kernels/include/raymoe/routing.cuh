@@ -117,7 +117,7 @@ class Router {
                 counters_[warp * p_.experts + expert] += before;
             }
             if (tells_) {
-                tell_count(expert / p_.local, expert % p_.local, before + sums_[expert]);
+                tell_count(p_.rank_of(expert), p_.local_of(expert), before + sums_[expert]);
             }
         }
         if (tells_ && threadIdx.x < p_.peers.ranks) {
@@ -168,8 +168,8 @@ class Router {
         if (nowhere && id != -1) {
             ptx::atomic_min(&p_.scratch->bad_entry, entry);
         }
-        const u32 place = nowhere ? NOWHERE : expert % p_.local << RANK_BITS | rank;
-        const u32 home = nowhere ? NOWHERE : expert / p_.local;
+        const u32 place = nowhere ? NOWHERE : p_.local_of(expert) << RANK_BITS | rank;
+        const u32 home = nowhere ? NOWHERE : p_.rank_of(expert);
         const u64 weight = static_cast<u64>(its_weight) << 32;
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);

@@ -36,7 +36,7 @@ class Tokens {
         }
         token = token_;
         const bool real = ids_ >= 0 && ids_ < p_.experts;
-        mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << (static_cast<u32>(ids_) / p_.local) : 0);
+        mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << p_.rank_of(static_cast<u32>(ids_)) : 0);
         token_ = p_.lanes() + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken_, 0));
         ids_ = id_of(token_);
         ask();

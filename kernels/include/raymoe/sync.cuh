@@ -17,7 +17,7 @@ namespace raymoe {
 // rank, 16-byte aligned, zero at first, read and written by this rank's kernels only, one operation at a time.
 struct Operation {
     u64 epoch;   // runs that are complete; stored by the last block out, read by every block of the next run
-    u32 ticket;  // blocks through; wraps to 0 with the last one, so no run finds it used
+    u32 ticket;  // blocks through; 0 again with the last one, so no run finds it used
     u32 unused;
 };
 static_assert(sizeof(Operation) == 16, "");
@@ -183,6 +183,30 @@ __device__ inline bool block_is_last_out(Operation* operation) {
     }
     __syncthreads();
     return last;
+}
+
+// How a block ends, and the run with the last one.
+struct Ending {
+    bool last;
+    bool trouble;  // any block has said so; known to the last one
+};
+
+// The same, where blocks say whether something went wrong: the last one need not look for that in memory, which it has
+// to do after its ticket. It must give the ticket back.
+__device__ inline Ending block_is_out(Operation* operation, bool trouble) {
+    constexpr u32 TROUBLE = 1 << 16;  // more than there are blocks
+    __shared__ u32 before;
+    const bool any = !__syncthreads_and(!trouble);
+    if (threadIdx.x == 0) {
+        before = ptx::atomic_add_acq_rel(&operation->ticket, any ? TROUBLE + 1 : 1);
+    }
+    __syncthreads();
+    return {before % TROUBLE == gridDim.x * gridDim.y * gridDim.z - 1, any || before >= TROUBLE};
+}
+
+// For one thread of the last block out, before `finish_run` or without it.
+__device__ inline void give_ticket_back(Operation* operation) {
+    operation->ticket = 0;  // read by later kernels of this stream only
 }
 
 // For the last block out: the run is complete, and the next has the next number.

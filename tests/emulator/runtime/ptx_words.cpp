@@ -265,6 +265,13 @@ u32 atomic_increment_wrapping(u32* word, u32 last) {
     return emulator::exchange(word, [&](u32 before) { return before >= last ? 0 : before + 1; });
 }
 
+u32 atomic_add_acq_rel(u32* word, u32 value) {
+    machine->yield();
+    emulator::publish_known(self(), false);
+    self()->seen_time = machine->ticks;
+    return emulator::exchange(word, [&](u32 before) { return before + value; });
+}
+
 u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
     machine->yield();
     emulator::publish_known(self(), false);
