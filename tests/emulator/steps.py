@@ -69,6 +69,7 @@ class Steps:
         rows, dtype = spec.rows(case.ranks), getattr(torch, spec.output_dtype)
         out = backend.new((rows, spec.hidden), dtype, "out") if spec.layout == "expert" else None
         y = backend.new(tuple(batch.x.shape), batch.x.dtype, "y")
+        y.fill_(7)  # neither right nor NaN, which some steps give
         made = backend.new((rows, spec.hidden), batch.x.dtype, "expert rows")
         if form == "halves":
             got = backend.dispatch_send(tokens, out)
