@@ -35,6 +35,9 @@ class Exchange:
     On GPUs both are enqueued on the current stream and nothing waits, so failures show later: in `check`, which waits,
     and refused data also in y, which is NaN on all ranks. What is captured in a CUDA graph may be replayed until
     `close`; the memory that a captured call made is kept as long.
+
+    `sms` is how many multiprocessors its kernels may take, "auto" all of them. Exchanges that may run at the same time,
+    in two streams, need numbers that are together no more than there are: their kernels wait for those of other ranks.
     """
 
     def __init__(
