@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from raymoe.device.dispatch import RANK_BITS
 from raymoe.exchange.backend import Backend
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
@@ -23,7 +24,7 @@ AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
 NCCL_BACKENDS = ("collective", "allgather")
 KERNEL_BACKENDS = ("fused", "staged")
 FUSED_CAPABILITY = (9, 0)
-FUSED_MOST = {"hidden": 16384, "topk": 16, "experts": 1024, "ranks": 8}
+FUSED_MOST = {"hidden": 16384, "topk": 16, "experts": 1024, "ranks": 8, "tokens times topk": 1 << RANK_BITS}
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,9 @@ def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[Facts]) -> str | 
                 f"{found.name} of rank {rank} has compute capability {has}; {name} needs {needs} or more: take "
                 "collective"
             )
-    asked = {"hidden": spec.hidden, "topk": spec.topk, "experts": spec.experts, "ranks": len(facts)}
+    entries = spec.tokens * spec.topk  # each of which may name the same expert
+    sizes = (spec.hidden, spec.topk, spec.experts, len(facts), entries)
+    asked = dict(zip(FUSED_MOST, sizes, strict=True))
     for key, most in FUSED_MOST.items():
         if asked[key] > most:
             return f"{key} is {asked[key]}; {name} takes at most {most}: take collective"

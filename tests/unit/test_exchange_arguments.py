@@ -175,6 +175,12 @@ OLD = replace(B, name="A100", capability=(8, 0))
         ("fused", ExchangeSpec(4, 16, 32, 17), [A, B], "topk is 17; fused takes at most 16"),
         ("fused", ExchangeSpec(4, 16, 1026, 2), [A, B], "experts is 1026; fused takes at most 1024"),
         ("fused", ExchangeSpec(4, 16, 9, 2), [A] * 9, "ranks is 9; fused takes at most 8"),
+        (
+            "staged",
+            ExchangeSpec(2**20 + 1, 16, 4, 2),
+            [A, B],
+            "tokens times topk is 2097154; staged takes at most 2097152",
+        ),
         ("fused", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], None),
         ("staged", ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3"), [A, B], None),
         ("staged", SPEC, [OLD, B], "A100 of rank 0 has compute capability 8.0; staged needs 9.0"),
