@@ -7,9 +7,6 @@ from raymoe.device.jit import KernelSource
 from raymoe.device.peer import Peers
 from raymoe.device.sync import STRUCTS
 
-ALLTOALLV_WARPS = 16
-"""Of a block, as in the kernel."""
-
 
 def alltoallv_source(stamped: bool = False) -> KernelSource:
     """The kernel for rows that cross as they are."""

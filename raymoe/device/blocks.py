@@ -9,8 +9,6 @@ from raymoe.device.sync import STRUCTS
 
 ANNOUNCE = KernelSource("announce", (DispatchParams, Peers, *STRUCTS))
 ANNOUNCE_THREADS = 32
-PACK_WARPS = 16
-"""Of a block, as in the kernel."""
 
 
 def pack_source(stamped: bool = False) -> KernelSource:

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, Halves, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, stamps
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
@@ -151,10 +151,6 @@ def most_pieces(tokens: int) -> int:
     """
     return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * SUMMING_WARPS)
 
-
-WIDE = 2 * WARPS
-"""4096 tokens of 7168 bfloat16 took 219 us by such blocks, 241 by two of half their warps on each multiprocessor; by 64
-multiprocessors 292, and 464 by one of these on each (2x H200, cold L2 cache, 2026-11-22)."""
 
 PIECES, TOGETHER, SUMMING_WARPS = 4, 2, 880
 """Of a row, and of words behind one fence; and warps that few rows are cut for. In 2 pieces with a fence for each 4096

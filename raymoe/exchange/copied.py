@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from raymoe.device import combine, dispatch
-from raymoe.device.blocks import ANNOUNCE, ANNOUNCE_THREADS, PACK_WARPS, pack_source
+from raymoe.device.blocks import ANNOUNCE, ANNOUNCE_THREADS, pack_source
 from raymoe.device.dispatch import DispatchParams
 from raymoe.device.driver import call
 from raymoe.device.launch import Shape
@@ -105,8 +105,8 @@ class CopiedBackend(StagedBackend):
 
     def _pack_shape(self) -> Shape:
         """A warp for each row, as far as there is room."""
-        blocks = -(-self.spec.tokens // PACK_WARPS)
-        return Shape(min(blocks, self.combine_grid.summers), PACK_WARPS * 32)
+        blocks = -(-self.spec.tokens // dispatch.WIDE)
+        return Shape(min(blocks, self.combine_grid.summers), dispatch.WIDE * 32)
 
     def _largest(self) -> list[Shape]:
         moving = [self._pack_shape(), *(self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.PLACE))]

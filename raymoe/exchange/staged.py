@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from raymoe.device import combine, dispatch
-from raymoe.device.alltoallv import ALLTOALLV_WARPS, alltoallv_source
+from raymoe.device.alltoallv import alltoallv_source
 from raymoe.device.combine import CombineGrid
 from raymoe.device.dispatch import DispatchGrid, DispatchParams
 from raymoe.device.launch import Shape
@@ -51,7 +51,7 @@ class StagedBackend(FusedBackend):
             self._launch_dispatch(got, dispatch.SEND)
         else:
             params = self._of(got, dispatch.SEND)
-            self._launch(self._alltoallv, Shape(self.dispatch_grid.senders, ALLTOALLV_WARPS * 32), params)
+            self._launch(self._alltoallv, Shape(self.dispatch_grid.senders, dispatch.WIDE * 32), params)
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -71,5 +71,5 @@ class StagedBackend(FusedBackend):
         moving, summing = super()._grids(sms)
         blocks = summing.reducers + summing.summers
         if not self.build.fp8:
-            moving = replace(moving, senders=blocks, sender_lanes=ALLTOALLV_WARPS)
+            moving = replace(moving, senders=blocks, sender_lanes=dispatch.WIDE)
         return moving, replace(summing, reducers=blocks, summers=blocks)

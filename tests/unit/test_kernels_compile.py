@@ -11,10 +11,10 @@ import pytest
 
 from raymoe.device.alltoallv import alltoallv_source
 from raymoe.device.blocks import ANNOUNCE, pack_source
-from raymoe.device.combine import WIDE, combine_source
+from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.cubins import Cubins
-from raymoe.device.dispatch import dispatch_source
+from raymoe.device.dispatch import WIDE, dispatch_source
 from raymoe.device.few import combine_few_source, dispatch_few_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, KernelSource
 from raymoe.device.params import U32, U64, Address, Params
@@ -115,9 +115,9 @@ def test_uses_no_local_memory(compiled):
 
 
 def test_a_multiprocessor_holds_sixteen_warps_of_it(compiled):
-    warps = 8 if compiled.source in NARROW else 16
+    most = 200 if compiled.source in NARROW else 65536 // (32 * WIDE)
     for registers in re.findall(r"Used (\d+) registers", compiled.log):
-        assert int(registers) * 32 * warps <= 65536, compiled.log
+        assert int(registers) <= most, compiled.log
 
 
 def test_has_a_kernel_called_like_the_file(compiled):

@@ -334,10 +334,6 @@ __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
     return over != 0;
 }
 
-__device__ __forceinline__ void barrier_invalidate(u32 barrier) {
-    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // ---- bulk copies: addresses and sizes are multiples of 16 ----------------------------------------------------------
 
 // Global to shared memory. Completes on the barrier, and only there.

@@ -141,20 +141,6 @@ struct Crossing {
 
 // Elements 4 * i to 4 * i + 3 of a row in shared memory.
 template <class Type>
-__device__ __forceinline__ void load_four(u32 row, u32 i, float* into) {
-    if constexpr (Type::BYTES == 4) {
-        Type::unpack(ptx::shared_load_16(row + i * 16), into);
-    } else {
-        float eight[8];
-        Type::unpack({ptx::shared_load_8(row + i * 8), 0}, eight);
-#pragma unroll
-        for (u32 j = 0; j < 4; ++j) {
-            into[j] = eight[j];
-        }
-    }
-}
-
-template <class Type>
 __device__ __forceinline__ void store_four(u32 row, u32 i, const float* from) {
     if constexpr (Type::BYTES == 4) {
         ptx::shared_store_16(row + i * 16, Type::pack(from));

@@ -182,11 +182,6 @@ bool barrier_try_wait(u32 barrier, u32 parity) {
     return over;
 }
 
-void barrier_invalidate(u32 barrier) {
-    emulator::byte_barrier(barrier);
-    self()->block->byte_barriers.erase(barrier);
-}
-
 void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
     machine->maybe_yield();
     Thread* me = self();
