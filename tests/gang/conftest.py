@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,9 +105,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens at, below those that the kernel hands out.
+
+    One of the kernel's own could be given to any outgoing connection before the program asked for it listens there.
+    """
+    first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(20000, max(first_handed_out, 30000))
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,7 @@ def ray_head(tmp: Path, cpus: int = 8, env: dict[str, str] | None = None) -> Ite
     command += [f"--num-cpus={cpus}", "--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
     command += ["--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
     # An agent's ports are fixed by default, and a second head on the machine would be left without one.
-    command += [f"--dashboard-agent-listen-port={free_port()}", f"--dashboard-agent-grpc-port={free_port()}"]
+    command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"]
     # Likewise the file that tells jobs their cluster's address. A short name: sockets lie below it.
     folder = Path(tempfile.mkdtemp(prefix="raymoe-"))
     command += [f"--temp-dir={folder}"]
