@@ -105,13 +105,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def free_port() -> int:
-    """A port that nothing listens at, below those that the kernel hands out.
-
-    One of the kernel's own could be given to any outgoing connection before the program asked for it listens there.
+    """A port that nothing listens at, above those of Ray's workers and, where that leaves enough, below those that the
+    kernel hands out: one of these may be given to any outgoing connection before whom it is for listens there.
     """
-    first_handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.randrange(20000, max(first_handed_out, 30000))
+        port = random.randrange(20000, max(handed_out, 30000))
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
