@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, crossing, stamps
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
@@ -115,7 +115,7 @@ def reducing_share(ranks: int, topk: int) -> float:
     >>> round(reducing_share(ranks=2, topk=8), 2), round(reducing_share(ranks=4, topk=8), 2), reducing_share(1, 8)
     (0.45, 0.6, 0.0)
     """
-    cross = (ranks - 1) * (1 - (1 - 1 / ranks) ** topk)
+    cross = crossing(ranks, topk)
     reducing, summing = topk * (ranks - 1) / ranks + cross, topk / ranks + cross + 1
     return reducing / (reducing + summing)
 
@@ -126,17 +126,18 @@ def grid_of(
     """A grid of a block of so many warps on each of `sms` multiprocessors, `share` of which reduce.
 
     >>> grid_of(14336, 4096, 132, 231424, reducing_share(ranks=4, topk=8), WIDE)
-    CombineGrid(reducers=80, summers=52, warps=16, reducer_lanes=16, pieces=4, together=2, shared_bytes=132096)
+    CombineGrid(reducers=60, summers=72, warps=16, reducer_lanes=16, pieces=4, together=2, shared_bytes=132096)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
     """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a combine needs at least 2, one that reduces and one that sums")
-    reducers = max(1, min(round(sms * share), sms - 1))
+    reducers = max(1, min(round(sms * share), MOST_REDUCERS, sms - 1))
     summers = sms - reducers
     vectors = row_bytes // 16
     # Enough pieces for all warps of few tokens, and none so small that a warp's loads do not fill it.
-    wanted = max(PIECES, -(-2 * min(summers * warps, SUMMING_WARPS) // tokens))
+    whole = min(PIECES, -(-vectors // (STEPS_A_PIECE * VECTORS_A_STEP)))
+    wanted = max(whole, -(-2 * min(summers * warps, SUMMING_WARPS) // tokens))
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
     lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # with or without stamps, whatever they cross as
     lanes = min(warps, shared_bytes // lane_bytes)
@@ -152,9 +153,15 @@ def most_pieces(tokens: int) -> int:
     return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * SUMMING_WARPS)
 
 
+MOST_REDUCERS = 60
+"""Their share of all multiprocessors is more, but links take no more. 4096 tokens of 7168 bfloat16 took 482 us by 59
+reducers, 484 by 66, 495 by 79; by 64 multiprocessors 553 with their share, 615 with 29 (4x H200, 2026-11-22)."""
+
 PIECES, TOGETHER, SUMMING_WARPS = 4, 2, 880
-"""Of a row, and of words behind one fence; and warps that few rows are cut for. In 2 pieces with a fence for each 4096
-tokens took 491 us where these took 486, and 510 in whole rows (4x H200, 2026-11-21)."""
+STEPS_A_PIECE = 2
+"""Pieces of a row at most, and words behind one fence; warps that few rows are cut for; and what a piece has of a row
+that is short. 4096 tokens of 7168 in 4 pieces took 482 us, in 3 597, in 2 499; of 4096, which are 4 steps, in 4 pieces
+327, in 3 353, in 2 291, in 1 312 (4x H200, 2026-11-22)."""
 
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4

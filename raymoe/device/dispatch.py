@@ -228,8 +228,8 @@ def quantising_lanes(room: int, row_bytes: int, slot_bytes: int) -> tuple[int, i
     """How many lanes quantise rows, and how many stages those have that leave: two for each lane if they fit, and no
     fewer than lanes.
 
-    >>> quantising_lanes(232_448, 14336, 7392), quantising_lanes(232_448, 65536, 16896)
-    ((7, 16), (2, 5))
+    >>> quantising_lanes(232_448, 14336, 7424), quantising_lanes(232_448, 65536, 16896)
+    ((6, 16), (2, 5))
     """
     for each in (2, 1):
         for lanes in range(FP8_SENDER_LANES, 0, -1):
@@ -241,15 +241,29 @@ def quantising_lanes(room: int, row_bytes: int, slot_bytes: int) -> tuple[int, i
 
 def quantising_bytes(lanes: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
     """Shared memory of a block that does; the same sum as in quantised_sending.cuh."""
-    shared = SEND_QUEUE_BYTES + 2 * MOST_LEAVING * 8 + 16
+    shared = SEND_QUEUE_BYTES + (2 * MOST_LEAVING + 2 * LEAVING_QUEUE) * 8 + 16
     return lanes * lane_memory(1, row_bytes) + stages * _in_lines(slot_bytes) + shared
+
+
+def crossing(ranks: int, topk: int) -> float:
+    """The other ranks that a token goes to, on average of uniform routing.
+
+    >>> round(crossing(ranks=4, topk=8), 2), round(crossing(ranks=2, topk=8), 2), crossing(1, 8)
+    (2.7, 1.0, 0.0)
+    """
+    return (ranks - 1) * (1 - (1 - 1 / ranks) ** topk)
 
 
 def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block."""
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
-    most_senders, most_placers = (FP8_SENDERS, FP8_PLACERS) if rows.fp8 else (SENDERS, PLACERS)
+    ways = max(crossing(rows.ranks, rows.topk), 1)
+    if rows.fp8:
+        most_senders = max(FEWEST_FP8_SENDERS, min(FP8_SENDERS, round(FP8_SENDERS_OF_ONE_WAY / ways)))
+        most_placers = FP8_BLOCKS - most_senders
+    else:
+        most_senders, most_placers = SENDERS, PLACERS
     sending = max(1, min(most_senders, max(sms * 3 // 10, sms - most_placers) if rows.placed else sms // 2))
     placers = max(1, min(most_placers if rows.placed else PLACERS_OF_OWN, sms - sending))
     routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
@@ -258,14 +272,14 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
         sender_lanes, sender_stages = quantising_lanes(room, rows.row_bytes, rows.slot_bytes)
         sending_bytes = quantising_bytes(sender_lanes, sender_stages, rows.row_bytes, rows.slot_bytes)
     else:
-        lanes = SENDER_LANES if sending * SENDER_LANES >= FEW_LANES else SENDER_LANES + 1
+        lanes = max(1, min(SENDER_LANES, round(OFFERED_BYTES / (sending * ways * rows.slot_bytes))))
         sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, lanes, 3, beside=SEND_QUEUE_BYTES)
         sender_stages = min(sender_stages, SENDER_STAGES)
         sending_bytes = sender_lanes * (lane_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
     before = _in_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
     whole = _in_lines(rows.row_bytes) if rows.dequantised else 0
     placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, beside=whole)
-    together = TOGETHER if sending * sender_lanes >= FEW_LANES and not rows.fp8 else FEW_TOGETHER
+    together = TOGETHER if sending * sender_lanes >= FEW_LANES else FEW_TOGETHER
     used = max(
         sending_bytes,
         before + placer_lanes * (lane_memory(placer_stages, rows.slot_bytes) + whole),
@@ -276,15 +290,22 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     )
 
 
-SENDERS, PLACERS, PLACERS_OF_OWN = 66, 66, 16
-SENDER_LANES, SENDER_STAGES, PLACER_LANES, TOGETHER, TOKENS_A_ROUTER = 2, 4, 8, 2, 128
-FEW_LANES, FEW_TOGETHER = 66, 4
-"""Where there are fewer lanes than so many, each does more: a lane gets through a row in about 3 us and through a fence
-in as much. 4096 tokens of 7168 bfloat16, by 66 senders of 2 lanes of 4 stages, words 2 by 2: 476 us, 470 of them until
-the last row is there; of one lane 480, words 4 by 4. By 14 senders of 3 lanes and 34 placers 490; layout rank by 10
-senders of 3 lanes 475. The kernel that pushes rows and does nothing else takes 461 (4x H200,
-2026-11-21)."""
+SENDERS, PLACERS, PLACERS_OF_OWN = 54, 78, 16
+SENDER_LANES, SENDER_STAGES, PLACER_LANES, TOGETHER, TOKENS_A_ROUTER = 3, 4, 8, 2, 128
+FEW_LANES, FEW_TOGETHER = 54, 4
+OFFERED_BYTES = 2_200_000
+"""Of rows, one of each lane to each rank that a token goes to: what links are offered decides what they give. So
+senders have more lanes where rows are smaller or go to fewer ranks. 4096 tokens of 7168 bfloat16, top-8, by 54 senders
+of one lane take 474 us, by 66 of two 487, of three 507, and the kernel that pushes rows and does nothing else 461; of
+hidden 2880, top-4, three lanes take 163, two 175; of 4096, top-8, two 286, three 290 (4x H200, 2026-11-22).
 
-FP8_SENDERS, FP8_PLACERS, FP8_SENDER_LANES, MOST_LEAVING = 44, 88, 7, 16
-"""The same rows as 8-bit floats. Sending 8192 tokens takes 281 us by 44 senders, 304 by 32, 350 by 24; by 60 it takes
-242, but the placers that are left 337 (2x H200, 2026-11-21)."""
+Where there are fewer lanes than FEW_LANES, each does more: a lane gets through a row in about 3 us and through a fence
+in as much, so words go 4 by 4. By 14 senders of 3 lanes and 34 placers the 4096 tokens take 485, with layout rank by
+10 senders of 3 lanes 471."""
+
+FEWEST_FP8_SENDERS, FP8_SENDERS, FP8_SENDERS_OF_ONE_WAY, FP8_BLOCKS, FP8_SENDER_LANES = 24, 32, 76, 132, 6
+MOST_LEAVING, LEAVING_QUEUE = 16, 32
+"""As in leaving_stages.cuh. The same rows as 8-bit floats: what a sender quantises goes to as many ranks as have an
+expert of the token, so the more these are, the fewer senders fill the links. On four GPUs 24 senders take 273 us, 28
+275, 32 278, 38 286, 48 302; on two 24 take 205, 28 186, 32 175, 38 196, 48 193: there placers are what is short (H200,
+2026-11-22)."""

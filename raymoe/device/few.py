@@ -15,8 +15,8 @@ from raymoe.device.trace import traced
 LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
 """As in kernels/include/raymoe/lines.cuh."""
 
-BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048
-"""As in kernels/include/raymoe/few_quantised.cuh."""
+BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048 + 15 * 128 * 4
+"""As in kernels/include/raymoe/few.quantised.cuh."""
 
 
 def dispatch_few_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
@@ -85,7 +85,7 @@ class FewGrid:
         return cls(first, sms - first, rounds)
 
 
-def dispatch_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> FewGrid:
+def dispatch_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int, fp8: bool = False) -> FewGrid:
     """Rows of so many units, a warp's work each.
 
     >>> dispatch_few_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
@@ -96,7 +96,7 @@ def dispatch_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int
     FewGrid(leaving=34, arriving=98, rounds=2)
     """
     arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACERS, sms - 1))
-    senders = SENDERS if tokens <= SENDERS_TOKENS else SENDERS_OF_MORE
+    senders = SENDERS_OF_MORE if tokens > SENDERS_TOKENS else QUANTISERS if fp8 else SENDERS
     return FewGrid.of(tokens * units, arriving, sms * senders // SMS, sms, rounds)
 
 
@@ -120,10 +120,11 @@ def few_routers(entries: int, arriving: int) -> int:
     return max(1, min(arriving, -(-entries // 32)))
 
 
-SENDERS, REDUCERS, SMS, ROUNDS = 24, 55, 132, 2
+SENDERS, QUANTISERS, REDUCERS, SMS, ROUNDS = 24, 20, 55, 132, 2
 """Of SMS multiprocessors, the most that work on what leaves; and blocks of each. 128 tokens of 7168 bfloat16 took 27.2
-us by 24 senders, 28.5 by 33, 29.0 by 44, 31.2 by 66; as 8-bit floats 20.8, 21.8, 22.6 and 23.2; a combine 24.1 by 55
-reducers, 24.4 by 44, 24.5 by 66, 25.8 by 80 (4x H200, cold L2 cache, 2026-11-21)."""
+us by 24 senders, 28.5 by 33, 29.0 by 44, 31.2 by 66; a combine 24.1 by 55 reducers, 24.4 by 44, 24.5 by 66, 25.8 by 80
+(4x H200, cold L2 cache, 2026-11-21). As 8-bit floats 21.2 by 16 senders, 20.6 by 20, 21.6 by 24, on a warm cache 17.6,
+17.4 and 18.1 (2026-11-22)."""
 
 SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
 """1024 tokens of 7168 bfloat16 took 75 us by 24 senders, 73 by 28, 71 by 32, 69 by 36, 75 by 44 (2x H200, cold L2
@@ -147,6 +148,6 @@ def few_shared_bytes(experts: int, fp8: bool) -> int:
     """Of the placers, whose warps have a stage each where rows are quantised; those that route need less.
 
     >>> few_shared_bytes(256, fp8=False), few_shared_bytes(256, fp8=True)
-    (2112, 18496)
+    (2112, 79936)
     """
     return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + (WARPS * STAGE_BYTES if fp8 else 0)

@@ -31,7 +31,7 @@ class FewBackend(FusedBackend):
         rounds = few.ROUNDS if most == world.gpu.sms else 1
         plain = few.row_units(spec.row_bytes, spec.hidden, fp8=False)
         units = few.row_units(spec.row_bytes, spec.hidden, fp8)
-        self._sending = few.dispatch_few_grid(units, spec.tokens, ranks, most, rounds)
+        self._sending = few.dispatch_few_grid(units, spec.tokens, ranks, most, rounds, fp8)
         self._summing = few.combine_few_grid(plain, spec.tokens, ranks, most, rounds)
         self._shared_bytes = few.few_shared_bytes(spec.experts, fp8)
         self._dispatch_few = space.kernels.function(few.dispatch_few_source(spec.dtype, fp8, space.traces))

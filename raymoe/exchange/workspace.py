@@ -30,6 +30,10 @@ _OWN = ("dispatch", "combine", "scratch", "dispatch_taken", "combine_taken")
 """128 bytes each, of this rank alone."""
 
 
+SLOT_LINE, LINED_BYTES = 128, 1024
+"""Rows of 7392 bytes of 4096 tokens, pushed to slots one behind the other, took 265 us, rows of 7424 bytes 245: those
+begin with lines of 128 bytes (4x H200, 2026-11-22)."""
+
 FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM = 4096, 16 << 20, 40 << 10
 """Of a rank, of their rows, and of these for each multiprocessor where a number of them is asked for: up to here rows
 travel in lines. 1024 tokens of 7168 bfloat16 took 71 us each way so, and 90 with flags; by 64 multiprocessors 188 and
@@ -51,8 +55,15 @@ def is_few(spec: ExchangeSpec, sms: int | str = "auto") -> bool:
 
 
 def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
-    """A row of dispatch in its slot, with its stamp where slots have one."""
-    return spec.wire_row_bytes + stamped * STAMP_BYTES
+    """A row of dispatch in its slot, with its stamp where slots have one. Quantised rows that are not small are filled
+    up, so that each begins with a line.
+
+    >>> slot_bytes_of(ExchangeSpec(1, hidden=7168, experts=8, topk=1, wire="float8_e4m3"), stamped=False)
+    7424
+    """
+    slot_bytes = spec.wire_row_bytes + stamped * STAMP_BYTES
+    lined = spec.dispatch_wire == FP8 and slot_bytes >= LINED_BYTES
+    return round_up(slot_bytes, SLOT_LINE) if lined else slot_bytes
 
 
 def few_lines(spec: ExchangeSpec) -> int:

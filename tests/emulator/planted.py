@@ -116,7 +116,13 @@ PLANTED = {
     "no fence before a quantised row's word": _quantising(f"{SYSTEM_FENCE} the rows, whose", "//"),
     "no fence before a quantised row leaves": _quantising("ptx::fence_proxy_async_shared();"),
     "a stage is given back while it is read": _quantising("wait_stages_read(behind);", shape=small),
-    "a lane waits for no empty stage": _quantising("await(emptied, turn - stages);", shape=small),
+    "a lane waits for no empty stage": _quantising(
+        "leaving_.emptied.await_before(turn);\n        if", "if", shape=small
+    ),
+    "quantised rows said before they have arrived": _quantising("leaving_.landed.await(turn);"),
+    "no quantised row's word is awaited": _planted(
+        "fused", "leaving_stages.cuh", "said.await_before(turn);", quantised=True
+    ),
     "slots are packed before the peers are through": _planted(
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
     ),

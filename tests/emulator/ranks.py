@@ -303,7 +303,7 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
             senders=2,
             placers=3,
             routers=2,
-            sender_lanes=2,
+            sender_lanes=min(2, moving.sender_lanes),
             sender_stages=min(2, moving.sender_stages),
             placer_lanes=min(2, moving.placer_lanes),
             placer_stages=min(2, moving.placer_stages),

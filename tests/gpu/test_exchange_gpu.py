@@ -33,6 +33,8 @@ RANKS = max(2, min(4, GPUS))
 SIZES = sorted({1, 2, 3 if GPUS < 2 else RANKS})
 ELEMENTS = 150_000  # about so many of received rows are told to the judge, in each step, by each rank
 TIMEOUT_S = 5.0
+THREE_ROUNDINGS = 3 * 2**-8
+"""Of bfloat16, to each of which a value that comes home is rounded: as an expert's, as a rank's sum, and as y."""
 
 SMALL = ExchangeSpec(tokens=9, hidden=64, experts=2 * RANKS, topk=2, alignment=8)
 
@@ -224,7 +226,7 @@ def test_no_launch_is_larger_than_what_was_asked_for(ranks: GpuRanks, backend: s
 def test_a_second_of_replays_by_late_ranks(ranks: GpuRanks, backend: str) -> None:
     steps = 100 if GPUS < 2 else 1000
     for worst, step in ranks.run(RANKS, on_rank.soak, soak_case(capturable(backend)), steps):
-        assert worst <= 1e-2, f"step {step}"
+        assert worst <= THREE_ROUNDINGS, f"step {step}"
 
 
 @pytest.mark.soak
@@ -232,7 +234,7 @@ def test_a_second_of_replays_by_late_ranks(ranks: GpuRanks, backend: str) -> Non
 def test_ten_thousand_replays_by_late_ranks(ranks: GpuRanks, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.gpu.ranks.DEADLINE_S", 1700.0)
     for worst, step in ranks.run(RANKS, on_rank.soak, soak_case(capturable(backend)), 10_000):
-        assert worst <= 1e-2, f"step {step}"
+        assert worst <= THREE_ROUNDINGS, f"step {step}"
 
 
 def soak_case(backend: str) -> Case:

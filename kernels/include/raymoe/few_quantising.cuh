@@ -15,6 +15,10 @@ struct Four {
 
     __device__ __forceinline__ void load_quantised(const u8* at) { words = ptx::load_4(at); }
 
+    __device__ __forceinline__ void put(u32 shared) const { ptx::shared_store_8(shared, words); }
+
+    __device__ __forceinline__ void get(u32 shared) { words = ptx::shared_load_8(shared); }
+
     __device__ __forceinline__ u32 quantised() const { return static_cast<u32>(words); }
 
     __device__ __forceinline__ void unpack(float* into) const {
@@ -34,6 +38,10 @@ struct Four<Type, 4> {
     __device__ __forceinline__ void load(const u8* at) { words = ptx::load_16(at); }
 
     __device__ __forceinline__ void load_quantised(const u8* at) { words.low = ptx::load_4(at); }
+
+    __device__ __forceinline__ void put(u32 shared) const { ptx::shared_store_16(shared, words); }
+
+    __device__ __forceinline__ void get(u32 shared) { words = ptx::shared_load_16(shared); }
 
     __device__ __forceinline__ u32 quantised() const { return static_cast<u32>(words.low); }
 
@@ -80,10 +88,14 @@ class QuantisedLeaving {
 
     __device__ __forceinline__ void send(u64 epoch, u32 token, u32 unit, u32 mask) {
         const u32 lane = threadIdx.x % 32, blocks = units_.blocks(unit), bytes = units_.bytes(unit);
-        const float factor = p_.x_scales == nullptr ? find_scales() : 1.0f;
 #pragma unroll
         for (u32 i = 0; i < UNIT_BLOCKS; ++i) {
-            const u32 four = p_.x_scales == nullptr ? quantised(i, factor) : four_[i].quantised();
+            four_[i].put(own(i));
+        }
+        const float factor = p_.x_scales == nullptr ? find_scales() : 1.0f;
+#pragma unroll 3
+        for (u32 i = 0; i < UNIT_BLOCKS; ++i) {
+            const u32 four = quantised(i, factor);
             if (i < blocks) {
                 ptx::shared_store_4(units_.stage + i * BLOCK_WORDS * 8 + lane * 4, four);
             }
@@ -111,14 +123,26 @@ class QuantisedLeaving {
     }
 
   private:
+    // Shared memory of this thread alone, for four elements of block i. They go there so that loops over blocks need
+    // not be unrolled: where instructions are in no cache, their number is what such a loop takes.
+    __device__ __forceinline__ u32 own(u32 i) const {
+        return units_.stage + WORDS_BYTES + (i * 32 + threadIdx.x % 32) * static_cast<u32>(sizeof(Four<Type>));
+    }
+
+    __device__ __forceinline__ Four<Type> its_four(u32 i) const {
+        Four<Type> four;
+        four.get(own(i));
+        return four;
+    }
+
     // Thread i finds the scale of block i, so that a warp divides twice, not twice for each block. What the elements
     // are to be multiplied by is given.
     __device__ __forceinline__ float find_scales() {
         float mine = 0;
-#pragma unroll
+#pragma unroll 3
         for (u32 i = 0; i < UNIT_BLOCKS; ++i) {
             float values[4];
-            four_[i].unpack(values);
+            its_four(i).unpack(values);
             const float largest = largest_of_warp(
                 fmaxf(fmaxf(fabsf(values[0]), fabsf(values[1])), fmaxf(fabsf(values[2]), fabsf(values[3]))));
             mine = threadIdx.x % 32 == i ? largest : mine;
@@ -127,11 +151,15 @@ class QuantisedLeaving {
         return mine == 0.0f ? 1.0f : LARGEST_E4M3 / mine;
     }
 
-    // Block i, whose factor thread i has.
+    // Block i, whose factor thread i has where it is not quantised yet.
     __device__ __forceinline__ u32 quantised(u32 i, float factor) const {
         const float its_factor = __shfl_sync(0xFFFFFFFF, factor, i);
+        const Four<Type> four = its_four(i);
+        if (p_.x_scales != nullptr) {
+            return four.quantised();
+        }
         float values[4];
-        four_[i].unpack(values);
+        four.unpack(values);
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) {
             values[j] *= its_factor;

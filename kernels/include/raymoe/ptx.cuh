@@ -334,6 +334,21 @@ __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
     return over != 0;
 }
 
+// The same, at once.
+__device__ __forceinline__ bool barrier_is_over(u32 barrier, u32 parity) {
+    u32 over;
+    asm volatile(
+        "{\n\t"
+        ".reg .pred over;\n\t"
+        "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, over;\n\t"
+        "}"
+        : "=r"(over)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return over != 0;
+}
+
 // ---- bulk copies: addresses and sizes are multiples of 16 ----------------------------------------------------------
 
 // Global to shared memory. Completes on the barrier, and only there.

@@ -1,70 +1,19 @@
 // The senders of a dispatch whose rows cross as 8-bit floats: quantised on the way from x to the link, once for all
 // ranks that a row goes to.
 //
-// A block has lanes, which are warps, and one warp that pushes. Each lane has a stage for a row as it comes; the rows
-// as they leave have stages in common, taken in turn. A lane waits for a stage that has been read, fills it and hands
-// it over; the pusher stores stages to the ranks in that order, waits for what has arrived, and says so. So no lane
-// waits for rows to arrive, and as many rows are under way as there are stages.
+// A block has lanes, which are warps, one warp that pushes and one that says what has arrived. Each lane has a stage
+// for a row as it comes; the rows as they leave have stages in common, taken in turn. A lane waits for a stage that has
+// been read, fills it and hands it over; the pusher stores stages to the ranks in that order and waits for what has
+// arrived; the sayer stores the words. So no lane waits for rows to arrive, and no row for the words of others, whose
+// fence takes a trip over a link that is full.
 #pragma once
 
+#include "raymoe/leaving_stages.cuh"
 #include "raymoe/quantising.cuh"
 #include "raymoe/ring.cuh"
 #include "raymoe/sending.cuh"
 
 namespace raymoe {
-
-// What the lanes and the pusher of a block share, in its shared memory. Stage `turn % stages` is of turn `turn`, and
-// the turns of a stage alternate the parity of its two barriers. There are no more lanes than stages, so that no lane
-// waits for a parity more than one turn of its stage ahead.
-struct LeavingStages {
-    static constexpr u32 QUEUE = 32;        // turns, from the stage's filling to the row's word
-    static constexpr u32 MOST_STAGES = 16;  // QUEUE less what is pushed and not said yet
-
-    u32 stages;
-    u32 stage_bytes;
-    u32 first;    // the first stage
-    u32 queue;    // {token, ranks} of a turn; no ranks: a lane has nothing more
-    u32 filled;   // barriers, one a stage: the lane's
-    u32 emptied;  // likewise the pusher's
-    u32* turns;   // that lanes have taken
-
-    __device__ __forceinline__ LeavingStages(const DispatchParams& p, u8* memory)
-        : stages(p.sender_stages), stage_bytes((p.slot_bytes + 127) & ~127u), first(ptx::shared_address(memory)),
-          queue(first + stages * stage_bytes), filled(queue + QUEUE * 8), emptied(filled + MOST_STAGES * 8),
-          turns(reinterpret_cast<u32*>(memory + (emptied + MOST_STAGES * 8 - first))) {}
-
-    __device__ __forceinline__ void begin() const {
-        for (u32 stage = 0; stage < stages; ++stage) {
-            ptx::barrier_init(filled + stage * 8, 1);
-            ptx::barrier_init(emptied + stage * 8, 1);
-        }
-        *turns = 0;
-    }
-
-    __device__ __forceinline__ u32 stage(u32 turn) const { return first + turn % stages * stage_bytes; }
-
-    __device__ __forceinline__ u32 queued(u32 turn) const { return queue + turn % QUEUE * 8; }
-
-    // Until the row of a turn, or that of the turn that had its stage before.
-    __device__ __forceinline__ void await_filled(u32 turn) const { await(filled, turn); }
-
-    __device__ __forceinline__ void await_empty(u32 turn) const {
-        if (turn >= stages) {
-            await(emptied, turn - stages);
-        }
-    }
-
-    // The arrival releases what the thread, and the warp that it has synchronised with, have done to the stage.
-    __device__ __forceinline__ void fill(u32 turn) const { ptx::barrier_arrive(filled + turn % stages * 8); }
-
-    __device__ __forceinline__ void empty(u32 turn) const { ptx::barrier_arrive(emptied + turn % stages * 8); }
-
-  private:
-    __device__ __forceinline__ void await(u32 barriers, u32 turn) const {
-        while (!ptx::barrier_try_wait(barriers + turn % stages * 8, turn / stages & 1)) {
-        }
-    }
-};
 
 // A warp that quantises the tokens that no other lane takes.
 template <class Type>
@@ -105,9 +54,8 @@ class QuantisingLane {
         }
         const u32 turn = take_turn();
         if (leads_) {
-            leaving_.await_empty(turn);
-            ptx::shared_store_8(leaving_.queued(turn), 0);
-            leaving_.fill(turn);
+            leaving_.emptied.await_before(turn);
+            leaving_.hand_over(turn, LeavingStages::NO_MORE);
         }
     }
 
@@ -134,7 +82,7 @@ class QuantisingLane {
     __device__ __forceinline__ void hand_over(u32 token, u32 mask, bool more, u32 next_token) {
         await_row();
         const u32 turn = take_turn(), stage = leaving_.stage(turn);
-        leaving_.await_empty(turn);
+        leaving_.emptied.await_before(turn);
         if (p_.x_scales == nullptr) {
             quantise<Type>(row_, stage, p_.hidden, p_.blocks());
         } else {
@@ -149,8 +97,7 @@ class QuantisingLane {
         }
         if (leads_) {
             stamp(stage, p_.slot_bytes, epoch_);
-            ptx::shared_store_8(leaving_.queued(turn), static_cast<u64>(token) << 32 | mask);
-            leaving_.fill(turn);
+            leaving_.hand_over(turn, static_cast<u64>(token) << 32 | mask);
         }
     }
 
@@ -167,58 +114,60 @@ class QuantisingLane {
 class Pusher {
   public:
     // Rows that are pushed before the word of one is due: about as many as are under way.
-    static constexpr u32 YOUNGER = 8;
-    static_assert(LeavingStages::MOST_STAGES + YOUNGER + MOST_TOGETHER <= LeavingStages::QUEUE, "");
+    static constexpr u32 YOUNGER = 2;
+    static_assert(LeavingStages::MOST_STAGES + YOUNGER <= LeavingStages::QUEUE, "");
 
     __device__ Pusher(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
         : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
           pushes_(threadIdx.x % 32 < p.peers.ranks) {}
 
-    // By a whole warp: until every row has arrived, and its words say so.
-    __device__ __forceinline__ void run() {
+    // By a whole warp: until every row has arrived.
+    __device__ __forceinline__ void run() const {
         const u32 behind = leaving_.stages / 2;  // stages that may still be read from
         u32 turn = 0;
         for (u32 lanes = p_.sender_lanes; lanes != 0; ++turn) {
-            leaving_.await_filled(turn);
-            const u64 row = ptx::shared_load_8(leaving_.queued(turn));
-            lanes -= static_cast<u32>(row) == 0;
-            push(row, leaving_.stage(turn));
+            leaving_.filled.await(turn);
+            const u64 row = leaving_.queued(turn);
+            if (row == LeavingStages::NO_MORE) {
+                --lanes;
+            } else {
+                push(row, leaving_.stage(turn));
+            }
+            ptx::bulk_commit();
             if (turn >= behind) {
                 wait_stages_read(behind);
                 __syncwarp();  // no thread's stores read from the stage any more, and none has yet to await its filling
-                if (threadIdx.x % 32 == 0) {
-                    leaving_.empty(turn - behind);
+                if (leads()) {
+                    leaving_.emptied.pass(turn - behind);
                 }
             }
-            if (turn + 1 - said_ >= YOUNGER + p_.together) {
+            if (turn >= YOUNGER) {
                 ptx::bulk_wait<YOUNGER>();
-                say(turn + 1 - YOUNGER);
+                land(turn - YOUNGER);
             }
         }
         ptx::bulk_wait<0>();
-        say(turn);
+        for (u32 younger = turn < YOUNGER ? turn : YOUNGER; younger != 0; --younger) {
+            land(turn - younger);
+        }
     }
 
   private:
-    __device__ __forceinline__ bool goes(u64 row) const { return pushes_ && (row >> peer_ & 1); }
+    __device__ __forceinline__ bool leads() const { return threadIdx.x % 32 == 0; }
 
-    __device__ __forceinline__ void push(u64 row, u32 stage) {
-        if (goes(row)) {
+    __device__ __forceinline__ void push(u64 row, u32 stage) const {
+        if (pushes_ && (row >> peer_ & 1)) {
             ptx::bulk_store(p_.slot_at(peer_, epoch_ & 1, p_.peers.rank, row >> 32), stage, p_.slot_bytes);
             trace_first(p_.trace, AT_FIRST_PUSH);
             trace(p_.trace, AT_LAST_PUSH);
         }
-        ptx::bulk_commit();
     }
 
-    // That the rows of the turns before `end`, which have been awaited, are there.
-    __device__ __forceinline__ void say(u32 end) {
-        ptx::fence_acq_rel_sys();  // orders the rows, whose bulk stores this thread has awaited, before their words
-        for (; said_ < end; ++said_) {
-            const u64 row = ptx::shared_load_8(leaving_.queued(said_));
-            if (goes(row)) {
-                ptx::store_relaxed_sys(p_.arrival_at(peer_, p_.peers.rank, row >> 32), epoch_);
-            }
+    // The row of the turn, which each thread has awaited for its rank, is there.
+    __device__ __forceinline__ void land(u32 turn) const {
+        __syncwarp();  // hands what the warp has awaited to the thread that says so
+        if (leads()) {
+            leaving_.landed.pass(turn);
         }
     }
 
@@ -227,11 +176,50 @@ class Pusher {
     u64 epoch_;
     u32 peer_;
     bool pushes_;
-    u32 said_ = 0;  // turns
 };
 
-// By a whole block, the `sender`-th, whose lanes are all its warps but the last at most. Sends of the first `n` tokens
-// of x what no other block does.
+// The warp that says which rows have arrived, a thread for each rank.
+class Sayer {
+  public:
+    __device__ Sayer(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
+        : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
+          says_(threadIdx.x % 32 < p.peers.ranks) {}
+
+    // By a whole warp: until every row has arrived and its words say so. One fence for all that are there by then.
+    __device__ __forceinline__ void run() const {
+        u32 turn = 0;
+        for (u32 lanes = p_.sender_lanes; lanes != 0;) {
+            leaving_.landed.await(turn);
+            u32 end = turn + 1;
+            while (end - turn < LeavingStages::QUEUE && __all_sync(0xFFFFFFFF, leaving_.landed.passed(end))) {
+                ++end;
+            }
+            ptx::fence_acq_rel_sys();  // orders the rows, whose bulk stores the pusher has awaited, before their words
+            for (; turn != end; ++turn) {
+                const u64 row = leaving_.queued(turn);
+                if (row == LeavingStages::NO_MORE) {
+                    --lanes;
+                } else if (says_ && (row >> peer_ & 1)) {
+                    ptx::store_relaxed_sys(p_.arrival_at(peer_, p_.peers.rank, row >> 32), epoch_);
+                }
+                __syncwarp();  // every thread has read the entry
+                if (threadIdx.x % 32 == 0) {
+                    leaving_.said.pass(turn);
+                }
+            }
+        }
+    }
+
+  private:
+    const DispatchParams& p_;
+    const LeavingStages& leaving_;
+    u64 epoch_;
+    u32 peer_;
+    bool says_;
+};
+
+// By a whole block, the `sender`-th, whose lanes are all its warps but the last two at most. Sends of the first `n`
+// tokens of x what no other block does.
 template <class Type>
 __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32, each = QuantisingLane<Type>::memory(p);
@@ -243,8 +231,10 @@ __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n,
     if (warp < p.sender_lanes) {
         QuantisingLane<Type>(p, leaving, epoch, ptx::shared_address(shared) + warp * each)
             .run(n, sender * p.sender_lanes + warp);
-    } else if (warp == WARPS - 1) {
+    } else if (warp == WARPS - 2) {
         Pusher(p, leaving, epoch).run();
+    } else if (warp == WARPS - 1) {
+        Sayer(p, leaving, epoch).run();
     }
     say_done(p, epoch, sender);
 }

@@ -15,8 +15,8 @@ void Known::forget_done() {
 void Known::take(Known& from) {
     for (Store* store : from.stores) {
         if (store->level == Level::THREAD) {
-            store->holder = this;
-            stores.push_back(store);
+            from.let_go(store);
+            hold(store);
         }
     }
     from.stores.clear();
@@ -24,6 +24,35 @@ void Known::take(Known& from) {
     from.dirty.clear();
     if (stores.size() > 64) {
         forget_done();
+    }
+}
+
+void Known::learn(const Known& from) {
+    for (Store* store : from.stores) {
+        if (store->level == Level::THREAD) {
+            hold(store);
+        }
+    }
+}
+
+void Known::forget() {
+    for (Store* store : stores) {
+        let_go(store);
+    }
+    stores.clear();
+    dirty.clear();
+}
+
+void Known::let_go(Store* store) {
+    auto& holders = store->holders;
+    holders.erase(std::remove(holders.begin(), holders.end(), this), holders.end());
+}
+
+void Known::hold(Store* store) {
+    auto& holders = store->holders;
+    if (std::find(holders.begin(), holders.end(), this) == holders.end()) {
+        holders.push_back(this);
+        stores.push_back(store);
     }
 }
 
@@ -198,14 +227,15 @@ bool knows(const Thread* thread, const Store* store) {
     if (store->level == Level::GPU) {
         return store->rank == thread->block->launch->rank->number;
     }
-    const Known* holder = store->holder;
-    if (holder == &thread->known || holder == &thread->warp->known || holder == &thread->block->barriers[0].known) {
-        return true;
-    }
-    for (u32 number = 1; number < NAMED_BARRIERS; ++number) {
-        const BlockBarrier& barrier = thread->block->barriers[number];
-        if (holder == &barrier.known && takes_part(barrier, thread->warp)) {
+    for (const Known* holder : store->holders) {
+        if (holder == &thread->known || holder == &thread->warp->known || holder == &thread->block->barriers[0].known) {
             return true;
+        }
+        for (u32 number = 1; number < NAMED_BARRIERS; ++number) {
+            const BlockBarrier& barrier = thread->block->barriers[number];
+            if (holder == &barrier.known && takes_part(barrier, thread->warp)) {
+                return true;
+            }
         }
     }
     return false;
@@ -222,7 +252,7 @@ void publish_known(Thread* thread, bool everywhere) {
                 machine->memory.publish(store, machine->ticks);
             } else {
                 store->level = Level::GPU;
-                store->holder = nullptr;
+                store->holders.clear();
                 rank.gpu_stores.push_back(store);
             }
         }

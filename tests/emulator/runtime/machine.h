@@ -36,7 +36,13 @@ struct Known {
     std::vector<Dirty> dirty;
 
     void take(Known& from);  // leaves nothing there
+    void learn(const Known& from);  // the stores, which stay there too
     void forget_done();
+    void forget();
+
+  private:
+    void hold(Store* store);
+    void let_go(Store* store);
 };
 
 // Out of a block's shared memory into global memory, in two steps, each of them some time later.
@@ -49,12 +55,13 @@ struct BulkStore {
     std::vector<u8> data;
 };
 
-// A barrier in shared memory that counts bytes.
+// A barrier in shared memory that counts bytes, and hands what those who arrive know to those who find a phase over.
 struct ByteBarrier {
     u32 arrivals = 0, missing = 0;
     long long bytes = 0;
     u64 phase = 0;
     bool fenced = false;
+    Known arriving, over;  // in this phase; in the last one
 };
 
 // Eight neighbouring threads of a warp that move a line of 128 bytes in one instruction.

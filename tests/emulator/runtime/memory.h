@@ -31,7 +31,7 @@ struct Store {
     Level level = Level::THREAD;
     int rank;      // of the thread that stored
     u32 block;     // its number in the run
-    Known* holder = nullptr;  // the list that it is in, as long as its level is THREAD
+    std::vector<Known*> holders;  // the lists that it is in, as long as its level is THREAD
     Line* line;
     Store* twin = nullptr;  // the next of those that arrive together, in a ring
 };

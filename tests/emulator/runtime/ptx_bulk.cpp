@@ -19,6 +19,8 @@ namespace {
 void turn(ByteBarrier& barrier) {
     if (barrier.missing == 0 && barrier.bytes == 0) {
         ++barrier.phase;
+        barrier.over.forget();
+        barrier.over.take(barrier.arriving);
         barrier.missing = barrier.arrivals;
     }
 }
@@ -166,14 +168,24 @@ void barrier_expect(u32 barrier, u32 bytes) {
 
 void barrier_arrive(u32 barrier) {
     machine->maybe_yield();
+    emulator::for_each_known(self(), [&](emulator::Known& known) { emulator::byte_barrier(barrier).arriving.learn(known); });
     barrier_expect(barrier, 0);
 }
 
-bool barrier_try_wait(u32 barrier, u32 parity) {
+bool barrier_is_over(u32 barrier, u32 parity) {
     machine->maybe_yield();
-    Thread* me = self();
-    const bool over = (emulator::byte_barrier(barrier).phase & 1) != parity;
+    const auto& found = emulator::byte_barrier(barrier);
+    const bool over = (found.phase & 1) != parity;
+    if (over) {
+        self()->known.learn(found.over);
+    }
+    return over;
+}
+
+bool barrier_try_wait(u32 barrier, u32 parity) {
+    const bool over = barrier_is_over(barrier, parity);
     if (!over) {
+        Thread* me = self();
         me->doing = "waits for the bytes of the barrier at";
         me->where = 0;
         me->what = barrier;

@@ -41,7 +41,7 @@ Store* add_store(Thread* thread, Region& region, void* at, const void* bytes, u3
     store->block = thread->block->number;
     store->line = &region.touched(reinterpret_cast<u64>(at));
     store->line->pending.push_back(store);
-    store->holder = &thread->known;
+    store->holders = {&thread->known};
     thread->known.stores.push_back(store);
     if (thread->known.stores.size() % 512 == 0) {
         thread->known.forget_done();

@@ -78,6 +78,7 @@ void fence_barrier_init();
 void barrier_expect(u32 barrier, u32 bytes);
 void barrier_arrive(u32 barrier);
 bool barrier_try_wait(u32 barrier, u32 parity);
+bool barrier_is_over(u32 barrier, u32 parity);
 
 void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier);
 void bulk_store(void* global, u32 shared, u32 bytes);
