@@ -110,11 +110,15 @@ def measured(lines: Sequence[Line]) -> str:
 
 
 def machine(lines: Sequence[Line]) -> str:
-    """What the lines were measured on, and where they are from."""
+    """What the lines were measured on, and where they are from.
+
+    >>> machine([{"ranks": 4, "device": "NVIDIA H200", "run": run} for run in ("one", "one", "two", "three")])
+    '4 ranks on NVIDIA H200 · run one and 2 more'
+    """
     ranks = "/".join(str(each) for each in dict.fromkeys(line["ranks"] for line in lines))
     devices = " and ".join(dict.fromkeys(str(line["device"]) for line in lines))
-    runs = ", ".join(dict.fromkeys(str(line["run"]) for line in lines))
-    return f"{ranks} ranks on {devices} · run {runs}"
+    first, *others = dict.fromkeys(str(line["run"]) for line in lines)
+    return f"{ranks} ranks on {devices} · run {first}" + (f" and {len(others)} more" if others else "")
 
 
 def three_digits(value: float) -> str:
