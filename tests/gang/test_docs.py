@@ -18,6 +18,7 @@ import pytest
 from tests.gang.conftest import REPO, Head, address_file
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+WANT_GPUS = ("raymoe run p2p ", "raymoe run exchange_", "raymoe run bench_")
 ELSEWHERE = {
     "make run": "`make` does the set-up of this very run; what it runs is `raymoe run quickstart`, below",
     "make test": "this is it",
@@ -58,7 +59,7 @@ def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with address_file(head.address):
         for line in lines:
-            if f"{line} ".startswith(("raymoe run p2p ", "raymoe run exchange_")):  # want GPUs; here only validated
+            if f"{line} ".startswith(WANT_GPUS):  # here only validated
                 line = line.replace("run", "validate", 1)
             done = subprocess.run(
                 ["bash", "-c", line],
