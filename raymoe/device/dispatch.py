@@ -255,7 +255,15 @@ def crossing(ranks: int, topk: int) -> float:
 
 
 def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
-    """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block."""
+    """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block.
+
+    >>> def lanes(ranks: int, hidden: int, topk: int, sms: int = 132) -> tuple[int, int, int]:
+    ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=topk, experts=256, ranks=ranks, placed=True)
+    ...     grid = grid_of(rows, sms, 231_424)
+    ...     return grid.senders, grid.sender_lanes, grid.together
+    >>> lanes(4, 7168, 8), lanes(4, 4096, 8), lanes(4, 2880, 4), lanes(2, 7168, 8), lanes(4, 7168, 8, sms=48)
+    ((54, 1, 2), (54, 2, 2), (54, 3, 2), (54, 3, 2), (14, 3, 4))
+    """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
     ways = max(crossing(rows.ranks, rows.topk), 1)

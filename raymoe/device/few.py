@@ -15,7 +15,7 @@ from raymoe.device.trace import traced
 LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
 """As in kernels/include/raymoe/lines.cuh."""
 
-BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048 + 15 * 128 * 4
+BLOCK, BLOCK_WORDS, UNIT_BLOCKS, WORDS_BYTES = 128, 17, 15, 2048
 """As in kernels/include/raymoe/few.quantised.cuh."""
 
 
@@ -144,10 +144,12 @@ def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
     return -(-hidden // (UNIT_BLOCKS * BLOCK)) if fp8 else -(-row_lines(row_bytes) // GROUP)
 
 
-def few_shared_bytes(experts: int, fp8: bool) -> int:
-    """Of the placers, whose warps have a stage each where rows are quantised; those that route need less.
+def few_shared_bytes(experts: int, quantised_bytes: int = 0) -> int:
+    """Of the placers, and where rows of elements of so many bytes are quantised of each warp, which has a stage then;
+    those that route need less.
 
-    >>> few_shared_bytes(256, fp8=False), few_shared_bytes(256, fp8=True)
-    (2112, 79936)
+    >>> few_shared_bytes(256), few_shared_bytes(256, quantised_bytes=2)
+    (2112, 49216)
     """
-    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + (WARPS * STAGE_BYTES if fp8 else 0)
+    stage = WORDS_BYTES + UNIT_BLOCKS * BLOCK * quantised_bytes if quantised_bytes else 0
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + WARPS * stage

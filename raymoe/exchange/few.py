@@ -17,6 +17,7 @@ from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
+from raymoe.memory.heap import ITEM_BYTES
 from raymoe.memory.world import World
 
 
@@ -33,7 +34,7 @@ class FewBackend(FusedBackend):
         units = few.row_units(spec.row_bytes, spec.hidden, fp8)
         self._sending = few.dispatch_few_grid(units, spec.tokens, ranks, most, rounds, fp8)
         self._summing = few.combine_few_grid(plain, spec.tokens, ranks, most, rounds)
-        self._shared_bytes = few.few_shared_bytes(spec.experts, fp8)
+        self._shared_bytes = few.few_shared_bytes(spec.experts, ITEM_BYTES[spec.dtype] if fp8 else 0)
         self._dispatch_few = space.kernels.function(few.dispatch_few_source(spec.dtype, fp8, space.traces))
         self._combine_few = space.kernels.function(few.combine_few_source(spec.dtype, space.traces))
 

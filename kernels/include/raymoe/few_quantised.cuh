@@ -14,8 +14,9 @@ constexpr u32 UNIT_BLOCKS = 15;
 constexpr u32 BLOCK_WORDS = 17;
 constexpr u32 UNIT_LINES = UNIT_BLOCKS * BLOCK_WORDS / LINE_WORDS;
 constexpr u32 UNIT_GROUPS = (UNIT_LINES + GROUP - 1) / GROUP;
-constexpr u32 WORDS_BYTES = 2048;  // of a warp's stage, for the words of a unit
-constexpr u32 STAGE_BYTES = WORDS_BYTES + UNIT_BLOCKS * BLOCK * 4;  // and for its elements
+// Of a warp's stage: for the words of a unit, and with its elements as they are in x.
+constexpr u32 WORDS_BYTES = 2048;
+constexpr u32 STAGE_BYTES = WORDS_BYTES + UNIT_BLOCKS * BLOCK * ROW_TYPE::BYTES;
 
 // What both sides know of the units of a row.
 struct QuantisedUnits {
