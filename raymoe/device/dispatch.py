@@ -241,7 +241,7 @@ def quantising_lanes(room: int, row_bytes: int, slot_bytes: int) -> tuple[int, i
 
 def quantising_bytes(lanes: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
     """Shared memory of a block that does; the same sum as in quantised_sending.cuh."""
-    shared = SEND_QUEUE_BYTES + (2 * MOST_LEAVING + 2 * LEAVING_QUEUE) * 8 + 16
+    shared = (2 * MOST_LEAVING + 3 * LEAVING_QUEUE) * 8 + 16  # barriers, the queue itself, turns
     return lanes * lane_memory(1, row_bytes) + stages * _in_lines(slot_bytes) + shared
 
 
@@ -263,6 +263,9 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     ...     return grid.senders, grid.sender_lanes, grid.together
     >>> lanes(4, 7168, 8), lanes(4, 4096, 8), lanes(4, 2880, 4), lanes(2, 7168, 8), lanes(4, 7168, 8, sms=48)
     ((54, 1, 2), (54, 2, 2), (54, 3, 2), (54, 3, 2), (14, 3, 4))
+    >>> quantised = [Rows(7424, 14336, 4096, 8, 256, ranks, placed=True, fp8=True) for ranks in (2, 4, 8)]
+    >>> [(grid.senders, grid.placers) for grid in (grid_of(rows, 132, 231_424) for rows in quantised)]
+    [(32, 100), (28, 104), (24, 108)]
     """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")

@@ -37,7 +37,8 @@ begin with lines of 128 bytes (4x H200, 2026-11-22)."""
 FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM = 4096, 16 << 20, 40 << 10
 """Of a rank, of their rows, and of these for each multiprocessor where a number of them is asked for: up to here rows
 travel in lines. 1024 tokens of 7168 bfloat16 took 71 us each way so, and 90 with flags; by 64 multiprocessors 188 and
-160, with flags 86 and 145 (2x H200, cold L2 cache, 2026-11-22). On more GPUs a line's 8 bytes in 128 weigh more."""
+160, with flags 86 and 145 (2x H200, cold L2 cache, 2026-11-22). On four GPUs a line's 8 bytes in 128 weigh more: 512
+tokens 77 and 79 for 80 and 87, 1024 142 and 144 for 137 and 146."""
 
 
 def is_few(spec: ExchangeSpec, sms: int | str = "auto") -> bool:

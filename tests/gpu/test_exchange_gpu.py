@@ -33,7 +33,7 @@ RANKS = max(2, min(4, GPUS))
 SIZES = sorted({1, 2, 3 if GPUS < 2 else RANKS})
 ELEMENTS = 150_000  # about so many of received rows are told to the judge, in each step, by each rank
 TIMEOUT_S = 5.0
-THREE_ROUNDINGS = 3 * 2**-8
+THREE_ROUNDINGS = (1 + 2**-8) ** 3 - 1
 """Of bfloat16, to each of which a value that comes home is rounded: as an expert's, as a rank's sum, and as y."""
 
 SMALL = ExchangeSpec(tokens=9, hidden=64, experts=2 * RANKS, topk=2, alignment=8)

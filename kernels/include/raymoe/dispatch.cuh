@@ -157,7 +157,7 @@ struct DispatchParams {
     u32 senders;        // blocks that send; the others route and place
     u32 sender_lanes;   // warps of each
     u32 sender_stages;  // of each lane's ring; where rows are quantised, of a block, for rows that leave
-    u32 together;       // rows of a lane whose words are stored behind one fence, at most MOST_TOGETHER
+    u32 together;       // rows of a lane whose words go behind one fence, at most MOST_TOGETHER; not of quantised rows
     u32 at_once;        // rows of a source are announced by its senders' `done` alone
     u32 arrival_stride;  // words of a source
     u32 few_lines;       // lines of a source

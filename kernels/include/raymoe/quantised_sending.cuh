@@ -115,7 +115,7 @@ class Pusher {
   public:
     // Rows that are pushed before the word of one is due: about as many as are under way.
     static constexpr u32 YOUNGER = 2;
-    static_assert(LeavingStages::MOST_STAGES + YOUNGER <= LeavingStages::QUEUE, "");
+    static_assert(LeavingStages::MOST_STAGES + YOUNGER <= LeavingStages::QUEUE, "the queue is full before the stages");
 
     __device__ Pusher(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
         : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
