@@ -26,12 +26,10 @@ __device__ __forceinline__ u8* status_word(const CombineParams& p, u32 peer, u32
     return p.peers.slot(peer, p.few_statuses[half], rank * 2ull + word, 16);
 }
 
-__device__ inline void send_status(const CombineParams& p, u64 epoch) {
+__device__ inline void send_status(const CombineParams& p, u64 epoch, const ptx::Bytes16& mine) {
     if (threadIdx.x < p.peers.ranks) {
-        const Refusal& mine = p.got->refusal;
-        const u64 first = static_cast<u64>(mine.other) << 32 | mine.cause;
-        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 0), {first, epoch});
-        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 1), {mine.number, epoch});
+        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 0), {mine.low, epoch});
+        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 1), {mine.high, epoch});
     }
 }
 
@@ -62,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     using Type = ROW_TYPE;
     __shared__ u64 refusals[MAX_RANKS][2];
     const CombineBeginning beginning(p);
+    const ptx::Bytes16 refusal = ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal));
     const Role role(p.reducers, p.summers);
     Reducer<Type> reducer(p, role.warp(), role.warps());
     Summer<Type> summer(p, role.warp(), role.warps());
@@ -74,9 +73,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     bool refused = false, ok = may;
     if (may) {
         if (blockIdx.x == 0) {
-            send_status(p, epoch);
+            send_status(p, epoch, refusal);
         }
-        if (p.got->refusal.cause != CAUSE_NONE) {
+        if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
             // Nobody will want a sum.
         } else if (role.leaves) {
             reducer.run(epoch);

@@ -43,45 +43,48 @@ using ArrivingUnits = PlainArriving;
 class Sender {
   public:
     __device__ Sender(const DispatchParams& p, u8* stages, u32 warp, u32 warps)
-        : p_(p), leaving_(p, stages, warps), at_(warp), warps_(warps) {}
+        : p_(p), dealing_(p.few_sent), leaving_(p, stages), at_(warp), warps_(warps) {}
 
     // Loads only, of rows that may turn out not to be sent: the epoch and the number of tokens need not be known.
     __device__ __forceinline__ void begin() {
-        begun_ = true;
-        if (at_ < p_.tokens * leaving_.units()) {
-            leaving_.begin(token(), at_ % leaving_.units());
+        if (at_ < dealing_.all(p_.tokens)) {
             const u32 lane = threadIdx.x % 32;
-            expert_ = lane < p_.topk ? p_.id(static_cast<u64>(token()) * p_.topk + lane) : -1;
+            unit_ = dealing_.unit(at_);
+            id_ = p_.id_if(lane < p_.topk, static_cast<u64>(unit_.token) * p_.topk + lane);
+            leaving_.begin(unit_.token, unit_.number);
         }
     }
 
+    // After `begin`, where there are registers for that.
     __device__ __forceinline__ void run(u64 epoch, u32 tokens) {
         constexpr u32 OWN = OWN_FROM_X ? 0 : ~0u;
         trace(p_.trace, AT_DESTINATIONS);
-        for (; at_ < tokens * leaving_.units(); at_ += warps_, begun_ = false) {
-            if (!begun_) {
-                begin();
-            }
-            const bool known = expert_ >= 0 && expert_ < p_.experts;
-            const u32 all = __reduce_or_sync(0xFFFFFFFF, known ? 1u << p_.rank_of(static_cast<u32>(expert_)) : 0);
-            if (at_ % leaving_.units() == 0) {
-                mark(token(), all);
+        if (!Leaving::EARLY) {
+            begin();
+        }
+        while (at_ < dealing_.all(tokens)) {
+            const long long expert = p_.number(id_);
+            const bool known = expert >= 0 && expert < p_.experts;
+            const u32 all = __reduce_or_sync(0xFFFFFFFF, known ? 1u << p_.rank_of(static_cast<u32>(expert)) : 0);
+            if (unit_.number == 0) {
+                mark(unit_.token, all);
             }
             const u32 mask = all & (~(1u << p_.peers.rank) | OWN);
             if (mask != 0) {
                 trace_first(p_.trace, AT_FIRST_PUSH);
-                leaving_.send(epoch, token(), at_ % leaving_.units(), mask);
+                leaving_.send(epoch, unit_, mask);
                 trace(p_.trace, AT_LAST_PUSH);
             }
+            at_ += warps_;
+            begin();
         }
-        for (; at_ < p_.tokens * leaving_.units(); at_ += warps_) {
-            mark(token(), 0);
+#pragma unroll 1
+        for (; at_ < dealing_.all(p_.tokens); at_ += warps_) {
+            mark(dealing_.unit(at_).token, 0);
         }
     }
 
   private:
-    __device__ __forceinline__ u32 token() const { return at_ / leaving_.units(); }
-
     // Which ranks a token was sent to, for its combine.
     __device__ __forceinline__ void mark(u32 token, u32 mask) const {
         if (threadIdx.x % 32 == 0) {
@@ -90,24 +93,23 @@ class Sender {
     }
 
     const DispatchParams& p_;
+    const Dealing& dealing_;
     Leaving leaving_;
     u32 at_;
     u32 warps_;
-    bool begun_ = false;     // unit `at_` is loaded
-    long long expert_ = -1;  // of entry k of the row, in thread k
+    Unit unit_{};    // `at_`, which is loaded
+    Id id_ = NO_ID;  // of entry k of the row, in thread k
 };
 
 // A warp that places: `begin` a unit, `await` it until it is `settled`, then `place` it.
 class Placer {
   public:
-    __device__ Placer(const DispatchParams& p, u64 epoch, u8* stages, u32 warps)
-        : p_(p), epoch_(epoch), units_(p, epoch, stages, warps) {}
-
-    __device__ __forceinline__ u32 units() const { return p_.slot_tokens * p_.peers.ranks * units_.units(); }
+    __device__ Placer(const DispatchParams& p, u64 epoch, u8* stages)
+        : p_(p), epoch_(epoch), units_(p, epoch, stages) {}
 
     __device__ __forceinline__ void begin(u32 u) {
-        const u32 row = u / units_.units();
-        row_ = {p_.peers.in_turn(row % p_.peers.ranks), row / p_.peers.ranks, u % units_.units(), false, NOWHERE};
+        const Unit unit = p_.few_placed.unit(u);
+        row_ = {p_.peers.in_turn(unit.step), unit.token, unit.number, false, NOWHERE};
         missing_ = NO_TOKENS | NO_TOLD;
         settled_ = false;
         units_.begin(row_);
@@ -127,13 +129,10 @@ class Placer {
         const u8* told_at = told_word(p_, p_.peers.rank, epoch_ & 1, row_.source, entry);
         const u8* tokens_at = count_word(p_, p_.peers.rank, epoch_ & 1, row_.source, p_.local);
         auto looked = [&] {
-            ptx::Bytes16 told{row_.told, epoch_}, tokens{row_.comes ? ~0u : 0u, epoch_};
-            if (missing_ & (NO_TOKENS | NO_TOLD)) {
-                tokens = ptx::load_relaxed_sys_16(tokens_at);
-                if (lane < p_.topk) {
-                    told = ptx::load_relaxed_sys_16(told_at);
-                }
-            }
+            const bool unknown = missing_ & (NO_TOKENS | NO_TOLD);
+            const auto tokens =
+                ptx::load_relaxed_sys_16_if(unknown, tokens_at, {row_.comes ? ~0u : 0u, epoch_});
+            const auto told = ptx::load_relaxed_sys_16_if(unknown && lane < p_.topk, told_at, {row_.told, epoch_});
             units_.ask();
             const bool others = enough();
             const u32 stale = units_.stale() | (tokens.high == epoch_ ? 0 : NO_TOKENS) |
@@ -157,9 +156,10 @@ class Placer {
         const u32 lane = threadIdx.x % 32;
         u32 place = NOWHERE;
         if (lane < p_.topk) {
-            const u64 entry = static_cast<u64>(row_.token) * p_.topk + lane;
-            place = row_.unit == 0 ? plan_entry(p_, where, row_.source, entry, row_.told, 0)
-                                   : where.place(row_.source, static_cast<u32>(row_.told));
+            place = where.place(row_.source, static_cast<u32>(row_.told));
+            if (row_.unit == 0) {
+                plan_entry(p_, row_.source, static_cast<u64>(row_.token) * p_.topk + lane, row_.told, place, 0);
+            }
         }
         if (__ballot_sync(0xFFFFFFFF, place != NOWHERE) != 0) {
             trace_first(p_.trace, AT_FIRST_ROW);
@@ -185,18 +185,19 @@ class Placer {
 // By a whole block. False: this thread's part was not done, or the step is refused; the last block out makes good what
 // a failed wait leaves undone.
 __device__ inline bool place_few(const DispatchParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
-    Placer placer(p, epoch, stages, role.warps());
+    Placer placer(p, epoch, stages);
     EarlyCounts counts(p, epoch);
-    const u32 units = placer.units(), first = role.warp();
+    const u32 units = p.few_placed.all(p.slot_tokens), first = role.warp();
     if (role.round != 0 && role.number * WARPS >= units) {
         return true;
     }
     bool ok = true, here = first < units;
+    Places where(p, reinterpret_cast<u32*>(shared));
     if (here) {
         placer.begin(first);
         ok = placer.await([&] { return counts.look(); });
     }
-    const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
+    where.find([&](u32 source, u32 expert) {
         u32 count = 0;
         ok = counts.wait(source, expert, count) && ok;
         return count;
@@ -205,7 +206,7 @@ __device__ inline bool place_few(const DispatchParams& p, u64 epoch, const Role&
     if (!__syncthreads_and(ok)) {
         return false;
     }
-    if (here && placer.settled() && where.fits()) {  // before the gaps, which nobody waits for
+    if (ArrivingUnits::BRIEF && here && placer.settled() && where.fits()) {  // before the gaps, which nobody waits for
         ok = placer.place(where);
         here = false;
     }

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
+from raymoe.device.dealing import Dealing
 from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, crossing, stamps
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
@@ -52,6 +53,8 @@ class CombineParams(Params):
     taken: Address
     arrival_stride: U32
     few_lines: U32
+    few_reduced: Dealing
+    few_summed: Dealing
     slot_tokens: U32
     tokens: U32
     topk: U32

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
+from raymoe.device.dealing import Dealing
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
@@ -137,6 +138,8 @@ class DispatchParams(Params):
     arrival_stride: U32
     few_lines: U32
     few_entries: U32
+    few_sent: Dealing
+    few_placed: Dealing
     routers: U32
     placers: U32
     placer_lanes: U32

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raymoe.device.combine import CombineParams, RefusalRecord
+from raymoe.device.dealing import Dealing
 from raymoe.device.dispatch import ROW_TYPES, THREADS, WARPS, DispatchParams, Got, Scratch
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
@@ -15,8 +16,8 @@ from raymoe.device.trace import traced
 LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
 """As in kernels/include/raymoe/lines.cuh."""
 
-BLOCK, BLOCK_WORDS, UNIT_BLOCKS, WORDS_BYTES = 128, 17, 15, 2048
-"""As in kernels/include/raymoe/few.quantised.cuh."""
+BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048
+"""As in kernels/include/raymoe/few_quantised.cuh."""
 
 
 def dispatch_few_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
@@ -67,6 +68,13 @@ class FewGrid:
 
     def shape(self, shared_bytes: int = 0) -> Shape:
         return Shape(self.rounds * self.sms, THREADS, shared_bytes)
+
+    def leave(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
+        """Rows of so many groups to the warps that work on what leaves."""
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.leaving * WARPS)
+
+    def arrive(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.arriving * WARPS)
 
     @classmethod
     def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, rounds: int) -> FewGrid:
@@ -126,6 +134,9 @@ us by 24 senders, 28.5 by 33, 29.0 by 44, 31.2 by 66; a combine 24.1 by 55 reduc
 (4x H200, cold L2 cache, 2026-11-21). As 8-bit floats 21.2 by 16 senders, 20.6 by 20, 21.6 by 24, on a warm cache 17.6,
 17.4 and 18.1 (2026-11-22)."""
 
+SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
+"""Groups of lines that a warp has under way: as in kernels/include/raymoe/few_rows.cuh and few_sums.cuh."""
+
 SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
 """1024 tokens of 7168 bfloat16 took 75 us by 24 senders, 73 by 28, 71 by 32, 69 by 36, 75 by 44 (2x H200, cold L2
 cache, 2026-11-22)."""
@@ -144,12 +155,10 @@ def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
     return -(-hidden // (UNIT_BLOCKS * BLOCK)) if fp8 else -(-row_lines(row_bytes) // GROUP)
 
 
-def few_shared_bytes(experts: int, quantised_bytes: int = 0) -> int:
-    """Of the placers, and where rows of elements of so many bytes are quantised of each warp, which has a stage then;
-    those that route need less.
+def few_shared_bytes(experts: int, fp8: bool = False) -> int:
+    """Of the placers, and where rows cross as 8-bit floats of each warp; those that route need less.
 
-    >>> few_shared_bytes(256), few_shared_bytes(256, quantised_bytes=2)
-    (2112, 49216)
+    >>> few_shared_bytes(256), few_shared_bytes(256, fp8=True)
+    (2112, 18496)
     """
-    stage = WORDS_BYTES + UNIT_BLOCKS * BLOCK * quantised_bytes if quantised_bytes else 0
-    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + WARPS * stage
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + fp8 * WARPS * STAGE_BYTES

@@ -8,6 +8,7 @@ import torch
 
 from raymoe.device import combine, dispatch
 from raymoe.device.combine import CombineGrid, CombineParams
+from raymoe.device.dealing import NOTHING_DEALT
 from raymoe.device.dispatch import MAX_DONE, STAMP_BYTES, DispatchGrid, DispatchParams, Rows
 from raymoe.device.peer import Peers
 from raymoe.exchange.spec import FP8, ExchangeSpec
@@ -149,6 +150,8 @@ class Build:
             arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
             few_lines=space.bounds.few_lines,
             few_entries=space.bounds.few_entries,
+            few_sent=NOTHING_DEALT,
+            few_placed=NOTHING_DEALT,
             routers=grid.routers,
             placers=grid.placers,
             placer_lanes=grid.placer_lanes,
@@ -175,6 +178,8 @@ class Build:
             taken=space.own("combine_taken"),
             arrival_stride=space.bounds.pieces,
             few_lines=space.bounds.few_lines,
+            few_reduced=NOTHING_DEALT,
+            few_summed=NOTHING_DEALT,
             slot_tokens=spec.tokens,
             topk=spec.topk,
             row_bytes=spec.row_bytes,

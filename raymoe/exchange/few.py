@@ -17,7 +17,6 @@ from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
-from raymoe.memory.heap import ITEM_BYTES
 from raymoe.memory.world import World
 
 
@@ -34,7 +33,11 @@ class FewBackend(FusedBackend):
         units = few.row_units(spec.row_bytes, spec.hidden, fp8)
         self._sending = few.dispatch_few_grid(units, spec.tokens, ranks, most, rounds, fp8)
         self._summing = few.combine_few_grid(plain, spec.tokens, ranks, most, rounds)
-        self._shared_bytes = few.few_shared_bytes(spec.experts, ITEM_BYTES[spec.dtype] if fp8 else 0)
+        self._groups, self._plain_groups = units, plain
+        self._sent, placed = (1, 1) if fp8 else (few.SENT, few.PLACED)
+        self._placed = self._sending.arrive(units, placed, spec.tokens, ranks)
+        self._reduced = self._summing.leave(plain, few.REDUCED, spec.tokens, ranks - 1)
+        self._shared_bytes = few.few_shared_bytes(spec.experts, fp8)
         self._dispatch_few = space.kernels.function(few.dispatch_few_source(spec.dtype, fp8, space.traces))
         self._combine_few = space.kernels.function(few.combine_few_source(spec.dtype, space.traces))
 
@@ -43,14 +46,26 @@ class FewBackend(FusedBackend):
         got, grid = self._new(tokens, out), self._sending
         routers = few.few_routers(self.spec.tokens * self.spec.topk, grid.arriving)
         params = self._of(got, dispatch.ALL_PARTS)
-        params = replace(params, senders=grid.leaving, placers=grid.arriving, routers=routers)
+        params = replace(
+            params,
+            senders=grid.leaving,
+            placers=grid.arriving,
+            routers=routers,
+            few_sent=grid.leave(self._groups, self._sent, params.tokens),
+            few_placed=self._placed,
+        )
         self._launch(self._dispatch_few, grid.shape(self._shared_bytes), params)
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
         grid = self._summing
+        params = self._sums_of(rows, got, weighted, out, combine.ALL_PARTS)
         params = replace(
-            self._sums_of(rows, got, weighted, out, combine.ALL_PARTS), reducers=grid.leaving, summers=grid.arriving
+            params,
+            reducers=grid.leaving,
+            summers=grid.arriving,
+            few_reduced=self._reduced,
+            few_summed=grid.arrive(self._plain_groups, few.SUMMED, params.tokens),
         )
         self._launch(self._combine_few, grid.shape(), params)

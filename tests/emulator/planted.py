@@ -85,7 +85,7 @@ PLANTED = {
         ranks=2,
     ),
     "epochs of the other operation": _planted(
-        "fused", "combine.cuh", "epoch_of_this_run(p.operation)", "epoch_of_this_run(p.operation - 8)", form="pairs"
+        "fused", "combine.cuh", "before_.load(first, p.operation,", "before_.load(first, p.operation - 8,", form="pairs"
     ),
     "nothing to send, nothing said": _planted(
         "fused",
@@ -128,7 +128,7 @@ PLANTED = {
     ),
     "lines of the epoch before": _planted("few", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
     "entries before a router's own are not counted": _planted(
-        "few", "few_routing.cuh", "before_run_ ? counts_[expert] : 0", "0"
+        "few", "few_routing.cuh", ": counts_[expert] + before;", ": before;"
     ),
     "one half of the lines": Planted(
         "few",

@@ -64,6 +64,8 @@ struct CombineParams {
 
     u32 arrival_stride;  // words of a rank
     u32 few_lines;       // lines of a rank
+    Dealing few_reduced;  // sums for peers, to warps that reduce
+    Dealing few_summed;   // rows of y, to warps that sum
     u32 slot_tokens;
     u32 tokens;  // T', rows of y
     u32 topk;
@@ -128,24 +130,25 @@ struct CombineRun {
 class CombineBeginning {
   public:
     __device__ __forceinline__ explicit CombineBeginning(const CombineParams& p) {
-        if (threadIdx.x == 0) {
+        const bool first = threadIdx.x == 0;
+        if (first) {
             trace(p.trace, AT_START);
-            mine_ = {epoch_of_this_run(p.operation), !poisoned(p.watch)};
         }
+        before_.load(first, p.operation, p.watch);
     }
 
     // By a whole block.
     __device__ __forceinline__ CombineRun run() const {
         __shared__ CombineRun run;
         if (threadIdx.x == 0) {
-            run = mine_;
+            run = {before_.epoch + 1, before_.poison == 0};
         }
         __syncthreads();
         return run;
     }
 
   private:
-    CombineRun mine_{0, false};
+    Before before_;
 };
 
 // By a whole block.

@@ -1,6 +1,7 @@
 // What the parts of a dispatch share: its parameters, and the words between ranks. dispatch.cu tells the protocol.
 #pragma once
 
+#include "raymoe/dealing.cuh"
 #include "raymoe/peer.cuh"
 #include "raymoe/ptx.cuh"
 #include "raymoe/sync.cuh"
@@ -74,6 +75,12 @@ struct Got {
     Refusal refusal;
 };
 static_assert(sizeof(Got) == MAX_RANKS * 4 + 16, "");
+
+// An expert's number as it stands in memory; where numbers have 4 bytes, `high` says nothing.
+struct Id {
+    u32 low, high;
+};
+constexpr Id NO_ID{NOWHERE, NOWHERE};  // -1
 
 // Words of this rank alone, kept from run to run; all ~0 or 0 between runs, as said.
 struct Scratch {
@@ -162,6 +169,8 @@ struct DispatchParams {
     u32 arrival_stride;  // words of a source
     u32 few_lines;       // lines of a source
     u32 few_entries;     // told entries of a source, of few tokens
+    Dealing few_sent;    // rows of x, to warps that send
+    Dealing few_placed;  // rows of all ranks, to warps that place
     u32 routers;        // of the placers, the first so many route
     u32 placers;
     u32 placer_lanes;
@@ -215,24 +224,31 @@ struct DispatchParams {
         return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(source) * MAX_DONE + sender, 8));
     }
 
-    // The expert of an entry; below 0: none. Anything from `experts` on, or below -1, is out of range.
-    __device__ __forceinline__ long long id(u64 entry) const {
-        return wide_ids ? static_cast<long long>(ptx::load_8(ids + entry * 8))
-                        : static_cast<long long>(static_cast<int>(ptx::load_4(ids + entry * 4)));
+    // Of an entry where it is wanted, else NO_ID. Only loads: many may be under way.
+    __device__ __forceinline__ Id id_if(bool wanted, u64 entry) const {
+        const u8* at = ids + entry * (wide_ids ? 8 : 4);
+        return {ptx::load_4_if(wanted, at, NO_ID.low), ptx::load_4_if(wanted && wide_ids, at + 4, NO_ID.high)};
     }
+
+    // The expert; below 0: none. Anything from `experts` on, or below -1, is out of range.
+    __device__ __forceinline__ long long number(const Id& id) const {
+        return wide_ids ? static_cast<long long>(static_cast<u64>(id.high) << 32 | id.low)
+                        : static_cast<long long>(static_cast<int>(id.low));
+    }
+
+    __device__ __forceinline__ long long id(u64 entry) const { return number(id_if(true, entry)); }
 
     // Those of `entry` and each `stride`-th one after it, -1 from `end` on. All loads are under way together.
     template <u32 COUNT>
     __device__ __forceinline__ void ids_of(u64 entry, u32 stride, u64 end, long long (&into)[COUNT]) const {
-        u64 loaded[COUNT];
+        Id loaded[COUNT];
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
-            const u64 at = entry + i * stride;
-            loaded[i] = at >= end ? ~0ull : wide_ids ? ptx::load_8(ids + at * 8) : ptx::load_4(ids + at * 4);
+            loaded[i] = id_if(entry + i * stride < end, entry + i * stride);
         }
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
-            into[i] = wide_ids ? static_cast<long long>(loaded[i]) : static_cast<int>(loaded[i]);
+            into[i] = number(loaded[i]);
         }
     }
 
@@ -265,19 +281,19 @@ struct DispatchRun {
 class DispatchBeginning {
   public:
     __device__ __forceinline__ explicit DispatchBeginning(const DispatchParams& p) : p_(p) {
-        if (threadIdx.x == 0) {
+        const bool first = threadIdx.x == 0;
+        if (first) {
             trace(p.trace, AT_START);
-            asked_ = p.num_tokens == nullptr ? p.tokens : ptx::load_4(p.num_tokens);
-            epoch_ = epoch_of_this_run(p.operation);
-            poisoned_ = poisoned(p.watch);
         }
+        asked_ = ptx::load_4_if(first && p.num_tokens != nullptr, p.num_tokens, p.tokens);
+        before_.load(first, p.operation, p.watch);
     }
 
     // By a whole block.
     __device__ __forceinline__ DispatchRun run() const {
         __shared__ DispatchRun run;
         if (threadIdx.x == 0) {
-            run = {epoch_, refused() ? 0 : asked_, !poisoned_};
+            run = {before_.epoch + 1, refused() ? 0 : asked_, before_.poison == 0};
         }
         __syncthreads();
         return run;
@@ -288,9 +304,8 @@ class DispatchBeginning {
 
   private:
     const DispatchParams& p_;
-    u64 epoch_ = 0;
-    u32 asked_ = 0;
-    bool poisoned_ = false;
+    Before before_;
+    u32 asked_;
 };
 
 // By a whole block.

@@ -14,9 +14,7 @@ constexpr u32 UNIT_BLOCKS = 15;
 constexpr u32 BLOCK_WORDS = 17;
 constexpr u32 UNIT_LINES = UNIT_BLOCKS * BLOCK_WORDS / LINE_WORDS;
 constexpr u32 UNIT_GROUPS = (UNIT_LINES + GROUP - 1) / GROUP;
-// Of a warp's stage: for the words of a unit, and with its elements as they are in x.
-constexpr u32 WORDS_BYTES = 2048;
-constexpr u32 STAGE_BYTES = WORDS_BYTES + UNIT_BLOCKS * BLOCK * ROW_TYPE::BYTES;
+constexpr u32 STAGE_BYTES = 2048;  // of a warp, for the words of a unit
 
 // What both sides know of the units of a row.
 struct QuantisedUnits {
@@ -25,8 +23,6 @@ struct QuantisedUnits {
 
     __device__ __forceinline__ QuantisedUnits(const DispatchParams& p, u8* stages)
         : p(p), stage(ptx::shared_address(stages) + threadIdx.x / 32 * STAGE_BYTES) {}
-
-    __device__ __forceinline__ u32 count() const { return (p.blocks() + UNIT_BLOCKS - 1) / UNIT_BLOCKS; }
 
     __device__ __forceinline__ u32 blocks(u32 unit) const {
         const u32 left = p.blocks() - unit * UNIT_BLOCKS;
@@ -52,18 +48,18 @@ struct QuantisedUnits {
 template <class Type>
 class QuantisedArriving {
   public:
-    __device__ QuantisedArriving(const DispatchParams& p, u64 epoch, u8* stages, u32)
-        : p_(p), epoch_(epoch), units_(p, stages) {}
+    static constexpr bool BRIEF = false;
 
-    __device__ __forceinline__ u32 units() const { return units_.count(); }
+    __device__ QuantisedArriving(const DispatchParams& p, u64 epoch, u8* stages)
+        : p_(p), epoch_(epoch), units_(p, stages) {}
 
     __device__ __forceinline__ void begin(const Arriving& row) {
         bytes_ = units_.bytes(row.unit);
         lines_ = units_.lines(p_.peers.rank, epoch_, row.source, row.token, row.unit);
-        gathering_.begin((1u << groups_of(bytes_)) - 1);
+        gathering_.begin((1u << groups_of(bytes_)) - 1, epoch_);
     }
 
-    __device__ __forceinline__ void ask() { gathering_.ask(Part(0, bytes_), lines_, epoch_); }
+    __device__ __forceinline__ void ask() { gathering_.ask(Part(0, bytes_), lines_); }
 
     __device__ __forceinline__ u32 stale() const { return gathering_.stale(epoch_); }
 
@@ -100,24 +96,28 @@ class QuantisedArriving {
 
     // `hidden` is a multiple of 16.
     __device__ __forceinline__ void place_raw(u32 unit, u32 place) const {
+        constexpr u32 STEPS = (UNIT_BLOCKS * BLOCK + 511) / 512;
         const u32 lane = threadIdx.x % 32;
-#pragma unroll 2
-        for (u32 at = lane * 16; at < (UNIT_BLOCKS * BLOCK + 511) / 512 * 512; at += 32 * 16) {
-            ptx::Bytes16 value{0, 0};
-            if (has(unit, at)) {
-                value = {ptx::shared_load_8(units_.at(at)), ptx::shared_load_8(units_.at(at) + 8)};
-            }
-            for_each_place(place, [&](u32 into) {
-                if (has(unit, at)) {
-                    ptx::store_16(p_.out + static_cast<u64>(into) * p_.hidden + first_of(unit) + at, value);
-                }
-            });
+        const bool has_scale = lane < units_.blocks(unit);
+        const u32 scale = has_scale ? ptx::shared_load_4(units_.scale_at(lane)) : 0;
+        ptx::Bytes16 value[STEPS];
+#pragma unroll
+        for (u32 i = 0; i < STEPS; ++i) {
+            const u32 at = (i * 32 + lane) * 16;
+            const bool wanted = has(unit, at);
+            value[i].low = wanted ? ptx::shared_load_8(units_.at(at)) : 0;
+            value[i].high = wanted ? ptx::shared_load_8(units_.at(at) + 8) : 0;
         }
-        const bool scales = lane < units_.blocks(unit);
-        const u32 scale = scales ? ptx::shared_load_4(units_.scale_at(lane)) : 0;
+        const u64 column = static_cast<u64>(unit * UNIT_BLOCKS + lane) * p_.scale_stride;
         for_each_place(place, [&](u32 into) {
-            if (scales) {
-                const u64 column = static_cast<u64>(unit * UNIT_BLOCKS + lane) * p_.scale_stride;
+            u8* row = p_.out + static_cast<u64>(into) * p_.hidden + first_of(unit) + lane * 16;
+#pragma unroll
+            for (u32 i = 0; i < STEPS; ++i) {
+                if (has(unit, (i * 32 + lane) * 16)) {
+                    ptx::store_16(row + i * 32 * 16, value[i]);
+                }
+            }
+            if (has_scale) {
                 ptx::store_4(p_.scales + (column + into) * 4, scale);
             }
         });

@@ -35,6 +35,7 @@ __device__ __forceinline__ u8* few_slot(const DispatchParams& p, u32 peer, u64 e
 // The ranks of a mask, each rank beginning with the next one, so that none is served by all at once.
 template <class Do>
 __device__ __forceinline__ void for_each_rank(const Peers& peers, u32 mask, Do act) {
+#pragma unroll 1
     for (u32 step = 0; step < peers.ranks; ++step) {
         const u32 peer = peers.in_turn(step);
         if (mask >> peer & 1) {
@@ -55,10 +56,7 @@ class PlainLeaving {
   public:
     static constexpr bool EARLY = true;
 
-    __device__ PlainLeaving(const DispatchParams& p, u8*, u32 warps)
-        : p_(p), dealing_(p.row_bytes, p.tokens, warps, FEW_SENT) {}
-
-    __device__ __forceinline__ u32 units() const { return dealing_.units; }
+    __device__ PlainLeaving(const DispatchParams& p, u8*) : p_(p), dealing_(p.few_sent) {}
 
     // Loads only: the epoch need not be known.
     __device__ __forceinline__ void begin(u32 token, u32 unit) {
@@ -67,21 +65,19 @@ class PlainLeaving {
         const u32 count = dealing_.count(unit);
 #pragma unroll
         for (u32 i = 0; i < FEW_SENT; ++i) {
-            if (i < count) {
-                value_[i] = part.load(row, i);
-            }
+            value_[i] = part.load(i < count, row, i);
         }
     }
 
-    __device__ __forceinline__ void send(u64 epoch, u32 token, u32 unit, u32 mask) {
-        const Part part(dealing_.begin(unit), p_.row_bytes);
-        const u32 count = dealing_.count(unit);
+    __device__ __forceinline__ void send(u64 epoch, const Unit& unit, u32 mask) {
+        const Part part(dealing_.begin(unit.number), p_.row_bytes);
+        const u32 count = dealing_.count(unit.number);
 #pragma unroll
         for (u32 i = 0; i < FEW_SENT; ++i) {
             value_[i] = part.to_lines(value_[i]);
         }
         for_each_rank(p_.peers, mask, [&](u32 peer) {
-            u8* lines = few_slot(p_, peer, epoch, p_.peers.rank, token, lines_of(p_.row_bytes));
+            u8* lines = few_slot(p_, peer, epoch, p_.peers.rank, unit.token, lines_of(p_.row_bytes));
 #pragma unroll
             for (u32 i = 0; i < FEW_SENT; ++i) {
                 if (i < count) {
@@ -93,38 +89,36 @@ class PlainLeaving {
 
   private:
     const DispatchParams& p_;
-    Dealing dealing_;
+    const Dealing& dealing_;
     ptx::Bytes16 value_[FEW_SENT] = {};
 };
 
 // Rows of this rank itself come out of x.
 class PlainArriving {
   public:
-    __device__ PlainArriving(const DispatchParams& p, u64 epoch, u8*, u32 warps)
-        : p_(p), epoch_(epoch), dealing_(p.row_bytes, p.slot_tokens * p.peers.ranks, warps, FEW_PLACED) {}
+    static constexpr bool BRIEF = true;  // placing a unit is so little code that a copy of it is worth its instructions
 
-    __device__ __forceinline__ u32 units() const { return dealing_.units; }
+    __device__ PlainArriving(const DispatchParams& p, u64 epoch, u8*)
+        : p_(p), epoch_(epoch), dealing_(p.few_placed) {}
 
     __device__ __forceinline__ void begin(const Arriving& row) {
         const u32 count = dealing_.count(row.unit);
         begin_ = dealing_.begin(row.unit);
         if (row.source != p_.peers.rank) {
             lines_ = few_slot(p_, p_.peers.rank, epoch_, row.source, row.token, lines_of(p_.row_bytes));
-            gathering_.begin((1u << count) - 1);
+            gathering_.begin((1u << count) - 1, epoch_);
             return;
         }
-        gathering_.begin(0);
+        gathering_.begin(0, epoch_);
         const u8* from = p_.x + static_cast<u64>(row.token) * p_.row_bytes;
         const Part part(begin_, p_.row_bytes);
 #pragma unroll
         for (u32 i = 0; i < FEW_PLACED; ++i) {
-            if (i < count && row.token < p_.tokens) {
-                gathering_.value[i] = part.load(from, i);
-            }
+            gathering_.value[i] = part.load(i < count && row.token < p_.tokens, from, i);
         }
     }
 
-    __device__ __forceinline__ void ask() { gathering_.ask(Part(begin_, p_.row_bytes), lines_, epoch_); }
+    __device__ __forceinline__ void ask() { gathering_.ask(Part(begin_, p_.row_bytes), lines_); }
 
     __device__ __forceinline__ u32 stale() const { return gathering_.stale(epoch_); }
 
@@ -153,7 +147,7 @@ class PlainArriving {
   private:
     const DispatchParams& p_;
     u64 epoch_;
-    Dealing dealing_;
+    const Dealing& dealing_;
     u32 begin_ = 0;
     const u8* lines_ = nullptr;
     Gathering<FEW_PLACED> gathering_;

@@ -39,7 +39,7 @@ __device__ __forceinline__ void sum_experts(const CombineParams& p, u64 entry, u
             weights[i] = hits == 0 ? 0 : weight;
 #pragma unroll
             for (u32 g = 0; g < GROUPS; ++g) {
-                loaded[i][g] = hits != 0 && g < count ? part.load(row, g) : ptx::Bytes16{0, 0};
+                loaded[i][g] = part.load(hits != 0 && g < count, row, g);
             }
             hits &= hits - 1;
         }
@@ -67,8 +67,7 @@ template <class Type>
 class Reducer {
   public:
     __device__ Reducer(const CombineParams& p, u32 warp, u32 warps)
-        : p_(p), peers_(p.peers.ranks - 1), dealing_(p.row_bytes, p.slot_tokens * peers_, warps, FEW_REDUCED),
-          at_(warp), warps_(warps) {}
+        : p_(p), dealing_(p.few_reduced), at_(warp), warps_(warps) {}
 
     // Loads only: the epoch need not be known.
     __device__ __forceinline__ void begin() {
@@ -79,11 +78,12 @@ class Reducer {
 
     __device__ __forceinline__ void run(u64 epoch) {
         u32 most = 0;
-        for (u32 step = 0; step < peers_; ++step) {
+#pragma unroll 1
+        for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
             most = max(most, __shfl_sync(0xFFFFFFFF, sent_, p_.peers.in_turn(step)));
         }
-        while (at_ < most * peers_ * dealing_.units) {
-            const u32 now = at_;
+        while (at_ < dealing_.all(most)) {
+            const Unit now = unit_;
             const u64 entry = entry_;
             at_ += warps_;
             load();  // of the next one, while this one's rows are on their way
@@ -92,19 +92,17 @@ class Reducer {
     }
 
   private:
-    __device__ __forceinline__ u32 source(u32 u) const { return p_.peers.in_turn(u / dealing_.units % peers_); }
-
-    __device__ __forceinline__ u32 token(u32 u) const { return u / dealing_.units / peers_; }
-
     __device__ __forceinline__ void load() {
-        if (at_ < p_.slot_tokens * peers_ * dealing_.units) {
-            entry_ = p_.entry(source(at_), token(at_));
+        if (at_ < dealing_.all(p_.slot_tokens)) {
+            unit_ = dealing_.unit(at_);
+            entry_ = p_.entry(p_.peers.in_turn(unit_.step), unit_.token);
         }
     }
 
-    __device__ __forceinline__ void reduce(u64 epoch, u32 u, u64 entry) {
-        const u32 unit = u % dealing_.units, first = dealing_.begin(unit), count = dealing_.count(unit);
-        const bool sent = token(u) < __shfl_sync(0xFFFFFFFF, sent_, source(u));
+    __device__ __forceinline__ void reduce(u64 epoch, const Unit& unit, u64 entry) {
+        const u32 first = dealing_.begin(unit.number), count = dealing_.count(unit.number);
+        const u32 source = p_.peers.in_turn(unit.step);
+        const bool sent = unit.token < __shfl_sync(0xFFFFFFFF, sent_, source);
         const u32 hits = __ballot_sync(0xFFFFFFFF, sent && static_cast<u32>(entry) != NOWHERE);
         if (hits == 0) {
             return;
@@ -118,7 +116,7 @@ class Reducer {
             sum_experts<Type, HALF, 4>(p_, entry, hits, first + HALF, count < HALF ? 0 : count - HALF, sums + HALF);
         }
         trace_first(p_.trace, AT_FIRST_PUSH);
-        u8* slot = line_slot(p_, source(u), epoch & 1, p_.peers.rank, token(u));
+        u8* slot = line_slot(p_, source, epoch & 1, p_.peers.rank, unit.token);
         const Part part(first, p_.row_bytes);
 #pragma unroll
         for (u32 g = 0; g < FEW_REDUCED; ++g) {
@@ -131,12 +129,12 @@ class Reducer {
     }
 
     const CombineParams& p_;
-    u32 peers_;
-    Dealing dealing_;
+    const Dealing& dealing_;
     u32 at_;
     u32 warps_;
     u32 sent_ = 0;   // tokens of rank i that came here, in thread i
-    u64 entry_ = 0;  // of unit `at_`, the k-th in thread k
+    Unit unit_{};    // `at_`
+    u64 entry_ = 0;  // of its row, the k-th in thread k
 };
 
 // A warp that adds up what the ranks have made of tokens of this one.
@@ -144,13 +142,14 @@ template <class Type>
 class Summer {
   public:
     __device__ Summer(const CombineParams& p, u32 warp, u32 warps)
-        : p_(p), dealing_(p.row_bytes, p.tokens, warps, FEW_SUMMED), at_(warp), warps_(warps) {}
+        : p_(p), dealing_(p.few_summed), at_(warp), warps_(warps) {}
 
     // Loads only: the epoch need not be known.
     __device__ __forceinline__ void begin() {
         if (here()) {
-            mask_ = p_.masks[token()];
-            entry_ = p_.entry(p_.peers.rank, token());
+            unit_ = dealing_.unit(at_);
+            mask_ = p_.masks[unit_.token];
+            entry_ = p_.entry(p_.peers.rank, unit_.token);
         }
     }
 
@@ -182,13 +181,11 @@ class Summer {
     }
 
   private:
-    __device__ __forceinline__ bool here() const { return at_ < p_.tokens * dealing_.units; }
+    __device__ __forceinline__ bool here() const { return at_ < dealing_.all(p_.tokens); }
 
-    __device__ __forceinline__ u32 token() const { return at_ / dealing_.units; }
+    __device__ __forceinline__ u32 first() const { return dealing_.begin(unit_.number); }
 
-    __device__ __forceinline__ u32 first() const { return dealing_.begin(at_ % dealing_.units); }
-
-    __device__ __forceinline__ u32 count() const { return dealing_.count(at_ % dealing_.units); }
+    __device__ __forceinline__ u32 count() const { return dealing_.count(unit_.number); }
 
     // In the order of ranks. False: a wait failed.
     __device__ __forceinline__ bool sum(u64 epoch) {
@@ -204,11 +201,11 @@ class Summer {
                 left &= left - 1;
             }
             Gathering<RANKS_AT_A_TIME * FEW_SUMMED> lines;
-            lines.begin(asked);
+            lines.begin(asked, epoch);
             auto look = [&] {
-                lines.ask([&](u32 i) {
-                    const u8* slot = line_slot(p_, p_.peers.rank, epoch & 1, ranks[i / FEW_SUMMED], token());
-                    return part.look(slot, i % FEW_SUMMED, epoch);
+                lines.ask([&](bool wanted, u32 i, const ptx::Bytes16& otherwise) {
+                    const u8* slot = line_slot(p_, p_.peers.rank, epoch & 1, ranks[i / FEW_SUMMED], unit_.token);
+                    return part.look(wanted, slot, i % FEW_SUMMED, otherwise);
                 });
                 return lines.settle(__reduce_or_sync(0xFFFFFFFF, lines.stale(epoch)));
             };
@@ -232,7 +229,7 @@ class Summer {
                 }
             }
         }
-        u8* row = p_.y + static_cast<u64>(token()) * p_.row_bytes;
+        u8* row = p_.y + static_cast<u64>(unit_.token) * p_.row_bytes;
 #pragma unroll
         for (u32 g = 0; g < FEW_SUMMED; ++g) {
             const ptx::Bytes16 value = part.to_pieces(Type::pack(sums[g]));
@@ -245,9 +242,10 @@ class Summer {
     }
 
     const CombineParams& p_;
-    Dealing dealing_;
+    const Dealing& dealing_;
     u32 at_;
     u32 warps_;
+    Unit unit_{};    // `at_`
     u32 mask_ = 0;   // ranks that the token went to
     u64 entry_ = 0;  // of this rank's experts, the k-th in thread k
     ptx::Bytes16 own_[FEW_SUMMED];

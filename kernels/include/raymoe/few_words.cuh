@@ -35,12 +35,11 @@ class EarlyCounts {
 
     // Loads only, and whether this thread knows all its words by now.
     __device__ __forceinline__ bool look() {
-        if (count_.high != epoch_ && threadIdx.x < p_.experts) {
-            count_ = ptx::load_relaxed_sys_16(word(p_.rank_of(threadIdx.x), p_.local_of(threadIdx.x)));
-        }
-        if (tokens_.high != epoch_ && threadIdx.x < p_.peers.ranks) {
-            tokens_ = ptx::load_relaxed_sys_16(word(threadIdx.x, p_.local));
-        }
+        const bool counts = count_.high != epoch_ && threadIdx.x < p_.experts;
+        const bool tokens = tokens_.high != epoch_ && threadIdx.x < p_.peers.ranks;
+        const u8* count_at = word(p_.rank_of(threadIdx.x), p_.local_of(threadIdx.x));
+        count_ = ptx::load_relaxed_sys_16_if(counts, count_at, count_);
+        tokens_ = ptx::load_relaxed_sys_16_if(tokens, word(threadIdx.x, p_.local), tokens_);
         return (count_.high == epoch_ || threadIdx.x >= p_.experts) &&
                (tokens_.high == epoch_ || threadIdx.x >= p_.peers.ranks);
     }

@@ -67,9 +67,10 @@ struct Part {
         return piece() + ahead * GROUP_WORDS < words && !(odd && has_epoch());
     }
 
-    // A piece of a plain row, whose bytes and whose place are a multiple of 16.
-    __device__ __forceinline__ ptx::Bytes16 load(const u8* row, u32 ahead) const {
-        return has_piece(ahead) ? ptx::load_16(row + piece() * 8ull + ahead * GROUP_WORDS * 8) : ptx::Bytes16{0, 0};
+    // A piece of a plain row, whose bytes and whose place are a multiple of 16; zeros where it is not wanted.
+    __device__ __forceinline__ ptx::Bytes16 load(bool wanted, const u8* row, u32 ahead) const {
+        const u8* at = row + piece() * 8ull + ahead * GROUP_WORDS * 8;
+        return ptx::load_16_if(wanted && has_piece(ahead), at, {0, 0});
     }
 
     __device__ __forceinline__ void store(u8* row, u32 ahead, const ptx::Bytes16& value) const {
@@ -99,10 +100,12 @@ struct Part {
         }
     }
 
-    // Out of lines that a peer may still be storing; `Gathering` judges what came. A line that is not is of this epoch.
-    __device__ __forceinline__ ptx::Bytes16 look(const u8* from, u32 ahead, u64 epoch) const {
+    // Out of lines that a peer may still be storing; `Gathering` judges what came. `otherwise` where it is not wanted
+    // and where the row has no such line.
+    __device__ __forceinline__ ptx::Bytes16 look(bool wanted, const u8* from, u32 ahead,
+                                                 const ptx::Bytes16& otherwise) const {
         const u8* at = from + line * static_cast<u64>(LINE_BYTES) + ahead * GROUP * LINE_BYTES;
-        return line + ahead * GROUP < lines ? ptx::load_line_part(at, part) : ptx::Bytes16{0, epoch};
+        return ptx::load_line_part_if(wanted && line + ahead * GROUP < lines, at, part, otherwise);
     }
 };
 
@@ -116,21 +119,26 @@ struct Gathering {
     u32 missing = 0;  // bit i: group i is not of this epoch yet
     u32 asked = 0;    // those of them that are looked at next
 
-    __device__ __forceinline__ void begin(u32 groups) { missing = asked = groups; }
-
-    // Loads, of the groups of lines from that of `part` on.
-    __device__ __forceinline__ void ask(const Part& part, const u8* from, u64 epoch) {
-        ask([&](u32 i) { return part.look(from, i, epoch); });
+    // A line that no group has is of this epoch.
+    __device__ __forceinline__ void begin(u32 groups, u64 epoch) {
+        missing = asked = groups;
+#pragma unroll
+        for (u32 i = 0; i < MOST; ++i) {
+            value[i] = {0, epoch};
+        }
     }
 
-    // Loads; `look(i)` is that of group i.
+    // Loads, of the groups of lines from that of `part` on.
+    __device__ __forceinline__ void ask(const Part& part, const u8* from) {
+        ask([&](bool wanted, u32 i, const ptx::Bytes16& otherwise) { return part.look(wanted, from, i, otherwise); });
+    }
+
+    // Loads; `look(wanted, i, otherwise)` is that of group i.
     template <class Look>
     __device__ __forceinline__ void ask(Look look) {
 #pragma unroll
         for (u32 i = 0; i < MOST; ++i) {
-            if (asked >> i & 1) {
-                value[i] = look(i);
-            }
+            value[i] = look(asked >> i & 1, i, value[i]);
         }
     }
 
@@ -182,28 +190,5 @@ __device__ __forceinline__ bool wait_as_warp(Look look, u64 epoch, const Waiting
         }
     }
 }
-
-// How a row's groups are dealt out: units of `each` groups, at most `most`, so that `rows` rows are work for `warps`,
-// and no unit is longer than need be.
-struct Dealing {
-    u32 groups;  // of a row
-    u32 each;    // of a unit
-    u32 units;   // of a row
-
-    __device__ __forceinline__ Dealing(u32 row_bytes, u32 rows, u32 warps, u32 most) : groups(groups_of(row_bytes)) {
-        const u32 share = (rows * groups + warps - 1) / warps;  // of a few million
-        each = share < 1 ? 1 : share < most ? share : most;
-        units = (groups + each - 1) / each;
-        each = (groups + units - 1) / units;
-    }
-
-    __device__ __forceinline__ u32 begin(u32 unit) const { return unit * each; }
-
-    // Groups of this unit.
-    __device__ __forceinline__ u32 count(u32 unit) const {
-        const u32 left = groups - begin(unit);
-        return left < each ? left : each;
-    }
-};
 
 }  // namespace raymoe

@@ -8,32 +8,41 @@ namespace raymoe {
 // Where each source's entries of each expert begin, and with that where everything stands.
 class Places {
   public:
-    // Shared memory: two words for each expert and one for each rank. Called by the whole block. `told(source, expert)`
-    // gives what a source has for a local expert, and with p.local for an expert how many tokens it has sent.
+    // Shared memory: two words for each expert and one for each rank.
+    __device__ Places(const DispatchParams& p, u32* shared)
+        : p_(p), counts_(shared), begins_(shared + p.experts), tokens_(begins_ + p.experts) {}
+
+    // By a whole block. `told(source, expert)` gives what a source has for a local expert, and with p.local for an
+    // expert how many tokens it has sent.
     template <class Told>
-    __device__ Places(const DispatchParams& p, u32* shared, Told told)
-        : p_(p), counts_(shared), begins_(shared + p.experts), tokens_(begins_ + p.experts) {
-        for (u32 i = threadIdx.x; i < p.experts; i += THREADS) {
-            counts_[i] = told(p.rank_of(i), p.local_of(i));
-        }
-        if (threadIdx.x < p.peers.ranks) {
-            const u32 tokens = told(threadIdx.x, p.local);
-            tokens_[threadIdx.x] = tokens < p.slot_tokens ? tokens : p.slot_tokens;
+    __device__ __forceinline__ void find(Told told) {
+        const DispatchParams& p = p_;
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < p.experts + p.peers.ranks; i += THREADS) {
+            const u32 source = i < p.experts ? p.rank_of(i) : i - p.experts;
+            const u32 came = told(source, i < p.experts ? p.local_of(i) : p.local);
+            if (i < p.experts) {
+                counts_[i] = came;
+            } else {
+                tokens_[source] = came < p.slot_tokens ? came : p.slot_tokens;
+            }
         }
         __syncthreads();
         const u32 each = (p.local + THREADS - 1) / THREADS, first = threadIdx.x * each;
         u32 mine = 0;
+#pragma unroll 1
         for (u32 e = first; e < first + each && e < p.local; ++e) {
-            mine += aligned(count_of(e));
+            u32 count = 0;
+            for_each_source(e, [&](u32 at, u32 its) {
+                begins_[at] = mine + count;
+                count += its;
+            });
+            mine += aligned(count);
         }
-        u32 begin = begin_of(mine);
+        const u32 begin = begin_of(mine);
+#pragma unroll 1
         for (u32 e = first; e < first + each && e < p.local; ++e) {
-            u32 at = begin;
-            for (u32 source = 0; source < p.peers.ranks; ++source) {
-                begins_[source * p.local + e] = at;
-                at += counts_[source * p.local + e];
-            }
-            begin += aligned(at - begin);
+            for_each_source(e, [&](u32 at, u32) { begins_[at] += begin; });
         }
         __syncthreads();
     }
@@ -58,16 +67,13 @@ class Places {
 
     __device__ __forceinline__ u32 count_of(u32 expert) const {
         u32 sum = 0;
-        for (u32 source = 0; source < p_.peers.ranks; ++source) {
-            sum += counts_[source * p_.local + expert];
-        }
+        for_each_source(expert, [&](u32, u32 count) { sum += count; });
         return sum;
     }
 
-    __device__ __forceinline__ u32 aligned(u32 rows) const {
-        const u32 ends = rows + p_.alignment - 1;
-        const bool power = (p_.alignment & (p_.alignment - 1)) == 0;  // as it mostly is, and a division takes long
-        return power ? ends & ~(p_.alignment - 1) : ends / p_.alignment * p_.alignment;
+    // Where the next expert begins.
+    __device__ __forceinline__ u32 end(u32 expert) const {
+        return expert + 1 < p_.local ? begins_[expert + 1] : total_;
     }
 
     // The place of what `told` says of an entry of `source`; NOWHERE also where the source contradicts its counts.
@@ -84,6 +90,34 @@ class Places {
     }
 
   private:
+    // What each source has for an expert, and the index of that. Four loads are under way together; a loop that the
+    // compiler unrolls is more instructions than a dispatch of few tokens has time for.
+    template <class Do>
+    __device__ __forceinline__ void for_each_source(u32 expert, Do act) const {
+        constexpr u32 TOGETHER = 4;
+#pragma unroll 1
+        for (u32 source = 0; source < p_.peers.ranks; source += TOGETHER) {
+            const u32 first = source * p_.local + expert;
+            u32 counts[TOGETHER];
+#pragma unroll
+            for (u32 i = 0; i < TOGETHER; ++i) {
+                counts[i] = source + i < p_.peers.ranks ? counts_[first + i * p_.local] : 0;
+            }
+#pragma unroll
+            for (u32 i = 0; i < TOGETHER; ++i) {
+                if (source + i < p_.peers.ranks) {
+                    act(first + i * p_.local, counts[i]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ u32 aligned(u32 rows) const {
+        const u32 ends = rows + p_.alignment - 1;
+        const bool power = (p_.alignment & (p_.alignment - 1)) == 0;  // as it mostly is, and a division takes long
+        return power ? ends & ~(p_.alignment - 1) : ends / p_.alignment * p_.alignment;
+    }
+
     // The sum of `mine` over the threads before this one; the sum over all becomes the total.
     __device__ __forceinline__ u32 begin_of(u32 mine) {
         __shared__ u32 sums[WARPS];
@@ -113,10 +147,10 @@ class Places {
     u32 total_ = 0;
 };
 
-// One entry: where it stands, home, its weight and, with layout rank, its index. `slot` names its row.
-__device__ __forceinline__ u32 plan_entry(const DispatchParams& p, const Places& where, u32 source, u64 entry, u64 told,
-                                          u64 slot) {
-    const u32 place = where.place(source, static_cast<u32>(told));
+// One entry, which stands at `place` or nowhere: tells home, its weight and, with layout rank, its index. `slot` names
+// its row.
+__device__ __forceinline__ void plan_entry(const DispatchParams& p, u32 source, u64 entry, u64 told, u32 place,
+                                           u64 slot) {
     u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entry) * 8;
     ptx::store_8(home, (told & ~0xFFFFFFFFull) | place);
     if (place != NOWHERE) {
@@ -125,7 +159,6 @@ __device__ __forceinline__ u32 plan_entry(const DispatchParams& p, const Places&
             ptx::store_8(p.index + place * 8ull, slot);
         }
     }
-    return place;
 }
 
 // One row: its entries' places into `places`, home, weights and index.
@@ -138,10 +171,11 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
 #pragma unroll
         for (u32 i = 0; i < 8; ++i) {
             const u64 entry = entries + first + i;
-            told[i] = first + i < p.topk ? ptx::load_8(p.told_at(p.peers.rank, half, source, entry)) : NOWHERE;
+            told[i] = ptx::load_8_if(first + i < p.topk, p.told_at(p.peers.rank, half, source, entry), NOWHERE);
         }
         for (u32 i = 0; i < 8 && first + i < p.topk; ++i) {
-            const u32 place = plan_entry(p, where, source, entries + first + i, told[i], slot);
+            const u32 place = where.place(source, static_cast<u32>(told[i]));
+            plan_entry(p, source, entries + first + i, told[i], place, slot);
             if (place != NOWHERE) {
                 // With layout rank a row of this rank has one place, its slot, and one of a peer is there already.
                 if (!p.rank_layout) {
@@ -163,9 +197,8 @@ struct Gap {
     u32 end;
 
     __device__ __forceinline__ Gap(const Places& where, u32 expert) {
-        const u32 count = where.count_of(expert);
-        begin = where.begin(expert) + count;
-        end = where.begin(expert) + where.aligned(count);
+        begin = where.begin(expert) + where.count_of(expert);
+        end = where.end(expert);
     }
 };
 

@@ -228,7 +228,8 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     u32* queues = reinterpret_cast<u32*>(shared) + Places::shared_words(p);
     u32* places = queues + WARPS * QUEUE;
     const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
-    const Places where(p, reinterpret_cast<u32*>(shared), [&](u32 source, u32 expert) {
+    Places where(p, reinterpret_cast<u32*>(shared));
+    where.find([&](u32 source, u32 expert) {
         return ptx::load_4(p.counts_at(p.peers.rank, half, source, expert));
     });
     if (!begin_placing(p, where, placer)) {

@@ -54,11 +54,18 @@ __device__ __forceinline__ void fence_acq_rel_sys() {
 
 // ---- words of this GPU alone ---------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u64 load_relaxed_gpu(const u64* word) {
-    u64 value;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
+// Where `wanted`; else `otherwise`. One instruction under a predicate, like all loads that end in _if. Where several
+// are to be under way together, a branch around each is worse: what was loaded is mostly moved where the branch ends,
+// which waits for it.
+__device__ __forceinline__ u64 load_relaxed_gpu_if(bool wanted, const u64* word, u64 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u64 %0, [%1];}"
+                 : "+l"(otherwise)
+                 : "l"(word), "r"(static_cast<u32>(wanted))
+                 : "memory");
+    return otherwise;
 }
+
+__device__ __forceinline__ u64 load_relaxed_gpu(const u64* word) { return load_relaxed_gpu_if(true, word, 0); }
 
 __device__ __forceinline__ void store_relaxed_gpu(u64* word, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
@@ -114,6 +121,13 @@ __device__ __forceinline__ u64 atomic_compare_swap(u64* word, u64 expected, u64 
     return before;
 }
 
+// Of the grid, which has one dimension. Read where it is asked for, and not kept in a register from where else it is.
+__device__ __forceinline__ u32 blocks() {
+    u32 count;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
+    return count;
+}
+
 // ---- time ----------------------------------------------------------------------------------------------------------
 
 // Nanoseconds of a clock that all multiprocessors share. It may tick in steps of about a microsecond.
@@ -130,11 +144,15 @@ struct Bytes16 {
     u64 low, high;
 };
 
-__device__ __forceinline__ Bytes16 load_16(const u8* at) {
-    Bytes16 value;
-    asm volatile("ld.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "l"(at) : "memory");
-    return value;
+__device__ __forceinline__ Bytes16 load_16_if(bool wanted, const u8* at, Bytes16 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u64 {%0, %1}, [%2];}"
+                 : "+l"(otherwise.low), "+l"(otherwise.high)
+                 : "l"(at), "r"(static_cast<u32>(wanted))
+                 : "memory");
+    return otherwise;
 }
+
+__device__ __forceinline__ Bytes16 load_16(const u8* at) { return load_16_if(true, at, {0, 0}); }
 
 __device__ __forceinline__ void store_16(u8* at, Bytes16 value) {
     asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(value.low), "l"(value.high) : "memory");
@@ -142,18 +160,24 @@ __device__ __forceinline__ void store_16(u8* at, Bytes16 value) {
 
 // Sixteen bytes in one piece: whoever loads them finds all of a store or none of it, so that half of them can say of
 // what the other half is. Orders nothing else.
-__device__ __forceinline__ Bytes16 load_relaxed_sys_16(const u8* at) {
-    Bytes16 value;
+__device__ __forceinline__ Bytes16 load_relaxed_sys_16_if(bool wanted, const u8* at, Bytes16 otherwise) {
     asm volatile(
         "{\n\t"
+        ".reg .pred p;\n\t"
         ".reg .b128 both;\n\t"
-        "ld.relaxed.sys.global.b128 both, [%2];\n\t"
+        "setp.ne.u32 p, %3, 0;\n\t"
+        "mov.b128 both, {%0, %1};\n\t"
+        "@p ld.relaxed.sys.global.b128 both, [%2];\n\t"
         "mov.b128 {%0, %1}, both;\n\t"
         "}"
-        : "=l"(value.low), "=l"(value.high)
-        : "l"(at)
+        : "+l"(otherwise.low), "+l"(otherwise.high)
+        : "l"(at), "r"(static_cast<u32>(wanted))
         : "memory");
-    return value;
+    return otherwise;
+}
+
+__device__ __forceinline__ Bytes16 load_relaxed_sys_16(const u8* at) {
+    return load_relaxed_sys_16_if(true, at, {0, 0});
 }
 
 __device__ __forceinline__ void store_relaxed_sys_16(u8* at, Bytes16 value) {
@@ -175,25 +199,33 @@ __device__ __forceinline__ void store_line_part(u8* line, u32 part, Bytes16 valu
 }
 
 // Likewise, for whoever waits for such a line.
-__device__ __forceinline__ Bytes16 load_line_part(const u8* line, u32 part) {
-    return load_relaxed_sys_16(line + part * 16);
+__device__ __forceinline__ Bytes16 load_line_part_if(bool wanted, const u8* line, u32 part, Bytes16 otherwise) {
+    return load_relaxed_sys_16_if(wanted, line + part * 16, otherwise);
 }
 
-__device__ __forceinline__ u64 load_8(const void* at) {
-    u64 value;
-    asm volatile("ld.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
-    return value;
+__device__ __forceinline__ u64 load_8_if(bool wanted, const void* at, u64 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u64 %0, [%1];}"
+                 : "+l"(otherwise)
+                 : "l"(at), "r"(static_cast<u32>(wanted))
+                 : "memory");
+    return otherwise;
 }
+
+__device__ __forceinline__ u64 load_8(const void* at) { return load_8_if(true, at, 0); }
 
 __device__ __forceinline__ void store_8(void* at, u64 value) {
     asm volatile("st.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ u32 load_4(const void* at) {
-    u32 value;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
+__device__ __forceinline__ u32 load_4_if(bool wanted, const void* at, u32 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.global.u32 %0, [%1];}"
+                 : "+r"(otherwise)
+                 : "l"(at), "r"(static_cast<u32>(wanted))
+                 : "memory");
+    return otherwise;
 }
+
+__device__ __forceinline__ u32 load_4(const void* at) { return load_4_if(true, at, 0); }
 
 __device__ __forceinline__ void store_4(void* at, u32 value) {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");

@@ -136,7 +136,7 @@ class Router {
 #pragma unroll
             for (u32 i = 0; i < TOGETHER; ++i) {
                 const u64 entry = first + 32 * i + lane;
-                weights[i] = entry < end_ ? ptx::load_4(p_.weights + entry * 4) : 0;
+                weights[i] = ptx::load_4_if(entry < end_, p_.weights + entry * 4, 0);
             }
 #pragma unroll
             for (u32 i = 0; i < TOGETHER; ++i) {

@@ -141,6 +141,7 @@ __device__ inline bool wait_until(Look look, u64 expected, const Waiting& who, c
     }
     Patience patience(watch);
     do {
+#pragma unroll 1
         for (u32 poll = 0; poll < POLLS_PER_CLOCK; ++poll) {
             if (look(seen)) {
                 return true;
@@ -165,6 +166,18 @@ __device__ inline bool wait_for_epoch(const u64* word, u64 expected, const Waiti
 __device__ inline u64 epoch_of_this_run(const Operation* operation) {
     return ptx::load_relaxed_gpu(&operation->epoch) + 1;
 }
+
+// What there is before a run: the epoch of the last one, and whether it may be. Only loaded, so that what is done next
+// does not wait for it.
+struct Before {
+    u64 epoch = 0;
+    u64 poison = 0;
+
+    __device__ __forceinline__ void load(bool wanted, const Operation* operation, const Watch& watch) {
+        epoch = ptx::load_relaxed_gpu_if(wanted, &operation->epoch, 0);
+        poison = ptx::load_relaxed_gpu_if(wanted && watch.poison != nullptr, watch.poison, 0);
+    }
+};
 
 // Called by one thread of every block, after a barrier of the block, when the block's work is done. True for the last
 // one of the grid: it has then acquired what all the blocks did, and a release by it covers that. A block that is alone
@@ -201,7 +214,7 @@ __device__ inline Ending block_is_out(Operation* operation, bool trouble) {
         before = ptx::atomic_add_acq_rel(&operation->ticket, any ? TROUBLE + 1 : 1);
     }
     __syncthreads();
-    return {before % TROUBLE == gridDim.x * gridDim.y * gridDim.z - 1, any || before >= TROUBLE};
+    return {before % TROUBLE == ptx::blocks() - 1, any || before >= TROUBLE};
 }
 
 // For one thread of the last block out, before `finish_run` or without it.

@@ -36,6 +36,8 @@ u32 atomic_increment_wrapping(u32* word, u32 last);
 u32 atomic_add_acq_rel(u32* word, u32 value);
 u64 atomic_compare_swap(u64* word, u64 expected, u64 value);
 
+inline u32 blocks() { return gridDim.x; }
+
 u64 nanoseconds();
 
 // ---- ordinary copies ----------------------------------------------------------------------------------------------
@@ -53,6 +55,18 @@ u64 load_8(const void* at);
 void store_8(void* at, u64 value);
 u32 load_4(const void* at);
 void store_4(void* at, u32 value);
+inline Bytes16 load_16_if(bool wanted, const u8* at, Bytes16 otherwise) { return wanted ? load_16(at) : otherwise; }
+inline Bytes16 load_relaxed_sys_16_if(bool wanted, const u8* at, Bytes16 otherwise) {
+    return wanted ? load_relaxed_sys_16(at) : otherwise;
+}
+inline Bytes16 load_line_part_if(bool wanted, const u8* line, u32 part, Bytes16 otherwise) {
+    return wanted ? load_line_part(line, part) : otherwise;
+}
+inline u64 load_relaxed_gpu_if(bool wanted, const u64* word, u64 otherwise) {
+    return wanted ? load_relaxed_gpu(word) : otherwise;
+}
+inline u64 load_8_if(bool wanted, const void* at, u64 otherwise) { return wanted ? load_8(at) : otherwise; }
+inline u32 load_4_if(bool wanted, const void* at, u32 otherwise) { return wanted ? load_4(at) : otherwise; }
 u8 load_byte(const u8* at);
 void store_byte(u8* at, u8 value);
 
