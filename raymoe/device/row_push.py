@@ -17,11 +17,11 @@ THREADS = 32
 SHARED_BYTES = 200 << 10
 """Of a block's shared memory at most, for the ring."""
 
-LARGE_ROW_BYTES = 8 << 10
-LARGE_ROW_STAGES, SMALL_ROW_STAGES, SMALL_ROW_BLOCKS = 4, 8, 32
-"""Large rows are pushed best by every SM, few of them in flight on each; small ones by fewer SMs. 4096 tokens between
-four ranks, rows of 14,336 B: 132 blocks x 4 stages 463 us, 32 x 8 480, 16 x 8 485, 12 x 14 498; of 7,392 B: 32 x 8 256,
-16 x 8 263, 132 x 8 266, 12 x 8 304 (4x H200, cold L2 cache, 2026-11-21)."""
+STAGES = 4
+"""Rows are pushed best by every multiprocessor, few of them in flight on each. 4096 tokens between four ranks by 132
+blocks x 4 stages, 66 x 4 and 32 x 8: rows of 14,336 B 462, 467, 477 us; of 7,424 B 246, 251, 255; of 5,760 B 194, 198,
+203; of 2,944 B 108, 113, 130; of 1,024 B 48, 52, 74; with 8 stages on 132 blocks the same (4x H200, cold L2 cache,
+2026-11-22). Of 7,392 B, which do not begin with lines of 128 B, 266, 272 and 256."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,11 @@ def shape_of(tokens: int, row_bytes: int, sms: int) -> tuple[int, Ring]:
 
     >>> shape_of(4096, 14336, sms=132)
     (132, Ring(stages=4, stage_bytes=14336))
-    >>> shape_of(4096, 7392, sms=132), shape_of(1, 65536, sms=132)
-    ((32, Ring(stages=8, stage_bytes=7392)), (1, Ring(stages=3, stage_bytes=65536)))
+    >>> shape_of(1, 65536, sms=132)
+    (1, Ring(stages=3, stage_bytes=65536))
     """
-    large = row_bytes > LARGE_ROW_BYTES
-    stages = min(LARGE_ROW_STAGES if large else SMALL_ROW_STAGES, SHARED_BYTES // (row_bytes + 8))
-    return min(tokens, sms if large else min(sms, SMALL_ROW_BLOCKS)), Ring(max(1, stages), row_bytes)
+    stages = min(STAGES, SHARED_BYTES // (row_bytes + 8))
+    return min(tokens, sms), Ring(max(1, stages), row_bytes)
 
 
 def row_push_launch(kernels: Kernels, params: RowPushParams, blocks: int, ring: Ring) -> Launch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.workspace import Bounds, workspace_layout
+from raymoe.exchange.workspace import Bounds, slot_bytes_of, workspace_layout
 from raymoe.job.rules import OTHER_SYSTEMS
 from raymoe.memory.heap import ITEM_BYTES, Layout, Region
 from raymoe.workload.other_heap import PROCESS_BYTES, heap_bytes
@@ -46,8 +46,9 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
     ranks = job.world.ranks
     tokens = spec.tokens * spec.row_bytes
     if job.exchange.backend == "row_push":
-        wire = spec.tokens * spec.wire_row_bytes
-        return push_layout(ranks, spec.tokens, spec.wire_row_bytes).nbytes + wire + batches * tokens + FLUSH_BYTES
+        row_bytes = slot_bytes_of(spec, stamped=False)
+        pushed = spec.tokens * row_bytes
+        return push_layout(ranks, spec.tokens, row_bytes).nbytes + pushed + batches * tokens + FLUSH_BYTES
     if job.exchange.backend in OTHER_SYSTEMS:
         return heap_bytes(spec, ranks) + PROCESS_BYTES + (batches + 3) * tokens + FLUSH_BYTES
     # Rows as dispatch gives them: values and scales take less than rows of the dtype.

@@ -1,8 +1,9 @@
 """The yardstick of dispatch between GPU ranks: its rows pushed to known slots, and nothing else.
 
 What it leaves out (`LEFT_OUT`, told in every line): finding out where tokens go, counts, the rows that stay on their
-rank, quantisation (rows that would cross as float8_e4m3 are just so many bytes), and placing rows by expert. Nothing is
-read where it arrives, so nothing is verified; tests/gpu/test_row_push.py looks at the slots.
+rank, quantisation (rows that would cross as float8_e4m3 are just so many bytes), and placing rows by expert. Rows are
+as far apart, and so long, as the slots of `fused` are. Nothing is read where it arrives, so nothing is verified;
+tests/gpu/test_row_push.py looks at the slots.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from raymoe.device.peer import Peers
 from raymoe.device.ring import Ring
 from raymoe.device.row_push import RowPushParams, row_push_launch, shape_of
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.workspace import slot_bytes_of
 from raymoe.job import Job
 from raymoe.memory.world import World
 from raymoe.transport.watchdog import Watchdog
@@ -111,7 +113,8 @@ class RowPushStep:
             plan_of(draw.ids, world.rank, world.size, spec.experts).to(world.device) for draw in inputs.draws
         ]
         sms = world.gpu.sms if asked.exchange.sms == "auto" else min(asked.exchange.sms, world.gpu.sms)
-        self.push = RowPush(world, spec.tokens, spec.wire_row_bytes, shape_of(spec.tokens, spec.wire_row_bytes, sms))
+        row_bytes = slot_bytes_of(spec, stamped=False)
+        self.push = RowPush(world, spec.tokens, row_bytes, shape_of(spec.tokens, row_bytes, sms))
         new_stream: Any = torch.cuda.Stream  # has no annotations
         self.stream: torch.cuda.Stream = new_stream(world.device)
         self.stream.wait_stream(torch.cuda.current_stream(world.device))
