@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         }
     }
     trace(p.trace, AT_END);
-    const Ending ending = block_is_out(p.operation, !ok);
+    const Ending ending = block_is_out(p.operation, !ok, true);
     if (!ending.last) {
         return;
     }

@@ -262,7 +262,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         ok = place_few(p, epoch, role, shared, stages) && ok;
     }
     trace(p.trace, AT_END);
-    const Ending ending = block_is_out(p.operation, !ok);
+    const bool tells_counts = !role.leaves && role.place + 1 == p.placers;  // which `place_nothing` takes back
+    const Ending ending = block_is_out(p.operation, !ok, tells_counts);
     if (!ending.last) {
         return;
     }

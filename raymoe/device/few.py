@@ -129,10 +129,10 @@ def few_routers(entries: int, arriving: int) -> int:
 
 
 SENDERS, QUANTISERS, REDUCERS, SMS, ROUNDS = 24, 20, 55, 132, 2
-"""Of SMS multiprocessors, the most that work on what leaves; and blocks of each. 128 tokens of 7168 bfloat16 took 27.2
-us by 24 senders, 28.5 by 33, 29.0 by 44, 31.2 by 66; a combine 24.1 by 55 reducers, 24.4 by 44, 24.5 by 66, 25.8 by 80
-(4x H200, cold L2 cache, 2026-11-21). As 8-bit floats 21.2 by 16 senders, 20.6 by 20, 21.6 by 24, on a warm cache 17.6,
-17.4 and 18.1 (2026-11-22)."""
+"""Of SMS multiprocessors, the most that work on what leaves; and blocks of each. 128 tokens of 7168 bfloat16 took 23.1
+us by 16 senders, 22.6 by 20, 22.4 by 24, 22.7 by 28, 22.4 by 33, 24.0 by 48; a combine 23.8 by 44 reducers, 23.4 by 55,
+60 and 66. As 8-bit floats 17.2 by 16 senders, 16.6 by 20, 16.8 by 24, 16.5 by 28, 16.7 by 32 (4x H200, cold L2 cache,
+2026-11-22)."""
 
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has under way: as in kernels/include/raymoe/few_rows.cuh and few_sums.cuh."""
@@ -142,8 +142,9 @@ SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
 cache, 2026-11-22)."""
 
 LEAST_PLACERS = 16
-"""Who places also fills the gaps of experts, a warp each. One token as 8-bit floats took 10.3 us with so many, 10.4
-with 32, 10.9 with 4 (2x H200, cold L2 cache, 2026-11-21)."""
+"""Who places also fills the gaps of experts, a warp each. One token took 7.3 us with so many, 7.3 with 64, 7.5 with 100,
+as 8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22); 10.9 with 4 where it took 10.3 with so many (2x
+H200, the day before)."""
 
 
 def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:

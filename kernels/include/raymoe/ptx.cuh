@@ -111,6 +111,13 @@ __device__ __forceinline__ u32 atomic_add_acq_rel(u32* word, u32 value) {
     return before;
 }
 
+// Gives the value before. Orders nothing.
+__device__ __forceinline__ u32 atomic_add_32(u32* word, u32 value) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
+    return before;
+}
+
 // Stores `value` where `expected` stands; gives what stood there.
 __device__ __forceinline__ u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
     u64 before;

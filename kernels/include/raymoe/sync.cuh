@@ -205,16 +205,24 @@ struct Ending {
 };
 
 // The same, where blocks say whether something went wrong: the last one need not look for that in memory, which it has
-// to do after its ticket. It must give the ticket back.
-__device__ inline Ending block_is_out(Operation* operation, bool trouble) {
+// to do after its ticket. It must give the ticket back. What a block did is ordered before what the last one does then
+// only if something went wrong and this block `hands_over`, or has said so itself: a ticket that releases waits for all
+// that the block has stored.
+__device__ inline Ending block_is_out(Operation* operation, bool trouble, bool hands_over) {
     constexpr u32 TROUBLE = 1 << 16;  // more than there are blocks
     __shared__ u32 before;
     const bool any = !__syncthreads_and(!trouble);
     if (threadIdx.x == 0) {
-        before = ptx::atomic_add_acq_rel(&operation->ticket, any ? TROUBLE + 1 : 1);
+        const u32 mine = any ? TROUBLE + 1 : 1;
+        before = any || hands_over ? ptx::atomic_add_acq_rel(&operation->ticket, mine)
+                                   : ptx::atomic_add_32(&operation->ticket, mine);
     }
     __syncthreads();
-    return {before % TROUBLE == ptx::blocks() - 1, any || before >= TROUBLE};
+    const Ending ending{before % TROUBLE == ptx::blocks() - 1, any || before >= TROUBLE};
+    if (ending.last && ending.trouble) {
+        ptx::fence_acq_rel_sys();  // acquires what those released that hand over, where this ticket does not
+    }
+    return ending;
 }
 
 // For one thread of the last block out, before `finish_run` or without it.

@@ -272,6 +272,11 @@ u32 atomic_add_acq_rel(u32* word, u32 value) {
     return emulator::exchange(word, [&](u32 before) { return before + value; });
 }
 
+u32 atomic_add_32(u32* word, u32 value) {
+    machine->yield();
+    return emulator::exchange(word, [&](u32 before) { return before + value; });
+}
+
 u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
     machine->yield();
     emulator::publish_known(self(), false);
