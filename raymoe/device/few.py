@@ -142,9 +142,9 @@ SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
 cache, 2026-11-22)."""
 
 LEAST_PLACERS = 16
-"""Who places also fills the gaps of experts, a warp each. One token took 7.3 us with so many, 7.3 with 64, 7.5 with 100,
-as 8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22); 10.9 with 4 where it took 10.3 with so many (2x
-H200, the day before)."""
+"""Who places also fills the gaps of experts, a warp each. One token took 7.3 us with so many, 7.3 with 64, 7.5 with
+100, as 8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22); 10.9 with 4 where it took 10.3 with so many
+(2x H200, the day before)."""
 
 
 def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
