@@ -2,6 +2,7 @@
 
 import os
 import re
+import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -103,6 +104,29 @@ def test_the_kernels_are_found():
 def test_compiles_without_a_warning(compiled):
     assert "warning" not in compiled.log.lower(), compiled.log
     assert compiled.cubin.startswith(b"\x7fELF")
+
+
+MOST_BYTES = {"dispatch_few": 78_000, "combine_few": 60_000}
+"""Of instructions for Hopper, which on a cold cache come line after line: docs/performance.md says what they cost."""
+FEW = [source for source in SOURCES if source.stem in MOST_BYTES and ("TRACED", "1") not in source.defines]
+
+
+def instruction_bytes(cubin: bytes, kernel: str) -> int:
+    """Of a kernel's section in an ELF file of 64 bits."""
+    at, count, names = *struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<HH", cubin, 0x3C)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, at + number * 64) for number in range(count)]
+    named = {
+        cubin[sections[names][4] + name : cubin.index(b"\0", sections[names][4] + name)].decode(): size
+        for name, _, _, _, _, size in sections
+    }
+    return named[f".text.{kernel}"]
+
+
+@pytest.mark.parametrize("source", FEW, ids=lambda source: name_of((source, "sm_90a")))
+def test_kernels_of_few_tokens_have_few_instructions(compiler, source):
+    size = instruction_bytes(compiler.compiled(source, "sm_90a").cubin, source.stem)
+    most = MOST_BYTES[source.stem]
+    assert most / 2 < size <= most, f"{size} bytes of instructions; what became unrolled or inlined?"
 
 
 def test_uses_no_local_memory(compiled):
