@@ -29,14 +29,14 @@ class FewBackend(FusedBackend):
         most = self.sms if sms == "auto" else min(self.sms, int(sms))
         # A second round of blocks finds the multiprocessors of the first only where there are no others left.
         rounds = few.ROUNDS if most == world.gpu.sms else 1
-        plain = few.row_units(spec.row_bytes, spec.hidden, fp8=False)
-        units = few.row_units(spec.row_bytes, spec.hidden, fp8)
-        self._sending = few.dispatch_few_grid(units, spec.tokens, ranks, most, rounds, fp8)
-        self._summing = few.combine_few_grid(plain, spec.tokens, ranks, most, rounds)
-        self._groups, self._plain_groups = units, plain
-        self._sent, placed = (1, 1) if fp8 else (few.SENT, few.PLACED)
-        self._placed = self._sending.arrive(units, placed, spec.tokens, ranks)
-        self._reduced = self._summing.leave(plain, few.REDUCED, spec.tokens, ranks - 1)
+        # Of a row there and of its sum back, the least units that a warp moves.
+        self._there = few.row_units(spec.row_bytes, spec.hidden, fp8)
+        self._back = few.row_units(spec.row_bytes, spec.hidden, fp8=False)
+        self._sending = few.dispatch_few_grid(self._there, spec.tokens, ranks, most, rounds, fp8)
+        self._summing = few.combine_few_grid(self._back, spec.tokens, ranks, most, rounds)
+        self._most_sent, most_placed = (1, 1) if fp8 else (few.SENT, few.PLACED)
+        self._placed = self._sending.arrive(self._there, most_placed, spec.tokens, ranks)
+        self._reduced = self._summing.leave(self._back, few.REDUCED, spec.tokens, ranks - 1)
         self._shared_bytes = few.few_shared_bytes(spec.experts, fp8)
         self._dispatch_few = space.kernels.function(few.dispatch_few_source(spec.dtype, fp8, space.traces))
         self._combine_few = space.kernels.function(few.combine_few_source(spec.dtype, space.traces))
@@ -51,7 +51,7 @@ class FewBackend(FusedBackend):
             senders=grid.leaving,
             placers=grid.arriving,
             routers=routers,
-            few_sent=grid.leave(self._groups, self._sent, params.tokens),
+            few_sent=grid.leave(self._there, self._most_sent, params.tokens),
             few_placed=self._placed,
         )
         self._launch(self._dispatch_few, grid.shape(self._shared_bytes), params)
@@ -66,6 +66,6 @@ class FewBackend(FusedBackend):
             reducers=grid.leaving,
             summers=grid.arriving,
             few_reduced=self._reduced,
-            few_summed=grid.arrive(self._plain_groups, few.SUMMED, params.tokens),
+            few_summed=grid.arrive(self._back, few.SUMMED, params.tokens),
         )
         self._launch(self._combine_few, grid.shape(), params)
