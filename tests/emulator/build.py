@@ -149,9 +149,17 @@ def _kept(name: str, identity: Sequence[object], compile_into: Callable[[Path, P
             library = Path(folder) / "made.so"
             compile_into(Path(folder), library)
             library.rename(path)
-        for old in sorted(kept.glob("*.so"), key=lambda each: each.stat().st_mtime)[:-_MOST_KEPT]:
+        for old in sorted(kept.glob("*.so"), key=_used_at)[:-_MOST_KEPT]:
             old.unlink(missing_ok=True)  # who has loaded it keeps it
     return path
+
+
+def _used_at(path: Path) -> float:
+    """Of what another process has just thrown away: long ago."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 @cache
