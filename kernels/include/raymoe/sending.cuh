@@ -2,7 +2,8 @@
 //
 // Nothing needs to be counted first: the slot of a row is its token's number. Lanes (warps) take tokens as they get
 // through them, so that none is left with more than the others; where links are full some come through faster. Which
-// token comes after the next is asked for while one is being sent, and so are the ids that say where the next one goes.
+// token comes after the next is asked for while one is being sent. The ids that say where the next one goes are loaded
+// then too, but also waited for.
 #pragma once
 
 #include "raymoe/dispatch.cuh"
