@@ -220,7 +220,7 @@ def test_assembly_is_in_one_file():
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
 def test_kernel_files_are_short_and_narrow(path: Path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= (440 if path.name == "ptx.cuh" else 350)  # that one is a list
+    assert len(lines) <= (460 if path.name == "ptx.cuh" else 350)  # that one is a list
     assert max(map(len, lines)) <= 120
 
 

@@ -307,6 +307,19 @@ __device__ __forceinline__ float from_f16(u32 half) {
     return value;
 }
 
+// Of each two elements the one that is further from zero, with either sign; one that is no number is nearest.
+__device__ __forceinline__ u32 further_bf16x2(u32 a, u32 b) {
+    u32 pair;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
+__device__ __forceinline__ u32 further_f16x2(u32 a, u32 b) {
+    u32 pair;
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+
 // Four floats as 8-bit floats (4 bits of exponent, 3 of mantissa), saturating, the first in the lowest byte.
 __device__ __forceinline__ u32 to_e4m3x4(const float* from) {
     u32 four;

@@ -28,6 +28,14 @@ struct Bf16 {
         }
         return {static_cast<u64>(words[1]) << 32 | words[0], static_cast<u64>(words[3]) << 32 | words[2]};
     }
+
+    // Of the elements in each of two words those further from zero, with either sign.
+    static __device__ __forceinline__ u32 further(u32 a, u32 b) { return ptx::further_bf16x2(a, b); }
+
+    // How far from zero the elements of a word go.
+    static __device__ __forceinline__ float reach(u32 word) {
+        return fmaxf(fabsf(__uint_as_float(word << 16)), fabsf(__uint_as_float(word & 0xFFFF0000)));
+    }
 };
 
 struct F16 {
@@ -51,6 +59,12 @@ struct F16 {
         }
         return {static_cast<u64>(words[1]) << 32 | words[0], static_cast<u64>(words[3]) << 32 | words[2]};
     }
+
+    static __device__ __forceinline__ u32 further(u32 a, u32 b) { return ptx::further_f16x2(a, b); }
+
+    static __device__ __forceinline__ float reach(u32 word) {
+        return fmaxf(fabsf(ptx::from_f16(word & 0xFFFF)), fabsf(ptx::from_f16(word >> 16)));
+    }
 };
 
 struct F32 {
@@ -69,6 +83,12 @@ struct F32 {
         return {static_cast<u64>(__float_as_uint(from[1])) << 32 | __float_as_uint(from[0]),
                 static_cast<u64>(__float_as_uint(from[3])) << 32 | __float_as_uint(from[2])};
     }
+
+    static __device__ __forceinline__ u32 further(u32 a, u32 b) {
+        return __float_as_uint(fmaxf(reach(a), reach(b)));
+    }
+
+    static __device__ __forceinline__ float reach(u32 word) { return fabsf(__uint_as_float(word)); }
 };
 
 // As many elements as 16 bytes of a row of Type hold, as they stand in a row of Wire: 8, 16 or 32 bytes.

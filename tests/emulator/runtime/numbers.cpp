@@ -76,7 +76,22 @@ float from_e4m3(u32 bits) {
     return bits & 0x80 ? -size : size;
 }
 
+// Of each two halves that which is further from zero, where those above `infinity` are no numbers; their signs' product.
+u32 further(u32 a, u32 b, u32 infinity) {
+    u32 found = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        const u32 one = a >> shift & 0x7FFF, other = b >> shift & 0x7FFF, signs = (a ^ b) >> shift & 0x8000;
+        const bool is_one = one <= infinity, is_other = other <= infinity;
+        const u32 most = is_one && (!is_other || one > other) ? one : other;
+        found |= (is_one || is_other ? signs | most : 0x7FFF) << shift;
+    }
+    return found;
+}
+
 }  // namespace
+
+u32 further_bf16x2(u32 a, u32 b) { return further(a, b, 0x7F80); }
+u32 further_f16x2(u32 a, u32 b) { return further(a, b, 0x7C00); }
 
 u32 to_bf16x2(float low, float high) { return to_bf16(high) << 16 | to_bf16(low); }
 u32 to_f16x2(float low, float high) { return to_f16(high) << 16 | to_f16(low); }

@@ -84,6 +84,8 @@ void barrier_of_warps(u32 number, u32 threads);
 u32 to_bf16x2(float low, float high);
 u32 to_f16x2(float low, float high);
 float from_f16(u32 half);
+u32 further_bf16x2(u32 a, u32 b);
+u32 further_f16x2(u32 a, u32 b);
 u32 to_e4m3x4(const float* from);
 void from_e4m3x4(u32 four, float* into);
 
