@@ -2,9 +2,11 @@
 //
 // Every placer knows from the counts of all sources where each source's entries of each expert begin, so an entry's
 // place is that plus its number among its source's. A lane (a warp, whose first thread drives a ring) takes the tokens
-// q, q + lanes, ... of every source; the block's threads work out the places of its rows ahead, the lane waits for each
-// row's word, loads the row once and stores it to all its places. Rows of this rank itself come out of x
-// and wait for nothing: a lane moves one whenever no row of a peer has arrived.
+// q, q + lanes, ... of every source; the block's threads work out the places of its rows ahead. Each thread of a lane
+// looks at the word of the next row of one source; the lane loads a row that has arrived, of whichever source, once and
+// stores it to all its places: a row that is late keeps none of another source waiting, which took 5 us of 276, as
+// the last rows of all sources come together. Rows of this rank itself come out of x and wait for nothing: a lane
+// moves one whenever no row of a peer has arrived.
 //
 // With layout rank rows stay in their slots; what is left is to say where they are, and to copy the rows of this rank
 // itself into theirs.
@@ -46,7 +48,7 @@ class PlaceLane {
     // `queue`: QUEUE words of shared memory.
     __device__ PlaceLane(const DispatchParams& p, u64 epoch, u32 placer, u32* queue, u8* memory, bool drives)
         : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placers + placer), half_(epoch & 1),
-          leads_(threadIdx.x % 32 == 0), queue_(queue),
+          leads_(thread() == 0), queue_(queue),
           whole_(ptx::shared_address(memory) + lane_memory(p.placer_stages, p.slot_bytes)),
           ring_(memory, p.placer_stages, p.slot_bytes, drives && leads_) {}
 
@@ -55,17 +57,23 @@ class PlaceLane {
     __device__ __forceinline__ bool run(const Plan& plan, u32 first, u32 count) {
         plan_ = plan;
         first_ = first;
+        count_ = count;
         next_remote_ = next_own_ = 0;
         bool ok = true;
-        while (true) {
-            const u32 act = __shfl_sync(0xFFFFFFFF, leads_ ? step(count, ok) : 0, 0);
-            __syncwarp();
-            if (act == STORE) {
-                ok = store() && ok;
-            } else if (act == END) {
-                break;
+        u32 act;
+        do {
+            const Remote remote = look(ok);
+            act = __shfl_sync(0xFFFFFFFF, leads_ ? step(remote) : 0, 0);
+            if (act & REMOTE) {
+                next_remote_ += thread() == remote.step;
             }
-        }
+            __syncwarp();
+            if (act & STORE) {
+                ok = store() && ok;
+            } else if (act & WAIT) {
+                ok = wait();
+            }
+        } while (!(act & END));
         return __shfl_sync(0xFFFFFFFF, ok, 0);
     }
 
@@ -77,42 +85,63 @@ class PlaceLane {
     }
 
   private:
-    static constexpr u32 AGAIN = 0, STORE = 1, END = 2;
+    // What a step comes to: whether it has begun to load a row of a peer, and what the warp does then.
+    static constexpr u32 REMOTE = 1, STORE = 2, WAIT = 4, END = 8;
+
+    // What is known of rows that come through slots.
+    struct Remote {
+        bool any;      // any are left
+        bool arrived;  // one is there: the next one of this source
+        u32 step;      // the source's
+        u32 number;    // of the lane's tokens of that source
+    };
 
     static __device__ __forceinline__ bool dequantises(const DispatchParams& p) { return FP8 && p.scales == nullptr; }
 
-    // By the thread that leads: the next thing to be done. Loads it begins itself.
-    __device__ __forceinline__ u32 step(u32 count, bool& ok) {
-        const u32 heard = p_.heard(), remote = count * heard;
-        while (next_remote_ < remote && *plan_.of(next_remote_ / heard, warp_, next_remote_ % heard) == NOWHERE) {
+    static __device__ __forceinline__ u32 thread() { return threadIdx.x % 32; }
+
+    // By the whole warp, each of whose first threads looks at one source, unless a wait has failed.
+    __device__ __forceinline__ Remote look(bool ok) {
+        while (thread() < p_.heard() && next_remote_ < count_ &&
+               *plan_.of(next_remote_, warp_, thread()) == NOWHERE) {
             ++next_remote_;
         }
-        while (OWN_FROM_X && next_own_ < count && *plan_.of(next_own_, warp_, heard) == NOWHERE) {
+        left_ = ok && thread() < p_.heard() && next_remote_ < count_;
+        const u32 there = __ballot_sync(0xFFFFFFFF, left_ && arrived());
+        if (there == 0) {
+            return {__any_sync(0xFFFFFFFF, left_) != 0, false, 0, 0};
+        }
+        const u32 step = __ffs(there) - 1, number = __shfl_sync(0xFFFFFFFF, next_remote_, step);
+        __syncwarp();  // hands what a thread has acquired to the one that leads
+        return {true, true, step, number};
+    }
+
+    // By the thread that leads: the next thing to be done. Loads it begins itself; there is always room, because
+    // it says STORE where there would be none.
+    __device__ __forceinline__ u32 step(const Remote& remote) {
+        const u32 heard = p_.heard();
+        while (OWN_FROM_X && next_own_ < count_ && *plan_.of(next_own_, warp_, heard) == NOWHERE) {
             ++next_own_;
         }
-        const bool remote_left = ok && next_remote_ < remote, own_left = OWN_FROM_X && next_own_ < count;
-        if (ring_.can_load()) {
-            if (remote_left && arrived(next_remote_ / heard, next_remote_ % heard)) {
-                load_remote(next_remote_ / heard, next_remote_ % heard);
-                ++next_remote_;
-                return ring_.can_load() && !ring_.loaded() ? AGAIN : STORE;
-            }
-            if (own_left) {
+        const bool own_left = OWN_FROM_X && next_own_ < count_;
+        if (remote.arrived || own_left) {
+            if (remote.arrived) {
+                load_remote(remote.number, remote.step);
+            } else {
                 const u8* row = p_.x + static_cast<u64>(token_of(next_own_)) * p_.row_bytes;
                 load({row, p_.row_bytes}, plan_.of(next_own_, warp_, heard));
                 ++next_own_;
-                return ring_.can_load() && !ring_.loaded() ? AGAIN : STORE;
             }
+            return (remote.arrived ? REMOTE : 0) | (ring_.can_load() && !ring_.loaded() ? 0 : STORE);
         }
         if (ring_.any_loading()) {
             return STORE;
         }
-        if (!remote_left) {
-            ring_.settle();
-            return END;
+        if (remote.any) {
+            return WAIT;
         }
-        ok = wait(next_remote_ / heard, next_remote_ % heard);
-        return AGAIN;
+        ring_.settle();
+        return END;
     }
 
     __device__ __forceinline__ u32 token_of(u32 number) const {
@@ -123,13 +152,32 @@ class PlaceLane {
         return p_.arrival_at(p_.peers.rank, p_.peers.in_turn(step), token_of(number));
     }
 
-    __device__ __forceinline__ bool arrived(u32 number, u32 step) const {
-        return p_.at_once || ptx::load_acquire_sys(word(number, step)) >= epoch_;
+    // By a thread that has a row left: whether its next one has.
+    __device__ __forceinline__ bool arrived() const {
+        return p_.at_once || ptx::load_acquire_sys(word(next_remote_, thread())) >= epoch_;
     }
 
-    __device__ __forceinline__ bool wait(u32 number, u32 step) const {
-        const Waiting who{p_.op, p_.peers.in_turn(step), epoch_};
-        return wait_for_epoch(word(number, step), epoch_, who, p_.watch);
+    // By the whole warp, some of whose threads have rows left: until one of them has arrived. False: a wait failed.
+    __device__ __forceinline__ bool wait() const {
+        __shared__ u32 any[WARPS];  // whether one has
+        const u32 found = ptx::shared_address(any + warp_);
+        if (leads_) {
+            ptx::shared_store_4(found, 0);
+        }
+        __syncwarp();
+        bool ok = true;
+        if (left_) {
+            const u32 step = thread();
+            auto look = [&](u64& seen) {
+                seen = ptx::load_acquire_sys(word(next_remote_, step));
+                if (seen >= epoch_) {
+                    ptx::shared_store_4(found, 1);
+                }
+                return ptx::shared_load_4(found) != 0;
+            };
+            ok = wait_until(look, epoch_, Waiting{p_.op, p_.peers.in_turn(step), epoch_}, p_.watch);
+        }
+        return __all_sync(0xFFFFFFFF, ok);
     }
 
     __device__ __forceinline__ void load_remote(u32 number, u32 step) {
@@ -192,7 +240,7 @@ class PlaceLane {
     }
 
     __device__ __forceinline__ void store_scales(u32 row, u32 place) {
-        for (u32 block = threadIdx.x % 32; block < p_.blocks(); block += 32) {
+        for (u32 block = thread(); block < p_.blocks(); block += 32) {
             const u64 at = static_cast<u64>(block) * p_.scale_stride + place;
             ptx::store_4(p_.scales + at * 4, ptx::shared_load_4(row + p_.hidden + block * 4));
         }
@@ -209,7 +257,9 @@ class PlaceLane {
     Ring ring_;
     Plan plan_{};
     u32 first_ = 0;
-    u32 next_remote_ = 0;
+    u32 count_ = 0;
+    u32 next_remote_ = 0;  // of the source that this thread looks at
+    bool left_ = false;    // there is one
     u32 next_own_ = 0;
     u32 loads_ = 0;
     u32 stores_ = 0;
