@@ -86,11 +86,24 @@ class SendLane {
 
     // By a whole warp: of the first `tokens` tokens, what no other lane takes. The placers see to this rank's own rows.
     __device__ __forceinline__ void run(u32 tokens) {
-        Tokens mine(p_, tokens, lane_);
+        const u32 wanted = ~(1u << p_.peers.rank);
         u32 token, mask;
-        while (mine.next(~(1u << p_.peers.rank), token, mask)) {
+        if (leads_ && lane_ < tokens) {
+            load(lane_);  // before it is known where it goes: nearly every token goes somewhere
+        }
+        Tokens mine(p_, tokens, lane_);
+        if (mine.any(token, mask) && leads_) {
+            queue(token, mask & wanted);
+            store();  // nothing is under way yet
+        }
+        __syncwarp();
+        while (mine.next(wanted, token, mask)) {
             if (leads_) {
-                load(token, mask);
+                if (!ring_.can_load()) {
+                    store();
+                }
+                load(token);
+                queue(token, mask);
             }
             __syncwarp();
         }
@@ -110,11 +123,12 @@ class SendLane {
   private:
     __device__ __forceinline__ u64 queued(u32 number) const { return ptx::shared_load_8(queue_ + number % QUEUE * 8); }
 
-    __device__ __forceinline__ void load(u32 token, u32 mask) {
-        if (!ring_.can_load()) {
-            store();
-        }
+    __device__ __forceinline__ void load(u32 token) {
         ring_.load({p_.x + static_cast<u64>(token) * p_.row_bytes, p_.row_bytes});
+    }
+
+    // Where the row goes that was loaded last; nowhere, for all that the store cares.
+    __device__ __forceinline__ void queue(u32 token, u32 mask) {
         ptx::shared_store_8(queue_ + loaded_++ % QUEUE * 8, static_cast<u64>(token) << 32 | mask);
     }
 
