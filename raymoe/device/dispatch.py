@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from math import ceil
 from typing import Annotated
 
 from raymoe.device.dealing import Dealing
@@ -227,19 +228,35 @@ def lanes_of(room: int, row_bytes: int, lanes: int, stages: int, beside: int = 0
     raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory hold none")
 
 
-def quantising_lanes(room: int, row_bytes: int, slot_bytes: int) -> tuple[int, int]:
-    """How many lanes quantise rows, and how many stages those have that leave: two for each lane if they fit, and no
-    fewer than lanes.
+def quantising_lanes(room: int, row_bytes: int, slot_bytes: int, most: int = 4) -> tuple[int, int]:
+    """How many lanes of at most so many quantise rows, and how many stages those have that leave: two for each lane if
+    they fit, and no fewer than lanes.
 
     >>> quantising_lanes(232_448, 14336, 7424), quantising_lanes(232_448, 65536, 16896)
-    ((6, 16), (2, 5))
+    ((4, 8), (2, 5))
     """
     for each in (2, 1):
-        for lanes in range(FP8_SENDER_LANES, 0, -1):
-            for stages in range(MOST_LEAVING, each * lanes - 1, -1):
+        for lanes in range(most, 0, -1):
+            for stages in range(2 * most, each * lanes - 1, -1):
                 if quantising_bytes(lanes, stages, row_bytes, slot_bytes) <= room:
                     return lanes, stages
     raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory cannot quantise it")
+
+
+def lanes_wanted(rows: Rows, senders: int, placers: int) -> int:
+    """Lanes of a sender that quantise: as many as keep up with the links, or with the placers where those are slower.
+
+    >>> from dataclasses import replace
+    >>> rows = Rows(7424, 14336, tokens=4096, topk=8, experts=256, ranks=4, placed=True, fp8=True)
+    >>> lanes_wanted(rows, 28, 104), lanes_wanted(replace(rows, ranks=2), 32, 100)
+    (4, 4)
+    >>> lanes_wanted(replace(rows, slot_bytes=6400, row_bytes=12288, topk=2, experts=8), 32, 100)
+    6
+    """
+    sent = max(crossing(rows.ranks, rows.topk), 1) * rows.slot_bytes / LINK_BYTES_A_US
+    placed_bytes = rows.placed * rows.topk * (rows.row_bytes if rows.dequantised else rows.slot_bytes)
+    us_a_row = senders * max(sent, placed_bytes / (placers * PLACED_BYTES_A_US))
+    return max(FP8_SENDER_LANES, min(MOST_FP8_SENDER_LANES, ceil(LANE_US / us_a_row)))
 
 
 def quantising_bytes(lanes: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
@@ -283,7 +300,8 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
     room = shared_bytes
     if rows.fp8:
-        sender_lanes, sender_stages = quantising_lanes(room, rows.row_bytes, rows.slot_bytes)
+        wanted = lanes_wanted(rows, sending, placers)
+        sender_lanes, sender_stages = quantising_lanes(room, rows.row_bytes, rows.slot_bytes, wanted)
         sending_bytes = quantising_bytes(sender_lanes, sender_stages, rows.row_bytes, rows.slot_bytes)
     else:
         lanes = max(1, min(SENDER_LANES, round(OFFERED_BYTES / (sending * ways * rows.slot_bytes))))
@@ -317,9 +335,13 @@ Where there are fewer lanes than FEW_LANES, each does more: a lane gets through 
 in as much, so words go 4 by 4. By 14 senders of 3 lanes and 34 placers the 4096 tokens take 485, with layout rank by
 10 senders of 3 lanes 471."""
 
-FEWEST_FP8_SENDERS, FP8_SENDERS, FP8_SENDERS_OF_ONE_WAY, FP8_BLOCKS, FP8_SENDER_LANES = 24, 32, 76, 132, 6
-MOST_LEAVING, LEAVING_QUEUE = 16, 32
-"""As in leaving_stages.cuh. The same rows as 8-bit floats: what a sender quantises goes to as many ranks as have an
-expert of the token, so the more these are, the fewer senders fill the links. On four GPUs 24 senders take 273 us, 28
-275, 32 278, 38 286, 48 302; on two 24 take 205, 28 186, 32 175, 38 196, 48 193: there placers are what is short (H200,
-2026-11-22)."""
+FEWEST_FP8_SENDERS, FP8_SENDERS, FP8_SENDERS_OF_ONE_WAY, FP8_BLOCKS = 24, 32, 76, 132
+FP8_SENDER_LANES, MOST_FP8_SENDER_LANES, MOST_LEAVING, LEAVING_QUEUE = 4, 6, 12, 32
+LINK_BYTES_A_US, PLACED_BYTES_A_US, LANE_US = 345_000, 13_900, 5.3
+"""MOST_LEAVING and LEAVING_QUEUE as in leaving_stages.cuh. What a sender quantises goes to as many ranks as have an
+expert of the token, so the more these are, the fewer senders fill the links: of 4096 tokens of 7168 bfloat16, top-8, on
+four GPUs 20 to 36 senders take 263 us; on two, where placers are what is short, 24 take 197, 32 175, 40 182.
+
+A lane gets through a row each 3.4 us, and there should be half as many again as keep up. On two GPUs 4 and 6 lanes
+take 175 and 183 us where rows have 8 places on two ranks, with which placers just keep up; hidden 4096 of 128 experts
+123 and 105, hidden 2880, top-4, 103 and 83, hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""

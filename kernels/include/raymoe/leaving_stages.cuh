@@ -42,7 +42,7 @@ struct TurnBarriers {
 // In shared memory. The stage of a turn is number `turn % stages`, and there are no more lanes than stages.
 struct LeavingStages {
     static constexpr u32 QUEUE = 32;  // turns, from the stage's filling to the row's words
-    static constexpr u32 MOST_STAGES = 16;
+    static constexpr u32 MOST_STAGES = 12;
     static constexpr u64 NO_MORE = ~0ull;
 
     u32 stages;

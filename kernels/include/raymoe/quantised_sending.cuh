@@ -23,34 +23,32 @@ class QuantisingLane {
 
     __device__ QuantisingLane(const DispatchParams& p, const LeavingStages& leaving, u64 epoch, u32 memory)
         : p_(p), leaving_(leaving), epoch_(epoch), leads_(threadIdx.x % 32 == 0), row_(memory),
-          barrier_(memory + p.row_bytes) {
+          barrier_(memory + p.row_bytes) {}
+
+    // By a whole warp, the `lane`-th of all senders, before the block's barriers are there: its first row is loaded,
+    // wherever it goes, as nearly every token goes somewhere.
+    __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
         if (leads_) {
             ptx::barrier_init(barrier_, 1);
             ptx::fence_barrier_init();  // orders the init before the bulk loads that complete on it
         }
-        __syncwarp();
+        if (lane < tokens) {
+            load(lane);
+        }
     }
 
-    // By a whole warp, the `lane`-th of all senders.
+    // By the same warp, behind that.
     __device__ __forceinline__ void run(u32 tokens, u32 lane) {
-        u32 token = lane, mask = 0;
-        bool more = token < tokens;
-        if (more) {
-            load(token);  // nearly every token goes somewhere
-            Tokens mine(p_, tokens, lane);
-            more = mine.any(token, mask);
-            if (mask == 0) {
-                await_row();
-                more = mine.next(~0u, token, mask);
-                if (more) {
-                    load(token);
-                }
-            }
-            while (more) {
-                const u32 this_token = token, its_mask = mask;
-                more = mine.next(~0u, token, mask);
-                hand_over(this_token, its_mask, more, token);
-            }
+        u32 token, mask;
+        Tokens mine(p_, tokens, lane);
+        bool more = mine.any(token, mask);
+        if (more && mask == 0) {
+            await_row();
+            more = load_next(mine, token, mask);
+        }
+        while (more) {
+            hand_over(token, mask);
+            more = load_next(mine, token, mask);
         }
         const u32 turn = take_turn();
         if (leads_) {
@@ -67,6 +65,15 @@ class QuantisingLane {
         }
     }
 
+    // False: there is none.
+    __device__ __forceinline__ bool load_next(Tokens& mine, u32& token, u32& mask) {
+        const bool more = mine.next(~0u, token, mask);
+        if (more) {
+            load(token);
+        }
+        return more;
+    }
+
     __device__ __forceinline__ void await_row() {
         while (!ptx::barrier_try_wait(barrier_, rows_ & 1)) {
         }
@@ -79,7 +86,7 @@ class QuantisingLane {
         return __shfl_sync(0xFFFFFFFF, turn, 0);
     }
 
-    __device__ __forceinline__ void hand_over(u32 token, u32 mask, bool more, u32 next_token) {
+    __device__ __forceinline__ void hand_over(u32 token, u32 mask) {
         await_row();
         const u32 turn = take_turn(), stage = leaving_.stage(turn);
         leaving_.emptied.await_before(turn);
@@ -92,9 +99,6 @@ class QuantisingLane {
         // the bulk load that fills its stage again.
         ptx::fence_proxy_async_shared();
         __syncwarp();
-        if (more) {
-            load(next_token);
-        }
         if (leads_) {
             stamp(stage, p_.slot_bytes, epoch_);
             leaving_.hand_over(turn, static_cast<u64>(token) << 32 | mask);
@@ -123,7 +127,7 @@ class Pusher {
 
     // By a whole warp: until every row has arrived.
     __device__ __forceinline__ void run() const {
-        const u32 behind = leaving_.stages / 2;  // stages that may still be read from
+        const u32 behind = leaving_.stages > YOUNGER ? YOUNGER : leaving_.stages - 1;  // stages that may still be read
         u32 turn = 0;
         for (u32 lanes = p_.sender_lanes; lanes != 0; ++turn) {
             leaving_.filled.await(turn);
@@ -223,14 +227,17 @@ class Sayer {
 template <class Type>
 __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32, each = QuantisingLane<Type>::memory(p);
+    const u32 number = sender * p.sender_lanes + warp;
     const LeavingStages leaving(p, shared + p.sender_lanes * each);
-    if (threadIdx.x == 0) {
+    QuantisingLane<Type> lane(p, leaving, epoch, ptx::shared_address(shared) + warp * each);
+    if (warp < p.sender_lanes) {
+        lane.begin(n, number);
+    } else if (threadIdx.x == THREADS - 32) {
         leaving.begin();
     }
     __syncthreads();  // the barriers are there
     if (warp < p.sender_lanes) {
-        QuantisingLane<Type>(p, leaving, epoch, ptx::shared_address(shared) + warp * each)
-            .run(n, sender * p.sender_lanes + warp);
+        lane.run(n, number);
     } else if (warp == WARPS - 2) {
         Pusher(p, leaving, epoch).run();
     } else if (warp == WARPS - 1) {
