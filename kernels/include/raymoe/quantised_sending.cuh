@@ -23,7 +23,7 @@ class QuantisingLane {
 
     __device__ QuantisingLane(const DispatchParams& p, const LeavingStages& leaving, u64 epoch, u32 memory)
         : p_(p), leaving_(leaving), epoch_(epoch), leads_(threadIdx.x % 32 == 0), row_(memory),
-          barrier_(memory + p.row_bytes) {}
+          barrier_(memory + p.row_bytes), mine_(p) {}
 
     // By a whole warp, the `lane`-th of all senders, before the block's barriers are there: its first row is loaded,
     // wherever it goes, as nearly every token goes somewhere.
@@ -35,20 +35,20 @@ class QuantisingLane {
         if (lane < tokens) {
             load(lane);
         }
+        mine_.begin(tokens, lane);
     }
 
     // By the same warp, behind that.
-    __device__ __forceinline__ void run(u32 tokens, u32 lane) {
+    __device__ __forceinline__ void run() {
         u32 token, mask;
-        Tokens mine(p_, tokens, lane);
-        bool more = mine.any(token, mask);
+        bool more = mine_.any(token, mask);
         if (more && mask == 0) {
             await_row();
-            more = load_next(mine, token, mask);
+            more = load_next(token, mask);
         }
         while (more) {
             hand_over(token, mask);
-            more = load_next(mine, token, mask);
+            more = load_next(token, mask);
         }
         const u32 turn = take_turn();
         if (leads_) {
@@ -66,8 +66,8 @@ class QuantisingLane {
     }
 
     // False: there is none.
-    __device__ __forceinline__ bool load_next(Tokens& mine, u32& token, u32& mask) {
-        const bool more = mine.next(~0u, token, mask);
+    __device__ __forceinline__ bool load_next(u32& token, u32& mask) {
+        const bool more = mine_.next(~0u, token, mask);
         if (more) {
             load(token);
         }
@@ -112,6 +112,7 @@ class QuantisingLane {
     u32 row_;       // where a row comes to
     u32 barrier_;   // on which it completes
     u32 rows_ = 0;  // that have come
+    Tokens mine_;
 };
 
 // The warp that pushes what the lanes of its block hand over, a thread for each rank.
@@ -227,17 +228,16 @@ class Sayer {
 template <class Type>
 __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32, each = QuantisingLane<Type>::memory(p);
-    const u32 number = sender * p.sender_lanes + warp;
     const LeavingStages leaving(p, shared + p.sender_lanes * each);
     QuantisingLane<Type> lane(p, leaving, epoch, ptx::shared_address(shared) + warp * each);
     if (warp < p.sender_lanes) {
-        lane.begin(n, number);
+        lane.begin(n, sender * p.sender_lanes + warp);
     } else if (threadIdx.x == THREADS - 32) {
         leaving.begin();
     }
     __syncthreads();  // the barriers are there
     if (warp < p.sender_lanes) {
-        lane.run(n, number);
+        lane.run();
     } else if (warp == WARPS - 2) {
         Pusher(p, leaving, epoch).run();
     } else if (warp == WARPS - 1) {

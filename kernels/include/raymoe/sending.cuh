@@ -2,8 +2,7 @@
 //
 // Nothing needs to be counted first: the slot of a row is its token's number. Lanes (warps) take tokens as they get
 // through them, so that none is left with more than the others; where links are full some come through faster. Which
-// token comes after the next is asked for while one is being sent. The ids that say where the next one goes are loaded
-// then too, but also waited for.
+// token comes after the next is asked for while one is being sent, and so is where the next one goes.
 #pragma once
 
 #include "raymoe/dispatch.cuh"
@@ -14,7 +13,12 @@ namespace raymoe {
 // The tokens that a lane sends, one after another. By a whole warp.
 class Tokens {
   public:
-    __device__ Tokens(const DispatchParams& p, u32 tokens, u32 lane) : p_(p), tokens_(tokens), token_(lane) {
+    __device__ explicit Tokens(const DispatchParams& p) : p_(p) {}
+
+    // Asks for the first of the `lane`-th lane.
+    __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
+        tokens_ = tokens;
+        token_ = lane;
         ids_ = id_of(token_);
         ask();
     }
@@ -36,8 +40,9 @@ class Tokens {
             return false;
         }
         token = token_;
-        const bool real = ids_ >= 0 && ids_ < p_.experts;
-        mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << p_.rank_of(static_cast<u32>(ids_)) : 0);
+        const long long id = p_.number(ids_);
+        const bool real = id >= 0 && id < p_.experts;
+        mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << p_.rank_of(static_cast<u32>(id)) : 0);
         token_ = p_.lanes() + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken_, 0));
         ids_ = id_of(token_);
         ask();
@@ -47,17 +52,17 @@ class Tokens {
   private:
     __device__ __forceinline__ void ask() { taken_ = threadIdx.x % 32 == 0 ? ptx::atomic_add(p_.taken, 1) : 0; }
 
-    // Of thread k: expert k of the token.
-    __device__ __forceinline__ long long id_of(u32 token) const {
+    // Of thread k: expert k of the token. Only loads.
+    __device__ __forceinline__ Id id_of(u32 token) const {
         const u32 k = threadIdx.x % 32;
-        return token < tokens_ && k < p_.topk ? p_.id(static_cast<u64>(token) * p_.topk + k) : -1;
+        return p_.id_if(token < tokens_ && k < p_.topk, static_cast<u64>(token) * p_.topk + k);
     }
 
     const DispatchParams& p_;
-    u32 tokens_;
-    u32 token_;      // comes next
-    long long ids_;  // of it
-    u64 taken_;      // which token comes after it, when that is known
+    u32 tokens_ = 0;
+    u32 token_ = 0;      // comes next
+    Id ids_ = NO_ID;     // of it
+    u64 taken_ = 0;      // which token comes after it, when that is known
 };
 
 // By the thread that pushes the row: the epoch, at the end of what leaves.
@@ -91,7 +96,8 @@ class SendLane {
         if (leads_ && lane_ < tokens) {
             load(lane_);  // before it is known where it goes: nearly every token goes somewhere
         }
-        Tokens mine(p_, tokens, lane_);
+        Tokens mine(p_);
+        mine.begin(tokens, lane_);
         if (mine.any(token, mask) && leads_) {
             queue(token, mask & wanted);
             store();  // nothing is under way yet
