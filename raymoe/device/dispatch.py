@@ -228,11 +228,11 @@ def lanes_of(room: int, row_bytes: int, lanes: int, stages: int, beside: int = 0
     raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory hold none")
 
 
-def quantising_lanes(room: int, row_bytes: int, slot_bytes: int, most: int = 4) -> tuple[int, int]:
+def quantising_lanes(room: int, row_bytes: int, slot_bytes: int, most: int) -> tuple[int, int]:
     """How many lanes of at most so many quantise rows, and how many stages those have that leave: two for each lane if
     they fit, and no fewer than lanes.
 
-    >>> quantising_lanes(232_448, 14336, 7424), quantising_lanes(232_448, 65536, 16896)
+    >>> quantising_lanes(232_448, 14336, 7424, most=4), quantising_lanes(232_448, 65536, 16896, most=4)
     ((4, 8), (2, 5))
     """
     for each in (2, 1):

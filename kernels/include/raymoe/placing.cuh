@@ -4,9 +4,10 @@
 // place is that plus its number among its source's. A lane (a warp, whose first thread drives a ring) takes the tokens
 // q, q + lanes, ... of every source; the block's threads work out the places of its rows ahead. Each thread of a lane
 // looks at the word of the next row of one source; the lane loads a row that has arrived, of whichever source, once and
-// stores it to all its places: a row that is late keeps none of another source waiting, which took 5 us of 276, as
-// the last rows of all sources come together. Rows of this rank itself come out of x and wait for nothing: a lane
-// moves one whenever no row of a peer has arrived.
+// stores it to all its places, so that a row that is late keeps none of another source waiting: the last rows of all
+// sources come together, and by lanes that took sources in turn a dispatch of 4096 tokens took 268 us for 263 (8-bit
+// floats, 4x H200, 2026-11-22). Rows of this rank itself come out of x and wait for nothing: a lane moves one whenever
+// no row of a peer has arrived.
 //
 // With layout rank rows stay in their slots; what is left is to say where they are, and to copy the rows of this rank
 // itself into theirs.
