@@ -77,6 +77,12 @@ RUNS = {
         for kind in ("fused", "staged", "few")
         for dtype in ("bfloat16", "float16", "float32")
     },
+    **{
+        f"fused, fp8 of more than 32 blocks of {dtype}": Run(
+            "fused", spec={"wire": FP8, "dtype": dtype, "hidden": hidden, "tokens": 2}, routings=("uniform", "masked")
+        )
+        for dtype, hidden in (("bfloat16", 4360), ("float32", 4228))
+    },
     "fused, float32 home as bfloat16": Run(
         "fused", 3, spec={"hidden": 20, "dtype": "float32", "wire": {"combine": "bfloat16"}}
     ),

@@ -65,6 +65,32 @@ def test_exchanges_of_one_workspace_take_turns(kinds):
                 steps.judge()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", ["fused", "staged", "few"])
+def test_what_is_no_number_spoils_itself_alone(kind, dtype):
+    """Blocks of zeros, of numbers that are all tiny, with one that is no number, of nothing else, and with no end."""
+    spec = spec_for(kind, tokens=3, hidden=640, experts=1, topk=1, dtype=dtype, wire="float8_e4m3", output="raw")
+    x = torch.linspace(-3, 2, 3 * 640).to(getattr(torch, dtype)).view(3, 640)
+    nan, smallest = float("nan"), torch.finfo(x.dtype).smallest_normal / 4
+    x[0, :128], x[0, 128:256], x[1, 130], x[1, 256:384], x[2, 639] = 0, smallest, nan, nan, float("inf")
+    with Emulator(1) as emulator:
+        (owner,) = (backend(kind, space, spec, small) for space in workspaces(emulator, spec))
+        out = owner.new((spec.rows(1), spec.hidden), torch.float8_e4m3fn, "out")
+        got = owner.dispatch(Tokens(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1), None), out)
+        emulator.run(0)
+        owner.check()
+        blocks = x.float().view(3, 5, 128)
+        reach = blocks.abs().nan_to_num(nan=0, posinf=torch.inf).amax(dim=2)
+        scales = torch.where(reach == 0, 1.0, reach / 448)
+        values = (blocks * torch.where(reach == 0, 1.0, 448 / reach)[..., None]).clamp(-448, 448)
+        assert torch.equal(got.scales[:3], scales)
+        assert torch.equal(_comparable(got.x[:3]), _comparable(values.view(3, 640).to(got.x.dtype)))
+
+
+def _comparable(values: torch.Tensor) -> torch.Tensor:
+    return values.float().nan_to_num(nan=999)
+
+
 @pytest.mark.parametrize("sms", [2, 3, 4, 5])
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)

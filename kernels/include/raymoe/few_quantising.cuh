@@ -45,10 +45,9 @@ struct Four<Type, 4> {
     __device__ __forceinline__ void unpack(float* into) const { Type::unpack(words, into); }
 };
 
-// The largest of a warp's floats as fmaxf would have it, which none of them is below zero: one that is no number is
-// less than all that are.
+// The largest of a warp's floats, which none of them is below zero; what is no number counts as zero.
 __device__ __forceinline__ float largest_of_warp(float value) {
-    const int bits = value == value ? static_cast<int>(__float_as_uint(value)) : -1;
+    const int bits = value == value ? static_cast<int>(__float_as_uint(value)) : 0;
     return __uint_as_float(static_cast<u32>(__reduce_max_sync(0xFFFFFFFF, bits)));
 }
 
