@@ -342,6 +342,7 @@ LINK_BYTES_A_US, PLACED_BYTES_A_US, LANE_US = 345_000, 13_900, 5.3
 expert of the token, so the more these are, the fewer senders fill the links: of 4096 tokens of 7168 bfloat16, top-8, on
 four GPUs 20 to 36 senders take 263 us; on two, where placers are what is short, 24 take 197, 32 175, 40 182.
 
-A lane gets through a row each 3.4 us, and there should be half as many again as keep up. On two GPUs 4 and 6 lanes
-take 175 and 183 us where rows have 8 places on two ranks, with which placers just keep up; hidden 4096 of 128 experts
-123 and 105, hidden 2880, top-4, 103 and 83, hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""
+Where lanes are what is short, each gets through a row in 3.2 (hidden 2880) to 4.1 us (7168), its load included; there
+should be a third more than keep up, and there always are 4. On two GPUs 4 and 6 lanes take 175 and 183 us where rows
+have 8 places on two ranks, with which placers just keep up; hidden 4096 of 128 experts 123 and 105, hidden 2880, top-4,
+103 and 83, hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""
