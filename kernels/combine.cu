@@ -49,12 +49,26 @@ __device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, 
     return ptx::load_8(p.status_at(p.peers.rank, epoch & 1, rank) + word * 8);
 }
 
-__device__ inline bool any_refused(const CombineParams& p, u64 epoch) {
-    bool refused = false;
-    for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
-        refused = refused || static_cast<u32>(status_words(p, epoch, rank, 0)) != CAUSE_NONE;
+// What a block has heard of all ranks.
+struct Heard {
+    bool ok;       // no wait failed
+    bool refused;  // by at least one of them
+};
+
+// By a whole block, each word by a thread of its own, so that all take one trip: until the statuses of all ranks are
+// here, and with `done` until no reducer of any peer has anything more to push; then nothing may be poisoned either.
+__device__ inline Heard hear_all(const CombineParams& p, u64 epoch, bool done) {
+    const u32 ranks = p.peers.ranks, me = p.peers.rank, words = ranks + (done ? (ranks - 1) * p.reducers : 0);
+    bool ok = !done || threadIdx.x != THREADS - 1 || !poisoned(p.watch), refused = false;
+    for (u32 i = threadIdx.x; i < words && ok; i += THREADS) {
+        const u32 reducer = i - ranks, rank = i < ranks ? i : p.peers.in_turn(reducer / p.reducers);
+        const u64* word = i < ranks ? p.peers.at<u64>(me, p.heads + rank * 128ull)
+                                    : p.done_at(me, rank, reducer % p.reducers);
+        ok = wait_for_epoch(word, epoch, Waiting{p.op, rank, epoch}, p.watch);
+        refused = refused || (ok && i < ranks && static_cast<u32>(status_words(p, epoch, rank, 0)) != CAUSE_NONE);
     }
-    return refused;
+    ok = __syncthreads_and(ok);
+    return {ok, !__syncthreads_and(!refused)};
 }
 
 // Whether the piece that came from a rank is of this epoch; without stamps it is taken to be.
@@ -122,12 +136,13 @@ __device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, 
 // By a whole block, the `summer`-th. What a failed wait leaves undone, the last block out makes good.
 template <class Type>
 __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
-    if (!await_heads(p, epoch)) {
+    const Heard heard = hear_all(p, epoch, false);
+    if (!heard.ok) {
         return;
     }
     trace(p.trace, AT_COUNTS);
     const u32 me = p.peers.rank, warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
-    if (any_refused(p, epoch)) {
+    if (heard.refused) {
         fill_with_nan<Type>(p, warp, warps);
         return;
     }
@@ -153,28 +168,19 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
     }
 }
 
-// Until every reducer of every peer has nothing more to push. By a whole block.
-__device__ inline bool await_all(const CombineParams& p, u64 epoch) {
-    bool ok = await_heads(p, epoch);
-    for (u32 i = threadIdx.x; i < (p.peers.ranks - 1) * p.reducers && ok; i += THREADS) {
-        const u32 rank = p.peers.in_turn(i / p.reducers);
-        ok = wait_for_epoch(p.done_at(p.peers.rank, rank, i % p.reducers), epoch, Waiting{p.op, rank, epoch}, p.watch);
-    }
-    return __syncthreads_and(ok);
-}
-
 // By the last block out, which has acquired what all the others did.
 template <class Type>
-__device__ inline void finish_combine(const CombineParams& p, u64 epoch) {
-    if (poisoned(p.watch) || !await_all(p, epoch)) {
-        __syncthreads();
+__device__ inline void finish_combine(const CombineParams& p, const CombineRun& run) {
+    const u64 epoch = run.epoch;
+    const Heard heard = run.may ? hear_all(p, epoch, true) : Heard{false, false};
+    if (!heard.ok) {
         fill_with_nan<Type>(p, threadIdx.x / 32, WARPS);
         return;
     }
     if (threadIdx.x != 0) {
         return;
     }
-    if (any_refused(p, epoch)) {
+    if (heard.refused) {
         tell_host(p, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
     }
     trace(p.trace, AT_ALL_AWAITED);
@@ -184,7 +190,8 @@ __device__ inline void finish_combine(const CombineParams& p, u64 epoch) {
 
 template <class Type>
 __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
-    const auto [epoch, may] = begin_combine(p);
+    const CombineRun run = begin_combine(p);
+    const auto [epoch, may] = run;
     const u32 reducers = p.parts & PART_REDUCE ? p.reducers : 0;
     if (may && blockIdx.x < reducers) {
         if (blockIdx.x == 0) {
@@ -199,7 +206,7 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     }
     trace(p.trace, AT_END);
     if (block_is_last_out(p.operation)) {
-        finish_combine<Type>(p, epoch);
+        finish_combine<Type>(p, run);
     }
 }
 

@@ -62,8 +62,8 @@ __device__ inline bool rows_stay_stamped(const DispatchParams& p, u64 epoch) {
 }
 
 // By the last block out, which has acquired what all the others did.
-__device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch) {
-    if (!poisoned(p.watch) && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
+__device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool may) {
+    if (may && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
         if (threadIdx.x == 0) {
             trace(p.trace, AT_ALL_AWAITED);
             p.got->refusal = refusal_of(p);
@@ -106,6 +106,6 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     }
     trace(p.trace, AT_END);
     if (block_is_last_out(p.operation)) {
-        finish_dispatch(p, epoch);
+        finish_dispatch(p, epoch, may);
     }
 }

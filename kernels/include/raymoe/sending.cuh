@@ -196,9 +196,9 @@ __device__ inline void say_done(const DispatchParams& p, u64 epoch, u32 sender) 
     trace(p.trace, AT_SAID_DONE);
 }
 
-// Until every sender of every peer has nothing more to send. By a whole block.
+// Until every sender of every peer has nothing more to send. By a whole block. False: a wait failed, here or before.
 __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
-    bool ok = true;
+    bool ok = threadIdx.x != THREADS - 1 || !poisoned(p.watch);  // by a thread that mostly has no word to look at
     for (u32 i = threadIdx.x; i < p.heard() * p.senders && ok; i += THREADS) {
         const u32 source = p.peers.in_turn(i / p.senders);
         ok = wait_for_epoch(p.done_at(p.peers.rank, source, i % p.senders), epoch, Waiting{p.op, source, epoch},
