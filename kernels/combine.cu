@@ -190,16 +190,25 @@ __device__ inline void finish_combine(const CombineParams& p, const CombineRun& 
 
 template <class Type>
 __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
-    const CombineRun run = begin_combine(p);
-    const auto [epoch, may] = run;
+    const CombineBeginning beginning(p);
     const u32 reducers = p.parts & PART_REDUCE ? p.reducers : 0;
-    if (may && blockIdx.x < reducers) {
-        if (blockIdx.x == 0) {
-            tell_status(p, epoch);
+    CombineRun run;
+    if (blockIdx.x < reducers) {
+        ReduceLane<Type> lane(p, blockIdx.x, shared);
+        lane.begin();
+        run = beginning.run();
+        if (run.may && blockIdx.x == 0) {
+            tell_status(p, run.epoch);
         }
-        reduce_rows<Type>(p, epoch, blockIdx.x, shared);
-    } else if (may) {
-        sum_rows<Type>(p, epoch, blockIdx.x - reducers);
+        if (run.may) {
+            lane.run(run.epoch);
+            say_done(p, run.epoch, blockIdx.x);
+        }
+    } else {
+        run = beginning.run();
+        if (run.may) {
+            sum_rows<Type>(p, run.epoch, blockIdx.x - reducers);
+        }
     }
     if (!(p.parts & PART_SUM)) {
         return;

@@ -77,7 +77,7 @@ PLANTED = {
     "one half of the sums": Planted(
         "fused",
         (
-            Change("reducing.cuh", "half_(epoch & 1)", "half_(0)"),
+            Change("reducing.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
             Change("combine.cu", "p.slot_at(me, epoch & 1, rank, token)", "p.slot_at(me, 0, rank, token)"),
         ),
         form="pairs",

@@ -51,11 +51,8 @@ class Stale:
             yield steps
 
 
-def _in_the_other_half(file: str) -> tuple[Change, ...]:
-    return (Change(file, "half_(epoch & 1)", "half_((epoch & 1) ^ (epoch == 3))"),)
-
-
-SENT, REDUCED = (_in_the_other_half(f"{file}.cuh") for file in ("sending", "reducing"))
+SENT = (Change("sending.cuh", "half_(epoch & 1)", "half_((epoch & 1) ^ (epoch == 3))"),)
+REDUCED = (Change("reducing.cuh", "slot_at(source, epoch_ & 1,", "slot_at(source, (epoch_ & 1) ^ (epoch_ == 3),"),)
 QUANTISED = (
     Change("quantised_sending.cuh", "slot_at(peer_, epoch_ & 1,", "slot_at(peer_, (epoch_ & 1) ^ (epoch_ == 3),"),
 )

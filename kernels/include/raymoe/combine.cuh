@@ -112,11 +112,12 @@ struct CombineParams {
         return wire_row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
     }
 
-    // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on.
-    __device__ __forceinline__ u64 entry(u32 source, u32 token) const {
+    // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on, or if it is
+    // not `wanted`.
+    __device__ __forceinline__ u64 entry(u32 source, u32 token, bool wanted = true) const {
         const u32 k = threadIdx.x % 32;
         const u64 first = (static_cast<u64>(source) * slot_tokens + token) * topk;
-        return k < topk ? ptx::load_8(home + (first + k) * 8) : NOWHERE;
+        return ptx::load_8_if(wanted && k < topk, home + (first + k) * 8, NOWHERE);
     }
 };
 

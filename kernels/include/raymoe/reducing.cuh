@@ -98,36 +98,46 @@ __device__ __forceinline__ void wait_for_older(u32 younger) {
 template <class Type>
 class ReduceLane {
   public:
-    __device__ ReduceLane(const CombineParams& p, u64 epoch, u32 reducer, u8* memory)
-        : p_(p), epoch_(epoch), lane_(reducer * p.reducer_lanes + threadIdx.x / 32), half_(epoch & 1),
-          leads_(threadIdx.x % 32 == 0), memory_(ptx::shared_address(memory)) {}
+    __device__ ReduceLane(const CombineParams& p, u32 reducer, u8* shared)
+        : p_(p), lane_(reducer * p.reducer_lanes + threadIdx.x / 32), leads_(threadIdx.x % 32 == 0),
+          memory_(ptx::shared_address(shared + threadIdx.x / 32 * STEPS_UNDER_WAY * stage_memory())) {}
 
-    // By a whole warp. Where an item's rows stand is asked for while the item before is summed, and which item comes
-    // after that one.
-    __device__ __forceinline__ void run() {
+    // Loads only: the epoch need not be known.
+    __device__ __forceinline__ void begin() {
+        const u32 thread = threadIdx.x % 32;
+        cause_ = ptx::load_4(&p_.got->refusal.cause);
+        sent_ = ptx::load_4_if(thread < p_.peers.ranks, &p_.got->tokens[thread], 0);
+        entry_ = entry_of(lane_);
+    }
+
+    // By a whole warp, until every piece has arrived and its word says so. Where an item's rows stand is asked for
+    // while the item before is summed, and which item comes after that one.
+    __device__ __forceinline__ void run(u64 epoch) {
+        epoch_ = epoch;
+        if (threadIdx.x / 32 >= p_.reducer_lanes || cause_ != CAUSE_NONE) {
+            return;
+        }
         const u32 peers = p_.peers.ranks - 1, lanes = p_.lanes();
         u32 most = 0;
+#pragma unroll 1
         for (u32 step = 0; step < peers; ++step) {
-            most = max(most, p_.got->tokens[p_.peers.in_turn(step)]);
+            most = max(most, __shfl_sync(0xFFFFFFFF, sent_, p_.peers.in_turn(step)));
         }
         const u32 items = most * p_.pieces * peers;
         u32 item = lane_, next = lane_ + lanes;
-        u64 entry = entry_of(item, items);
         while (item < items) {
-            const u64 ahead = entry_of(next, items);
+            const u64 entry = entry_;
+            entry_ = entry_of(next);
             const u64 taken = leads_ ? ptx::atomic_add(p_.taken, 1) : 0;
-            const u32 hits = __ballot_sync(0xFFFFFFFF, static_cast<u32>(entry) != NOWHERE);
+            const u32 source = p_.peers.in_turn(item % peers), number = item / peers;
+            const bool sent = number / p_.pieces < __shfl_sync(0xFFFFFFFF, sent_, source);
+            const u32 hits = __ballot_sync(0xFFFFFFFF, sent && static_cast<u32>(entry) != NOWHERE);
             if (hits != 0) {
-                push(p_.peers.in_turn(item % peers), item / peers, entry, hits);
+                push(source, number, entry, hits);
             }
             item = next;
-            entry = ahead;
             next = 2 * lanes + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken, 0));
         }
-    }
-
-    // Until every piece has arrived, and its word says so.
-    __device__ __forceinline__ void finish() {
         if (leads_) {
             ptx::bulk_wait<0>();
             say_arrived();
@@ -135,14 +145,10 @@ class ReduceLane {
     }
 
   private:
-    // Of an item: a piece for one source.
-    __device__ __forceinline__ u64 entry_of(u32 item, u32 items) const {
-        const u32 peers = p_.peers.ranks - 1;
-        if (item >= items) {
-            return NOWHERE;
-        }
-        const u32 source = p_.peers.in_turn(item % peers), token = item / peers / p_.pieces;
-        return token < p_.got->tokens[source] ? p_.entry(source, token) : NOWHERE;
+    // Of an item: a piece for one source. Also of tokens that there may be and are not.
+    __device__ __forceinline__ u64 entry_of(u32 item) const {
+        const u32 peers = max(p_.peers.ranks, 2u) - 1, token = item / peers / p_.pieces;
+        return p_.entry(p_.peers.in_turn(item % peers), token, token < p_.slot_tokens);
     }
 
     __device__ __forceinline__ void push(u32 source, u32 number, u64 entry, u32 hits) {
@@ -151,7 +157,7 @@ class ReduceLane {
         if (begin >= last) {
             return;
         }
-        u8* slot = p_.slot_at(source, half_, p_.peers.rank, number / p_.pieces);
+        u8* slot = p_.slot_at(source, epoch_ & 1, p_.peers.rank, number / p_.pieces);
         u32 steps = 0;
         for (u32 step = begin; step < last; step += STEP, ++steps) {
             const u32 stage = memory_ + groups_++ % STEPS_UNDER_WAY * stage_memory();
@@ -221,11 +227,13 @@ class ReduceLane {
     }
 
     const CombineParams& p_;
-    u64 epoch_;
     u32 lane_;
-    u32 half_;
     bool leads_;
     u32 memory_;
+    u64 epoch_ = 0;
+    u32 cause_ = 0;  // why this rank refuses the step, if it does
+    u32 sent_ = 0;   // tokens of rank i that came here, in thread i
+    u64 entry_ = 0;  // of the item that comes next, the k-th in thread k
     u32 groups_ = 0;
     u32 unsaid_ = 0;  // pieces that have been pushed, and of which nothing has been said yet
     u64* words_[MOST_TOGETHER] = {};  // of these
@@ -240,20 +248,6 @@ __device__ inline void say_done(const CombineParams& p, u64 epoch, u32 reducer) 
         ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(threadIdx.x), p.peers.rank, reducer), epoch);
     }
     trace(p.trace, AT_SAID_DONE);
-}
-
-// By a whole block, the `reducer`-th.
-template <class Type>
-__device__ inline void reduce_rows(const CombineParams& p, u64 epoch, u32 reducer, u8* shared) {
-    const u32 warp = threadIdx.x / 32;
-    if (warp < p.reducer_lanes) {
-        ReduceLane<Type> lane(p, epoch, reducer, shared + warp * STEPS_UNDER_WAY * stage_memory());
-        if (p.got->refusal.cause == CAUSE_NONE) {
-            lane.run();
-        }
-        lane.finish();
-    }
-    say_done(p, epoch, reducer);
 }
 
 }  // namespace raymoe
