@@ -2,8 +2,7 @@
 //
 // One kernel, two kinds of work, on blocks that are all resident at once:
 //   reducers  sum this rank's experts' rows of each token of each peer, and push the sum to that peer (reducing.cuh)
-//   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive; what this rank's own
-//             experts made of it never leaves the rank, but is rounded as if it had, to what sums cross as
+//   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive (summing.cuh)
 // Both take pieces of rows, so that a few tokens are work for many warps.
 //
 // Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
@@ -25,6 +24,7 @@
 #include "raymoe/combine.cuh"
 #include "raymoe/ptx.cuh"
 #include "raymoe/reducing.cuh"
+#include "raymoe/summing.cuh"
 #include "raymoe/sync.cuh"
 #include "raymoe/vectors.cuh"
 
@@ -71,68 +71,6 @@ __device__ inline Heard hear_all(const CombineParams& p, u64 epoch, bool done) {
     return {ok, !__syncthreads_and(!refused)};
 }
 
-// Whether the piece that came from a rank is of this epoch; without stamps it is taken to be.
-__device__ inline bool is_of(const CombineParams& p, u64 epoch, u32 rank, u32 number) {
-    if (!STAMPS) {
-        return true;
-    }
-    const u8* slot = p.slot_at(p.peers.rank, epoch & 1, rank, number / p.pieces);
-    const u64 seen = ptx::load_8(slot + p.stamp_at(number % p.pieces));
-    if (seen != epoch) {
-        fail(p.watch, FAILURE_STALE, Waiting{p.op, rank, epoch}, epoch, seen, 0);
-    }
-    return seen == epoch;
-}
-
-// By a whole warp: one piece of a row of y, from the sums of the ranks in `mask`, in rank order.
-template <class Type>
-__device__ inline void sum_piece(const CombineParams& p, u64 epoch, u32 number, u32 mask) {
-    const u32 token = number / p.pieces, me = p.peers.rank;
-    const u32 begin = number % p.pieces * p.piece_vectors(), last = min(begin + p.piece_vectors(), p.vectors());
-    u8* row = p.y + static_cast<u64>(token) * p.row_bytes;
-    const u64 entry = mask >> me & 1 ? p.entry(me, token) : NOWHERE;
-    const u32 hits = __ballot_sync(0xFFFFFFFF, static_cast<u32>(entry) != NOWHERE);
-    auto slot = [&](u32 rank) { return Term{p.slot_at(me, epoch & 1, rank, token), 1.0f}; };
-    for (u32 step = begin; step < last; step += 32 * UNROLL) {
-        const u32 first = step + threadIdx.x % 32;
-        Crossed own[UNROLL];  // rounded, as a peer's sum is; made first, so that fewer registers live at a time
-        if (hits != 0) {
-            float sums[UNROLL][Type::COUNT] = {};
-            add_experts<Type>(p, entry, hits, first, last, sums);
-#pragma unroll
-            for (u32 i = 0; i < UNROLL; ++i) {
-                own[i] = Crossed::pack(sums[i]);
-            }
-        }
-        float sums[UNROLL][Type::COUNT] = {};
-        for (u32 left = mask; left != 0; left &= left - 1) {
-            const u32 rank = __ffs(left) - 1;
-            if (rank == me) {
-#pragma unroll
-                for (u32 i = 0; i < UNROLL; ++i) {
-                    float values[Type::COUNT];
-                    own[i].unpack(values);
-#pragma unroll
-                    for (u32 j = 0; j < Type::COUNT; ++j) {
-                        sums[i][j] += values[j];
-                    }
-                }
-                continue;
-            }
-            const u32 next = left & (left - 1);
-            const bool both = next != 0 && __ffs(next) - 1 != me;
-            add_two<Crossed>(slot(rank), slot(both ? __ffs(next) - 1 : rank), both, first, last, sums);
-            left = both ? next : left;
-        }
-#pragma unroll
-        for (u32 i = 0; i < UNROLL; ++i) {
-            if (first + 32 * i < last) {
-                ptx::store_16(row + (first + 32 * i) * 16ull, Type::pack(sums[i]));
-            }
-        }
-    }
-}
-
 // By a whole block, the `summer`-th. What a failed wait leaves undone, the last block out makes good.
 template <class Type>
 __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
@@ -141,31 +79,12 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
         return;
     }
     trace(p.trace, AT_COUNTS);
-    const u32 me = p.peers.rank, warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
+    const u32 warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
     if (heard.refused) {
         fill_with_nan<Type>(p, warp, warps);
         return;
     }
-    for (u32 number = warp; number < p.tokens * p.pieces; number += warps) {
-        if (number % p.pieces * p.piece_vectors() >= p.vectors()) {
-            continue;  // pieces of whole vectors may leave none for the last ones
-        }
-        const u32 mask = p.masks[number / p.pieces];
-        const u32 rank = threadIdx.x % 32;
-        bool ok = true;
-        if (rank != me && mask >> rank & 1) {
-            ok = wait_for_epoch(p.arrival_at(me, rank, number), epoch, Waiting{p.op, rank, epoch}, p.watch);
-            ok = ok && is_of(p, epoch, rank, number);
-        }
-        if (!__all_sync(0xFFFFFFFF, ok)) {  // also hands what was acquired to the other threads of the warp
-            return;
-        }
-        __syncwarp();
-        trace_first(p.trace, AT_FIRST_ROW);
-        trace(p.trace, AT_LAST_ROW);
-        sum_piece<Type>(p, epoch, number, mask);
-        trace(p.trace, AT_PLACED);
-    }
+    Summer<Type>(p, epoch, warp, warps).run();
 }
 
 // By the last block out, which has acquired what all the others did.

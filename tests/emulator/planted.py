@@ -78,7 +78,7 @@ PLANTED = {
         "fused",
         (
             Change("reducing.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
-            Change("combine.cu", "p.slot_at(me, epoch & 1, rank, token)", "p.slot_at(me, 0, rank, token)"),
+            Change("summing.cuh", "p_.slot_at(me, epoch_ & 1, rank, token)", "p_.slot_at(me, 0, rank, token)"),
         ),
         form="pairs",
         routings=("uniform",) * 8,
