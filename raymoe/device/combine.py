@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from raymoe.device.dealing import Dealing
-from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, crossing, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, stamps
+from raymoe.device.dispatch_grid import crossing
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params

@@ -1,20 +1,17 @@
-"""The kernel of kernels/dispatch.cu: what it takes, and how a launch of it is laid out on a GPU."""
+"""The kernel of kernels/dispatch.cu: what it takes, and how it is built. dispatch_grid.py lays a launch out."""
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from math import ceil
 from typing import Annotated
 
 from raymoe.device.dealing import Dealing
 from raymoe.device.jit import KernelSource
-from raymoe.device.launch import Shape
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.peer import MAX_RANKS, Peers
 from raymoe.device.sync import STRUCTS, Watch
 from raymoe.device.trace import traced
-from raymoe.job.errors import ConfigError
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -26,7 +23,6 @@ MAX_DONE = 272
 """Words of one rank at a peer, one for each block that sends: more than a GPU has multiprocessors."""
 
 MOST_ROUTERS = 64
-PLAN_BYTES, QUEUE, SEND_QUEUE_BYTES = 32768, 16, 256
 RANK_BITS = 21
 """Of what is told of an entry, for its number among its source's entries for an expert."""
 STAMP_BYTES = 16
@@ -162,187 +158,3 @@ def dispatch_source(
 def stamps(stamped: bool) -> tuple[tuple[str, str], ...]:
     """What a build is defined with that stamps every slot with its epoch and checks it on reading."""
     return (("STAMPED", "1"),) if stamped else ()
-
-
-@dataclass(frozen=True)
-class DispatchGrid:
-    """Which blocks do what, one to a multiprocessor, and how each divides its shared memory."""
-
-    senders: int
-    placers: int
-    routers: int
-    sender_lanes: int
-    sender_stages: int
-    placer_lanes: int
-    placer_stages: int
-    together: int
-    shared_bytes: int
-
-    def shape(self, parts: int) -> Shape:
-        """The launch that does these parts."""
-        others = self.placers if parts & PLACE else self.routers if parts & ROUTE else 0
-        return Shape((self.senders if parts & SEND else 0) + others, THREADS, self.shared_bytes)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What of a spec decides the grid."""
-
-    slot_bytes: int
-    row_bytes: int
-    tokens: int
-    topk: int
-    experts: int
-    ranks: int
-    placed: bool
-    """Whether rows are copied to their places; with layout rank they are not."""
-    fp8: bool = False
-    dequantised: bool = False
-
-
-def lane_memory(stages: int, stage_bytes: int) -> int:
-    """Shared memory of a lane's ring; the same sum as in dispatch.cuh."""
-    return _in_lines(stages * (stage_bytes + 8))
-
-
-def _in_lines(nbytes: int) -> int:
-    return -(-nbytes // 128) * 128
-
-
-def lanes_of(room: int, row_bytes: int, lanes: int, stages: int, beside: int = 0) -> tuple[int, int]:
-    """How many lanes of how many stages fit, with `beside` bytes for each lane besides its ring: as many lanes as asked
-    where each has `stages`, else fewer, so that each has two at least.
-
-    >>> lanes_of(200_000, 14336, lanes=4, stages=3), lanes_of(200_000, 65536, lanes=4, stages=3)
-    ((4, 3), (1, 3))
-    >>> lanes_of(200_000, 256, lanes=4, stages=3)  # small rows: more of them under way
-    (4, 16)
-    """
-    for least in (stages, 2, 1):
-        for count in range(lanes, 0, -1):
-            fit = QUEUE
-            while fit and (lane_memory(fit, row_bytes) + beside) * count > room:
-                fit -= 1
-            if fit >= least:
-                return count, fit
-    raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory hold none")
-
-
-def quantising_lanes(room: int, row_bytes: int, slot_bytes: int, most: int) -> tuple[int, int]:
-    """How many lanes of at most so many quantise rows, and how many stages those have that leave: two for each lane if
-    they fit, and no fewer than lanes.
-
-    >>> quantising_lanes(232_448, 14336, 7424, most=4), quantising_lanes(232_448, 65536, 16896, most=4)
-    ((4, 8), (2, 5))
-    """
-    for each in (2, 1):
-        for lanes in range(most, 0, -1):
-            for stages in range(2 * most, each * lanes - 1, -1):
-                if quantising_bytes(lanes, stages, row_bytes, slot_bytes) <= room:
-                    return lanes, stages
-    raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory cannot quantise it")
-
-
-def lanes_wanted(rows: Rows, senders: int, placers: int) -> int:
-    """Lanes of a sender that quantise: as many as keep up with the links, or with the placers where those are slower.
-
-    >>> from dataclasses import replace
-    >>> rows = Rows(7424, 14336, tokens=4096, topk=8, experts=256, ranks=4, placed=True, fp8=True)
-    >>> lanes_wanted(rows, 28, 104), lanes_wanted(replace(rows, ranks=2), 32, 100)
-    (4, 4)
-    >>> lanes_wanted(replace(rows, slot_bytes=6400, row_bytes=12288, topk=2, experts=8), 32, 100)
-    6
-    """
-    sent = max(crossing(rows.ranks, rows.topk), 1) * rows.slot_bytes / LINK_BYTES_A_US
-    placed_bytes = rows.placed * rows.topk * (rows.row_bytes if rows.dequantised else rows.slot_bytes)
-    us_a_row = senders * max(sent, placed_bytes / (placers * PLACED_BYTES_A_US))
-    return max(FP8_SENDER_LANES, min(MOST_FP8_SENDER_LANES, ceil(LANE_US / us_a_row)))
-
-
-def quantising_bytes(lanes: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
-    """Shared memory of a block that does; the same sum as in quantised_sending.cuh."""
-    shared = (2 * MOST_LEAVING + 3 * LEAVING_QUEUE) * 8 + 16  # barriers, the queue itself, turns
-    return lanes * lane_memory(1, row_bytes) + stages * _in_lines(slot_bytes) + shared
-
-
-def crossing(ranks: int, topk: int) -> float:
-    """The other ranks that a token goes to, on average of uniform routing.
-
-    >>> round(crossing(ranks=4, topk=8), 2), round(crossing(ranks=2, topk=8), 2), crossing(1, 8)
-    (2.7, 1.0, 0.0)
-    """
-    return (ranks - 1) * (1 - (1 - 1 / ranks) ** topk)
-
-
-def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
-    """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block.
-
-    >>> def lanes(ranks: int, hidden: int, topk: int, sms: int = 132) -> tuple[int, int, int]:
-    ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=topk, experts=256, ranks=ranks, placed=True)
-    ...     grid = grid_of(rows, sms, 231_424)
-    ...     return grid.senders, grid.sender_lanes, grid.together
-    >>> lanes(4, 7168, 8), lanes(4, 4096, 8), lanes(4, 2880, 4), lanes(2, 7168, 8), lanes(4, 7168, 8, sms=48)
-    ((54, 1, 2), (54, 2, 2), (54, 3, 2), (54, 3, 2), (14, 3, 4))
-    >>> quantised = [Rows(7424, 14336, 4096, 8, 256, ranks, placed=True, fp8=True) for ranks in (2, 4, 8)]
-    >>> [(grid.senders, grid.placers) for grid in (grid_of(rows, 132, 231_424) for rows in quantised)]
-    [(32, 100), (28, 104), (24, 108)]
-    """
-    if sms < 2:
-        raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
-    ways = max(crossing(rows.ranks, rows.topk), 1)
-    if rows.fp8:
-        most_senders = max(FEWEST_FP8_SENDERS, min(FP8_SENDERS, round(FP8_SENDERS_OF_ONE_WAY / ways)))
-        most_placers = FP8_BLOCKS - most_senders
-    else:
-        most_senders, most_placers = SENDERS, PLACERS
-    sending = max(1, min(most_senders, max(sms * 3 // 10, sms - most_placers) if rows.placed else sms // 2))
-    placers = max(1, min(most_placers if rows.placed else PLACERS_OF_OWN, sms - sending))
-    routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
-    room = shared_bytes
-    if rows.fp8:
-        wanted = lanes_wanted(rows, sending, placers)
-        sender_lanes, sender_stages = quantising_lanes(room, rows.row_bytes, rows.slot_bytes, wanted)
-        sending_bytes = quantising_bytes(sender_lanes, sender_stages, rows.row_bytes, rows.slot_bytes)
-    else:
-        lanes = max(1, min(SENDER_LANES, round(OFFERED_BYTES / (sending * ways * rows.slot_bytes))))
-        sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, lanes, 3, beside=SEND_QUEUE_BYTES)
-        sender_stages = min(sender_stages, SENDER_STAGES)
-        sending_bytes = sender_lanes * (lane_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
-    before = _in_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
-    whole = _in_lines(rows.row_bytes) if rows.dequantised else 0
-    placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, beside=whole)
-    together = TOGETHER if sending * sender_lanes >= FEW_LANES else FEW_TOGETHER
-    used = max(
-        sending_bytes,
-        before + placer_lanes * (lane_memory(placer_stages, rows.slot_bytes) + whole),
-        (WARPS + 1) * rows.experts * 4,
-    )
-    return DispatchGrid(
-        sending, placers, routers, sender_lanes, sender_stages, placer_lanes, placer_stages, together, used
-    )
-
-
-SENDERS, PLACERS, PLACERS_OF_OWN = 54, 78, 16
-SENDER_LANES, SENDER_STAGES, PLACER_LANES, TOGETHER, TOKENS_A_ROUTER = 3, 4, 8, 2, 128
-FEW_LANES, FEW_TOGETHER = 54, 4
-OFFERED_BYTES = 2_200_000
-"""Of rows, one of each lane to each rank that a token goes to: what links are offered decides what they give. So
-senders have more lanes where rows are smaller or go to fewer ranks. 4096 tokens of 7168 bfloat16, top-8, by 54 senders
-of one lane take 474 us, by 66 of two 487, of three 507, and the kernel that pushes rows and does nothing else 461; of
-hidden 2880, top-4, three lanes take 163, two 175; of 4096, top-8, two 286, three 290 (4x H200, 2026-11-22).
-
-Where there are fewer lanes than FEW_LANES, each does more: a lane gets through a row in about 3 us and through a fence
-in as much, so words go 4 by 4. By 14 senders of 3 lanes and 34 placers the 4096 tokens take 485, with layout rank by
-10 senders of 3 lanes 471."""
-
-FEWEST_FP8_SENDERS, FP8_SENDERS, FP8_SENDERS_OF_ONE_WAY, FP8_BLOCKS = 24, 32, 76, 132
-FP8_SENDER_LANES, MOST_FP8_SENDER_LANES, MOST_LEAVING, LEAVING_QUEUE = 4, 6, 12, 32
-LINK_BYTES_A_US, PLACED_BYTES_A_US, LANE_US = 345_000, 13_900, 5.3
-"""MOST_LEAVING and LEAVING_QUEUE as in leaving_stages.cuh. What a sender quantises goes to as many ranks as have an
-expert of the token, so the more these are, the fewer senders fill the links: of 4096 tokens of 7168 bfloat16, top-8, on
-four GPUs 20 to 36 senders take 263 us; on two, where placers are what is short, 24 take 197, 32 175, 40 182.
-
-Where lanes are what is short, each gets through a row in 3.2 (hidden 2880) to 4.1 us (7168), its load included; there
-should be a third more than keep up, and there always are 4. On two GPUs 4 and 6 lanes take 175 and 183 us where rows
-have 8 places on two ranks, with which placers just keep up; hidden 4096 of 128 experts 123 and 105, hidden 2880, top-4,
-103 and 83, hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""

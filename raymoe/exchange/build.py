@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from raymoe.device import combine, dispatch
+from raymoe.device import combine, dispatch, dispatch_grid
 from raymoe.device.combine import CombineGrid, CombineParams
 from raymoe.device.dealing import NOTHING_DEALT
-from raymoe.device.dispatch import MAX_DONE, STAMP_BYTES, DispatchGrid, DispatchParams, Rows
+from raymoe.device.dispatch import MAX_DONE, STAMP_BYTES, DispatchParams
+from raymoe.device.dispatch_grid import DispatchGrid, Rows
 from raymoe.device.peer import Peers
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.exchange.workspace import Slots, Workspace, slot_bytes_of
@@ -84,7 +85,8 @@ class Build:
             dequantised=self.fp8 and placed and not self.raw,
         )
         share = combine.reducing_share(world.size, spec.topk)
-        return dispatch.grid_of(rows, sms, room), combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
+        summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
+        return dispatch_grid.grid_of(rows, sms, room), summing
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All dispatch slots as rows of this spec, the row of zeros last, and their scales where they have some."""

@@ -13,7 +13,8 @@ import torch
 
 from raymoe.device import combine, dispatch
 from raymoe.device.combine import CombineGrid, CombineParams, RefusalRecord, combine_source
-from raymoe.device.dispatch import DispatchGrid, DispatchParams, Got, dispatch_source
+from raymoe.device.dispatch import DispatchParams, Got, dispatch_source
+from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.host_words import HostWords
 from raymoe.device.kernels import Function
 from raymoe.device.launch import Launch, Shape

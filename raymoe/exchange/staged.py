@@ -16,7 +16,8 @@ import torch
 from raymoe.device import combine, dispatch
 from raymoe.device.alltoallv import alltoallv_source
 from raymoe.device.combine import CombineGrid
-from raymoe.device.dispatch import DispatchGrid, DispatchParams
+from raymoe.device.dispatch import DispatchParams
+from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.launch import Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched

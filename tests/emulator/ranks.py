@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from raymoe.device.combine import CombineGrid
-from raymoe.device.dispatch import DispatchGrid
+from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.error_word import _RECORD, ErrorWord
 from raymoe.device.jit import KernelSource
 from raymoe.device.launch import Shape

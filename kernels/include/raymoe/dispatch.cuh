@@ -38,7 +38,7 @@ constexpr u32 MAX_DONE = 272;  // words of one rank at a peer, one for each bloc
 // A fence waits for the words that its thread stored before, a whole trip over the link. So words go several at a time.
 constexpr u32 MOST_TOGETHER = 4;
 
-// Shared memory of a lane's ring; the next lane's begins behind it. The same sum: raymoe/device/dispatch.py.
+// Shared memory of a lane's ring; the next lane's begins behind it. The same sum: raymoe/device/dispatch_grid.py.
 __device__ __forceinline__ u32 lane_memory(u32 stages, u32 stage_bytes) {
     return (stages * (stage_bytes + 8) + 127) & ~127u;
 }
