@@ -79,7 +79,7 @@ class ReduceLane {
     }
 
   private:
-    // Of an item: a piece for one source. Also of tokens that there may be and are not.
+    // Of an item: a piece for one source. Also of tokens that there may be and are not; a rank alone has no items.
     __device__ __forceinline__ u64 entry_of(u32 item) const {
         const u32 peers = max(p_.peers.ranks, 2u) - 1, token = item / peers / p_.pieces;
         return p_.entry(p_.peers.in_turn(item % peers), token, token < p_.slot_tokens);
