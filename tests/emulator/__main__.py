@@ -16,7 +16,7 @@ from raymoe.job.errors import RaymoeError
 from tests.emulator.build import KERNELS, Change
 from tests.emulator.cases import FP8, SPREADS, Run, delivered
 from tests.emulator.machine import EmulatorError
-from tests.emulator.ranks import narrow, small
+from tests.emulator.ranks import long_pieces, narrow, small
 
 SEEDS = 8
 _STATEMENT = re.compile(
@@ -45,6 +45,7 @@ def attempts(change: Change | None, seed: int) -> list[Callable[[], object]]:
     if change is None or change.file not in _OF_A_COPY:
         for kind, shape, form, spec in (
             *(("fused", narrow, form, many) for form in ("pairs", "whole")),
+            ("fused", long_pieces, "pairs", {"tokens": 12, "hidden": 3000}),
             ("staged", small, "pairs", {}),
             ("copied", small, "pairs", {}),
             ("few", small, "pairs", {}),

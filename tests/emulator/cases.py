@@ -10,7 +10,7 @@ from raymoe.device.ring import Ring
 from tests.emulator.build import Change
 from tests.emulator.copies import Mail, Message
 from tests.emulator.machine import Emulator
-from tests.emulator.ranks import backend, deep, narrow, small, spec_for, workspaces
+from tests.emulator.ranks import backend, deep, long_pieces, narrow, small, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange_cases import Case
 
@@ -82,6 +82,10 @@ RUNS = {
             "fused", spec={"wire": FP8, "dtype": dtype, "hidden": hidden, "tokens": 2}, routings=("uniform", "masked")
         )
         for dtype, hidden in (("bfloat16", 4360), ("float32", 4228))
+    },
+    **{
+        f"{kind}, {steps} steps a piece": Run(kind, 3, long_pieces, form, {"hidden": 1024 * steps - 24, "tokens": 7})
+        for kind, form, steps in (("fused", "pairs", 2), ("fused", "whole", 5), ("staged", "pairs", 3))
     },
     "fused, float32 home as bfloat16": Run(
         "fused", 3, spec={"hidden": 20, "dtype": "float32", "wire": {"combine": "bfloat16"}}

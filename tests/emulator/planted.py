@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.emulator.build import Change
 from tests.emulator.cases import Run
-from tests.emulator.ranks import narrow, small
+from tests.emulator.ranks import long_pieces, narrow, small
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,14 @@ class Planted:
     shape: Any = narrow
     form: str = "whole"
     quantised: bool = False
+    hidden: int | None = None
 
     def run(self) -> Run:
         spec: dict[str, Any] = {"tokens": 40}
         if self.quantised:
             spec |= {"wire": "float8_e4m3", "output": "raw", "hidden": 272}
+        if self.hidden is not None:
+            spec |= {"tokens": 12, "hidden": self.hidden}
         few_steps = 10_000_000 if self.quantised else 4_000_000  # good runs take less than half of that
         return Run(
             self.kind,
@@ -48,6 +51,10 @@ def _planted(kind: str, file: str, old: str, new: str = "", **fields: Any) -> Pl
 
 def _quantising(old: str, new: str = "", **fields: Any) -> Planted:
     return _planted("fused", "quantised_sending.cuh", old, new, quantised=True, **fields)
+
+
+def _long(old: str) -> Planted:
+    return _planted("fused", "reducing.cuh", old, shape=long_pieces, hidden=3000)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
@@ -108,6 +115,8 @@ PLANTED = {
     "a sum's stage is overwritten too early": _planted(
         "fused", "reducing.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
+    "sums of three steps announced without a wait": _long("ptx::bulk_wait<3>();"),
+    "a step's stage is overwritten too early": _long("ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
     "quantised rows announced without a wait": _quantising("ptx::bulk_wait<YOUNGER>();"),
     "quantised rows announced when they are read": _quantising(
         "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"

@@ -318,6 +318,12 @@ def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Co
     return replace(moving, senders=1, sender_lanes=1), replace(summing, reducers=1, reducer_lanes=1, summers=1)
 
 
+def long_pieces(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
+    """As many steps as a row has in each of its pieces of a combine: one piece."""
+    moving, summing = narrow(moving, summing)
+    return moving, replace(summing, pieces=1)
+
+
 def deep(stages: int) -> Callable[[DispatchGrid, CombineGrid], tuple[DispatchGrid, CombineGrid]]:
     """One lane each way, with rings of so many stages."""
 

@@ -43,6 +43,7 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
             reducers=rng.randint(1, 3),
             summers=rng.randint(1, 3),
             reducer_lanes=lanes,
+            pieces=rng.choice([1, summing.pieces]),
         )
 
     return shape
@@ -53,7 +54,7 @@ def drawn_run(rng: random.Random) -> Run:
     experts = ranks * rng.choice([1, 2, 4, 8])
     spec: dict[str, Any] = {
         "tokens": rng.choice([1, 2, 5, 20, 50]),
-        "hidden": rng.choice([8, 16, 64, 72, 136, 400, 1000]),
+        "hidden": rng.choice([8, 16, 64, 72, 136, 400, 1000, 3000]),
         "experts": experts,
         "topk": min(experts, rng.choice([1, 2, 3, 6, 16])),
         "dtype": rng.choice(["bfloat16", "float16", "float32"]),
