@@ -17,11 +17,10 @@ constexpr u32 STEPS_UNDER_WAY = 4;
 // Of one step of a lane.
 __device__ __forceinline__ u32 stage_memory() { return STEP * Crossed::BYTES + (STAMPS ? STAMP_BYTES : 0); }
 
-// By the thread that commits: until all groups but the `younger` last ones have been performed. The instruction takes a
-// constant only.
+// By the thread that commits: until all groups but the `younger` last ones, which are the steps of a piece, have been
+// performed. The instruction takes a constant only.
 __device__ __forceinline__ void wait_for_older(u32 younger) {
     switch (younger) {
-        case 0: ptx::bulk_wait<0>(); break;
         case 1: ptx::bulk_wait<1>(); break;
         case 2: ptx::bulk_wait<2>(); break;
         case 3: ptx::bulk_wait<3>(); break;
