@@ -62,8 +62,7 @@ __device__ inline Heard hear_all(const CombineParams& p, u64 epoch, bool done) {
     bool ok = !done || threadIdx.x != THREADS - 1 || !poisoned(p.watch), refused = false;
     for (u32 i = threadIdx.x; i < words && ok; i += THREADS) {
         const u32 reducer = i - ranks, rank = i < ranks ? i : p.peers.in_turn(reducer / p.reducers);
-        const u64* word = i < ranks ? p.peers.at<u64>(me, p.heads + rank * 128ull)
-                                    : p.done_at(me, rank, reducer % p.reducers);
+        const u64* word = i < ranks ? p.peers.flag_of(rank, p.heads) : p.done_at(me, rank, reducer % p.reducers);
         ok = wait_for_epoch(word, epoch, Waiting{p.op, rank, epoch}, p.watch);
         refused = refused || (ok && i < ranks && static_cast<u32>(status_words(p, epoch, rank, 0)) != CAUSE_NONE);
     }

@@ -74,8 +74,7 @@ __device__ __forceinline__ void meet_peers(const RowPushParams& p, u64 epoch) {
     }
     for (u32 step = 0; step + 1 < p.peers.ranks; ++step) {
         const u32 peer = p.peers.in_turn(step);
-        const u64* word = p.peers.at<u64>(p.peers.rank, p.arrived + static_cast<u64>(peer) * 128);
-        if (!wait_for_epoch(word, epoch, Waiting{p.op, peer, epoch}, p.watch)) {
+        if (!wait_for_epoch(p.peers.flag_of(peer, p.arrived), epoch, Waiting{p.op, peer, epoch}, p.watch)) {
             return;
         }
     }

@@ -133,6 +133,9 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     ...     return grid.senders, grid.sender_lanes, grid.together
     >>> lanes(4, 7168, 8), lanes(4, 4096, 8), lanes(4, 2880, 4), lanes(2, 7168, 8), lanes(4, 7168, 8, sms=48)
     ((54, 1, 2), (54, 2, 2), (54, 3, 2), (24, 4, 2), (14, 3, 4))
+    >>> stay = grid_of(Rows(14336, 14336, tokens=4096, topk=8, experts=256, ranks=2, placed=False), 132, 231_424)
+    >>> stay.senders, stay.sender_lanes  # with layout rank
+    (54, 3)
     >>> quantised = [Rows(7424, 14336, 4096, 8, 256, ranks, placed=True, fp8=True) for ranks in (2, 4, 8)]
     >>> [(grid.senders, grid.placers) for grid in (grid_of(rows, 132, 231_424) for rows in quantised)]
     [(32, 100), (28, 104), (24, 108)]
@@ -140,10 +143,11 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
     ways = max(crossing(rows.ranks, rows.topk), 1)
+    many_places = rows.placed and rows.topk >= MANY_PLACES * ways
     if rows.fp8:
         most_senders = max(FEWEST_FP8_SENDERS, min(FP8_SENDERS, round(FP8_SENDERS_OF_ONE_WAY / ways)))
         most_placers = FP8_BLOCKS - most_senders
-    elif rows.topk >= MANY_PLACES * ways:
+    elif many_places:
         most_senders, most_placers = FEWER_SENDERS, MORE_PLACERS
     else:
         most_senders, most_placers = SENDERS, PLACERS
@@ -156,8 +160,7 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
         sender_lanes, sender_stages = quantising_lanes(room, rows.row_bytes, rows.slot_bytes, wanted)
         sending_bytes = quantising_bytes(sender_lanes, sender_stages, rows.row_bytes, rows.slot_bytes)
     else:
-        fewer = most_senders == FEWER_SENDERS
-        most_lanes, offered = (MOST_SENDER_LANES, FEWER_OFFER_BYTES) if fewer else (SENDER_LANES, OFFERED_BYTES)
+        most_lanes, offered = (MOST_SENDER_LANES, FEWER_OFFER_BYTES) if many_places else (SENDER_LANES, OFFERED_BYTES)
         lanes = max(1, min(most_lanes, round(offered / (sending * ways * rows.slot_bytes))))
         sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, lanes, 3, beside=SEND_QUEUE_BYTES)
         sender_stages = min(sender_stages, SENDER_STAGES)

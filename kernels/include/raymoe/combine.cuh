@@ -152,9 +152,6 @@ class CombineBeginning {
     Before before_;
 };
 
-// By a whole block.
-__device__ inline CombineRun begin_combine(const CombineParams& p) { return CombineBeginning(p).run(); }
-
 // Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
 template <class Type>
 __device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stride) {

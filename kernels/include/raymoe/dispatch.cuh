@@ -311,13 +311,11 @@ class DispatchBeginning {
 // By a whole block.
 __device__ inline DispatchRun begin_dispatch(const DispatchParams& p) { return DispatchBeginning(p).run(); }
 
-// By a whole block: until the heads of all ranks are of this epoch, in a dispatch or a combine. False: a wait failed.
-template <class Params>
-__device__ inline bool await_heads(const Params& p, u64 epoch) {
+// By a whole block: until the heads of all ranks are of this epoch. False: a wait failed.
+__device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
     bool ok = true;
     if (threadIdx.x < p.peers.ranks) {
-        const u64* word = p.peers.template at<u64>(p.peers.rank, p.heads + threadIdx.x * 128ull);
-        ok = wait_for_epoch(word, epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
+        ok = wait_for_epoch(p.peers.flag_of(threadIdx.x, p.heads), epoch, Waiting{p.op, threadIdx.x, epoch}, p.watch);
     }
     return __syncthreads_and(ok);
 }

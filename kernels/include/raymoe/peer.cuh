@@ -31,6 +31,11 @@ struct Peers {
         return at<u64>(peer, offset + static_cast<u64>(rank) * 128);
     }
 
+    // The flag that a peer writes here.
+    __device__ __forceinline__ u64* flag_of(u32 peer, u64 offset) const {
+        return at<u64>(rank, offset + static_cast<u64>(peer) * 128);
+    }
+
     // The `step`-th peer in the order in which this rank serves them: each rank begins elsewhere, so none is served by
     // all at once. Step 0 is the next rank, the last step is this rank itself.
     __device__ __forceinline__ u32 in_turn(u32 step) const {
