@@ -138,6 +138,7 @@ class DispatchParams(Params):
     few_sent: Dealing
     few_placed: Dealing
     routers: U32
+    router_runs: U32
     placers: U32
     placer_lanes: U32
     placer_stages: U32

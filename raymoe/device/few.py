@@ -119,13 +119,16 @@ def combine_few_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int)
     return FewGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * REDUCERS // SMS, sms, rounds)
 
 
-def few_routers(entries: int, arriving: int) -> int:
-    """Blocks that route before they place: each tells of a warp's entries, and counts by itself what is before them.
+def few_routers(entries: int, arriving: int) -> tuple[int, int]:
+    """Blocks that route before they place, and the runs of a warp's entries that each tells of; it counts by itself
+    what is before them.
 
-    >>> few_routers(8, arriving=15), few_routers(1024, arriving=88), few_routers(1024, arriving=3)
-    (1, 32, 3)
+    >>> few_routers(8, arriving=15), few_routers(1024, arriving=88), few_routers(8192, arriving=98)
+    ((1, 1), (32, 1), (86, 3))
     """
-    return max(1, min(arriving, -(-entries // 32)))
+    runs = max(1, -(-entries // 32))
+    each = -(-runs // arriving)
+    return -(-runs // each), each
 
 
 SENDERS, QUANTISERS, REDUCERS, SMS, ROUNDS = 24, 20, 55, 132, 2

@@ -155,6 +155,7 @@ class Build:
             few_sent=NOTHING_DEALT,
             few_placed=NOTHING_DEALT,
             routers=grid.routers,
+            router_runs=0,
             placers=grid.placers,
             placer_lanes=grid.placer_lanes,
             placer_stages=grid.placer_stages,

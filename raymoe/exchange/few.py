@@ -44,13 +44,14 @@ class FewBackend(FusedBackend):
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got, grid = self._new(tokens, out), self._sending
-        routers = few.few_routers(self.spec.tokens * self.spec.topk, grid.arriving)
         params = self._of(got, dispatch.ALL_PARTS)
+        routers, runs = few.few_routers(params.tokens * self.spec.topk, grid.arriving)
         params = replace(
             params,
             senders=grid.leaving,
             placers=grid.arriving,
             routers=routers,
+            router_runs=runs,
             few_sent=grid.leave(self._there, self._most_sent, params.tokens),
             few_placed=self._placed,
         )

@@ -68,6 +68,7 @@ RUNS = {
     "copied, layout rank, zeros in gaps": Run("copied", spec={"layout": "rank", "padding": "zero", "alignment": 8}),
     **{f"{kind}, zeros in gaps": Run(kind, spec={"padding": "zero", "alignment": 8}) for kind in ("fused", "few")},
     **{f"{kind}, 16 of 16": Run(kind, spec={"topk": 16, "experts": 16}) for kind in ("fused", "few")},
+    "few, routers of many runs": Run("few", spec={"hidden": 8, "tokens": 448, "topk": 16, "experts": 16}),
     **{f"{kind}, 16 bytes": Run(kind, 3, spec={"hidden": 8, "alignment": 1}) for kind in KINDS},
     **{f"{kind}, 2000 bytes": Run(kind, spec={"hidden": 1000, "tokens": 9}) for kind in KINDS},
     **{f"{kind}, float32": Run(kind, spec={"hidden": 20, "dtype": "float32"}) for kind in ("fused", "few")},
