@@ -102,7 +102,7 @@ __device__ inline void finish_combine(const CombineParams& p, const CombineRun& 
         tell_host(p, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
     }
     trace(p.trace, AT_ALL_AWAITED);
-    *p.taken = 0;  // read by later kernels of this stream only
+    p.taken[0] = p.taken[1] = 0;  // read by later kernels of this stream only
     finish_run(p.operation, epoch);
 }
 

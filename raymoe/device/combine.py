@@ -133,6 +133,8 @@ def grid_of(
     CombineGrid(reducers=60, summers=72, warps=16, reducer_lanes=16, pieces=4, together=2, shared_bytes=132096)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
+    >>> grid_of(14336, 4096, 48, 231424).together
+    3
     """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a combine needs at least 2, one that reduces and one that sums")
@@ -145,7 +147,8 @@ def grid_of(
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
     lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # with or without stamps, whatever they cross as
     lanes = min(warps, shared_bytes // lane_bytes)
-    return CombineGrid(reducers, summers, warps, lanes, pieces, TOGETHER, lanes * lane_bytes)
+    together = FEW_TOGETHER if reducers <= FEW_REDUCERS else TOGETHER
+    return CombineGrid(reducers, summers, warps, lanes, pieces, together, lanes * lane_bytes)
 
 
 def most_pieces(tokens: int) -> int:
@@ -166,6 +169,11 @@ STEPS_A_PIECE = 2
 """Pieces of a row at most, and words behind one fence; warps that few rows are cut for; and what a piece has of a row
 that is short. 4096 tokens of 7168 in 4 pieces took 482 us, in 3 597, in 2 499; of 4096, which are 4 steps, in 4 pieces
 327, in 3 353, in 2 291, in 1 312 (4x H200, 2026-11-22)."""
+
+FEW_REDUCERS, FEW_TOGETHER = 30, 3
+"""Few lanes wait for their fences more than others wait for their words: 4096 tokens of 7168 took 288 us by 48
+multiprocessors with two pieces behind a fence, 280 with three, 283 with four; by 64 239, 232 and 236; by all 205, 216
+and 228 (2x H200, 2026-11-22)."""
 
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4

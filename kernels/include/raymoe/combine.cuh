@@ -60,7 +60,9 @@ struct CombineParams {
     u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
     Operation* operation;
     RefusalRecord* record;
-    u64* taken;  // items that lanes have taken, besides the first two of each; 0 again at the end of a run
+    // Items that lanes have taken, and behind that pieces that summers have; besides the first two of each, and 0 again
+    // at the end of a run.
+    u64* taken;
 
     u32 arrival_stride;  // words of a rank
     u32 few_lines;       // lines of a rank
@@ -105,6 +107,14 @@ struct CombineParams {
     // 16-byte vectors of a piece; the last one may have fewer.
     __device__ __forceinline__ u32 piece_vectors() const {
         return ((vectors() + pieces - 1) / pieces + PIECE_OF - 1) / PIECE_OF * PIECE_OF;
+    }
+
+    // By a whole warp that is about to sum a piece: asks the L2 cache for all that it will load of experts' rows. Of
+    // its own loads it has a step of two rows under way at a time.
+    __device__ __forceinline__ void prefetch(u64 entry, u32 begin, u32 last) const {
+        const u32 place = static_cast<u32>(entry);
+        const u8* row = expert_rows + static_cast<u64>(place) * row_bytes;
+        ptx::prefetch_if(place != NOWHERE && begin < last, row + begin * 16ull, (last - begin) * 16);
     }
 
     // Where in a slot the stamp of a piece lies.

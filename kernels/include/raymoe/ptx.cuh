@@ -435,6 +435,12 @@ __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(younger) : "memory");
 }
 
+// Global memory to the L2 cache, where that is wanted: a hint, that nothing waits for. Whole 16 bytes.
+__device__ __forceinline__ void prefetch_if(bool wanted, const void* at, u32 bytes) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(at),
+                 "r"(bytes), "r"(static_cast<u32>(wanted)));
+}
+
 // Orders ordinary accesses to any memory, as far as they are ordered before or after this thread's place in the
 // program, with its bulk copies on the other side of the fence.
 __device__ __forceinline__ void fence_proxy_async() {

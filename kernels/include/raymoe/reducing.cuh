@@ -90,6 +90,7 @@ class ReduceLane {
         if (begin >= last) {
             return;
         }
+        p_.prefetch(entry, begin, last);
         u8* slot = p_.slot_at(source, epoch_ & 1, p_.peers.rank, number / p_.pieces);
         u32 steps = 0;
         for (u32 step = begin; step < last; step += STEP, ++steps) {

@@ -1,9 +1,10 @@
 // The summers of a combine: each row of y, from the ranks' sums of the token, in rank order, as they arrive, and from
 // what this rank's own experts made of it, which never leaves the rank, but is rounded as if it had.
 //
-// A warp takes pieces, as the reducers cut them (reducing.cuh), in the order in which they leave. Where a piece's rows
-// stand is asked for while the piece before is summed, and the own experts' rows are summed before the peers' sums are
-// awaited: mostly a summer is early, and then no more is to be done than to add what has come.
+// A warp takes pieces, as the reducers cut them (reducing.cuh), in the order in which they leave, as it gets through
+// them. Where a piece's rows stand is asked for while the piece before is summed, and which piece comes after that one.
+// The own experts' rows are summed before the peers' sums are awaited: mostly a summer is early, and then no more is to
+// be done than to add what has come.
 #pragma once
 
 #include "raymoe/adding.cuh"
@@ -15,19 +16,22 @@ template <class Type>
 class Summer {
   public:
     __device__ Summer(const CombineParams& p, u64 epoch, u32 warp, u32 warps)
-        : p_(p), epoch_(epoch), at_(warp), warps_(warps) {}
+        : p_(p), epoch_(epoch), warps_(warps), at_(warp) {}
 
     // By a whole warp. Ends early where a wait fails.
     __device__ __forceinline__ void run() {
+        u32 next = at_ + warps_;
         load();
         while (at_ < p_.tokens * p_.pieces) {
             const u32 number = at_, mask = mask_;
             const u64 entry = mask >> p_.peers.rank & 1 ? entry_ : NOWHERE;
-            at_ += warps_;
+            at_ = next;
             load();
+            const u64 taken = threadIdx.x % 32 == 0 ? ptx::atomic_add(p_.taken + 1, 1) : 0;
             if (!sum_piece(number, mask, entry)) {
                 return;
             }
+            next = 2 * warps_ + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken, 0));
         }
     }
 
@@ -46,6 +50,7 @@ class Summer {
         const u32 begin = number % p_.pieces * p_.piece_vectors();
         const u32 last = min(begin + p_.piece_vectors(), p_.vectors());  // the last pieces may have no vectors
         const u32 hits = __ballot_sync(0xFFFFFFFF, static_cast<u32>(entry) != NOWHERE);
+        p_.prefetch(entry, begin, last);
         auto slot = [&](u32 rank) { return Term{p_.slot_at(me, epoch_ & 1, rank, token), 1.0f}; };
         u8* row = p_.y + static_cast<u64>(token) * p_.row_bytes;
         for (u32 step = begin; step < last; step += STEP) {
@@ -127,8 +132,8 @@ class Summer {
 
     const CombineParams& p_;
     u64 epoch_;
-    u32 at_;
     u32 warps_;
+    u32 at_;
     u32 mask_ = 0;   // of piece `at_`: the ranks that its token went to,
     u64 entry_ = 0;  // and where this rank's experts' rows of it are, the k-th in thread k
 };

@@ -253,6 +253,12 @@ void bulk_wait_for(u32 younger, bool only_read) {
     }
 }
 
+void prefetch_if(bool wanted, const void* at, u32 bytes) {
+    if (wanted) {
+        emulator::checked(at, bytes, 16, "prefetches");
+    }
+}
+
 void fence_proxy_async_shared() {
     machine->maybe_yield();
     emulator::for_each_known(self(), emulator::clean);

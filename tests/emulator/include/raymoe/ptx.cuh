@@ -101,6 +101,7 @@ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier);
 void bulk_store(void* global, u32 shared, u32 bytes);
 void bulk_commit();
 void bulk_wait_for(u32 younger, bool only_read);
+void prefetch_if(bool wanted, const void* at, u32 bytes);
 void fence_proxy_async();
 void fence_proxy_async_shared();
 
