@@ -143,6 +143,11 @@ PLANTED = {
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
     ),
     "lines of the epoch before": _planted("few", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
+    "pieces that summers took stay taken": _planted("fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="),
+    "summers leave pieces out": _planted("fused", "summing.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"),
+    "a router's runs are not counted": _planted(
+        "few", "few_routing.cuh", "                count_run();\n", quantised=True, shape=small
+    ),
     "entries before a router's own are not counted": _planted(
         "few", "few_routing.cuh", ": counts_[expert] + before;", ": before;"
     ),
