@@ -172,7 +172,7 @@ struct DispatchParams {
     Dealing few_sent;    // rows of x, to warps that send
     Dealing few_placed;  // rows of all ranks, to warps that place
     u32 routers;        // of the placers, the first so many route
-    u32 router_runs;    // of 32 entries, each of them, of few tokens
+    u32 router_runs;    // of 32 entries, that each of them has; of few tokens
     u32 placers;
     u32 placer_lanes;
     u32 placer_stages;
