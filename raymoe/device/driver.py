@@ -48,11 +48,13 @@ def call(name: str, *arguments: object) -> Any:
             f"{name} was called and there is no CUDA driver here ({error}); a machine with an NVIDIA GPU is needed"
         ) from error
     if code != driver.CUresult.CUDA_SUCCESS:
-        raise _failure(name, driver, code)
+        raise failure(name, code)
     return None if not results else results[0] if len(results) == 1 else tuple(results)
 
 
-def _failure(name: str, driver: Any, code: Any) -> CudaError:
+def failure(name: str, code: Any) -> CudaError:
+    """The error of a driver function that gave this code, for those who call it without `call`."""
+    driver = bindings()
     _, text = driver.cuGetErrorString(code)
     described = f"{name} failed: {code.name} ({text.decode() if text else 'no description'})"
     if int(code) in _CAPTURE_ERRORS:

@@ -11,6 +11,14 @@ from typing import Any
 from raymoe.device.driver import CudaError, bindings, call
 
 
+def current_stream(ordinal: int) -> int:
+    """Torch's current stream on a GPU as the driver's number, without making an object of it."""
+    from torch import _C  # not above: the doctor asks for GPUs without torch
+
+    stream: int = _C._cuda_getCurrentRawStream(ordinal)  # as torch's own compiled code asks
+    return stream
+
+
 def architecture(capability: tuple[int, int]) -> str:
     """What code for such a GPU is compiled for. From Hopper on with the features that only this very GPU has.
 
@@ -77,6 +85,11 @@ class Gpu:
             yield
         finally:
             call("cuCtxPopCurrent")
+
+    def is_current(self) -> bool:
+        """Whether this GPU is the calling thread's already: cheaper to ask than to push and pop."""
+        code, context = bindings().cuCtxGetCurrent()
+        return not code and int(context) == int(self.context)
 
     def synchronise(self) -> None:
         """Until everything that was asked of this GPU is done."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from dataclasses import dataclass
+from typing import Any
 
-from raymoe.device.driver import bindings, call
+from raymoe.device.driver import bindings, failure
 from raymoe.device.kernels import Function
 from raymoe.device.params import Params
 from raymoe.job.errors import ConfigError
@@ -25,10 +26,11 @@ class Shape:
 
 
 class Launch:
-    """A kernel, its shape and its parameters, checked once; calling it only launches.
+    """A kernel, its shape and its parameters, packed and checked once; calling it only launches.
 
-    A capture copies the parameters, so they are fixed for its replays; what changes from run to run lies in memory that
-    they point to.
+    `fields` is the C struct that the kernel is given. A caller may set fields of it between two calls, by one thread at
+    a time; ctypes checks no value. A capture copies the struct, so the values of a captured call are fixed for its
+    replays; what changes from run to run lies in memory that they point to.
     """
 
     def __init__(self, function: Function, shape: Shape, params: Params) -> None:
@@ -36,20 +38,35 @@ class Launch:
         self.function = function
         self.shape = shape
         self.params = params
-        self._struct = params.packed()
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._struct))
+        self.fields: Any = params.packed()
+        self.sms = min(shape.blocks, function.gpu.sms)
+        """Multiprocessors that it occupies: blocks go to those that have none, as long as there are some."""
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
+        self._pointers_at = ctypes.addressof(self._pointers)
         self._lock = threading.Lock()
         self._config = bindings().CUlaunchConfig()
         self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = shape.blocks, 1, 1
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = shape.threads, 1, 1
         self._config.sharedMemBytes = shape.shared_bytes
         self._config.numAttrs = 0
+        self._config.hStream = 0
+        self._stream = 0
+        self._launch = bindings().cuLaunchKernelEx
 
     def __call__(self, stream: int) -> None:
         """Enqueue on a stream, given as a number (`torch.cuda.Stream.cuda_stream`)."""
-        with self._lock, self.function.gpu.current():
-            self._config.hStream = stream
-            call("cuLaunchKernelEx", self._config, self.function.handle, ctypes.addressof(self._pointers), 0)
+        gpu = self.function.gpu
+        with self._lock:
+            if stream != self._stream:
+                self._config.hStream = stream
+                self._stream = stream
+            if gpu.is_current():
+                (code,) = self._launch(self._config, self.function.handle, self._pointers_at, 0)
+            else:
+                with gpu.current():
+                    (code,) = self._launch(self._config, self.function.handle, self._pointers_at, 0)
+        if code:
+            raise failure("cuLaunchKernelEx", code)
 
 
 def _check(function: Function, shape: Shape, params: Params) -> None:

@@ -102,7 +102,8 @@ class Build:
         """The halves of a region that a workspace has if one of its specs has few tokens."""
         return self.space.halves(region) if self.space.bounds.few_entries else (0, 0)
 
-    def dispatch_params(self, grid: DispatchGrid) -> DispatchParams:
+    def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
+        """Those of a launch of these parts; a call sets the addresses that are 0 here."""
         space, spec = self.space, self.spec
         rows = space.offset(self.rows_region)
         return DispatchParams(
@@ -119,8 +120,9 @@ class Build:
             few_counts=self._few("few_counts"),
             **dict.fromkeys(("x", "x_scales", "ids", "weights", "num_tokens", "out", "scales", "out_weights"), 0),
             **dict.fromkeys(
-                ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens", "parts"), 0
+                ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens"), 0
             ),
+            parts=parts,
             trace=space.trace_of("dispatch"),
             operation=space.own("dispatch"),
             scratch=space.own("scratch"),
@@ -161,7 +163,7 @@ class Build:
             placer_stages=grid.placer_stages,
         )
 
-    def combine_params(self, grid: CombineGrid, record: int) -> CombineParams:
+    def combine_params(self, grid: CombineGrid, parts: int, record: int) -> CombineParams:
         """`record` is where the kernel tells the host of refusals."""
         space, spec = self.space, self.spec
         return CombineParams(
@@ -174,7 +176,8 @@ class Build:
             heads=space.offset("combine_heads"),
             few_rows=self._few("few_combine_rows"),
             few_statuses=self._few("few_statuses"),
-            **dict.fromkeys(("expert_rows", "home", "masks", "got", "y", "tokens", "weighted", "parts"), 0),
+            **dict.fromkeys(("expert_rows", "home", "masks", "got", "y", "tokens", "weighted"), 0),
+            parts=parts,
             trace=space.trace_of("combine"),
             operation=space.own("combine"),
             record=record,

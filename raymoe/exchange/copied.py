@@ -14,7 +14,7 @@ So halves that are captured are captured in one graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from raymoe.device import combine, dispatch
 from raymoe.device.blocks import ANNOUNCE, ANNOUNCE_THREADS, pack_source
 from raymoe.device.dispatch import DispatchParams
 from raymoe.device.driver import call
-from raymoe.device.launch import Shape
+from raymoe.device.launch import Launch, Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.spec import ExchangeSpec
@@ -39,9 +39,11 @@ class CopiedBackend(StagedBackend):
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
         super().__init__(world, spec, workspace, sms)
-        kernels = self.workspace.kernels
-        self._pack = kernels.function(pack_source(self.workspace.stamped))
-        self._announce = kernels.function(ANNOUNCE)
+        announce = self.workspace.kernels.function(ANNOUNCE)
+        self._announcers = {
+            parts: Launch(announce, Shape(1, ANNOUNCE_THREADS), self._dispatch_params(parts))
+            for parts in (dispatch.SEND, dispatch.PLACE, dispatch.SEND | dispatch.PLACE)
+        }
         block = self.workspace.offset(self.build.rows_region) + world.rank * spec.tokens * self.build.slot_bytes
         own, *peers = [(world.rank + step) % world.size for step in range(world.size)]
         self._source = self.workspace.heap.base(own) + block
@@ -50,58 +52,63 @@ class CopiedBackend(StagedBackend):
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
-        got = self._packed(tokens, out)
-        self._copy(got)
-        self._tell(got, dispatch.SEND | dispatch.PLACE)
-        self._launch_dispatch(got, dispatch.PLACE)
+        got = self._new(tokens, out)
+        telling = self._telling(got, dispatch.SEND | dispatch.PLACE)
+        self._run(
+            *self._sending(got), lambda stream: self._copy(got, stream), telling, self._aimed(got, dispatch.PLACE)
+        )
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """Up to the copies, which go on beside what is enqueued next."""
-        self.workspace.begin("dispatch", self)
-        got = self._packed(tokens, out)
-        with self._beside():
-            self._copy(got)
-            self._tell(got, dispatch.SEND)
+        self.workspace.begin("dispatch")
+        got = self._new(tokens, out)
+        self._run(*self._sending(got))
+        with self._beside() as side:
+            self._copy(got, side)
+            self._telling(got, dispatch.SEND)(side)
+        self.workspace.sent("dispatch", self)
         return got
 
     def dispatch_receive(self, got: Dispatched) -> None:
-        self.workspace.end("dispatch", self)
+        self.workspace.begin_second_half("dispatch", self)
         self._join()
-        self._tell(got, dispatch.PLACE)
-        self._launch_dispatch(got, dispatch.PLACE)
+        self._run(self._telling(got, dispatch.PLACE), self._aimed(got, dispatch.PLACE))
+        self.workspace.received("dispatch")
 
-    def _packed(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        got = self._new(tokens, out)
-        self._launch_dispatch(got, dispatch.ROUTE)
-        self._launch(self._pack, self._pack_shape(), self._of(got, dispatch.SEND))
-        return got
+    def _run(self, *steps: Callable[[int], None]) -> None:
+        """Launches and copies, on the current stream."""
+        self.workspace.enqueue("dispatch", self.sms, steps)
 
-    def _copy(self, got: Dispatched) -> None:
+    def _copy(self, got: Dispatched, stream: int) -> None:
         """One after another, each rank beginning with another: side by side the engines are half as fast."""
         for target in self._targets if got.tokens else ():
-            self._copy_bytes(target, self._source, got.tokens * self.build.slot_bytes)
+            self._copy_bytes(target, self._source, got.tokens * self.build.slot_bytes, stream)
 
-    def _tell(self, got: Dispatched, parts: int) -> None:
-        self._launch(self._announce, Shape(1, ANNOUNCE_THREADS), self._of(got, parts))
+    def _telling(self, got: Dispatched, parts: int) -> Launch:
+        return self._aim(self._announcers[parts], got)
 
-    def _copy_bytes(self, into: int, source: int, nbytes: int) -> None:
+    def _copy_bytes(self, into: int, source: int, nbytes: int, stream: int) -> None:
         with self.world.gpu.current():
-            call("cuMemcpyAsync", into, source, nbytes, torch.cuda.current_stream(self.world.device).cuda_stream)
+            call("cuMemcpyAsync", into, source, nbytes, stream)
 
     def _new_side(self) -> Any:
         new_stream: Any = torch.cuda.Stream  # has no annotations
         return new_stream(self.world.device)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """After what is enqueued so far, and beside what will be, up to the join."""
+    def _beside(self) -> Iterator[int]:
+        """A stream that runs after what is enqueued so far, and beside what will be, up to the join."""
         self._side.wait_stream(torch.cuda.current_stream(self.world.device))
-        with torch.cuda.stream(self._side):
-            yield
+        yield self._side.cuda_stream
 
     def _join(self) -> None:
         torch.cuda.current_stream(self.world.device).wait_stream(self._side)
+
+    def _moving_launch(self) -> Launch:
+        """Who puts rows where the copy engine takes them from."""
+        pack = self.workspace.kernels.function(pack_source(self.workspace.stamped))
+        return Launch(pack, self._pack_shape(), self._dispatch_params(dispatch.SEND))
 
     def _pack_shape(self) -> Shape:
         """A warp for each row, as far as there is room."""
@@ -112,6 +119,6 @@ class CopiedBackend(StagedBackend):
         moving = [self._pack_shape(), *(self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.PLACE))]
         return [*moving, *(self.combine_grid.shape(part) for part in (combine.REDUCE, combine.SUM))]
 
-    def _of(self, got: Dispatched, parts: int) -> DispatchParams:
+    def _dispatch_params(self, parts: int) -> DispatchParams:
         """One lane of one sender: its word stands for the whole block."""
-        return replace(super()._of(got, parts), senders=1, sender_lanes=1)
+        return replace(super()._dispatch_params(parts), senders=1, sender_lanes=1)

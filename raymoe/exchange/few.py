@@ -7,11 +7,13 @@ protocol. Epochs are those of `fused`, so both kinds of exchange share a workspa
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from raymoe.device import combine, dispatch, few
+from raymoe.device.launch import Launch
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.fused import FusedBackend
@@ -20,53 +22,82 @@ from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """How the tokens of a call are dealt out to routers and senders."""
+
+    routers: int
+    runs: int
+    rows: Any
+    """The C struct of a Dealing."""
+
+
 class FewBackend(FusedBackend):
     """For specs that `is_few` is true of."""
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
         super().__init__(world, spec, workspace, sms)
-        space, fp8, ranks = self.workspace, self.build.fp8, world.size
+        fp8, ranks = self.build.fp8, world.size
         most = self.sms if sms == "auto" else min(self.sms, int(sms))
         # A second round of blocks finds the multiprocessors of the first only where there are no others left.
         rounds = few.ROUNDS if most == world.gpu.sms else 1
         # Of a row there and of its sum back, the least units that a warp moves.
         self._there = few.row_units(spec.row_bytes, spec.hidden, fp8)
         self._back = few.row_units(spec.row_bytes, spec.hidden, fp8=False)
-        self._sending = few.dispatch_few_grid(self._there, spec.tokens, ranks, most, rounds, fp8)
-        self._summing = few.combine_few_grid(self._back, spec.tokens, ranks, most, rounds)
-        self._most_sent, most_placed = (1, 1) if fp8 else (few.SENT, few.PLACED)
-        self._placed = self._sending.arrive(self._there, most_placed, spec.tokens, ranks)
-        self._reduced = self._summing.leave(self._back, few.REDUCED, spec.tokens, ranks - 1)
-        self._shared_bytes = few.few_shared_bytes(spec.experts, fp8)
-        self._dispatch_few = space.kernels.function(few.dispatch_few_source(spec.dtype, fp8, space.traces))
-        self._combine_few = space.kernels.function(few.combine_few_source(spec.dtype, space.traces))
+        self._sending_few = few.dispatch_few_grid(self._there, spec.tokens, ranks, most, rounds, fp8)
+        self._summing_few = few.combine_few_grid(self._back, spec.tokens, ranks, most, rounds)
+        self._most_sent = 1 if fp8 else few.SENT
+        self._dispatch_few = self._few_dispatch_launch(fp8)
+        self._combine_few = self._few_combine_launch()
+        self._sent: dict[int, _Sent] = {}
+        self._summed: dict[int, Any] = {}
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
-        got, grid = self._new(tokens, out), self._sending
-        params = self._of(got, dispatch.ALL_PARTS)
-        routers, runs = few.few_routers(params.tokens * self.spec.topk, grid.arriving)
-        params = replace(
-            params,
-            senders=grid.leaving,
-            placers=grid.arriving,
-            routers=routers,
-            router_runs=runs,
-            few_sent=grid.leave(self._there, self._most_sent, params.tokens),
-            few_placed=self._placed,
-        )
-        self._launch(self._dispatch_few, grid.shape(self._shared_bytes), params)
+        got, launch = self._new(tokens, out), self._dispatch_few
+        self._aim(launch, got)
+        sent = self._sent.get(got.tokens) or self._sent_by(got.tokens)
+        launch.fields.routers = sent.routers
+        launch.fields.router_runs = sent.runs
+        launch.fields.few_sent = sent.rows
+        self._enqueue("dispatch", launch)
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        grid = self._summing
-        params = self._sums_of(rows, got, weighted, out, combine.ALL_PARTS)
+        launch = self._combine_few
+        self._aim_sums(launch, rows, got, weighted, out)
+        summed = self._summed.get(got.tokens)
+        if summed is None:
+            summed = self._summed[got.tokens] = self._summing_few.arrive(self._back, few.SUMMED, got.tokens).packed()
+        launch.fields.few_summed = summed
+        self._enqueue("combine", launch)
+
+    def _sent_by(self, tokens: int) -> _Sent:
+        """How so many tokens are dealt out, kept for the next call that has as many."""
+        routers, runs = few.few_routers(tokens * self.spec.topk, self._sending_few.arriving)
+        rows = self._sending_few.leave(self._there, self._most_sent, tokens).packed()
+        sent = self._sent[tokens] = _Sent(routers, runs, rows)
+        return sent
+
+    def _few_dispatch_launch(self, fp8: bool) -> Launch:
+        space, grid = self.workspace, self._sending_few
+        function = space.kernels.function(few.dispatch_few_source(self.spec.dtype, fp8, space.traces))
         params = replace(
-            params,
+            self._dispatch_params(dispatch.ALL_PARTS),
+            senders=grid.leaving,
+            placers=grid.arriving,
+            few_placed=grid.arrive(self._there, 1 if fp8 else few.PLACED, self.spec.tokens, self.world.size),
+        )
+        return Launch(function, grid.shape(few.few_shared_bytes(self.spec.experts, fp8)), params)
+
+    def _few_combine_launch(self) -> Launch:
+        space, grid = self.workspace, self._summing_few
+        function = space.kernels.function(few.combine_few_source(self.spec.dtype, space.traces))
+        params = replace(
+            self._combine_params(combine.ALL_PARTS),
             reducers=grid.leaving,
             summers=grid.arriving,
-            few_reduced=self._reduced,
-            few_summed=grid.arrive(self._back, few.SUMMED, params.tokens),
+            few_reduced=grid.leave(self._back, few.REDUCED, self.spec.tokens, self.world.size - 1),
         )
-        self._launch(self._combine_few, grid.shape(), params)
+        return Launch(function, grid.shape(), params)

@@ -2,26 +2,23 @@
 
 Nothing waits for the host: a call enqueues a launch whose parameters are addresses, and what changes from run to run
 (epochs, counts, tokens) the kernels read from device memory. So a captured call can be replayed with new tokens, new
-routing and a new `num_tokens`.
+routing and a new `num_tokens`. Launches are made once; a call sets the addresses of its tensors and enqueues.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 
 from raymoe.device import combine, dispatch
 from raymoe.device.combine import CombineGrid, CombineParams, RefusalRecord, combine_source
-from raymoe.device.dispatch import DispatchParams, Got, dispatch_source
+from raymoe.device.dispatch import DispatchParams, dispatch_source
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.host_words import HostWords
-from raymoe.device.kernels import Function
 from raymoe.device.launch import Launch, Shape
-from raymoe.device.params import Params
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
@@ -29,18 +26,8 @@ from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
 
 
-@dataclass
-class Home:
-    """What a dispatch leaves on the device for its combine."""
-
-    entries: torch.Tensor  # int64[R, T, K]: place and weight
-    masks: torch.Tensor  # int32[T']: ranks that each token went to
-    got: torch.Tensor  # the struct Got
-    tokens: Tokens  # a receive that comes later reads them again
-
-
 class FusedBackend:
-    """Its own workspace, or one that it shares with the other exchanges of its stream."""
+    """Its own workspace, or one that it shares with other exchanges."""
 
     capturable = True
 
@@ -54,6 +41,8 @@ class FusedBackend:
         self.build = Build.of(self.workspace, spec)
         gpu, stamped = world.gpu, self.workspace.stamped
         self.dispatch_grid, self.combine_grid = self._grids(None if sms == "auto" else int(sms))
+        # Blocks go to multiprocessors that have none, as long as there are some.
+        self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest()))
         kernels = self.workspace.kernels
         warps, traces = self.combine_grid.warps, self.workspace.traces
         self._dispatch = kernels.function(dispatch_source(spec.dtype, self.build.fp8, stamped, traces))
@@ -63,46 +52,47 @@ class FusedBackend:
         self._slot_view = self._slot_scales = None
         if spec.layout == "rank":
             self._slot_view, self._slot_scales = self.build.view_slots()
-        self._dispatch_base = self.build.dispatch_params(self.dispatch_grid)
-        self._combine_base = self.build.combine_params(self.combine_grid, self._refusals.device_address())
-
-    @property
-    def sms(self) -> int:
-        """The most multiprocessors that one of its launches occupies."""
-        # Blocks go to multiprocessors that have none, as long as there are some.
-        return min(self.world.gpu.sms, max(shape.blocks for shape in self._largest()))
+        self._metadata = Metadata.of(
+            world.size, spec.tokens, spec.topk, self.build.local, self.build.capacity, indexed=spec.layout == "rank"
+        )
+        self._dispatches = {parts: self._dispatch_launch(parts) for parts in self._dispatch_parts()}
+        self._combines = {parts: self._combine_launch(parts) for parts in self._combine_parts()}
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._launch_dispatch(got, dispatch.ALL_PARTS)
+        self._enqueue("dispatch", self._aimed(got, dispatch.ALL_PARTS))
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """The half that puts rows on their way. What it gives holds nothing before `dispatch_receive`."""
-        self.workspace.begin("dispatch", self)
+        self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._launch_dispatch(got, dispatch.ROUTE | dispatch.SEND)
+        self._enqueue("dispatch", self._aimed(got, dispatch.ROUTE | dispatch.SEND))
+        self.workspace.sent("dispatch", self)
         return got
 
     def dispatch_receive(self, got: Dispatched) -> None:
         """The half that waits for rows and places them."""
-        self.workspace.end("dispatch", self)
-        self._launch_dispatch(got, dispatch.PLACE)
+        self.workspace.begin_second_half("dispatch", self)
+        self._enqueue("dispatch", self._aimed(got, dispatch.PLACE))
+        self.workspace.received("dispatch")
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        self._launch_combine(rows, got, weighted, out, combine.ALL_PARTS)
+        self._enqueue("combine", self._summing(rows, got, weighted, out, combine.ALL_PARTS))
 
     def combine_send(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """The half that sums this rank's rows and puts the sums on their way."""
-        self.workspace.begin("combine", self)
-        self._launch_combine(rows, got, weighted, out, combine.REDUCE)
+        self.workspace.begin("combine")
+        self._enqueue("combine", self._summing(rows, got, weighted, out, combine.REDUCE))
+        self.workspace.sent("combine", self)
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """The half that waits for the ranks' sums and adds them up."""
-        self.workspace.end("combine", self)
-        self._launch_combine(rows, got, weighted, out, combine.SUM)
+        self.workspace.begin_second_half("combine", self)
+        self._enqueue("combine", self._summing(rows, got, weighted, out, combine.SUM))
+        self.workspace.received("combine")
 
     def check(self) -> None:
         torch.cuda.synchronize(self.world.device)  # bounded: every wait of the kernels is
@@ -125,36 +115,38 @@ class FusedBackend:
     def _grids(self, sms: int | None) -> tuple[DispatchGrid, CombineGrid]:
         return self.build.grids(sms)
 
+    def _dispatch_parts(self) -> tuple[int, ...]:
+        """What launches of kernels/dispatch.cu do: all of it, or half of it each."""
+        return dispatch.ALL_PARTS, dispatch.ROUTE | dispatch.SEND, dispatch.PLACE
+
+    def _combine_parts(self) -> tuple[int, ...]:
+        return combine.ALL_PARTS, combine.REDUCE, combine.SUM
+
     def _largest(self) -> list[Shape]:
         """The launches that no other one exceeds."""
         return [self.dispatch_grid.shape(dispatch.ALL_PARTS), self.combine_grid.shape(combine.ALL_PARTS)]
 
-    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    def _dispatch_launch(self, parts: int) -> Launch:
+        return Launch(self._dispatch, self.dispatch_grid.shape(parts), self._dispatch_params(parts))
+
+    def _combine_launch(self, parts: int) -> Launch:
+        return Launch(self._combine, self.combine_grid.shape(parts), self._combine_params(parts))
+
+    def _dispatch_params(self, parts: int) -> DispatchParams:
+        """All that no call changes."""
+        return self.build.dispatch_params(self.dispatch_grid, parts)
+
+    def _combine_params(self, parts: int) -> CombineParams:
+        return self.build.combine_params(self.combine_grid, parts, self._refusals.device_address())
+
+    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """Memory for what a dispatch finds out; it belongs to what is given back, so several may be outstanding."""
-        device, spec = self.world.device, self.spec
         self.workspace.error.check()
-
-        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
+        memory = torch.empty(self._metadata.nbytes, dtype=torch.uint8, device=self.world.device)
         x = self._slot_view if out is None else out
         assert x is not None
-        return Dispatched(
-            x=x,
-            weights=empty(self.build.capacity, dtype=torch.float32),
-            expert_offsets=empty(self.build.local + 1, dtype=torch.int32),
-            expert_counts=empty(self.build.local, dtype=torch.int32),
-            index=empty(self.build.capacity, dtype=torch.int64) if spec.layout == "rank" else None,
-            tokens=len(tokens.x),
-            _home=Home(
-                entries=empty(self.world.size, spec.tokens, spec.topk, dtype=torch.int64),
-                masks=empty(len(tokens.x), dtype=torch.int32),
-                got=empty(Got.nbytes(), dtype=torch.uint8),
-                tokens=tokens,
-            ),
-            _owner=self,
-            scales=self._new_scales(),
-        )
+        home = Home(memory, memory.data_ptr(), self._metadata, tokens)
+        return KernelDispatched.over(x, self._new_scales(), home, self)
 
     def _new_scales(self) -> torch.Tensor | None:
         """Those of raw rows: block after block, as DeepGEMM takes them. With layout rank they stay in the slots too."""
@@ -163,57 +155,54 @@ class FusedBackend:
         whole = torch.empty(self.spec.scales, self.build.scale_stride, dtype=torch.float32, device=self.world.device)
         return whole.T[: self.build.capacity]
 
-    def _launch_dispatch(self, got: Dispatched, parts: int) -> None:
-        self._launch(self._dispatch, self.dispatch_grid.shape(parts), self._of(got, parts))
+    def _enqueue(self, op: str, *launches: Launch) -> None:
+        """On the current stream."""
+        sms = launches[0].sms if len(launches) == 1 else max(launch.sms for launch in launches)
+        self.workspace.enqueue(op, sms, launches)
 
-    def _of(self, got: Dispatched, parts: int) -> DispatchParams:
-        home = got._home
+    def _aimed(self, got: Dispatched, parts: int) -> Launch:
+        """The launch of these parts of a dispatch, at the tensors of this call."""
+        return self._aim(self._dispatches[parts], got)
+
+    def _aim(self, launch: Launch, got: Dispatched) -> Launch:
+        home, metadata, fields = got._home, self._metadata, launch.fields
         assert isinstance(home, Home)
-        tokens = home.tokens
-        return replace(
-            self._dispatch_base,
-            x=tokens.x.data_ptr(),
-            x_scales=0 if tokens.scales is None else tokens.scales.data_ptr(),
-            ids=tokens.ids.data_ptr(),
-            weights=tokens.weights.data_ptr(),
-            num_tokens=0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr(),
-            out=0 if got.index is not None else got.x.data_ptr(),
-            scales=0 if got.scales is None or got.index is not None else got.scales.data_ptr(),
-            out_weights=got.weights.data_ptr(),
-            expert_offsets=got.expert_offsets.data_ptr(),
-            expert_counts=got.expert_counts.data_ptr(),
-            index=0 if got.index is None else got.index.data_ptr(),
-            home=home.entries.data_ptr(),
-            masks=home.masks.data_ptr(),
-            got=home.got.data_ptr(),
-            wide_ids=int(tokens.ids.dtype == torch.int64),
-            tokens=got.tokens,
-            parts=parts,
-        )
+        tokens, memory = home.tokens, home.address
+        fields.x = tokens.x.data_ptr()
+        fields.x_scales = 0 if tokens.scales is None else tokens.scales.data_ptr()
+        fields.ids = tokens.ids.data_ptr()
+        fields.weights = tokens.weights.data_ptr()
+        fields.num_tokens = 0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr()
+        if self._slot_view is None:
+            fields.out = got.x.data_ptr()
+            fields.scales = 0 if got.scales is None else got.scales.data_ptr()
+        else:
+            fields.index = memory + metadata.offset("index")
+        fields.out_weights = memory + metadata.offset("weights")
+        fields.expert_offsets = memory + metadata.offset("expert_offsets")
+        fields.expert_counts = memory + metadata.offset("expert_counts")
+        fields.home = memory + metadata.offset("home")
+        fields.masks = memory + metadata.offset("masks")
+        fields.got = memory + metadata.offset("got")
+        fields.wide_ids = tokens.ids.dtype is torch.int64
+        fields.tokens = got.tokens
+        return launch
 
-    def _launch_combine(
-        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int
-    ) -> None:
-        params = self._sums_of(rows, got, weighted, out, parts)
-        self._launch(self._combine, self.combine_grid.shape(parts), params)
+    def _summing(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int) -> Launch:
+        """The launch of these parts of a combine, at the tensors of this call."""
+        return self._aim_sums(self._combines[parts], rows, got, weighted, out)
 
-    def _sums_of(
-        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int
-    ) -> CombineParams:
-        home = got._home
+    def _aim_sums(
+        self, launch: Launch, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
+    ) -> Launch:
+        home, metadata, fields = got._home, self._metadata, launch.fields
         assert isinstance(home, Home)
         self.workspace.error.check()
-        return replace(
-            self._combine_base,
-            expert_rows=rows.data_ptr(),
-            home=home.entries.data_ptr(),
-            masks=home.masks.data_ptr(),
-            got=home.got.data_ptr(),
-            y=out.data_ptr(),
-            tokens=got.tokens,
-            weighted=int(weighted),
-            parts=parts,
-        )
-
-    def _launch(self, function: Function, shape: Shape, params: Params) -> None:
-        Launch(function, shape, params)(torch.cuda.current_stream(self.world.device).cuda_stream)
+        fields.expert_rows = rows.data_ptr()
+        fields.home = home.address + metadata.offset("home")
+        fields.masks = home.address + metadata.offset("masks")
+        fields.got = home.address + metadata.offset("got")
+        fields.y = out.data_ptr()
+        fields.tokens = got.tokens
+        fields.weighted = weighted
+        return launch

@@ -18,7 +18,7 @@ from raymoe.device.alltoallv import alltoallv_source
 from raymoe.device.combine import CombineGrid
 from raymoe.device.dispatch import DispatchParams
 from raymoe.device.dispatch_grid import DispatchGrid
-from raymoe.device.launch import Shape
+from raymoe.device.launch import Launch, Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.fused import FusedBackend
@@ -32,37 +32,47 @@ class StagedBackend(FusedBackend):
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
         super().__init__(world, spec, workspace, sms)
-        self._alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
+        self._mover = self._moving_launch()
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
-        got = self._send(tokens, out)
-        self._launch_dispatch(got, dispatch.PLACE)
+        got = self._new(tokens, out)
+        self._enqueue("dispatch", *self._sending(got), self._aimed(got, dispatch.PLACE))
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """The stages before the last one."""
-        self.workspace.begin("dispatch", self)
-        return self._send(tokens, out)
-
-    def _send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._launch_dispatch(got, dispatch.ROUTE)
-        if self.build.fp8:
-            self._launch_dispatch(got, dispatch.SEND)
-        else:
-            params = self._of(got, dispatch.SEND)
-            self._launch(self._alltoallv, Shape(self.dispatch_grid.senders, dispatch.WIDE * 32), params)
+        self._enqueue("dispatch", *self._sending(got))
+        self.workspace.sent("dispatch", self)
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        self._launch_combine(rows, got, weighted, out, combine.REDUCE)
-        self._launch_combine(rows, got, weighted, out, combine.SUM)
+        halves = (self._summing(rows, got, weighted, out, part) for part in (combine.REDUCE, combine.SUM))
+        self._enqueue("combine", *halves)
 
-    def _of(self, got: Dispatched, parts: int) -> DispatchParams:
+    def _sending(self, got: Dispatched) -> tuple[Launch, ...]:
+        return self._aimed(got, dispatch.ROUTE), self._aim(self._mover, got)
+
+    def _moving_launch(self) -> Launch:
+        """Who moves the rows."""
+        if self.build.fp8:
+            return self._dispatch_launch(dispatch.SEND)
+        alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
+        shape = Shape(self.dispatch_grid.senders, dispatch.WIDE * 32)
+        return Launch(alltoallv, shape, self._dispatch_params(dispatch.SEND))
+
+    def _dispatch_parts(self) -> tuple[int, ...]:
+        return dispatch.ROUTE, dispatch.PLACE
+
+    def _combine_parts(self) -> tuple[int, ...]:
+        return combine.REDUCE, combine.SUM
+
+    def _dispatch_params(self, parts: int) -> DispatchParams:
         """Rows by ordinary stores have no words of their own: the launch that places waits for all rows."""
-        return replace(super()._of(got, parts), at_once=1)
+        return replace(super()._dispatch_params(parts), at_once=1)
 
     def _largest(self) -> list[Shape]:
         stages = [self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.SEND, dispatch.PLACE)]

@@ -7,6 +7,7 @@ rows of its own. All operations on a workspace are in one order on all ranks, wh
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -210,7 +211,8 @@ def _few_regions(bounds: Bounds, ranks: int) -> list[Region]:
 class Workspace:
     """Made, used and closed by all ranks of a world. `with` it, or close it after the exchanges that use it.
 
-    - **One stream.** Its operations follow one another; two streams have two workspaces.
+    - **One order.** Its operations follow one another, on whichever streams they are enqueued (`stream_order.py`).
+      Exchanges that shall run together need two workspaces, and `sms` that fit on the GPU together.
     - **Failed once, failed for ever.** A wait that ran out of time poisons every exchange on it.
     - **`traced`.** Blocks of `fused` store when they came to which point of a kernel, for `timeline`. It costs them a
       little speed. `staged` has several launches, of which the later ones overwrite what the earlier ones stored.
@@ -219,6 +221,7 @@ class Workspace:
     def __init__(self, world: World, *specs: ExchangeSpec, traced: bool = False) -> None:
         from raymoe.device.error_word import ErrorWord
         from raymoe.device.kernels import Kernels
+        from raymoe.device.stream_order import StreamOrder
         from raymoe.transport.watchdog import Watchdog
 
         # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and who reads it checks. It costs some speed; it is for
@@ -245,27 +248,44 @@ class Workspace:
         self.error = ErrorWord(world.gpu, world.rank)
         self.watch = self.error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self.error.abort)
+        self._order = StreamOrder(world.gpu)
         self._closed = False
         self._pending: dict[str, object | None] = {}
         world.barrier("workspace: ready")  # nobody's kernel runs before everybody's words are as they begin
 
-    def begin(self, op: str, until: object | None = None) -> None:
-        """An operation is about to be enqueued; `until` names who will end it, where that is a call of its own.
+    def begin(self, op: str) -> None:
+        """Refuse an operation between the halves of another.
 
-        Epochs belong to the workspace: an operation between the halves of another would run under the same number.
+        Epochs belong to the workspace: it would run under the same number.
         """
         if self._pending.get(op) is not None:
             raise ConfigError(
                 f"{op} between {op}_send and {op}_receive of an exchange on the same workspace; receive first, or give "
                 "one of the two a workspace of its own"
             )
-        self._pending[op] = until
 
-    def end(self, op: str, who: object) -> None:
-        """The second half of what `who` began."""
+    def sent(self, op: str, who: object) -> None:
+        """The first half of an operation of `who` is enqueued."""
+        self._pending[op] = who
+
+    def begin_second_half(self, op: str, who: object) -> None:
+        """Refuse the second half of what `who` has not begun."""
         if self._pending.get(op) is not who:
             raise ConfigError(f"{op}_receive without the {op}_send of this exchange before it")
+
+    def received(self, op: str) -> None:
+        """The second half is enqueued."""
         self._pending[op] = None
+
+    def enqueue(self, op: str, sms: int, steps: Iterable[Callable[[int], None]]) -> None:
+        """Enqueue launches of an operation on the current stream, behind the last operation of this workspace.
+
+        `sms` is how many multiprocessors the largest of them occupies.
+        """
+        stream, capture = self._order.enter(op, sms)
+        for step in steps:
+            step(stream)
+        self._order.leave(stream, capture)
 
     def trace_of(self, op: str) -> int:
         """Where the kernels of an operation store their times; 0 unless they do."""
@@ -313,6 +333,7 @@ class Workspace:
             self.heap.close()
             self._watchdog.close()
             self.error.close()
+            self._order.close()
             self.kernels.close()
 
     def __enter__(self) -> Workspace:

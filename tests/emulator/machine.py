@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,15 @@ class Emulator:
         self._raised: list[BaseException] = []
         self._red_zones: list[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]] = []
 
-    def memory(self, rank: int, nbytes: int, name: str) -> Memory:
-        """Of one rank alone, full of bytes that are NaN as numbers and absurd as counts."""
+    def memory(self, rank: int, nbytes: int, name: str, arrays: Sequence[tuple[str, int, int]] = ()) -> Memory:
+        """Of one rank alone, full of bytes that are NaN as numbers and absurd as counts. With `arrays` (name, offset,
+        bytes) nobody may touch what is between them."""
         memory = self._mapped(nbytes)
         memory.bytes[:] = 0xFF
-        self._machine.machine_add_region(memory.address, nbytes, rank, 0, name.encode())
+        for array, offset, size in arrays or [(name, 0, nbytes)]:
+            self._machine.machine_add_region(memory.address + offset, size, rank, 0, array.encode())
+        for (array, offset, size), (_, end, _) in pairwise([*arrays, ("", nbytes, 0)]):
+            self._guard(f"behind {array} of rank {rank}", memory.bytes[offset + size : end])
         return memory
 
     def heap(self, rank: int, regions: Sequence[tuple[str, int, int]], nbytes: int) -> Memory:
@@ -67,10 +72,10 @@ class Emulator:
         self._guard(f"at the end of the heap of rank {rank}", memory.bytes[end:])
         return memory
 
-    def launch(self, rank: int, source: KernelSource, shape: Shape, params: Params) -> None:
+    def launch(self, rank: int, source: KernelSource, shape: Shape, params: Params | ctypes.Structure) -> None:
         """At the end of the rank's stream. Only changes to files that this kernel is made of are planted."""
         kernel = built(source, self._changes)
-        packed = params.packed()
+        packed = params.packed() if isinstance(params, Params) else params
         dimensions = (ctypes.c_uint * 3)(shape.blocks, shape.threads, shape.shared_bytes)
         size = ctypes.sizeof(packed)
         self._machine.machine_launch(

@@ -179,7 +179,14 @@ SAID = {
     "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
-    "a plain access to": Change("routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "p_.masks[token + 64] = 0;"),
+    "a plain access to": Change(
+        "routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "*reinterpret_cast<u32*>(token + 64ull) = 0;"
+    ),
+    "somebody wrote behind masks of rank": Change(
+        "routing.cuh",
+        "p_.masks[token] = p_.ranks_of(token);",
+        "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;",
+    ),
     "somebody wrote before dispatch_heads": Change("dispatch.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"),
     "no end after .*waits for the bytes of the barrier at": Change(
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"

@@ -6,8 +6,8 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 from unittest import mock
 
@@ -23,9 +23,9 @@ from raymoe.device.params import Params
 from raymoe.device.sync import ErrorRecord
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.copied import CopiedBackend
-from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.few import FewBackend
-from raymoe.exchange.fused import FusedBackend, Home
+from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.staged import StagedBackend
 from raymoe.exchange.workspace import STAMPS_VARIABLE, Workspace
@@ -146,14 +146,46 @@ class EmulatedErrorWord(ErrorWord):
         self._host, self._poison = host, EmulatedWords(gpu, 16).device_address()
 
 
+@dataclass(frozen=True)
+class EmulatedFunction:
+    """A kernel of one rank; the machine compiles it."""
+
+    gpu: EmulatedGpu
+    source: KernelSource
+
+
 class EmulatedKernels:
-    """A kernel stands for itself; the machine compiles it."""
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        self._gpu = gpu
+
+    def function(self, source: KernelSource) -> EmulatedFunction:
+        return EmulatedFunction(self._gpu, source)
+
+
+class EmulatedLaunch:
+    """Enqueues on the rank's stream of the machine, which copies the parameters as a GPU does."""
+
+    def __init__(self, function: EmulatedFunction, shape: Shape, params: Params) -> None:
+        self._function, self._shape = function, shape
+        self.fields, self.sms = params.packed(), shape.blocks
+
+    def __call__(self, stream: int) -> None:  # noqa: ARG002 - a rank has one stream here
+        gpu = self._function.gpu
+        gpu.emulator.launch(gpu.rank, self._function.source, self._shape, self.fields)
+
+
+class EmulatedOrder:
+    """One stream is in order."""
 
     def __init__(self, gpu: EmulatedGpu) -> None:
         pass
 
-    def function(self, source: KernelSource) -> KernelSource:
-        return source
+    def enter(self, what: str, sms: int) -> tuple[int, int]:  # noqa: ARG002
+        return 0, 0
+
+    def leave(self, stream: int, capture: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def workspaces(
@@ -172,6 +204,7 @@ def workspaces(
         mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}),
         mock.patch("raymoe.device.error_word.ErrorWord", EmulatedErrorWord),
         mock.patch("raymoe.device.kernels.Kernels", EmulatedKernels),
+        mock.patch("raymoe.device.stream_order.StreamOrder", EmulatedOrder),
         mock.patch("raymoe.transport.watchdog.Watchdog"),
     ):
         return [Workspace(cast(Any, world), *specs, traced=traced) for world in worlds]
@@ -180,30 +213,28 @@ def workspaces(
 class EmulatedBackend(FusedBackend):
     """What a backend does on a GPU, enqueued on the rank's stream of the machine instead; as such, `fused`."""
 
-    def _launch(self, function: Any, shape: Shape, params: Params) -> None:
-        gpu: Any = self.world.gpu
-        gpu.emulator.launch(self.world.rank, function, shape, params)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._metadata = _apart(self._metadata)
 
-    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """All in memory of the machine, full of NaN and absurd numbers."""
         place = self._place
-        here = Tokens(*(None if each is None else place(each, True) for each in vars(tokens).values()))  # type: ignore[arg-type]
+        given = (getattr(tokens, field.name) for field in fields(tokens))
+        here = Tokens(*(None if each is None else place(each, True) for each in given))  # type: ignore[arg-type]
         got = super()._new(here, out)
-        home = got._home
+        home, metadata, gpu = got._home, self._metadata, cast(Any, self.world.gpu)
         assert isinstance(home, Home)
-        kept = replace(home, entries=place(home.entries), masks=place(home.masks), got=place(home.got))
-        scales = got.scales
-        if scales is not None and self._slot_scales is None:
-            scales = place(scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
-        return replace(
-            got,
-            weights=place(got.weights),
-            expert_offsets=place(got.expert_offsets),
-            expert_counts=place(got.expert_counts),
-            index=None if got.index is None else place(got.index),
-            scales=scales,
-            _home=kept,
-        )
+        arrays = [
+            (name, metadata.offset(name), metadata.nbytes_of(name))
+            for name in metadata.arrays
+            if not name.startswith(_GAP)
+        ]
+        memory = gpu.emulator.memory(self.world.rank, metadata.nbytes, "metadata", arrays)
+        home.memory, home.address = torch.from_numpy(memory.bytes), memory.address
+        if got.scales is not None and self._slot_scales is None:
+            got.scales = place(got.scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
+        return got
 
     def check(self) -> None:
         """After the machine has run: raises what the kernels have told."""
@@ -235,7 +266,7 @@ class EmulatedStaged(EmulatedBackend, StagedBackend):
 class EmulatedCopied(EmulatedBackend, CopiedBackend):
     """Rows by an engine that copies them one by one, in the place of the rank's stream where it was asked to."""
 
-    def _copy_bytes(self, into: int, source: int, nbytes: int) -> None:
+    def _copy_bytes(self, into: int, source: int, nbytes: int, stream: int) -> None:  # noqa: ARG002
         gpu: Any = self.world.gpu
         each = self.build.slot_bytes
         for begin in range(0, nbytes, each):
@@ -249,10 +280,21 @@ class EmulatedCopied(EmulatedBackend, CopiedBackend):
         """A rank has one stream here."""
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        yield
+    def _beside(self) -> Iterator[int]:
+        yield 0
 
     def _join(self) -> None: ...
+
+
+_GAP = "gap behind "
+
+
+def _apart(metadata: Metadata) -> Metadata:
+    """The same arrays, bytes between them that belong to nobody."""
+    arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, array in metadata.arrays.items():
+        arrays |= {name: array, f"{_GAP}{name}": ((RED_ZONE_BYTES,), torch.uint8)}
+    return Metadata(arrays)
 
 
 def _bytes_at(address: int, nbytes: int) -> Any:
@@ -291,7 +333,12 @@ def backend(
     def grids(self: Any, asked: Any) -> Any:
         return laid_out(self, asked) if shape is None else shape(*laid_out(self, asked))
 
-    with mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords), mock.patch.object(kind, "_grids", grids):
+    modules = ("fused", "few", "staged", "copied")
+    with ExitStack() as patched:
+        for module in modules:
+            patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
+        patched.enter_context(mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords))
+        patched.enter_context(mock.patch.object(kind, "_grids", grids))
         return kind(workspace.world, spec, workspace, sms)
 
 

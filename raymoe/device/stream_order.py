@@ -1,0 +1,170 @@
+"""The order of operations that share memory, whichever streams they are enqueued on, and room for those of others.
+
+Kernels of one workspace must run one after another; kernels of two workspaces may run together if all their blocks fit
+on the GPU at once, because blocks wait for blocks of other ranks.
+
+- **Ordered by events.** An operation on another stream waits for the last one by an event: eagerly, or where both are
+  captured into one graph.
+- **Refused where no event can order it.** An operation that is captured cannot wait for one that was enqueued eagerly
+  on another stream. If that one may still be running, the capture is refused. A synchronisation before the capture is
+  enough; `torch.cuda.graph` makes one.
+- **Replays are not seen.** The driver tells nobody of a graph launch. Replays of two graphs are ordered by whoever
+  launches them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from raymoe.device.driver import bindings, call
+from raymoe.device.gpu import Gpu, current_stream
+from raymoe.job.errors import ConfigError
+
+# Of every context of this process: who orders operations there. Two worlds on one GPU share its multiprocessors without
+# knowing of each other, so this is the process's own, and locked.
+_ORDERS: dict[int, weakref.WeakSet[StreamOrder]] = {}
+_LOCK = threading.Lock()
+
+
+class StreamOrder:
+    """Of one workspace. Calls come from one thread at a time."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._is_capturing = bindings().cuStreamIsCapturing
+        self._record = bindings().cuEventRecord
+        with gpu.current():
+            no_timing = bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING
+            self._done: Any = call("cuEventCreate", no_timing)  # after the last eager operation
+            self._captured: Any = call("cuEventCreate", no_timing)  # after the last captured one, inside its graph
+        self._stream: int | None = None
+        self._capture: tuple[int, int] | None = None
+        """Which capture the last captured operation is in, and on which stream."""
+        self._sms = 0
+        self._stream_sms: dict[int, int] = {}
+        with _LOCK:
+            self._others = _ORDERS.setdefault(gpu.context_id, weakref.WeakSet())
+            self._others.add(self)
+
+    def enter(self, what: str, sms: int) -> tuple[int, int]:
+        """Order what is enqueued next on the current stream behind the last operation.
+
+        `sms` is how many multiprocessors it will occupy. Gives the stream, and the number of the capture that it is in
+        or 0: `leave` wants both.
+        """
+        stream = current_stream(self._gpu.ordinal)
+        code, status = self._is_capturing(stream)
+        capture = self._capture_of(stream) if status and not code else 0
+        if stream != self._stream or capture:
+            self._order(what, stream, capture)
+        if sms > (room := self._sms_of(stream)):
+            raise ConfigError(
+                f"{what} takes {sms} SMs and its stream has {room} (a green context): make the exchange with sms={room}"
+            )
+        if len(self._others) > 1:
+            self._find_room(what, stream, capture, sms)
+        self._sms = max(self._sms, sms)  # the operations before the last one may still run too
+        return stream, capture
+
+    def leave(self, stream: int, capture: int) -> None:
+        """The operation is enqueued."""
+        if capture:
+            (code,) = self._record(self._captured, stream)
+            self._capture = capture, stream
+        else:
+            (code,) = self._record(self._done, stream)
+            self._stream = stream
+        if code:
+            call("cuEventRecord", self._captured if capture else self._done, stream)  # raises, with the reason
+
+    def close(self) -> None:
+        """After the device is done."""
+        done, self._done = self._done, None
+        if done is None:
+            return
+        with _LOCK:
+            self._others.discard(self)
+        with self._gpu.current():
+            call("cuEventDestroy", done)
+            call("cuEventDestroy", self._captured)
+
+    def _order(self, what: str, stream: int, capture: int) -> None:
+        if not capture:
+            if self._stream is not None:
+                call("cuStreamWaitEvent", stream, self._done, 0)
+        elif self._capture is not None and self._capture[0] == capture:
+            if self._capture[1] != stream:
+                call("cuStreamWaitEvent", stream, self._captured, 0)
+        elif self._stream not in (None, stream) and self._runs():
+            raise ConfigError(
+                f"{what} is captured while an operation on the same workspace may still run on another stream, which a "
+                "graph cannot wait for; synchronise before the capture, or give the exchange a workspace of its own"
+            )
+
+    def _runs(self) -> bool:
+        """Whether the last eager operation may still be running."""
+        with _asking():
+            code, *_ = bindings().cuEventQuery(self._done)
+        return bool(code)
+
+    def _find_room(self, what: str, stream: int, capture: int, sms: int) -> None:
+        """Refuse an operation that could run beside one of another workspace and find too few multiprocessors."""
+        mine, most = self._sms_of(stream), self._gpu.sms
+        total = sms
+        for other in list(self._others):
+            if other is self or not other._may_run_beside(stream, capture):
+                continue
+            theirs = other._stream_sms.get(other._last_stream(capture), most)
+            if mine + theirs <= most:
+                continue  # two green contexts that share none
+            total += other._sms
+            if total > max(mine, theirs):
+                each = max(2, max(mine, theirs) // 2)
+                raise ConfigError(
+                    f"{what} takes {sms} SMs while an exchange on another stream may hold {total - sms} of the "
+                    f"{max(mine, theirs)} that there are: each could wait for ever for the other; make both with "
+                    f"sms={each}, or share one workspace, which puts them in order"
+                )
+
+    def _may_run_beside(self, stream: int, capture: int) -> bool:
+        if capture:
+            return self._capture is not None and self._capture[0] == capture and self._capture[1] != stream
+        return self._stream not in (None, stream) and self._runs()
+
+    def _last_stream(self, capture: int) -> int:
+        stream = self._capture[1] if capture and self._capture is not None else self._stream
+        assert stream is not None
+        return stream
+
+    def _sms_of(self, stream: int) -> int:
+        """Multiprocessors that kernels on this stream may use: fewer than the GPU has in a green context."""
+        known = self._stream_sms.get(stream)
+        if known is None:
+            with self._gpu.current():
+                green = call("cuStreamGetGreenCtx", stream)
+                known = self._gpu.sms
+                if int(green):
+                    kind = bindings().CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+                    known = int(call("cuGreenCtxGetDevResource", green, kind).sm.smCount)
+            self._stream_sms[stream] = known
+        return known
+
+    def _capture_of(self, stream: int) -> int:
+        with self._gpu.current():
+            _, number, *_ = call("cuStreamGetCaptureInfo", stream)
+        return int(number)
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    """Ask of an event while this thread captures: a capture in the global mode would be broken by the question."""
+    mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", mode)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)

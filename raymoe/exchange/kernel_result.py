@@ -1,0 +1,109 @@
+"""The result of a dispatch by our kernels: one piece of memory, and tensors over it that are made when asked for.
+
+Seven allocations cost more host time than the launch, and so would the tensors: most callers look at one or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+import torch
+
+from raymoe.device.dispatch import Got
+from raymoe.exchange.backend import Tokens
+from raymoe.exchange.dispatched import Dispatched
+from raymoe.memory.heap import ALIGNMENT, round_up
+
+_VIEWS = ("weights", "expert_offsets", "expert_counts", "index")
+"""What a caller sees of it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Metadata:
+    """Where each array of a dispatch's metadata begins, the same in every call of an exchange.
+
+    >>> metadata = Metadata({"weights": ((64,), torch.float32), "expert_counts": ((4,), torch.int32)})
+    >>> metadata.offset("expert_counts"), metadata.nbytes
+    (256, 384)
+    >>> metadata.view(torch.zeros(metadata.nbytes, dtype=torch.uint8), "expert_counts").tolist()
+    [0, 0, 0, 0]
+    """
+
+    def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.arrays = arrays
+        self._pieces: dict[str, Piece] = {}
+        end = 0
+        for name, (shape, dtype) in arrays.items():
+            piece = self._pieces[name] = Piece(end, shape, dtype)
+            end = round_up(end + piece.nbytes, ALIGNMENT)
+        self.nbytes = end
+
+    @classmethod
+    def of(cls, ranks: int, tokens: int, topk: int, local: int, capacity: int, *, indexed: bool) -> Self:
+        """Of a spec, for `indexed` with the slots of rows."""
+        arrays = {
+            "got": ((Got.nbytes(),), torch.uint8),
+            "home": ((ranks, tokens, topk), torch.int64),  # of each entry of all ranks, its place and its weight
+            "masks": ((tokens,), torch.int32),  # the ranks that each token of this rank went to
+            "weights": ((capacity,), torch.float32),
+            "expert_offsets": ((local + 1,), torch.int32),
+            "expert_counts": ((local,), torch.int32),
+        }
+        return cls(arrays | ({"index": ((capacity,), torch.int64)} if indexed else {}))
+
+    def offset(self, name: str) -> int:
+        return self._pieces[name].offset
+
+    def nbytes_of(self, name: str) -> int:
+        return self._pieces[name].nbytes
+
+    def has(self, name: str) -> bool:
+        return name in self._pieces
+
+    def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        piece = self._pieces[name]
+        return memory[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).view(piece.shape)
+
+
+@dataclass(slots=True)
+class Home:
+    """What a dispatch keeps on the device for its combine, and its tokens: a receive that comes later reads them."""
+
+    memory: torch.Tensor
+    address: int
+    metadata: Metadata
+    tokens: Tokens
+
+
+class KernelDispatched(Dispatched):
+    """Its `weights`, `expert_offsets`, `expert_counts` and `index` are made when first asked for."""
+
+    @classmethod
+    def over(cls, x: torch.Tensor, scales: torch.Tensor | None, home: Home, owner: object) -> Self:
+        got = cls.__new__(cls)  # the dataclass's own would want all tensors now
+        got.x, got.scales, got.tokens = x, scales, len(home.tokens.x)
+        got._home, got._owner = home, owner
+        return got
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        """Called for what is not there yet."""
+        if name not in _VIEWS:
+            raise AttributeError(f"a dispatch's result has no attribute {name!r}")
+        home = self._home
+        assert isinstance(home, Home)
+        view = home.metadata.view(home.memory, name) if home.metadata.has(name) else None
+        setattr(self, name, view)
+        return view
