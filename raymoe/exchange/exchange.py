@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -12,6 +15,7 @@ import torch
 from raymoe.device.driver import CaptureError
 from raymoe.exchange.arguments import Arguments, capturing
 from raymoe.exchange.backend import InHalves, Sent, Tokens
+from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import Wish, choose, make
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.spec import ExchangeSpec
@@ -52,17 +56,25 @@ class Exchange:
         if capturing(world.device):
             raise CaptureError("an exchange was to be made inside a capture; make it before, its calls can be captured")
         self.world, self.spec = world, spec
+        world.leftovers.free()
         wish = Wish(backend, workspace, sms)
         self.backend = choose(world, spec, wish)
         self._arguments = Arguments(spec, world.size, world.device)
         self._backend = make(self.backend, world, spec, wish)
         self._own = _own_rows(world, spec)
+        # Whose rows each block of the exchange's own memory holds: that of the last dispatch that was given it.
+        self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
         self._kept: list[object] = []
         self._poison: RaymoeError | None = None
         self._dispatched: Dispatched | None = None
         self._sent: Sent | None = None
         self._closed = False
+        shared = getattr(self._backend, "workspace", None)
+        self._calls: Calls = world.shared(Calls) if shared is None else shared.calls
+        name = f"an exchange ({self.backend}) of rank {world.rank} of world {world.name!r}"
+        release, at_once = partial(self._backend.close, together=False), world.device.type == "cpu"
+        self._forget = world.leftovers.watch(self, name, release, at_once=at_once)
 
     @property
     def capturable(self) -> bool:
@@ -74,6 +86,7 @@ class Exchange:
         """The most multiprocessors that one launch of an operation occupies; None where that is not ours to say."""
         return self._backend.sms
 
+    @one_at_a_time
     @torch.no_grad()
     def dispatch(
         self,
@@ -92,6 +105,7 @@ class Exchange:
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
         return self._dispatch(self._backend.dispatch, tokens, out)
 
+    @one_at_a_time
     @torch.no_grad()
     def combine(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool = True, out: torch.Tensor | None = None
@@ -100,6 +114,7 @@ class Exchange:
         self._ready("combine")
         return self._combine(self._backend.combine, rows, got, weighted, out).y
 
+    @one_at_a_time
     @torch.no_grad()
     def dispatch_send(
         self,
@@ -116,6 +131,7 @@ class Exchange:
         self._dispatched = self._dispatch(halves.dispatch_send, tokens, out)
         return self._dispatched
 
+    @one_at_a_time
     @torch.no_grad()
     def dispatch_receive(self, got: Dispatched) -> Dispatched:
         """The second half: wait for the rows, on the device, and put them where they belong. Gives `got`."""
@@ -125,6 +141,7 @@ class Exchange:
             halves.dispatch_receive(got)
         return got
 
+    @one_at_a_time
     @torch.no_grad()
     def combine_send(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool = True, out: torch.Tensor | None = None
@@ -133,6 +150,7 @@ class Exchange:
         self._sent = self._combine(self._halves("combine_send").combine_send, rows, got, weighted, out)
         return self._sent
 
+    @one_at_a_time
     @torch.no_grad()
     def combine_receive(self, sent: Sent) -> torch.Tensor:
         """The second half: wait for the ranks' sums, on the device, and add them up. Gives y."""
@@ -142,6 +160,7 @@ class Exchange:
             halves.combine_receive(sent.rows, sent.got, sent.weighted, sent.y)
         return sent.y
 
+    @one_at_a_time
     def check(self) -> None:
         """Wait for the device, then raise what this rank knows to be wrong: a failed wait, or refused data, once."""
         if capturing(self.world.device):
@@ -150,11 +169,13 @@ class Exchange:
         with self._poisoning():
             self._backend.check()
 
+    @one_at_a_time
     def close(self, together: bool = True) -> None:
         """Give up memory and connections. What was dispatched stays valid, graphs of this exchange do not."""
         if not self._closed:
             self._closed = True
-            self._backend.close(together and self._poison is None)
+            self._forget()
+            self._backend.close(together and self._poison is None and not self.world.closed)
             self._kept.clear()
 
     def __enter__(self) -> Self:
@@ -171,6 +192,7 @@ class Exchange:
         into = self._own_turn() if out is None else self._arguments.given(out)
         with self._poisoning():
             got = call(tokens, into)
+        self._hold(got)
         self._keep_if_captured(tokens, got)
         return got
 
@@ -185,6 +207,7 @@ class Exchange:
         rows = self._arguments.combine(rows, got, self._backend)
         if got is self._dispatched:
             raise ConfigError("combine of what has not arrived; call dispatch_receive first")
+        self._check_held(rows, got)
         if out is None:
             y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
         else:
@@ -193,6 +216,20 @@ class Exchange:
             call(rows, got, weighted, y)
         self._keep_if_captured(rows, got, y)
         return Sent(rows, got, weighted, y)
+
+    def _hold(self, got: Dispatched) -> None:
+        """From now on the memory of these rows, where it is the exchange's own, is that of `got`."""
+        if (address := got.x.data_ptr()) in self._holders:
+            self._holders[address] = weakref.ref(got)
+
+    def _check_held(self, rows: torch.Tensor, got: Dispatched) -> None:
+        """Refuse rows that a later dispatch has overwritten. With layout rank a combine takes rows of the caller's."""
+        holder = self._holders.get(rows.data_ptr())
+        if holder is not None and holder() is not got:
+            raise ConfigError(
+                "rows are in the exchange's own memory, which a later dispatch has been given since; give each "
+                f"dispatch memory by out=, or make the exchange with a depth of more than {self.spec.depth}"
+            )
 
     def _keep_if_captured(self, *memory: object) -> None:
         if capturing(self.world.device):
@@ -209,8 +246,10 @@ class Exchange:
         """Raise where a call cannot be made."""
         if self._closed:
             raise ConfigError(f"{op} on rank {self.world.rank}: this exchange is closed; make a new one")
+        if self.world.closed:
+            raise ConfigError(f"{op} on rank {self.world.rank}: its world is closed; make a new world and exchange")
         if self._poison is not None:
-            raise self._poison
+            raise copy.copy(self._poison)
         kind = op.partition("_")[0]
         pending = {"dispatch": self._dispatched, "combine": self._sent}.get(kind)
         if pending is not begun:
@@ -230,7 +269,7 @@ class Exchange:
         except _HARMLESS:
             raise
         except RaymoeError as error:
-            self._poison = error
+            self._poison = copy.copy(error)  # without its traceback, which refers to this exchange
             raise
         except BaseException as error:
             self._poison = RaymoeError(f"this exchange is unusable: {type(error).__name__} ended an operation early")

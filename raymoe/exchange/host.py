@@ -130,6 +130,8 @@ class HostSlots:
 
     def close(self, together: bool) -> None:  # noqa: ARG002
         self._heap.close()  # alone or together: a peer that still writes here keeps the pages alive
+        self._peers.clear()  # what was dispatched refers to this, and views of the slots would keep them mapped
+        del self._mine
 
 
 class _Views:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from raymoe.device.combine import MOST_PIECES, most_pieces
 from raymoe.device.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
 from raymoe.device.few import LINE_BYTES, quantised_lines, row_lines
 from raymoe.device.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
+from raymoe.exchange.calls import Calls
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
@@ -23,7 +25,11 @@ from raymoe.memory.heap import WORD_STRIDE, Layout, Region, round_up
 if TYPE_CHECKING:
     import torch
 
+    from raymoe.device.error_word import ErrorWord
+    from raymoe.device.kernels import Kernels
+    from raymoe.memory.device_heap import DeviceHeap
     from raymoe.memory.world import World
+    from raymoe.transport.watchdog import Watchdog
 
 STAMPS_VARIABLE = "RAYMOE_STAMPS"
 
@@ -251,6 +257,10 @@ class Workspace:
         self._order = StreamOrder(world.gpu)
         self._closed = False
         self._pending: dict[str, object | None] = {}
+        self.calls = Calls()
+        release = partial(_let_go, self.heap, self._watchdog, self.error, self.kernels)
+        name = f"a workspace of rank {world.rank} of world {world.name!r}"
+        self._forget = world.leftovers.watch(self, name, release, at_once=False)
         world.barrier("workspace: ready")  # nobody's kernel runs before everybody's words are as they begin
 
     def begin(self, op: str) -> None:
@@ -330,6 +340,7 @@ class Workspace:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._forget()
             self.heap.close()
             self._watchdog.close()
             self.error.close()
@@ -341,3 +352,11 @@ class Workspace:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, kernels: Kernels) -> None:
+    """Close what a workspace had that was dropped. Peers are not waited for: they may still use theirs."""
+    heap.let_go()
+    watchdog.close()
+    error.close()
+    kernels.close()

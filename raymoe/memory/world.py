@@ -13,6 +13,7 @@ gathered them afterwards.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
@@ -26,6 +27,7 @@ from raymoe.memory import cuda_ipc, gpu_memory, host_shm
 from raymoe.memory.board import Board, board_layout
 from raymoe.memory.device_heap import DeviceHeap, Setting, let_go_layout, with_proof
 from raymoe.memory.heap import Layout
+from raymoe.memory.leftovers import Leftovers
 from raymoe.memory.mapped import Heap
 from raymoe.memory.member import Member, Options, check_descriptors, code_hash
 from raymoe.memory.proof import act_together, prove
@@ -67,7 +69,8 @@ class World:
         self._board: Board | None = None
         self._poison: RaymoeError | None = None
         self._closed = False
-        self._workspaces: list[Heap] = []
+        self.leftovers = Leftovers()
+        self._workspaces: weakref.WeakSet[Heap] = weakref.WeakSet()  # whoever drops one lets go of its memory
         self._on_device: list[DeviceHeap] = []
         self._made_on_device = 0
         self._parent = parent
@@ -87,6 +90,10 @@ class World:
         if self._gpu is None or not isinstance(self._gpu.device, gpu_memory.GpuMemory):
             raise ConfigError(f"the GPU of rank {self.rank} asked for; its world is on {self.device}")
         return self._gpu.device.gpu
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def descriptor(self) -> dict[str, object]:
         """Plain values that tell peers who this is and how to reach its memory."""
@@ -147,12 +154,13 @@ class World:
 
         A host heap is what the processors of all ranks see; a device heap, of a GPU world, is what their kernels see.
         """
+        self.leftovers.free()
         if where == "device":
             return self._allocate_on_device(layout, what)
         if where != "host":
             raise ConfigError(f"{what}: memory asked for in {where}; it is in host or device")
         heap = Heap(layout, self.rank, share(self, host_shm, layout, what))
-        self._workspaces.append(heap)
+        self._workspaces.add(heap)
         return heap
 
     def shared(self, kind: Callable[[World], S]) -> S:
@@ -224,8 +232,9 @@ class World:
                 leaving.callback(self._meet_to_close, board)
             for heap in self._on_device:
                 leaving.callback(heap.let_go)
-            for workspace in self._workspaces:
+            for workspace in list(self._workspaces):
                 leaving.callback(workspace.close)
+            leaving.callback(self.leftovers.free)
 
     def __enter__(self) -> Self:
         return self

@@ -59,6 +59,9 @@ class EmulatedWorld:
     heaps: dict[str, tuple[Layout, list[Memory]]]
     """Of all ranks, by what they are for."""
     timeout_s: float = LONG_S
+    name: str = "emulated"
+    leftovers: Any = field(default_factory=mock.MagicMock)
+    """The machine owns what a workspace has, so a dropped one leaves nothing."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property

@@ -1,0 +1,298 @@
+"""An exchange used as it cannot be used: a sentence each time, and afterwards it still works."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+
+from raymoe.exchange.calls import Calls
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.host import HostSlots
+from raymoe.exchange.on_cpu import OnCpu
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.job.errors import ConfigError, PeerTimeout, WiringError
+from raymoe.memory.world import World
+from tests.unit.worlds import close, each, together, wired
+
+T, H, E, K = 4, 16, 4, 2
+SPEC = ExchangeSpec(tokens=T, hidden=H, experts=E, topk=K, dtype="float32", alignment=1)
+BACKENDS = ("host", "collective", "allgather")
+
+
+def tokens(value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.full((3, H), value), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    [made] = wired(1)
+    yield made
+    close([made])
+
+
+class Held:
+    """A backend whose dispatch does not return before it may."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+        self._dispatch = exchange._backend.dispatch
+
+    def dispatch(self, *given: Any) -> Any:
+        self.began.set()
+        assert self.may_end.wait(20)
+        return self._dispatch(*given)
+
+
+@contextmanager
+def in_dispatch(exchange: Exchange) -> Iterator[None]:
+    """While another thread is in a dispatch of this exchange."""
+    held, outcome = Held(exchange), []
+    with mock.patch.object(exchange._backend, "dispatch", held.dispatch):
+        thread = threading.Thread(target=lambda: outcome.extend(together([lambda: exchange.dispatch(*tokens())])))
+        thread.start()
+        assert held.began.wait(20)
+        try:
+            yield
+        finally:
+            held.may_end.set()
+            thread.join(20)
+    assert outcome[0].tokens == 3, outcome
+
+
+def test_simultaneous_calls_are_refused_and_turns_of_threads_are_not(world: World) -> None:
+    with Exchange(world, SPEC) as exchange, Exchange(world, SPEC) as other:
+        got = other.dispatch(*tokens())
+        rows = torch.ones(8, H)
+        with in_dispatch(exchange):
+            for op, call in {
+                "dispatch": lambda: exchange.dispatch(*tokens()),
+                "dispatch_send": lambda: exchange.dispatch_send(*tokens()),
+                "combine": lambda: exchange.combine(rows, got),
+                "check": exchange.check,
+                "close": exchange.close,
+            }.items():
+                with pytest.raises(
+                    ConfigError, match=f"^{op} on rank 0 while dispatch of this exchange has not returned"
+                ):
+                    call()
+            with pytest.raises(
+                ConfigError, match=r"^combine on rank 0 while dispatch of an exchange that shares"
+            ):
+                other.combine(rows, got)
+        assert other.combine(rows, got, weighted=False).eq(2).all()
+        for _ in range(3):  # a thread of its own for each call
+            [mine] = together([lambda: exchange.dispatch(*tokens())])
+            [y] = together([lambda got=mine: exchange.combine(got.x, got)])
+            assert y.eq(2).all()
+
+
+def test_exchanges_of_one_workspace_take_turns_and_those_of_two_do_not(world: World) -> None:
+    """On GPUs, where two threads may each have a workspace."""
+    shared, own = (SimpleNamespace(calls=Calls()) for _ in range(2))
+    made = []
+    for workspace in (shared, shared, own):
+        backend = OnCpu(world, SPEC, HostSlots(world, SPEC))
+        cast(Any, backend).workspace = workspace
+        with mock.patch("raymoe.exchange.exchange.make", lambda *_, backend=backend: backend):
+            made.append(Exchange(world, SPEC))
+    first, second, third = made
+    with in_dispatch(first):
+        with pytest.raises(ConfigError, match="while dispatch of an exchange that shares its memory"):
+            second.dispatch(*tokens())
+        assert third.dispatch(*tokens()).tokens == 3
+    for exchange in made:
+        exchange.close()
+
+
+def test_threads_that_do_not_take_turns_get_errors_and_never_wrong_results(world: World) -> None:
+    with Exchange(world, replace(SPEC, depth=2)) as exchange:
+
+        def run(value: float) -> int:
+            right = 0
+            for _ in range(300):
+                try:
+                    got = exchange.dispatch(*tokens(value))
+                    y = exchange.combine(got.x, got)
+                except ConfigError:
+                    continue  # refused, as it should be
+                assert y.eq(2 * value).all(), y
+                right += 1
+            return right
+
+        outcomes = together([lambda: run(1.0), lambda: run(3.0)])
+        assert all(isinstance(right, int) for right in outcomes), outcomes
+        assert sum(outcomes) > 0
+        assert exchange.combine((got := exchange.dispatch(*tokens())).x, got).eq(2).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_after_the_world_was_closed(backend: str) -> None:
+    [world] = wired(1)
+    exchange = Exchange(world, SPEC, backend)
+    got = exchange.dispatch(*tokens())
+    close([world])
+    for op, call in {
+        "dispatch": lambda: exchange.dispatch(*tokens()),
+        "combine": lambda: exchange.combine(got.x, got),
+        "check": exchange.check,
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{op} on rank 0: its world is closed; make a new world"):
+            call()
+    with pytest.raises(WiringError, match="its world is closed"):
+        Exchange(world, SPEC, backend)
+    exchange.close()
+    with pytest.raises(ConfigError, match="this exchange is closed"):
+        exchange.check()
+    assert got.x[0].eq(1).all()  # what was dispatched stays valid
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_a_later_dispatch_has_overwritten_are_refused(world: World, backend: str) -> None:
+    with Exchange(world, SPEC, backend) as exchange:
+        first, second = exchange.dispatch(*tokens(1.0)), exchange.dispatch(*tokens(5.0))
+        assert first.x.data_ptr() == second.x.data_ptr()
+        says = "a later dispatch has been given since; give each dispatch memory by out=, or .* a depth of more than 1"
+        for rows in (first.x, first.x.view(-1).view(8, H), first.x.detach()):
+            with pytest.raises(ConfigError, match=says):
+                exchange.combine(rows, first)
+        assert exchange.combine(second.x, second).eq(10).all()
+        assert exchange.combine(torch.ones(8, H), first).eq(2).all()  # rows of the caller's own
+        again = exchange.dispatch(*tokens(2.0), out=second.x)  # its memory, given by hand
+        with pytest.raises(ConfigError, match=says):
+            exchange.combine(second.x, second)
+        del second
+        assert exchange.combine(again.x, again).eq(4).all()
+        del again
+        with pytest.raises(ConfigError, match=says):  # whoever had it is gone, its rows are not the first's still
+            exchange.combine(first.x, first)
+
+
+def test_rows_in_memory_of_their_own_outlive_later_dispatches(world: World) -> None:
+    with Exchange(world, replace(SPEC, depth=2)) as two, Exchange(world, replace(SPEC, layout="rank")) as slots:
+        gots = [two.dispatch(*tokens(value)) for value in (1.0, 5.0)]
+        given = two.dispatch(*tokens(7.0), out=torch.empty(8, H))
+        for got, want in zip((*gots, given), (2, 10, 14), strict=True):
+            assert two.combine(got.x, got).eq(want).all()
+        # With layout rank a combine takes rows of the caller's own, so a later dispatch takes nothing away.
+        first = slots.dispatch(*tokens(1.0))
+        assert first.index is not None
+        rows = first.x[first.index]
+        slots.dispatch(*tokens(5.0))
+        assert slots.combine(rows, first).eq(2).all()
+
+
+def mapped(name: str) -> int:
+    return sum(f"memfd:raymoe-{name}" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def make_and_drop(world: World, make: Callable[[World], object]) -> list[str]:
+    """Without the help of the cyclic collector. Gives the warnings."""
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            made = make(world)
+            del made
+        return [str(each.message) for each in told if each.category is ResourceWarning]
+    finally:
+        gc.enable()
+
+
+def used(world: World, backend: str) -> Exchange:
+    exchange = Exchange(world, SPEC, backend)
+    got = exchange.dispatch(*tokens())
+    exchange.combine(got.x, got)
+    with pytest.raises(ConfigError):
+        exchange.combine(got.x[:1], got)
+    return exchange
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_dropped_exchange_lets_go_of_its_memory_at_once(world: World, backend: str) -> None:
+    before = mapped("test")
+    told = make_and_drop(world, lambda world: used(world, backend))
+    assert mapped("test") == before
+    assert told == [
+        f"an exchange ({backend}) of rank 0 of world 'test' was dropped without close(); close it, or use it in a with "
+        "statement"
+    ]
+    assert make_and_drop(world, lambda world: used(world, backend).close()) == []
+
+
+def test_what_was_dispatched_outlives_a_dropped_exchange(world: World) -> None:
+    kept: list[Any] = []
+    make_and_drop(world, lambda world: kept.append(used(world, "host").dispatch(*tokens(3.0))))
+    before = mapped("test")
+    make_and_drop(world, lambda world: kept.append(used(world, "host").dispatch(*tokens(3.0))))
+    assert mapped("test") == before  # rows of layout expert are no slots
+    make_and_drop(
+        world, lambda world: kept.append(Exchange(world, replace(SPEC, layout="rank")).dispatch(*tokens(3.0)))
+    )
+    assert kept[0].x[0].eq(3).all()
+    assert kept[-1].x[kept[-1].index[0]].eq(3).all()
+
+
+def test_a_failed_exchange_that_is_dropped_lets_go_too() -> None:
+    worlds = wired(2, timeout_s=0.2)
+    before = mapped("test")
+
+    def fail(world: World) -> None:
+        exchange = Exchange(world, SPEC, "host")
+        if world.rank == 0:
+            for _ in range(2):
+                with pytest.raises(PeerTimeout):
+                    exchange.dispatch(*tokens())
+
+    def run(world: World) -> None:
+        fail(world)
+
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning):
+            assert each(worlds, run) == [None, None]
+        left = mapped("test") - before
+    finally:
+        gc.enable()
+    assert left == 0
+    close(worlds)
+
+
+def test_a_dropped_exchange_of_a_gpu_is_freed_where_the_device_may_be_touched(world: World) -> None:
+    """Its destructor touches nothing: a graph may be under capture in any thread. What is made or closed next frees."""
+    closed: list[str] = []
+
+    def drop(name: str) -> list[str]:
+        backend = mock.Mock(workspace=SimpleNamespace(calls=Calls()))
+        backend.close.side_effect = lambda **_: closed.append(name)
+        on_gpu = SimpleNamespace(type="cuda")
+        with (
+            mock.patch("raymoe.exchange.exchange.make", lambda *_: backend),
+            mock.patch("raymoe.exchange.exchange.choose", lambda *_: "fused"),
+            mock.patch("raymoe.exchange.exchange.capturing", lambda _: False),
+            mock.patch.object(world, "device", on_gpu),
+        ):
+            return make_and_drop(world, lambda world: Exchange(world, replace(SPEC, layout="rank"), "fused"))
+
+    assert drop("first") == [
+        "an exchange (fused) of rank 0 of world 'test' was dropped without close(); close it, or use it in a with "
+        "statement"
+    ]
+    assert closed == []
+    with Exchange(world, SPEC):
+        assert closed == ["first"]
+    drop("second")
+    assert closed == ["first"]
+    close([world])
+    assert closed == ["first", "second"]
