@@ -55,6 +55,9 @@ class Channels:
         self._held: dict[int, Lane] = {}  # received and not released, the oldest first
         self._batch: Batch | None = None
         self.broken: RaymoeError | None = None
+        name = f"channels by {self.transport} of rank {world.rank} of world {world.name!r}"
+        at_once = world.device.type == "cpu"
+        self._forget = world.leftovers.watch(self, name, self._mover.abandon, at_once=at_once)
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +140,7 @@ class Channels:
     def close(self) -> None:
         mover, self._mover = self._mover, None
         if mover is not None:
+            self._forget()
             mover.close()
 
     def _add(self, batch: Batch) -> None:
@@ -186,6 +190,8 @@ class Channels:
     def _open(self) -> Mover:
         if self._mover is None:
             raise ConfigError("these channels are closed; make new ones")
+        if self.world.closed:
+            raise ConfigError("the world of these channels is closed; make a new world and channels")
         return self._mover
 
     def _flat(self, message: torch.Tensor) -> torch.Tensor:

@@ -95,3 +95,7 @@ class Enqueuing(ABC):
         """Wait for the GPU, whose waits are all bounded, then let go."""
         self.world.gpu.synchronise()
         self.lanes.close()
+
+    def abandon(self) -> None:
+        """The same: no order of closing is asked for."""
+        self.close()

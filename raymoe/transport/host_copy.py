@@ -56,6 +56,8 @@ class HostMover:
     def close(self) -> None:
         self._heap.close()
 
+    abandon = close
+
     def _send(self, lane: Lane, message: torch.Tensor) -> None:
         sent = self._messages_sent.get(lane.number, 0)
         words = self._taken[lane.source]

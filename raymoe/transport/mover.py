@@ -49,6 +49,9 @@ class Mover(Protocol):
 
     def close(self) -> None: ...
 
+    def abandon(self) -> None:
+        """As `close`, alone: the other ranks may not close theirs now."""
+
 
 def turn_of(lane: Lane, rank: int, size: int) -> int:
     """When the peer of a lane has its turn: every rank begins with the one behind it.

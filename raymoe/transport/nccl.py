@@ -103,6 +103,11 @@ class NcclMover:
         if self._owned is not None:
             self._owned.close()
 
+    def abandon(self) -> None:
+        if self._owned is not None:
+            self._owned.abort()  # to end it in peace all ranks would have to meet
+        self.close()
+
     def _to_self(self, messages: list[torch.Tensor], slots: list[torch.Tensor]) -> None:
         """NCCL pairs a rank's messages to itself inside one group only; a plain copy does, where both ends are here."""
         if len(messages) != len(slots):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -123,3 +126,31 @@ def silent(world: World) -> str:
 def test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use(two: list[World]) -> None:
     said, _ = each(two, silent)
     assert "expected 1, seen 0" in said
+
+
+def mapped() -> int:
+    return sum("memfd:raymoe-test-channels" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_dropped_channels_let_go_at_once_and_tell(two: list[World]) -> None:
+    def drop(world: World) -> None:
+        channels = Channels(world, ChannelSpec(((0, 1), (1, 0)), shape=(8,)))
+        channels.send(1 - world.rank, torch.full((8,), world.rank, dtype=torch.uint8))
+        assert channels.receive(1 - world.rank).eq(1 - world.rank).all()
+
+    gc.disable()
+    try:
+        with pytest.warns(ResourceWarning, match=r"channels by host of rank"):
+            assert each(two, drop) == [None, None]
+        assert mapped() == 0
+    finally:
+        gc.enable()
+
+
+def test_channels_of_a_closed_world() -> None:
+    [world] = wired(1)
+    channels = Channels(world, ChannelSpec(((0, 0),), shape=(8,)))
+    close([world])
+    with pytest.raises(ConfigError, match="the world of these channels is closed"):
+        channels.send(0, torch.zeros(8, dtype=torch.uint8))
+    channels.close()

@@ -86,9 +86,7 @@ def test_simultaneous_calls_are_refused_and_turns_of_threads_are_not(world: Worl
                     ConfigError, match=f"^{op} on rank 0 while dispatch of this exchange has not returned"
                 ):
                     call()
-            with pytest.raises(
-                ConfigError, match=r"^combine on rank 0 while dispatch of an exchange that shares"
-            ):
+            with pytest.raises(ConfigError, match=r"^combine on rank 0 while dispatch of an exchange that shares"):
                 other.combine(rows, got)
         assert other.combine(rows, got, weighted=False).eq(2).all()
         for _ in range(3):  # a thread of its own for each call
