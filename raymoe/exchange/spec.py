@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raymoe.job.errors import ConfigError
+from raymoe.job.limits import MOST_ALIGNMENT, MOST_EXPERTS, MOST_HIDDEN, MOST_ROWS, MOST_TOKENS, MOST_TOPK
 from raymoe.memory.heap import ITEM_BYTES, round_up
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -19,7 +20,13 @@ FP8_BLOCK = 128
 """Elements of a row that share one float32 scale."""
 
 _ROW_BYTES = 16  # rows move in pieces of 16 bytes
-_MAX_ROWS = 2**31 - 1  # offsets are int32
+_MOST = {
+    "tokens": MOST_TOKENS,
+    "hidden": MOST_HIDDEN,
+    "experts": MOST_EXPERTS,
+    "topk": MOST_TOPK,
+    "alignment": MOST_ALIGNMENT,
+}
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,12 @@ class ExchangeSpec:
     transport: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "hidden", "experts", "topk", "alignment"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
+            if value > most:
+                raise ConfigError(f"{name} is {value}; at most {most} is carried")
         choices = {"dtype": DTYPES, "layout": LAYOUTS, "padding": PADDINGS, "output": OUTPUTS}
         choices["transport"] = TRANSPORTS
         for name, known in choices.items():
@@ -79,8 +88,8 @@ class ExchangeSpec:
             raise ConfigError(
                 f"a row of {self.hidden} {self.dtype} is {self.row_bytes} bytes; a multiple of {_ROW_BYTES} is needed"
             )
-        if self.capacity != "worst" and (type(self.capacity) is not int or self.capacity < 1):
-            raise ConfigError(f"capacity is {self.capacity!r}; it is 'worst' or a number of rows, at least 1")
+        if self.capacity != "worst" and (type(self.capacity) is not int or not 1 <= self.capacity <= MOST_ROWS):
+            raise ConfigError(f"capacity is {self.capacity!r}; it is 'worst' or a number of rows, 1 to {MOST_ROWS}")
 
     @property
     def row_bytes(self) -> int:
@@ -141,8 +150,12 @@ class ExchangeSpec:
         """Refuse a world that this spec cannot be spread over."""
         if self.experts % ranks:
             raise ConfigError(f"{self.experts} experts on {ranks} ranks; every rank holds the same number of them")
-        if self.rows(ranks) > _MAX_ROWS:
-            raise ConfigError(f"{self.rows(ranks)} rows on a rank; {_MAX_ROWS} is the most that int32 offsets can name")
+        # Also where the capacity is a number: offsets are counted before they are compared with it.
+        if (worst := self._worst(ranks)) > MOST_ROWS:
+            raise ConfigError(
+                f"up to {worst} rows on a rank, gaps included; {MOST_ROWS} is the most that int32 offsets can name: take "
+                "fewer tokens, ranks or topk, or a smaller alignment"
+            )
 
     def local_experts(self, ranks: int) -> int:
         return self.experts // ranks
@@ -150,8 +163,9 @@ class ExchangeSpec:
     def rows(self, ranks: int) -> int:
         """C, the rows of `x`. At worst all experts of all tokens are here (a token may name one expert several times),
         and every expert begins just behind a multiple of `alignment`."""
-        if isinstance(self.capacity, int):
-            return self.capacity
+        return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
+
+    def _worst(self, ranks: int) -> int:
         gaps = self.local_experts(ranks) * (self.alignment - 1)
         return round_up(ranks * self.tokens * self.topk + gaps, self.alignment)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
+from raymoe.job.limits import MOST_ROWS
 from raymoe.job.sections import OtherSystem
 from raymoe.job.units import DTYPE_BYTES
 
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from raymoe.job.model import Job
 
 _ROW_BYTES = 16  # rows move in pieces of 16 bytes
-_MAX_ROWS = 2**31 - 1  # offsets of rows are int32
 
 MOE = ("exchange", "overlap", "layer")
 ON_GPUS = ("exchange", "overlap")
@@ -90,9 +90,10 @@ def _rows_are_whole(job: Job) -> tuple[str, str] | None:
 def _rows_can_be_counted(job: Job) -> tuple[str, str] | None:
     rows = job.world.ranks * job.shape.tokens * job.shape.topk
     rows += job.shape.experts // job.world.ranks * (job.exchange.alignment - 1)
-    if rows <= _MAX_ROWS:
+    rows = -(-rows // job.exchange.alignment) * job.exchange.alignment
+    if rows <= MOST_ROWS:
         return None
-    return f"up to {rows} rows on a rank, offsets count to {_MAX_ROWS}", "fewer tokens, ranks or topk"
+    return f"up to {rows} rows on a rank, offsets count to {MOST_ROWS}", "fewer tokens, ranks or topk"
 
 
 def _capacity_can_do(job: Job) -> tuple[str, str] | None:

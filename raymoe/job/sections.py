@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from raymoe.job.limits import MOST_ALIGNMENT, MOST_EXPERTS, MOST_HIDDEN, MOST_ROWS, MOST_TOKENS, MOST_TOPK
 from raymoe.job.units import SIZE_PATTERN, parse_size
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -27,7 +28,7 @@ def _auto_or_boolean(value: Any) -> Any:
 
 
 def _rows_or_worst(value: Any) -> Any:
-    if value == "worst" or (type(value) is int and 1 <= value < 2**31):
+    if value == "worst" or (type(value) is int and 1 <= value <= MOST_ROWS):
         return value
     raise PydanticCustomError("capacity", "not worst, nor a number of rows from 1 to 2147483647")
 
@@ -93,13 +94,13 @@ class World(Section):
 
 
 class Shape(Section):
-    tokens: int = Field(default=512, ge=1, le=2**24)
+    tokens: int = Field(default=512, ge=1, le=MOST_TOKENS)
     """T, tokens a rank."""
-    hidden: int = Field(default=1024, ge=1, le=2**20)
+    hidden: int = Field(default=1024, ge=1, le=MOST_HIDDEN)
     """H, elements of a token's row."""
-    experts: int = Field(default=32, ge=1, le=2**16)
+    experts: int = Field(default=32, ge=1, le=MOST_EXPERTS)
     """E, experts of all ranks together."""
-    topk: int = Field(default=4, ge=1, le=256)
+    topk: int = Field(default=4, ge=1, le=MOST_TOPK)
     """K, experts that a token goes to."""
     ffn: int = Field(default=512, ge=1, le=2**20)
     """Inner size of an expert; the layer workload alone has experts."""
@@ -143,7 +144,7 @@ class Exchange(Section):
     to every rank and keeps no SM busy meanwhile."""
     layout: Literal["expert", "rank"] = "expert"
     """Order of received rows: by expert, or as they came from each rank."""
-    alignment: int = Field(default=16, ge=1, le=65536)
+    alignment: int = Field(default=16, ge=1, le=MOST_ALIGNMENT)
     """Each expert's rows start at a multiple of this."""
     padding: Literal["any", "zero"] = "any"
     """What the gaps between experts hold."""

@@ -16,6 +16,7 @@ from raymoe.exchange.sending import Sending
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.summing import RowSums
 from raymoe.job.errors import ConfigError
+from raymoe.job.model import Job
 
 
 @st.composite
@@ -150,7 +151,13 @@ def test_the_worst_capacity_holds_the_worst(T: int, L: int, K: int, R: int, alig
         ({"depth": -1}, "depth is -1"),
         ({"capacity": "best"}, "capacity is 'best'"),
         ({"capacity": 0}, "capacity is 0"),
+        ({"capacity": 2**31}, "capacity is 2147483648; it is 'worst' or a number of rows, 1 to 2147483647"),
         ({"alignment": -4}, "alignment is -4"),
+        ({"alignment": 1 << 30, "capacity": 64}, "alignment is 1073741824; at most 65536 is carried"),
+        ({"tokens": 2**24 + 1}, "tokens is 16777217; at most 16777216 is carried"),
+        ({"hidden": 2**20 + 8}, "hidden is 1048584; at most 1048576 is carried"),
+        ({"experts": 2**16 + 1}, "experts is 65537; at most 65536 is carried"),
+        ({"experts": 512, "topk": 257}, "topk is 257; at most 256 is carried"),
     ],
 )
 def test_specs_that_cannot_be(change: dict, says: str) -> None:
@@ -162,5 +169,21 @@ def test_a_spec_and_its_world() -> None:
     ExchangeSpec(tokens=4, hidden=16, experts=8, topk=2).check(4)
     with pytest.raises(ConfigError, match="8 experts on 3 ranks"):
         ExchangeSpec(tokens=4, hidden=16, experts=8, topk=2).check(3)
+    with pytest.raises(ConfigError, match="2147483648 rows on a rank, gaps included; 2147483647 is the most"):
+        ExchangeSpec(tokens=2**24, hidden=16, experts=32, topk=32, alignment=1).check(4)
+    # However few rows there is room for: their offsets wrap before they are compared with that.
     with pytest.raises(ConfigError, match="int32 offsets"):
-        ExchangeSpec(tokens=2**28, hidden=16, experts=8, topk=8).check(4)
+        ExchangeSpec(tokens=4, hidden=16, experts=2**16, topk=2, alignment=2**16, capacity=64).check(1)
+
+
+def test_a_job_and_the_library_have_the_same_bounds() -> None:
+    schema = Job.model_json_schema()["$defs"]
+    bounds = {
+        **{name: schema["Shape"]["properties"][name]["maximum"] for name in ("tokens", "hidden", "experts", "topk")},
+        "alignment": schema["Exchange"]["properties"]["alignment"]["maximum"],
+    }
+    fits = {"tokens": 8, "hidden": 64, "experts": 512, "topk": 8, "alignment": 16}
+    for name, most in bounds.items():
+        ExchangeSpec(**(fits | ({"experts": most} if name == "topk" else {}) | {name: most}))
+        with pytest.raises(ConfigError, match=f"{name} is {2 * most}; at most {most}"):
+            ExchangeSpec(**(fits | {name: 2 * most}))
