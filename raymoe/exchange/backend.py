@@ -10,7 +10,7 @@ import torch
 from raymoe.exchange.dispatched import Dispatched
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Tokens:
     """What one rank hands over to a dispatch: on its world's device, of the spec's dtypes and shapes, contiguous."""
 
@@ -72,7 +72,7 @@ class InHalves(Protocol):
         """Wait for the ranks' sums and add them up."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sent:
     """A combine whose sums are on their way."""
 

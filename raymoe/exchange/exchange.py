@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -16,7 +16,7 @@ from raymoe.device.driver import CaptureError
 from raymoe.exchange.arguments import Arguments, capturing
 from raymoe.exchange.backend import InHalves, Sent, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
-from raymoe.exchange.choice import Wish, choose, make
+from raymoe.exchange.choice import KERNEL_BACKENDS, Wish, choose, make
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError, DataRefused, RaymoeError
@@ -61,12 +61,17 @@ class Exchange:
         self.backend = choose(world, spec, wish)
         self._arguments = Arguments(spec, world.size, world.device)
         self._backend = make(self.backend, world, spec, wish)
+        # Kernels take addresses, which have no gradients; tensor operations of the other backends would record theirs.
+        self._gradients: AbstractContextManager[object] = nullcontext()
+        if self.backend not in KERNEL_BACKENDS:
+            self._gradients = torch.no_grad()
         self._own = _own_rows(world, spec)
         # Whose rows each block of the exchange's own memory holds: that of the last dispatch that was given it.
         self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
         self._kept: list[object] = []
         self._poison: RaymoeError | None = None
+        self._poisoning = _Poisoning(self)
         self._dispatched: Dispatched | None = None
         self._sent: Sent | None = None
         self._closed = False
@@ -87,7 +92,6 @@ class Exchange:
         return self._backend.sms
 
     @one_at_a_time
-    @torch.no_grad()
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -106,7 +110,6 @@ class Exchange:
         return self._dispatch(self._backend.dispatch, tokens, out)
 
     @one_at_a_time
-    @torch.no_grad()
     def combine(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool = True, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -115,7 +118,6 @@ class Exchange:
         return self._combine(self._backend.combine, rows, got, weighted, out).y
 
     @one_at_a_time
-    @torch.no_grad()
     def dispatch_send(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -132,17 +134,15 @@ class Exchange:
         return self._dispatched
 
     @one_at_a_time
-    @torch.no_grad()
     def dispatch_receive(self, got: Dispatched) -> Dispatched:
         """The second half: wait for the rows, on the device, and put them where they belong. Gives `got`."""
         halves = self._halves("dispatch_receive", got)
-        self._dispatched = None
-        with self._poisoning():
+        with self._poisoning:
             halves.dispatch_receive(got)
+        self._dispatched = None
         return got
 
     @one_at_a_time
-    @torch.no_grad()
     def combine_send(
         self, rows: torch.Tensor, got: Dispatched, weighted: bool = True, out: torch.Tensor | None = None
     ) -> Sent:
@@ -151,13 +151,12 @@ class Exchange:
         return self._sent
 
     @one_at_a_time
-    @torch.no_grad()
     def combine_receive(self, sent: Sent) -> torch.Tensor:
         """The second half: wait for the ranks' sums, on the device, and add them up. Gives y."""
         halves = self._halves("combine_receive", sent)
-        self._sent = None
-        with self._poisoning():
+        with self._poisoning:
             halves.combine_receive(sent.rows, sent.got, sent.weighted, sent.y)
+        self._sent = None
         return sent.y
 
     @one_at_a_time
@@ -166,7 +165,7 @@ class Exchange:
         if capturing(self.world.device):
             raise CaptureError("check waits for the device, which a capture cannot; call it after the replay")
         self._ready("check")
-        with self._poisoning():
+        with self._poisoning:
             self._backend.check()
 
     @one_at_a_time
@@ -190,7 +189,7 @@ class Exchange:
         self, call: Callable[[Tokens, torch.Tensor | None], Dispatched], tokens: Tokens, out: torch.Tensor | None
     ) -> Dispatched:
         into = self._own_turn() if out is None else self._arguments.given(out)
-        with self._poisoning():
+        with self._poisoning, self._gradients:
             got = call(tokens, into)
         self._hold(got)
         self._keep_if_captured(tokens, got)
@@ -212,7 +211,7 @@ class Exchange:
             y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
         else:
             y = self._arguments.given_home(out, got.tokens)
-        with self._poisoning():
+        with self._poisoning, self._gradients:
             call(rows, got, weighted, y)
         self._keep_if_captured(rows, got, y)
         return Sent(rows, got, weighted, y)
@@ -255,25 +254,11 @@ class Exchange:
         if pending is not begun:
             what = f"{kind}_send has been called" if begun is None else f"that is not what the last {kind}_send gave"
             raise ConfigError(f"{op} on rank {self.world.rank}: {what}; {kind}_receive of it comes next")
-        if capturing(self.world.device) and not self._backend.capturable:
+        if not self._backend.capturable and capturing(self.world.device):
             raise ConfigError(
                 f"{op} by {self.backend} cannot be captured, because it waits for the device to learn how many rows go "
                 "where; call it eagerly, or take fused or staged"
             )
-
-    @contextmanager
-    def _poisoning(self) -> Iterator[None]:
-        """Whatever ends an operation early leaves peers in the middle of it: this rank must not write to them again."""
-        try:
-            yield
-        except _HARMLESS:
-            raise
-        except RaymoeError as error:
-            self._poison = copy.copy(error)  # without its traceback, which refers to this exchange
-            raise
-        except BaseException as error:
-            self._poison = RaymoeError(f"this exchange is unusable: {type(error).__name__} ended an operation early")
-            raise
 
     def _own_turn(self) -> torch.Tensor | None:
         """Memory of the exchange's own for the rows of this dispatch; None where rows stay in their slots."""
@@ -283,6 +268,31 @@ class Exchange:
             raise ConfigError("dispatch without out; this exchange has depth 0, so each dispatch is given memory")
         self._turn = (self._turn + 1) % len(self._own)
         return self._own[self._turn]
+
+
+class _Poisoning:
+    """Whatever ends an operation early leaves peers in the middle of it: this rank must not write to them again.
+
+    A class, and one object for all calls of an exchange: a generator costs a microsecond a call.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = weakref.ref(exchange)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        exchange = self._exchange()
+        if error is None or exchange is None or isinstance(error, _HARMLESS):
+            return
+        if isinstance(error, RaymoeError):
+            exchange._poison = copy.copy(error)  # without its traceback, which refers to the exchange
+        else:
+            what = f"{type(error).__name__} ended an operation early"
+            exchange._poison = RaymoeError(f"this exchange is unusable: {what}")
 
 
 def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:

@@ -153,8 +153,8 @@ class ExchangeSpec:
         # Also where the capacity is a number: offsets are counted before they are compared with it.
         if (worst := self._worst(ranks)) > MOST_ROWS:
             raise ConfigError(
-                f"up to {worst} rows on a rank, gaps included; {MOST_ROWS} is the most that int32 offsets can name: take "
-                "fewer tokens, ranks or topk, or a smaller alignment"
+                f"up to {worst} rows on a rank, gaps included; {MOST_ROWS} is the most that int32 offsets can name: "
+                "take fewer tokens, ranks or topk, or a smaller alignment"
             )
 
     def local_experts(self, ranks: int) -> int:
