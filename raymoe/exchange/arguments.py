@@ -1,6 +1,12 @@
-"""Arguments of dispatch and combine, checked before anything is sent: a peer must never learn of a caller's mistake."""
+"""Arguments of dispatch and combine, checked before anything is sent: a peer must never learn of a caller's mistake.
+
+A tensor that is as it should be passes one short test. What fails it is looked at again, to say why.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,6 +16,8 @@ from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
 
 _GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of so many
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_torch: Any = torch._C  # the stubs leave these out
 
 
 def capturing(device: torch.device) -> bool:
@@ -17,27 +25,80 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def refuse_tracing(op: str) -> None:
+    """Raise where operations of torch are not carried out as they stand. An exchange has memory of its own, which other
+    ranks write to: it cannot be transformed or traced."""
+    if _torch._functorch.peek_interpreter_stack() is not None:
+        raise ConfigError(
+            f"{op} inside torch.vmap or a transform of torch.func, which it has no rule for; call it outside"
+        )
+    if _torch._len_torch_dispatch_stack() and _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.FAKE) is not None:
+        raise ConfigError(f"{op} under FakeTensorMode, where nothing is computed; call it outside of the mode")
+
+
+@dataclass(frozen=True)
+class Form:
+    """What one argument must be: [rows, columns] of one of these dtypes, at a multiple of `step` bytes."""
+
+    name: str
+    columns: int
+    dtypes: tuple[torch.dtype, ...]
+    step: int = 1
+
+    def fits(self, tensor: object, rows: int | None, device: torch.device) -> bool:
+        """Whether a tensor, of any number of rows where none is given, is good as it stands."""
+        if type(tensor) not in _PLAIN:
+            return False
+        assert isinstance(tensor, torch.Tensor)
+        try:
+            shape = tensor.shape
+            return (
+                len(shape) == 2
+                and shape[1] == self.columns
+                and (rows is None or shape[0] == rows)
+                and tensor.dtype in self.dtypes
+                and tensor.device == device
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+                and self._has_memory(tensor.data_ptr(), shape[0])
+            )
+        except RuntimeError:  # it has no strides or no memory, which is told in detail
+            return False
+
+    def _has_memory(self, address: int, rows: int) -> bool:
+        return (address != 0 and address % self.step == 0) or rows == 0
+
+
 class Arguments:
     """What the tensors of one exchange must be."""
 
     def __init__(self, spec: ExchangeSpec, ranks: int, device: torch.device) -> None:
         self._spec, self._device, self._capacity = spec, device, spec.rows(ranks)
-        self._dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._output: torch.dtype = getattr(torch, spec.output_dtype)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        output: torch.dtype = getattr(torch, spec.output_dtype)
+        step, H, K = _GPU_ALIGNMENT if device.type == "cuda" else 1, spec.hidden, spec.topk
+        self._x = Form("x", H, (dtype,), step)
+        self._x_values = Form("x", H, (torch.float8_e4m3fn,), step)
+        self._scales = Form("scales", spec.scales, (torch.float32,))
+        self._ids = Form("topk_idx", K, (torch.int32, torch.int64))
+        self._weights = Form("topk_weights", K, (torch.float32,))
+        self._out = Form("out", H, (output,), step)
+        self._rows = Form("rows", H, (dtype,), step)
+        self._y = Form("out", H, (dtype,), step)
 
     def dispatch(
         self, x: object, topk_idx: object, topk_weights: object, num_tokens: int | torch.Tensor | None
     ) -> Tokens:
-        spec = self._spec
+        refuse_tracing("dispatch")
         x, scales = self._quantised(x)
-        rows = self._rows("x", x, None, self._dtype if scales is None else torch.float8_e4m3fn)
-        if len(rows) > spec.tokens:
-            raise ConfigError(f"x has {len(rows)} rows; this exchange was made for at most {spec.tokens} tokens a rank")
-        ids = self._tensor("topk_idx", topk_idx, (len(rows), spec.topk), torch.int32, torch.int64)
-        weights = self._tensor("topk_weights", topk_weights, (len(rows), spec.topk), torch.float32)
+        rows = self._tensor(self._x if scales is None else self._x_values, x, None)
+        n = rows.shape[0]
+        if n > self._spec.tokens:
+            raise ConfigError(f"x has {n} rows; this exchange was made for at most {self._spec.tokens} tokens a rank")
+        ids, weights = self._tensor(self._ids, topk_idx, n), self._tensor(self._weights, topk_weights, n)
         if scales is not None:
-            scales = self._tensor("scales", scales, (len(rows), spec.scales), torch.float32).detach()
-        return Tokens(rows.detach(), ids, weights.detach(), self._count(num_tokens, len(rows)), scales)
+            scales = _detached(self._tensor(self._scales, scales, n))
+        return Tokens(_detached(rows), ids, _detached(weights), self._count(num_tokens, n), scales)
 
     def _quantised(self, x: object) -> tuple[object, object | None]:
         """A pair of values and scales, taken apart; anything else has no scales."""
@@ -60,28 +121,29 @@ class Arguments:
         """Memory that the caller gives for dispatched rows."""
         if self._spec.layout == "rank":
             raise ConfigError("out was given with layout rank, where rows stay in the slots that they came in")
-        return self._writable(out, self._capacity, self._output)
+        return self._writable(self._out, out, self._capacity)
 
     def given_home(self, out: object, tokens: int) -> torch.Tensor:
         """Memory that the caller gives for y."""
-        return self._writable(out, tokens, self._dtype)
+        return self._writable(self._y, out, tokens)
 
     def combine(self, rows: object, got: object, owner: object) -> torch.Tensor:
+        refuse_tracing("combine")
         if not isinstance(got, Dispatched):
             raise ConfigError(f"got is a {type(got).__name__}; combine takes what dispatch gave")
         if got._owner is not owner:
             raise ConfigError("got comes from another exchange; combine takes what this exchange's dispatch gave")
-        return self._rows("rows", rows, self._capacity, self._dtype).detach()
+        return _detached(self._tensor(self._rows, rows, self._capacity))
 
     def _count(self, num_tokens: int | torch.Tensor | None, rows: int) -> torch.Tensor | None:
         """On CPUs the number is looked at; on a GPU that would mean to wait for it, and the backend looks there."""
         if num_tokens is None:
             return None
         if isinstance(num_tokens, torch.Tensor):
-            self._tensor("num_tokens", num_tokens, (1,), torch.int32)
+            count = _explained("num_tokens", num_tokens, (1,), (torch.int32,), self._device)
             if self._device.type == "cpu":
-                _check_count(int(num_tokens.item()), rows)
-            return num_tokens
+                _check_count(int(count.item()), rows)
+            return count
         _check_count(num_tokens, rows)
         if capturing(self._device):
             raise ConfigError(
@@ -90,36 +152,98 @@ class Arguments:
             )
         return torch.full((1,), num_tokens, dtype=torch.int32, device=self._device)
 
-    def _writable(self, out: object, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self._rows("out", out, rows, dtype)
+    def _writable(self, form: Form, out: object, rows: int) -> torch.Tensor:
+        tensor = self._tensor(form, out, rows)
         if tensor.requires_grad:
             raise ConfigError("out requires grad; memory to be written over cannot")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ConfigError(
+                "out was made in inference mode, outside of which torch does not write to it; call .clone()"
+            )
         return tensor
 
-    def _rows(self, name: str, tensor: object, rows: int | None, dtype: torch.dtype) -> torch.Tensor:
-        found = self._tensor(name, tensor, (rows, self._spec.hidden), dtype)
-        if self._device.type == "cuda" and (behind := found.data_ptr() % _GPU_ALIGNMENT):
+    def _tensor(self, form: Form, tensor: object, rows: int | None) -> torch.Tensor:
+        """The argument, if it is as it must be; of a subclass, the plain tensor."""
+        if form.fits(tensor, rows, self._device):
+            assert isinstance(tensor, torch.Tensor)
+            return tensor
+        found = _explained(form.name, tensor, (rows, form.columns), form.dtypes, self._device)
+        if behind := found.data_ptr() % form.step:
             raise ConfigError(
-                f"{name} begins {behind} bytes behind a multiple of {_GPU_ALIGNMENT}; rows on GPUs move in pieces of "
-                f"{_GPU_ALIGNMENT} bytes: call .clone()"
+                f"{form.name} begins {behind} bytes behind a multiple of {form.step}; rows on GPUs move in pieces of "
+                f"{form.step} bytes: call .clone()"
             )
         return found
 
-    def _tensor(self, name: str, tensor: object, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor on this world's device, of this shape (None: any) and one of these dtypes."""
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
-        if tensor.device != self._device:
-            raise ConfigError(f"{name} is on {tensor.device}; this world's ranks are on {self._device}")
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """What is kept of a dispatch keeps no graph of autograd alive."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _explained(
+    name: str,
+    tensor: object,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> torch.Tensor:
+    """Say why this is no contiguous tensor on this device, of this shape (None: any) and one of these dtypes.
+
+    A tensor of a subclass may be one all the same: then it is given as a plain tensor.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
+    with _torch.DisableTorchFunctionSubclass():
+        if reason := _no_tensor_of_its_own(tensor):
+            raise ConfigError(f"{name} {reason}")
+        if tensor.device != device:
+            raise ConfigError(f"{name} is on {tensor.device}; this world's ranks are on {device}")
         if tensor.dtype not in dtypes:
             raise ConfigError(f"{name} is {tensor.dtype}; {' or '.join(str(dtype) for dtype in dtypes)} is needed")
+        if reason := _not_dense(tensor):
+            raise ConfigError(f"{name} {reason}")
         found = tuple(tensor.shape)
         if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
             wanted = ", ".join("any" if want is None else str(want) for want in shape)
             raise ConfigError(f"{name} has shape {list(found)}; [{wanted}] is needed")
         if not tensor.is_contiguous():
             raise ConfigError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous()")
-        return tensor
+        if tensor.numel() and not tensor.data_ptr():
+            raise ConfigError(
+                f"{name} has no memory, its storage was freed or was never there; give one that has values"
+            )
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _no_tensor_of_its_own(tensor: torch.Tensor) -> str | None:
+    """Why a tensor stands for something else, and what to do; None where it does not."""
+    kind = type(tensor).__name__
+    if _torch._functorch.is_functorch_wrapped_tensor(tensor):
+        return "belongs to torch.vmap or a transform of torch.func, which an exchange has no rule for; call it outside"
+    if torch._is_functional_tensor(tensor):
+        return "is being traced, and has no memory; an exchange cannot be traced: call it outside"
+    if tensor.is_nested:
+        return "is a nested tensor; rows of one length are needed: call .to_padded_tensor(), or give .values()"
+    if _torch._dispatch_keys(tensor).has(_torch.DispatchKey.Python):
+        if kind == "FakeTensor":
+            return "is a FakeTensor, which has no values; an exchange cannot be traced: call it with real tensors"
+        inner = ".to_local()" if hasattr(tensor, "to_local") else "the tensor that it wraps"
+        return f"is a {kind}, a subclass of Tensor without memory of its own; give {inner}"
+    return None
+
+
+def _not_dense(tensor: torch.Tensor) -> str | None:
+    """Why a tensor's memory does not hold its elements one after another, and what to do."""
+    if tensor.layout != torch.strided:
+        return f"has layout {tensor.layout}; a dense tensor is needed: call .to_dense()"
+    if tensor.is_neg():
+        return "is a negative view, whose memory holds the negated values; call .resolve_neg()"
+    if tensor.is_conj():
+        return "is a conjugate view, whose memory holds the conjugated values; call .resolve_conj()"
+    if tensor._is_zerotensor():
+        return "is a tensor of zeros without memory; make it by torch.zeros"
+    return None
 
 
 def _check_count(num_tokens: object, rows: int) -> None:

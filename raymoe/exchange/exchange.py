@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from raymoe.device.driver import CaptureError
-from raymoe.exchange.arguments import Arguments, capturing
+from raymoe.exchange.arguments import Arguments, capturing, refuse_tracing
 from raymoe.exchange.backend import InHalves, Sent, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import KERNEL_BACKENDS, Wish, choose, make
@@ -44,6 +44,7 @@ class Exchange:
     in two streams, need numbers that are together no more than there are: their kernels wait for those of other ranks.
     """
 
+    @torch.inference_mode(False)  # memory that is made in inference mode could not be written to outside of it
     def __init__(
         self,
         world: World,
@@ -55,6 +56,7 @@ class Exchange:
     ) -> None:
         if capturing(world.device):
             raise CaptureError("an exchange was to be made inside a capture; make it before, its calls can be captured")
+        refuse_tracing("making an exchange")
         self.world, self.spec = world, spec
         world.leftovers.free()
         wish = Wish(backend, workspace, sms)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.choice import Facts, refusal
@@ -62,6 +63,146 @@ def test_dispatch(exchange: Exchange, change: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         exchange.dispatch(**(arguments() | change))
     exchange.dispatch(**arguments())  # nothing was sent, nothing is broken
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that has no memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+class Named(torch.Tensor):
+    """A subclass with memory, which answers questions in its own way."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+def fake(*shape: int) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(shape)
+
+
+def freed(*shape: int) -> torch.Tensor:
+    made = torch.ones(shape)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+def leaked(*shape: int) -> torch.Tensor:
+    """A tensor of vmap that outlives it."""
+    kept: list[torch.Tensor] = []
+    torch.vmap(lambda each: (kept.append(each), each)[1])(torch.ones(2, *shape))
+    return kept[0]
+
+
+IMPURE: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "negative": (lambda *shape: torch._neg_view(torch.ones(shape)), r"is a negative view, .*; call \.resolve_neg\(\)"),
+    "conjugate": (lambda *shape: torch.ones(shape, dtype=torch.complex64).conj(), r"is torch\.complex64"),
+    "sparse": (lambda *shape: torch.ones(shape).to_sparse(), r"has layout torch\.sparse_coo; .* \.to_dense\(\)"),
+    "mkldnn": (lambda *shape: torch.ones(shape).to_mkldnn(), r"has layout torch\._mkldnn; .* \.to_dense\(\)"),
+    "quantised": (
+        lambda *shape: torch._empty_affine_quantized(shape, scale=1.0, dtype=torch.qint8),
+        r"is torch\.qint8",
+    ),
+    "meta": (lambda *shape: torch.ones(shape, device="meta"), "is on meta; this world's ranks are on cpu"),
+    "fake": (fake, "is a FakeTensor, which has no values"),
+    "vmap": (leaked, r"belongs to torch\.vmap or a transform of torch\.func"),
+    "functional": (lambda *shape: torch._to_functional_tensor(torch.ones(shape)), "is being traced"),
+    "wrapper": (lambda *shape: Wrapper(torch.ones(shape)), "is a Wrapper, a subclass of Tensor without memory"),
+    "zeros": (torch._efficientzerotensor, "is a tensor of zeros without memory"),
+    "freed": (freed, "has no memory, its storage was freed"),
+    "nested": (lambda *shape: torch.nested.nested_tensor([torch.ones(shape)]), "is a nested tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
+@pytest.mark.parametrize("kind", IMPURE)
+def test_tensors_that_are_not_plain_memory(exchange: Exchange, kind: str) -> None:
+    make, says = IMPURE[kind]
+    got, rows = exchange.dispatch(**arguments()), torch.ones(8, H)
+    for name, shape in {"x": (3, H), "topk_weights": (3, K), "out": (8, H)}.items():
+        with pytest.raises(ConfigError, match=f"^{name} {says}"):
+            exchange.dispatch(**(arguments() | {name: make(*shape)}))
+    with pytest.raises(ConfigError, match=f"^rows {says}"):
+        exchange.combine(make(8, H), got)
+    with pytest.raises(ConfigError, match=f"^out {says}"):
+        exchange.combine(rows, got, out=make(3, H))
+    assert exchange.combine(rows, got, weighted=False).eq(2).all()  # nothing was sent, nothing is broken
+
+
+def test_whole_numbers_that_are_not_plain_memory(exchange: Exchange) -> None:
+    ids, one = torch.zeros(3, K, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ConfigError, match=r"^topk_idx has layout torch\.sparse_coo"):
+        exchange.dispatch(**(arguments() | {"topk_idx": ids.to_sparse()}))
+    with pytest.raises(ConfigError, match=r"^topk_idx is a Wrapper"):
+        exchange.dispatch(**(arguments() | {"topk_idx": Wrapper(ids)}))
+    with pytest.raises(ConfigError, match=r"^num_tokens is a negative view"):
+        exchange.dispatch(**arguments(), num_tokens=torch._neg_view(one))
+    with pytest.raises(ConfigError, match=r"^num_tokens is a Wrapper"):
+        exchange.dispatch(**arguments(), num_tokens=Wrapper(one))
+
+
+def test_tensors_that_are_plain_memory_by_another_name(exchange: Exchange) -> None:
+    x, ids, weights = arguments().values()
+    with torch.inference_mode():
+        made_in_inference = torch.full((3, H), 3.0)
+    for given in (torch.nn.Parameter(x * 3), (x * 3).as_subclass(Named), made_in_inference):
+        got = exchange.dispatch(given, ids, torch.nn.Parameter(weights))
+        assert type(got.x) is torch.Tensor
+        assert exchange.combine(got.x.as_subclass(Named), got).eq(6).all()
+    assert exchange.dispatch(x[:0], ids[:0], weights[:0]).tokens == 0  # which has no address
+
+
+def test_inference_mode(exchange: Exchange) -> None:
+    with torch.inference_mode():
+        out, y = torch.empty(8, H), torch.empty(3, H)
+        got = exchange.dispatch(**arguments(), out=out)
+        assert exchange.combine(got.x, got, out=y).eq(2).all()
+    with pytest.raises(ConfigError, match="out was made in inference mode"):
+        exchange.dispatch(**arguments(), out=out)
+    with pytest.raises(ConfigError, match="out was made in inference mode"):
+        exchange.combine(got.x, got, out=y)
+    for backend in ("host", "collective", "allgather"):
+        with torch.inference_mode():
+            made = Exchange(exchange.world, SPEC, backend)
+        got = made.dispatch(**arguments())  # its own memory can be written to here
+        assert made.combine(got.x, got).eq(2).all()
+        made.close()
+
+
+def test_transforms_and_tracing(exchange: Exchange) -> None:
+    x, ids, weights = arguments().values()
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        got = exchange.dispatch(x, ids, weights)
+        return exchange.combine(got.x, got).sum()
+
+    says = r"^dispatch inside torch\.vmap or a transform of torch\.func"
+    with pytest.raises(ConfigError, match=says):
+        torch.vmap(summed)(torch.ones(2, 3, H))
+    with pytest.raises(ConfigError, match=says):
+        torch.vmap(lambda _: summed(x))(torch.ones(2))
+    for transform in (torch.func.grad, torch.func.functionalize):
+        with pytest.raises(ConfigError, match=says):
+            transform(summed)(x)
+    with pytest.raises(ConfigError, match=says):
+        torch.func.jvp(summed, (x,), (x,))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with pytest.raises(ConfigError, match=r"^dispatch under FakeTensorMode"):
+            summed(x)
+        with pytest.raises(ConfigError, match=r"^making an exchange under FakeTensorMode"):
+            Exchange(exchange.world, SPEC)
+    assert summed(x) == 2 * x.sum()
 
 
 def test_combine(exchange: Exchange) -> None:
