@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from raymoe.device.driver import CudaError, bindings, call
+
+LAST_DEFAULT_STREAM = 2
+"""The default stream is 0; 1 and 2 name its two kinds."""
 
 
 def current_stream(ordinal: int) -> int:
@@ -47,6 +50,10 @@ class Gpu:
     """The most dynamic and static shared memory that one block can have."""
     context: Any
     context_id: int
+    address: int
+    """Of the context, to compare with."""
+    get_current: Callable[[], Any]
+    """The driver's question, bound once: looking it up costs more than asking."""
 
     @classmethod
     def open(cls, ordinal: int = 0) -> Gpu:
@@ -71,7 +78,18 @@ class Gpu:
         except CudaError:
             call("cuDevicePrimaryCtxRelease", device)
             raise
-        return cls(ordinal, name, identity, capability, sms, shared, context, context_id)
+        return cls(
+            ordinal,
+            name,
+            identity,
+            capability,
+            sms,
+            shared,
+            context,
+            context_id,
+            int(context),
+            bindings().cuCtxGetCurrent,
+        )
 
     @property
     def arch(self) -> str:
@@ -88,8 +106,25 @@ class Gpu:
 
     def is_current(self) -> bool:
         """Whether this GPU is the calling thread's already: cheaper to ask than to push and pop."""
-        code, context = bindings().cuCtxGetCurrent()
-        return not code and int(context) == int(self.context)
+        code, context = self.get_current()
+        return not code and int(context) == self.address
+
+    @contextmanager
+    def current_for(self, stream: int) -> Iterator[None]:
+        """Make current what a stream belongs to: a default stream is that of the current context, which may be a green
+        one of this GPU."""
+        if stream <= LAST_DEFAULT_STREAM and self.green_context():
+            yield
+            return
+        with self.current():
+            yield
+
+    def green_context(self) -> int:
+        """The calling thread's context where it is another one of this GPU, else 0."""
+        _, context = self.get_current()
+        if int(context) in (0, self.address) or int(call("cuCtxGetDevice")) != self.ordinal:
+            return 0
+        return int(context)
 
     def synchronise(self) -> None:
         """Until everything that was asked of this GPU is done."""

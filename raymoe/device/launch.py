@@ -63,7 +63,7 @@ class Launch:
             if gpu.is_current():
                 (code,) = self._launch(self._config, self.function.handle, self._pointers_at, 0)
             else:
-                with gpu.current():
+                with gpu.current_for(stream):
                     (code,) = self._launch(self._config, self.function.handle, self._pointers_at, 0)
         if code:
             raise failure("cuLaunchKernelEx", code)

@@ -21,7 +21,10 @@ raymoe.job.errors.ConfigError: Inner.flag is 4294967296; it holds 0 to 429496729
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from struct import Struct
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
 from raymoe.job.errors import ConfigError
@@ -103,6 +106,26 @@ class Params:
         size = f'static_assert(sizeof({name}) == {cls.nbytes()}, "{cls.__name__} has {cls.nbytes()} bytes in Python");'
         kernel = f'extern "C" __global__ void layout_of_{cls.__name__}({name}* at) {{'
         return "\n".join([size, *declared, kernel, *called, "}"]) + "\n"
+
+
+def address_setter(fields: ctypes.Structure, struct: type[Params], names: Sequence[str]) -> Callable[..., None]:
+    """Give a function that sets these 64-bit fields of a packed struct, which lie one behind the other, in one go.
+
+    >>> @dataclass(frozen=True)
+    ... class Three(Params):
+    ...     a: U64
+    ...     b: U64
+    ...     c: U64
+    >>> fields = Three(1, 2, 3).packed()
+    >>> address_setter(fields, Three, ("b", "c"))(20, 30)
+    >>> fields.a, fields.b, fields.c
+    (1, 20, 30)
+    """
+    offsets, form = struct.offsets(), Struct(f"={len(names)}Q")
+    begin = offsets[names[0]]
+    if [offsets[name] for name in names] != [begin + 8 * index for index in range(len(names))]:
+        raise ConfigError(f"fields {', '.join(names)} of {struct.__name__} do not lie one behind the other")
+    return partial(form.pack_into, memoryview(fields).cast("B"), begin)
 
 
 def _value(params: Params, name: str, ctype: Any) -> Any:

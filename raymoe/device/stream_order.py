@@ -18,15 +18,16 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from raymoe.device.driver import bindings, call
-from raymoe.device.gpu import Gpu, current_stream
+from raymoe.device.gpu import LAST_DEFAULT_STREAM, Gpu, current_stream
 from raymoe.job.errors import ConfigError
 
 # Of every context of this process: who orders operations there. Two worlds on one GPU share its multiprocessors without
 # knowing of each other, so this is the process's own, and locked.
-_ORDERS: dict[int, weakref.WeakSet[StreamOrder]] = {}
+_ORDERS: dict[int, dict[int, weakref.ref[StreamOrder]]] = {}
 _LOCK = threading.Lock()
 
 
@@ -47,8 +48,8 @@ class StreamOrder:
         self._sms = 0
         self._stream_sms: dict[int, int] = {}
         with _LOCK:
-            self._others = _ORDERS.setdefault(gpu.context_id, weakref.WeakSet())
-            self._others.add(self)
+            self._all = _ORDERS.setdefault(gpu.context_id, {})
+            self._all[id(self)] = weakref.ref(self, partial(_forget, self._all, id(self)))
 
     def enter(self, what: str, sms: int) -> tuple[int, int]:
         """Order what is enqueued next on the current stream behind the last operation.
@@ -57,16 +58,20 @@ class StreamOrder:
         or 0: `leave` wants both.
         """
         stream = current_stream(self._gpu.ordinal)
+        name = self._name_of(stream)
         code, status = self._is_capturing(stream)
         capture = self._capture_of(stream) if status and not code else 0
-        if stream != self._stream or capture:
+        if name != self._stream or capture:
             self._order(what, stream, capture)
-        if sms > (room := self._sms_of(stream)):
+        room = self._stream_sms.get(name)
+        if room is None:
+            room = self._stream_sms[name] = self._sms_of(stream)
+        if sms > room:
             raise ConfigError(
                 f"{what} takes {sms} SMs and its stream has {room} (a green context): make the exchange with sms={room}"
             )
-        if len(self._others) > 1:
-            self._find_room(what, stream, capture, sms)
+        if len(self._all) > 1:
+            self._find_room(what, name, capture, sms)
         self._sms = max(self._sms, sms)  # the operations before the last one may still run too
         return stream, capture
 
@@ -74,10 +79,10 @@ class StreamOrder:
         """The operation is enqueued."""
         if capture:
             (code,) = self._record(self._captured, stream)
-            self._capture = capture, stream
+            self._capture = capture, self._name_of(stream)
         else:
             (code,) = self._record(self._done, stream)
-            self._stream = stream
+            self._stream = self._name_of(stream)
         if code:
             call("cuEventRecord", self._captured if capture else self._done, stream)  # raises, with the reason
 
@@ -86,8 +91,7 @@ class StreamOrder:
         done, self._done = self._done, None
         if done is None:
             return
-        with _LOCK:
-            self._others.discard(self)
+        _forget(self._all, id(self))
         with self._gpu.current():
             call("cuEventDestroy", done)
             call("cuEventDestroy", self._captured)
@@ -97,9 +101,9 @@ class StreamOrder:
             if self._stream is not None:
                 call("cuStreamWaitEvent", stream, self._done, 0)
         elif self._capture is not None and self._capture[0] == capture:
-            if self._capture[1] != stream:
+            if self._capture[1] != self._name_of(stream):
                 call("cuStreamWaitEvent", stream, self._captured, 0)
-        elif self._stream not in (None, stream) and self._runs():
+        elif self._stream not in (None, self._name_of(stream)) and self._runs():
             raise ConfigError(
                 f"{what} is captured while an operation on the same workspace may still run on another stream, which a "
                 "graph cannot wait for; synchronise before the capture, or give the exchange a workspace of its own"
@@ -113,12 +117,13 @@ class StreamOrder:
 
     def _find_room(self, what: str, stream: int, capture: int, sms: int) -> None:
         """Refuse an operation that could run beside one of another workspace and find too few multiprocessors."""
-        mine, most = self._sms_of(stream), self._gpu.sms
+        mine, most = self._stream_sms[stream], self._gpu.sms
         total = sms
-        for other in list(self._others):
-            if other is self or not other._may_run_beside(stream, capture):
+        for reference in list(self._all.values()):
+            other = reference()
+            if other is None or other is self or not other._may_run_beside(stream, capture):
                 continue
-            theirs = other._stream_sms.get(other._last_stream(capture), most)
+            theirs = other._stream_sms[other._last_stream(capture)]
             if mine + theirs <= most:
                 continue  # two green contexts that share none
             total += other._sms
@@ -140,23 +145,31 @@ class StreamOrder:
         assert stream is not None
         return stream
 
+    def _name_of(self, stream: int) -> int:
+        """A number that no other stream has: each context has a default stream 0 of its own."""
+        if stream > LAST_DEFAULT_STREAM or self._gpu.is_current():
+            return stream
+        return self._gpu.green_context() or stream
+
     def _sms_of(self, stream: int) -> int:
         """Multiprocessors that kernels on this stream may use: fewer than the GPU has in a green context."""
-        known = self._stream_sms.get(stream)
-        if known is None:
-            with self._gpu.current():
-                green = call("cuStreamGetGreenCtx", stream)
-                known = self._gpu.sms
-                if int(green):
-                    kind = bindings().CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
-                    known = int(call("cuGreenCtxGetDevResource", green, kind).sm.smCount)
-            self._stream_sms[stream] = known
-        return known
+        with self._gpu.current_for(stream):
+            green = call("cuStreamGetGreenCtx", stream)
+            if not int(green):
+                return self._gpu.sms
+            kind = bindings().CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            return int(call("cuGreenCtxGetDevResource", green, kind).sm.smCount)
 
     def _capture_of(self, stream: int) -> int:
-        with self._gpu.current():
+        with self._gpu.current_for(stream):
             _, number, *_ = call("cuStreamGetCaptureInfo", stream)
         return int(number)
+
+
+def _forget(orders: dict[int, weakref.ref[StreamOrder]], key: int, gone: object = None) -> None:
+    del gone  # what a weak reference calls this with
+    with _LOCK:
+        orders.pop(key, None)
 
 
 @contextmanager

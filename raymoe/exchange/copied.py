@@ -25,9 +25,11 @@ from raymoe.device import combine, dispatch
 from raymoe.device.blocks import ANNOUNCE, ANNOUNCE_THREADS, pack_source
 from raymoe.device.dispatch import DispatchParams
 from raymoe.device.driver import call
+from raymoe.device.kernels import Function
 from raymoe.device.launch import Launch, Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.fused import DISPATCH_ADDRESSES, Aimed
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.staged import StagedBackend
 from raymoe.exchange.workspace import Workspace
@@ -41,7 +43,7 @@ class CopiedBackend(StagedBackend):
         super().__init__(world, spec, workspace, sms)
         announce = self.workspace.kernels.function(ANNOUNCE)
         self._announcers = {
-            parts: Launch(announce, Shape(1, ANNOUNCE_THREADS), self._dispatch_params(parts))
+            parts: self._aimable(announce, Shape(1, ANNOUNCE_THREADS), parts)
             for parts in (dispatch.SEND, dispatch.PLACE, dispatch.SEND | dispatch.PLACE)
         }
         block = self.workspace.offset(self.build.rows_region) + world.rank * spec.tokens * self.build.slot_bytes
@@ -105,10 +107,13 @@ class CopiedBackend(StagedBackend):
     def _join(self) -> None:
         torch.cuda.current_stream(self.world.device).wait_stream(self._side)
 
-    def _moving_launch(self) -> Launch:
+    def _moving_launch(self) -> Aimed:
         """Who puts rows where the copy engine takes them from."""
         pack = self.workspace.kernels.function(pack_source(self.workspace.stamped))
-        return Launch(pack, self._pack_shape(), self._dispatch_params(dispatch.SEND))
+        return self._aimable(pack, self._pack_shape(), dispatch.SEND)
+
+    def _aimable(self, function: Function, shape: Shape, parts: int) -> Aimed:
+        return Aimed(Launch(function, shape, self._dispatch_params(parts)), DispatchParams, DISPATCH_ADDRESSES)
 
     def _pack_shape(self) -> Shape:
         """A warp for each row, as far as there is room."""

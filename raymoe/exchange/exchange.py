@@ -251,9 +251,9 @@ class Exchange:
             raise ConfigError(f"{op} on rank {self.world.rank}: its world is closed; make a new world and exchange")
         if self._poison is not None:
             raise copy.copy(self._poison)
-        kind = op.partition("_")[0]
-        pending = {"dispatch": self._dispatched, "combine": self._sent}.get(kind)
+        pending = self._dispatched if op.startswith("dispatch") else self._sent if op.startswith("combine") else None
         if pending is not begun:
+            kind = op.partition("_")[0]
             what = f"{kind}_send has been called" if begun is None else f"that is not what the last {kind}_send gave"
             raise ConfigError(f"{op} on rank {self.world.rank}: {what}; {kind}_receive of it comes next")
         if not self._backend.capturable and capturing(self.world.device):

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 
 from raymoe.device import combine, dispatch, few
+from raymoe.device.combine import CombineParams
+from raymoe.device.dispatch import DispatchParams
 from raymoe.device.launch import Launch
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
-from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.fused import COMBINE_ADDRESSES, DISPATCH_ADDRESSES, Aimed, FusedBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
@@ -54,8 +56,8 @@ class FewBackend(FusedBackend):
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
-        got, launch = self._new(tokens, out), self._dispatch_few
-        self._aim(launch, got)
+        got = self._new(tokens, out)
+        launch = self._aim(self._dispatch_few, got)
         sent = self._sent.get(got.tokens) or self._sent_by(got.tokens)
         launch.fields.routers = sent.routers
         launch.fields.router_runs = sent.runs
@@ -65,8 +67,7 @@ class FewBackend(FusedBackend):
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        launch = self._combine_few
-        self._aim_sums(launch, rows, got, weighted, out)
+        launch = self._aim_sums(self._combine_few, rows, got, weighted, out)
         summed = self._summed.get(got.tokens)
         if summed is None:
             summed = self._summed[got.tokens] = self._summing_few.arrive(self._back, few.SUMMED, got.tokens).packed()
@@ -80,7 +81,7 @@ class FewBackend(FusedBackend):
         sent = self._sent[tokens] = _Sent(routers, runs, rows)
         return sent
 
-    def _few_dispatch_launch(self, fp8: bool) -> Launch:
+    def _few_dispatch_launch(self, fp8: bool) -> Aimed:
         space, grid = self.workspace, self._sending_few
         function = space.kernels.function(few.dispatch_few_source(self.spec.dtype, fp8, space.traces))
         params = replace(
@@ -89,9 +90,10 @@ class FewBackend(FusedBackend):
             placers=grid.arriving,
             few_placed=grid.arrive(self._there, 1 if fp8 else few.PLACED, self.spec.tokens, self.world.size),
         )
-        return Launch(function, grid.shape(few.few_shared_bytes(self.spec.experts, fp8)), params)
+        shape = grid.shape(few.few_shared_bytes(self.spec.experts, fp8))
+        return Aimed(Launch(function, shape, params), DispatchParams, DISPATCH_ADDRESSES)
 
-    def _few_combine_launch(self) -> Launch:
+    def _few_combine_launch(self) -> Aimed:
         space, grid = self.workspace, self._summing_few
         function = space.kernels.function(few.combine_few_source(self.spec.dtype, space.traces))
         params = replace(
@@ -100,4 +102,4 @@ class FewBackend(FusedBackend):
             summers=grid.arriving,
             few_reduced=grid.leave(self._back, few.REDUCED, self.spec.tokens, self.world.size - 1),
         )
-        return Launch(function, grid.shape(), params)
+        return Aimed(Launch(function, grid.shape(), params), CombineParams, COMBINE_ADDRESSES)

@@ -15,6 +15,7 @@ from raymoe.device.dispatch import DispatchParams, dispatch_source
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.host_words import HostWords
 from raymoe.device.launch import Launch, Shape
+from raymoe.device.params import Params, address_setter
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.dispatched import Dispatched
@@ -24,6 +25,21 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
 from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
+
+DISPATCH_ADDRESSES = (
+    *("x", "x_scales", "ids", "weights", "num_tokens", "out", "scales"),
+    *("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"),
+)
+COMBINE_ADDRESSES = ("expert_rows", "home", "masks", "got", "y")
+"""What a call sets of the parameters, in their order."""
+
+
+class Aimed:
+    """A launch whose addresses are set before each call."""
+
+    def __init__(self, launch: Launch, struct: type[Params], names: tuple[str, ...]) -> None:
+        self.launch = launch
+        self.set_addresses = address_setter(launch.fields, struct, names)
 
 
 class FusedBackend:
@@ -126,11 +142,13 @@ class FusedBackend:
         """The launches that no other one exceeds."""
         return [self.dispatch_grid.shape(dispatch.ALL_PARTS), self.combine_grid.shape(combine.ALL_PARTS)]
 
-    def _dispatch_launch(self, parts: int) -> Launch:
-        return Launch(self._dispatch, self.dispatch_grid.shape(parts), self._dispatch_params(parts))
+    def _dispatch_launch(self, parts: int) -> Aimed:
+        shape, params = self.dispatch_grid.shape(parts), self._dispatch_params(parts)
+        return Aimed(Launch(self._dispatch, shape, params), DispatchParams, DISPATCH_ADDRESSES)
 
-    def _combine_launch(self, parts: int) -> Launch:
-        return Launch(self._combine, self.combine_grid.shape(parts), self._combine_params(parts))
+    def _combine_launch(self, parts: int) -> Aimed:
+        shape, params = self.combine_grid.shape(parts), self._combine_params(parts)
+        return Aimed(Launch(self._combine, shape, params), CombineParams, COMBINE_ADDRESSES)
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
         """All that no call changes."""
@@ -164,45 +182,44 @@ class FusedBackend:
         """The launch of these parts of a dispatch, at the tensors of this call."""
         return self._aim(self._dispatches[parts], got)
 
-    def _aim(self, launch: Launch, got: Dispatched) -> Launch:
-        home, metadata, fields = got._home, self._metadata, launch.fields
+    def _aim(self, aimed: Aimed, got: Dispatched) -> Launch:
+        home, at = got._home, self._metadata.at
         assert isinstance(home, Home)
         tokens, memory = home.tokens, home.address
-        fields.x = tokens.x.data_ptr()
-        fields.x_scales = 0 if tokens.scales is None else tokens.scales.data_ptr()
-        fields.ids = tokens.ids.data_ptr()
-        fields.weights = tokens.weights.data_ptr()
-        fields.num_tokens = 0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr()
-        if self._slot_view is None:
-            fields.out = got.x.data_ptr()
-            fields.scales = 0 if got.scales is None else got.scales.data_ptr()
-        else:
-            fields.index = memory + metadata.offset("index")
-        fields.out_weights = memory + metadata.offset("weights")
-        fields.expert_offsets = memory + metadata.offset("expert_offsets")
-        fields.expert_counts = memory + metadata.offset("expert_counts")
-        fields.home = memory + metadata.offset("home")
-        fields.masks = memory + metadata.offset("masks")
-        fields.got = memory + metadata.offset("got")
+        slots = self._slot_view is not None
+        aimed.set_addresses(
+            tokens.x.data_ptr(),
+            0 if tokens.scales is None else tokens.scales.data_ptr(),
+            tokens.ids.data_ptr(),
+            tokens.weights.data_ptr(),
+            0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr(),
+            0 if slots else got.x.data_ptr(),
+            0 if slots or got.scales is None else got.scales.data_ptr(),
+            memory + at["weights"],
+            memory + at["expert_offsets"],
+            memory + at["expert_counts"],
+            memory + at["index"] if slots else 0,
+            memory + at["home"],
+            memory + at["masks"],
+            memory + at["got"],
+        )
+        fields = aimed.launch.fields
         fields.wide_ids = tokens.ids.dtype is torch.int64
         fields.tokens = got.tokens
-        return launch
+        return aimed.launch
 
     def _summing(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int) -> Launch:
         """The launch of these parts of a combine, at the tensors of this call."""
         return self._aim_sums(self._combines[parts], rows, got, weighted, out)
 
-    def _aim_sums(
-        self, launch: Launch, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
-    ) -> Launch:
-        home, metadata, fields = got._home, self._metadata, launch.fields
+    def _aim_sums(self, aimed: Aimed, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> Launch:
+        home, at = got._home, self._metadata.at
         assert isinstance(home, Home)
         self.workspace.error.check()
-        fields.expert_rows = rows.data_ptr()
-        fields.home = home.address + metadata.offset("home")
-        fields.masks = home.address + metadata.offset("masks")
-        fields.got = home.address + metadata.offset("got")
-        fields.y = out.data_ptr()
+        memory = home.address
+        addresses = memory + at["home"], memory + at["masks"], memory + at["got"]
+        aimed.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())
+        fields = aimed.launch.fields
         fields.tokens = got.tokens
         fields.weighted = weighted
-        return launch
+        return aimed.launch

@@ -21,34 +21,23 @@ _VIEWS = ("weights", "expert_offsets", "expert_counts", "index")
 """What a caller sees of it."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 class Metadata:
     """Where each array of a dispatch's metadata begins, the same in every call of an exchange.
 
     >>> metadata = Metadata({"weights": ((64,), torch.float32), "expert_counts": ((4,), torch.int32)})
-    >>> metadata.offset("expert_counts"), metadata.nbytes
-    (256, 384)
+    >>> metadata.at, metadata.nbytes
+    ({'weights': 0, 'expert_counts': 256}, 384)
     >>> metadata.view(torch.zeros(metadata.nbytes, dtype=torch.uint8), "expert_counts").tolist()
     [0, 0, 0, 0]
     """
 
     def __init__(self, arrays: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self.arrays = arrays
-        self._pieces: dict[str, Piece] = {}
+        self.at: dict[str, int] = {}
         end = 0
-        for name, (shape, dtype) in arrays.items():
-            piece = self._pieces[name] = Piece(end, shape, dtype)
-            end = round_up(end + piece.nbytes, ALIGNMENT)
+        for name in arrays:
+            self.at[name] = end
+            end = round_up(end + self.nbytes_of(name), ALIGNMENT)
         self.nbytes = end
 
     @classmethod
@@ -64,18 +53,13 @@ class Metadata:
         }
         return cls(arrays | ({"index": ((capacity,), torch.int64)} if indexed else {}))
 
-    def offset(self, name: str) -> int:
-        return self._pieces[name].offset
-
     def nbytes_of(self, name: str) -> int:
-        return self._pieces[name].nbytes
-
-    def has(self, name: str) -> bool:
-        return name in self._pieces
+        shape, dtype = self.arrays[name]
+        return prod(shape) * dtype.itemsize
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        piece = self._pieces[name]
-        return memory[piece.offset : piece.offset + piece.nbytes].view(piece.dtype).view(piece.shape)
+        (shape, dtype), begin = self.arrays[name], self.at[name]
+        return memory[begin : begin + self.nbytes_of(name)].view(dtype).view(shape)
 
 
 @dataclass(slots=True)
@@ -94,7 +78,7 @@ class KernelDispatched(Dispatched):
     @classmethod
     def over(cls, x: torch.Tensor, scales: torch.Tensor | None, home: Home, owner: object) -> Self:
         got = cls.__new__(cls)  # the dataclass's own would want all tensors now
-        got.x, got.scales, got.tokens = x, scales, len(home.tokens.x)
+        got.x, got.scales, got.tokens = x, scales, home.tokens.x.shape[0]
         got._home, got._owner = home, owner
         return got
 
@@ -104,6 +88,6 @@ class KernelDispatched(Dispatched):
             raise AttributeError(f"a dispatch's result has no attribute {name!r}")
         home = self._home
         assert isinstance(home, Home)
-        view = home.metadata.view(home.memory, name) if home.metadata.has(name) else None
+        view = home.metadata.view(home.memory, name) if name in home.metadata.at else None
         setattr(self, name, view)
         return view

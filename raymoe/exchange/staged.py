@@ -21,7 +21,7 @@ from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.launch import Launch, Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
-from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.fused import DISPATCH_ADDRESSES, Aimed, FusedBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
@@ -56,13 +56,14 @@ class StagedBackend(FusedBackend):
     def _sending(self, got: Dispatched) -> tuple[Launch, ...]:
         return self._aimed(got, dispatch.ROUTE), self._aim(self._mover, got)
 
-    def _moving_launch(self) -> Launch:
+    def _moving_launch(self) -> Aimed:
         """Who moves the rows."""
         if self.build.fp8:
             return self._dispatch_launch(dispatch.SEND)
         alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
         shape = Shape(self.dispatch_grid.senders, dispatch.WIDE * 32)
-        return Launch(alltoallv, shape, self._dispatch_params(dispatch.SEND))
+        launch = Launch(alltoallv, shape, self._dispatch_params(dispatch.SEND))
+        return Aimed(launch, DispatchParams, DISPATCH_ADDRESSES)
 
     def _dispatch_parts(self) -> tuple[int, ...]:
         return dispatch.ROUTE, dispatch.PLACE

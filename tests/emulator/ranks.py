@@ -229,9 +229,7 @@ class EmulatedBackend(FusedBackend):
         home, metadata, gpu = got._home, self._metadata, cast(Any, self.world.gpu)
         assert isinstance(home, Home)
         arrays = [
-            (name, metadata.offset(name), metadata.nbytes_of(name))
-            for name in metadata.arrays
-            if not name.startswith(_GAP)
+            (name, metadata.at[name], metadata.nbytes_of(name)) for name in metadata.arrays if not name.startswith(_GAP)
         ]
         memory = gpu.emulator.memory(self.world.rank, metadata.nbytes, "metadata", arrays)
         home.memory, home.address = torch.from_numpy(memory.bytes), memory.address

@@ -204,21 +204,34 @@ def side_by_side(world: World, case: Case, rounds: int) -> list[list[Result]]:
     return found
 
 
-def in_a_green_context(world: World, case: Case) -> str:
-    """What is said of an exchange of all SMs on a stream that has some of them."""
-    with open_exchange(world, case) as exchange:
-        stepping = Stepping(exchange, case, 0)
-        run_step(exchange, case, batches(case, 0)[world.rank])
+def in_a_green_context(world: World, case: Case) -> tuple[str, list[Result]]:
+    """What is said of an exchange of all SMs on a stream that has some of them; then one that fits works there."""
+    results = []
+    with ExitStack() as stack:
+        large = stack.enter_context(open_exchange(world, case))
+        small = stack.enter_context(open_exchange(world, case, sms=16))
+        stepping = Stepping(large, case, 0)
+        run_step(large, case, batches(case, 0)[world.rank])
         green: Any = torch.cuda.green_contexts.GreenContext.create(16, device_id=world.device.index)
         green.set_context()
         try:
             with pytest.raises(ConfigError) as refused:
                 stepping.dispatch()
+            for step in range(len(case.routing)):
+                fitting = Stepping(small, case, step)
+                torch.cuda._sleep(SLOW_CYCLES)
+                fitting.batch.x.mul_(1)  # an operation of torch's on the same stream before, and one behind
+                fitting.dispatch()
+                fitting.experts()
+                fitting.combine()
+                fitting.y = fitting.y.clone()
+                torch.cuda.current_stream(world.device).synchronize()
+                results.append(fitting.result())
         finally:
             green.pop_context()
         torch.cuda.synchronize(world.device)
-        run_step(exchange, case, batches(case, 0)[world.rank])
-        return str(refused.value)
+        run_step(large, case, batches(case, 0)[world.rank])
+        return str(refused.value), results
 
 
 def one_workspace(world: World, case: Case) -> list[Result]:

@@ -85,6 +85,7 @@ def test_exchanges_that_fit_run_side_by_side_in_both_orders(ranks: GpuRanks, tok
 
 
 def test_the_sms_of_a_green_context_count(ranks: GpuRanks) -> None:
-    case = Case(1, replace(SPEC, tokens=4096), MANY, ("uniform",), ragged=False)
-    (said,) = ranks.run(1, on_rank.in_a_green_context, case)
+    case = Case(1, replace(SPEC, tokens=4096), MANY, ("uniform", "masked"), ragged=False)
+    ((said, results),) = ranks.run(1, on_rank.in_a_green_context, case)
+    judge(case, [results])
     assert "its stream has 16 (a green context): make the exchange with sms=16" in said
