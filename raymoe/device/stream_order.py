@@ -28,7 +28,7 @@ from raymoe.job.errors import ConfigError
 # Of every context of this process: who orders operations there. Two worlds on one GPU share its multiprocessors without
 # knowing of each other, so this is the process's own, and locked.
 _ORDERS: dict[int, dict[int, weakref.ref[StreamOrder]]] = {}
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a weak reference may die, and ask for it, while this thread holds it
 
 
 class StreamOrder:
