@@ -35,11 +35,12 @@ class ExchangeSpec:
 
     `capacity` bounds the rows that a rank receives: `worst`, which cannot overflow, or a number of rows. `wire` is the
     dtype in which rows cross, a name for dispatch or a mapping for both directions; `float8_e4m3` for dispatch goes
-    with a float32 scale for each 128 elements, and `output` says whether the caller gets rows of `dtype` or values
-    and scales; a combine's sums are rounded once to what they cross as. `depth` is how many blocks of memory for
-    dispatched rows the exchange has of its own: its dispatches take turns, and with 0 of them each is given memory.
-    `transport` is who moves the rows of a dispatch: the backend's own way (`auto`), or with `staged` the copy engine,
-    which sends all of a rank's rows to every other rank and keeps no multiprocessor busy meanwhile.
+    with a float32 scale for each 128 elements, and `output` says whether the caller gets rows of `dtype` or values and
+    scales: a finite element arrives finite, an infinity as the largest magnitude of its 128, NaN as NaN, and neither
+    changes another element. A combine's sums are rounded once to what they cross as. `depth` is how many blocks of
+    memory for dispatched rows the exchange has of its own: its dispatches take turns, and with 0 of them each is given
+    memory. `transport` is who moves the rows of a dispatch: the backend's own way (`auto`), or with `staged` the copy
+    engine, which sends all of a rank's rows to every other rank and keeps no multiprocessor busy meanwhile.
 
     >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4).rows(ranks=4)
     8320

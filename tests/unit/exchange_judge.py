@@ -53,6 +53,16 @@ HALF_A_STEP = {"bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25), "flo
 """Of rounding to a dtype: relative, and below the smallest normal number."""
 
 
+def reaches(blocks: torch.Tensor) -> torch.Tensor:
+    """What the scales of blocks are made of: 0, or the largest finite magnitude, if that is not too small for a scale.
+
+    >>> reaches(torch.tensor([[1.0, -torch.inf], [torch.nan, -2.0], [0.0, 0.0]])).tolist()
+    [1.0, 2.0, 0.0]
+    """
+    finite = torch.where(blocks.isfinite(), blocks.abs(), 0.0).amax(dim=-1)
+    return torch.where(finite == 0, 0.0, finite.clamp(min=LARGEST_E4M3 * torch.finfo(torch.float32).tiny))
+
+
 def quantised(row: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The two values, mostly one, that an element may have after it has crossed as float8_e4m3.
 
@@ -62,7 +72,7 @@ def quantised(row: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """
     x = row.double()
     blocks = torch.nn.functional.pad(x, (0, -len(x) % FP8_BLOCK)).view(-1, FP8_BLOCK)
-    largest = blocks.abs().amax(dim=1, keepdim=True)
+    largest = reaches(blocks)[:, None]
     scales = torch.where(largest == 0, 1.0, largest / LARGEST_E4M3)
     ends = []
     for off in (1 - QUANTISED_SLACK, 1 + QUANTISED_SLACK):

@@ -144,6 +144,10 @@ def test_a_multiprocessor_holds_sixteen_warps_of_it(compiled):
         assert int(registers) <= most, compiled.log
 
 
+def test_keeps_numbers_that_are_too_small_to_be_normal(compiled):
+    assert ".ftz" not in compiled.ptx
+
+
 def test_has_a_kernel_called_like_the_file(compiled):
     assert f".entry {compiled.source.stem}(" in compiled.ptx
 
@@ -220,7 +224,7 @@ def test_assembly_is_in_one_file():
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
 def test_kernel_files_are_short_and_narrow(path: Path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= (460 if path.name == "ptx.cuh" else 350)  # that one is a list
+    assert len(lines) <= (470 if path.name == "ptx.cuh" else 350)  # that one is a list
     assert max(map(len, lines)) <= 120
 
 

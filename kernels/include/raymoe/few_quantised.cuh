@@ -70,12 +70,8 @@ class QuantisedArriving {
 #pragma unroll
         for (u32 i = 0; i < UNIT_GROUPS; ++i) {
             const u32 at = units_.stage + part.first * 8 + i * GROUP_WORDS * 8;
-            if (part.has_low(i)) {
-                ptx::shared_store_8(at, gathering_.value[i].low);
-            }
-            if (part.has_high(i)) {
-                ptx::shared_store_8(at + 8, gathering_.value[i].high);
-            }
+            ptx::shared_store_8_if(part.has_low(i), at, gathering_.value[i].low);
+            ptx::shared_store_8_if(part.has_high(i), at + 8, gathering_.value[i].high);
         }
         __syncwarp();  // hands the words to the threads that place them
         if (p_.scales != nullptr) {

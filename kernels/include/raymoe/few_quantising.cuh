@@ -20,6 +20,11 @@ struct Four {
 
     __device__ __forceinline__ u32 quantised() const { return static_cast<u32>(words); }
 
+    // As `Type::order`, of all four.
+    __device__ __forceinline__ u32 order() const {
+        return max(Type::order(static_cast<u32>(words)), Type::order(static_cast<u32>(words >> 32)));
+    }
+
     __device__ __forceinline__ void unpack(float* into) const {
         float eight[8];
         Type::unpack({words, 0}, eight);
@@ -42,14 +47,13 @@ struct Four<Type, 4> {
 
     __device__ __forceinline__ u32 quantised() const { return static_cast<u32>(words.low); }
 
+    __device__ __forceinline__ u32 order() const {
+        return max(max(Type::order(static_cast<u32>(words.low)), Type::order(static_cast<u32>(words.low >> 32))),
+                   max(Type::order(static_cast<u32>(words.high)), Type::order(static_cast<u32>(words.high >> 32))));
+    }
+
     __device__ __forceinline__ void unpack(float* into) const { Type::unpack(words, into); }
 };
-
-// The largest of a warp's floats, which none of them is below zero; what is no number counts as zero.
-__device__ __forceinline__ float largest_of_warp(float value) {
-    const int bits = value == value ? static_cast<int>(__float_as_uint(value)) : 0;
-    return __uint_as_float(static_cast<u32>(__reduce_max_sync(0xFFFFFFFF, bits)));
-}
 
 template <class Type>
 class QuantisedLeaving {
@@ -118,20 +122,17 @@ class QuantisedLeaving {
 
     // Thread i finds the scale of block i, so that a warp divides twice, not twice for each block.
     __device__ __forceinline__ void quantise() {
-        float mine = 0;
+        u32 mine = 0;
 #pragma unroll
         for (u32 i = 0; i < UNIT_BLOCKS; ++i) {
-            float values[4];
-            four_[i].unpack(values);
-            const float largest = largest_of_warp(
-                fmaxf(fmaxf(fabsf(values[0]), fabsf(values[1])), fmaxf(fabsf(values[2]), fabsf(values[3]))));
+            const u32 largest = __reduce_max_sync(0xFFFFFFFF, four_[i].order());
             mine = threadIdx.x % 32 == i ? largest : mine;
         }
-        scale_ = mine == 0.0f ? 1.0f : mine / LARGEST_E4M3;
-        const float factor = mine == 0.0f ? 1.0f : LARGEST_E4M3 / mine;
+        const Scaling scaling(Type::magnitude(mine));
+        scale_ = scaling.scale;
 #pragma unroll
         for (u32 i = 0; i < UNIT_BLOCKS; ++i) {
-            const float its_factor = __shfl_sync(0xFFFFFFFF, factor, i);
+            const float its_factor = __shfl_sync(0xFFFFFFFF, scaling.factor, i);
             float values[4];
             four_[i].unpack(values);
 #pragma unroll

@@ -282,9 +282,14 @@ __device__ __forceinline__ u64 shared_load_8(u32 at) {
     return value;
 }
 
-__device__ __forceinline__ void shared_store_8(u32 at, u64 value) {
-    asm volatile("st.shared.u64 [%0], %1;" ::"r"(at), "l"(value) : "memory");
+// Under a predicate and not behind a branch: into the branch the compiler moves what the address is made of, each time.
+__device__ __forceinline__ void shared_store_8_if(bool wanted, u32 at, u64 value) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u64 [%0], %1;}" ::"r"(at), "l"(value),
+                 "r"(static_cast<u32>(wanted))
+                 : "memory");
 }
+
+__device__ __forceinline__ void shared_store_8(u32 at, u64 value) { shared_store_8_if(true, at, value); }
 
 // ---- numbers -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,9 @@
 // Rows as 8-bit floats, and back.
 //
-// Each BLOCK of 128 elements has a float32 scale, its largest element divided by the largest 8-bit float; a block of
-// zeros has scale 1. A slot holds the elements of a row, then its scales.
+// Each BLOCK of 128 elements has a float32 scale: its largest finite magnitude divided by the largest 8-bit float, and
+// at least the least normal float, so that neither the scale nor its inverse overflows. A block with no finite element
+// but zeros has scale 1. An infinity becomes the largest 8-bit float, NaN stays NaN, and neither changes its block.
+// A slot holds the elements of a row, then its scales.
 #pragma once
 
 #include "raymoe/dispatch.cuh"
@@ -10,6 +12,20 @@
 namespace raymoe {
 
 constexpr float LARGEST_E4M3 = 448.0f;
+constexpr float LEAST_REACH = 0x1.cp-118f;  // LARGEST_E4M3 times the least normal float
+constexpr u32 INFINITE = 0x7F800000;        // the bits of a float
+
+// What the elements of a block are multiplied by on arrival, and before they leave.
+struct Scaling {
+    float scale;
+    float factor;
+
+    __device__ __forceinline__ explicit Scaling(float reach) {
+        const float bounded = fmaxf(reach, LEAST_REACH);
+        scale = reach == 0.0f ? 1.0f : bounded / LARGEST_E4M3;
+        factor = reach == 0.0f ? 1.0f : LARGEST_E4M3 / bounded;
+    }
+};
 
 // Eight elements of a row in shared memory, which are one thread's of a BLOCK that half a warp has.
 template <class Type>
@@ -38,6 +54,19 @@ struct Eight {
                                      Type::further(static_cast<u32>(high), static_cast<u32>(high >> 32)));
         }
         return PARTS == 1 ? found[0] : Type::further(found[0], found[PARTS - 1]);
+    }
+
+    // As `Type::order`, of all eight.
+    __device__ __forceinline__ u32 order() const {
+        u32 largest = 0;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            const u64 low = parts[i].low, high = parts[i].high;
+            const u32 first = max(Type::order(static_cast<u32>(low)), Type::order(static_cast<u32>(low >> 32)));
+            const u32 second = max(Type::order(static_cast<u32>(high)), Type::order(static_cast<u32>(high >> 32)));
+            largest = max(largest, max(first, second));
+        }
+        return largest;
     }
 
     // Times the factor, as 8-bit floats in shared memory at `into`.
@@ -100,6 +129,25 @@ __device__ __forceinline__ float reach_of_blocks(u32 (&furthest)[16]) {
     return fmaxf(Type::reach(furthest[0]), 0.0f);
 }
 
+// The same 32 blocks without their infinite elements, which blocks seldom have: in little code, not in little time.
+template <class Type>
+__device__ __forceinline__ float finite_reach_of_blocks(u32 row, u32 begin, u32 hidden) {
+    const u32 lane = threadIdx.x % 32;
+    u32 mine = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < 16; ++i) {
+        Eight<Type> eight;
+        eight.load(row, begin + (i * 32 + lane) * 8, hidden);
+        u32 largest = eight.order();
+#pragma unroll 1
+        for (u32 step = 8; step != 0; step /= 2) {
+            largest = max(largest, __shfl_xor_sync(0xFFFFFFFF, largest, step));
+        }
+        mine = lane % 16 == i ? largest : mine;
+    }
+    return Type::magnitude(mine);
+}
+
 // By a whole warp: the row in shared memory at `row` becomes elements and scales at `into`. `hidden` is a multiple of
 // 4, and of 8 unless elements have four bytes.
 //
@@ -125,12 +173,14 @@ __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 bloc
                 furthest[i + j] = eights[j].furthest();
             }
         }
-        const float reach = reach_of_blocks<Type>(furthest);
-        const float scale = reach == 0.0f ? 1.0f : reach / LARGEST_E4M3;
-        const float factor = reach == 0.0f ? 1.0f : LARGEST_E4M3 / reach;
+        float reach = reach_of_blocks<Type>(furthest);
+        if (__any_sync(0xFFFFFFFF, __float_as_uint(reach) == INFINITE)) {
+            reach = finite_reach_of_blocks<Type>(row, begin, hidden);
+        }
+        const Scaling scaling(reach);
         const u32 block = begin / BLOCK + lane % 16 * 2 + lane / 16;
         if (block < blocks) {
-            ptx::shared_store_4(into + hidden + block * 4, __float_as_uint(scale));
+            ptx::shared_store_4(into + hidden + block * 4, __float_as_uint(scaling.scale));
         }
 #pragma unroll 1
         for (u32 i = 0; i < EIGHTS && begin + i * 32 * 8 < hidden; i += TOGETHER) {
@@ -142,7 +192,7 @@ __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 bloc
             }
 #pragma unroll
             for (u32 j = 0; j < TOGETHER; ++j) {
-                factors[j] = __shfl_sync(0xFFFFFFFF, factor, lane / 16 * 16 + i + j);
+                factors[j] = __shfl_sync(0xFFFFFFFF, scaling.factor, lane / 16 * 16 + i + j);
             }
 #pragma unroll
             for (u32 j = 0; j < TOGETHER; ++j) {

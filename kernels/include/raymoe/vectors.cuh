@@ -36,6 +36,18 @@ struct Bf16 {
     static __device__ __forceinline__ float reach(u32 word) {
         return fmaxf(fabsf(__uint_as_float(word << 16)), fabsf(__uint_as_float(word & 0xFFFF0000)));
     }
+
+    // A number that orders words by their finite element of the largest magnitude; below LEAST_ORDER: none is finite.
+    // The sign is shifted out, and the sum overflows where all bits of the exponent are set.
+    static constexpr u32 LEAST_ORDER = 1u << 24;
+    static __device__ __forceinline__ u32 order(u32 word) {
+        return max((word << 17) + LEAST_ORDER, (word << 1) + LEAST_ORDER);
+    }
+
+    // The magnitude for which that number stands. The bits of the other element are below it.
+    static __device__ __forceinline__ float magnitude(u32 order) {
+        return order < LEAST_ORDER ? 0.0f : __uint_as_float((order - LEAST_ORDER) >> 1 & 0xFFFF0000);
+    }
 };
 
 struct F16 {
@@ -65,6 +77,15 @@ struct F16 {
     static __device__ __forceinline__ float reach(u32 word) {
         return fmaxf(fabsf(ptx::from_f16(word & 0xFFFF)), fabsf(ptx::from_f16(word >> 16)));
     }
+
+    static constexpr u32 LEAST_ORDER = 1u << 27;
+    static __device__ __forceinline__ u32 order(u32 word) {
+        return max((word << 17) + LEAST_ORDER, (word << 1) + LEAST_ORDER);
+    }
+
+    static __device__ __forceinline__ float magnitude(u32 order) {
+        return order < LEAST_ORDER ? 0.0f : ptx::from_f16((order - LEAST_ORDER) >> 17);
+    }
 };
 
 struct F32 {
@@ -89,6 +110,13 @@ struct F32 {
     }
 
     static __device__ __forceinline__ float reach(u32 word) { return fabsf(__uint_as_float(word)); }
+
+    static constexpr u32 LEAST_ORDER = 1u << 24;
+    static __device__ __forceinline__ u32 order(u32 word) { return (word << 1) + LEAST_ORDER; }
+
+    static __device__ __forceinline__ float magnitude(u32 order) {
+        return order < LEAST_ORDER ? 0.0f : __uint_as_float((order - LEAST_ORDER) >> 1);
+    }
 };
 
 // As many elements as 16 bytes of a row of Type hold, as they stand in a row of Wire: 8, 16 or 32 bytes.

@@ -97,6 +97,9 @@ inline int __reduce_max_sync(unsigned int mask, int value) {
     return static_cast<int>(static_cast<unsigned int>(emulator::collective(emulator::Collective::MAX, mask, moved, 0)) ^
                             SIGN);
 }
+inline unsigned int __reduce_max_sync(unsigned int mask, unsigned int value) {
+    return static_cast<unsigned int>(emulator::collective(emulator::Collective::MAX, mask, value, 0));
+}
 inline int __any_sync(unsigned int mask, int vote) { return __ballot_sync(mask, vote) != 0; }
 
 inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }

@@ -75,6 +75,11 @@ void store_byte(u8* at, u8 value);
 void shared_store_16(u32 at, Bytes16 value);
 Bytes16 shared_load_16(u32 at);
 void shared_store_8(u32 at, u64 value);
+inline void shared_store_8_if(bool wanted, u32 at, u64 value) {
+    if (wanted) {
+        shared_store_8(at, value);
+    }
+}
 u64 shared_load_8(u32 at);
 void shared_store_4(u32 at, u32 value);
 u32 shared_load_4(u32 at);
