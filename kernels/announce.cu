@@ -6,10 +6,13 @@
 //
 // PART_SEND tells, PART_PLACE waits; the halves of a split dispatch do one each.
 
+#define BLOCK_WARPS 1
+
 #include "raymoe/dispatch.cuh"
 #include "raymoe/sending.cuh"
 
-extern "C" __global__ void __launch_bounds__(32, 1) announce(const __grid_constant__ raymoe::DispatchParams p) {
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
+    announce(const __grid_constant__ raymoe::DispatchParams p) {
     using namespace raymoe;
     const auto [epoch, tokens, may] = begin_dispatch(p);
     if (may && p.parts & PART_SEND) {

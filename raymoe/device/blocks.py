@@ -9,6 +9,7 @@ from raymoe.device.sync import STRUCTS
 
 ANNOUNCE = KernelSource("announce", (DispatchParams, Peers, *STRUCTS))
 ANNOUNCE_THREADS = 32
+"""As BLOCK_WARPS in kernels/announce.cu says."""
 
 
 def pack_source(stamped: bool = False) -> KernelSource:

@@ -15,7 +15,7 @@ from raymoe.device.blocks import ANNOUNCE, pack_source
 from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.cubins import Cubins
-from raymoe.device.dispatch import WIDE, dispatch_source
+from raymoe.device.dispatch import WARPS, WIDE, dispatch_source
 from raymoe.device.few import combine_few_source, dispatch_few_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, KernelSource
 from raymoe.device.params import U32, U64, Address, Params
@@ -150,6 +150,15 @@ def test_keeps_numbers_that_are_too_small_to_be_normal(compiled):
 
 def test_has_a_kernel_called_like_the_file(compiled):
     assert f".entry {compiled.source.stem}(" in compiled.ptx
+
+
+def test_a_block_has_the_threads_that_its_headers_count_with(compiled):
+    """`THREADS` of dispatch.cuh: its last thread looks at the poison in `await_all`, and strides are as wide."""
+    text = (KERNELS / f"{compiled.source.stem}.cu").read_text()
+    if "raymoe/dispatch.cuh" in text or "raymoe/combine.cuh" in text:
+        defined = dict(compiled.source.defines).get("BLOCK_WARPS") or re.findall(r"#define BLOCK_WARPS (\d+)", text)
+        warps = int(defined if isinstance(defined, str) else (*defined, WARPS)[0])
+        assert re.findall(r"\.maxntid (\d+)", compiled.ptx) == [str(32 * warps)]
 
 
 def test_moves_bytes_by_bulk_copies(compiled):
