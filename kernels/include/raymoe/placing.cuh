@@ -88,6 +88,7 @@ class PlaceLane {
   private:
     // What a step comes to: whether it has begun to load a row of a peer, and what the warp does then.
     static constexpr u32 REMOTE = 1, STORE = 2, WAIT = 4, END = 8;
+    static constexpr bool READS_STAGES = FP8 || STAMPS;  // by ordinary loads of all threads
 
     // What is known of rows that come through slots.
     struct Remote {
@@ -197,6 +198,9 @@ class PlaceLane {
     // By the whole warp: the oldest row of the ring, to all its places. False: it is not the row of this epoch.
     __device__ __forceinline__ bool store() {
         const u32 row = __shfl_sync(0xFFFFFFFF, leads_ ? ring_.await() : 0, 0);
+        if (READS_STAGES) {
+            __syncwarp();  // hands the row, which one thread has awaited, to the others; a shuffle orders no memory
+        }
         const u32 at = queue_[stores_++ % QUEUE];
         const u32* places = plan_.places + at;
         const u32 step = at / p_.topk % p_.peers.ranks;
@@ -204,9 +208,7 @@ class PlaceLane {
             const u64 seen = ptx::shared_load_8(row + p_.slot_bytes - STAMP_BYTES);
             if (seen != epoch_) {
                 fail(p_.watch, FAILURE_STALE, Waiting{p_.op, p_.peers.in_turn(step), epoch_}, epoch_, seen, 0);
-                if (leads_) {
-                    ring_.stored();
-                }
+                give_back();
                 return false;
             }
         }
@@ -229,7 +231,13 @@ class PlaceLane {
                 store_scales(row, places[k]);
             }
         }
-        if (FP8) {
+        give_back();
+        return true;
+    }
+
+    // By the whole warp: the oldest stage of the ring, when all of its bulk stores have been issued.
+    __device__ __forceinline__ void give_back() {
+        if (READS_STAGES) {
             // Orders this warp's ordinary loads of the row before the bulk load that fills its stage again.
             ptx::fence_proxy_async_shared();
             __syncwarp();
@@ -237,7 +245,6 @@ class PlaceLane {
         if (leads_) {
             ring_.stored();
         }
-        return true;
     }
 
     __device__ __forceinline__ void store_scales(u32 row, u32 place) {
