@@ -145,7 +145,14 @@ class Placer {
             settled_ = !(missing_ & NO_TOKENS) && (!row_.comes || (!(missing_ & NO_TOLD) && (here || !wanted)));
             return settled_ || !(missing_ & NO_OTHERS);
         };
-        return wait_as_warp(looked, epoch_, Waiting{p_.op, row_.source, epoch_}, p_.watch);
+        // A unit that is not settled lacks something of its own source, whatever else is missing.
+        auto missed = [&](u64& seen) {
+            seen = missing_ & NO_TOKENS ? first_stale(tokens_at + 8, 1, 16, epoch_)
+                   : missing_ & NO_TOLD ? first_stale(told_at + 8, p_.topk, 16, epoch_)
+                                        : units_.seen(row_);
+            return row_.source;
+        };
+        return wait_as_warp(looked, missed, epoch_, p_.op, p_.watch);
     }
 
     // False: in this thread the source contradicts its counts.

@@ -221,6 +221,72 @@ def test_a_stopped_peer_ends_every_wait_and_nothing_more_is_stored(kind, end):
             assert all(np.isnan(steps.results[1][rank].y).all() for rank in (0, 1))
 
 
+_TO_ALL = "if (threadIdx.x < p.peers.ranks) {"
+LEFT_OUT = {
+    ("few", "rows"): Change(
+        "dispatch_few.cu", "mask = all &", "mask = p_.peers.rank == RANK && epoch == 3 ? 0 : all &"
+    ),
+    ("few", "told entries"): Change(
+        "few_routing.cuh",
+        "if (entry < entries) {",
+        "if (entry < entries && !(p_.peers.rank == RANK && words.epoch == 3)) {",
+    ),
+    ("few", "counts"): Change(
+        "few_routing.cuh", "if (end >= entries) {", "if (end >= entries && !(p_.peers.rank == RANK && epoch == 3)) {"
+    ),
+    ("few", "statuses"): Change("combine_few.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
+    ("few", "sums"): Change(
+        "few_sums.cuh", "if (hits == 0) {", "if (hits == 0 || (p_.peers.rank == RANK && epoch == 3)) {"
+    ),
+    ("fused", "words of rows"): Change(
+        "sending.cuh",
+        "ptx::store_relaxed_sys(p_.arrival_at(",
+        "if (!(p_.peers.rank == RANK && epoch_ == 3)) ptx::store_relaxed_sys(p_.arrival_at(",
+    ),
+    ("fused", "heads"): Change(
+        "routing.cuh", " announce();", " if (!(p_.peers.rank == RANK && epoch_ == 3)) announce();"
+    ),
+    ("fused", "done"): Change(
+        "sending.cuh",
+        "if (threadIdx.x < p.heard()) {",
+        "if (threadIdx.x < p.heard() && !(p.peers.rank == RANK && epoch == 3)) {",
+    ),
+    ("fused", "statuses"): Change("combine.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
+    ("fused", "sums"): Change(
+        "reducing.cuh", "if (hits != 0) {", "if (hits != 0 && !(p_.peers.rank == RANK && epoch_ == 3)) {"
+    ),
+    ("fused", "done of sums"): Change(
+        "reducing.cuh",
+        "if (threadIdx.x + 1 < p.peers.ranks) {",
+        "if (threadIdx.x + 1 < p.peers.ranks && !(p.peers.rank == RANK && epoch == 3)) {",
+    ),
+}
+LEFT_OUT[("staged", "done")] = LEFT_OUT[("copied", "done")] = LEFT_OUT[("fused", "done")]
+"""Of each kind of backend what rank RANK does not send in its third run, while it sends all the rest."""
+
+
+@pytest.mark.parametrize("silent", range(3))
+@pytest.mark.parametrize(("kind", "what"), LEFT_OUT, ids=lambda each: each)
+def test_whoever_is_missing_is_named_by_all_others(kind, what, silent):
+    """With the epoch of what is there instead. Every token goes to every rank, so all of them wait."""
+    change = LEFT_OUT[kind, what]
+    change = replace(change, new=change.new.replace("RANK", str(silent)))
+    case = Case(3, spec_for(kind, experts=3), "auto", ("uniform",) * 3, ragged=False)
+    with Emulator(3, changes=(change,)) as emulator:
+        spaces = workspaces(emulator, case.spec, timeout_s=SHORT_S)
+        steps = Steps(emulator, case, [backend(kind, space, case.spec, small) for space in spaces])
+        for step in range(3):
+            steps.enqueue(step)
+        emulator.run(silent)
+        for rank in {0, 1, 2} - {silent}:
+            with pytest.raises(PeerTimeout) as caught:
+                steps.backends[rank].check()
+            told = caught.value
+            assert (told.rank, told.peer, told.epoch, told.expected) == (rank, silent, 3, 3)
+            assert told.op == ("combine" if what in ("statuses", "sums", "done of sums") else "dispatch")
+            assert told.seen == (1 if kind == "few" else 2)  # lines and words of few tokens have two halves
+
+
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("kind", ["fused", "staged", "copied"])
 def test_a_rank_that_gives_up_leaves_alone_what_a_slow_one_still_reads(kind, layout):

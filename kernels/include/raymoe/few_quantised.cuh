@@ -65,6 +65,11 @@ class QuantisedArriving {
 
     __device__ __forceinline__ bool settle(u32 stale) { return gathering_.settle(stale); }
 
+    // Of a unit that a peer has not sent: the epoch of what is there instead.
+    __device__ __forceinline__ u64 seen(const Arriving&) const {
+        return first_stale_line(lines_, 0, groups_of(bytes_), bytes_, epoch_);
+    }
+
     __device__ __forceinline__ void place(const Arriving& row, u32 place) {
         const Part part(0, bytes_);
 #pragma unroll

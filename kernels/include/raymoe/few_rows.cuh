@@ -124,6 +124,11 @@ class PlainArriving {
 
     __device__ __forceinline__ bool settle(u32 stale) { return gathering_.settle(stale); }
 
+    // Of a unit that a peer has not sent: the epoch of what is there instead.
+    __device__ __forceinline__ u64 seen(const Arriving& row) const {
+        return first_stale_line(lines_, begin_, dealing_.count(row.unit), p_.row_bytes, epoch_);
+    }
+
     __device__ __forceinline__ void place(const Arriving& row, u32 place) {
         const Part part(begin_, p_.row_bytes);
         const u32 count = dealing_.count(row.unit);

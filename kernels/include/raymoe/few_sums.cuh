@@ -209,7 +209,8 @@ class Summer {
                 });
                 return lines.settle(__reduce_or_sync(0xFFFFFFFF, lines.stale(epoch)));
             };
-            if (!wait_as_warp(look, epoch, Waiting{p_.op, ranks[0], epoch}, p_.watch)) {
+            auto missed = [&](u64& seen) { return missing_rank(epoch, seen); };
+            if (!wait_as_warp(look, missed, epoch, p_.op, p_.watch)) {
                 return false;
             }
             trace_first(p_.trace, AT_FIRST_ROW);
@@ -239,6 +240,19 @@ class Summer {
         }
         trace(p_.trace, AT_LAST_ROW);
         return true;
+    }
+
+    // By one thread, when its warp has waited in vain: the first rank whose sum is not here, and the epoch that is.
+    __device__ __forceinline__ u32 missing_rank(u64 epoch, u64& seen) const {
+        u32 rank = p_.peers.rank;
+        seen = epoch;
+#pragma unroll 1
+        for (u32 left = mask_ & ~(1u << p_.peers.rank); left != 0 && seen == epoch; left &= left - 1) {
+            rank = __ffs(left) - 1;
+            const u8* lines = line_slot(p_, p_.peers.rank, epoch & 1, rank, unit_.token);
+            seen = first_stale_line(lines, first(), count(), p_.row_bytes, epoch);
+        }
+        return rank;
     }
 
     const CombineParams& p_;

@@ -160,6 +160,23 @@ struct Gathering {
     }
 };
 
+// By one thread, of `count` epochs that lie `stride` bytes apart: the first that is not this one, if there is one. For
+// waits that have failed.
+__device__ __forceinline__ u64 first_stale(const u8* at, u32 count, u32 stride, u64 epoch) {
+    u64 seen = epoch;
+#pragma unroll 1
+    for (u32 i = 0; i < count && seen == epoch; ++i, at += stride) {
+        seen = ptx::load_relaxed_sys(reinterpret_cast<const u64*>(at));
+    }
+    return seen;
+}
+
+// The same of the epochs of a row's lines, `count` groups of them from group `first` on.
+__device__ __forceinline__ u64 first_stale_line(const u8* lines, u32 first, u32 count, u32 row_bytes, u64 epoch) {
+    const u32 begin = first * GROUP, end = min(begin + count * GROUP, lines_of(row_bytes));
+    return first_stale(lines + begin * static_cast<u64>(LINE_BYTES) + LINE_BYTES - 8, end - begin, LINE_BYTES, epoch);
+}
+
 // By one thread: until a {value, epoch} is of this epoch. False: the wait failed.
 __device__ __forceinline__ bool wait_for_word(const u8* at, u64 epoch, const Waiting& who, const Watch& watch,
                                               u64& value) {
@@ -173,9 +190,10 @@ __device__ __forceinline__ bool wait_for_word(const u8* at, u64 epoch, const Wai
 }
 
 // By a whole warp: until `look()` is true, which is the same for all of its threads. False: the wait failed. The first
-// thread's patience is that of all.
-template <class Look>
-__device__ __forceinline__ bool wait_as_warp(Look look, u64 epoch, const Waiting& who, const Watch& watch) {
+// thread's patience is that of all. Once it has failed, that thread asks `missed(seen)` which rank has not sent, and
+// which epoch is there instead: nothing that only the answer needs is kept while others are waited for.
+template <class Look, class Missed>
+__device__ __forceinline__ bool wait_as_warp(Look look, Missed missed, u64 epoch, u32 op, const Watch& watch) {
     Patience patience(watch);
     while (true) {
 #pragma unroll 1
@@ -184,8 +202,13 @@ __device__ __forceinline__ bool wait_as_warp(Look look, u64 epoch, const Waiting
                 return true;
             }
         }
-        const bool on = threadIdx.x % 32 != 0 || patience.goes_on(epoch, 0, who);
-        if (!__all_sync(0xFFFFFFFF, on)) {
+        const u64 failure = threadIdx.x % 32 == 0 ? patience.failure() : 0;
+        if (failure != 0) {
+            u64 seen = 0;
+            const u32 peer = missed(seen);
+            patience.tell(failure, epoch, seen, Waiting{op, peer, epoch});
+        }
+        if (!__all_sync(0xFFFFFFFF, failure == 0)) {
             return false;
         }
     }

@@ -104,31 +104,45 @@ class Patience {
   public:
     __device__ explicit Patience(const Watch& watch) : watch_(watch), start_(ptx::nanoseconds()), looked_(start_) {}
 
-    // Called now and then by a thread that waits for `expected` and sees `seen`. False: the wait has failed, here or
-    // elsewhere under this watch; then nothing may be stored to peers.
-    __device__ bool goes_on(u64 expected, u64 seen, const Waiting& who) {
-        const u64 now = ptx::nanoseconds();
-        if (now - looked_ >= ABORT_POLL_NS) {
-            looked_ = now;
+    // Called now and then by a thread that waits. 0: it waits on. Otherwise the wait has failed, for this reason, and
+    // nothing may be stored to peers. `tell` is next.
+    __device__ __forceinline__ u64 failure() {
+        now_ = ptx::nanoseconds();
+        if (now_ - looked_ >= ABORT_POLL_NS) {
+            looked_ = now_;
             if (poisoned(watch_)) {
-                return false;
+                return FAILED_ELSEWHERE;
             }
-            if (told_to_stop(watch_, now)) {
-                fail(watch_, FAILURE_ABORTED, who, expected, seen, now - start_);
-                return false;
+            if (told_to_stop(watch_, now_)) {
+                return FAILURE_ABORTED;
             }
         }
-        if (now - start_ >= watch_.timeout_ns) {
-            fail(watch_, FAILURE_TIMEOUT, who, expected, seen, now - start_);
-            return false;
+        return now_ - start_ >= watch_.timeout_ns ? FAILURE_TIMEOUT : 0;
+    }
+
+    // Of a failure of this wait, which was for `expected` and saw `seen`.
+    __device__ __forceinline__ void tell(u64 failure, u64 expected, u64 seen, const Waiting& who) const {
+        if (failure != FAILED_ELSEWHERE) {
+            fail(watch_, failure, who, expected, seen, now_ - start_);
         }
-        return true;
+    }
+
+    // Both. False: the wait has failed.
+    __device__ bool goes_on(u64 expected, u64 seen, const Waiting& who) {
+        const u64 failed = failure();
+        if (failed != 0) {
+            tell(failed, expected, seen, who);
+        }
+        return failed == 0;
     }
 
   private:
+    static constexpr u64 FAILED_ELSEWHERE = ~0ull;  // under the same watch, where it has been told
+
     const Watch& watch_;
     u64 start_;
     u64 looked_;
+    u64 now_ = 0;
 };
 
 // By one thread: waits until `look(seen)` is true; it puts what it sees into `seen`, for the record. False: the wait
