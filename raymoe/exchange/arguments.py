@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raymoe.device.current import capturing as capturing
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.spec import FP8, ExchangeSpec
@@ -18,11 +19,6 @@ from raymoe.job.errors import ConfigError
 _GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of so many
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _torch: Any = torch._C  # the stubs leave these out
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether what is enqueued on this device now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_tracing(op: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raymoe.exchange.arguments import capturing
+from raymoe.device.current import capturing, on
 
 _cuda: Any = torch.cuda  # has no annotations
 
@@ -18,10 +18,11 @@ class CapturedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = _cuda.MemPool() if device.type == "cuda" else None
+        with on(device):  # a pool belongs to the device that is current when it is made
+            self._pool: Any = _cuda.MemPool() if device.type == "cuda" else None
 
     def __call__(self) -> AbstractContextManager[object]:
-        return _cuda.use_mem_pool(self._pool) if capturing(self._device) else nullcontext()
+        return _cuda.use_mem_pool(self._pool, self._device) if capturing(self._device) else nullcontext()
 
     def close(self) -> None:
         """Let go of the pool now, and not when a collection of garbage finds it: torch ends the process if that is

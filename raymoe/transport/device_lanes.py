@@ -72,6 +72,7 @@ class Enqueuing(ABC):
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         self.lanes = DeviceLanes(world, spec)
         self.world, self.spec = world, spec
+        self._gpu = world.gpu
 
     def run(self, batch: Batch) -> None:
         stream = torch.cuda.current_stream(self.world.device).cuda_stream
@@ -93,7 +94,7 @@ class Enqueuing(ABC):
 
     def close(self) -> None:
         """Wait for the GPU, whose waits are all bounded, then let go."""
-        self.world.gpu.synchronise()
+        self._gpu.synchronise()
         self.lanes.close()
 
     def abandon(self) -> None:

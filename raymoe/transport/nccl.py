@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from raymoe.device.current import capturing
 from raymoe.job.errors import ConfigError, PeerTimeout
 from raymoe.memory.world import World
 from raymoe.transport.mover import Batch
@@ -67,7 +68,7 @@ class NcclMover:
                 for each in (sends, receives)
             )
             self._group.exchange(out, into)
-        if (sends or receives) and not torch.cuda.is_current_stream_capturing():
+        if (sends or receives) and not capturing(self._world.device):
             over = _event()
             over.record(torch.cuda.current_stream(self._world.device))
             self._pending.append((time.monotonic(), over))

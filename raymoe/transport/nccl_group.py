@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from raymoe.device.current import capturing, on
 from raymoe.job.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.heap import Layout, Region
 from raymoe.memory.world import World
@@ -57,9 +58,10 @@ class NcclGroup:
         options = _c10d.AllgatherOptions()
         if hasattr(options, "asyncOp"):
             options.asyncOp = False
-        work = self._group._allgather_base(out, mine, options)
-        if work is not None:
-            work.wait()
+        with on(self.world.device):  # torch asks the current device whether this is captured
+            work = self._group._allgather_base(out, mine, options)
+            if work is not None:
+                work.wait()
 
     def lagging(self, peers: Sequence[int]) -> tuple[int, int, int]:
         """The first peer that has entered fewer exchanges with us than we with it, or the first; its and our count."""
@@ -91,7 +93,7 @@ class NcclGroup:
         if self._group is None:
             why = "is aborted or closed" if self.world.rank in self.members else f"is of ranks {self.members} alone"
             raise WiringError(f"rank {self.world.rank} was to exchange by an NCCL group that {why}; make a new one")
-        if torch.cuda.is_current_stream_capturing():  # a replay enters nothing
+        if capturing(self.world.device):  # a replay enters nothing
             return
         for peer in peers:
             self._entered[peer] += 1
@@ -119,9 +121,10 @@ class NcclGroup:
         options = nccl.AllToAllOptions()
         if hasattr(options, "asyncOp"):
             options.asyncOp = False  # on the current stream itself, not on one of its own between two events
-        work = group.alltoall(into, out, options)
-        if work is not None:
-            work.wait()
+        with on(self.world.device):
+            work = group.alltoall(into, out, options)
+            if work is not None:
+                work.wait()
 
 
 def _refuse_what_nccl_cannot(world: World) -> None:

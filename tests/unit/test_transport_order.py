@@ -137,9 +137,9 @@ class Group:
 
 
 def test_an_nccl_group_of_some_ranks_knows_them_by_their_places(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group = NcclGroup.__new__(NcclGroup)
-    group.world, group.members, group._group = SimpleNamespace(rank=3, size=4), (1, 3), Group()
+    here = torch.device("cpu")
+    group.world, group.members, group._group = SimpleNamespace(rank=3, size=4, device=here), (1, 3), Group()
     group._entered, group._words = [0] * 4, [[0] * 4 for _ in range(4)]
     group._nothing = torch.empty(0)
     group.exchange({1: torch.zeros(5)}, {1: torch.zeros(7)})

@@ -1,0 +1,25 @@
+"""Torch's current device, where it is not the one that is meant: some of torch's calls look at nothing else."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+_SAME = nullcontext()
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the calling thread's current device inside; costs next to nothing where it is that already."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return _SAME
+    other: AbstractContextManager[object] = torch.cuda.device(device)
+    return other
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is enqueued on this device now goes into a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with on(device):
+        return bool(torch.cuda.is_current_stream_capturing())

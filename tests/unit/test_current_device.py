@@ -1,0 +1,57 @@
+"""Torch's current device, where it is another one than the world's."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from raymoe.device.current import capturing, on
+from raymoe.exchange.captured_memory import CapturedMemory
+
+
+class Cuda:
+    """Two GPUs in the place of torch.cuda; a stream of the second one is being captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.set, self.pools = 0, 0, []
+        for name in ("current_device", "device", "is_current_stream_capturing", "MemPool", "use_mem_pool"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def current_device(self) -> int:
+        return self.current
+
+    @contextmanager
+    def device(self, device: torch.device):
+        before, self.current = self.current, device.index
+        self.set += 1
+        yield
+        self.current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.current == 1
+
+    def MemPool(self) -> int:  # noqa: N802 - as torch calls it
+        return self.current
+
+    def use_mem_pool(self, pool: int, device: torch.device | None = None) -> None:
+        self.pools.append((pool, self.current if device is None else device.index))
+
+
+def test_a_capture_on_another_device_than_the_current_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    assert [capturing(torch.device("cuda", ordinal)) for ordinal in (0, 1)] == [False, True]
+    assert not capturing(torch.device("cpu"))
+    assert (cuda.current, cuda.set) == (0, 1), "and only a device that is not current is set"
+    cuda.current = 1
+    assert [capturing(torch.device("cuda", ordinal)) for ordinal in (0, 1)] == [False, True]
+    with on(torch.device("cuda", 1)), on(torch.device("cpu")):
+        assert (cuda.current, cuda.set) == (1, 2)
+
+
+def test_memory_of_captured_calls_is_of_the_worlds_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    CapturedMemory(torch.device("cuda", 1))()
+    assert cuda.pools == [(1, 1)]
+    assert cuda.current == 0
