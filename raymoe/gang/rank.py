@@ -134,7 +134,7 @@ class Rank:
             share_gpu=seating.share_gpu,
         )
         if seating.device == "cuda":
-            gpu, sharers = torch.cuda.get_device_properties(0), seating.size if seating.share_gpu else 1
+            gpu, sharers = torch.cuda.get_device_properties(self.world.device), seating.size if seating.share_gpu else 1
             check_device_room(sharers, seating.nbytes, f"the {gpu.name} of rank {seating.rank}", gpu.total_memory)
         return dict(self.world.descriptor())
 

@@ -1,4 +1,4 @@
-"""The driver's calls that heaps in device memory need, on this process's GPU."""
+"""The driver's calls that heaps in device memory need, on one GPU of this process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class GpuMemory:
         self.driver = int(call("cuDriverGetVersion"))
 
     @classmethod
-    def open(cls) -> GpuMemory:
-        """The first GPU that this process sees; Ray shows an actor its own and no other."""
+    def open(cls, ordinal: int = 0) -> GpuMemory:
+        """The `ordinal`-th of the GPUs that this process sees; torch and the driver number them alike."""
         if torch.version.cuda is None:
             raise CudaMissing(f"GPU ranks asked for with torch {torch.__version__}, which knows no CUDA; install one")
-        return cls(Gpu.open(0))
+        return cls(Gpu.open(ordinal))
 
     def allocate(self, nbytes: int) -> int:
         return int(self._call("cuMemAlloc", nbytes))

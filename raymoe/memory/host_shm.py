@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import hashlib
 import mmap
 import os
 import weakref
@@ -39,6 +40,8 @@ _FIELDS = {
     "nbytes": int,
 }
 
+
+_LABEL_BYTES = 200  # the kernel takes 249
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -92,7 +95,7 @@ class Segment:
 def own(name: str, nbytes: int) -> Segment:
     """New zeroed memory, 0600, reserved at once."""
     _refuse_if_too_large(name, nbytes)
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(memory_label(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, nbytes)
@@ -101,6 +104,22 @@ def own(name: str, nbytes: int) -> Segment:
     except OSError as error:
         os.close(fd)
         raise PlacementError(f"{nbytes} bytes of shared memory for {name} were refused: {error.strerror}") from error
+
+
+def memory_label(name: str) -> str:
+    """A name that the kernel takes for shared memory. It is seen in /proc/<pid>/maps and is no address.
+
+    >>> memory_label("raymoe-experts-board"), memory_label("a\\0b/c")
+    ('raymoe-experts-board', 'a_b_c')
+    >>> len(memory_label("é" * 300)), memory_label("a" * 300) == memory_label("a" * 301)
+    (106, False)
+    """
+    plain = "".join("_" if each in "\0/" else each for each in name)
+    encoded = plain.encode(errors="replace")
+    if len(encoded) > _LABEL_BYTES:
+        start = encoded[: _LABEL_BYTES - 13].decode(errors="ignore")
+        return f"{start}-{hashlib.sha256(encoded).hexdigest()[:12]}"
+    return encoded.decode()
 
 
 def map_peer(descriptor: dict[str, object]) -> Segment:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
 import raymoe
 from raymoe.job.errors import ConfigError, WiringError
+from raymoe.job.packaged import packaged_folder
 from raymoe.memory.host_shm import check_fields
 
-DEVICES = ("cpu", "cuda")
-SOURCES = Path(raymoe.__file__).parent
+SOURCES, KERNELS = Path(raymoe.__file__).parent, packaged_folder("kernels")
+
+LONGEST_WAIT_S = 1e6
+"""Waits of kernels count nanoseconds in 64 bits, and Ray's count milliseconds; this fits both."""
+
+_DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
 
 _AGREED = {
     "name": str,
@@ -22,25 +28,36 @@ _AGREED = {
     "version": str,
     "code_hash": str,
     "layout_hash": str,
-    "boot_id": str,
     "kind": str,
     "device": str,
     "driver": int,
 }
-_OWN = {"rank": int, "gpu": str, "share_gpu": bool}
+_OWN = {"rank": int, "gpu": str, "share_gpu": bool, "host": str, "boot_id": str}
 
 
-def code_hash(sources: Path = SOURCES) -> str:
-    """Of all Python of this package: ranks that run different code under one version are no peers. About 5 ms.
+def code_hash(sources: Path = SOURCES, kernels: Path | None = KERNELS) -> str:
+    """Hash this package's Python and its kernels: ranks that run different code under one version are not peers.
+
+    Takes about 5 ms, once for each world.
 
     >>> code_hash() == code_hash(), len(code_hash())
     (True, 64)
     """
     digest = hashlib.sha256()
-    for path in sorted(sources.rglob("*.py")):
-        digest.update(f"{path.relative_to(sources)}\0{path.stat().st_size}\0".encode())
-        digest.update(path.read_bytes())
+    for name, path in _files(sources, kernels):
+        content = path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
     return digest.hexdigest()
+
+
+def _files(sources: Path, kernels: Path | None) -> Iterator[tuple[str, Path]]:
+    """Every file that ranks must have in common, by its name in a source tree."""
+    for path in sorted(sources.rglob("*.py")):
+        yield f"raymoe/{path.relative_to(sources)}", path
+    if kernels is not None:
+        for path in sorted(kernels.rglob("*.cu*")):
+            yield f"kernels/{path.relative_to(kernels)}", path
 
 
 class Options(TypedDict, total=False):
@@ -63,18 +80,40 @@ class Member:
     name: str = "world"
     timeout_s: float = 30.0
     device: str = "cpu"
+    """`cpu`, `cuda:1` for the second of the GPUs that this process sees, or `cuda` for the first."""
     share_gpu: bool = False
     """On every rank: ranks may be on one GPU. For tests of right and wrong, never for speed. Means nothing on CPUs."""
 
     def __post_init__(self) -> None:
+        if type(self.rank) is not int or type(self.size) is not int:
+            raise ConfigError(f"rank {self.rank!r} in a world of {self.size!r}; rank and size are whole numbers")
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ConfigError(
                 f"rank {self.rank} in a world of {self.size}; ranks are 0 to size - 1, and a world has at least one"
             )
-        if self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s is {self.timeout_s}; waits need a positive number of seconds")
-        if self.device not in DEVICES:
-            raise ConfigError(f"device is {self.device}; a world is on {' or '.join(DEVICES)}")
+        if type(self.name) is not str or not self.name or "\0" in self.name:
+            raise ConfigError(f"name is {self.name!r}; a world is named by text that is not empty and holds no NUL")
+        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s <= LONGEST_WAIT_S:  # NaN fails both
+            raise ConfigError(
+                f"timeout_s is {self.timeout_s!r}; waits need a number of seconds above 0, {LONGEST_WAIT_S:.0f} at most"
+            )
+        if type(self.device) is not str or not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device is {self.device!r}; a world is on cpu, cuda or a GPU by its number, cuda:1")
+
+    @property
+    def ordinal(self) -> int | None:
+        """The GPU's number among those that this process sees; None on the CPU.
+
+        >>> Member(0, 1, device="cuda:3").ordinal, Member(0, 1, device="cuda").ordinal, Member(0, 1).ordinal
+        (3, 0, None)
+        """
+        found = _DEVICE.fullmatch(self.device)
+        return int((found and found.group(1)) or 0) if self.kind == "cuda" else None
+
+    @property
+    def kind(self) -> str:
+        """`cpu` or `cuda`: the part of `device` that all ranks have in common."""
+        return self.device.partition(":")[0]
 
     def in_group(self, ranks: Sequence[int], serial: int) -> Member | None:
         """Who this rank is in a group of ranks of its world; None where it is not in it.
@@ -99,8 +138,10 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
     rank, size = mine["rank"], mine["size"]
     if len(descriptors) != size:
         raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; every rank gives one")
-    for place, other in enumerate(descriptors):
+    for other in descriptors:
         check_fields(other, _AGREED | _OWN)
+    _check_host(descriptors)
+    for place, other in enumerate(descriptors):
         if other["rank"] != place:
             raise WiringError(f"the descriptor at place {place} is of rank {other['rank']}; they come in rank order")
         for field in _AGREED:
@@ -113,6 +154,28 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
         _check_gpus(descriptors)
 
 
+def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
+    """Refuse ranks of several hosts. Each boot of a machine has an id of its own; host names may repeat.
+
+    >>> _check_host([{"host": "a", "boot_id": "1"}, {"host": "b", "boot_id": "2"}, {"host": "a", "boot_id": "1"}])
+    ... # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    raymoe.job.errors.WiringError: a world on 2 hosts: ranks 0, 2 on a (boot 1) and ranks 1 on b (boot 2); its ranks ...
+    """
+    places: dict[object, list[int]] = {}
+    for rank, other in enumerate(descriptors):
+        places.setdefault(other["boot_id"], []).append(rank)
+    if len(places) > 1:
+        hosts = [
+            f"ranks {', '.join(map(str, ranks))} on {descriptors[ranks[0]]['host']} (boot {str(boot)[:8]})"
+            for boot, ranks in places.items()
+        ]
+        raise WiringError(
+            f"a world on {len(hosts)} hosts: {' and '.join(hosts)}; its ranks map one another's memory, so place them "
+            "on one host (STRICT_PACK in Ray), or make a world for each host"
+        )
+
+
 def _check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
     alone = [rank for rank, other in enumerate(descriptors) if not other["share_gpu"]]
     seen: dict[object, int] = {}
@@ -121,6 +184,7 @@ def _check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
         if first != rank and alone:
             who = "no rank" if len(alone) == len(descriptors) else f"all ranks but {', '.join(map(str, alone))}"
             raise WiringError(
-                f"ranks {first} and {rank} are both on GPU {other['gpu']}; give each rank one of its own "
-                f"(num_gpus: 1), or set share_gpu on every rank to share one for a test ({who} set it)"
+                f"ranks {first} and {rank} are both on GPU {other['gpu']}; give each rank one of its own (num_gpus=1 "
+                "in Ray, torch.cuda.set_device(LOCAL_RANK) under torchrun), or set share_gpu on every rank to share "
+                f"one for a test ({who} set it)"
             )

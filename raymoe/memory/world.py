@@ -13,9 +13,11 @@ gathered them afterwards.
 from __future__ import annotations
 
 import pickle
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack, overload
 
@@ -53,14 +55,20 @@ S = TypeVar("S", bound=Shared)
 class World:
     """Ranks that live and die together; every member calls the collective methods in one order.
 
-    The board, and with it every round, is in host memory for CPU and GPU ranks alike: all are on one machine.
+    - `World.of(group)` makes one of the ranks of a torch.distributed process group: torchrun, Ray Train and the like.
+    - `raymoe.join(name, rank, size)` makes one of Ray actors or tasks.
+    - `World.open(rank, size)` and `wire` make one of any processes that can swap descriptors.
+
+    `device` is where its tensors are: `cpu`, or one GPU of this process, which need not be torch's current device.
+    A process may have several worlds. The board, and with it every round, is in host memory for CPU and GPU ranks
+    alike: all are on one machine.
     """
 
     def __init__(self, member: Member, device: cuda_ipc.Device | None, parent: World | None = None) -> None:
         self.member = member
         self.rank, self.size, self.generation = member.rank, member.size, member.generation
         self.name, self.timeout_s = member.name, member.timeout_s
-        self.device = torch.device("cpu") if device is None else torch.device("cuda", 0)
+        self.device = torch.device("cpu") if device is None else torch.device("cuda", member.ordinal or 0)
         self.waiter = Waiter(member.rank, member.timeout_s)
         self._gpu = None if device is None else cuda_ipc.DeviceMemory(device)
         self._layout, self._code = board_layout(member.size), code_hash()
@@ -82,11 +90,48 @@ class World:
     def open(cls, rank: int, size: int, **options: Unpack[Options]) -> Self:
         """This rank's half of a world: its own memory, no peers yet. `Member` says what the options mean."""
         member = Member(rank, size, **options)
-        return cls(member, gpu_memory.GpuMemory.open() if member.device == "cuda" else None)
+        return cls(member, None if member.ordinal is None else gpu_memory.GpuMemory.open(member.ordinal))
+
+    @classmethod
+    def of(cls, group: object = None, *, device: str | torch.device = "auto", timeout_s: float = 60.0) -> Self:
+        """Make a world of the ranks of a `ProcessGroup`, of a `DeviceMesh`'s `ep` dimension, or of the default group.
+
+        All ranks of the group call this, in one order with their other collectives. It returns when every rank has
+        mapped every other; where one rank cannot take part, all raise. The world does not use the group afterwards.
+
+        `device`: `auto` is the group's bound device, else torch's current one if the group has a backend of its own for
+        GPUs (NCCL), else the CPU. `cuda` is the same and never the CPU. `cuda:1` is any GPU that this process sees.
+        `timeout_s` bounds every wait for a peer but the one gather, which the group's own timeout bounds.
+
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> with World.of() as world:
+        ...     world.rank, world.size, world.device
+        (0, 1, device(type='cpu'))
+        >>> dist.destroy_process_group()
+        """
+        from raymoe.memory.process_group import Ranks  # loads torch.distributed
+
+        ranks, made, problem = Ranks(group), None, None
+        try:
+            where = ranks.device(str(device))
+            made = cls.open(ranks.rank, ranks.size, name=ranks.name, timeout_s=timeout_s, device=where)
+        except Exception as error:  # noqa: BLE001  `gather` raises it, once the other ranks know of it
+            problem = error
+        try:
+            name, descriptors = ranks.gather(made, problem)
+            assert made is not None, "a rank without a world has a problem"
+            made._wire_as(name, descriptors)
+        except BaseException:
+            if made is not None:
+                made.close(together=False)
+            raise
+        return made
 
     @property
     def gpu(self) -> Gpu:
         """The GPU of this rank, for those who compile, launch and copy; until `close`."""
+        self._refuse_if_closed("its GPU asked for")
         if self._gpu is None or not isinstance(self._gpu.device, gpu_memory.GpuMemory):
             raise ConfigError(f"the GPU of rank {self.rank} asked for; its world is on {self.device}")
         return self._gpu.device.gpu
@@ -96,7 +141,10 @@ class World:
         return self._closed
 
     def descriptor(self) -> dict[str, object]:
-        """Plain values that tell peers who this is and how to reach its memory."""
+        """Plain values that tell peers who this is and how to reach its memory; before `wire`."""
+        if self._board is not None or self._closed:
+            state = "closed" if self._closed else "wired already"
+            raise WiringError(f"descriptor on rank {self.rank}: its world is {state}; a new generation is a new World")
         mine: dict[str, object] = {
             "name": self.name,
             "rank": self.rank,
@@ -104,7 +152,7 @@ class World:
             "generation": self.generation,
         }
         mine |= {"version": raymoe.__version__, "code_hash": self._code, "layout_hash": self._layout.hash}
-        mine |= {"device": self.member.device, "share_gpu": self.member.share_gpu}
+        mine |= {"device": self.member.kind, "share_gpu": self.member.share_gpu, "host": socket.gethostname()}
         device = self._gpu.device if self._gpu else None
         mine |= {"gpu": device.uuid if device else "", "driver": device.driver if device else 0}
         return mine | self._own.descriptor()
@@ -154,6 +202,7 @@ class World:
 
         A host heap is what the processors of all ranks see; a device heap, of a GPU world, is what their kernels see.
         """
+        self._refuse_if_closed(what)
         self.leftovers.free()
         if where == "device":
             return self._allocate_on_device(layout, what)
@@ -168,6 +217,7 @@ class World:
 
         Where making it is collective, so is the first call.
         """
+        self._refuse_if_closed("what its users share")
         if kind not in self._shared:
             self._shared[kind] = kind(self)
         made: S = self._shared[kind]
@@ -179,6 +229,7 @@ class World:
         It has a board, memory and names of its own, and its ranks count from 0, also in its errors. Its timeout is this
         world's; what aborts or closes this world does so to its groups.
         """
+        self._refuse_if_closed("group")
         self._made_groups += 1
         wanted, made, problem = tuple(ranks), None, None
         try:
@@ -200,7 +251,7 @@ class World:
         return made
 
     def abort(self, reason: str) -> None:
-        """From any thread of this process: end this rank's wait, now and from now on."""
+        """From any thread of this process: end this rank's wait, now and from now on. Nothing after `close`."""
         self.waiter.abort(reason)
 
     @property
@@ -213,6 +264,8 @@ class World:
 
     def close(self, together: bool = True) -> None:
         """Let go of the workspaces, meet once more if `together`, free. A dead peer delays this by 2 s at most.
+
+        Closing again does nothing; every other method raises `WiringError` from then on.
 
         Device memory is freed where every peer has let go of it, and else left to the end of the process.
         """
@@ -262,6 +315,15 @@ class World:
             raise
         return heap
 
+    def _wire_as(self, name: str, descriptors: Sequence[dict[str, object]]) -> None:
+        """Wire under the name that all ranks have agreed on, in place of the one that each opened its world by."""
+        self.name, self.member = name, replace(self.member, name=name)
+        self.wire([descriptor | {"name": name} for descriptor in descriptors])
+
+    def _refuse_if_closed(self, what: str) -> None:
+        if self._closed:
+            raise WiringError(f"{what} on rank {self.rank}: its world is closed; make a new one")
+
     def _meet_to_close(self, board: Board) -> None:
         # A peer that is gone or has failed needs no memory of ours, and the kernel frees what it had.
         with suppress(RaymoeError):
@@ -281,9 +343,9 @@ class World:
         return any([bool(left), *(group._is_mapped() for group, _ in self._groups)])
 
     def _meet(self, what: str, message: bytes = b"") -> list[bytes]:
-        if self._closed or self._board is None:
-            state = "closed" if self._closed else "not wired yet"
-            raise WiringError(f"{what} on rank {self.rank}: its world is {state}")
+        self._refuse_if_closed(what)
+        if self._board is None:
+            raise WiringError(f"{what} on rank {self.rank}: its world is not wired yet")
         if self._poison is not None:
             raise self._poison
         try:

@@ -213,7 +213,7 @@ def test_device_memory_is_not_for_cpu_worlds() -> None:
             world.allocate(ROWS, "rows", where="gpu")
         with pytest.raises(ConfigError, match="the GPU of rank 0 asked for; its world is on cpu"):
             _ = world.gpu
-    with pytest.raises(ConfigError, match="device is tpu; a world is on cpu or cuda"):
+    with pytest.raises(ConfigError, match="device is 'tpu'; a world is on cpu, cuda or a GPU by its number"):
         World.open(0, 1, device="tpu")
 
 

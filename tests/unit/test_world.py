@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import pickle
+import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, PlacementError, WiringError
+from raymoe.job.packaged import packaged_folder
 from raymoe.memory import host_shm
 from raymoe.memory.heap import Layout, Region
 from raymoe.memory.member import code_hash
@@ -90,7 +94,6 @@ def test_swaps_hold_at_any_pace(delays: list[list[float]]) -> None:
         ("layout_hash", "x", "layout_hash is x on rank 1"),
         ("version", "0", "version is 0 on rank 1"),
         ("code_hash", "0", "code_hash is 0 on rank 1"),
-        ("boot_id", "x", "boot_id is x on rank 1"),
         ("rank", 0, "at place 1 is of rank 0"),
     ],
 )
@@ -105,6 +108,72 @@ def test_descriptors_that_disagree(field: str, value: object, says: str) -> None
         worlds[0].wire(descriptors[:1])
     for world in worlds:
         world.close()
+
+
+def test_ranks_of_several_hosts_are_told_which() -> None:
+    worlds = [World.open(rank, 3) for rank in range(3)]
+    descriptors = [world.descriptor() for world in worlds]
+    assert descriptors[0]["host"] == socket.gethostname()
+    for rank, host in enumerate(["node-a", "node-b", "node-a"]):
+        descriptors[rank] |= {"host": host, "boot_id": f"boot of {host}"}
+    for world in worlds:
+        with pytest.raises(WiringError, match=r"a world on 2 hosts: ranks 0, 2 on node-a .* and ranks 1 on node-b "):
+            world.wire(descriptors)
+        world.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rank": "0"}, "rank '0' in a world of 2; rank and size are whole numbers"),
+        ({"rank": True}, "rank True in a world of 2; rank and size are whole numbers"),
+        ({"size": 2.0}, "rank 0 in a world of 2.0; rank and size are whole numbers"),
+        ({"timeout_s": math.nan}, "timeout_s is nan; waits need a number of seconds above 0"),
+        ({"timeout_s": math.inf}, "timeout_s is inf; waits need"),
+        ({"timeout_s": 0}, "timeout_s is 0; waits need"),
+        ({"timeout_s": "9"}, "timeout_s is '9'; waits need"),
+        ({"name": ""}, "name is ''; a world is named by text that is not empty"),
+        ({"name": "a\0b"}, r"name is 'a\\x00b'; a world is named by text"),
+        ({"name": 7}, "name is 7; a world is named by text"),
+        ({"device": "cuda:"}, "device is 'cuda:'; a world is on cpu, cuda or a GPU by its number, cuda:1"),
+        ({"device": 0}, "device is 0; a world is on cpu, cuda or a GPU"),
+    ],
+)
+def test_arguments_that_cannot_be(wrong: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        World.open(**({"rank": 0, "size": 2} | wrong))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "é" * 300, "a/b", "\udcff"])
+def test_a_world_of_any_name(name: str) -> None:
+    with World.open(0, 1, name=name) as world:
+        world.wire([world.descriptor()])
+        assert world.swap(1, "alone") == [1]
+
+
+def test_a_closed_world_says_so_whatever_is_asked_of_it() -> None:
+    [world] = wired(1)
+    with pytest.raises(WiringError, match="descriptor on rank 0: its world is wired already"):
+        world.descriptor()
+    world.shared(Kept)
+    for _ in range(2):
+        world.close()
+    calls = [
+        world.descriptor,
+        lambda: world.wire([]),
+        lambda: world.swap(1, "late"),
+        lambda: world.barrier("late"),
+        lambda: world.agree(None, "late"),
+        lambda: world.allocate(ROWS, "late"),
+        lambda: world.shared(Kept),
+        lambda: world.group([0]),
+        lambda: world.gpu,
+    ]
+    for call in calls:
+        with pytest.raises(WiringError, match=r"on rank 0: its world is closed|rank 0 is wired or closed already"):
+            call()
+    world.abort("late")
+    assert world.waiting is None
 
 
 def test_the_proof_catches_mappings_taken_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +343,16 @@ def test_code_that_differs_has_another_hash(tmp_path: Path) -> None:
     before = code_hash(tmp_path)
     (tmp_path / "a.py").write_text("x = 2")
     assert code_hash(tmp_path) != before
+
+
+@pytest.mark.parametrize("changed", ["dispatch.cu", "include/raymoe/peer.cuh"])
+def test_kernels_that_differ_have_another_hash(tmp_path: Path, changed: str) -> None:
+    assert code_hash() != code_hash(kernels=None), "the kernels of this installation count"
+    shutil.copytree(packaged_folder("kernels"), tmp_path / "kernels")
+    before = code_hash(tmp_path, tmp_path / "kernels")
+    with (tmp_path / "kernels" / changed).open("a") as file:
+        file.write("\n")
+    assert code_hash(tmp_path, tmp_path / "kernels") != before
 
 
 class Kept:
