@@ -50,6 +50,7 @@ class Gang:
         self._calls: dict[ray.ObjectRef[Any], Call] = {}
         self._polls: dict[int, tuple[ray.ObjectRef[Any], float]] = {}
         self._next_poll = 0.0
+        self._failed = False  # a call of this round came back without an answer
         self._asked_at = time.monotonic()
         self._first_answer: float | None = None
         self._cursor = 0
@@ -114,6 +115,7 @@ class Gang:
 
     def _ask(self, what: str, arguments: Callable[[int], tuple[object, ...]]) -> None:
         self._calls.clear()
+        self._failed = False
         for rank, actor in enumerate(self.actors):
             ref = getattr(actor, what).options(name=f"rank{rank} {what}").remote(*arguments(rank))
             self._calls[ref] = Call(what, rank)
@@ -156,6 +158,7 @@ class Gang:
         self._first_answer = self._first_answer or time.monotonic()
         answer, event = self._read(call, ref)
         if event is not None:
+            self._failed = True
             return [event]
         if call.what == "run":
             # What rank 0 finished after its last poll comes before the news that it is done.
@@ -164,7 +167,8 @@ class Gang:
             self.seats[call.rank] = answer
         elif call.what == "open":
             self.descriptors[call.rank] = answer
-        return [] if self._calls else self._all_answered(call.what)
+        # Where one rank gave no answer, there is nothing to go on with: its seat or descriptor is missing.
+        return [] if self._calls or self._failed else self._all_answered(call.what)
 
     def _all_answered(self, what: str) -> list[sv.Event]:
         if what == "sit":

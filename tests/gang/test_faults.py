@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from raymoe.gang import supervisor as sv
 from raymoe.gang.driver import Driver, Order
-from raymoe.gang.gang import Gang
+from raymoe.gang.gang import Call, Gang
 from raymoe.gang.news import CaseDone, GenerationEnded, News, Outcome, Ready
+from raymoe.gang.placement import Seat
 from raymoe.job import load_job
 from tests.gang import configs
 from tests.gang.conftest import Head, Start
@@ -120,6 +123,56 @@ def test_a_rank_killed_while_it_is_wired_or_started(head: Head, tmp_path: Path, 
     assert [item.generation for item in news if isinstance(item, Ready)] == (
         [1] if action is sv.Action.WIRE else [0, 1]
     )
+
+
+class EarlyDeath(Driver):
+    """A driver whose first generation loses rank 1 before that has told where it sits."""
+
+    def _act(self, action: sv.Action) -> None:
+        super()._act(action)
+        if action is sv.Action.START and self.state.generation == 0:
+            assert self.gang is not None
+            ray.kill(self.gang.actors[1])
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_dies_before_it_tells_where_it_sits(
+    head: Head, tmp_path: Path, restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sv, "LAST_WORDS_S", 4.0)  # so that the other ranks tell where they sit after the death
+    config, news = configs.write(tmp_path, world__restarts=restarts), []
+    driver = EarlyDeath(Order(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None)
+    try:
+        outcome = driver.run()
+    finally:
+        ray.shutdown()
+    ended = [(item.cause, item.culprit) for item in news if isinstance(item, GenerationEnded)]
+    if restarts:
+        assert outcome.exit_code == 0
+        assert ended == [("RankDied", 1), ("done", None)]
+    else:
+        assert (outcome.exit_code, outcome.culprit) == (4, 1)
+        assert outcome.message.startswith("rank 1 died in `sit`")
+        assert ended == [("RankDied", 1)]
+
+
+def test_nothing_is_asked_next_where_one_rank_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever rank is the last to come back: the seats of all are needed to number the ranks."""
+    answers = {0: Seat(0, "n", None, (1, 1)), 1: RayActorError(), 2: Seat(2, "n", None, (3, 1))}
+    monkeypatch.setattr("raymoe.gang.gang.ray.get", lambda rank: raised(answers[rank]))
+    for order in itertools.permutations(answers):
+        gang = object.__new__(Gang)
+        gang.size, gang.seats, gang._failed, gang._first_answer = 3, {}, False, None
+        gang._calls = {rank: Call("sit", rank) for rank in answers}
+        events = [event for rank in order for event in gang._on_answer(gang._calls.pop(rank), rank)]
+        assert [type(event) for event in events] == [sv.Lost]
+        assert events[0].rank == 1
+
+
+def raised(answer: object) -> object:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def test_a_rank_killed_between_two_cases(head: Head, tmp_path: Path) -> None:
