@@ -160,7 +160,7 @@ class FusedBackend:
     def _new(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """Memory for what a dispatch finds out; it belongs to what is given back, so several may be outstanding."""
         self.workspace.error.check()
-        memory = torch.empty(self._metadata.nbytes, dtype=torch.uint8, device=self.world.device)
+        memory = torch.empty(self._metadata.nbytes // 4, dtype=torch.int32, device=self.world.device)
         x = self._slot_view if out is None else out
         assert x is not None
         home = Home(memory, memory.data_ptr(), self._metadata, tokens)

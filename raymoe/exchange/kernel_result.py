@@ -27,7 +27,7 @@ class Metadata:
     >>> metadata = Metadata({"weights": ((64,), torch.float32), "expert_counts": ((4,), torch.int32)})
     >>> metadata.at, metadata.nbytes
     ({'weights': 0, 'expert_counts': 256}, 384)
-    >>> metadata.view(torch.zeros(metadata.nbytes, dtype=torch.uint8), "expert_counts").tolist()
+    >>> metadata.view(torch.zeros(metadata.nbytes // 4, dtype=torch.int32), "expert_counts").tolist()
     [0, 0, 0, 0]
     """
 
@@ -58,8 +58,10 @@ class Metadata:
         return prod(shape) * dtype.itemsize
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        (shape, dtype), begin = self.arrays[name], self.at[name]
-        return memory[begin : begin + self.nbytes_of(name)].view(dtype).view(shape)
+        """An array of one dimension; `memory` is int32, as most of them are, which saves an operation."""
+        (shape, dtype), begin = self.arrays[name], self.at[name] // 4
+        words = memory[begin : begin + prod(shape) * dtype.itemsize // 4]
+        return words if dtype is torch.int32 else words.view(dtype)
 
 
 @dataclass(slots=True)

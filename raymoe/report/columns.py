@@ -75,6 +75,7 @@ WORD_IN_CASE = {"routing": "kind", "wire": "dispatch"}
 MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "us_p50": ("p50 us", _fixed(1)),
     "us_p99": ("p99 us", _fixed(1)),
+    "host_us_p50": ("host us", _fixed(1)),
     "bytes_wire": ("on wire", byte_size),
     "gbps_wire": ("GB/s", _fixed(2)),
     "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),

@@ -8,11 +8,11 @@ KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
     *("bytes", "ranks", "tokens", "hidden", "experts", "topk", "dtype", "routing", "seed"),
     *("layout", "alignment", "padding", "sms", "beside", "l2", "leaves_out", "skipped"),
-    *("samples", "us_p50", "us_p99", "us_min", "us_max", "timeline"),
+    *("samples", "us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "timeline"),
     *("bytes_wire", "gbps_wire", "verified", "max_error", "device", "commit"),
 )
 
-LATER_KEYS = frozenset({"beside", "l2", "leaves_out", "skipped", "timeline"})
+LATER_KEYS = frozenset({"beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline"})
 """Keys that lines of earlier versions do not have. They are read as null."""
 
 Line = dict[str, object]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from statistics import median
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from raymoe.moe.layer import expert_major
 from raymoe.moe.seeds import generator
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
-from raymoe.workload.measure import Step, Steps, aborting, measure
+from raymoe.workload.measure import Measured, Step, Steps, aborting, measure
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
@@ -72,8 +73,15 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         | shape_keys(case, str(keys["backend"]))
         | keys
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
+        | host_times(measured, place, len(do_step.ops))
         for place, (op, l2) in enumerate(do_step.ops)
     ]
+
+
+def host_times(measured: Measured, place: int, ops: int) -> Line:
+    """How long the calls of an operation took on the host, where that was measured beside the GPU's time."""
+    behind = ops + place
+    return {"host_us_p50": median(measured.us[behind])} if behind < len(measured.us) else {}
 
 
 def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Traffics:

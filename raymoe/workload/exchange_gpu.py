@@ -79,18 +79,27 @@ class GpuExchangeStep:
         dispatch, combine, both = self._timed
         with torch.cuda.stream(self.stream):
             self._take(self.inputs.at(index, fresh=verify))
-            if not verify:
-                return Step((*self.clock.us(dispatch), *self.clock.us(combine), *self.clock.us(both)))
-            self._poison()
-            us = list(self.clock.us(dispatch))
-            self._run_experts()
-            us += self.clock.us(combine)
-            y = self.y.clone()
-            self.y.fill_(torch.nan)
-            us += self.clock.us(both)
-            error = error_of(y, self.batch, self.experts) if torch.equal(y, self.y) else torch.inf
-            self._fill_rows()
-            return Step(tuple(us), error)
+            us: list[float] = []
+            host_us: list[float] = []
+            error = None
+            if verify:
+                self._poison()
+            self._time(dispatch, us, host_us)
+            if verify:
+                self._run_experts()
+            self._time(combine, us, host_us)
+            if verify:
+                y = self.y.clone()
+                self.y.fill_(torch.nan)
+            self._time(both, us, host_us)
+            if verify:
+                error = error_of(y, self.batch, self.experts) if torch.equal(y, self.y) else torch.inf
+                self._fill_rows()
+            return Step(tuple(us), error, tuple(host_us))
+
+    def _time(self, op: TimedOp, us: list[float], host_us: list[float]) -> None:
+        us += self.clock.us(op)
+        host_us += self.clock.host_us
 
     def timelines(self) -> dict[str, Timeline]:
         """Of dispatch and combine, each alone, in eager runs on a cold L2 cache: in a graph of many runs some points

@@ -28,6 +28,8 @@ class Step:
 
     us: tuple[float, ...]
     error: float | None = None
+    host_us: tuple[float, ...] = ()
+    """Of the calls on the host, where that is another time and is known."""
 
 
 class DoStep(Protocol):
@@ -64,6 +66,7 @@ class Measured:
     verified."""
 
     us: list[list[float]] = field(default_factory=list)
+    """Where steps tell host times too, those of all operations follow."""
     max_error: float | None = None
 
     @property
@@ -96,7 +99,7 @@ def _measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, f
         mine: list[tuple[float, ...]] = []
         for index in range(done, done + block):
             step = do_step(index, verify=steps.verified(index))
-            mine.append(step.us)
+            mine.append((*step.us, *step.host_us))
             if steps.verified(index):
                 _judge(world, step.error, index - steps.warmup, steps.bound, measured, what)
         seconds = perf_counter() - started

@@ -15,6 +15,7 @@ a part of what is measured, so a sample of `calls` runs is the time of a CUDA gr
           always take the same time: the median of the last few is taken off.
 
 Where the host takes part in the operation there is no graph, the clock runs while the host works, and `calls` is 1.
+Then the host's time for the call is taken too (`host_us`): how long the caller is kept, whatever the GPU does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -78,6 +80,9 @@ class OpClock:
         self._graphs: list[Graph] = []
         self._flushes: Work | None = None
         self._flush_us: deque[float] = deque(maxlen=FLUSHES_KEPT)
+        self.host_us: tuple[float, ...] = ()
+        """Of the last `us` without graphs: the microseconds that the calls took on the host, cold and warm."""
+        self._work_us = 0.0
 
     def timed(self, op: Work) -> TimedOp:
         """Make an operation ready to be timed. With graphs it is captured here: for the cold runs first, then warm."""
@@ -99,7 +104,10 @@ class OpClock:
     def us(self, op: TimedOp) -> tuple[float, float]:
         """Microseconds of one run, cold and warm, measured in this order: what is left is the last warm run's."""
         if self.calls == 1:
-            return self._us(op.cold, before=self._flush), self._us(op.warm, before=op.warm)
+            cold, host_cold = self._us(op.cold, before=self._flush), self._work_us
+            warm = self._us(op.warm, before=op.warm)
+            self.host_us = () if self.captured else (host_cold, self._work_us)
+            return cold, warm
         assert self._flushes is not None
         self._flush_us.append(self._us(self._flushes))
         cold = self._us(op.cold) - median(self._flush_us)
@@ -128,7 +136,9 @@ class OpClock:
                 before()
             self._barrier(stream)
             self._begin.record(self._stream)
+            started = perf_counter_ns()
             work()
+            self._work_us = (perf_counter_ns() - started) / 1e3
             self._end.record(self._stream)
         try:
             self._settle()

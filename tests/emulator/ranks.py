@@ -232,7 +232,7 @@ class EmulatedBackend(FusedBackend):
             (name, metadata.at[name], metadata.nbytes_of(name)) for name in metadata.arrays if not name.startswith(_GAP)
         ]
         memory = gpu.emulator.memory(self.world.rank, metadata.nbytes, "metadata", arrays)
-        home.memory, home.address = torch.from_numpy(memory.bytes), memory.address
+        home.memory, home.address = torch.from_numpy(memory.bytes).view(torch.int32), memory.address
         if got.scales is not None and self._slot_scales is None:
             got.scales = place(got.scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
         return got

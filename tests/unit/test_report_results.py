@@ -12,7 +12,7 @@ from raymoe.report.summary import Generation, Summary, generations_of
 CONTRACT = """
 run generation case workload op backend transport wire graph pattern src dst bytes ranks tokens hidden experts topk
 dtype routing seed layout alignment padding sms beside l2 leaves_out skipped samples us_p50 us_p99 us_min us_max
-timeline bytes_wire gbps_wire verified max_error device commit
+host_us_p50 timeline bytes_wire gbps_wire verified max_error device commit
 """
 
 
