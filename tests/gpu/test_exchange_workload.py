@@ -66,6 +66,7 @@ def test_every_line_is_complete_and_verified(ranks, backend, layout, graph):
         assert 0 < line["max_error"] <= 1e-2
         assert (line["backend"], line["layout"], line["leaves_out"]) == (backend, layout, None)
         assert line["gbps_wire"] > 0
+        assert (line["host_us_p50"] is None) == graph and (graph or 0 < line["host_us_p50"] < 5000)
     if backend != "allgather":
         assert all(line["sms"] >= 1 for line in lines)
 
