@@ -33,6 +33,8 @@ class Visit:
     sending: Sending
     counts: Array  # [R] rows that arrived from each source
     where: Array  # [N] the row of the carrier's table in which each came
+    number: int = 0
+    """Which of the exchange's dispatches it is, the same on all ranks."""
 
 
 class Carrier(Protocol):

@@ -14,6 +14,7 @@ import torch
 from raymoe.exchange.arrays import Array, Bags
 from raymoe.exchange.carrier import Home, Visit
 from raymoe.exchange.gloo import Gloo
+from raymoe.exchange.order import Order
 from raymoe.exchange.placing import Arrived
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.sending import Sending
@@ -27,6 +28,8 @@ class GlooAllgather:
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)
+        self._order = world.shared(Order)
+        self._number = self._order.register()
         self._rank, self._size, self._tokens, self._topk = world.rank, world.size, spec.tokens, spec.topk
         self._local, self._hidden = spec.local_experts(world.size), spec.hidden
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -41,10 +44,12 @@ class GlooAllgather:
         self._returned = torch.empty_like(self._leaving)
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
+        self._order.enter("dispatch", self._number)
         mine = x
         if len(x) < self._tokens:
             self._mine[: len(x)].copy_(x)
             mine = self._mine
+        self._order.agree()
         wait_rows = self._gloo.all_gather("dispatch", self._table[:-1], mine)
         ids, weights = self._told.numpy()
         ids.fill(-1)
@@ -67,6 +72,7 @@ class GlooAllgather:
         return Arrived(self._table, where, ids[where], weights, counts, len(self._table) - 1)
 
     def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
+        self._order.enter("combine", self._number)
         words = torch.frombuffer(bytearray(refusal.pack()), dtype=torch.uint8)
         stride = self._tokens + 1
         leaving, returned = self._leaving.flatten(0, 1), self._returned.flatten(0, 1)
@@ -74,6 +80,7 @@ class GlooAllgather:
         sums = RowSums(rows, bags.spread(where, len(leaving)), leaving.dtype)
         sums.write(0, len(leaving), leaving[:, : self._hidden])
         self._leaving.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES] = words
+        self._order.agree()
         self._gloo.all_to_all("combine", returned, leaving)()
         packed = self._returned.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES].numpy()
         refusals = [Refusal.unpack(block.tobytes()) for block in packed]

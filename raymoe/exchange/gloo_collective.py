@@ -14,6 +14,7 @@ import torch
 from raymoe.exchange.arrays import Array, Bags, places_in_runs, starts_of
 from raymoe.exchange.carrier import Home, Visit
 from raymoe.exchange.gloo import Gloo
+from raymoe.exchange.order import Order
 from raymoe.exchange.placing import Arrived
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.sending import Sending
@@ -27,6 +28,8 @@ class GlooCollective:
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)
+        self._order = world.shared(Order)
+        self._number = self._order.register()
         self._tokens, self._topk, self._hidden = spec.tokens, spec.topk, spec.hidden
         most = world.size * spec.tokens
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -41,8 +44,10 @@ class GlooCollective:
         self._heard = torch.zeros_like(self._told)
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
+        self._order.enter("dispatch", self._number)
         giving = sending.counts.tolist()
         self._tell(sending, giving)
+        self._order.agree()
         wait = self._gloo.all_to_all("dispatch", self._heard, self._told)
         packed = self._packed[: len(sending.tokens)]
         torch.index_select(x, 0, torch.from_numpy(sending.tokens), out=packed)
@@ -56,6 +61,8 @@ class GlooCollective:
         return Arrived(self._table, np.arange(n), ids, weights, counts, self._zero_row)
 
     def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
+        # Which dispatch it is of: another one's rows have other numbers, which Gloo would not survive.
+        self._order.enter("combine", self._number, 2 * visit.number + (bags.weights is not None))
         giving, taking = (visit.counts + 1).tolist(), (visit.sending.counts + 1).tolist()
         leaving = self._leaving[: sum(giving)]
         words = torch.frombuffer(bytearray(refusal.pack()), dtype=torch.uint8)
@@ -66,6 +73,7 @@ class GlooCollective:
             sums.write(begin, end, block[1:, : self._hidden])
             begin = end
         returned = self._returned[: sum(taking)]
+        self._order.agree()
         self._gloo.all_to_all("combine", returned, leaving, taking, giving)()
         refusals = [
             Refusal.unpack(block.view(torch.uint8)[0, : Refusal.NBYTES].numpy().tobytes())

@@ -17,13 +17,17 @@ Memory map (`slots.py`; every rank owns a heap of it; R ranks, T tokens; "half" 
 Rows are one for each (token, destination rank), in token order. Both ends know their number, so combine sends no
 counts.
 
+Order. A rank writes rows at once and its flags after all ranks have entered the same operation of the same exchange
+(`order.py`). Where they differ all raise and no flag was raised, so the operation did not happen; its epoch is used by
+the next one, which writes the same half.
+
 Words. A flag is a 64-bit epoch that only grows, one writer each, on cache lines of its own; it is never reset. Dispatch
 and combine count separately. Writer: rows, ids, weights, head; fence; flag. Reader: flag, compared by >= (a peer may be
 one operation ahead); fence; the rest. Every rank flags every peer in every operation, itself too, also with no rows.
 
-Why no slot is overwritten before it is read. There is no barrier before an operation writes. Operation e + 2 of a kind
-writes the half that operation e of that kind wrote. Its writer w has left operation e + 1, so every peer p had sent its
-flag e + 1; and p sends that flag only when its readers of operation e are done. For combine they are done when
+Why no slot is overwritten before it is read. There is no barrier before an operation writes rows. Operation e + 2 of a
+kind writes the half that operation e of that kind wrote. Its writer w has left operation e + 1, so every peer p had
+sent its flag e + 1; and p sends that flag only when its readers of operation e are done. For combine they are done when
 combine e returns. For dispatch, where `x` with layout `rank` is the slots themselves, they are done when p calls
 dispatch e + 1: that is how long the caller may use `x`. With layout `expert` the rows have been copied out by then.
 
@@ -38,6 +42,7 @@ import torch
 
 from raymoe.exchange.arrays import Array, Bags, places_in_runs, starts_of
 from raymoe.exchange.carrier import Home, Visit
+from raymoe.exchange.order import Order
 from raymoe.exchange.placing import Arrived
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 from raymoe.exchange.sending import Sending
@@ -58,6 +63,8 @@ class HostSlots:
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._rank, self._size, self._tokens = world.rank, world.size, spec.tokens
         self._waiter = world.waiter
+        self._order = world.shared(Order)
+        self._number = self._order.register()
         self._heap = world.allocate(slots_layout(spec, world.size), "exchange slots")
         self._mine = _Views(self._heap, spec, world.rank, world.size)
         # Peers in the order in which this rank writes to them: each begins elsewhere, so that none is written by all.
@@ -67,9 +74,9 @@ class HostSlots:
         self._combined = 0
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        self._waiter.check()
-        self._dispatched += 1
-        half, me = self._dispatched % 2, self._rank
+        self._order.enter("dispatch", self._number)
+        epoch = self._dispatched + 1
+        half, me = epoch % 2, self._rank
         starts = starts_of(sending.counts).tolist()
         tokens = torch.from_numpy(sending.tokens)
         for peer, at in self._peers:
@@ -79,9 +86,12 @@ class HostSlots:
                 torch.index_select(x, 0, tokens[begin:end], out=at.dispatch_rows[half, me, :n])
                 at.ids[half, me, :n] = sending.ids[begin:end]
                 at.weights[half, me, :n] = sending.weights[begin:end]
-            at.dispatch_head[half, me, : _ROWS + 1] = self._dispatched, n
-            self._waiter.fence()  # orders the rows and their metadata before the flag
-            at.dispatch_flag[me] = self._dispatched
+            at.dispatch_head[half, me, : _ROWS + 1] = epoch, n
+        self._order.agree()
+        self._dispatched = epoch
+        self._waiter.fence()  # orders the rows and their metadata before the flags
+        for _, at in self._peers:
+            at.dispatch_flag[me] = epoch
         return self._arrived(half)
 
     def _arrived(self, half: int) -> Arrived:
@@ -101,19 +111,22 @@ class HostSlots:
         return Arrived(mine.table, where, np.concatenate(ids), np.concatenate(weights), counts, zero_row, refusal)
 
     def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
-        self._waiter.check()
-        self._combined += 1
-        half, me = self._combined % 2, self._rank
+        self._order.enter("combine", self._number)
+        epoch = self._combined + 1
+        half, me = epoch % 2, self._rank
         starts = starts_of(visit.counts).tolist()
         sums = RowSums(rows, bags, self._mine.combine_rows.dtype)
         words = np.frombuffer(refusal.pack(), np.int64)
         for peer, at in self._peers:
             begin, end = starts[peer], starts[peer + 1]
             sums.write(begin, end, at.combine_rows[half, me])
-            at.combine_head[half, me, _EPOCH] = self._combined
+            at.combine_head[half, me, _EPOCH] = epoch
             at.combine_head[half, me, _REFUSAL] = words
-            self._waiter.fence()  # orders the rows and the refusal before the flag
-            at.combine_flag[me] = self._combined
+        self._order.agree()
+        self._combined = epoch
+        self._waiter.fence()  # orders the rows and the refusal before the flags
+        for _, at in self._peers:
+            at.combine_flag[me] = epoch
         refusals = []
         for peer in range(self._size):
             self._waiter.for_epoch("combine", self._mine.combine_flag, peer, self._combined)

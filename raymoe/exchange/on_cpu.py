@@ -41,6 +41,7 @@ class OnCpu:
         self._rank, self._size, self._spec = world.rank, world.size, spec
         self._carrier = carrier
         self._known: DataRefused | None = None
+        self._dispatches = 0
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         n = len(tokens.x) if tokens.num_tokens is None else int(tokens.num_tokens.item())
@@ -49,7 +50,8 @@ class OnCpu:
         arrived = self._carrier.dispatch(tokens.x, sending)
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
-        home = _WayHome(placement, Visit(sending, arrived.counts, arrived.where))
+        self._dispatches += 1
+        home = _WayHome(placement, Visit(sending, arrived.counts, arrived.where, self._dispatches))
         self._know(home.refusal)
         x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
         if out is not None and len(placement.index):
