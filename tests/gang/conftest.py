@@ -126,12 +126,13 @@ class Head:
 
 
 @contextmanager
-def ray_head(tmp: Path, cpus: int = 8, env: dict[str, str] | None = None) -> Iterator[Head]:
+def ray_head(tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, str] | None = None) -> Iterator[Head]:
     """`ray start --head --block` on ports of its own; ended by pid, with all that it started."""
     port, dashboard, metrics = free_port(), free_port(), free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--port={port}", f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"]
     command += [f"--num-cpus={cpus}", "--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
+    command += [] if gpus is None else [f"--num-gpus={gpus}"]
     command += ["--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
     # An agent's ports are fixed by default, and a second head on the machine would be left without one.
     command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"]

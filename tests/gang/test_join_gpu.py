@@ -1,0 +1,29 @@
+"""`raymoe.join` in an actor that Ray has assigned a GPU to, on a machine where torch sees none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.gang.conftest import REPO, UNSET, ray_head
+from tests.gang.test_join import Engine
+
+
+def test_an_actor_with_a_gpu_never_has_a_cpu_world_silently(tmp_path: Path) -> None:
+    """Ray counts a GPU here that torch does not see, as where torch was installed without CUDA."""
+    import torch
+
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        pytest.skip("torch sees GPUs here; tests/gpu/test_worlds_gpu.py joins worlds on them")
+    with ray_head(tmp_path, cpus=2, gpus=1, env={"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": UNSET}) as head:
+        try:
+            environment = {"env_vars": {"PYTHONPATH": str(REPO)}}
+            ray.init(address=head.address, log_to_driver=False, logging_level="error", runtime_env=environment)
+            engine = Engine.options(num_gpus=1).remote()
+            assert "Ray assigned GPU 0; torch" in ray.get(engine.join.remote("gpu", 0, 1, 30.0), timeout=60)
+            said = ray.get(engine.join.remote("gpu", 0, 1, 30.0, device="cpu"), timeout=60)
+            assert said == "joined on cpu"
+        finally:
+            ray.shutdown()

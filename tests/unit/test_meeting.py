@@ -1,0 +1,115 @@
+"""Where ranks that join a world meet: who may come, who is taken for dead, and what is left for the next attempt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import ray
+
+import raymoe
+from raymoe.gang import join as joining
+from raymoe.gang.join import GRACE_S, SILENCE_S, Guest, Meeting, Refusal
+from raymoe.job.errors import ConfigError
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(joining, "time", clock)
+    return clock
+
+
+def guest(token: str, problem: str | None = None) -> Guest:
+    return Guest(token, {"pid": token} if problem is None else None, problem)
+
+
+def test_a_duplicate_is_refused_and_those_who_were_there_are_complete(clock: Clock) -> None:
+    meeting = Meeting(2)
+    assert meeting.enter(1, 2, guest("b"), 60) is None
+    assert meeting.enter(1, 2, guest("c"), 60) == Refusal("rank 1 is taken by pid b", for_good=True)
+    assert meeting.enter(0, 2, guest("a"), 60) is None
+    meeting.leave(1, "c")  # it was never in
+    assert meeting.look(0, "a").descriptors == meeting.look(1, "b").descriptors == {0: {"pid": "a"}, 1: {"pid": "b"}}
+    late = meeting.enter(1, 2, guest("d"), 60)
+    assert late is not None and not late.for_good, "whoever joins the next world of this name asks again"
+
+
+def test_an_entry_that_is_made_twice_is_one(clock: Clock) -> None:
+    """Ray may tell of no answer in time where the call was carried out."""
+    meeting = Meeting(2)
+    assert meeting.enter(1, 2, guest("b"), 60) is None
+    assert meeting.enter(1, 2, guest("b"), 60) is None
+    assert meeting.came == {1}
+
+
+def test_the_place_of_a_rank_that_looks_no_more_is_free(clock: Clock) -> None:
+    meeting = Meeting(2)
+    meeting.enter(0, 2, guest("a"), 60)
+    clock.now += SILENCE_S - 1
+    meeting.look(0, "a")
+    clock.now += SILENCE_S - 1
+    assert meeting.enter(0, 2, guest("new"), 60) is not None
+    clock.now += 2
+    assert meeting.look(1, "b").descriptors == {}
+    assert meeting.enter(0, 2, guest("new"), 60) is None
+    assert meeting.look(0, "new").descriptors == {0: {"pid": "new"}}
+
+
+def test_a_problem_is_told_to_all_and_then_forgotten(clock: Clock) -> None:
+    meeting = Meeting(3)
+    meeting.enter(1, 3, guest("b", "no GPU"), 60)
+    meeting.enter(0, 3, guest("a"), 60)
+    assert meeting.look(0, "a").problems == {1: "no GPU"}
+    meeting.leave(0, "a")
+    meeting.enter(2, 3, guest("c"), 60)
+    assert meeting.look(2, "c").problems == {1: "no GPU"}
+    assert meeting.look(2, "c").problems == {}
+    assert meeting.enter(1, 3, guest("again"), 60) is None
+
+
+def test_whoever_comes_when_all_have_left_begins_anew(clock: Clock) -> None:
+    meeting = Meeting(3)
+    meeting.enter(1, 3, guest("b"), 60)
+    assert meeting.enter(0, 2, guest("x"), 60) == Refusal("rank 0 says size 2, the first to come said 3", for_good=True)
+    meeting.leave(1, "b")
+    assert meeting.look(0, "x").came == {1}, "those that left were there"
+    assert meeting.enter(0, 2, guest("x"), 60) is None
+    assert meeting.look(0, "x").came == {0}
+
+
+def test_a_meeting_ends_when_the_longest_patience_is_over(clock: Clock) -> None:
+    meeting = Meeting(2)
+    meeting.enter(0, 2, guest("a"), 60)
+    meeting.enter(1, 2, guest("b"), 5)
+    assert meeting.ends_at == clock.now + 60 + GRACE_S
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rank": 2}, "rank 2 in a world of 2"),
+        ({"rank": "0"}, "rank '0' in a world of 2; rank and size are whole numbers"),
+        ({"size": 2.0}, "rank 0 in a world of 2.0"),
+        ({"timeout_s": math.nan}, "timeout_s is nan; waits need"),
+        ({"timeout_s": -1}, "timeout_s is -1; waits need"),
+        ({"name": "n" * 300}, "a name of 300 bytes; a world to join is named by 200 at most"),
+        ({"name": "a\0b"}, "holds no NUL"),
+        ({"name": None}, "name is None"),
+        ({}, "asked to join 'x' outside Ray; call it"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_else(wrong: dict[str, Any], says: str) -> None:
+    assert not ray.is_initialized()
+    with pytest.raises(ConfigError, match=says):
+        raymoe.join(**({"name": "x", "rank": 0, "size": 2} | wrong))
