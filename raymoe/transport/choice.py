@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,8 @@ from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 
 VARIABLE, FILE, FORMAT = "RAYMOE_CACHE_DIR", "transports.json", 1
 PATTERNS, CANDIDATES = ("pairs", "all_to_all"), ("copy_engine", "tma")
+TMA_CAPABILITY = (9, 0)
+"""Of a GPU: bulk copies exist from Hopper on."""
 MIB = 1 << 20
 
 
@@ -145,12 +147,53 @@ def pattern_of(spec: ChannelSpec) -> str:
     return "pairs" if all(len(set(ranks)) == len(ranks) for ranks in ends) else "all_to_all"
 
 
+@dataclass(frozen=True)
+class GpuFacts:
+    """The GPU of a rank, as far as transports depend on it."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+def no_tma(gpus: Sequence[GpuFacts]) -> str | None:
+    """Why these ranks cannot have transport `tma`; None where they can.
+
+    >>> no_tma([GpuFacts("NVIDIA H200", (9, 0)), GpuFacts("NVIDIA A100", (8, 0))])
+    'NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more'
+    """
+    for rank, gpu in enumerate(gpus):
+        if gpu.capability < TMA_CAPABILITY:
+            has, needs = (".".join(map(str, each)) for each in (gpu.capability, TMA_CAPABILITY))
+            return f"{gpu.name} of rank {rank} has compute capability {has}, and tma needs {needs} or more"
+    return None
+
+
+def possible(spec: ChannelSpec, gpus: Sequence[GpuFacts]) -> None:
+    """Raise where GPU ranks ask for `tma`, by its name or by a number of SMs, and cannot have it."""
+    reason = no_tma(gpus)
+    if reason is not None and spec.transport == "tma":
+        raise ConfigError(f"transport tma asked for; {reason}: take copy_engine, collective or auto")
+    if reason is not None and spec.sms is not None:
+        raise ConfigError(f"sms is {spec.sms}, which only transport tma takes; {reason}: leave sms out")
+
+
+def automatic(spec: ChannelSpec, table: Table, gpus: Sequence[GpuFacts]) -> str:
+    """The transport that `auto` stands for between GPUs: never one that a rank cannot have."""
+    if spec.sms is not None:
+        return "tma"
+    picked = table.pick(pattern_of(spec), spec.protocol, spec.nbytes)
+    return "copy_engine" if picked == "tma" and no_tma(gpus) else picked
+
+
 def chosen(world: World, spec: ChannelSpec) -> str:
     """The transport that these channels use, the same on all ranks."""
+    if world.device.type == "cpu":
+        return "host" if spec.transport == "auto" else spec.transport
+    mine = GpuFacts(world.gpu.name, world.gpu.capability)
+    gpus = [found for found in world.swap(mine, "channels: gpus") if isinstance(found, GpuFacts)]
+    possible(spec, gpus)  # all ranks look at the same GPUs, so all raise
     if spec.transport != "auto":
         return spec.transport
-    if world.device.type == "cpu":
-        return "host"
     choice: str | None = None
     problem: ConfigError | None = None
     if world.rank == 0:
@@ -158,7 +201,7 @@ def chosen(world: World, spec: ChannelSpec) -> str:
             table = Table.load()
             if table is None or table.gpu != world.gpu.name:
                 table = BUILT_IN
-            choice = "tma" if spec.sms is not None else table.pick(pattern_of(spec), spec.protocol, spec.nbytes)
+            choice = automatic(spec, table, gpus)
         except ConfigError as error:
             problem = error
     world.agree(problem, "channels: table")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from raymoe.job.errors import CannotWrite, ConfigError
-from raymoe.transport.choice import BUILT_IN, FILE, PATTERNS, Rule, Table, measured, pattern_of
+from raymoe.transport.choice import BUILT_IN, FILE, PATTERNS, GpuFacts, Rule, Table, chosen, measured, pattern_of
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 
 PAIR = ((0, 1),)
@@ -92,6 +93,53 @@ def test_a_pattern_is_told_by_shared_ports():
 def test_a_spec_that_cannot_be_is_an_error(spec: ChannelSpec, device: str, says: str):
     with pytest.raises(ConfigError, match=says):
         spec.check(2, device)
+
+
+H200, A100 = GpuFacts("NVIDIA H200", (9, 0)), GpuFacts("NVIDIA A100", (8, 0))
+
+
+def world_of(gpus: list[GpuFacts], rank: int) -> SimpleNamespace:
+    """A rank of a world on these GPUs, whose rounds give what such ranks would say."""
+
+    def swap(mine: object, what: str) -> list[object]:
+        return list(gpus) if what == "channels: gpus" else [mine] * len(gpus)
+
+    def agree(problem: Exception | None, what: str) -> None:
+        if problem is not None:
+            raise problem
+
+    return SimpleNamespace(rank=rank, device=SimpleNamespace(type="cuda"), gpu=gpus[rank], swap=swap, agree=agree)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tma_is_refused_on_all_ranks_where_one_gpu_is_too_old(rank: int, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path))
+    says = (
+        "transport tma asked for; NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more: take "
+        "copy_engine, collective or auto"
+    )
+    asked = ChannelSpec(PAIR, (4,), transport="tma")
+    with pytest.raises(ConfigError) as caught:
+        chosen(world_of([H200, A100], rank), asked)
+    assert str(caught.value) == says
+    with pytest.raises(ConfigError, match="sms is 8, which only transport tma takes; NVIDIA A100 of rank 1"):
+        chosen(world_of([H200, A100], rank), ChannelSpec(PAIR, (4,), sms=8))
+    assert chosen(world_of([H200, H200], rank), asked) == "tma"
+    for transport in ("copy_engine", "collective"):
+        assert chosen(world_of([A100, A100], rank), ChannelSpec(PAIR, (4,), transport=transport)) == transport
+
+
+@pytest.mark.parametrize("gpus", [[A100, A100], [H200, A100]], ids=["both too old", "one too old"])
+def test_auto_never_picks_tma_where_a_gpu_is_too_old(gpus: list[GpuFacts], monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path))
+    for nbytes in (0, 4096, 1 << 30):
+        for pairs in (PAIR, ((0, 1), (1, 0))):
+            for protocol in PROTOCOLS:
+                spec = ChannelSpec(pairs, (nbytes,), protocol=protocol)
+                assert chosen(world_of(gpus, 0), spec) == "copy_engine"
+    Table(gpus[0].name, (Rule("pairs", "put", 0, "tma"),)).save(tmp_path)  # measured, and still of no use here
+    assert chosen(world_of(gpus, 0), ChannelSpec(PAIR, (4096,))) == "copy_engine"
+    assert chosen(world_of([H200, H200], 0), ChannelSpec(PAIR, (4096,))) == "tma"
 
 
 def test_lanes_share_no_place_and_no_word():
