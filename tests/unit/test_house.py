@@ -23,6 +23,7 @@ HEIGHT = {
     "exchange": 4,
     "transport": 3,
     "memory": 2,
+    "errors": 2,  # a door for others: it re-exports, and no file of the package imports it
     "device": 1,
     "job": 0,
 }
@@ -132,6 +133,7 @@ HEAVY = "[name for name in ('torch', 'ray', 'cuda', 'numpy', 'matplotlib') if na
 LIGHT = {
     "import raymoe": "import raymoe",
     "dir(raymoe)": "import raymoe; dir(raymoe)",
+    "raymoe.errors": "import raymoe; raymoe.errors.PeerTimeout",
     "raymoe validate": "from raymoe.cli import main\n"
     "try:\n    code = main(['validate', 'quickstart'])\n"
     "except SystemExit as end:\n    code = end.code\n"
@@ -154,5 +156,6 @@ def test_loads_neither_torch_nor_ray_nor_cuda(code, tmp_path):
 def test_the_lazy_names_arrive():
     for name in raymoe.__all__:
         assert getattr(raymoe, name) is not None
+    assert dir(raymoe) == sorted(raymoe.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Exchang'"):
         _ = raymoe.Exchang
