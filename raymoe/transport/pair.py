@@ -1,0 +1,357 @@
+"""Messages of one size between this rank and one peer, both ways: `raymoe.Channel`, over `Channels`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from raymoe.device.current import capturing
+from raymoe.device.driver import CaptureError
+from raymoe.job.errors import ConfigError
+from raymoe.memory.world import World
+from raymoe.transport.channel import Channels
+from raymoe.transport.spec import ChannelSpec
+
+if TYPE_CHECKING:
+    from raymoe.transport.nccl_group import NcclGroup
+
+MOST_BYTES = 1 << 40
+"""Of one message. More than any GPU has, and far from where sizes overflow."""
+
+
+class Channel:
+    """Sends messages of exactly `nbytes` bytes to one peer, and receives messages of that size from it, in order.
+
+    - **Making one is collective.** All ranks of the world make it, with the same `nbytes`, `protocol` and `transport`.
+      Each names its own `peer`, who names it in turn. A rank that takes no part names None. Sending and receiving is
+      between the two ends alone. Each rank has memory for one message.
+    - **`protocol`.** With `put` the sender writes into the receiver's memory. With `get` the receiver reads from the
+      sender's.
+    - **`transport`.** Between GPUs `tma` (a kernel, sm_90 and newer), `copy_engine` (no SM), `collective` (NCCL) or
+      `auto`. Between CPU ranks `host`, which `auto` stands for.
+    - **One message a direction.** A `send` waits until the peer has released the message before. So a receiver calls
+      `release` once it has read a message, and a rank that sends and receives in one step does both `together`.
+    - **On GPUs nothing waits on the host.** Calls are enqueued on the current stream, and failures show in `check`. All
+      operations of one direction follow one another in one stream; a caller that uses another stream orders it behind
+      the first.
+    - **Capturable.** Calls can be captured in a CUDA graph, which may be replayed until `close`. The graph holds the
+      address of the message. What a graph receives by `put` is released in a graph too.
+
+    One thread at a time uses a channel. `world.close` closes it too.
+
+    The program of one rank, here run by two threads with a CPU rank each:
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> def program(world):
+    ...     world.wire(descriptors)
+    ...     with world, Channel(world, peer=1 - world.rank, nbytes=16) as channel:
+    ...         mine = torch.arange(4, dtype=torch.float32) + 10 * world.rank
+    ...         with channel.together():
+    ...             channel.send(mine)
+    ...             theirs = channel.receive(mine.shape, mine.dtype)
+    ...         seen = theirs.tolist()
+    ...         channel.release()
+    ...         return seen
+    >>> worlds = [World.open(rank, size=2) for rank in range(2)]
+    >>> descriptors = [world.descriptor() for world in worlds]
+    >>> with ThreadPoolExecutor(2) as ranks:
+    ...     list(ranks.map(program, worlds))
+    [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
+    """
+
+    @torch.inference_mode(False)  # memory that is made in inference mode could not be written to outside of it
+    def __init__(
+        self, world: World, peer: int | None, nbytes: int, protocol: str = "put", transport: str = "auto"
+    ) -> None:
+        if capturing(world.device):
+            raise CaptureError("a channel was to be made inside a capture; make it before, its calls can be captured")
+        pairs = _agreed_pairs(world, peer, nbytes, protocol, transport)
+        spec = ChannelSpec(pairs, (nbytes,), protocol=protocol, transport=transport)
+        spec.check(world.size, world.device.type)  # all ranks gave the same, so all raise
+        self.world, self.peer, self.nbytes, self.protocol = world, peer, nbytes, protocol
+        self._closed = False
+        self._held_in_capture: bool | None = None
+        """Whether the message that is held was received inside a capture; None where none is held."""
+        self._kept: list[torch.Tensor] = []
+        with ExitStack() as undo:
+            self._groups = _communicators(world, pairs, undo) if transport == "collective" else []
+            own = [group for group in self._groups if world.rank in group.members]
+            self._channels = Channels(world, spec, next(iter(own or self._groups), None))
+            undo.pop_all()
+        self._open_channels = world.shared(_OpenChannels)
+        self._open_channels.add(self, self._groups)
+
+    @property
+    def transport(self) -> str:
+        """The transport that is used, also where `auto` was asked for."""
+        return self._channels.transport
+
+    def send(self, message: torch.Tensor) -> None:
+        """Send a contiguous tensor of `nbytes` bytes, of any dtype and shape, on the device of the world.
+
+        On a GPU the message may be overwritten by what follows on the same stream.
+        """
+        peer = self._ready("send")
+        flat = self._bytes_of(message)
+        self._channels.send(peer, flat)
+        if capturing(self.world.device):
+            self._kept.append(flat)  # a replay reads it again
+
+    def receive(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Receive the next message, as a tensor of this dtype and shape; one dimension unless a shape is given.
+
+        The tensor is the memory in which messages land. It is valid until `release`, or else until the next `receive`,
+        which releases the message before. Copy what is needed for longer.
+        """
+        peer = self._ready("receive")
+        view = self._view(shape, dtype)
+        self._refuse_mixed("receive")
+        landed = self._channels.receive(peer)
+        if self.protocol == "put":
+            self._held_in_capture = capturing(self.world.device)
+        return landed.view(dtype).view(view)
+
+    def release(self) -> None:
+        """Say that the message received last has been read, so that the peer may send the next.
+
+        With `get` the message is a copy and nothing needs to be said. The same where no message is held.
+        """
+        peer = self._ready("release")
+        self._refuse_mixed("release")
+        self._channels.release(peer)
+        self._held_in_capture = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do all that is called inside at its end, in an order that cannot block: both ends may receive first.
+
+        A message that is received inside is there after it, and is released after it. An exception undoes all of it.
+        """
+        self._open("together")
+        held = self._held_in_capture
+        try:
+            with self._channels.together():
+                yield
+        except BaseException:
+            self._held_in_capture = held
+            raise
+
+    def check(self) -> None:
+        """Wait for the current stream, then raise what went wrong. `PeerTimeout` names the peer."""
+        self._open("check")
+        if capturing(self.world.device):
+            raise CaptureError("check waits for the device, which a capture cannot; call it after the replay")
+        self._channels.synchronise()
+
+    def close(self, together: bool = True) -> None:
+        """Give up memory and connections. With `collective` all ranks close, unless one has failed (`together=False`).
+
+        Tensors that were received and graphs with this channel's calls are invalid from then on.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._open_channels.remove(self, self._groups)
+        with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
+            for group in self._groups:
+                leaving.callback(group.close)
+            leaving.callback(self._kept.clear)
+            leaving.callback(self._channels.close)
+            if not together or self._channels.broken is not None or self.world.waiter.reason is not None:
+                for group in self._groups:
+                    group.abort()  # else closing it would wait for peers that do not come
+            elif self._groups:
+                self._channels.synchronise()  # bounded, which NCCL's own wait is not
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(together=error is None)
+
+    def _open(self, call: str) -> None:
+        if self._closed:
+            raise ConfigError(f"{call} on rank {self.world.rank}: this channel is closed; make a new one")
+
+    def _ready(self, call: str) -> int:
+        """The peer; raises where the call cannot be made."""
+        self._open(call)
+        if self._channels.broken is not None:
+            raise self._channels.broken
+        if self.peer is None:
+            raise ConfigError(
+                f"{call} on rank {self.world.rank}, which named no peer; only the two ends of a channel use it"
+            )
+        return self.peer
+
+    def _bytes_of(self, message: torch.Tensor) -> torch.Tensor:
+        """The message as flat bytes, after making sure that it is one."""
+        if not isinstance(message, torch.Tensor):
+            raise ConfigError(f"the message is a {type(message).__name__}; a tensor is needed")
+        if type(message).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not _has_memory(message):
+            raise ConfigError(
+                f"the message is a {type(message).__name__} without memory of its own; send a plain tensor, outside "
+                "torch.compile and torch.func transforms"
+            )
+        if message.device != self.world.device:
+            raise ConfigError(f"the message is on {message.device}; this world's ranks are on {self.world.device}")
+        found = message.numel() * message.element_size()
+        if found != self.nbytes:
+            raise ConfigError(
+                f"the message has {found} bytes ({message.dtype} {list(message.shape)}); this channel was made for "
+                f"messages of exactly {self.nbytes}"
+            )
+        if not message.is_contiguous():
+            raise ConfigError(f"the message has strides {message.stride()}; it must be contiguous: call .contiguous()")
+        if message.is_neg() or message.is_conj():
+            raise ConfigError("the message is a lazy negative or conjugate; call .resolve_neg().resolve_conj()")
+        return message.detach().view(-1).view(torch.uint8)
+
+    def _view(self, shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[int, ...]:
+        """The shape of a received message."""
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype is {dtype!r}; a torch.dtype is needed")
+        wanted = (self.nbytes // dtype.itemsize,) if shape is None else tuple(shape)
+        if any(type(extent) is not int or extent < 0 for extent in wanted):
+            raise ConfigError(f"a message of shape {list(wanted)}; whole numbers of at least 0 are needed")
+        if prod(wanted) * dtype.itemsize != self.nbytes:
+            raise ConfigError(
+                f"a message to be received as {dtype} {list(wanted)}, {prod(wanted) * dtype.itemsize} bytes; this "
+                f"channel was made for messages of exactly {self.nbytes}"
+            )
+        return wanted
+
+    def _refuse_mixed(self, call: str) -> None:
+        """A graph that released a message which it did not receive would do so at every replay: slots would be free
+        before they were read."""
+        held, now = self._held_in_capture, capturing(self.world.device)
+        if held is None or held == now:
+            return
+        if now:
+            raise ConfigError(
+                f"{call} inside a capture, and a message is held that was received before it; call release() before "
+                "the capture begins"
+            )
+        raise ConfigError(
+            f"{call} outside a capture, and a message is held that was received inside one; capture its release() "
+            "with it, or make a new channel"
+        )
+
+
+class _OpenChannels:
+    """What the channels of a world have not closed. The world closes it before the memory that it is in."""
+
+    def __init__(self, _world: World) -> None:
+        self._channels: list[weakref.ref[Channel]] = []  # weak: a channel that nobody has any more may go
+        self._groups: list[NcclGroup] = []
+
+    def add(self, channel: Channel, groups: list[NcclGroup]) -> None:
+        self._channels.append(weakref.ref(channel))
+        self._groups += groups
+
+    def remove(self, channel: Channel, groups: list[NcclGroup]) -> None:
+        self._channels = [each for each in self._channels if each() not in (channel, None)]
+        self._groups = [each for each in self._groups if each not in groups]
+
+    def close(self, together: bool) -> None:
+        with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
+            leaving.callback(self._abandon_groups)
+            for reference in self._channels:
+                if (channel := reference()) is not None:
+                    leaving.callback(channel.close, together)
+
+    def _abandon_groups(self) -> None:
+        """Of channels that were dropped: other ranks may have closed theirs."""
+        with ExitStack() as leaving:
+            for group in self._groups:
+                leaving.callback(group.close)
+                leaving.callback(group.abort)
+
+
+def pairs_of(peers: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
+    """Both directions between all ranks that name one another; `peers[r]` is whom rank r named.
+
+    >>> pairs_of([1, 0, None, 4, 3])
+    ((0, 1), (1, 0), (3, 4), (4, 3))
+    >>> pairs_of([1, 2, 1])
+    Traceback (most recent call last):
+    raymoe.job.errors.ConfigError: rank 0 names rank 1 as its peer and rank 1 names rank 2; both ends name one another
+    """
+    ranks = range(len(peers))
+    for rank, peer in enumerate(peers):
+        if peer is None:
+            continue
+        if peer not in ranks or peer == rank:
+            raise ConfigError(
+                f"rank {rank} names rank {peer} as its peer in a world of {len(peers)}; a peer is another rank of it, "
+                "or None"
+            )
+        if peers[peer] != rank:
+            theirs = "none" if peers[peer] is None else f"rank {peers[peer]}"
+            raise ConfigError(
+                f"rank {rank} names rank {peer} as its peer and rank {peer} names {theirs}; both ends name one another"
+            )
+    pairs = tuple((rank, peer) for rank, peer in enumerate(peers) if peer is not None)
+    if not pairs:
+        raise ConfigError("no rank names a peer; a channel has two ends")
+    return pairs
+
+
+def _agreed_pairs(world: World, peer: object, nbytes: object, *kind: object) -> tuple[tuple[int, int], ...]:
+    """The pairs of ranks. Raises on all ranks unless what they asked for fits together."""
+    problem: str | None = None
+    if peer is not None and type(peer) is not int:
+        problem = f"peer is {peer!r}; the number of a rank, or None, is needed"
+    elif type(nbytes) is not int or not 0 <= nbytes <= MOST_BYTES:
+        problem = f"nbytes is {nbytes!r}; a whole number from 0 to {MOST_BYTES} is needed"
+    elif any(type(name) is not str for name in kind):
+        problem = f"protocol and transport are {kind[0]!r} and {kind[1]!r}; names are needed"
+    asked = (peer, {"nbytes": nbytes, "protocol": kind[0], "transport": kind[1]})
+    found = world.swap(asked if problem is None else problem, "channel: peers")
+    if problem is not None:
+        raise ConfigError(problem)
+    peers = []
+    for rank, other in enumerate(found):
+        if isinstance(other, str):
+            raise ConfigError(f"rank {rank}: {other}")
+        assert isinstance(other, tuple)
+        peers.append(other[0])
+        for name, value in asked[1].items():
+            if other[1][name] != value:
+                raise ConfigError(
+                    f"{name} is {other[1][name]!r} on rank {rank} and {value!r} on rank {world.rank}; all ranks make a "
+                    "channel with the same"
+                )
+    return pairs_of(peers)
+
+
+def _communicators(world: World, pairs: Sequence[tuple[int, int]], undo: ExitStack) -> list[NcclGroup]:
+    """An NCCL communicator for each pair of ranks: in one of them all, idle pairs hold up the others (`NcclGroup`).
+
+    All ranks of the world make all of them, in one order.
+    """
+    from raymoe.transport.nccl_group import NcclGroup
+
+    made = []
+    for pair in pairs:
+        if pair[0] < pair[1]:
+            made.append(NcclGroup(world, pair))
+            undo.callback(made[-1].close)
+            undo.callback(made[-1].abort)
+    return made
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there are bytes at an address of the tensor's own: not so for a sparse, vmapped or freed one."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0 or tensor.device.type == "meta"
+    except RuntimeError:
+        return False

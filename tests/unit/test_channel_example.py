@@ -1,0 +1,30 @@
+"""`examples/channel.py` between two CPU ranks, as its first lines say to start it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def said_by_the_example(**variables: str) -> list[str]:
+    """What it says of put and of get, without the bytes and steps."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", "examples/channel.py"],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO), "GLOO_SOCKET_IFNAME": "lo", **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.partition(":")[0] for line in done.stdout.splitlines() if line.endswith("verified")]
+
+
+def test_the_example_of_channels_runs() -> None:
+    assert said_by_the_example(CUDA_VISIBLE_DEVICES="") == ["put by host on cpu", "get by host on cpu"]
