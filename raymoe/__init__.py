@@ -1,6 +1,7 @@
 """Expert-parallel Mixture-of-Experts work on a Ray cluster.
 
 Importing this package loads neither torch nor ray nor any CUDA library: names arrive when first used (PEP 562).
+`__init__.pyi` says to type checkers what the names are.
 """
 
 import importlib
@@ -8,14 +9,30 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
-    "join": "raymoe.gang.join",
+    "Channel": "raymoe.transport.pair",
+    "Dispatched": "raymoe.exchange.dispatched",
     "Exchange": "raymoe.exchange.exchange",
     "ExchangeSpec": "raymoe.exchange.spec",
+    "Workspace": "raymoe.exchange.workspace",
+    "World": "raymoe.memory.world",
+    "join": "raymoe.gang.join",
 }
-__all__ = ["Exchange", "ExchangeSpec", "__version__", "join"]
+__all__ = [
+    "Channel",
+    "Dispatched",
+    "Exchange",
+    "ExchangeSpec",
+    "Workspace",
+    "World",
+    "__version__",
+    "errors",
+    "join",
+]
 
 
 def __getattr__(name: str) -> object:
+    if name == "errors":
+        return importlib.import_module("raymoe.errors")
     if name not in _LAZY:
         raise AttributeError(f"module 'raymoe' has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -42,6 +42,20 @@ class Exchange:
 
     `sms` is how many multiprocessors its kernels may take, "auto" all of them. Exchanges that may run at the same time,
     in two streams, need numbers that are together no more than there are: their kernels wait for those of other ranks.
+
+    A world of one CPU rank, whose experts double their rows:
+
+    >>> from raymoe import Exchange, ExchangeSpec, World
+    >>> world = World.open(rank=0, size=1)
+    >>> world.wire([world.descriptor()])
+    >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=2, topk=2, dtype="float32")
+    >>> with world, Exchange(world, spec) as exchange:
+    ...     x = torch.ones(2, 8)
+    ...     topk_idx, topk_weights = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.5, 0.25], [1.0, 0.0]])
+    ...     got = exchange.dispatch(x, topk_idx, topk_weights)
+    ...     y = exchange.combine(2 * got.x, got)
+    >>> y[:, 0].tolist()
+    [1.5, 2.0]
     """
 
     @torch.inference_mode(False)  # memory that is made in inference mode could not be written to outside of it

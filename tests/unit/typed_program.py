@@ -1,0 +1,57 @@
+"""A user's program that names everything public. `test_public_names.py` has mypy read it; nothing runs it."""
+
+from __future__ import annotations
+
+import torch
+
+import raymoe
+from raymoe.errors import DataRefused, PeerTimeout, RaymoeError
+
+
+def steps(world: raymoe.World, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    spec = raymoe.ExchangeSpec(tokens=128, hidden=1024, experts=32, topk=4, wire="float8_e4m3", capacity="worst")
+    y = torch.empty_like(x)
+    with raymoe.Workspace(world, spec) as workspace, raymoe.Exchange(world, spec, workspace=workspace, sms=32) as ex:
+        got: raymoe.Dispatched = ex.dispatch(x, topk_idx, topk_weights, num_tokens=128)
+        offsets: torch.Tensor = got.expert_offsets
+        rows = got.x * offsets[-1]
+        try:
+            y = ex.combine(rows, got, weighted=True)
+            ex.check()
+        except DataRefused as error:
+            print(error.exit_code)
+        got = ex.dispatch_receive(ex.dispatch_send(x, topk_idx, topk_weights))
+        y += ex.combine_receive(ex.combine_send(got.x, got))
+    return y
+
+
+def neighbours(world: raymoe.World, message: torch.Tensor) -> torch.Tensor:
+    peer = world.rank ^ 1
+    nbytes = message.numel() * message.element_size()
+    with raymoe.Channel(
+        world, peer if peer < world.size else None, nbytes, protocol="get", transport="auto"
+    ) as channel:
+        with channel.together():
+            channel.send(message)
+            received: torch.Tensor = channel.receive(message.shape, message.dtype)
+        copied = received.clone()
+        channel.release()
+        channel.check()
+    return copied
+
+
+def main(rank: int, size: int) -> None:
+    print(raymoe.__version__)
+    try:
+        with raymoe.World.of(device="auto", timeout_s=60.0) as world:
+            print(world.device, world.name)
+        with raymoe.join("experts", rank, size, timeout_s=60.0) as world:
+            everybody: raymoe.World | None = world.group(range(size))
+            print(everybody)
+            print(neighbours(world, torch.zeros(8)))
+    except PeerTimeout as error:
+        print(error.peer, error.op, error.waited_s)
+    except raymoe.errors.CaptureError as error:
+        print(error.code)
+    except RaymoeError as error:
+        print(error)
