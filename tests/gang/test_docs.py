@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from tests.gang.conftest import REPO, Head, address_file
+from tests.unit import library_page
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 WANT_GPUS = ("raymoe run p2p ", "raymoe run exchange_", "raymoe run bench_")
@@ -75,3 +77,45 @@ def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -
                 environment["RAY_ADDRESS"] = head.address
             if shlex.split(line)[1] in ("run", "report"):
                 assert "p50 us" in done.stdout, f"{line}: no table\n{done.stdout}"
+
+
+@ray.remote(num_cpus=0)
+class Reader:
+    """An actor of a reader's, who copies what the pages say."""
+
+    def run(self, blocks: list[str], rank: int, size: int) -> float:
+        """How far y is from what the experts of the README make of each token."""
+        import torch
+
+        import raymoe
+
+        x = torch.randn(512, 1024).bfloat16()
+        topk_weights, topk_idx = torch.rand(512, 32).topk(4)
+        names = {"raymoe": raymoe, "rank": rank, "size": size, "x": x, "experts": lambda rows: 2 * rows}
+        names |= {"topk_idx": topk_idx, "topk_weights": topk_weights}
+        for block in blocks:
+            exec(block, names)
+        names["world"].close()
+        want = 2 * x.float() * topk_weights.sum(1, keepdim=True)
+        return float((names["y"] - want).abs().max() / want.abs().max()) if "y" in names else 0.0
+
+
+@pytest.mark.timeout(200)
+def test_the_python_blocks_for_actors(head: Head) -> None:
+    """Of the README, and of docs/library.md those that need Ray."""
+    ray.init(
+        address=head.address,
+        log_to_driver=False,
+        logging_level="error",
+        runtime_env={"env_vars": {"PYTHONPATH": str(REPO)}},
+    )
+    try:
+        readme = [text for _, text in library_page.blocks(REPO / "README.md")]
+        library = [text for need, text in library_page.blocks() if need == "ray"]
+        assert len(readme) == len(library) == 1
+        readers = [Reader.remote() for _ in range(2)]
+        for blocks in (readme, library):
+            errors = ray.get([reader.run.remote(blocks, rank, 2) for rank, reader in enumerate(readers)], timeout=100)
+            assert max(errors) < 1e-2
+    finally:
+        ray.shutdown()

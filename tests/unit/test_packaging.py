@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import raymoe
 
 ROOT = Path(__file__).resolve().parents[2]
+TYPING = ("raymoe/py.typed", "raymoe/__init__.pyi")  # a checker trusts annotations only where py.typed is there
 BESIDE = ("configs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
 
 
@@ -36,8 +38,18 @@ def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
     for folder in BESIDE:
         for path in sources(folder):
             assert f"raymoe/{path}" in names
-    assert "raymoe/cli.py" in names
+    for path in (*sources("raymoe"), *map(Path, TYPING)):
+        assert str(path) in names or "__pycache__" in path.parts
     assert f"raymoe-{raymoe.__version__}.dist-info/licenses/LICENSE" in names
+
+
+def test_sdist_holds_what_type_checkers_read(tmp_path):
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "sdist", "--directory", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*TYPING, "examples/channel.py", "docs/library.md", "pyproject.toml"} <= names
 
 
 def test_wheel_has_the_command_and_honest_needs(wheel):

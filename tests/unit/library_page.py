@@ -1,0 +1,29 @@
+"""The code blocks of docs/library.md, as programs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "library.md"
+
+
+def blocks(page: Path = PAGE) -> list[tuple[str, str]]:
+    """What each Python block needs, "" or `gpu` or `ray`, and its text with the page's line numbers."""
+    text = page.read_text()
+    found = []
+    for block in re.finditer(r"^```python ?(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        found.append((block[1], "\n" * text.count("\n", 0, block.start(2)) + block[2]))
+    return found
+
+
+def run(needs: set[str]) -> tuple[list[str], str]:
+    """Run the blocks that need no more than this, one after the other: the names that they made, what they printed."""
+    names: dict[str, object] = {"__name__": "library_page"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for need, text in blocks():
+            if not need or need in needs:
+                exec(compile(text, str(PAGE), "exec"), names)
+    return sorted(names), printed.getvalue()
