@@ -23,6 +23,8 @@ _INCLUDE = re.compile(r'^#include "raymoe/(.+)"', re.MULTILINE)
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-gnu-unique", "-ffp-contract=off", "-fno-strict-aliasing")
 _RUNTIME_FLAGS = (*_FLAGS, "-O2", "-Wall", "-Wextra")
 _KERNEL_FLAGS = (*_FLAGS, "-O1", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function")
+# Every plain access is told first, to runtime/plain.cpp; the sanitizer's own library is not linked.
+_ACCESS_FLAGS = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 
 
 class BuildError(Exception):
@@ -107,10 +109,12 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
         headers.mkdir()
         for name, text in (texts | shadows).items():
             (folder / name if name == main else headers / name).write_text(text)
-        unit = ["-x", "c++", str(folder / main), "-x", "none"]
-        _run([*_KERNEL_FLAGS, f"-I{folder}", *defines, *unit, str(runtime_path), "-o", str(library)])
+        unit, compiled = ["-x", "c++", "-c", str(folder / main)], str(folder / "unit.o")
+        _run([*_KERNEL_FLAGS, *_ACCESS_FLAGS, f"-I{folder}", *defines, *unit, "-o", compiled])
+        _run([*_KERNEL_FLAGS, compiled, str(runtime_path), "-o", str(library)])
 
-    return _kept(source.stem, [*texts.items(), *shadows.items(), *defines, *_KERNEL_FLAGS, runtime_path], compile_into)
+    flags = (*_KERNEL_FLAGS, *_ACCESS_FLAGS)
+    return _kept(source.stem, [*texts.items(), *shadows.items(), *defines, *flags, runtime_path], compile_into)
 
 
 def _texts(main: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from raymoe.device.copy import Spread
 from raymoe.device.ring import Ring
+from raymoe.job.errors import DataRefused
 from tests.emulator.build import Change
 from tests.emulator.copies import Mail, Message
 from tests.emulator.machine import Emulator
@@ -32,6 +33,7 @@ class Run:
     weighted: bool = True
     changes: tuple[Change, ...] = ()
     most_steps: int = 20_000_000
+    torn_lines: bool = False
 
     def judged(self, seed: int) -> int:
         """All steps in the interleaving of a seed; how many switches it took."""
@@ -45,7 +47,7 @@ class Run:
             wide_ids=seed % 3 != 0,
             weighted=self.weighted,
         )
-        with Emulator(self.ranks, self.most_steps, self.changes) as emulator:
+        with Emulator(self.ranks, self.most_steps, self.changes, self.torn_lines) as emulator:
             spaces = workspaces(emulator, case.spec, stamped=self.stamped)
             steps = Steps(emulator, case, [backend(self.kind, space, case.spec, self.shape) for space in spaces])
             for step in range(len(self.routings)):
@@ -55,9 +57,36 @@ class Run:
             return emulator.steps
 
 
+def refused(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
+    """A step whose rows do not fit, which all ranks refuse, and good ones before and after it."""
+    spec = spec_for(kind, capacity=64, alignment=1)
+    case = Case(2, spec, "auto", ("masked", "one", "masked"), ragged=False, seed=3)
+    with Emulator(2, 3_000_000, changes) as emulator:
+        spaces = workspaces(emulator, spec)
+        steps = Steps(emulator, case, [backend(kind, space, spec, small) for space in spaces])
+        for last in (1, 2):
+            for step in range(len(steps.results), last + 1):
+                steps.enqueue(step)
+            emulator.run(seed)
+            for each in steps.backends if last == 1 else ():
+                try:
+                    each.check()
+                except DataRefused:
+                    continue
+                raise AssertionError(f"rank {each.world.rank} does not refuse the step")
+        steps.judge(first=2)
+
+
 KINDS = ("fused", "staged", "copied", "few")
 RUNS = {
     **{f"{kind} on {ranks}": Run(kind, ranks) for kind in KINDS for ranks in (1, 2, 3)},
+    **{
+        f"{kind} on {ranks}": Run(
+            kind, ranks, spec={"tokens": 6, "experts": 2 * ranks}, routings=("uniform", "skewed", "masked")
+        )
+        for kind in KINDS
+        for ranks in (5, 8)
+    },
     **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "copied", "few")},
     "halves of staged": Run("staged", 2, None, "halves", {"hidden": 1000}),
     **{f"pairs of {kind}": Run(kind, 3, form="pairs") for kind in KINDS},

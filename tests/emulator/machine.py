@@ -40,11 +40,16 @@ class Emulator:
 
     _open = False
 
-    def __init__(self, ranks: int, most_steps: int = 20_000_000, changes: Sequence[Change] = ()) -> None:
+    def __init__(
+        self, ranks: int, most_steps: int = 20_000_000, changes: Sequence[Change] = (), torn_lines: bool = False
+    ) -> None:
+        """With `torn_lines` each half of a line of 128 bytes arrives by itself, as it may over PCIe."""
         assert not Emulator._open, "another machine is open; close it first"
         self.ranks, self._most_steps, self._changes = ranks, most_steps, tuple(changes)
         self._machine = _declared(runtime())
         self._machine.machine_open(ranks)
+        if torn_lines:
+            self._machine.machine_tear_lines()
         Emulator._open = True
         self._calls: list[Any] = []
         self._raised: list[BaseException] = []

@@ -58,6 +58,7 @@ def _long(old: str) -> Planted:
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
+REFILL_FENCE = "ptx::fence_proxy_async_shared();"
 SEND_STAGES = "wait_stages_read(stages_ - ahead_);"
 PLANTED = {
     "rows announced without a wait": _planted("fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();"),
@@ -151,6 +152,35 @@ PLANTED = {
     "entries before a router's own are not counted": _planted(
         "few", "few_routing.cuh", ": counts_[expert] + before;", ": before;"
     ),
+    "a thread is not handed what another one of its warp has acquired": _planted(
+        "fused", "placing.cuh", "__syncwarp();  // hands what a thread has acquired", "//"
+    ),
+    "a shuffle is taken to hand a row over": _planted(
+        "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", quantised=True, shape=small
+    ),
+    "a shuffle is taken to hand a stamp over": _planted(
+        "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", stamped=True
+    ),
+    "a vote is taken to hand pieces over": _planted(
+        "fused", "summing.cuh", "__syncwarp();  // hands what was acquired", "//"
+    ),
+    "no fence before a stage is filled again": _planted(
+        "fused",
+        "placing.cuh",
+        f"{REFILL_FENCE}\n            __syncwarp();",
+        "__syncwarp();",
+        quantised=True,
+        shape=small,
+    ),
+    "no fence before a stamp's stage is filled again": _planted(
+        "fused", "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();", stamped=True
+    ),
+    "no barrier before a block's word": _planted(
+        "staged", "sending.cuh", "__syncthreads();  // hands what the lanes", "//", shape=small
+    ),
+    "no fence before a block's word": _planted(
+        "staged", "sending.cuh", "ptx::fence_acq_rel_sys();  // orders the rows before", "//", shape=small
+    ),
     "one half of the lines": Planted(
         "few",
         (Change("few_rows.cuh", "p.few_rows[epoch & 1]", "p.few_rows[0]"),),
@@ -158,6 +188,25 @@ PLANTED = {
         form="pairs",
     ),
 }
+
+NEEDED_BY_ONE = Change("places.cuh", "p.scratch->needed = where", "if (threadIdx.x == 0) p.scratch->needed = where")
+"""No bug, but all threads of a block store the same number, and one of them is soon seen."""
+
+REFUSING = {
+    "fused, a last-out ticket that orders nothing": (
+        NEEDED_BY_ONE,
+        Change(
+            "sync.cuh",
+            "ptx::atomic_increment_wrapping(&operation->ticket, last) == last",
+            "ptx::atomic_add_32(&operation->ticket, 1) % (last + 1) == last",
+        ),
+    ),
+    "few, a ticket of trouble that orders nothing": (
+        NEEDED_BY_ONE,
+        Change("sync.cuh", "any || hands_over ? ptx::atomic_add_acq_rel", "false ? ptx::atomic_add_acq_rel"),
+    ),
+}
+"""Where a step is refused, by kind of backend."""
 
 COPYING = {
     "signalled when the bytes are read": Change("ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
@@ -179,15 +228,22 @@ SAID = {
     "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
-    "a plain access to": Change(
-        "routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "*reinterpret_cast<u32*>(token + 64ull) = 0;"
+    "stores 4 bytes of .*behind the end of masks.*where nothing is": Change(
+        "routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;"
     ),
-    "somebody wrote behind masks of rank": Change(
-        "routing.cuh",
-        "p_.masks[token] = p_.ranks_of(token);",
-        "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;",
+    "stores 8 bytes of .*behind the end of own of rank .*where nothing is": Change(
+        "dispatch.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"
     ),
-    "somebody wrote before dispatch_heads": Change("dispatch.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"),
+    "a plain access to": Change("placing.cuh", "queue_[loads_++ % QUEUE] =", "queue_[loads_++ % QUEUE + 65536] ="),
+    "loads 4 bytes of shared memory at .*, which thread .* has stored, and nothing orders the two": Change(
+        "places.cuh", "        __syncthreads();\n        const u32 each", "        const u32 each"
+    ),
+    "bulk loads into .* of shared memory at .*, which thread .* has loaded, and no proxy fence": Change(
+        "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();"
+    ),
+    "loads 8 bytes of shared memory at .*, which a bulk load fills, and nothing has told it": Change(
+        "placing.cuh", "__syncwarp();  // hands the row, which one", "//"
+    ),
     "no end after .*waits for the bytes of the barrier at": Change(
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),

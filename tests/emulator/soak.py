@@ -50,7 +50,7 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
 
 
 def drawn_run(rng: random.Random) -> Run:
-    kind, ranks = rng.choice(["fused", "staged", "few"]), rng.randint(1, 4)
+    kind, ranks = rng.choice(["fused", "staged", "few"]), rng.choice([1, 2, 2, 3, 3, 4, 5, 8])
     experts = ranks * rng.choice([1, 2, 4, 8])
     spec: dict[str, Any] = {
         "tokens": rng.choice([1, 2, 5, 20, 50]),

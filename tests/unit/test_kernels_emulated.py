@@ -16,10 +16,10 @@ from raymoe.device.sync import Watch
 from raymoe.exchange.backend import Tokens
 from raymoe.job.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from tests.emulator.build import Change, compiler
-from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered
+from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail
 from tests.emulator.machine import Emulator, EmulatorError
-from tests.emulator.planted import COPYING, PLANTED, SAID
+from tests.emulator.planted import COPYING, PLANTED, REFUSING, SAID
 from tests.emulator.ranks import backend, small, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange_cases import Batch, Case, batches, expert_major, result_of
@@ -371,6 +371,29 @@ def test_a_planted_bug_is_found(planted):
         except (EmulatorError, AssertionError, RaymoeError):
             return
     pytest.fail("60 interleavings are all right with it")
+
+
+@pytest.mark.parametrize("planted", REFUSING)
+def test_a_bug_planted_where_a_step_is_refused_is_found(planted):
+    kind = planted.split(",")[0]
+    refused(kind, 0)
+    for seed in range(60):
+        try:
+            refused(kind, seed, REFUSING[planted])
+        except (EmulatorError, AssertionError, RaymoeError):
+            return
+    pytest.fail("60 interleavings are all right with it")
+
+
+def test_lines_that_arrive_in_halves_give_wrong_values():
+    """Rows of few tokens rest on a line of 128 bytes that arrives whole; a link where it does not is refused."""
+    torn = replace(RUNS["few on 2"], stamped=False, routings=("uniform",) * 3, torn_lines=True)
+    for seed in range(60):
+        try:
+            torn.judged(seed)
+        except AssertionError:
+            return
+    pytest.fail("60 interleavings are all right with torn lines")
 
 
 def test_without_the_bugs_the_same_runs_are_all_right():

@@ -53,8 +53,15 @@ void machine_call(int rank, emulator::HostCall call) {
 
 // By the host, in its place of a stream: what was there before is remembered, as of a kernel's stores.
 void machine_write(unsigned long long at, const void* bytes, unsigned size) {
-    machine->memory.write(*machine->memory.find(at), reinterpret_cast<unsigned char*>(at), bytes, size, machine->ticks,
-                          emulator::HOST);
+    emulator::Region& region = *machine->memory.find(at);
+    const emulator::u64 now = machine->ticks;
+    machine->memory.write(region, reinterpret_cast<unsigned char*>(at), bytes, size,
+                          {now, now, region.rank, emulator::HOST});
+}
+
+// A fault of the link: of a line of 128 bytes each half arrives by itself.
+void machine_tear_lines() {
+    machine->torn_lines = true;
 }
 
 // 1: all streams are through.

@@ -1,4 +1,8 @@
 // What has been handed to whom: barriers of warps and blocks, and the stores that a release must publish.
+//
+// Of a warp's collectives only __syncwarp orders memory. Shuffles, votes, matches and reductions make threads converge
+// and nothing more: "these intrinsics do not imply a memory barrier" (CUDA C++ Programming Guide, sections 10.19 to
+// 10.22; of __syncwarp, 10.6, it says that it "guarantees memory ordering among threads participating in the barrier").
 
 #include <algorithm>
 #include <cstring>
@@ -20,8 +24,6 @@ void Known::take(Known& from) {
         }
     }
     from.stores.clear();
-    dirty.insert(dirty.end(), from.dirty.begin(), from.dirty.end());
-    from.dirty.clear();
     if (stores.size() > 64) {
         forget_done();
     }
@@ -40,7 +42,6 @@ void Known::forget() {
         let_go(store);
     }
     stores.clear();
-    dirty.clear();
 }
 
 void Known::let_go(Store* store) {
@@ -88,6 +89,7 @@ void release(Block* block, u32 number) {
         barrier.known.take(block->barriers[other].known);
     }
     share_times(barrier.waiting);
+    synchronise(barrier.waiting);
     for (Thread* each : barrier.waiting) {
         each->result = barrier.vote;
         each->doing = "runs";
@@ -171,6 +173,7 @@ void named_barrier(u32 number, u32 threads) {
 }
 
 u64 collective(Collective kind, u32 mask, u64 value, u32 argument) {
+    settle_plain();
     Thread* me = self();
     Warp& warp = *me->warp;
     if (machine->random() % 16 == 0) {
@@ -196,20 +199,22 @@ u64 collective(Collective kind, u32 mask, u64 value, u32 argument) {
         return me->result;
     }
     give_results(warp, kind);
+    ++warp.convergences;
     for (Thread* each : warp.threads) {
-        warp.known.take(each->known);
+        if (kind == Collective::SYNC) {
+            warp.known.take(each->known);
+        }
         each->doing = "runs";
         if (each != me) {
             machine->make_ready(each);
         }
     }
-    share_times(warp.threads);
+    if (kind == Collective::SYNC) {
+        share_times(warp.threads);
+        synchronise(warp.threads);
+    }
     warp.arrived = 0;
     return me->result;
-}
-
-void breathe() {
-    machine->maybe_yield();
 }
 
 void for_each_known(Thread* thread, const std::function<void(Known&)>& visit) {
@@ -223,9 +228,10 @@ void for_each_known(Thread* thread, const std::function<void(Known&)>& visit) {
     }
 }
 
-bool knows(const Thread* thread, const Store* store) {
+bool knows(const Thread* thread, const Store* store, u64 time) {
     if (store->level == Level::GPU) {
-        return store->rank == thread->block->launch->rank->number;
+        return store->rank == thread->block->launch->rank->number &&
+               (store->gpu_time <= time || store->block == thread->block->number);
     }
     for (const Known* holder : store->holders) {
         if (holder == &thread->known || holder == &thread->warp->known || holder == &thread->block->barriers[0].known) {
@@ -242,6 +248,7 @@ bool knows(const Thread* thread, const Store* store) {
 }
 
 void publish_known(Thread* thread, bool everywhere) {
+    settle_plain();
     Rank& rank = *thread->block->launch->rank;
     for_each_known(thread, [&](Known& known) {
         for (Store* store : known.stores) {
@@ -252,6 +259,7 @@ void publish_known(Thread* thread, bool everywhere) {
                 machine->memory.publish(store, machine->ticks);
             } else {
                 store->level = Level::GPU;
+                store->gpu_time = machine->ticks;
                 store->holders.clear();
                 rank.gpu_stores.push_back(store);
             }

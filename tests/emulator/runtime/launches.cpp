@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "machine.h"
@@ -13,24 +14,25 @@ namespace {
 void thread_main() {
     Thread* me = self();
     me->block->launch->kernel(me->block->launch->params.data());
+    settle_plain();
     me->state = State::ENDED;
     machine->yield();
 }
 
 void lay_out(Block& block, u32 dynamic_bytes) {
-    constexpr u64 PAGE = 4096;
+    constexpr u64 PAGE = 4096, GUARD = 1 << 20;
     const u32 dynamic = (dynamic_bytes + 127) & ~127u;
     block.dynamic_bytes = dynamic_bytes;
     block.shared_bytes = STATIC_BYTES + dynamic;
     const u64 each = (block.shared_bytes + PAGE - 1) / PAGE * PAGE;
-    block.mapped_bytes = 2 * (each + PAGE);
+    const u64 shadow_bytes = (block.shared_bytes / 4 * sizeof(Shadow) + PAGE - 1) / PAGE * PAGE;
+    block.mapped_bytes = each + GUARD + shadow_bytes;
     block.mapping = mmap(nullptr, block.mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     u8* at = static_cast<u8*>(block.mapping);
-    mprotect(at + each, PAGE, PROT_NONE);  // a plain access behind the block's memory faults
+    mprotect(at + each, GUARD, PROT_NONE);  // a plain access behind the block's memory faults
     block.shared = at + each - block.shared_bytes;
-    block.async = at + each + PAGE;
+    block.shadow = reinterpret_cast<Shadow*>(at + each + GUARD);  // zeros: nobody has stored or loaded
     std::memset(block.shared, 0xFB, block.shared_bytes);  // what was there before: nothing to count on
-    std::memset(block.async, 0xFB, block.shared_bytes);
 }
 
 }  // namespace
@@ -114,22 +116,27 @@ void Machine::end_thread(Thread* thread) {
     --block->launch->alive;
 }
 
-// What a kernel has stored is there when it has ended.
+// What a kernel has stored is there for its own GPU when it has ended. At peers it arrives later, unless a later kernel
+// of the stream releases it at system scope. Only a kernel's stores to its own rank's memory are seen by the host.
 void Machine::end_launch(Rank& rank) {
     for (auto& block : rank.current->grid) {
         for (auto& thread : block->threads) {
             for (auto& group : thread->groups) {
                 for (auto& store : group) {
-                    write_global(*store, false);
+                    write_global(*store, Arrival::LATER);
                 }
             }
-            publish_known(thread.get(), true);
+            publish_known(thread.get(), false);
         }
     }
-    for (Store* store : rank.gpu_stores) {
-        memory.publish(store, ticks);
-    }
-    rank.gpu_stores.clear();
+    const auto settled = [&](Store* store) {
+        if (memory.find(reinterpret_cast<u64>(store->at))->rank == rank.number) {
+            memory.publish(store, ticks);
+        }
+        return store->level == Level::DONE;
+    };
+    auto& left = rank.gpu_stores;
+    left.erase(std::remove_if(left.begin(), left.end(), settled), left.end());
     rank.current.reset();
     rank.starts_at = ticks + (chance(2) ? delay() : 0);
 }

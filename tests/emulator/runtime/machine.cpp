@@ -72,6 +72,10 @@ u64 Machine::long_delay() {
     return random() % (kind < 5 ? 30 : kind < 10 ? 1000 : kind < 13 ? 10'000 : 200'000);
 }
 
+u64 Machine::store_delay() {
+    return chance(3) ? NEVER : long_delay();
+}
+
 void Machine::later(u64 ticks_from_now, std::function<void()> action) {
     events.push(Event{ticks + ticks_from_now, ordered++, std::move(action)});
 }
@@ -92,7 +96,15 @@ void Machine::unready(Thread* thread) {
     ready.pop_back();
 }
 
+void Machine::maybe_yield() {
+    if (random() % 8 == 0) {
+        yield();
+    }
+    settle_plain();
+}
+
 void Machine::yield() {
+    settle_plain();
     Thread* me = running;
     switch_context(me->fiber.context, scheduler);
 }
@@ -218,6 +230,8 @@ bool Machine::step() {
     blockIdx = {running->block->index, 0, 0};
     blockDim = {running->block->launch->threads, 1, 1};
     gridDim = {running->block->launch->blocks, 1, 1};
+    shared = running->block->shared;
+    shared_bytes = running->block->shared_bytes;
     switch_context(scheduler, running->fiber.context);
     if (!failed && running->state == State::ENDED) {
         end_thread(running);
@@ -285,6 +299,9 @@ void Machine::clear() {
     }
     events = {};
     for (auto& rank : ranks) {
+        for (Store* store : rank->gpu_stores) {
+            memory.publish(store, ticks);
+        }
         rank->ready.clear();
         rank->gpu_stores.clear();
         rank->stream.clear();

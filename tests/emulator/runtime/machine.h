@@ -15,10 +15,12 @@
 #include "fiber.h"
 #include "memory.h"
 #include "raymoe/cuda_words.cuh"
+#include "shared.h"
 
 namespace emulator {
 
 constexpr u32 NAMED_BARRIERS = 16;
+constexpr u64 NEVER = ~0ull;
 constexpr u32 STATIC_BYTES = 1024;  // of a block, for static declarations: what raymoe/exchange/build.py leaves
 
 struct Block;
@@ -26,14 +28,9 @@ struct Launch;
 struct Rank;
 struct Thread;
 
-struct Dirty {
-    u32 at, bytes;  // of shared memory, stored by ordinary stores that the async proxy need not have seen
-};
-
 // What a thread, a warp or a block has been handed, and would publish by a release or a fence.
 struct Known {
     std::vector<Store*> stores;
-    std::vector<Dirty> dirty;
 
     void take(Known& from);  // leaves nothing there
     void learn(const Known& from);  // the stores, which stay there too
@@ -51,6 +48,7 @@ struct BulkStore {
     u32 shared, bytes;
     Thread* owner;
     u32 block;  // its number in the run
+    int rank;
     bool read = false, written = false;
     std::vector<u8> data;
 };
@@ -62,6 +60,9 @@ struct ByteBarrier {
     u64 phase = 0;
     bool fenced = false;
     Known arriving, over;  // in this phase; in the last one
+    Clocks arriving_clocks, over_clocks;
+    u64 arriving_seen = 0, over_seen = 0;  // the latest times
+    std::vector<Stamp> found_over;  // who has found the last phase over, and when
 };
 
 // Eight neighbouring threads of a warp that move a line of 128 bytes in one instruction.
@@ -80,6 +81,7 @@ struct Warp {
     u64 values[32] = {};
     u32 arguments[32] = {};
     u32 ended = 0;  // bit of each thread that has ended
+    u32 convergences = 0;  // collectives that it has taken part in
 };
 
 struct BlockBarrier {
@@ -103,6 +105,8 @@ struct Thread {
     Known known;
     u64 seen_time = 0;   // ordinary loads give nothing older
     u64 proxy_time = 0;  // bulk loads give nothing older
+    Clocks clocks;
+    u32 count = 1, fenced_count = 0;  // of its accesses to shared memory
     u64 result = 0;
     u64 wide[2] = {};  // of its part of a line
     std::vector<std::shared_ptr<BulkStore>> open;
@@ -115,8 +119,8 @@ struct Thread {
 struct Block {
     Launch* launch = nullptr;
     u32 index = 0, number = 0;  // in the grid; of all blocks of the run
-    u8* shared = nullptr;   // as ordinary accesses see it
-    u8* async = nullptr;    // as bulk stores see it
+    u8* shared = nullptr;
+    Shadow* shadow = nullptr;
     u32 shared_bytes = 0, dynamic_bytes = 0;
     void* mapping = nullptr;
     u64 mapped_bytes = 0;
@@ -173,6 +177,9 @@ struct Machine {
     u64 ticks = 0, now_ns = 1'000'000, random_state = 1, ordered = 0, reweigh_at = 0;
     u64 most_ticks = 0;
     u32 blocks_begun = 0;
+    u8* shared = nullptr;  // of the running thread's block
+    u64 shared_bytes = 0;
+    bool torn_lines = false;  // a fault: of a line of 128 bytes each half arrives by itself
     bool failed = false;
     std::string error;
 
@@ -181,11 +188,12 @@ struct Machine {
     // Delays in ticks: of what somebody waits for, and of what may take as long as nobody does.
     u64 delay();
     u64 long_delay();
+    u64 store_delay();  // of an ordinary store: maybe for ever, as long as nobody releases it and its kernel runs
     void later(u64 ticks_from_now, std::function<void()> action);
 
     bool run(u64 seed);
     void yield();       // by a thread: somebody else may go on
-    void maybe_yield() { if (random() % 8 == 0) yield(); }
+    void maybe_yield();
     void block_thread();  // by a thread, which somebody has to make ready again
     void make_ready(Thread* thread);
     void unready(Thread* thread);
@@ -212,18 +220,26 @@ inline Thread* self() { return machine->running; }
 // What a thread has been handed becomes visible: to its own GPU, or to all.
 void publish_known(Thread* thread, bool everywhere);
 void for_each_known(Thread* thread, const std::function<void(Known&)>& visit);
-bool knows(const Thread* thread, const Store* store);
+// As of a time: what was published to its GPU later it need not see.
+bool knows(const Thread* thread, const Store* store, u64 time);
 void named_barrier(u32 number, u32 threads);
 void release_barriers_of(Block* block);
 
+// ---- plain.cpp
+// Ends the plain access of global memory that the running thread made last: memory is again as all see it.
+void settle_plain();
+
 // ---- ptx_words.cpp
+// A load that orders nothing: as of some time since the thread has last acquired something.
+void load_ordinary(Thread* thread, const void* at, u32 size, void* into);
 // The region of an access to global memory, which must be allowed.
 Region& checked(const void* at, u64 bytes, u32 alignment, const char* does);
 // An ordinary store, which others see later.
 Store* add_store(Thread* thread, Region& region, void* at, const void* bytes, u32 size, u64 delay);
 
 // ---- ptx_bulk.cpp
-// `awaited`: by a thread that waits for it, so that a release by that thread covers it.
-void write_global(BulkStore& store, bool awaited);
+enum class Arrival { NOW, LATER };
+// LATER: its owner sees it, and a release by its owner covers it; others see it some time.
+void write_global(BulkStore& store, Arrival arrival);
 
 }  // namespace emulator

@@ -21,25 +21,28 @@ Line& Region::touched(u64 address) {
     return *line;
 }
 
-Memory::~Memory() {
-    for (auto& [at, bytes] : mappings_) {
-        munmap(at, bytes);
+Memory::Memory() {
+    void* at = mmap(nullptr, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) {
+        std::abort();
     }
+    arena_ = static_cast<u8*>(at);
+}
+
+Memory::~Memory() {
+    munmap(arena_, ARENA);
 }
 
 u8* Memory::map(u64 bytes) {
     constexpr u64 PAGE = 4096, LINE_PAIR = 128;
     const u64 kept = (bytes + LINE_PAIR - 1) / LINE_PAIR * LINE_PAIR;
-    const u64 whole = (kept + PAGE - 1) / PAGE * PAGE + 2 * PAGE;
-    void* at = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) {
+    const u64 whole = (kept + PAGE - 1) / PAGE * PAGE;
+    u8* begin = arena_ + used_ + PAGE;
+    used_ += whole + PAGE;
+    if (used_ + PAGE > ARENA || mprotect(begin, whole, PROT_READ | PROT_WRITE) != 0) {
         std::abort();
     }
-    u8* begin = static_cast<u8*>(at);
-    mprotect(begin, PAGE, PROT_NONE);
-    mprotect(begin + whole - PAGE, PAGE, PROT_NONE);
-    mappings_.emplace_back(at, whole);
-    return begin + whole - PAGE - kept;  // the end is what strays most
+    return begin + whole - kept;  // the end is what strays most
 }
 
 void Memory::add(Region region) {
@@ -82,13 +85,13 @@ std::string Memory::name_of(u64 address) {
     return text;
 }
 
-void Memory::write(Region& region, u8* at, const void* bytes, u32 size, u64 time, u32 block) {
+void Memory::write(Region& region, u8* at, const void* bytes, u32 size, const Written& written) {
     const u8* from = static_cast<const u8*>(bytes);
     while (size != 0) {
         const u64 address = reinterpret_cast<u64>(at);
         const u32 first = address % LINE;
         const u32 here = std::min(size, LINE - first);
-        Past past{time, static_cast<u8>(first), static_cast<u8>(here), block, {}};
+        Past past{written, static_cast<u8>(first), static_cast<u8>(here), {}};
         std::memcpy(past.old, at, here);
         std::memcpy(at, from, here);
         region.touched(address).past.push_back(past);
@@ -112,29 +115,32 @@ void Memory::publish(Store* store, u64 time) {
         }
     }
     pending.erase(std::find(pending.begin(), pending.end(), store));
+    const u64 gpu_time = store->level == Level::GPU ? store->gpu_time : time;
     store->level = Level::DONE;
-    write(*find(reinterpret_cast<u64>(store->at)), store->at, store->bytes, store->size, time, store->block);
+    write(*find(reinterpret_cast<u64>(store->at)), store->at, store->bytes, store->size,
+          {time, gpu_time, store->rank, store->block});
     if (store->twin != nullptr) {
         publish(store->twin, time);
     }
 }
 
-void Memory::as_of(const Region& region, const u8* at, u32 size, u64 time, u32 block, u8* into) const {
+void Memory::as_of(const Region& region, const u8* at, u32 size, u64 time, int rank, u32 block, u8* into) const {
     std::memcpy(into, at, size);
     const Line* line = region.line_at(reinterpret_cast<u64>(at));
     if (line == nullptr) {
         return;
     }
     const u32 first = reinterpret_cast<u64>(at) % LINE;
-    for (auto past = line->past.rbegin(); past != line->past.rend(); ++past) {
-        if (past->time <= time || past->block == block) {
-            return;
+    u32 left = ((1u << size) - 1) << first;  // bytes of which it is not known yet who wrote them last, as of then
+    for (auto past = line->past.rbegin(); left != 0 && past != line->past.rend() && past->by.time > time; ++past) {
+        const u32 mine = ((1u << past->size) - 1) << past->first & left;
+        if (past->by.block == block || (past->by.rank == rank && past->by.gpu_time <= time)) {
+            left &= ~mine;
+            continue;
         }
-        for (u32 i = 0; i < past->size; ++i) {
-            const u32 byte = past->first + i;
-            if (byte >= first && byte < first + size) {
-                into[byte - first] = past->old[i];
-            }
+        for (u32 bytes = mine; bytes != 0; bytes &= bytes - 1) {
+            const u32 byte = __builtin_ctz(bytes);
+            into[byte - first] = past->old[byte - past->first];
         }
     }
 }

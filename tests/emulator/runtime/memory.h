@@ -12,6 +12,7 @@
 namespace emulator {
 
 using u8 = unsigned char;
+using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
@@ -29,6 +30,7 @@ struct Store {
     u8 bytes[LINE];
     u32 size;
     Level level = Level::THREAD;
+    u64 gpu_time = 0;  // when it was published to its GPU
     int rank;      // of the thread that stored
     u32 block;     // its number in the run
     std::vector<Known*> holders;  // the lists that it is in, as long as its level is THREAD
@@ -36,10 +38,17 @@ struct Store {
     Store* twin = nullptr;  // the next of those that arrive together, in a ring
 };
 
+// When something was written, and by whom.
+struct Written {
+    u64 time;
+    u64 gpu_time;  // since when the writer's GPU has had it; not after `time`
+    int rank;      // which that is
+    u32 block;
+};
+
 struct Past {
-    u64 time;  // of the write
+    Written by;
     u8 first, size;
-    u32 block;  // who wrote
     u8 old[LINE];
 };
 
@@ -63,24 +72,28 @@ struct Region {
 class Memory {
   public:
     ~Memory();
-    // Fresh pages with an unmapped one on either side, so that a stray plain access faults.
+    Memory();
+    // Fresh pages with an unmapped one on either side, so that what strays faults.
     u8* map(u64 bytes);
+    bool maps(const void* at) const { return static_cast<const u8*>(at) - arena_ < static_cast<std::ptrdiff_t>(ARENA) && at >= arena_; }
     void add(Region region);
     Region* find(u64 address);
     std::string name_of(u64 address);
 
     // Writes where everybody sees it, and keeps the past.
-    void write(Region& region, u8* at, const void* bytes, u32 size, u64 time, u32 block);
+    void write(Region& region, u8* at, const void* bytes, u32 size, const Written& written);
     // A store becomes visible to all; those before it that it overlaps do first.
     void publish(Store* store, u64 time);
     Store* new_store() { stores_.emplace_back(); return &stores_.back(); }
-    // What bytes of one line were at that time, but for what `block` has written since, which may be NOBODY.
-    void as_of(const Region& region, const u8* at, u32 size, u64 time, u32 block, u8* into) const;
+    // What bytes of one line were at that time for a rank, but for what `block` has written since, which may be NOBODY.
+    void as_of(const Region& region, const u8* at, u32 size, u64 time, int rank, u32 block, u8* into) const;
     void forget_past();
 
   private:
     std::vector<std::unique_ptr<Region>> regions_;  // by address
-    std::vector<std::pair<void*, u64>> mappings_;
+    static constexpr u64 ARENA = 1ull << 36;  // of addresses, all in one place, so that `maps` is fast
+    u8* arena_;
+    u64 used_ = 0;
     std::deque<Store> stores_;
     Region* last_ = nullptr;
 };

@@ -21,6 +21,10 @@ void turn(ByteBarrier& barrier) {
         ++barrier.phase;
         barrier.over.forget();
         barrier.over.take(barrier.arriving);
+        barrier.over_clocks = std::move(barrier.arriving_clocks);
+        barrier.arriving_clocks = {};
+        barrier.over_seen = barrier.arriving_seen;
+        barrier.found_over.clear();
         barrier.missing = barrier.arrivals;
     }
 }
@@ -52,11 +56,12 @@ struct Load {
 
 // What the async proxy of a GPU may see of a line.
 void read_line(const Load& load, const u8* at, u64 time, u8* into) {
-    machine->memory.as_of(*load.region, at, LINE, time, NOBODY, into);
+    const int rank = load.block->launch->rank->number;
+    machine->memory.as_of(*load.region, at, LINE, time, rank, NOBODY, into);
     const Line* line = load.region->line_at(reinterpret_cast<u64>(at));
     for (std::size_t i = 0; line != nullptr && i < line->pending.size(); ++i) {
         const Store* store = line->pending[i];
-        if (store->level == Level::GPU && store->rank == load.block->launch->rank->number) {
+        if (store->level == Level::GPU && store->rank == rank && store->gpu_time <= time) {
             std::memcpy(into + (store->at - at), store->bytes, store->size);
         }
     }
@@ -69,7 +74,6 @@ void land(const Load& load) {
     for (u32 at = 0; at < load.bytes; at += LINE) {
         read_line(load, load.global + at, machine->chance(8) ? now : time, bytes);
         std::memcpy(load.block->shared + load.shared + at, bytes, LINE);
-        std::memcpy(load.block->async + load.shared + at, bytes, LINE);
     }
     --load.block->loads_under_way;
     ByteBarrier& barrier = load.block->byte_barriers[load.barrier];
@@ -77,17 +81,6 @@ void land(const Load& load) {
     turn(barrier);
 }
 
-void overlay_unfenced(const Block& block, const Known& known, BulkStore& store) {
-    for (const Dirty& dirty : known.dirty) {
-        const u32 from = std::max(dirty.at, store.shared);
-        const u32 to = std::min(dirty.at + dirty.bytes, store.shared + store.bytes);
-        if (from < to) {
-            std::memcpy(store.data.data() + (from - store.shared), block.async + from, to - from);
-        }
-    }
-}
-
-// Ordinary stores that no fence has followed are not seen.
 void read_stage(BulkStore& store) {
     if (store.read) {
         return;
@@ -95,31 +88,20 @@ void read_stage(BulkStore& store) {
     const Block& block = *store.owner->block;
     store.read = true;
     store.data.assign(block.shared + store.shared, block.shared + store.shared + store.bytes);
-    for (auto& thread : block.threads) {
-        overlay_unfenced(block, thread->known, store);
-    }
-    for (auto& warp : block.warps) {
-        overlay_unfenced(block, warp->known, store);
-    }
-    for (auto& barrier : block.barriers) {
-        overlay_unfenced(block, barrier.known, store);
-    }
-}
-
-void clean(Known& known) {
-    known.dirty.clear();
 }
 
 }  // namespace
 
-void write_global(BulkStore& store, bool awaited) {
+void write_global(BulkStore& store, Arrival arrival) {
     if (store.written) {
         return;
     }
     store.written = true;
     Region& region = *machine->memory.find(reinterpret_cast<u64>(store.global));
-    if (!awaited || machine->chance(3)) {
-        machine->memory.write(region, store.global, store.data.data(), store.bytes, machine->ticks, store.block);
+    if (arrival == Arrival::NOW || machine->chance(3)) {
+        const u64 now = machine->ticks;
+        machine->memory.write(region, store.global, store.data.data(), store.bytes,
+                              {now, now, store.rank, store.block});
         return;
     }
     for (u32 at = 0; at < store.bytes; at += LINE) {
@@ -168,16 +150,23 @@ void barrier_expect(u32 barrier, u32 bytes) {
 
 void barrier_arrive(u32 barrier) {
     machine->maybe_yield();
-    emulator::for_each_known(self(), [&](emulator::Known& known) { emulator::byte_barrier(barrier).arriving.learn(known); });
+    auto& found = emulator::byte_barrier(barrier);
+    emulator::for_each_known(self(), [&](emulator::Known& known) { found.arriving.learn(known); });
+    found.arriving_seen = std::max(found.arriving_seen, self()->seen_time);
+    emulator::release_clocks(found.arriving_clocks);
     barrier_expect(barrier, 0);
 }
 
 bool barrier_is_over(u32 barrier, u32 parity) {
     machine->maybe_yield();
-    const auto& found = emulator::byte_barrier(barrier);
+    auto& found = emulator::byte_barrier(barrier);
     const bool over = (found.phase & 1) != parity;
     if (over) {
-        self()->known.learn(found.over);
+        Thread* me = self();
+        me->known.learn(found.over);
+        me->seen_time = std::max(me->seen_time, found.over_seen);
+        emulator::acquire_clocks(found.over_clocks);
+        found.found_over.push_back({me->index, me->count});
     }
     return over;
 }
@@ -202,6 +191,7 @@ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
     if (!emulator::byte_barrier(barrier).fenced) {
         machine->fail("a bulk load on a barrier whose making no fence has followed");
     }
+    emulator::note_bulk_load(shared, bytes, barrier);
     ++me->block->loads_under_way;
     const emulator::Load load{me->block, &region, static_cast<const u8*>(global), shared, bytes, barrier,
                               me->proxy_time};
@@ -213,19 +203,21 @@ void bulk_store(void* global, u32 shared, u32 bytes) {
     Thread* me = self();
     emulator::checked(global, bytes, 16, "bulk stores");
     emulator::check_stage(shared, bytes);
+    emulator::note_bulk_store(shared, bytes);
     auto store = std::make_shared<BulkStore>();
     store->global = static_cast<u8*>(global);
     store->shared = shared;
     store->bytes = bytes;
     store->owner = me;
     store->block = me->block->number;
+    store->rank = me->block->launch->rank->number;
     me->open.push_back(store);
     machine->later(machine->long_delay(), [store] {
         if (store->written) {
             return;
         }
         emulator::read_stage(*store);
-        machine->later(machine->long_delay(), [store] { emulator::write_global(*store, false); });
+        machine->later(machine->long_delay(), [store] { emulator::write_global(*store, emulator::Arrival::NOW); });
     });
 }
 
@@ -243,7 +235,7 @@ void bulk_wait_for(u32 younger, bool only_read) {
         for (auto& store : me->groups[i]) {
             emulator::read_stage(*store);
             if (!only_read) {
-                emulator::write_global(*store, true);
+                emulator::write_global(*store, emulator::Arrival::LATER);
             }
         }
     }
@@ -261,13 +253,13 @@ void prefetch_if(bool wanted, const void* at, u32 bytes) {
 
 void fence_proxy_async_shared() {
     machine->maybe_yield();
-    emulator::for_each_known(self(), emulator::clean);
+    emulator::fence_clocks();
 }
 
 void fence_proxy_async() {
     fence_proxy_async_shared();
     emulator::publish_known(self(), false);
-    self()->proxy_time = machine->ticks;
+    self()->proxy_time = std::max(self()->proxy_time, self()->seen_time);
 }
 
 }  // namespace raymoe::ptx

@@ -46,7 +46,9 @@ Store* add_store(Thread* thread, Region& region, void* at, const void* bytes, u3
     if (thread->known.stores.size() % 512 == 0) {
         thread->known.forget_done();
     }
-    machine->later(delay, [store] { machine->memory.publish(store, machine->ticks); });
+    if (delay != NEVER) {
+        machine->later(delay, [store] { machine->memory.publish(store, machine->ticks); });
+    }
     return store;
 }
 
@@ -60,25 +62,29 @@ u64 some_time_since(u64 since) {
     return kind == 0 ? now : kind == 1 ? since + machine->random() % (now - since + 1) : since;
 }
 
-void load(Thread* me, const void* at, u32 size, View view, void* into) {
-    Region& region = checked(at, size, size, "loads");
-    const u64 time = view == View::ANY_SINCE ? some_time_since(me->seen_time) : machine->ticks;
+void load_at(Thread* me, Region& region, const void* at, u32 size, u64 time, void* into) {
     const u8* from = static_cast<const u8*>(at);
     u8* bytes = static_cast<u8*>(into);
-    machine->memory.as_of(region, from, size, time, me->block->number, bytes);
-    if (const Line* line = region.line_at(reinterpret_cast<u64>(at))) {
-        for (const Store* store : line->pending) {
-            if (!knows(me, store)) {
-                continue;
-            }
-            for (u32 i = 0; i < store->size; ++i) {
-                const std::ptrdiff_t byte = store->at + i - from;
-                if (byte >= 0 && byte < static_cast<std::ptrdiff_t>(size)) {
-                    bytes[byte] = store->bytes[i];
-                }
+    machine->memory.as_of(region, from, size, time, me->block->launch->rank->number, me->block->number, bytes);
+    const Line* line = region.line_at(reinterpret_cast<u64>(at));
+    for (std::size_t i = 0; line != nullptr && i < line->pending.size(); ++i) {
+        const Store* store = line->pending[i];
+        if (!knows(me, store, time)) {
+            continue;
+        }
+        for (u32 part = 0; part < store->size; ++part) {
+            const std::ptrdiff_t byte = store->at + part - from;
+            if (byte >= 0 && byte < static_cast<std::ptrdiff_t>(size)) {
+                bytes[byte] = store->bytes[part];
             }
         }
     }
+}
+
+void load(Thread* me, const void* at, u32 size, View view, void* into) {
+    Region& region = checked(at, size, size, "loads");
+    const u64 time = view == View::ANY_SINCE ? some_time_since(me->seen_time) : machine->ticks;
+    load_at(me, region, at, size, time, into);
     if (view == View::ACQUIRE) {
         me->seen_time = machine->ticks;
     }
@@ -129,13 +135,15 @@ T exchange(T* word, Change change) {
     const T before = *word;
     const T after = change(before);
     if (after != before) {
-        machine->memory.write(region, reinterpret_cast<u8*>(word), &after, sizeof(T), machine->ticks,
-                              self()->block->number);
+        const u64 now = machine->ticks;
+        machine->memory.write(region, reinterpret_cast<u8*>(word), &after, sizeof(T),
+                              {now, now, self()->block->launch->rank->number, self()->block->number});
     }
     return before;
 }
 
-// By the last of eight threads, for all of them. The line arrives whole, as it does between GPUs on NVLink.
+// By the last of eight threads, for all of them. The line arrives whole, as it does between GPUs on NVLink, but for the
+// fault `torn_lines`.
 void move_line(Warp& warp, u32 first, const Octet& octet) {
     Store* stores[8];
     Region& region = checked(octet.line, 128, 128, octet.stores ? "stores" : "loads");
@@ -148,8 +156,9 @@ void move_line(Warp& warp, u32 first, const Octet& octet) {
             load(each, at, LINE, View::STRONG, each->wide);
         }
     }
+    const u32 together = machine->torn_lines ? 4 : 8;
     for (u32 part = 0; octet.stores && part < 8; ++part) {
-        stores[part]->twin = stores[(part + 1) % 8];
+        stores[part]->twin = stores[part / together * together + (part + 1) % together];
     }
 }
 
@@ -196,23 +205,26 @@ template <class T>
 T shared_load(u32 at) {
     machine->maybe_yield();
     shared_check(at, sizeof(T), "loads");
+    note_shared_load({at, sizeof(T), sizeof(T) == 4});
     T value;
     std::memcpy(&value, self()->block->shared + at, sizeof(T));
     return value;
 }
 
-// Bulk stores see the old bytes until a fence has stood behind this.
 template <class T>
 void shared_store(u32 at, const T& value) {
     machine->maybe_yield();
     shared_check(at, sizeof(T), "stores");
-    Thread* me = self();
-    std::memcpy(me->block->async + at, me->block->shared + at, sizeof(T));
-    std::memcpy(me->block->shared + at, &value, sizeof(T));
-    me->known.dirty.push_back({at, sizeof(T)});
+    note_shared_store({at, sizeof(T), sizeof(T) == 4, false, &value});
+    std::memcpy(self()->block->shared + at, &value, sizeof(T));
 }
 
 }  // namespace
+
+void load_ordinary(Thread* thread, const void* at, u32 size, void* into) {
+    load_at(thread, *machine->memory.find(reinterpret_cast<u64>(at)), at, size, some_time_since(thread->seen_time), into);
+}
+
 }  // namespace emulator
 
 namespace raymoe::ptx {
@@ -317,10 +329,10 @@ Bytes16 load_16(const u8* at) { return ordinary<Bytes16>(at); }
 u64 load_8(const void* at) { return ordinary<u64>(at); }
 u32 load_4(const void* at) { return ordinary<u32>(at); }
 u8 load_byte(const u8* at) { return ordinary<u8>(at); }
-void store_16(u8* at, Bytes16 value) { emulator::store(at, value, machine->long_delay()); }
-void store_8(void* at, u64 value) { emulator::store(at, value, machine->long_delay()); }
-void store_4(void* at, u32 value) { emulator::store(at, value, machine->long_delay()); }
-void store_byte(u8* at, u8 value) { emulator::store(at, value, machine->long_delay()); }
+void store_16(u8* at, Bytes16 value) { emulator::store(at, value, machine->store_delay()); }
+void store_8(void* at, u64 value) { emulator::store(at, value, machine->store_delay()); }
+void store_4(void* at, u32 value) { emulator::store(at, value, machine->store_delay()); }
+void store_byte(u8* at, u8 value) { emulator::store(at, value, machine->store_delay()); }
 
 void shared_store_16(u32 at, Bytes16 value) { emulator::shared_store(at, value); }
 Bytes16 shared_load_16(u32 at) { return emulator::shared_load<Bytes16>(at); }

@@ -37,8 +37,8 @@ unsigned char* dynamic_shared();
 
 unsigned long long shared_offset(const void* pointer);
 
-// Orders the plain accesses of the emulator itself; a chance for another thread to run.
-void breathe();
+// Adds to a word of shared memory, and gives what it was.
+unsigned int shared_add(unsigned int* word, unsigned int value);
 
 template <class T>
 T& static_variable(unsigned int number) {
@@ -126,11 +126,5 @@ constexpr T max(T a, T b) { return a < b ? b : a; }
 
 inline unsigned long long __cvta_generic_to_shared(const void* pointer) { return emulator::shared_offset(pointer); }
 
-// On shared memory only: one thread of the emulator runs at a time, so that an addition is never torn.
-template <class T>
-T atomicAdd(T* word, T value) {
-    emulator::breathe();
-    const T before = *word;
-    *word = before + value;
-    return before;
-}
+// On shared memory only.
+inline unsigned int atomicAdd(unsigned int* word, unsigned int value) { return emulator::shared_add(word, value); }
