@@ -229,7 +229,9 @@ SAID = {
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
     "stores 4 bytes of .*behind the end of masks.*where nothing is": Change(
-        "routing.cuh", "p_.masks[token] = p_.ranks_of(token);", "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;"
+        "routing.cuh",
+        "p_.masks[token] = p_.ranks_of(token);",
+        "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;",
     ),
     "stores 8 bytes of .*behind the end of own of rank .*where nothing is": Change(
         "dispatch.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"
