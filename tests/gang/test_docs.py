@@ -33,7 +33,8 @@ ELSEWHERE = {
 
 def commands(page: Path) -> list[str]:
     """The lines of the page's fenced blocks that have no language."""
-    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in fenced if not language]
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line and re.match(r"[a-z]+ ", line) and "──" not in line]
 
