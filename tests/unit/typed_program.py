@@ -45,7 +45,7 @@ def main(rank: int, size: int) -> None:
     try:
         with raymoe.World.of(device="auto", timeout_s=60.0) as world:
             print(world.device, world.name)
-        with raymoe.join("experts", rank, size, timeout_s=60.0) as world:
+        with raymoe.join("experts", rank, size, device="cuda:1", timeout_s=60.0) as world:
             everybody: raymoe.World | None = world.group(range(size))
             print(everybody)
             print(neighbours(world, torch.zeros(8)))
