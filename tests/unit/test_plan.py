@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -187,3 +190,59 @@ def test_a_job_and_the_library_have_the_same_bounds() -> None:
         ExchangeSpec(**(fits | ({"experts": most} if name == "topk" else {}) | {name: most}))
         with pytest.raises(ConfigError, match=f"{name} is {2 * most}; at most {most}"):
             ExchangeSpec(**(fits | {name: 2 * most}))
+
+
+INF, NAN = float("inf"), float("nan")
+SPECIAL = (INF, -INF, NAN, -0.0, 0.0, 1.0, -2.5, 3.3e38, 1e-40)
+
+
+def special_sums(weights: Sequence[float], values: Sequence[float], dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
+    """A table of such values, and bags of its rows with such weights."""
+    rng = np.random.default_rng(7)
+    table = torch.tensor(values)[torch.from_numpy(rng.integers(0, len(values), (64, 16)))].to(dtype)
+    starts = np.concatenate([[0], np.sort(rng.integers(0, 1201, 399)), [1200]])
+    given = np.array(weights, np.float32)[rng.integers(0, len(weights), 1200)]
+    return table, Bags(rng.integers(0, 64, 1200), starts, given)
+
+
+def summed(table: torch.Tensor, bags: Bags, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(len(bags), table.shape[1], dtype=dtype)
+    RowSums(table, bags, dtype).write(0, len(bags), out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_of_infinities_are_those_of_the_oracle(dtype: torch.dtype) -> None:
+    """A weight of 1 has thirds 1, 0 and 0, and 0 times an infinity is NaN."""
+    table, bags = special_sums([1.0, 0.5, 1 / 3, -2.0], [INF, -INF, NAN, -0.0, 1.0, 1.0, -2.5, -2.5, 1.0, 1.0], dtype)
+    assert bags.weights is not None
+    with np.errstate(invalid="ignore"):
+        products = table.double().numpy()[bags.index] * bags.weights[:, None]
+        want = torch.tensor(np.stack([products[begin:end].sum(axis=0) for begin, end in pairwise(bags.starts)]))
+    found = summed(table, bags, dtype).double()
+    assert min(int(kind.sum()) for kind in (want.isnan(), want.isposinf(), want.isneginf(), want.isfinite())) > 50
+    torch.testing.assert_close(found, want, rtol=2e-2, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("weights", [[INF, 1.0], [-INF, NAN, 1.0], [3.2e38, -3.2e38, 1.0], [0.0, -0.0, 0.5]])
+def test_special_sums_in_bfloat16_are_those_in_float32(weights: Sequence[float]) -> None:
+    for values in (SPECIAL, (1.0, -2.5, -0.0), (INF, 1.0, 1.0, 1.0)):
+        table, bags = special_sums(weights, values, torch.bfloat16)
+        found, want = summed(table, bags, torch.bfloat16), summed(table.float(), bags, torch.float32).bfloat16()
+        torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-37, equal_nan=True)
+
+
+def test_a_sum_that_is_not_finite_leaves_the_others_as_they_were() -> None:
+    """Bit for bit, in the same piece too."""
+    rng = np.random.default_rng(3)
+    table = torch.from_numpy(rng.normal(size=(50, 64))).bfloat16()
+    index, starts = rng.integers(0, 40, 300), np.arange(0, 301, 3)
+    bags = Bags(index, starts, rng.random(300).astype(np.float32))
+    before, after = torch.empty(100, 64, dtype=torch.bfloat16), torch.empty(100, 64, dtype=torch.bfloat16)
+    RowSums(table, bags, torch.bfloat16).write(0, 100, before)
+    index[30], table[45, 5] = 45, torch.inf  # in bag 10
+    RowSums(table, bags, torch.bfloat16).write(0, 100, after)
+    assert after[10, 5] == torch.inf
+    after[10] = before[10]
+    assert torch.equal(before.view(torch.int16), after.view(torch.int16))
