@@ -14,14 +14,6 @@ LAST_DEFAULT_STREAM = 2
 """The default stream is 0; 1 and 2 name its two kinds."""
 
 
-def current_stream(ordinal: int) -> int:
-    """Torch's current stream on a GPU as the driver's number, without making an object of it."""
-    from torch import _C  # not above: the doctor asks for GPUs without torch
-
-    stream: int = _C._cuda_getCurrentRawStream(ordinal)  # as torch's own compiled code asks
-    return stream
-
-
 def architecture(capability: tuple[int, int]) -> str:
     """What code for such a GPU is compiled for. From Hopper on with the features that only this very GPU has.
 

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from raymoe.device.driver import bindings, call
-from raymoe.device.gpu import LAST_DEFAULT_STREAM, Gpu, current_stream
+import torch
+
+from raymoe.device.driver import bindings, call, failure
+from raymoe.device.gpu import LAST_DEFAULT_STREAM, Gpu
 from raymoe.job.errors import ConfigError
 
 # Of every context of this process: who orders operations there. Two worlds on one GPU share its multiprocessors without
@@ -35,7 +37,9 @@ class StreamOrder:
     """Of one workspace. Calls come from one thread at a time."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
+        self._gpu, self._ordinal = gpu, gpu.ordinal
+        # As torch's own compiled code asks: the driver's number of the current stream, without an object for it.
+        self._current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._is_capturing = bindings().cuStreamIsCapturing
         self._record = bindings().cuEventRecord
         with gpu.current():
@@ -45,7 +49,10 @@ class StreamOrder:
         self._stream: int | None = None
         self._capture: tuple[int, int] | None = None
         """Which capture the last captured operation is in, and on which stream."""
+        self._name = 0  # of the stream of the operation that is being enqueued
         self._sms = 0
+        self._known = 0
+        """Multiprocessors that have been found to be there for the last eager operation, or for one before it."""
         self._stream_sms: dict[int, int] = {}
         with _LOCK:
             self._all = _ORDERS.setdefault(gpu.context_id, {})
@@ -57,34 +64,25 @@ class StreamOrder:
         `sms` is how many multiprocessors it will occupy. Gives the stream, and the number of the capture that it is in
         or 0: `leave` wants both.
         """
-        stream = current_stream(self._gpu.ordinal)
-        name = self._name_of(stream)
+        stream = self._current(self._ordinal)
+        name = stream if stream > LAST_DEFAULT_STREAM or self._gpu.is_current() else self._name_of(stream)
         code, status = self._is_capturing(stream)
         capture = self._capture_of(stream) if status and not code else 0
-        if name != self._stream or capture:
-            self._order(what, stream, capture)
-        room = self._stream_sms.get(name)
-        if room is None:
-            room = self._stream_sms[name] = self._sms_of(stream)
-        if sms > room:
-            raise ConfigError(
-                f"{what} takes {sms} SMs and its stream has {room} (a green context): make the exchange with sms={room}"
-            )
-        if len(self._all) > 1:
-            self._find_room(what, name, capture, sms)
-        self._sms = max(self._sms, sms)  # the operations before the last one may still run too
+        if capture or name != self._stream or sms > self._known or len(self._all) > 1:
+            self._arrange(what, stream, name, capture, sms)
+        self._name = name
         return stream, capture
 
     def leave(self, stream: int, capture: int) -> None:
         """The operation is enqueued."""
         if capture:
-            (code,) = self._record(self._captured, stream)
-            self._capture = capture, self._name_of(stream)
+            call("cuEventRecord", self._captured, stream)
+            self._capture = capture, self._name
         else:
             (code,) = self._record(self._done, stream)
-            self._stream = self._name_of(stream)
-        if code:
-            call("cuEventRecord", self._captured if capture else self._done, stream)  # raises, with the reason
+            if code:
+                raise failure("cuEventRecord", code)
+            self._stream = self._name
 
     def close(self) -> None:
         """After the device is done."""
@@ -96,14 +94,29 @@ class StreamOrder:
             call("cuEventDestroy", done)
             call("cuEventDestroy", self._captured)
 
-    def _order(self, what: str, stream: int, capture: int) -> None:
+    def _arrange(self, what: str, stream: int, name: int, capture: int, sms: int) -> None:
+        """All that is left out where the last operation was on this stream too, eager, and nobody else has the GPU."""
+        self._order(what, stream, name, capture)
+        room = self._stream_sms.get(name)
+        if room is None:
+            room = self._stream_sms[name] = self._sms_of(stream)
+        if sms > room:
+            raise ConfigError(
+                f"{what} takes {sms} SMs and its stream has {room} (a green context): make the exchange with sms={room}"
+            )
+        if len(self._all) > 1:
+            self._find_room(what, name, capture, sms)
+        self._sms = max(self._sms, sms)  # the operations before the last one may still run too
+        self._known = 0 if capture else min(room, self._sms)
+
+    def _order(self, what: str, stream: int, name: int, capture: int) -> None:
         if not capture:
-            if self._stream is not None:
+            if self._stream not in (None, name):
                 call("cuStreamWaitEvent", stream, self._done, 0)
         elif self._capture is not None and self._capture[0] == capture:
-            if self._capture[1] != self._name_of(stream):
+            if self._capture[1] != name:
                 call("cuStreamWaitEvent", stream, self._captured, 0)
-        elif self._stream not in (None, self._name_of(stream)) and self._runs():
+        elif self._stream not in (None, name) and self._runs():
             raise ConfigError(
                 f"{what} is captured while an operation on the same workspace may still run on another stream, which a "
                 "graph cannot wait for; synchronise before the capture, or give the exchange a workspace of its own"

@@ -91,8 +91,8 @@ class Exchange:
         self._dispatched: Dispatched | None = None
         self._sent: Sent | None = None
         self._closed = False
-        shared = getattr(self._backend, "workspace", None)
-        self._calls: Calls = world.shared(Calls) if shared is None else shared.calls
+        self._workspace: Workspace | None = getattr(self._backend, "workspace", None)
+        self._calls: Calls = world.shared(Calls) if self._workspace is None else self._workspace.calls
         name = f"an exchange ({self.backend}) of rank {world.rank} of world {world.name!r}"
         release, at_once = partial(self._backend.close, together=False), world.device.type == "cpu"
         self._forget = world.leftovers.watch(self, name, release, at_once=at_once)
@@ -247,7 +247,8 @@ class Exchange:
             )
 
     def _keep_if_captured(self, *memory: object) -> None:
-        if capturing(self.world.device):
+        space = self._workspace
+        if capturing(self.world.device) if space is None else space.captured:
             self._kept += memory
 
     def _halves(self, op: str, begun: Dispatched | Sent | None = None) -> InHalves:

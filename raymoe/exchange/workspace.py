@@ -255,6 +255,8 @@ class Workspace:
         self.watch = self.error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self.error.abort)
         self._order = StreamOrder(world.gpu)
+        self.captured = False
+        """Whether the last operation went into a graph."""
         self._closed = False
         self._pending: dict[str, object | None] = {}
         self.calls = Calls()
@@ -296,6 +298,7 @@ class Workspace:
         for step in steps:
             step(stream)
         self._order.leave(stream, capture)
+        self.captured = capture != 0
 
     def trace_of(self, op: str) -> int:
         """Where the kernels of an operation store their times; 0 unless they do."""

@@ -80,6 +80,8 @@ class NcclMover:
         raise ConfigError(f"NCCL fetches nothing from rank {lane.source}; write the message anywhere and send it")
 
     def check(self) -> None:
+        if capturing(self._world.device):
+            return  # to ask of an event would break a capture in torch's usual mode; a check after it asks
         while self._pending and self._pending[0][1].query():
             self._pending.popleft()
         if self._pending:

@@ -22,6 +22,7 @@ import pytest
 from raymoe.gang.address import ADDRESS_FILE
 from raymoe.gang.keeper import end_descendants
 from tests.conftest import MARK
+from tests.python_path import python_path
 
 REPO = Path(__file__).resolve().parents[2]
 UNSET = "(not set)"  # as a value in env=: take the variable away
@@ -85,7 +86,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def go(*arguments: str, env: dict[str, str] | None = None, out: Path | None = None, first: str = "") -> Command:
         number = len(commands)
         log, directory = tmp_path / f"stderr{number}", out or tmp_path / f"out{number}"
-        environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
         environment |= env or {}
         environment = {name: value for name, value in environment.items() if value != UNSET}
         program = ["-c", f"{first}; import sys, raymoe.cli; sys.exit(raymoe.cli.main())"] if first else ["-m", "raymoe"]

@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from tests.gang.conftest import REPO, Head, address_file
+from tests.python_path import python_path
 from tests.unit import library_page
 
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
@@ -108,7 +109,7 @@ def test_the_python_blocks_for_actors(head: Head) -> None:
         address=head.address,
         log_to_driver=False,
         logging_level="error",
-        runtime_env={"env_vars": {"PYTHONPATH": str(REPO)}},
+        runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
     )
     try:
         readme = [text for _, text in library_page.blocks(REPO / "README.md")]

@@ -14,7 +14,8 @@ import ray
 
 import raymoe
 from raymoe.gang.join import GRACE_S
-from tests.gang.conftest import REPO, Head
+from tests.gang.conftest import Head
+from tests.python_path import python_path
 
 
 @ray.remote(num_cpus=0)
@@ -61,7 +62,7 @@ def engines(head: Head) -> Iterator[list[ray.actor.ActorHandle]]:
         address=head.address,
         log_to_driver=False,
         logging_level="error",
-        runtime_env={"env_vars": {"PYTHONPATH": str(REPO)}},
+        runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
     )
     actors = [Engine.remote() for _ in range(3)]
     alone = [actor.join.remote(f"alone{i}", 0, 1, 30.0) for i, actor in enumerate(actors)]  # imports torch, for one

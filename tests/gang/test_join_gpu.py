@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.gang.conftest import REPO, UNSET, ray_head
+from tests.gang.conftest import UNSET, ray_head
 from tests.gang.test_join import Engine
+from tests.python_path import python_path
 
 
 def test_an_actor_with_a_gpu_never_has_a_cpu_world_silently(tmp_path: Path) -> None:
@@ -19,7 +20,7 @@ def test_an_actor_with_a_gpu_never_has_a_cpu_world_silently(tmp_path: Path) -> N
         pytest.skip("torch sees GPUs here; tests/gpu/test_worlds_gpu.py joins worlds on them")
     with ray_head(tmp_path, cpus=2, gpus=1, env={"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": UNSET}) as head:
         try:
-            environment = {"env_vars": {"PYTHONPATH": str(REPO)}}
+            environment = {"env_vars": {"PYTHONPATH": python_path()}}
             ray.init(address=head.address, log_to_driver=False, logging_level="error", runtime_env=environment)
             engine = Engine.options(num_gpus=1).remote()
             assert "Ray assigned GPU 0; torch" in ray.get(engine.join.remote("gpu", 0, 1, 30.0), timeout=60)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.python_path import python_path
+
 REPO = Path(__file__).resolve().parents[2]
 
 
@@ -16,7 +18,7 @@ def said_by_the_example(**variables: str) -> list[str]:
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", "examples/channel.py"],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(REPO), "GLOO_SOCKET_IFNAME": "lo", **variables},
+        env={**os.environ, "PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo", **variables},
         capture_output=True,
         text=True,
         timeout=100,

@@ -13,13 +13,14 @@ import yaml
 
 from raymoe import cli
 from raymoe.job import Job, job_schema, load_job
+from tests.python_path import python_path
 from tests.unit.configs_on_disk import write
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def command(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     given = {"capture_output": True, "text": True, "timeout": 30, "env": environment} | options
     return subprocess.run([sys.executable, "-m", "raymoe", *arguments], check=False, **given)  # type: ignore[call-overload]
 
@@ -138,7 +139,7 @@ def test_a_reader_that_had_enough_is_no_failure():
 
 def test_the_last_line_is_plain_and_unwrapped_however_narrow_the_terminal(tmp_path):
     config = write(tmp_path, "workload: layer\nshape: {" + ", ".join(f"key_number_{i}: 1" for i in range(9)) + "}\n")
-    narrow = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "20", "FORCE_COLOR": "1", "TERM": "xterm-256color"}
+    narrow = os.environ | {"PYTHONPATH": python_path(), "COLUMNS": "20", "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     ended = command("validate", config, env=narrow)
     assert ended.returncode == 2 and "\x1b" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith(f"{config} has 9 problems; the first is line 2, shape.key_number_0")
@@ -150,7 +151,7 @@ def test_validate_needs_neither_torch_nor_ray_and_answers_at_once():
         "heavy = {'torch', 'ray', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
     )
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     assert subprocess.run([sys.executable, "-c", script], check=False, env=environment, timeout=30).returncode == 0
 
     def took() -> float:

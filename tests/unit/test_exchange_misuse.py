@@ -98,7 +98,7 @@ def test_simultaneous_calls_are_refused_and_turns_of_threads_are_not(world: Worl
 
 def test_exchanges_of_one_workspace_take_turns_and_those_of_two_do_not(world: World) -> None:
     """On GPUs, where two threads may each have a workspace."""
-    shared, own = (SimpleNamespace(calls=Calls()) for _ in range(2))
+    shared, own = (SimpleNamespace(calls=Calls(), captured=False) for _ in range(2))
     made = []
     for workspace in (shared, shared, own):
         backend = OnCpu(world, SPEC, HostSlots(world, SPEC))

@@ -1,0 +1,12 @@
+"""Where processes that the tests start find this package, and whatever else the tests themselves were given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def python_path() -> str:
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
