@@ -1,54 +1,15 @@
-"""What NVML tells: by its binding in cuda.bindings, else by pynvml, else in what nvidia-smi prints."""
+"""The probe of NVML: by one of its bindings, else in what nvidia-smi prints."""
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from raymoe.device.nvml import WAYS, Library
 from raymoe.doctor.smi import QUERY, machine_of
 
-# What we call it, what cuda.bindings.nvml does, what pynvml does.
-_NAMES = {
-    "init": ("init_v2", "nvmlInit"),
-    "driver": ("system_get_driver_version", "nvmlSystemGetDriverVersion"),
-    "count": ("device_get_count_v2", "nvmlDeviceGetCount"),
-    "handle": ("device_get_handle_by_index_v2", "nvmlDeviceGetHandleByIndex"),
-    "name": ("device_get_name", "nvmlDeviceGetName"),
-    "uuid": ("device_get_uuid", "nvmlDeviceGetUUID"),
-    "memory": ("device_get_memory_info_v2", "nvmlDeviceGetMemoryInfo"),
-    "capability": ("device_get_cuda_compute_capability", "nvmlDeviceGetCudaComputeCapability"),
-    "mig": ("device_get_mig_mode", "nvmlDeviceGetMigMode"),
-    "pci": ("device_get_pci_info_v3", "nvmlDeviceGetPciInfo"),
-    "ancestor": ("device_get_topology_common_ancestor", "nvmlDeviceGetTopologyCommonAncestor"),
-    "link_state": ("device_get_nvlink_state", "nvmlDeviceGetNvLinkState"),
-    "link_version": ("device_get_nvlink_version", "nvmlDeviceGetNvLinkVersion"),
-    "link_kind": ("device_get_nvlink_remote_device_type", "nvmlDeviceGetNvLinkRemoteDeviceType"),
-    "link_pci": ("device_get_nvlink_remote_pci_info_v2", "nvmlDeviceGetNvLinkRemotePciInfo"),
-}
-_MOST_LINKS = 18
-_SWITCH = 2  # nvmlIntNvLinkDeviceType_t
-_NVLINK = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
-"""nvmlNvlinkVersion_t numbers the versions and their halves one by one: an H200 says 6 and has NVLink 4."""
-# nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo -m`
-_LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _SMI_S = 20.0
-
-
-@dataclass(frozen=True)
-class Way:
-    """A Python binding of NVML and where it differs from the other."""
-
-    module: str
-    column: int
-    error: str
-    bus_id: str
-
-
-WAYS = (Way("cuda.bindings.nvml", 0, "NvmlError", "bus_id"), Way("pynvml", 1, "NVMLError", "busId"))
 
 
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
@@ -72,84 +33,6 @@ def probe(doing: Callable[[str], None]) -> dict[str, object]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         reasons.append(f"nvidia-smi: {error}")
     return {"missing": "; ".join(reasons)}
-
-
-class Library:
-    """One of the two bindings, asked by our names."""
-
-    def __init__(self, way: Way) -> None:
-        module = importlib.import_module(way.module)
-        self.error: type[Exception] = getattr(module, way.error)
-        self._bus_id = way.bus_id
-        self._functions = {name: getattr(module, names[way.column]) for name, names in _NAMES.items()}
-
-    def machine(self) -> dict[str, object]:
-        self.ask("init")
-        handles = [self.ask("handle", index) for index in range(self.ask("count"))]
-        links = [self._links(handle) for handle in handles]
-        buses = [self._bus(self.ask("pci", handle)) for handle in handles]
-        rows = [
-            [self._between(handles, links, buses, (mine, other)) for other in range(len(handles))]
-            for mine in range(len(handles))
-        ]
-        return {
-            "driver": self.ask("driver"),
-            "gpus": [self._gpu(handle, its) for handle, its in zip(handles, links, strict=True)],
-            "topology": rows,
-        }
-
-    def ask(self, name: str, *arguments: object) -> Any:
-        answer = self._functions[name](*arguments)
-        return answer.decode() if isinstance(answer, bytes) else answer
-
-    def maybe(self, name: str, *arguments: object) -> Any:
-        """None where this GPU or this driver does not know."""
-        try:
-            return self.ask(name, *arguments)
-        except self.error:
-            return None
-
-    def _gpu(self, handle: Any, links: list[tuple[int | None, str]]) -> dict[str, object]:
-        capability, mig = self.maybe("capability", handle), self.maybe("mig", handle)
-        return {
-            "name": self.ask("name", handle),
-            "uuid": self.ask("uuid", handle),
-            "memory_bytes": int(self.ask("memory", handle).total),
-            "capability": list(capability) if capability else None,
-            "mig": bool(mig and mig[0]),
-            "links": len(links),
-            "nvlink": self._version(handle, len(links)),
-        }
-
-    def _version(self, handle: Any, links: int) -> int | None:
-        version = self.maybe("link_version", handle, 0) if links else None
-        return None if version is None else _NVLINK.get(int(version))
-
-    def _links(self, handle: Any) -> list[tuple[int | None, str]]:
-        """Of each active link, what is at its other end: the kind of device, and its place on the PCI bus."""
-        found = []
-        for link in range(_MOST_LINKS):
-            if self.maybe("link_state", handle, link):
-                kind, pci = self.maybe("link_kind", handle, link), self.maybe("link_pci", handle, link)
-                found.append((None if kind is None else int(kind), "" if pci is None else self._bus(pci)))
-        return found
-
-    def _bus(self, pci: Any) -> str:
-        bus_id = getattr(pci, self._bus_id)
-        return (bus_id.decode() if isinstance(bus_id, bytes) else str(bus_id)).lower()
-
-    def _between(
-        self, handles: list[Any], links: list[list[tuple[int | None, str]]], buses: list[str], pair: tuple[int, int]
-    ) -> str:
-        mine, other = pair
-        if mine == other:
-            return "X"
-        switched = [sum(kind == _SWITCH for kind, _ in links[end]) for end in pair]
-        direct = sum(bus == buses[other] for _, bus in links[mine])
-        if count := min(switched) or direct:
-            return f"NV{count}"
-        level = self.maybe("ancestor", handles[mine], handles[other])
-        return "?" if level is None else _LEVELS.get(int(level), "?")
 
 
 def _smi(*arguments: str) -> str:

@@ -143,9 +143,11 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
         return StagedBackend(world, spec, wish.workspace, wish.sms)
     from raymoe.exchange.few import FewBackend
     from raymoe.exchange.fused import FusedBackend
+    from raymoe.exchange.links import Links
     from raymoe.exchange.workspace import is_few
 
-    return (FewBackend if is_few(spec, wish.sms) else FusedBackend)(world, spec, wish.workspace, wish.sms)
+    few = is_few(spec, wish.sms) and world.shared(Links).lines
+    return (FewBackend if few else FusedBackend)(world, spec, wish.workspace, wish.sms)
 
 
 def _impossible(world: World, spec: ExchangeSpec, wish: Wish) -> ConfigError | None:

@@ -17,6 +17,7 @@ from raymoe.device.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
 from raymoe.device.few import LINE_BYTES, quantised_lines, row_lines
 from raymoe.device.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
 from raymoe.exchange.calls import Calls
+from raymoe.exchange.links import Links
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
@@ -87,7 +88,7 @@ class Bounds:
     >>> spec = ExchangeSpec(tokens=128, hidden=7168, experts=256, topk=8)
     >>> Bounds.of(spec)  # doctest: +NORMALIZE_WHITESPACE
     Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, pieces=2400,
-           row_bytes=14336, few_entries=1024, few_lines=15360, block=(0, 0))
+           row_bytes=14336, few_entries=1024, few_lines=15360, block=(0, 0), lines=True)
     """
 
     tokens: int
@@ -107,9 +108,11 @@ class Bounds:
     block: tuple[int, int] = (0, 0)
     """Tokens, and bytes of a row, of the specs whose rows go by the copy engine: one for all. Their slots lie apart
     from the others': a copy that nobody can call back must find in them what it left there (kernels/pack.cu)."""
+    lines: bool = True
+    """Whether rows of few tokens may travel in lines, which NVLink alone carries whole (`links.py`)."""
 
     @classmethod
-    def of(cls, *specs: ExchangeSpec, stamped: bool = False) -> Bounds:
+    def of(cls, *specs: ExchangeSpec, stamped: bool = False, lines: bool = True) -> Bounds:
         if not specs:
             raise ConfigError("a workspace for no exchange; name the spec of each that will use it")
         blocks = sorted({(spec.tokens, slot_bytes_of(spec, stamped)) for spec in specs if spec.by_copy_engine})
@@ -124,14 +127,15 @@ class Bounds:
             max(spec.tokens * (spec.home_row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
             round_up(max(most_pieces(spec.tokens) for spec in specs), WORD_STRIDE),
             max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
-            max(is_few(spec) * spec.tokens * spec.topk for spec in specs),
-            max(is_few(spec) * spec.tokens * few_lines(spec) for spec in specs),
-            *blocks,
+            max(lines * is_few(spec) * spec.tokens * spec.topk for spec in specs),
+            max(lines * is_few(spec) * spec.tokens * few_lines(spec) for spec in specs),
+            blocks[0] if blocks else (0, 0),
+            lines,
         )
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
         """Refuse a spec that this workspace is too small for."""
-        asked = Bounds.of(spec, stamped=stamped)
+        asked = Bounds.of(spec, stamped=stamped, lines=self.lines)
         for name, have in vars(self).items():
             needs = getattr(asked, name)
             if needs != have if name == "block" and spec.by_copy_engine else needs > have:
@@ -235,7 +239,8 @@ class Workspace:
         self.stamped = os.environ.get(STAMPS_VARIABLE) == "1"
         self.traces = traced
         self._traces: dict[str, torch.Tensor] = {}
-        self.world, self.bounds = world, Bounds.of(*specs, stamped=self.stamped)
+        self.world = world
+        self.bounds = Bounds.of(*specs, stamped=self.stamped, lines=world.shared(Links).lines)
         problem: ConfigError | None = None
         theirs = world.swap(self.bounds, "workspace: bounds")
         for rank, bounds in enumerate(theirs):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -74,6 +75,10 @@ class EmulatedWorld:
     def agree(self, problem: Exception | None, what: str) -> None:  # noqa: ARG002
         if problem is not None:
             raise problem
+
+    def shared(self, kind: object) -> Any:  # noqa: ARG002
+        """A link that carries lines whole."""
+        return SimpleNamespace(lines=True)
 
     def barrier(self, what: str) -> None:
         """Nothing runs before the machine does."""

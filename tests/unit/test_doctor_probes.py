@@ -1,4 +1,4 @@
-"""The doctor's children, which may do anything, and its three ways to ask NVML."""
+"""The doctor's children, which may do anything, and the last of its three ways to ask NVML."""
 
 # ruff: noqa: ARG002, N802  (the names and arguments of CUDA's driver)
 
@@ -10,7 +10,6 @@ import mmap
 import multiprocessing
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +18,11 @@ from typing import Any
 import pytest
 
 from raymoe.device.driver import CudaError
+from raymoe.device.nvml import Way
 from raymoe.doctor import ipc, nvml
 from raymoe.doctor.child import Child, understood
 from raymoe.doctor.host import _container, _nvidia_on_pci, _shm
 from raymoe.doctor.local_ray import probe as ask_ray
-from raymoe.doctor.nvml import Library, Way
 from raymoe.doctor.probe import PROBES
 from raymoe.doctor.probes import BOUNDS, Probes
 from raymoe.doctor.smi import machine_of, matrix_of
@@ -198,69 +197,6 @@ def test_the_ring_of_cuda_ipc(monkeypatch, gpus, fault, told):
     for child in set(multiprocessing.active_children()) - others:
         child.kill()
         child.join(10)
-
-
-class FakeNvml(SimpleNamespace):
-    """Four GPUs behind NVSwitches, as pynvml shows them: bytes here and there, and errors of its own."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, word: str = "switch", gpus: int = 4) -> None:
-        def unsupported(*_):
-            raise self.NVMLError("Not Supported")
-
-        def link_kind(handle, link):
-            return {"switch": 2, "direct": 0}[word]
-
-        def link_pci(handle, link):
-            others = [index for index in range(gpus) if index != handle]
-            peer = others[link % len(others)]
-            return SimpleNamespace(busId=b"SWITCH" if word == "switch" else f"0000:{peer}".encode())
-
-        super().__init__(
-            nvmlInit=lambda: None,
-            nvmlSystemGetDriverVersion=lambda: b"580.95.05",
-            nvmlDeviceGetCount=lambda: gpus,
-            nvmlDeviceGetHandleByIndex=lambda index: index,
-            nvmlDeviceGetName=lambda _: b"NVIDIA H200",
-            nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
-            nvmlDeviceGetMemoryInfo=lambda _: SimpleNamespace(total=150754820096),
-            nvmlDeviceGetCudaComputeCapability=lambda _: (9, 0),
-            nvmlDeviceGetMigMode=lambda _: unsupported() if word == "none" else [0, 0],
-            nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=f"0000:{handle}".encode()),
-            nvmlDeviceGetTopologyCommonAncestor=lambda *_: 50,
-            nvmlDeviceGetNvLinkState=lambda _, link: unsupported() if word == "none" or link >= 12 else 1,
-            nvmlDeviceGetNvLinkVersion=lambda *_: 6,  # NVLink 4
-            nvmlDeviceGetNvLinkRemoteDeviceType=link_kind,
-            nvmlDeviceGetNvLinkRemotePciInfo=link_pci,
-        )
-
-
-@pytest.mark.parametrize(("word", "between"), [("switch", "NV12"), ("direct", "NV4"), ("none", "SYS")])
-def test_nvml_by_a_binding(monkeypatch, word, between):
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(word))
-    told = Library(Way("pynvml", 1, "NVMLError", "busId")).machine()
-    assert told["driver"] == "580.95.05"
-    assert told["topology"][1] == [between, "X", between, between]
-    assert told["gpus"][3] == {
-        "name": "NVIDIA H200",
-        "uuid": "GPU-3",
-        "memory_bytes": 150754820096,
-        "capability": [9, 0],
-        "mig": False,
-        "links": 0 if word == "none" else 12,
-        "nvlink": None if word == "none" else 4,
-    }
-
-
-def test_the_binding_has_the_names_that_are_asked():
-    module = pytest.importorskip("cuda.bindings.nvml")
-    assert [names[0] for names in nvml._NAMES.values() if not hasattr(module, names[0])] == []
-    assert hasattr(module.PciInfo, "bus_id")
-    versions = {each.name: int(each) for each in module.NvlinkVersion}
-    assert {nvml._NVLINK[versions[f"VERSION_{version}_0"]] for version in (1, 2, 4, 5)} == {1, 2, 4, 5}
-    assert hasattr(module.Memory_v2, "total")
 
 
 SMI = """NVIDIA H200, GPU-aa, 143771, 9.0, Disabled, 580.95.05
