@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from raymoe.device.error_word import ErrorWord
     from raymoe.device.kernels import Kernels
+    from raymoe.device.stream_order import StreamOrder
     from raymoe.memory.device_heap import DeviceHeap
     from raymoe.memory.world import World
     from raymoe.transport.watchdog import Watchdog
@@ -265,7 +266,7 @@ class Workspace:
         self._closed = False
         self._pending: dict[str, object | None] = {}
         self.calls = Calls()
-        release = partial(_let_go, self.heap, self._watchdog, self.error, self.kernels)
+        release = partial(_let_go, self.heap, self._watchdog, self.error, self._order, self.kernels)
         name = f"a workspace of rank {world.rank} of world {world.name!r}"
         self._forget = world.leftovers.watch(self, name, release, at_once=False)
         world.barrier("workspace: ready")  # nobody's kernel runs before everybody's words are as they begin
@@ -362,9 +363,10 @@ class Workspace:
         self.close()
 
 
-def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, kernels: Kernels) -> None:
+def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, order: StreamOrder, kernels: Kernels) -> None:
     """Close what a workspace had that was dropped. Peers are not waited for: they may still use theirs."""
     heap.let_go()
     watchdog.close()
     error.close()
+    order.close()
     kernels.close()
