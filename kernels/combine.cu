@@ -7,14 +7,15 @@
 //
 // Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
 //   rows [2][d][token]   slots, by the number of the owner's token
-//   statuses [2][d]      why rank d refuses the data of this step, if it does
+//   statuses [2][d]      why rank d refuses the data of this step, or which dispatch it combines
 //   arrivals [d][number] the epoch for which piece `number` of d has arrived
 //   done [d][reducer]    the epoch for which a reducer of d has nothing more to push
 //   heads [d]            the epoch for which d's status is there
 // All are written by d, at every rank, and read by the owner; statuses and heads at d itself too.
 //
 // A status travels with every combine, ahead of the rows, so all ranks learn of a refusal in the same combine: each of
-// them gives NaN and tells its host. The next step works.
+// them gives NaN and tells its host. The next step works. So do ranks that combine different dispatches, or of which
+// some weigh: without a refusal a status holds the dispatch's number and `weighted`, and all ranks must say the same.
 //
 // Why no slot is overwritten before it is read: as in dispatch.cu, with combine's own epochs. The readers of epoch e
 // are the summers of e, which are done when the kernel ends.
@@ -34,13 +35,17 @@
 
 namespace raymoe {
 
+__device__ __forceinline__ ptx::Bytes16 status(const CombineParams& p) {
+    return status_of(p, ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal)));
+}
+
 // By the threads of one block: this rank's status to every rank, its own too.
 __device__ inline void tell_status(const CombineParams& p, u64 epoch) {
     if (threadIdx.x < p.peers.ranks) {
-        const Refusal& mine = p.got->refusal;
+        const ptx::Bytes16 mine = status(p);
         u8* at = p.status_at(threadIdx.x, epoch & 1, p.peers.rank);
-        ptx::store_8(at, static_cast<u64>(mine.other) << 32 | mine.cause);
-        ptx::store_8(at + 8, mine.number);
+        ptx::store_8(at, mine.low);
+        ptx::store_8(at + 8, mine.high);
         ptx::store_release_sys(p.peers.flag(threadIdx.x, p.heads), epoch);  // orders the status before the epoch
     }
 }
@@ -52,7 +57,7 @@ __device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, 
 // What a block has heard of all ranks.
 struct Heard {
     bool ok;       // no wait failed
-    bool refused;  // by at least one of them
+    bool refused;  // by at least one of them, or they do not say the same
 };
 
 // By a whole block, each word by a thread of its own, so that all take one trip: until the statuses of all ranks are
@@ -60,11 +65,14 @@ struct Heard {
 __device__ inline Heard hear_all(const CombineParams& p, u64 epoch, bool done) {
     const u32 ranks = p.peers.ranks, me = p.peers.rank, words = ranks + (done ? (ranks - 1) * p.reducers : 0);
     bool ok = !done || threadIdx.x != THREADS - 1 || !poisoned(p.watch), refused = false;
+    const ptx::Bytes16 mine = threadIdx.x < ranks ? status(p) : ptx::Bytes16{0, 0};
     for (u32 i = threadIdx.x; i < words && ok; i += THREADS) {
         const u32 reducer = i - ranks, rank = i < ranks ? i : p.peers.in_turn(reducer / p.reducers);
         const u64* word = i < ranks ? p.peers.flag_of(rank, p.heads) : p.done_at(me, rank, reducer % p.reducers);
         ok = wait_for_epoch(word, epoch, Waiting{p.op, rank, epoch}, p.watch);
-        refused = refused || (ok && i < ranks && static_cast<u32>(status_words(p, epoch, rank, 0)) != CAUSE_NONE);
+        if (ok && i < ranks) {
+            refused = is_refused(mine, {status_words(p, epoch, rank, 0), status_words(p, epoch, rank, 1)});
+        }
     }
     ok = __syncthreads_and(ok);
     return {ok, !__syncthreads_and(!refused)};

@@ -5,7 +5,7 @@
 //
 // Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
 //   rows [2][d][token]   lines, by the number of the owner's token
-//   statuses [2][d]      two words: {cause and other, epoch}, {number, epoch} of d's refusal
+//   statuses [2][d]      two words: {cause and other, epoch}, {number, epoch} of what d says
 // All are written by d, at every rank, and read by the owner. The epoch is the one of combine.cu's operation.
 //
 // Why no line is overwritten before it is read: as in dispatch_few.cu. Every block awaits the statuses of all ranks in
@@ -33,8 +33,8 @@ __device__ inline void send_status(const CombineParams& p, u64 epoch, const ptx:
     }
 }
 
-// By a whole block: the refusals of all ranks, into shared memory. False: a wait failed.
-__device__ inline bool await_refusals(const CombineParams& p, u64 epoch, u64 (*words)[2]) {
+// By a whole block: the statuses of all ranks, into shared memory. False: a wait failed.
+__device__ inline bool await_statuses(const CombineParams& p, u64 epoch, u64 (*words)[2]) {
     bool ok = true;
     if (threadIdx.x < 2 * p.peers.ranks) {
         const u32 rank = threadIdx.x / 2, word = threadIdx.x % 2;
@@ -45,9 +45,10 @@ __device__ inline bool await_refusals(const CombineParams& p, u64 epoch, u64 (*w
 }
 
 __device__ inline bool any_refused(const CombineParams& p, const u64 (*words)[2]) {
+    const ptx::Bytes16 mine{words[p.peers.rank][0], words[p.peers.rank][1]};
     bool refused = false;
     for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
-        refused = refused || static_cast<u32>(words[rank][0]) != CAUSE_NONE;
+        refused = refused || is_refused(mine, {words[rank][0], words[rank][1]});
     }
     return refused;
 }
@@ -58,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     combine_few(const __grid_constant__ raymoe::CombineParams p) {
     using namespace raymoe;
     using Type = ROW_TYPE;
-    __shared__ u64 refusals[MAX_RANKS][2];
+    __shared__ u64 statuses[MAX_RANKS][2];
     const CombineBeginning beginning(p);
     const ptx::Bytes16 refusal = ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal));
     const Role role(p.reducers, p.summers);
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     bool refused = false, ok = may;
     if (may) {
         if (blockIdx.x == 0) {
-            send_status(p, epoch, refusal);
+            send_status(p, epoch, status_of(p, refusal));
         }
         if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
             // Nobody will want a sum.
@@ -83,10 +84,10 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
             summer.sum_own();
         }
         trace(p.trace, AT_SAID_DONE);
-        ok = await_refusals(p, epoch, refusals);
+        ok = await_statuses(p, epoch, statuses);
         if (ok) {
             trace(p.trace, AT_COUNTS);
-            refused = any_refused(p, refusals);
+            refused = any_refused(p, statuses);
             if (!role.leaves && refused) {
                 fill_with_nan<Type>(p, role.warp(), role.warps());
             } else if (!role.leaves) {
@@ -111,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         return;
     }
     if (refused) {
-        tell_host(p, epoch, [&](u32 rank, u32 word) { return refusals[rank][word]; });
+        tell_host(p, epoch, [&](u32 rank, u32 word) { return statuses[rank][word]; });
     }
     finish_run(p.operation, epoch);
 }

@@ -66,7 +66,7 @@ __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool 
     if (may && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
         if (threadIdx.x == 0) {
             trace(p.trace, AT_ALL_AWAITED);
-            p.got->refusal = refusal_of(p);
+            p.got->refusal = refusal_of(p, epoch);
             *p.taken = 0;  // read by later kernels of this stream only
             finish_run(p.operation, epoch);
         }

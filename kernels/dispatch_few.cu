@@ -284,9 +284,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     if (threadIdx.x == 0 && !lost) {
         trace(p.trace, AT_ALL_AWAITED);
         if (ending.trouble) {
-            p.got->refusal = refusal_of(p);
+            p.got->refusal = refusal_of(p, epoch);
         } else {
-            p.got->refusal = {CAUSE_NONE, 0, 0};
+            p.got->refusal = {CAUSE_NONE, 0, epoch};
         }
         finish_run(p.operation, epoch);
     }

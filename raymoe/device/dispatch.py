@@ -34,7 +34,8 @@ Halves = Annotated[tuple[int, ...], ctypes.c_uint64 * 2]
 
 @dataclass(frozen=True)
 class Refused(Params):
-    """Twin of the struct `Refusal`; raymoe/exchange/refusal.py packs the same 16 bytes."""
+    """Twin of the struct `Refusal`; raymoe/exchange/refusal.py packs the same 16 bytes. With no cause, `number` is the
+    epoch of the dispatch."""
 
     cause: U32 = 0
     other: U32 = 0

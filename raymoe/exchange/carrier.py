@@ -19,11 +19,12 @@ from raymoe.exchange.sending import Sending
 
 @dataclass
 class Home:
-    """What came back: row `where[i]` of `table` belongs to row i of the sending; `refusals` are those of all ranks."""
+    """What came back: row `where[i]` of `table` belongs to row i of the sending; `statuses` are what all ranks said.
+    Where they say that the step is refused, no row need be there."""
 
     table: torch.Tensor  # of the dtype in which sums cross
     where: Array
-    refusals: Sequence[Refusal]
+    statuses: Sequence[Refusal]
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Visit:
     sending: Sending
     counts: Array  # [R] rows that arrived from each source
     where: Array  # [N] the row of the carrier's table in which each came
-    number: int = 0
+    number: int
     """Which of the exchange's dispatches it is, the same on all ranks."""
 
 
@@ -41,9 +42,9 @@ class Carrier(Protocol):
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
         """Send rows `sending.tokens` of `x` and bring what the others send here."""
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
+    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Home:
         """Send home bag i's sum of `rows` for arrived row i, rounded once to the dtype in which sums cross, and this
-        rank's refusal; bring what the others send."""
+        rank's status; bring what the others send."""
 
     def close(self, together: bool) -> None:
         """Give up memory and connections; `together` if all ranks close now."""

@@ -39,7 +39,7 @@ class GlooAllgather:
         # T*K global ids, -1 where a token has none or is not there, and T*K weights (their bits).
         self._told = torch.empty(2, T, spec.topk, dtype=torch.int32)
         self._heard = torch.empty(world.size, 2, T, spec.topk, dtype=torch.int32)
-        # One row more in each block: it holds the refusal.
+        # One row more in each block: it holds the status.
         self._leaving = torch.empty(world.size, T + 1, spec.home_width, dtype=getattr(torch, spec.combine_wire))
         self._returned = torch.empty_like(self._leaving)
 
@@ -71,9 +71,9 @@ class GlooAllgather:
         counts = np.bincount(where // self._tokens, minlength=self._size)
         return Arrived(self._table, where, ids[where], weights, counts, len(self._table) - 1)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
+    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Home:
         self._order.enter("combine", self._number)
-        words = torch.frombuffer(bytearray(refusal.pack()), dtype=torch.uint8)
+        words = torch.frombuffer(bytearray(status.pack()), dtype=torch.uint8)
         stride = self._tokens + 1
         leaving, returned = self._leaving.flatten(0, 1), self._returned.flatten(0, 1)
         where = visit.where // self._tokens * stride + visit.where % self._tokens
@@ -83,9 +83,9 @@ class GlooAllgather:
         self._order.agree()
         self._gloo.all_to_all("combine", returned, leaving)()
         packed = self._returned.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES].numpy()
-        refusals = [Refusal.unpack(block.tobytes()) for block in packed]
+        statuses = [Refusal.unpack(block.tobytes()) for block in packed]
         where = visit.sending.ranks * stride + visit.sending.tokens
-        return Home(returned[:, : self._hidden], where, refusals)
+        return Home(returned[:, : self._hidden], where, statuses)
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)

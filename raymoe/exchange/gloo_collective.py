@@ -2,8 +2,9 @@
 
 A dispatch is two collectives. The first has a fixed size, so no counts need to go ahead of it: the number of rows to
 each rank and their metadata, T*K ids and weights at most. While it is under way the rows are packed. The second
-carries the rows, with the counts of the first. A combine is one: the counts are known, and a row ahead of each block
-holds the refusal of the rank that sent it.
+carries the rows, with the counts of the first. A combine is one, with the same counts. Ranks that combine different
+dispatches have different ones, which Gloo would not survive, so the statuses go ahead of it, where all ranks agree on
+the operation (`order.py`), and of a step that is refused no row leaves.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raymoe.exchange.arrays import Array, Bags, places_in_runs, starts_of
+from raymoe.exchange.arrays import Array, Bags
 from raymoe.exchange.carrier import Home, Visit
 from raymoe.exchange.gloo import Gloo
 from raymoe.exchange.order import Order
 from raymoe.exchange.placing import Arrived
-from raymoe.exchange.refusal import Refusal
+from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.sending import Sending
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.summing import RowSums
@@ -37,7 +38,8 @@ class GlooCollective:
         self._table = torch.zeros(most + 1, spec.hidden, dtype=dtype)
         self._packed = torch.empty(most, spec.hidden, dtype=dtype)
         self._home: torch.dtype = getattr(torch, spec.combine_wire)
-        self._leaving = torch.empty(most + world.size, spec.home_width, dtype=self._home)
+        self._spec = spec
+        self._leaving = torch.empty(most, spec.home_width, dtype=self._home)
         self._returned = torch.empty_like(self._leaving)
         # For each rank: the number of rows, T*K ids, T*K weights (their bits).
         self._told = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32)
@@ -60,27 +62,15 @@ class GlooCollective:
         wait()
         return Arrived(self._table, np.arange(n), ids, weights, counts, self._zero_row)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
-        # Which dispatch it is of: another one's rows have other numbers, which Gloo would not survive.
-        self._order.enter("combine", self._number, 2 * visit.number + (bags.weights is not None))
-        giving, taking = (visit.counts + 1).tolist(), (visit.sending.counts + 1).tolist()
-        leaving = self._leaving[: sum(giving)]
-        words = torch.frombuffer(bytearray(refusal.pack()), dtype=torch.uint8)
-        sums, begin = RowSums(rows, bags, self._home), 0
-        for block in torch.split(leaving, giving):
-            block.view(torch.uint8)[0, : Refusal.NBYTES] = words
-            end = begin + len(block) - 1
-            sums.write(begin, end, block[1:, : self._hidden])
-            begin = end
-        returned = self._returned[: sum(taking)]
-        self._order.agree()
-        self._gloo.all_to_all("combine", returned, leaving, taking, giving)()
-        refusals = [
-            Refusal.unpack(block.view(torch.uint8)[0, : Refusal.NBYTES].numpy().tobytes())
-            for block in torch.split(returned, taking)
-        ]
-        where = places_in_runs(visit.sending.counts, starts_of(visit.sending.counts + 1)[:-1] + 1)
-        return Home(returned[:, : self._hidden], where, refusals)
+    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Home:
+        self._order.enter("combine", self._number, status)
+        giving, taking = visit.counts.tolist(), visit.sending.counts.tolist()
+        leaving, returned = self._leaving[: sum(giving)], self._returned[: sum(taking)]
+        RowSums(rows, bags, self._home).write(0, len(leaving), leaving[:, : self._hidden])
+        statuses = self._order.agree()
+        if judge_statuses(statuses, self._spec) is None:
+            self._gloo.all_to_all("combine", returned, leaving, taking, giving)()
+        return Home(returned[:, : self._hidden], np.arange(len(returned)), statuses)
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)

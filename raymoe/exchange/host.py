@@ -10,7 +10,7 @@ Memory map (`slots.py`; every rank owns a heap of it; R ranks, T tokens; "half" 
   All five are written by source s, at s, and read by the owner.
 - `combine_rows [2][R][T][H]`: the sum of rank d's experts for row j of those that the owner sent to d, in the dtype in
   which sums cross; a row fills whole pieces of 16 bytes.
-- `combine_head [2][R]`: {epoch, -, the refusal} of rank d.
+- `combine_head [2][R]`: {epoch, -, the status} of rank d.
 - `combine_flag [R]`: word d is the last combine that rank d has sent here.
   All three are written by rank d, at d, and read by the owner.
 
@@ -54,7 +54,7 @@ from raymoe.memory.mapped import Heap
 from raymoe.memory.world import World
 
 _EPOCH, _ROWS = 0, 1
-_REFUSAL = slice(2, 2 + Refusal.NBYTES // 8)
+_STATUS = slice(2, 2 + Refusal.NBYTES // 8)
 
 
 class HostSlots:
@@ -110,30 +110,30 @@ class HostSlots:
         zero_row = 2 * self._size * self._tokens
         return Arrived(mine.table, where, np.concatenate(ids), np.concatenate(weights), counts, zero_row, refusal)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, refusal: Refusal) -> Home:
+    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Home:
         self._order.enter("combine", self._number)
         epoch = self._combined + 1
         half, me = epoch % 2, self._rank
         starts = starts_of(visit.counts).tolist()
         sums = RowSums(rows, bags, self._mine.combine_rows.dtype)
-        words = np.frombuffer(refusal.pack(), np.int64)
+        words = np.frombuffer(status.pack(), np.int64)
         for peer, at in self._peers:
             begin, end = starts[peer], starts[peer + 1]
             sums.write(begin, end, at.combine_rows[half, me])
             at.combine_head[half, me, _EPOCH] = epoch
-            at.combine_head[half, me, _REFUSAL] = words
+            at.combine_head[half, me, _STATUS] = words
         self._order.agree()
         self._combined = epoch
-        self._waiter.fence()  # orders the rows and the refusal before the flags
+        self._waiter.fence()  # orders the rows and the status before the flags
         for _, at in self._peers:
             at.combine_flag[me] = epoch
-        refusals = []
+        statuses = []
         for peer in range(self._size):
             self._waiter.for_epoch("combine", self._mine.combine_flag, peer, self._combined)
             self._expect(int(self._mine.combine_head[half, peer, _EPOCH]), self._combined, peer)
-            refusals.append(Refusal.unpack(self._mine.combine_head[half, peer, _REFUSAL].tobytes()))
+            statuses.append(Refusal.unpack(self._mine.combine_head[half, peer, _STATUS].tobytes()))
         where = places_in_runs(visit.sending.counts, np.arange(self._size) * self._tokens)
-        return Home(self._mine.combine_rows[half].flatten(0, 1), where, refusals)
+        return Home(self._mine.combine_rows[half].flatten(0, 1), where, statuses)
 
     def _expect(self, found: int, epoch: int, peer: int) -> None:
         if found != epoch:

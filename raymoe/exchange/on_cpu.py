@@ -11,7 +11,7 @@ from raymoe.exchange.backend import Tokens
 from raymoe.exchange.carrier import Carrier, Visit
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.placing import Arrived, Placement
-from raymoe.exchange.refusal import Refusal, raise_first
+from raymoe.exchange.refusal import Refusal, judge_statuses, status_of
 from raymoe.exchange.sending import Sending
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.summing import RowSums
@@ -72,11 +72,11 @@ class OnCpu:
         home = got._home
         assert isinstance(home, _WayHome)
         bags = home.placement.going_home(weighted)
-        came = self._carrier.combine(rows, bags, home.visit, home.refusal)
-        if any(came.refusals):
+        came = self._carrier.combine(rows, bags, home.visit, status_of(home.refusal, home.visit.number, weighted))
+        if (refused := judge_statuses(came.statuses, self._spec)) is not None:
             self._known = None
             out.fill_(torch.nan)
-            raise_first(came.refusals, self._spec)
+            raise refused
         sums = RowSums(came.table, home.visit.sending.coming_home(came.where, got.tokens), out.dtype)
         sums.write(0, got.tokens, out)
 

@@ -6,7 +6,7 @@ compares. Where they differ all ranks raise, none has sent anything, and the nex
 
 Memory map (a heap on every rank; R ranks; "half" is the number of the operation mod 2):
 
-- `records [2][R]`: {number, operation, exchange, detail}, written by rank r, at all ranks, and read by the owner.
+- `records [2][R]`: {number, operation, exchange, status}, written by rank r, at all ranks, and read by the owner.
 - `entered [R]`: word r is the number of the last operation that rank r has entered. It only grows.
 
 Order: record, fence, word; a reader loads the word, fences, loads the record. A half is not overwritten before all have
@@ -17,12 +17,17 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
+
 from raymoe.exchange.arrays import Array
+from raymoe.exchange.refusal import NO_REFUSAL, Refusal
 from raymoe.job.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.heap import WORD_STRIDE, Layout, Region
 from raymoe.memory.world import World
 
 _OPERATIONS = ("dispatch", "combine")
+_SAME, _RECORD = 3, 3 + Refusal.NBYTES // 8
+"""Words of a record that must be the same on all ranks, and all of its words."""
 
 
 class Order:
@@ -48,22 +53,25 @@ class Order:
         self._exchanges += 1
         return self._exchanges
 
-    def enter(self, op: str, exchange: int, detail: int = 0) -> None:
-        """Announce the operation that comes next. `detail` must be the same on all ranks, and 0 to 2^63 - 1."""
+    def enter(self, op: str, exchange: int, status: Refusal = NO_REFUSAL) -> None:
+        """Announce the operation that comes next, with what `agree` is to tell all ranks."""
         self._waiter.check()
         if self._failure is not None:
             raise copy.copy(self._failure)
         self._number += 1
-        record = (self._number, _OPERATIONS.index(op), exchange, detail)
+        words = np.frombuffer(status.pack(), np.int64).tolist()
+        record = (self._number, _OPERATIONS.index(op), exchange, *words)
         for records, _ in self._at:
             records[self._number % 2, self._rank, : len(record)] = record
         self._waiter.fence()  # orders the records before the words
         for _, entered in self._at:
             entered[self._rank] = self._number
 
-    def agree(self) -> None:
-        """Wait until all ranks have entered an operation, and raise on all of them unless it is the same one."""
-        mine: list[int] = self._records[self._number % 2, self._rank, :4].tolist()
+    def agree(self) -> list[Refusal]:
+        """Wait until all ranks have entered an operation, and raise on all of them unless it is the same one. What each
+        rank has entered it with."""
+        records = self._records[self._number % 2]
+        mine: list[int] = records[self._rank, :_SAME].tolist()
         try:
             for peer in range(self._size):
                 self._waiter.for_epoch(_OPERATIONS[mine[1]], self._entered, peer, self._number)
@@ -71,7 +79,7 @@ class Order:
             self._failure = copy.copy(error)
             raise
         for peer in range(self._size):
-            theirs = self._records[self._number % 2, peer, :4].tolist()
+            theirs = records[peer, :_SAME].tolist()
             if theirs[0] != mine[0]:
                 self._failure = WiringError(
                     f"rank {peer} announced operation {mine[0]} to rank {self._rank}, and its record is of {theirs[0]}"
@@ -79,6 +87,7 @@ class Order:
                 raise copy.copy(self._failure)
             if theirs != mine:
                 raise ConfigError(self._difference(mine, peer, theirs))
+        return [Refusal.unpack(records[peer, _SAME:_RECORD].tobytes()) for peer in range(self._size)]
 
     def close(self, together: bool) -> None:  # noqa: ARG002
         """With the world."""
@@ -86,11 +95,6 @@ class Order:
 
     def _difference(self, mine: list[int], peer: int, theirs: list[int]) -> str:
         here, there = ((_OPERATIONS[record[1]], record[2]) for record in (mine, theirs))
-        if here == there:
-            return (
-                f"rank {self._rank} and rank {peer} combine what different dispatches gave, or one of them without "
-                "weights; give the same on all ranks"
-            )
         if here[1] == there[1]:
             places = f"{here[0]} while rank {peer} is in {there[0]} of the same exchange"
         else:

@@ -1,4 +1,8 @@
-"""Why a rank refuses the data of a step. It travels with the flags, so that all ranks raise on the same step."""
+"""What a rank says with a combine: why it refuses the data, or which dispatch it combines.
+
+These statuses travel with the flags, so that all ranks raise on the same step. A step is refused where a rank refuses
+it, and where two ranks say different things: they combine different dispatches, or only one of them applies weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ _PACKED = struct.Struct("<iiq")
 
 
 class Cause(IntEnum):
-    NONE = 0
+    NONE = 0  # other: in a combine whether it is weighted, number: which dispatch it combines
     ID = 1  # other: the token, number: the id
     CAPACITY = 2  # number: the rows that were needed
     COUNT = 3  # other: the source, number: the rows it said it had sent
@@ -64,8 +68,42 @@ class Refusal:
 NO_REFUSAL = Refusal()
 
 
-def raise_first(refusals: Sequence[Refusal], spec: ExchangeSpec) -> None:
-    """Raise for the lowest rank that refused, the same on every rank."""
-    for rank, refusal in enumerate(refusals):
+def status_of(refusal: Refusal, dispatch: int, weighted: bool) -> Refusal:
+    """What a rank says with a combine; its dispatches are counted from 1."""
+    return refusal or Refusal(Cause.NONE, int(weighted), dispatch)
+
+
+def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefused | None:
+    """Why a step is refused, the same on every rank: the lowest rank that refused, or the first that says otherwise.
+
+    >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=1)
+    >>> second, third = (status_of(NO_REFUSAL, number, weighted=True) for number in (2, 3))
+    >>> judge_statuses([third, third], spec)
+    >>> print(judge_statuses([third, third, second], spec))
+    rank 0 combines its dispatch 3 and rank 2 its dispatch 2; all ranks combine the same dispatch
+    >>> print(judge_statuses([third, status_of(NO_REFUSAL, 3, weighted=False)], spec))
+    rank 0 combines dispatch 3 with weighted=True and rank 1 with weighted=False; all ranks give the same weighted
+    """
+    for rank, refusal in enumerate(statuses):
         if refusal:
-            raise DataRefused(refusal.sentence(rank, spec, len(refusals)))
+            return DataRefused(refusal.sentence(rank, spec, len(statuses)))
+    first = statuses[0]
+    for rank, status in enumerate(statuses):
+        if status.number != first.number:
+            return DataRefused(
+                f"rank 0 combines its dispatch {first.number} and rank {rank} its dispatch {status.number}; all ranks "
+                "combine the same dispatch"
+            )
+    for rank, status in enumerate(statuses):
+        if status.other != first.other:
+            return DataRefused(
+                f"rank 0 combines dispatch {first.number} with weighted={bool(first.other)} and rank {rank} with "
+                f"weighted={bool(status.other)}; all ranks give the same weighted"
+            )
+    return None
+
+
+def raise_first(statuses: Sequence[Refusal], spec: ExchangeSpec) -> None:
+    """Raise if the statuses of all ranks say that a step is refused."""
+    if (refused := judge_statuses(statuses, spec)) is not None:
+        raise refused

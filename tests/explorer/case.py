@@ -93,6 +93,7 @@ class Case:
     layout: str = "expert"
     own: str = ""  # how rows of a rank itself go: "" not at all, "slots" as others do (fp8), "copied" by placers
     refused: tuple[tuple[int, int], ...] = ()  # (rank, dispatch): what does not fit there, as the counts tell it
+    mixed: tuple[tuple[int, int, int], ...] = ()  # (rank, combine, dispatch): another than the program says
     timeouts: bool = False  # whether every wait may fail
     late: bool = False  # and a block begin so late that it finds its own kernel's failure
     calls: tuple[str, ...] = ()
@@ -121,6 +122,21 @@ class Case:
     def refuses(self, dispatch: int, rank: int | None = None) -> bool:
         """Whether a rank, or any rank, refuses what a dispatch brings."""
         return any(number == dispatch and rank in (None, who) for who, number in self.refused)
+
+    def combined(self, rank: int, combine: int) -> int:
+        """Which dispatch a rank combines.
+
+        >>> case = Case(2, "D D C", (full(2),), mixed=((1, 1, 1),))
+        >>> [case.combined(rank, 1) for rank in range(2)], case.refuses_combine(1)
+        ([2, 1], True)
+        """
+        said = next(each.dispatch for each in self.launches() if each.kind == "combine" and each.number == combine)
+        return next((dispatch for who, number, dispatch in self.mixed if (who, number) == (rank, combine)), said)
+
+    def refuses_combine(self, combine: int) -> bool:
+        """Whether a rank refuses its data, or two combine different dispatches."""
+        said = [self.combined(rank, combine) for rank in range(self.ranks)]
+        return len(set(said)) > 1 or any(self.refuses(dispatch, rank) for rank, dispatch in enumerate(said))
 
     def way(self, dispatch: int) -> str:
         return next(each.way for each in self.launches() if each.kind == "dispatch" and each.number == dispatch)

@@ -118,8 +118,13 @@ class Effects:
             state.epoch[number] = RETURNED
 
     def _refusal(self, number: int) -> int:
+        return self.memory["refusal", self.threads[number].rank, self._dispatch(number)]
+
+    def _dispatch(self, number: int) -> int:
+        """To which the thread's launch belongs."""
         thread = self.threads[number]
-        return self.memory["refusal", thread.rank, self.launches[thread.place].dispatch]
+        launch = self.launches[thread.place]
+        return self.case.combined(thread.rank, launch.number) if launch.kind == "combine" else launch.dispatch
 
     def _poison(self, state: State, number: int) -> None:
         thread = self.threads[number]
@@ -163,14 +168,24 @@ class Effects:
         for at in step.of:
             if memory[at + behind] & OF != step.value:
                 raise BrokenError(f"{wording.step(self, state, number)}; it wants that of {step.value}")
-        if not step.heeds or not self.case.refused:
+        if not step.heeds or not (self.case.refused or self.case.mixed):
             return 0
-        refused = memory[self._refusal(number)] or any(memory[at + behind] & REFUSED for at in step.of)
-        if not refused and self.case.refuses(self.launches[self.threads[number].place].dispatch):
+        combine = self.launches[self.threads[number].place].number
+        refused = any(memory[at + behind] & REFUSED for at in step.of) or self._is_unlike(number, step)
+        refused = refused or (self.case.refused and memory[self._refusal(number)])
+        if not refused and self.case.refuses_combine(combine):
             raise BrokenError(f"{wording.who(self, number)} takes for good what a rank refuses")
         if refused and self.case.fault is Fault.REFUSAL_POISONS:
             self._poison(state, number)
         return step.skips if refused else 0
+
+    def _is_unlike(self, number: int, step: Step) -> bool:
+        """Whether one of the statuses that are read names another dispatch than this rank combines."""
+        if self.case.fault is Fault.STATUS_UNNUMBERED:
+            return False
+        combine = self.launches[self.threads[number].place].number
+        said = {self.case.combined(self.memory.writers[at], combine) for at in step.of}
+        return not said <= {self._dispatch(number)}
 
     def _take(self, state: State, step: Step) -> int:
         """How many steps to leave out: where another lane has taken the row."""
@@ -200,7 +215,8 @@ class Effects:
 
     def _expect_known(self, state: State, number: int) -> None:
         """That the dispatch to which this belongs has left what it found out, or has failed."""
-        rank, dispatch = self.threads[number].rank, self.launches[self.threads[number].place].dispatch
+        rank = self.threads[number].rank
+        dispatch = self._dispatch(number)
         if not state.memory[self.memory["used", rank, dispatch]] and not state.memory[self.failed[rank]]:
             raise BrokenError(
                 f"{wording.who(self, number)} reads what dispatch {dispatch} finds out before it has ended"

@@ -36,6 +36,7 @@ class Fault(Enum):
     # Data that is refused.
     STATUS_BEFORE_COUNTS = "a rank says whether it refuses before it has the counts"
     STATUS_UNHEARD = "only the statuses of ranks that rows come from are heard"
+    STATUS_UNNUMBERED = "a status does not say which dispatch its rank combines"
     REFUSAL_SILENT = "a rank that refuses says nothing in that combine"
     REFUSAL_UNCOUNTED = "a combine that is refused is not counted"
     REFUSAL_POISONS = "a combine that is refused poisons"

@@ -18,6 +18,7 @@ class Memory:
         self._case = case
         self.names: list[str] = []
         self.owners: dict[int, int] = {}  # of words that cross ranks: the rank whose threads wait for it
+        self.writers: dict[int, int] = {}  # of slots and lines with halves
         self._index: dict[tuple[object, ...], int] = {}
         ranks = range(case.ranks)
         self._pairs = [(owner, writer) for owner in ranks for writer in ranks if owner != writer or case.own]
@@ -61,7 +62,8 @@ class Memory:
                 for half in (0, 1):
                     key = (kind, part, owner, writer, number, half)
                     name = f"{kind} {part} {number} of rank {writer} at rank {owner}, half {half}"
-                    self._index[key] = self._index[(*key[:-1], 0)] if single and half else self._add(name)
+                    self._index[key] = at = self._index[(*key[:-1], 0)] if single and half else self._add(name)
+                    self.writers[at] = writer
 
     def _add_slots(self) -> None:
         for kind in KINDS:

@@ -79,6 +79,10 @@ def planted(fault: Fault, ranks: int) -> Planted:
             case("D C", routings=(silent,), **refused),
             "rank 0, combine 1, .* takes for good what a rank refuses",
         ),
+        Fault.STATUS_UNNUMBERED: (
+            case("D D C", mixed=((1, 1, 1),)),
+            "combine 1, .* takes for good what a rank refuses",
+        ),
         Fault.REFUSAL_SILENT: (case("D C", **refused), f"{_STUCK}.*waits for combine head of rank 1"),
         Fault.REFUSAL_UNCOUNTED: (
             case("D C D C", routings=(one_row,), **refused),
@@ -121,6 +125,7 @@ def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
         Fault.OWN_UNHEARD: ("FD", {"routings": (own,), "own": "slots"}, f"line 0 .*{_NEVER}"),
         Fault.STATUS_BEFORE_COUNTS: ("FD FC", refused, "combine in lines 1, .* takes for good what a rank refuses"),
         Fault.STATUS_UNHEARD: ("FD FC", {"routings": (silent,), **refused}, "rank 0, .* takes for good"),
+        Fault.STATUS_UNNUMBERED: ("FD FD FC", {"mixed": ((1, 1, 1),)}, "combine in lines 1, .* takes for good"),
         Fault.REFUSAL_SILENT: ("FD FC", refused, f"{_STUCK}.*sees combine status 0 of rank 1 .*never written"),
         Fault.REFUSAL_POISONS: ("FD FC FD FC", refused, "does nothing, and no wait has failed"),
         Fault.LINE_UNCHECKED: ("FD FC", {}, f"line 0 .*{_NEVER}"),

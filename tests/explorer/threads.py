@@ -7,6 +7,8 @@ lines.py the way of few tokens. `docs/protocol.md` is the same in words; the ker
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.explorer.blocks import BlockKernel
 from tests.explorer.case import Case, Launch
 from tests.explorer.kernel import Kernel
@@ -20,6 +22,8 @@ _WAYS = {"words": WordKernel, "stages": WordKernel, "blocks": BlockKernel, "line
 
 def _kernel(case: Case, memory: Memory, launch: Launch, rank: int, first: int) -> Kernel:
     ours = launch.kind in ("dispatch", "combine", "copies")
+    if launch.kind == "combine":
+        launch = replace(launch, dispatch=case.combined(rank, launch.number))
     return (_WAYS[launch.way] if ours else Kernel)(case, memory, launch, rank, first)
 
 

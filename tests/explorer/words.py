@@ -110,7 +110,7 @@ class WordKernel(Kernel):
         """Of what is told beside the rows."""
         if self.launch.kind == "dispatch":
             return self.case.routers
-        return 1 if self.case.routers or self.case.refused else 0
+        return 1 if self.case.routers or self.case.refused or self.case.mixed else 0
 
     # ---- what waits and reads ----------------------------------------------------------------------------------------
 

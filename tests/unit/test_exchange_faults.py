@@ -99,6 +99,46 @@ def test_more_rows_than_the_capacity_make_all_raise(pool: RankPool, backend: str
         judge_combine(case, batches(case, 1)[rank], y)
 
 
+def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, Any], Any]:
+    """Two dispatches, of which rank 2 combines another than the others, or without weights; then a good step."""
+    rows = case.spec.rows(case.ranks)
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        sent = [batches(case, step)[world.rank] for step in range(2)]
+        gots = [
+            exchange.dispatch(each.x, each.ids, each.weights, out=torch.zeros(rows, case.spec.hidden)) for each in sent
+        ]
+        odd = world.rank == 2
+        got = gots[0 if odd and how == "dispatch" else 1]
+        y = torch.ones(got.tokens, case.spec.hidden)
+        told = ""
+        try:
+            made = apply_experts(exchange, got, got.x)
+            exchange.combine(made, got, weighted=not (odd and how == "weighted"), out=y)
+        except DataRefused as error:
+            told = str(error)
+        exchange.check()
+        return {"told": told, "nan": bool(y.isnan().all())}, run_step(exchange, case, batches(case, 2)[world.rank]).y
+
+
+@pytest.mark.parametrize("backend", ["host", "collective", "allgather"])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("dispatch", "rank 0 combines its dispatch 2 and rank 2 its dispatch 1; all ranks combine the same dispatch"),
+        (
+            "weighted",
+            "rank 0 combines dispatch 2 with weighted=True and rank 2 with weighted=False; all ranks give the",
+        ),
+    ],
+)
+def test_ranks_that_combine_different_things_all_raise(pool: RankPool, backend: str, how: str, says: str) -> None:
+    case = Case(3, SPEC, backend, ("uniform",) * 3, seed=5)
+    for rank, (found, y) in enumerate(pool.run(3, combine_differently, case, how)):
+        assert found["told"].startswith(says)
+        assert found["nan"]
+        judge_combine(case, batches(case, 2)[rank], y)
+
+
 def lie(world: World, case: Case, about: str) -> tuple[dict[str, Any], Any]:
     """Rank 1 changes what it has told its peers just before it raises its flags, in one dispatch."""
     with Exchange(world, case.spec, backend="host") as exchange:

@@ -14,6 +14,7 @@ from raymoe.device.copy import COPY, THREADS, CopyLane, Spread, copy_params
 from raymoe.device.launch import Shape
 from raymoe.device.sync import Watch
 from raymoe.exchange.backend import Tokens
+from raymoe.exchange.dispatched import Dispatched
 from raymoe.job.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
@@ -188,6 +189,109 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, fault):
             steps.enqueue(3)
             emulator.run(seed + 100)
             steps.judge(first=2)
+
+
+def _dispatched(owner: Any, batch: Batch) -> Dispatched:
+    return owner.dispatch(*_handed_over(owner, batch))
+
+
+def _combined(owner: Any, got: Dispatched, weighted: bool = True, form: str = "whole") -> torch.Tensor:
+    """y, of rows that are all 1."""
+    rows = owner.new((owner.spec.rows(owner.world.size), owner.spec.hidden), torch.bfloat16, "expert rows")
+    y = owner.new((got.tokens, owner.spec.hidden), torch.bfloat16, "y")
+    rows.fill_(1), y.fill_(7)
+    if form == "whole":
+        owner.combine(rows, got, weighted, y)
+    else:
+        owner.combine_send(rows, got, weighted, y)
+        owner.combine_receive(rows, got, weighted, y)
+    return y
+
+
+DIFFERENT = {
+    "dispatch": "rank 0 combines its dispatch 2 and rank 2 its dispatch 1; all ranks combine the same dispatch",
+    "weighted": "rank 0 combines dispatch 2 with weighted=True and rank 2 with weighted=False; all ranks give the same",
+}
+
+
+def _combine_differently(kind: str, form: str, how: str, seed: int, *changes: Change) -> None:
+    """Of two dispatches rank 2 combines another than ranks 0 and 1, or without weights. The next step is a good one."""
+    case = Case(3, spec_for(kind), "auto", ("uniform", "skewed", "masked"), ragged=False, seed=seed)
+    with Emulator(3, changes=changes) as emulator:
+        spaces = workspaces(emulator, case.spec, timeout_s=5 * SHORT_S)
+        owners = [backend(kind, space, case.spec, small) for space in spaces]
+        gots = [[_dispatched(each, batches(case, step)[each.world.rank]) for each in owners] for step in range(2)]
+        ys = []
+        for rank, each in enumerate(owners):
+            odd = rank == 2
+            got = gots[0 if odd and how == "dispatch" else 1][rank]
+            ys.append(_combined(each, got, not (odd and how == "weighted"), form))
+        emulator.run(seed)
+        for each, y in zip(owners, ys, strict=True):
+            with pytest.raises(DataRefused, match=DIFFERENT[how]):
+                each.check()
+            each.check()  # it is told once
+            assert y.isnan().all()
+        steps = Steps(emulator, replace(case, routing=("masked",)), owners)
+        steps.enqueue(0)
+        emulator.run(seed)
+        steps.judge()
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+@pytest.mark.parametrize("form", ["whole", "halves"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_combine_different_things_refuse_it_together(kind, form, how):
+    for seed in range(2):
+        _combine_differently(kind, form, how, seed)
+
+
+@pytest.mark.parametrize(
+    ("how", "change"),
+    [
+        ("dispatch", Change("combine.cuh", "<< 32, left.high};", "<< 32, 0};")),
+        ("dispatch", Change("dispatch.cuh", "Refusal{CAUSE_NONE, 0, epoch}", "Refusal{CAUSE_NONE, 0, 1}")),
+        ("weighted", Change("combine.cuh", ": static_cast<u64>(p.weighted) << 32", ": 0")),
+    ],
+    ids=["no number said", "no number left", "nothing said of weights"],
+)
+def test_ranks_that_do_not_say_what_they_combine_are_found(how, change):
+    with pytest.raises((AssertionError, RaymoeError, pytest.fail.Exception)):  # the last: nobody refused
+        _combine_differently("fused", "whole", how, 0, change)
+
+
+@pytest.mark.parametrize("kind", ["fused", "few"])
+def test_a_replay_combines_the_dispatch_that_was_replayed_last(kind):
+    """What a graph repeats are the parameters: the number is where the dispatch has left it."""
+    case = Case(2, spec_for(kind), "auto", ("uniform", "skewed"), ragged=False)
+    with Emulator(2) as emulator:
+        owners = [backend(kind, space, case.spec, small) for space in workspaces(emulator, case.spec)]
+        launches, launch = [], emulator.launch
+        emulator.launch = lambda *args: (launches.append(args), launch(*args))
+        gots = [_dispatched(each, batches(case, 0)[each.world.rank]) for each in owners]
+        captured, emulator.launch = list(launches), launch
+        for rank, *rest in captured * 2:
+            launch(rank, *rest)
+        ys = [_combined(each, got) for each, got in zip(owners, gots, strict=True)]
+        emulator.run(0)
+        for each, y in zip(owners, ys, strict=True):
+            each.check()
+            assert y.isfinite().all()
+        for rank, *rest in captured:
+            if rank == 0:
+                launch(rank, *rest)
+        other = _dispatched(owners[1], batches(case, 1)[1])
+        ys = [_combined(owners[0], gots[0]), _combined(owners[1], gots[1])]
+        emulator.run(1)
+        for each, y in zip(owners, ys, strict=True):
+            with pytest.raises(DataRefused, match="rank 0 combines its dispatch 4 and rank 1 its dispatch 3;"):
+                each.check()
+            assert y.isnan().all()
+        ys = [_combined(owners[0], gots[0]), _combined(owners[1], other)]
+        emulator.run(2)
+        for each, y in zip(owners, ys, strict=True):
+            each.check()
+            assert y.isfinite().all()
 
 
 # ---- peers that stop ------------------------------------------------------------------------------------------------

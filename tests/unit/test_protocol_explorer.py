@@ -45,7 +45,7 @@ def test_three_epochs_in_any_order_of_operations(ranks, program):
 
 
 def _named(case: Case) -> str:
-    also = [case.own, "refused" * bool(case.refused), case.layout * (case.layout == "rank")]
+    also = [case.own, "mixed" * bool(case.mixed), "refused" * bool(case.refused), case.layout * (case.layout == "rank")]
     return ", ".join([f"{case.ranks} ranks", case.program, *filter(None, also)])
 
 
@@ -145,6 +145,11 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(program, refused)
         Case(3, "D D FC1 FC2 FC2", ALL_3, routers=0, refused=((1, 1),)),
         Case(2, "D U1 C D U2 C", OWN, own="copied", layout="rank", refused=((1, 1),)),
         Case(2, "D C D C", OWN, own="slots", refused=((1, 1),)),
+        # Ranks that combine different dispatches; the next combine is a good one.
+        Case(2, "D D C C D", BOTH, mixed=((1, 1, 1),)),
+        Case(3, "D D C C2", ALL_3, routers=0, mixed=((1, 1, 1),)),
+        Case(3, "FD FD FC FC", ALL_3, routers=0, mixed=((1, 1, 1),)),
+        Case(2, "D D CS CR C", BOTH, mixed=((1, 1, 1),), refused=((0, 1),)),
     ],
     ids=_named,
 )

@@ -21,7 +21,7 @@ constexpr u32 PIECE_OF = Crossed::BYTES < 16 ? 16 / Crossed::BYTES : 1;
 constexpr u32 PART_REDUCE = 1;  // sums of this rank's experts to the sources
 constexpr u32 PART_SUM = 2;     // sums of the ranks' rows; the end of the run
 
-// Whose data was refused in the last combine that was refused. In host memory that the GPU has mapped. Writer: the last
+// What the ranks said in the last combine that was refused. In host memory that the GPU has mapped. Writer: the last
 // block out of a combine, `epoch` last, by a release at system scope. Reader: the host, at any time, `epoch` first; it
 // knows which epochs it has raised.
 struct RefusalRecord {
@@ -37,7 +37,7 @@ struct CombineParams {
 
     // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2.
     u64 rows[2];      // slots: what rank d made of token t of the owner, at (d * slot_tokens + t) * slot_bytes
-    u64 statuses[2];  // a Refusal for each rank
+    u64 statuses[2];  // a Refusal for each rank, of which the ranks must say the same, and none may refuse
     // Writer: a lane of rank d, at the rank that a piece went to, word (d, number of the piece): the epoch, after the
     // piece has arrived. Reader: the owner, acquiring. Any lane may take any piece, so words belong to pieces.
     u64 arrivals;
@@ -172,7 +172,19 @@ __device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stri
     }
 }
 
-// By one thread: a rank has refused the data of this step; `status(rank, word)` is a word of a rank's Refusal.
+// What this rank says with a combine of what a dispatch has left. All ranks compare what they have all said, so that
+// they come to the same verdict: nothing is read where one refuses, and where two combine different dispatches, or
+// one with weights and one without.
+__device__ __forceinline__ ptx::Bytes16 status_of(const CombineParams& p, const ptx::Bytes16& left) {
+    const bool refuses = static_cast<u32>(left.low) != CAUSE_NONE;
+    return {refuses ? left.low : static_cast<u64>(p.weighted) << 32, left.high};
+}
+
+__device__ __forceinline__ bool is_refused(const ptx::Bytes16& mine, const ptx::Bytes16& other) {
+    return static_cast<u32>(mine.low) != CAUSE_NONE || other.low != mine.low || other.high != mine.high;
+}
+
+// By one thread: this step is refused; `status(rank, word)` is a word of a rank's Refusal.
 template <class Status>
 __device__ inline void tell_host(const CombineParams& p, u64 epoch, Status status) {
     for (u32 rank = 0; rank < p.peers.ranks; ++rank) {

@@ -55,13 +55,13 @@ constexpr u32 RANK_MASK = (1u << RANK_BITS) - 1;
 constexpr u32 NOWHERE = 0xFFFFFFFF;
 
 // Why the data of a step is refused; raymoe/exchange/refusal.py has the same numbers.
-constexpr u32 CAUSE_NONE = 0;
+constexpr u32 CAUSE_NONE = 0;      // number: the epoch of the dispatch; other: in a combine whether it is weighted
 constexpr u32 CAUSE_ID = 1;        // other: the token, number: the id
 constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows that were needed
 constexpr u32 CAUSE_EXPERT = 4;    // other: the source, number: the local expert that it named
 constexpr u32 CAUSE_TOKENS = 5;    // other: rows of x, number: the tokens asked for
 
-// 16 bytes, as they travel with a combine.
+// Why a rank refuses the data, or of which dispatch it combines the rows. 16 bytes, as they travel with a combine.
 struct Refusal {
     u32 cause;
     u32 other;
@@ -322,7 +322,7 @@ __device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
 }
 
 // What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
-__device__ inline Refusal refusal_of(const DispatchParams& p) {
+__device__ inline Refusal refusal_of(const DispatchParams& p, u64 epoch) {
     Scratch& scratch = *p.scratch;
     const u64 bad = ptx::load_relaxed_gpu(&scratch.bad_entry), needed = ptx::load_relaxed_gpu(&scratch.needed);
     const u64 liar = ptx::load_relaxed_gpu(&scratch.liar);
@@ -338,7 +338,7 @@ __device__ inline Refusal refusal_of(const DispatchParams& p) {
     if (liar != ~0ull) {
         return {CAUSE_EXPERT, static_cast<u32>(liar >> 32), liar & 0xFFFFFFFF};
     }
-    return needed != 0 ? Refusal{CAUSE_CAPACITY, 0, needed} : Refusal{CAUSE_NONE, 0, 0};
+    return needed != 0 ? Refusal{CAUSE_CAPACITY, 0, needed} : Refusal{CAUSE_NONE, 0, epoch};
 }
 
 }  // namespace raymoe
