@@ -63,6 +63,41 @@ def reaches(blocks: torch.Tensor) -> torch.Tensor:
     return torch.where(finite == 0, 0.0, finite.clamp(min=LARGEST_E4M3 * torch.finfo(torch.float32).tiny))
 
 
+def odd_blocks(dtype: torch.dtype) -> torch.Tensor:
+    """Blocks of 128 elements that are hard to scale: a few such numbers, and zeros. There are more of them than the
+    kernels scale together: 15 where tokens are few, 32 where they are many."""
+    limits, nan, inf = torch.finfo(dtype), float("nan"), float("inf")
+    least = limits.smallest_normal * limits.eps  # the least number that is not zero
+    heads = [
+        *([0], [nan], [inf], [-inf, nan], [nan, 1], [2, -inf, nan, inf], [-inf, -3, 2]),
+        *([least], [-least, inf], [limits.smallest_normal], [1e-37], [1e-36, -1e-37], [6e-36]),
+        *([limits.max], [-limits.max, limits.max, inf], [limits.max, 1, least], [nan, inf, limits.max / 2]),
+    ]
+    blocks = torch.zeros(33, FP8_BLOCK, dtype=dtype)
+    for block, head in enumerate(heads):
+        blocks[block, 5 : 5 + 7 * len(head) : 7] = torch.tensor(head, dtype=torch.float64).to(dtype)
+        blocks[-1 - block, -1] = blocks[block, 5]
+    return blocks
+
+
+def judge_odd_blocks(x: torch.Tensor, found: torch.Tensor, found_scales: torch.Tensor | None) -> None:
+    """A row of such blocks that has crossed as float8_e4m3, bit by bit: values and scales, or without scales a row."""
+    blocks = x.float().view(-1, FP8_BLOCK)
+    reach = reaches(blocks)
+    scales = torch.where(reach == 0, 1.0, reach / LARGEST_E4M3)
+    assert scales.isfinite().all()
+    assert (scales >= torch.finfo(torch.float32).tiny).all()
+    values = (blocks * torch.where(reach == 0, 1.0, LARGEST_E4M3 / reach)[:, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3)
+    want = values.to(torch.float8_e4m3fn).float()
+    if found_scales is None:
+        want = (want * scales[:, None]).to(x.dtype).float()
+        assert torch.equal(found.isfinite(), ~x.isnan())
+    else:
+        assert torch.equal(found_scales.flatten(), scales)
+    other = 999.0  # NaN equals nothing
+    assert torch.equal(found.float().view(want.shape).nan_to_num(nan=other), want.nan_to_num(nan=other))
+
+
 def quantised(row: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The two values, mostly one, that an element may have after it has crossed as float8_e4m3.
 
