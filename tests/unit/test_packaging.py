@@ -102,7 +102,11 @@ def test_every_tested_version_is_pinned_and_within_the_declared_range():
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
+    for text in (
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["examples"],
+    ):
         need = Requirement(text)
         version = pins.get(need.name.lower())
         assert version is not None, f"constraints.txt does not pin {need.name}"

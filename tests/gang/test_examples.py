@@ -1,0 +1,79 @@
+"""The programs in examples/, each as its first lines say to start it, on CPU ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.gang.conftest import REPO, Head
+
+DEADLINE_S = 150
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Example:
+    """How a program is started, what it calls its ranks' results, and what it needs."""
+
+    start: str
+    says: str
+    lines: int = 2
+    on_ray: bool = False
+
+
+STEPS = r"rank [01] on {device}: 5 steps by \w+, verified"
+EXAMPLES = {
+    "ray_actors.py": Example("python examples/ray_actors.py", STEPS, on_ray=True),
+    "torchrun.py": Example("torchrun --nproc-per-node 2 examples/torchrun.py", STEPS),
+    "ray_train.py": Example("python examples/ray_train.py", STEPS, on_ray=True),
+}
+
+
+def run(example: Example, folder: Path, **variables: str) -> str:
+    """What the program prints. Its storage and cache are in `folder`."""
+    program, *arguments = example.start.split()
+    start = TORCHRUN if program == "torchrun" else ()
+    done = subprocess.run(
+        [sys.executable, *start, *arguments],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(folder), **variables},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def results(example: Example, printed: str, device: str) -> list[str]:
+    """The lines of the ranks, in order, without what Ray prints around them."""
+    return sorted(re.findall(f"^{example.says.format(device=device)}$", printed, re.MULTILINE))
+
+
+ELSEWHERE = {"channel.py"}
+"""tests/unit/test_channel_example.py runs it."""
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in (REPO / "examples").glob("*.py")} == ELSEWHERE | set(EXAMPLES)
+    for name, example in EXAMPLES.items():
+        assert f"\n    {example.start}\n" in (REPO / "examples" / name).read_text(), "its first lines say how"
+
+
+@pytest.mark.timeout(DEADLINE_S + 30)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_on_cpu_ranks(name: str, head: Head, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    if example.on_ray:
+        variables |= {"RAY_ADDRESS": head.address}
+    found = results(example, run(example, tmp_path, **variables), "cpu")
+    assert len(found) == example.lines
+    assert len(set(found)) == len(found)

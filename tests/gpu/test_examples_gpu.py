@@ -1,0 +1,29 @@
+"""The programs in examples/ on two GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("ray")
+
+from tests.gang.test_examples import DEADLINE_S, EXAMPLES, results, run  # noqa: E402
+from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
+
+pytestmark = [
+    *NEEDS_GPU,
+    pytest.mark.skipif(GPUS < 2, reason=f"with fewer than two GPUs they run on CPU ranks: {GPUS} here"),
+    pytest.mark.timeout(DEADLINE_S + 30),
+]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_on_two_gpus(name: str, tmp_path: Path) -> None:
+    if name == "ray_train.py" and importlib.util.find_spec("pyarrow") is None:
+        pytest.skip("needs ray[train], of which pyarrow is missing: pip install '.[examples]'")
+    example = EXAMPLES[name]
+    printed = run(example, tmp_path, RAY_ADDRESS="local", HOME=str(tmp_path))
+    assert len(set(results(example, printed, "cuda(?::[01])?"))) == example.lines, printed
