@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
-from tests.gpu import ranks
+from tests.gpu import ranks, torchrun_ranks
 from tests.gpu.ranks import GpuRanks, RankGone
+from tests.gpu.torchrun_ranks import torchrun
+from tests.unit.exchange_cases import Case
+from tests.unit.exchange_judge import judge
 
 CPU = {"device": "cpu", "timeout_s": 5.0}
 
@@ -102,3 +106,13 @@ def test_of_ranks_that_failed_those_that_do_not_end_are_killed(tmp_path: Path, m
         assert good == 0 and isinstance(hung, RankGone)
         assert 4.9 < time.monotonic() - start < 40
     assert [path.name for path in tmp_path.iterdir()] == ["rank0"]
+
+
+def test_processes_as_torchrun_starts_them(tmp_path: Path) -> None:
+    """Those of tests/gpu/test_worlds_gpu.py, with the lines that a program under torchrun has."""
+    case = Case(2, ExchangeSpec(tokens=5, hidden=8, experts=4, topk=2), "host", ("uniform", "one"), seed=1)
+    answers = torchrun(2, tmp_path, "gloo", torchrun_ranks.default_group, [case], [], "cpu")
+    assert [device for device, *_ in answers] == ["cpu"] * 2
+    judge(case, [eager[0] for _, eager, _ in answers])
+    with pytest.raises(AssertionError, match=r"rank 0: (?s:.*)device is 'tpu'"):
+        torchrun(2, tmp_path / "again", "gloo", torchrun_ranks.default_group, [case], [], "tpu")

@@ -1,0 +1,109 @@
+"""Rank processes as torchrun starts them, which see all GPUs of the machine, and what they do in tests of worlds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from raymoe.job.errors import RaymoeError
+from raymoe.memory.world import World
+from tests.gpu import exchange_ranks as on_rank
+from tests.unit.exchange_cases import Case, Result, run_case
+
+DEADLINE_S = 150.0
+KINDS = ["whole", "parts", "eager", "captured dispatch", "smaller", "whole"]
+
+
+def torchrun(size: int, folder: Path, backend: str, function: Callable[..., Any], *args: object) -> list[Any]:
+    """What `function(rank, *args)` gives in each of `size` new processes with a default process group."""
+    context = multiprocessing.get_context("spawn")
+    deadline, members = time.monotonic() + DEADLINE_S, []
+    folder.mkdir(exist_ok=True)
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        work = (rank, size, str(folder / "store"), backend, function, args)
+        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        process.start()
+        theirs.close()
+        members.append((process, ours))
+    try:
+        return [_answer(rank, pipe, deadline) for rank, (_, pipe) in enumerate(members)]
+    finally:
+        for process, pipe in members:
+            process.join(2)
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _answer(rank: int, pipe: Connection, deadline: float) -> Any:
+    if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        raise TimeoutError(f"rank {rank} did not answer within {DEADLINE_S} s")
+    answer, trace = pipe.recv()
+    if trace:
+        raise AssertionError(f"rank {rank}: {trace}")
+    return answer
+
+
+def _serve(pipe: Connection, work: tuple[Any, ...]) -> None:
+    rank, size, store, backend, function, args = work
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        dist.init_process_group(
+            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        )
+        pipe.send((function(rank, *args), ""))
+    except BaseException:  # noqa: BLE001 - the test shows it; pytest's own are no Exceptions
+        pipe.send((None, traceback.format_exc()))
+
+
+# What ranks do.
+
+
+def exchange(world: World, cases: list[Case], captured: bool) -> list[list[Result]]:
+    """The results of each case: eager steps, or replays of graphs and eager steps in turns."""
+    return [on_rank.replay(world, case, KINDS) if captured else run_case(world, case) for case in cases]
+
+
+def default_group(rank: int, eager: list[Case], replayed: list[Case], device: str = "auto") -> Any:
+    """The lines that a program under torchrun has."""
+    if device == "auto":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with World.of(device=device) as world:
+        dist.barrier()  # the group is the user's, and goes on working
+        return str(world.device), exchange(world, eager, False), exchange(world, replayed, True)
+
+
+def another_device(rank: int, eager: list[Case], replayed: list[Case]) -> Any:
+    """Rank r's world is on GPU 1 - r, and torch's current device is GPU 0 on both."""
+    torch.cuda.set_device(0)
+    with World.of(device=f"cuda:{1 - rank}") as world:
+        found = exchange(world, eager, False), exchange(world, replayed, True)
+        return str(world.device), torch.cuda.current_device(), *found
+
+
+def two_worlds(rank: int, cases: list[Case]) -> Any:
+    """Two worlds in turns: on this rank's own GPU and on the other rank's."""
+    torch.cuda.set_device(rank)
+    with World.of() as here, World.of(device=f"cuda:{1 - rank}") as there:
+        found = [exchange(world, [case], False)[0] for case in cases for world in (here, there)]
+        return here.name != there.name, str(here.device), str(there.device), found
+
+
+def one_gpu(rank: int, device: str) -> str:
+    """What ranks on one GPU are told."""
+    torch.cuda.set_device(0)
+    with pytest.raises(RaymoeError) as caught:
+        World.of(device=device)
+    return str(caught.value)
