@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("ray")
 
-from tests.gang.test_examples import DEADLINE_S, EXAMPLES, results, run  # noqa: E402
-from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
+from tests.gang.test_examples import DEADLINE_S, EXAMPLES, results, run
+from tests.gpu.ranks import GPUS, NEEDS_GPU
 
 pytestmark = [
     *NEEDS_GPU,
