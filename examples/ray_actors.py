@@ -6,6 +6,8 @@ Each actor takes a GPU of its own where the cluster has enough, else all are CPU
 host and lets them meet; no step goes through it.
 """
 
+from collections.abc import Callable
+
 import ray
 import torch
 from ray.util.placement_group import placement_group
@@ -58,7 +60,7 @@ class Batch:
         first = exchange.world.rank * len(got.expert_counts)
         exchange.combine(got.x * (first + expert + 1)[:, None], got, out=self.y)
 
-    def captured(self, exchange: raymoe.Exchange):  # noqa: ANN201 - the method of a graph that replays it
+    def captured(self, exchange: raymoe.Exchange) -> Callable[[], None]:
         self.step(exchange)  # a warm-up: torch loads its kernels at a first call
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
