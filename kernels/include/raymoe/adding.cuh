@@ -2,6 +2,7 @@
 #pragma once
 
 #include "raymoe/combine.cuh"
+#include "raymoe/terms.cuh"
 #include "raymoe/vectors.cuh"
 
 namespace raymoe {
@@ -9,47 +10,6 @@ namespace raymoe {
 // 16-byte vectors of a row that a thread has under way at a time, of two rows at a time: as many as there are registers
 // for where sums cross as something wider.
 constexpr u32 UNROLL = Crossed::BYTES > 16 ? 2 : 4;
-
-// A row to be added, and what it is multiplied by.
-struct Term {
-    const u8* row;
-    float weight;
-};
-
-// Adds `a`, then `b`, to `sums`: vectors `first` + 32 * i below `last`. The loads of both are under way together.
-template <class Vector>
-__device__ __forceinline__ void add_two(const Term& a, const Term& b, bool both, u32 first, u32 last,
-                                        float (*sums)[Vector::COUNT]) {
-    Vector loaded[2][UNROLL];
-#pragma unroll
-    for (u32 i = 0; i < UNROLL; ++i) {
-        if (first + 32 * i < last) {
-            loaded[0][i] = Vector::load(a.row + static_cast<u64>(first + 32 * i) * Vector::BYTES);
-        }
-    }
-#pragma unroll
-    for (u32 i = 0; i < UNROLL; ++i) {
-        if (both && first + 32 * i < last) {
-            loaded[1][i] = Vector::load(b.row + static_cast<u64>(first + 32 * i) * Vector::BYTES);
-        }
-    }
-#pragma unroll
-    for (u32 i = 0; i < UNROLL; ++i) {
-        float values[Vector::COUNT];
-        loaded[0][i].unpack(values);
-#pragma unroll
-        for (u32 j = 0; j < Vector::COUNT; ++j) {
-            sums[i][j] += a.weight * values[j];
-        }
-        if (both) {
-            loaded[1][i].unpack(values);
-#pragma unroll
-            for (u32 j = 0; j < Vector::COUNT; ++j) {
-                sums[i][j] += b.weight * values[j];
-            }
-        }
-    }
-}
 
 // Adds to `sums` what the experts made of a token, in the order of k. By a whole warp; `entry` is that of
 // CombineParams::entry, bit k of `hits` says that entry k is here.
@@ -67,7 +27,7 @@ __device__ __forceinline__ void add_experts(const CombineParams& p, u64 entry, u
         const bool both = hits != 0;
         const Term b = both ? term(__ffs(hits) - 1) : a;
         hits &= hits - 1;
-        add_two<Crossing<Type, Type>>(a, b, both, first, last, sums);
+        add_two<Crossing<Type, Type>, UNROLL>(a, b, both, first, last, sums);
     }
 }
 

@@ -5,7 +5,8 @@
 // or the flag that orders the threads. Which fence orders what is said where it is called.
 #pragma once
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+// A kernel that uses no instruction of Hopper's says `#define ANY_GPU` before its first include; then 8.0 will do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900 && !defined(ANY_GPU)
 #error "raymoe's kernels copy with bulk instructions, which GPUs have from compute capability 9.0 (Hopper) on"
 #endif
 

@@ -76,7 +76,7 @@ class Summer {
                 }
                 const u32 next = left & (left - 1);
                 const bool both = next != 0 && __ffs(next) - 1 != me;
-                add_two<Crossed>(slot(rank), slot(both ? __ffs(next) - 1 : rank), both, first, last, sums);
+                add_two<Crossed, UNROLL>(slot(rank), slot(both ? __ffs(next) - 1 : rank), both, first, last, sums);
                 left = both ? next : left;
             }
 #pragma unroll

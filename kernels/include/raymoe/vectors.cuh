@@ -175,6 +175,17 @@ struct Crossing {
         }
     }
 
+    __device__ __forceinline__ void store(u8* at) const {
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            if constexpr (BYTES == 8) {
+                ptx::store_8(at, parts[i].low);
+            } else {
+                ptx::store_16(at + i * 16, parts[i]);
+            }
+        }
+    }
+
     __device__ __forceinline__ void shared_store(u32 at) const {
 #pragma unroll
         for (u32 i = 0; i < PARTS; ++i) {
