@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from raymoe.device.dispatch import RANK_BITS
+from raymoe.device.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
 from raymoe.exchange.backend import Backend
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.job.errors import ConfigError
@@ -23,6 +24,8 @@ AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
 """What `auto` tries, in this order, where nothing asked for decides it."""
 NCCL_BACKENDS = ("collective", "allgather")
 KERNEL_BACKENDS = ("fused", "staged")
+ROUNDS_MOST = {"ranks": MOST_RANKS, "experts a rank": MOST_EXPERTS, "pieces of rows": 2**31 - 1}
+SPREAD_BYTES = 16 * SPREAD_VECTORS // 2  # of a row, the least that is a unit of work
 FUSED_CAPABILITY = (9, 0)
 FUSED_MOST = {"hidden": 16384, "topk": 16, "experts": 1024, "ranks": 8, "tokens times topk": 1 << RANK_BITS}
 
@@ -99,7 +102,7 @@ def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[Facts]) 
     if spec.dispatch_wire == FP8 and spec.by_copy_engine:
         return f"rows that cross as {FP8} by {spec.transport}; a copy quantises nothing: leave transport or wire out"
     if device == "cuda" and name in NCCL_BACKENDS:
-        return _no_nccl(facts)
+        return _no_nccl(facts) or _no_round_kernels(spec, len(facts))
     return _no_kernels(name, spec, facts) if name in KERNEL_BACKENDS else None
 
 
@@ -124,15 +127,19 @@ def make(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
 
 def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
     if name == "collective":
+        from raymoe.exchange.gpu_launcher import GpuLauncher
         from raymoe.exchange.nccl_collective import NcclCollective
         from raymoe.exchange.nccl_rounds import NcclRounds
 
-        return NcclCollective(world, spec, world.shared(NcclRounds))
+        launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
+        return NcclCollective(world, spec, world.shared(NcclRounds), launcher)
     if name == "allgather":
+        from raymoe.exchange.gpu_launcher import GpuLauncher
         from raymoe.exchange.nccl_allgather import NcclAllgather
         from raymoe.exchange.nccl_rounds import NcclRounds
 
-        return NcclAllgather(world, spec, world.shared(NcclRounds))
+        launcher = world.shared(GpuLauncher)
+        return NcclAllgather(world, spec, world.shared(NcclRounds), launcher)
     if name == "staged" and spec.by_copy_engine:
         from raymoe.exchange.copied import CopiedBackend
 
@@ -186,6 +193,19 @@ def _no_nccl(facts: Sequence[Facts]) -> str | None:
                 f"ranks {gpus.index(gpu)} and {rank} share GPU {gpu}; NCCL wants one GPU a rank: take fused or staged, "
                 "or leave share_gpu out"
             )
+    return None
+
+
+def _no_round_kernels(spec: ExchangeSpec, ranks: int) -> str | None:
+    """Why the kernels around NCCL's collectives cannot serve.
+
+    >>> _no_round_kernels(ExchangeSpec(tokens=8, hidden=64, experts=8192, topk=2), 2)
+    'experts a rank is 4096; collective and allgather take at most 3072 on GPUs'
+    """
+    rows = ranks * spec.tokens * max(spec.topk, -(-spec.row_bytes // SPREAD_BYTES))
+    for key, asked in (("ranks", ranks), ("experts a rank", spec.local_experts(ranks)), ("pieces of rows", rows)):
+        if asked > ROUNDS_MOST[key]:
+            return f"{key} is {asked}; collective and allgather take at most {ROUNDS_MOST[key]} on GPUs"
     return None
 
 

@@ -1,88 +1,81 @@
 """Everything to everyone, by NCCL: the yardstick of a small world.
 
 A dispatch is two all-gathers: of ids and weights, and of all rows, from which every rank picks its own. A combine hands
-every rank a block of T sums, zeros for the tokens that have no expert here; the source adds the blocks in rank order.
-That is a reduce-scatter whose sum the source takes itself, because NCCL rounds at every hop and in an order of its own.
+every rank a block of T sums, of which those are read whose tokens have an expert there; the source adds the blocks in
+rank order. That is a reduce-scatter whose sum the source takes itself, because NCCL rounds at every hop and in an order
+of its own.
 
-Nothing depends on a number that only the device knows, so all of it can be captured. The price: C rows are written and
-N*K looked at however few there are.
+Nothing depends on a number that only the device knows, so all of it can be captured.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.captured_memory import CapturedMemory
 from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.refusal import Refusal, raise_first
+from raymoe.exchange.round_kernels import RoundKernels
+from raymoe.exchange.rounds import Launcher, Rounds
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.telling import Rounds, Telling
-from raymoe.exchange.tensor_plan import Heard, Places, sum_blocks, sum_rows
 from raymoe.memory.world import World
 
 
-@dataclass(frozen=True)
-class _WayHome:
-    heard: Heard
-    places: Places
-
-
 class NcclAllgather:
-    """Row t of source s arrives as row s*T + t of a table, whose last row stays zero."""
+    """Row t of source s arrives as row s*T + t of the table."""
 
     capturable = True
     sms: int | None = None
 
-    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds) -> None:
-        self._rank, self._size, self._spec = world.rank, world.size, spec
-        self._rounds, self._telling = rounds, Telling(world, spec, rounds)
+    def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
+        self._spec, self._rounds, self._launcher = spec, rounds, launcher
+        self._kernels = RoundKernels(world, spec, launcher, compact=False)
         self._memory = CapturedMemory(world.device)
+        blocks = self._kernels.blocks
+        self._arriving, first = blocks.table[:-1], world.rank * spec.tokens
+        self._own = blocks.table[first : first + spec.tokens]
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._table = torch.zeros(world.size * spec.tokens + 1, spec.hidden, dtype=dtype, device=world.device)
-        self._mine = torch.zeros(spec.tokens, spec.hidden, dtype=dtype, device=world.device)
-        home: torch.dtype = getattr(torch, spec.combine_wire)
-        self._leaving = torch.empty(world.size, spec.tokens, spec.home_width, dtype=home, device=world.device)
-        self._returned = torch.empty_like(self._leaving)
-
-    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        with self._memory():
-            return self._dispatch(tokens, out)
-
-    def _dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        mine = tokens.x
-        if len(mine) < self._spec.tokens:
-            self._mine[: len(mine)].copy_(mine)
-            mine = self._mine
-        heard = self._telling.hear(tokens)
-        self._rounds.all_gather(self._table[:-1], mine)
-        places = Places.of(heard, self._rank, self._spec)
-        if out is not None:
-            torch.index_select(self._table, 0, places.token, out=out)
-        return Dispatched(
-            x=self._table if out is None else out,
-            weights=places.weights,
-            expert_offsets=places.offsets,
-            expert_counts=places.counts,
-            index=places.token if out is None else None,
-            tokens=len(tokens.x),
-            _home=_WayHome(heard, places),
-            _owner=self,
+        self._own_rows = self._own.view(dtype)
+        peers = [rank for rank in range(world.size) if rank != world.rank]
+        crossing = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
+        self._sends, self._receives = (
+            {rank: block[rank].view(-1)[:crossing] for rank in peers} for block in (blocks.leaving, blocks.returned)
         )
 
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        with self._launcher.ordered("dispatch") as stream, self._memory():
+            return self._dispatch(stream, tokens, out)
+
+    def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        kernels = self._kernels
+        got, kept = kernels.new(tokens, out, self)
+        got._home = kept
+        kernels.tell(stream, tokens, kept)
+        self._rounds.all_gather(*kernels.told(kept))
+        given = len(tokens.x)
+        if given < self._spec.tokens:
+            self._own_rows[:given].copy_(tokens.x)
+        self._rounds.all_gather(self._arriving, self._own if given < self._spec.tokens else tokens.x.view(torch.uint8))
+        kernels.number(stream, got, kept)
+        if out is not None:
+            kernels.place(stream, got, kept)
+        return got
+
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        home = got._home
-        assert isinstance(home, _WayHome)
-        with self._memory():
-            weights = home.heard.weights.flatten(0, 1) if weighted else None
-            sum_rows(rows, home.places.of_pair, weights, self._leaving.flatten(0, 1)[:, : rows.shape[1]])
-            self._rounds.all_to_all(list(self._returned), list(self._leaving))
-            sum_blocks(self._returned[..., : rows.shape[1]], out)
-            self._telling.judge(home.heard, out)
+        kept = got._home
+        assert isinstance(kept, torch.Tensor)
+        with self._launcher.ordered("combine") as stream:
+            self._kernels.sum_entries(stream, rows, kept, weighted)
+            if self._sends:
+                self._rounds.exchange(self._receives, self._sends)
+            self._kernels.sum_ranks(stream, kept, out)
 
     def check(self) -> None:
-        self._telling.check()
+        """Wait for the device, then raise for the first refused step, the same on all ranks."""
+        self._rounds.wait_for_all("check")
+        if statuses := self._kernels.take_refused():
+            raise_first(statuses, self._spec)
 
     def close(self, together: bool) -> None:  # noqa: ARG002
         """The rounds are the world's, and stay."""

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 
+from raymoe.exchange.rounds import Lagging
 from raymoe.job.errors import PeerTimeout, RaymoeError
 from raymoe.memory.world import World
 from raymoe.transport.nccl_group import NcclGroup
 
 _SPIN_S = 2e-3  # a round is mostly over by then; who waits longer sleeps between looks
-_cuda: Any = torch.cuda  # has no annotations
 
 
 class NcclRounds:
@@ -29,7 +28,7 @@ class NcclRounds:
         self._group = NcclGroup(world)
         once = torch.zeros(world.size + 1, dtype=torch.uint8, device=world.device)
         self._group.all_gather(once[1:], once[:1])  # connects what the first one needs, which may be captured
-        self._spare = torch.zeros(2, 1, dtype=torch.uint8, device=world.device)
+        self._spare = torch.zeros(2, 1, dtype=torch.uint8, device=world.device).unbind()
         # A wait of the user's own, for a stream, ends too when this rank is told to stop.
         self._forget = world.waiter.on_abort(lambda _: self._group.abort())
 
@@ -37,28 +36,28 @@ class NcclRounds:
         """`mine` of all ranks, in rank order, into `out`."""
         self._group.all_gather(out, mine)
 
-    def all_to_all(self, out: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
-        """Block r goes to rank r; what comes from rank r goes into `out[r]`.
+    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
+        """Bytes to and from each other rank.
 
         A byte goes where there is nothing to send: NCCL may stand still where pairs stay away (see `NcclGroup`).
         """
-        sends, receives = (
-            {rank: rows.view(torch.uint8) if rows.numel() else spare for rank, rows in enumerate(each)}
-            for each, spare in ((blocks, self._spare[0]), (out, self._spare[1]))
+        spare, into = self._spare
+        self._group.exchange(
+            {rank: rows if rows.numel() else spare for rank, rows in sends.items()},
+            {rank: rows if rows.numel() else into for rank, rows in receives.items()},
         )
-        receives.pop(self._world.rank).copy_(sends.pop(self._world.rank))
-        if sends:
-            self._group.exchange(sends, receives)
 
-    def wait(self, op: str) -> None:
-        """Until what was enqueued on the current stream is done."""
-        over = _cuda.Event()
-        over.record(torch.cuda.current_stream(self._world.device))
-        self._until(op, over.query)
+    def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor) -> None:
+        """The sum over ranks of block r of `blocks` into `out` of rank r, added and rounded as NCCL does it."""
+        self._group.reduce_scatter(out, blocks)
+
+    def wait(self, op: str, over: Callable[[], bool], lagging: Lagging | None = None) -> None:
+        """Until `over`; where that takes too long, names the peer that `lagging` tells of, or that NCCL waits for."""
+        self._until(op, over, lagging or self._group_lags)
 
     def wait_for_all(self, op: str) -> None:
         """Until the device is done, also with replays on other streams."""
-        self._until(op, _OtherThread(self._world.gpu.synchronise).over)
+        self._until(op, _OtherThread(self._world.gpu.synchronise).over, self._group_lags)
 
     def close(self, together: bool) -> None:
         """With the world; `together` if all ranks close now."""
@@ -71,17 +70,19 @@ class NcclRounds:
             self._group.abort()
             raise
 
-    def _until(self, op: str, over: Callable[[], bool]) -> None:
+    def _group_lags(self) -> tuple[int, int, int]:
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank] or [self._world.rank]
+        return self._group.lagging(others)
+
+    def _until(self, op: str, over: Callable[[], bool], lagging: Lagging) -> None:
         start = time.monotonic()
         while time.monotonic() - start < _SPIN_S:
             if over():
                 return
-        size, timeout_s = self._world.size, self._world.timeout_s
-        others = [rank for rank in range(size) if rank != self._world.rank] or [self._world.rank]
         try:
-            if self._world.waiter.until(op, self._group.lagging(others)[0], over, timeout_s):
+            if self._world.waiter.until(op, lagging()[0], over, self._world.timeout_s):
                 return
-            peer, seen, mine = self._group.lagging(others)
+            peer, seen, mine = lagging()
             raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
         except RaymoeError:
             self._group.abort()  # ends what waits on the device

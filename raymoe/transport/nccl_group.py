@@ -63,6 +63,16 @@ class NcclGroup:
             if work is not None:
                 work.wait()
 
+    def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor) -> None:
+        """The sum over members of block r of `blocks` into `out` of member r, on the current stream."""
+        self._enter(self.members)
+        options = _c10d.ReduceScatterOptions()
+        if hasattr(options, "asyncOp"):
+            options.asyncOp = False
+        work = self._group._reduce_scatter_base(out, blocks, options)
+        if work is not None:
+            work.wait()
+
     def lagging(self, peers: Sequence[int]) -> tuple[int, int, int]:
         """The first peer that has entered fewer exchanges with us than we with it, or the first; its and our count."""
         found = [(peer, self._words[self.world.rank][peer], self._entered[peer]) for peer in peers]

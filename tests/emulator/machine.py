@@ -66,6 +66,10 @@ class Emulator:
             self._guard(f"behind {array} of rank {rank}", memory.bytes[offset + size : end])
         return memory
 
+    def reach(self, address: int, nbytes: int, name: str) -> None:
+        """Let kernels of rank 0 reach memory that was made elsewhere, as long as this machine lives."""
+        self._machine.machine_add_region(address, nbytes, 0, 0, name.encode())
+
     def heap(self, rank: int, regions: Sequence[tuple[str, int, int]], nbytes: int) -> Memory:
         """Zeros that the peers reach too. Regions are name, offset, bytes; what is between them nobody may touch."""
         memory = self._mapped(nbytes)

@@ -554,3 +554,29 @@ def told_to_stop(world: World, case: Case) -> float | None:
     assert "rank 1 died" in str(error)
     exchange.close(together=False)
     return took
+
+
+# Ranks that do not combine the same
+
+
+def mixed_combines(world: World, case: Case, kind: str) -> dict[str, Any]:
+    """Two dispatches are out, of unlike routing. The last rank combines the other one than its peers, or differs in
+    `weighted`; then all combine the second."""
+    with own_stream(world.device), open_exchange(world, replace(case, spec=replace(case.spec, depth=2))) as exchange:
+        gots, rows = [], []
+        for step in range(2):
+            batch = batches(case, step)[world.rank].on(world.device)
+            gots.append(exchange.dispatch(batch.x, batch.ids, batch.weights))
+            rows.append(apply_experts(exchange, gots[-1], gots[-1].x))
+        last = world.rank == world.size - 1
+        which = 1 if kind == "dispatch" and last else 0
+        weighted = not (kind == "weighted" and last)
+        refused = exchange.combine(rows[which], gots[which], weighted)
+        told = ""
+        try:
+            exchange.check()
+        except DataRefused as error:
+            told = str(error)
+        y = exchange.combine(rows[1], gots[1])
+        exchange.check()
+        return {"told": told, "nan": bool(refused.isnan().all()), "y": y.float().cpu().numpy()}

@@ -335,6 +335,21 @@ def test_refused_data_is_told_by_all_and_the_next_step_works(
     assert len(set(told)) == 1
 
 
+@pytest.mark.parametrize("kind", ["dispatch", "weighted"])
+def test_ranks_that_do_not_combine_the_same_are_told(ranks: GpuRanks, backend: str, kind: str) -> None:
+    if backend not in ("collective", "allgather"):
+        pytest.skip(f"the kernels of {backend} have statuses of their own")
+    case = Case(RANKS, SMALL, backend, ("uniform", "masked"), seed=4)
+    last = RANKS - 1
+    says = f"rank 0 combines its dispatch 1 and rank {last} its dispatch 2"
+    if kind == "weighted":
+        says = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with weighted=False"
+    for rank, found in enumerate(ranks.run(RANKS, on_rank.mixed_combines, case, kind)):
+        assert found["told"].startswith(says)
+        assert found["nan"]
+        judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
 def test_what_is_left_of_a_closed_exchange_may_be_collected_inside_a_capture(ranks: GpuRanks, backend: str) -> None:
     case = Case(RANKS, SMALL, capturable(backend), ("uniform", "masked", "one"), seed=3, prefix=True)
     answers = ranks.run(RANKS, on_rank.collected_inside, case)

@@ -40,6 +40,13 @@ def test_a_second_stream_is_ordered_behind_the_last_operation(ranks: GpuRanks, c
     judge(case, ranks.run(RANKS, on_rank.alternating, case))
 
 
+@pytest.mark.skipif(GPUS < 2, reason=f"NCCL wants a GPU for each rank; {GPUS} here")
+@pytest.mark.parametrize("backend", ["collective", "allgather"])
+def test_nccl_backends_on_a_second_stream_are_ordered_too(ranks: GpuRanks, backend: str) -> None:
+    case = Case(RANKS, SPEC, backend, ROUTING, seed=3)
+    judge(case, ranks.run(RANKS, on_rank.alternating, case))
+
+
 def test_two_exchanges_of_one_workspace_on_two_streams(ranks: GpuRanks) -> None:
     case = Case(RANKS, SPEC, "fused", ROUTING, seed=4)
     judge(case, ranks.run(RANKS, on_rank.one_workspace, case))

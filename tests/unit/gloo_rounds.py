@@ -1,8 +1,10 @@
-"""The backends of GPU ranks that are made of tensor operations, on CPU ranks: Gloo takes NCCL's place."""
+"""The backends that GPU ranks have over NCCL, on CPU ranks: Gloo takes NCCL's place, the emulator the GPU's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping
+from unittest import mock
 
 import torch
 
@@ -11,26 +13,37 @@ from raymoe.exchange.choice import Wish
 from raymoe.exchange.gloo import Gloo
 from raymoe.exchange.nccl_allgather import NcclAllgather
 from raymoe.exchange.nccl_collective import NcclCollective
+from raymoe.exchange.rounds import Lagging
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.job.errors import PeerTimeout
 from raymoe.memory.world import World
+from tests.unit.emulated_launcher import EmulatedLauncher
 
 
 class GlooRounds:
     def __init__(self, world: World) -> None:
-        self._gloo = Gloo(world)
+        self._world, self._gloo = world, Gloo(world)
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        self._gloo.all_gather("dispatch", out.view(-1), mine.view(-1))()
+        self._gloo.all_gather("dispatch", out.view(-1), mine.reshape(-1).clone())()
 
-    def all_to_all(self, out: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
-        leaving, taking = torch.cat(list(blocks)).flatten(), [block.numel() for block in out]
-        came = torch.empty(sum(taking), dtype=leaving.dtype)
+    def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
+        ranks, nothing = range(self._world.size), torch.empty(0, dtype=torch.uint8)
+        blocks = [sends.get(rank, nothing).flatten() for rank in ranks]
+        leaving, taking = torch.cat(blocks), [receives.get(rank, nothing).numel() for rank in ranks]
+        came = torch.empty(sum(taking), dtype=torch.uint8)
         self._gloo.all_to_all("rows", came, leaving, taking, [block.numel() for block in blocks])()
-        for into, rows in zip(out, torch.split(came, taking), strict=True):
-            into.copy_(rows.view(into.shape))
+        for rank, rows in enumerate(torch.split(came, taking)):
+            if rank in receives:
+                receives[rank].copy_(rows.view(receives[rank].shape))
 
-    def wait(self, op: str) -> None:
-        """Gloo has waited."""
+    def wait(self, op: str, over: Callable[[], bool], lagging: Lagging | None = None) -> None:
+        """Gloo and kernels have waited; hosts have not."""
+        start = time.monotonic()
+        if not self._world.waiter.until(op, lagging()[0] if lagging else 0, over, self._world.timeout_s):
+            assert lagging is not None
+            peer, seen, mine = lagging()
+            raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
 
     def wait_for_all(self, op: str) -> None:
         """Gloo has waited."""
@@ -42,4 +55,5 @@ class GlooRounds:
 def on_tensors(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
     """Takes the place of `choice.make`."""
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[name]
-    return backend(world, spec, world.shared(GlooRounds))
+    with mock.patch("raymoe.exchange.round_kernels.ENTRIES_A_RUN", 8):
+        return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

@@ -1,4 +1,5 @@
-"""Every kernel compiles for Hopper and Blackwell with pip's NVRTC, where there is no GPU, and is what it should be."""
+"""Every kernel compiles for Hopper and Blackwell, some for Ampere, with pip's NVRTC, where there is no GPU, and is what
+it should be."""
 
 import os
 import re
@@ -20,6 +21,7 @@ from raymoe.device.few import combine_few_source, dispatch_few_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, KernelSource
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.peer import Peers
+from raymoe.device.rounds import COUNT, NUMBER, SPREAD, TELL, sum_sources
 from raymoe.device.row_push import ROW_PUSH
 from raymoe.device.sync import STRUCTS
 from raymoe.job.packaged import packaged_folder
@@ -29,7 +31,13 @@ ARCHS = ("sm_90a", "sm_100a")
 STEMS = sorted(path.stem for path in KERNELS.glob("*.cu"))
 HEADERS = sorted(path.name for path in (KERNELS / "include" / "raymoe").iterdir())
 DTYPES = ("bfloat16", "float16", "float32")
+BEFORE_HOPPER = (
+    *(TELL, COUNT, NUMBER, SPREAD),
+    *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
+)
+"""Kernels of the backends that GPUs before Hopper have."""
 SOURCES = (
+    *BEFORE_HOPPER,
     COPY,
     ROW_PUSH,
     alltoallv_source(),
@@ -59,7 +67,7 @@ NARROW = {source for source in SOURCES if source.stem == "combine" and source no
 """Combines of sixteen warps, which only Hopper is given, and of eight: raymoe/device/combine.py says why."""
 BULK = {"copy", "row_push", "dispatch", "combine"}
 """Kernels that must move their bytes by bulk copies."""
-BY_HAND = {"alltoallv", "pack"}
+BY_HAND = {"alltoallv", "pack", "spread_rows"}
 """Kernels that move rows by ordinary loads and stores."""
 
 
@@ -84,6 +92,7 @@ def under_way(request, compiler) -> Iterator[dict[tuple[KernelSource, str], Futu
 
 
 CASES = [(source, arch) for source in SOURCES for arch in ARCHS if arch == "sm_90a" or source not in HOPPER]
+CASES += [(source, "sm_80") for source in BEFORE_HOPPER]
 
 
 @pytest.fixture(params=CASES, ids=name_of)

@@ -1,0 +1,98 @@
+// What this rank's experts made of each token that came: the weighted sum in float32 in the order of k, rounded once to
+// what crosses, where the all-to-all of a combine takes it from. Behind the rows of each block goes this rank's status.
+//
+// A block for each rank, T + 1 rows apart; the sum of a token stands where its row stood in its source's block of the
+// table. A warp takes a piece of a row at a time, two rows' loads under way together.
+
+#define ANY_GPU
+
+#include "raymoe/rounds.cuh"
+#include "raymoe/terms.cuh"
+#include "raymoe/vectors.cuh"
+
+#ifndef ROW_TYPE
+#define ROW_TYPE Bf16
+#endif
+#ifndef WIRE_TYPE
+#define WIRE_TYPE ROW_TYPE
+#endif
+
+namespace raymoe {
+
+using Sum = Crossing<ROW_TYPE, WIRE_TYPE>;
+constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors that a thread has under way of each of two rows
+
+struct SumEntriesParams {
+    DispatchMemory memory;
+    u8* kept;          // memory of the dispatch
+    const u8* rows;    // [capacity][row_bytes] what the experts made
+    u8* leaving;       // [R][T + 1][wire_row_bytes]
+    u32 row_bytes;
+    u32 wire_row_bytes;
+    u32 pieces;  // of a row
+    u32 weighted;
+};
+
+__device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
+    const DispatchMemory& memory = p.memory;
+    const DispatchRecord* record = memory.record_of(p.kept);
+    for (u32 rank = threadIdx.x; rank < memory.ranks; rank += blockDim.x) {
+        Status status = load_status(&record->refusal);
+        if (status.cause == CAUSE_NONE) {
+            status = {CAUSE_NONE, p.weighted, ptx::load_8(&record->number)};
+        }
+        const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->came + rank);
+        store_status(p.leaving + behind * p.wire_row_bytes, status);
+    }
+}
+
+// By a whole warp: the sum of a piece of a token's rows.
+__device__ __forceinline__ void sum_piece(const SumEntriesParams& p, u32 token, u32 piece, u8* into) {
+    const DispatchMemory& memory = p.memory;
+    const u32 source = token / memory.tokens, lane = threadIdx.x % 32;
+    const u64 entries = static_cast<u64>(token) * memory.topk;
+    const u8* weights = memory.weights_of(p.kept, source) + (entries - source * memory.entries()) * 4;
+    const u32 first = piece * 32 * UNROLL + lane, last = p.row_bytes / 16;
+    float sums[UNROLL][Sum::COUNT] = {};
+    for (u32 begin = 0; begin < memory.topk; begin += 32) {
+        const u32 k = begin + lane;
+        const bool there = k < memory.topk;
+        const u32 mine = ptx::load_4_if(there, p.kept + memory.places + (entries + k) * 4, NOWHERE);
+        const u32 its_weight = ptx::load_4_if(there && p.weighted, weights + k * 4ull, __float_as_uint(1.0f));
+        auto term = [&](u32 place) {
+            const u64 row = __shfl_sync(0xFFFFFFFF, mine, place);
+            return Term{p.rows + row * p.row_bytes, __uint_as_float(__shfl_sync(0xFFFFFFFF, its_weight, place))};
+        };
+        for (u32 hits = __ballot_sync(0xFFFFFFFF, mine != NOWHERE); hits != 0; hits &= hits - 1) {
+            const Term a = term(__ffs(hits) - 1);
+            hits &= hits - 1;
+            const bool both = hits != 0;
+            const Term b = both ? term(__ffs(hits) - 1) : a;
+            add_two<Crossing<ROW_TYPE, ROW_TYPE>, UNROLL>(a, b, both, first, last, sums);
+        }
+    }
+#pragma unroll
+    for (u32 i = 0; i < UNROLL; ++i) {
+        if (first + 32 * i < last) {
+            Sum::pack(sums[i]).store(into + static_cast<u64>(first + 32 * i) * Sum::BYTES);
+        }
+    }
+}
+
+}  // namespace raymoe
+
+extern "C" __global__ void __launch_bounds__(256, 2) sum_entries(const __grid_constant__ raymoe::SumEntriesParams p) {
+    using namespace raymoe;
+    if (blockIdx.x == 0) {
+        store_statuses(p);
+    }
+    const u32 each = blockDim.x / 32, tokens = p.memory.ranks * p.memory.tokens;
+    for (u32 unit = blockIdx.x * each + threadIdx.x / 32; unit < tokens * p.pieces; unit += gridDim.x * each) {
+        const u32 token = unit / p.pieces;
+        const u32 row = ptx::load_4(p.kept + p.memory.row_of + token * 4ull);
+        if (row != NOWHERE) {
+            const u64 leaves = static_cast<u64>(row) + token / p.memory.tokens;  // blocks are a row longer than there
+            sum_piece(p, token, unit - token * p.pieces, p.leaving + leaves * p.wire_row_bytes);
+        }
+    }
+}

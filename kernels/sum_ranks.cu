@@ -1,0 +1,119 @@
+// y of a combine by NCCL: what the ranks sent home of each token, added up in float32 in rank order and rounded once.
+// (NCCL's own reduce-scatter rounds at every hop and in an order of its own.)
+//
+// Behind the rows of each block stands its rank's status. Where one refuses the step, or not all combine the same
+// dispatch in the same way, y is NaN on all ranks; the statuses of the first such step are kept for the host.
+
+#define ANY_GPU
+
+#include "raymoe/rounds.cuh"
+#include "raymoe/terms.cuh"
+#include "raymoe/vectors.cuh"
+
+#ifndef ROW_TYPE
+#define ROW_TYPE Bf16
+#endif
+#ifndef WIRE_TYPE
+#define WIRE_TYPE ROW_TYPE
+#endif
+
+namespace raymoe {
+
+using Sum = Crossing<ROW_TYPE, WIRE_TYPE>;
+constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors that a thread has under way of each of two rows
+
+// Written by the first combine that is refused since the host has set `kept` to 0; read by the host.
+struct Refused {
+    u64 kept;
+    u64 unused;
+    Status statuses[MOST_RANKS];
+};
+static_assert(sizeof(Refused) == 16 + 16 * MOST_RANKS, "");
+
+struct SumRanksParams {
+    DispatchMemory memory;
+    u8* kept;            // memory of the dispatch
+    const u8* leaving;   // [R][T + 1][wire_row_bytes]: this rank's own block is read here
+    const u8* returned;  // likewise; the others'
+    u8* y;               // [given][row_bytes]
+    Refused* refused;
+    u32 row_bytes;
+    u32 wire_row_bytes;
+    u32 pieces;  // of a row
+    u32 given;
+};
+
+__device__ __forceinline__ const u8* block_of(const SumRanksParams& p, u32 rank) {
+    return rank == p.memory.rank ? p.leaving : p.returned;
+}
+
+// By the first warp, a thread for each rank. The same on all ranks: each has sent the same to all.
+__device__ __forceinline__ bool is_refused(const SumRanksParams& p) {
+    const DispatchMemory& memory = p.memory;
+    const u32 rank = threadIdx.x < memory.ranks ? threadIdx.x : 0;
+    const DispatchRecord* record = memory.record_of(p.kept);
+    const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->went + rank);
+    const Status status = load_status(block_of(p, rank) + behind * p.wire_row_bytes);
+    const u32 other = __shfl_sync(0xFFFFFFFF, status.other, 0);
+    const u64 number = __shfl_sync(0xFFFFFFFF, status.number, 0);
+    const bool alike = status.other == other && status.number == number;
+    const bool refused = __any_sync(0xFFFFFFFF, status.cause != CAUSE_NONE || !alike);
+    if (refused && blockIdx.x == 0 && ptx::load_8(&p.refused->kept) == 0) {
+        if (threadIdx.x < memory.ranks) {
+            store_status(p.refused->statuses + rank, status);
+        }
+        __syncwarp();  // all have seen that nothing is kept
+        if (threadIdx.x == 0) {
+            ptx::store_8(&p.refused->kept, 1);
+        }
+    }
+    return refused;
+}
+
+// By a whole warp.
+__device__ __forceinline__ void sum_piece(const SumRanksParams& p, u32 token, u32 piece, bool refused) {
+    const DispatchMemory& memory = p.memory;
+    const u32 lane = threadIdx.x % 32, first = piece * 32 * UNROLL + lane, last = p.row_bytes / 16;
+    const u64 entry = static_cast<u64>(token) * memory.ranks + lane;
+    const u32 home = ptx::load_4_if(lane < memory.ranks && !refused, p.kept + memory.home + entry * 4, NOWHERE);
+    auto term = [&](u32 rank) {
+        const u64 row = __shfl_sync(0xFFFFFFFF, home, rank);
+        return Term{block_of(p, rank) + row * p.wire_row_bytes, 1.0f};
+    };
+    float sums[UNROLL][Sum::COUNT] = {};
+    for (u32 hits = __ballot_sync(0xFFFFFFFF, home != NOWHERE); hits != 0; hits &= hits - 1) {
+        const u32 rank = __ffs(hits) - 1;
+        const Term a = term(rank);
+        hits &= hits - 1;
+        const bool both = hits != 0;
+        const Term b = both ? term(__ffs(hits) - 1) : a;
+        add_two<Sum, UNROLL>(a, b, both, first, last, sums);
+    }
+    u8* into = p.y + static_cast<u64>(token) * p.row_bytes;
+#pragma unroll
+    for (u32 i = 0; i < UNROLL; ++i) {
+        if (first + 32 * i < last) {
+            const ptx::Bytes16 nans{ROW_TYPE::NANS, ROW_TYPE::NANS};
+            ptx::store_16(into + (first + 32 * i) * 16ull, refused ? nans : ROW_TYPE::pack(sums[i]));
+        }
+    }
+}
+
+}  // namespace raymoe
+
+extern "C" __global__ void __launch_bounds__(256, 2) sum_ranks(const __grid_constant__ raymoe::SumRanksParams p) {
+    using namespace raymoe;
+    __shared__ bool refused;
+    if (threadIdx.x < 32) {
+        const bool found = is_refused(p);
+        if (threadIdx.x == 0) {
+            refused = found;
+        }
+    }
+    __syncthreads();
+    const u32 each = blockDim.x / 32;
+    for (u32 unit = blockIdx.x * each + threadIdx.x / 32; unit < p.given * p.pieces; unit += gridDim.x * each) {
+        const u32 token = unit / p.pieces;
+        sum_piece(p, token, unit - token * p.pieces, refused);
+    }
+}

@@ -1,0 +1,86 @@
+// What this rank tells all others of its tokens: ids and weights, in a fixed size. First kernel of a dispatch by NCCL.
+//
+// A token that is not there has no expert, nor has an id out of range; that makes this rank refuse the step. The step
+// goes on, so that no rank waits for another, and the refusal travels with the combine.
+
+#define ANY_GPU
+
+#include "raymoe/rounds.cuh"
+
+namespace raymoe {
+
+// Kept from dispatch to dispatch. Between runs `bad_entry` is ~0 and `ticket` 0.
+struct TellScratch {
+    u64 bad_entry;  // the first entry whose id is out of range
+    u64 number;     // of the last dispatch
+    u32 ticket;     // blocks that are through
+    u32 unused;
+};
+static_assert(sizeof(TellScratch) == 24, "");
+
+struct TellParams {
+    DispatchMemory memory;
+    u8* kept;              // memory of the dispatch
+    const u8* ids;         // [given][K], of 4 or 8 bytes
+    const u8* weights;     // [given][K] f32
+    const u8* num_tokens;  // i32[1]; null: all that are given
+    TellScratch* scratch;
+    u32 wide_ids;
+    u32 given;    // rows of x
+    u32 experts;  // of all ranks
+    u32 unused;
+};
+
+__device__ __forceinline__ long long id_at(const TellParams& p, u64 entry) {
+    return p.wide_ids ? static_cast<long long>(ptx::load_8(p.ids + entry * 8))
+                      : static_cast<long long>(static_cast<int>(ptx::load_4(p.ids + entry * 4)));
+}
+
+// By the thread that is out last: why this rank refuses, if it does, and the dispatch's number.
+__device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
+    const u64 bad = ptx::load_relaxed_gpu(&p.scratch->bad_entry);
+    Status refusal{CAUSE_NONE, 0, 0};
+    if (asked > p.given) {
+        refusal = {CAUSE_TOKENS, p.given, static_cast<u64>(static_cast<long long>(static_cast<int>(asked)))};
+    } else if (bad != ~0ull) {
+        refusal = {CAUSE_ID, static_cast<u32>(bad / p.memory.topk), static_cast<u64>(id_at(p, bad))};
+    }
+    DispatchRecord* record = p.memory.record_of(p.kept);
+    store_status(&record->refusal, refusal);
+    const u64 number = ptx::load_relaxed_gpu(&p.scratch->number) + 1;
+    ptx::store_8(&record->number, number);
+    // Read by later kernels of this stream only.
+    ptx::store_relaxed_gpu(&p.scratch->number, number);
+    ptx::store_relaxed_gpu(&p.scratch->bad_entry, ~0ull);
+}
+
+}  // namespace raymoe
+
+extern "C" __global__ void __launch_bounds__(256) tell_routing(const __grid_constant__ raymoe::TellParams p) {
+    using namespace raymoe;
+    // A count below zero is a large one here.
+    const u32 asked = p.num_tokens == nullptr ? p.given : ptx::load_4(p.num_tokens);
+    const u64 there = static_cast<u64>(asked <= p.given ? asked : 0) * p.memory.topk;
+    u8* ids = p.memory.ids_of(p.kept, p.memory.rank);
+    u8* weights = p.memory.weights_of(p.kept, p.memory.rank);
+    const u64 stride = static_cast<u64>(gridDim.x) * blockDim.x;
+    for (u64 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < p.memory.entries(); entry += stride) {
+        u32 expert = NOWHERE, weight = 0;
+        if (entry < there) {
+            const long long id = id_at(p, entry);
+            weight = ptx::load_4(p.weights + entry * 4);
+            if (id >= 0 && id < p.experts) {
+                expert = static_cast<u32>(id);
+            } else if (id != -1) {
+                ptx::atomic_min(&p.scratch->bad_entry, entry);
+            }
+        }
+        ptx::store_4(ids + entry * 4, expert);
+        ptx::store_4(weights + entry * 4, weight);
+    }
+    __syncthreads();  // orders what the block's threads found before the ticket
+    const u32 last = gridDim.x - 1;
+    if (threadIdx.x == 0 && (last == 0 || ptx::atomic_increment_wrapping(&p.scratch->ticket, last) == last)) {
+        finish_telling(p, asked);
+    }
+}

@@ -1,0 +1,240 @@
+"""The kernels around NCCL's collectives, for the backends `collective` and `allgather`: what they take.
+
+kernels/tell_routing.cu, count_entries.cu, number_entries.cu, spread_rows.cu, sum_entries.cu and sum_ranks.cu, in this
+order. None waits for another GPU, and none uses an instruction that GPUs from compute capability 8.0 on do not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Annotated
+
+from raymoe.device.dispatch import ROW_TYPES, Refused
+from raymoe.device.jit import KernelSource
+from raymoe.device.params import U32, U64, Address, Params
+
+MOST_RANKS = 16
+THREADS = 256
+MOST_SHARED_BYTES = 48 << 10
+"""Of a block that counts: every GPU gives that much."""
+MOST_EXPERTS = 3072
+"""On a rank: as many as one warp has counters for in that much shared memory."""
+VECTOR_BYTES = 16
+SPREAD_VECTORS = 128
+"""Vectors of a row that a warp moves at a time."""
+
+
+@dataclass(frozen=True)
+class DispatchMemory(Params):
+    """Twin of the struct in kernels/include/raymoe/rounds.cuh: where a dispatch's memory has what."""
+
+    record: U64
+    home: U64
+    row_of: U64
+    places: U64
+    rank: U32
+    ranks: U32
+    tokens: U32
+    topk: U32
+    local: U32
+    compact: U32
+
+    @classmethod
+    def of(cls, sizes: Sizes, rank: int) -> DispatchMemory:
+        """The offsets of an exchange of these sizes.
+
+        >>> DispatchMemory.of(Sizes(ranks=2, tokens=3, topk=2, local=4, compact=True), rank=1).record
+        96
+        """
+        offsets, end = [], 0
+        for nbytes in sizes.regions():
+            offsets.append(end)
+            end += -(-nbytes // VECTOR_BYTES) * VECTOR_BYTES
+        _, record, home, row_of, places = offsets  # what is told comes first
+        numbers = rank, sizes.ranks, sizes.tokens, sizes.topk, sizes.local, int(sizes.compact)
+        return cls(record, home, row_of, places, *numbers)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """R ranks, T tokens a rank at most, K ids a token, L experts a rank; whether rows that come lie close together."""
+
+    ranks: int
+    tokens: int
+    topk: int
+    local: int
+    compact: bool
+
+    @property
+    def told_bytes(self) -> int:
+        """What a rank tells: its ids, then its weights."""
+        return self.tokens * self.topk * 8
+
+    def regions(self) -> tuple[int, ...]:
+        """Bytes of each part of a dispatch's memory: told, record, home, row_of, places."""
+        all_tokens = self.ranks * self.tokens
+        home = self.tokens * self.ranks * 4
+        return self.ranks * self.told_bytes, DispatchRecord.nbytes(), home, all_tokens * 4, all_tokens * self.topk * 4
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(-(-nbytes // VECTOR_BYTES) * VECTOR_BYTES for nbytes in self.regions())
+
+    @property
+    def stats_words(self) -> int:
+        """Of a block that counts."""
+        return self.local + self.ranks + 1
+
+    def numbering_bytes(self, warps: int) -> int:
+        """Shared memory of a block that numbers; kernels/include/raymoe/numbering.cuh lays it out."""
+        return 4 * ((warps + 2) * self.local + (warps + 1) * (self.ranks + 1) + warps)
+
+    def numbering_warps(self, most: int = THREADS // 32) -> int:
+        """Warps of a block that numbers, each of which has a counter for each expert.
+
+        >>> Sizes(4, 4096, 8, 64, False).numbering_warps(), Sizes(1, 64, 8, MOST_EXPERTS, False).numbering_warps()
+        (8, 1)
+        """
+        fitting = (warps for warps in range(most, 0, -1) if self.numbering_bytes(warps) <= MOST_SHARED_BYTES)
+        return next(fitting, 1)
+
+
+@dataclass(frozen=True)
+class DispatchRecord(Params):
+    """What a dispatch knows as a whole."""
+
+    refusal: Refused
+    number: U64
+    unused: U64
+    came: Annotated[tuple[int, ...], ctypes.c_uint32 * MOST_RANKS]
+    went: Annotated[tuple[int, ...], ctypes.c_uint32 * MOST_RANKS]
+
+
+@dataclass(frozen=True)
+class TellScratch(Params):
+    """Words of this rank alone, which begin like this."""
+
+    bad_entry: U64 = 2**64 - 1
+    number: U64 = 0
+    ticket: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class TellParams(Params):
+    memory: DispatchMemory
+    kept: Address = 0
+    ids: Address = 0
+    weights: Address = 0
+    num_tokens: Address = 0
+    scratch: Address = 0
+    wide_ids: U32 = 0
+    given: U32 = 0
+    experts: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class CountParams(Params):
+    memory: DispatchMemory
+    kept: Address = 0
+    stats: Address = 0
+    runs: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class NumberParams(Params):
+    memory: DispatchMemory
+    kept: Address = 0
+    stats: Address = 0
+    out_weights: Address = 0
+    expert_offsets: Address = 0
+    expert_counts: Address = 0
+    index: Address = 0
+    heard: Address = 0
+    runs: U32 = 0
+    given: U32 = 0
+    capacity: U32 = 0
+    alignment: U32 = 0
+    zero_row: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class SpreadParams(Params):
+    rows: Address = 0
+    own: Address = 0
+    out: Address = 0
+    kept: Address = 0
+    source: U64 = 2**64 - 1
+    to: U64 = 0
+    expert_offsets: Address = 0
+    expert_counts: Address = 0
+    count: U32 = 0
+    stride: U32 = 0
+    width: U32 = 0
+    skip: U32 = 2**32 - 1
+    own_first: U32 = 0
+    own_count: U32 = 0
+    row_bytes: U32 = 0
+    pieces: U32 = 0
+    experts: U32 = 0
+    first_row: U32 = 0
+
+
+@dataclass(frozen=True)
+class SumEntriesParams(Params):
+    memory: DispatchMemory
+    kept: Address = 0
+    rows: Address = 0
+    leaving: Address = 0
+    row_bytes: U32 = 0
+    wire_row_bytes: U32 = 0
+    pieces: U32 = 0
+    weighted: U32 = 0
+
+
+@dataclass(frozen=True)
+class SumRanksParams(Params):
+    memory: DispatchMemory
+    kept: Address = 0
+    leaving: Address = 0
+    returned: Address = 0
+    y: Address = 0
+    refused: Address = 0
+    row_bytes: U32 = 0
+    wire_row_bytes: U32 = 0
+    pieces: U32 = 0
+    given: U32 = 0
+
+
+REFUSED_BYTES = 16 + MOST_RANKS * Refused.nbytes()
+"""Of the statuses of the first combine that was refused, behind two words, the first of which says that there are."""
+
+_STRUCTS = (DispatchMemory, DispatchRecord)
+TELL = KernelSource("tell_routing", (TellParams, TellScratch, *_STRUCTS))
+COUNT = KernelSource("count_entries", (CountParams, *_STRUCTS))
+NUMBER = KernelSource("number_entries", (NumberParams, *_STRUCTS))
+SPREAD = KernelSource("spread_rows", (SpreadParams,))
+
+
+def sum_sources(dtype: str, wire: str) -> tuple[KernelSource, KernelSource]:
+    """The kernels that sum a rank's rows of a token, and the ranks' sums."""
+    types = (("ROW_TYPE", ROW_TYPES[dtype]), ("WIRE_TYPE", ROW_TYPES[wire]))
+    return (
+        KernelSource("sum_entries", (SumEntriesParams, *_STRUCTS), types),
+        KernelSource("sum_ranks", (SumRanksParams, *_STRUCTS), types),
+    )
+
+
+def sum_pieces(row_bytes: int, item_bytes: int, wire_item_bytes: int) -> int:
+    """Pieces of a row that the summing kernels take one at a time: two vectors a thread where sums cross as something
+    wider, else four.
+
+    >>> sum_pieces(14336, 2, 2), sum_pieces(14336, 2, 4)
+    (7, 14)
+    """
+    unroll = 2 if wire_item_bytes > item_bytes else 4
+    return -(-row_bytes // (VECTOR_BYTES * 32 * unroll))
