@@ -27,7 +27,7 @@ OTHER_SYSTEMS: frozenset[str] = frozenset(get_args(OtherSystem))
 BESIDE = frozenset({"auto", "fused", "staged", "allgather"})
 """Backends that run beside a matrix product: those whose operations never wait on the host."""
 
-GPU_BACKENDS = frozenset({"fused", "staged", "row_push"}) | OTHER_SYSTEMS
+GPU_BACKENDS = frozenset({"fused", "staged", "row_push", "nccl_bare"}) | OTHER_SYSTEMS
 CPU_BACKENDS = frozenset({"host"})
 FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "staged", "row_push"}) | OTHER_SYSTEMS
 

@@ -134,10 +134,13 @@ class Wire(Section):
 
 
 class Exchange(Section):
-    backend: Literal["auto", "fused", "staged", "collective", "allgather", "host", "row_push", OtherSystem] = "auto"
+    backend: Literal[
+        "auto", "fused", "staged", "collective", "allgather", "host", "row_push", "nccl_bare", OtherSystem
+    ] = "auto"
     """How rows move: by one kernel each way (fused) or by several (staged) between GPU ranks, over shared memory (host)
     between CPU ranks, by NCCL or Gloo (collective, allgather) between either. row_push is no exchange: it only pushes
-    rows to known slots, a yardstick for dispatch between GPU ranks. Nor are nvshmem (torch's all_to_all_vdev_2d),
+    rows to known slots, a yardstick for dispatch between GPU ranks. Nor is nccl_bare, the bare NCCL calls on the bytes
+    that allgather and collective move, a yardstick for these. Nor are nvshmem (torch's all_to_all_vdev_2d),
     deep_ep, deep_ep_v2 and hybrid_ep: they are other systems, run for comparison where they are installed."""
     transport: Literal["auto", "copy_engine"] = "auto"
     """Who moves the rows of dispatch: the backend in its own way, or with staged the copy engine, which sends all rows

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from raymoe.report.columns import YARDSTICK, pushes_such_rows
+from raymoe.report.columns import EXCHANGES, YARDSTICK, pushes_such_rows
 from raymoe.report.drawing import COLOURS, GREY, MARKERS, headed, link_line, measured_limit, new_figure
 from raymoe.report.results import Line
 from raymoe.report.side_by_side import Group, groups_of
@@ -25,8 +25,9 @@ _TITLES = {
 
 
 def exchange_figures(lines: Sequence[Line]) -> Iterator[tuple[str, Figure]]:
-    """A figure for each operation and setting, with the stem of its file; none with one count of tokens only."""
-    groups = groups_of([line for line in lines if line["l2"] == COLD])
+    """A figure for each operation and setting, with the stem of its file; none with one count of tokens only, nor for
+    the calls of a yardstick."""
+    groups = groups_of([line for line in lines if line["l2"] == COLD and line["op"] in EXCHANGES])
     colours: dict[str, int] = {}
     for group in groups:  # a backend has the same colour in all figures
         for line in group.lines:

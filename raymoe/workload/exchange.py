@@ -28,7 +28,7 @@ from raymoe.workload.routing import Draw, Routing
 from raymoe.workload.timelines import Timeline
 from raymoe.workload.traffic import Traffics, rows_for
 
-ROW_PUSH = "row_push"
+ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
 
 
 class Doing(Protocol):
@@ -50,12 +50,17 @@ class Doing(Protocol):
 
 
 def run_exchange(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """Lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with the L2 cache cold and warm."""
+    """Lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with the L2 cache cold and warm.
+    Yardsticks and other systems have operations of their own."""
     job = case.job
     if job.exchange.backend in OTHER_SYSTEMS:
         from raymoe.workload.others import run_other
 
         return run_other(case, world, progress)
+    if job.exchange.backend == NCCL_BARE:
+        from raymoe.workload.nccl_bare import run_nccl_bare
+
+        return run_nccl_bare(case, world, progress)
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
     spec = spec_of(job)

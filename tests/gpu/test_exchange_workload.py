@@ -16,6 +16,7 @@ from raymoe.job.errors import ConfigError, RaymoeError, WrongResult  # noqa: E40
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
 from raymoe.workload import run_case  # noqa: E402
+from raymoe.workload.nccl_bare import LEFT_OUT  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
 from tests.unit.timeline_judge import judge_timeline  # noqa: E402
 
@@ -121,6 +122,22 @@ def test_the_yardstick_has_one_operation_and_claims_nothing(ranks):
     for line in lines:
         assert (line["verified"], line["max_error"], line["graph"]) == (None, None, True)
         assert "routing" in line["leaves_out"] and line["bytes_wire"] > 0
+
+
+@NCCL
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_bare_calls_of_nccl_have_a_line_each_and_claim_nothing(ranks, tokens):
+    lines = lines_of(ranks, job(RANKS, shape={"tokens": tokens}, exchange={"backend": "nccl_bare"}))
+    assert [(line["op"], line["l2"]) for line in lines] == [(op, l2) for op in LEFT_OUT for l2 in ("cold", "warm")]
+    for line in lines:
+        assert (line["backend"], line["verified"], line["graph"]) == ("nccl_bare", None, True)
+        assert line["leaves_out"] == LEFT_OUT[line["op"]]
+        assert (line["bytes_wire"] == 0) == (line["op"] == "copy_rows")
+
+
+def test_bare_calls_of_a_rank_alone_are_skipped(ranks):
+    [[line]] = ranks.run(1, run, job(1, exchange={"backend": "nccl_bare"}))
+    assert (line["samples"], line["skipped"]) == (0, "one rank has no peer to send to")
 
 
 @pytest.mark.parametrize(

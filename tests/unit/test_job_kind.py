@@ -13,6 +13,7 @@ SAID = [
     ([], None),
     (["exchange.backend=staged"], "cuda"),
     (["exchange.backend=row_push"], "cuda"),
+    (["exchange.backend=nccl_bare"], "cuda"),
     (["exchange.backend=host"], "cpu"),
     (["exchange.backend=collective"], None),
     (["matrix={exchange.backend: [allgather, fused]}"], "cuda"),

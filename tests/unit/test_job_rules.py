@@ -51,6 +51,7 @@ ON_A_DEVICE = [
     (CPU, "exchange.backend=fused", "fused is no backend of cpu ranks, auto is one of any"),
     (CPU, "exchange.backend=staged", "staged is no backend of cpu ranks"),
     (CPU, "exchange.backend=row_push", "row_push is no backend of cpu ranks"),
+    (CPU, "exchange.backend=nccl_bare", "nccl_bare is no backend of cpu ranks"),
     (CPU, "exchange.sms=12", "CPU ranks have no SMs"),
     (CPU, "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
     (CPU, "steps.graph=true", "CUDA graphs need GPU ranks"),
@@ -72,6 +73,7 @@ ON_A_DEVICE = [
         "backend collective has no float8_e4m3",
     ),
     (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=allgather", "backend allgather has no float8_e4m3"),
+    (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=nccl_bare", "backend nccl_bare has no float8_e4m3"),
     (f"{CUDA}\nsteps: {{graph: true}}", "exchange.backend=collective", "backend collective waits on the host, no CUDA"),
 ]
 

@@ -1,0 +1,57 @@
+"""The backends over NCCL against the bare NCCL calls on the same bytes, in a run of bench_nccl on two GPUs.
+
+A dispatch may take half as long again as its NCCL call, and besides as long as memory takes to copy the rows that it
+gives; a combine likewise. `collective` is eager, and its host waits once: 60 us more.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.ranks import GPUS
+
+pytestmark = [
+    pytest.mark.perf,
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"NCCL wants a GPU for each of two ranks; {GPUS} here"),
+]
+
+TOKENS = 4096
+HOST_US = 60.0
+CALLS = {
+    ("allgather", "dispatch"): ("all_gather", 0.0),
+    ("allgather", "combine"): ("all_to_all_sums", 0.0),
+    ("collective", "dispatch"): ("all_to_all", HOST_US),
+    ("collective", "combine"): ("all_to_all", HOST_US),
+}
+"""By backend and operation: the call that moves the same bytes, and what the host may take."""
+
+
+def bars(us: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """What each may take at most, in microseconds, by what the bare calls took in the same run.
+
+    >>> us = {("nccl_bare", "all_gather"): 200.0, ("nccl_bare", "copy_rows"): 230.0}
+    >>> us |= {("nccl_bare", "all_to_all_sums"): 180.0, ("nccl_bare", "all_to_all"): 160.0}
+    >>> list(bars(us).values())
+    [530.0, 500.0, 530.0, 530.0]
+    """
+    copy = us["nccl_bare", "copy_rows"]
+    return {each: 1.5 * us["nccl_bare", call] + copy + host for each, (call, host) in CALLS.items()}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("l2", ["cold", "warm"])
+def test_little_is_added_to_the_bare_calls(tmp_path: Path, l2: str) -> None:
+    settings = ["world.ranks=2", f"matrix.shape.tokens=[{TOKENS}]"]
+    asked = [word for setting in settings for word in ("--set", setting)]
+    command = [sys.executable, "-m", "raymoe", "run", "bench_nccl", "--quiet", "--out", str(tmp_path / "run"), *asked]
+    assert subprocess.run(command, timeout=500, check=False).returncode == 0
+    text = (tmp_path / "run" / "results.jsonl").read_text()
+    lines = [line for line in map(json.loads, text.splitlines()) if line["l2"] == l2]
+    us = {(line["backend"], line["op"]): line["us_p50"] for line in lines}
+    assert {each: us[each] for each, most in bars(us).items() if us[each] > most} == {}, us
