@@ -50,6 +50,8 @@ class StreamOrder:
         self._capture: tuple[int, int] | None = None
         """Which capture the last captured operation is in, and on which stream."""
         self._name = 0  # of the stream of the operation that is being enqueued
+        self._here = True
+        """Whether its number means that stream now: a default stream is that of the current context."""
         self._sms = 0
         self._known = 0
         """Multiprocessors that have been found to be there for the last eager operation, or for one before it."""
@@ -65,7 +67,8 @@ class StreamOrder:
         or 0: `leave` wants both.
         """
         stream = self._current(self._ordinal)
-        name = stream if stream > LAST_DEFAULT_STREAM or self._gpu.is_current() else self._name_of(stream)
+        self._here = stream > LAST_DEFAULT_STREAM or self._gpu.is_current()
+        name = stream if self._here else self._name_of(stream)
         code, status = self._is_capturing(stream)
         capture = self._capture_of(stream) if status and not code else 0
         if capture or name != self._stream or sms > self._known or len(self._all) > 1:
@@ -79,7 +82,11 @@ class StreamOrder:
             call("cuEventRecord", self._captured, stream)
             self._capture = capture, self._name
         else:
-            (code,) = self._record(self._done, stream)
+            if self._here:
+                (code,) = self._record(self._done, stream)
+            else:
+                with self._gpu.current_for(stream):
+                    (code,) = self._record(self._done, stream)
             if code:
                 raise failure("cuEventRecord", code)
             self._stream = self._name
@@ -112,7 +119,8 @@ class StreamOrder:
     def _order(self, what: str, stream: int, name: int, capture: int) -> None:
         if not capture:
             if self._stream not in (None, name):
-                call("cuStreamWaitEvent", stream, self._done, 0)
+                with self._gpu.current_for(stream):  # a default stream is that of the current context
+                    call("cuStreamWaitEvent", stream, self._done, 0)
         elif self._capture is not None and self._capture[0] == capture:
             if self._capture[1] != name:
                 call("cuStreamWaitEvent", stream, self._captured, 0)
