@@ -21,8 +21,8 @@ KERNELS = HERE.parent.parent / "kernels"
 _HEADERS = KERNELS / "include" / "raymoe"
 _INCLUDE = re.compile(r'^#include "raymoe/(.+)"', re.MULTILINE)
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-gnu-unique", "-ffp-contract=off", "-fno-strict-aliasing")
-_RUNTIME_FLAGS = (*_FLAGS, "-O2", "-Wall", "-Wextra")
-_KERNEL_FLAGS = (*_FLAGS, "-O1", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function")
+_RUNTIME_FLAGS = (*_FLAGS, "-O2", "-fno-semantic-interposition", "-Wl,-Bsymbolic", "-Wall", "-Wextra")
+_KERNEL_FLAGS = (*_FLAGS, "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function")
 # Every plain access is told first, to runtime/plain.cpp; the sanitizer's own library is not linked.
 _ACCESS_FLAGS = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 
@@ -92,11 +92,15 @@ def built(source: KernelSource, changes: tuple[Change, ...] = ()) -> Built:
 def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
     main = f"{source.stem}.cu"
     texts = _texts(main)
+    changed = False
     for change in changes:
         if change.file in texts:
+            changed = True
             texts[change.file] = change.made_in(texts[change.file])
         elif not any((folder / change.file).exists() for folder in (KERNELS, _HEADERS)):
             raise BuildError(f"there is no {change.file} to change")
+    # What is run often is worth compiling well; a planted bug shows in a few runs (0.34 s against 0.18 s for dispatch.cu).
+    flags = (*_KERNEL_FLAGS, *_ACCESS_FLAGS, "-O0" if changed else "-O1")
     numbers = iter(range(1000))
     texts = {name: _without_cuda(text, numbers.__next__) for name, text in sorted(texts.items())}
     texts[main] += _entry(source.stem, texts[main]) + "".join(map(_layout, source.structs))
@@ -110,10 +114,9 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
         for name, text in (texts | shadows).items():
             (folder / name if name == main else headers / name).write_text(text)
         unit, compiled = ["-x", "c++", "-c", str(folder / main)], str(folder / "unit.o")
-        _run([*_KERNEL_FLAGS, *_ACCESS_FLAGS, f"-I{folder}", *defines, *unit, "-o", compiled])
+        _run([*flags, f"-I{folder}", *defines, *unit, "-o", compiled])
         _run([*_KERNEL_FLAGS, compiled, str(runtime_path), "-o", str(library)])
 
-    flags = (*_KERNEL_FLAGS, *_ACCESS_FLAGS)
     return _kept(source.stem, [*texts.items(), *shadows.items(), *defines, *flags, runtime_path], compile_into)
 
 

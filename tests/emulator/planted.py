@@ -246,7 +246,7 @@ SAID = {
     "loads 8 bytes of shared memory at .*, which a bulk load fills, and nothing has told it": Change(
         "placing.cuh", "__syncwarp();  // hands the row, which one", "//"
     ),
-    "no end after .*waits for the bytes of the barrier at": Change(
+    "nobody can go on: .*waits for the bytes of the barrier at": Change(
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(

@@ -1,8 +1,8 @@
 // What has been handed to whom: barriers of warps and blocks, and the stores that a release must publish.
 //
-// Of a warp's collectives only __syncwarp orders memory. Shuffles, votes, matches and reductions make threads converge
-// and nothing more: "these intrinsics do not imply a memory barrier" (CUDA C++ Programming Guide, sections 10.19 to
-// 10.22; of __syncwarp, 10.6, it says that it "guarantees memory ordering among threads participating in the barrier").
+// Of a warp's collectives only __syncwarp orders memory: it "guarantees memory ordering among threads participating in
+// the barrier" (CUDA C++ Programming Guide). Shuffles, votes, matches and reductions make threads converge and nothing
+// more: "These intrinsics do not imply a memory barrier. They do not guarantee any memory ordering" (the same).
 
 #include <algorithm>
 #include <cstring>

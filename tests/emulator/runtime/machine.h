@@ -62,6 +62,7 @@ struct ByteBarrier {
     Known arriving, over;  // in this phase; in the last one
     Clocks arriving_clocks, over_clocks;
     u64 arriving_seen = 0, over_seen = 0;  // the latest times
+    std::vector<Thread*> waiting;
     std::vector<Stamp> found_over;  // who has found the last phase over, and when
 };
 

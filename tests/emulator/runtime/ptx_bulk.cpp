@@ -26,6 +26,10 @@ void turn(ByteBarrier& barrier) {
         barrier.over_seen = barrier.arriving_seen;
         barrier.found_over.clear();
         barrier.missing = barrier.arrivals;
+        for (Thread* each : barrier.waiting) {
+            machine->make_ready(each);
+        }
+        barrier.waiting.clear();
     }
 }
 
@@ -178,7 +182,8 @@ bool barrier_try_wait(u32 barrier, u32 parity) {
         me->doing = "waits for the bytes of the barrier at";
         me->where = 0;
         me->what = barrier;
-        machine->yield();
+        emulator::byte_barrier(barrier).waiting.push_back(me);
+        machine->block_thread();
     }
     return over;
 }
