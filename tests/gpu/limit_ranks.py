@@ -10,7 +10,7 @@ import torch
 
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.fused import Home
+from raymoe.exchange.kernel_result import Home
 from raymoe.job.errors import DataRefused, PeerTimeout
 from raymoe.memory.world import World
 from tests.gpu.exchange_ranks import Captures, own_stream
@@ -126,8 +126,8 @@ def forget_rows(got: Dispatched) -> None:
     """Let the combine of this rank find that no tokens came here: the first words of the struct Got."""
     home = got._home
     assert isinstance(home, Home)
-    tokens = home.got.view(torch.int32)
-    tokens[: tokens.numel() - 4] = 0  # behind them are 16 bytes of a status
+    begin, tokens = home.metadata.at["got"] // 4, home.metadata.nbytes_of("got") // 4
+    home.memory[begin : begin + tokens - 4] = 0  # behind them are 16 bytes of a status
 
 
 def steps_of(world: World, cases: list[Case]) -> list[list[Result]]:

@@ -168,7 +168,7 @@ class Standing:
     """Stands for the world of a GPU rank; the ranks take their turns, rank 0 first."""
 
     device = SimpleNamespace(type="cuda")
-    gpu = SimpleNamespace(name="NVIDIA H200")
+    gpu = SimpleNamespace(name="NVIDIA H200", capability=(9, 0))
 
     def __init__(self, rank: int, board: dict[str, list[Any]]) -> None:
         self.rank, self.size, self._board = rank, 2, board
