@@ -1,4 +1,4 @@
-"""A private NCCL process group of a world: the process-wide default group is the user's.
+"""A private NCCL communicator of a world: the process-wide default group is the user's.
 
 NCCL bounds no wait and cannot tell who did not come, so each rank writes how many exchanges it has entered with a peer
 into a word at that peer; a wait that took too long names the first peer whose word lags behind.
@@ -6,24 +6,16 @@ into a word at that peer; a wait that took too long names the first peer whose w
 
 from __future__ import annotations
 
-import ctypes
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from raymoe.device.current import capturing, on
 from raymoe.job.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.heap import Layout, Region
 from raymoe.memory.world import World
-
-nccl: Any = dist  # torch's stubs leave out most of what a private group needs
-_c10d: Any = distributed_c10d
-_NEVER = timedelta(days=365)  # torch ends the process when NCCL's time is over; ours is over sooner and raises
+from raymoe.transport.nccl_library import Communicator, new_id
 
 
 class NcclGroup:
@@ -41,37 +33,27 @@ class NcclGroup:
         self._heap = world.allocate(Layout.of([Region.words("entered", world.size)]), "nccl words")
         self._words = [self._heap.words("entered", peer) for peer in range(world.size)]
         self._entered = [0] * world.size
-        self._nothing = torch.empty(0, dtype=torch.uint8, device=world.device)
-        self._file = nameless_file() if world.rank == 0 else None
+        self._places = {rank: place for place, rank in enumerate(self.members)}
         self._aborted = False
-        self._group: Any = self._connect()
+        self._communicator: Communicator | None = self._connect()
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         """One NCCL group of sends and receives, by peer, on the current stream. Peers that are not named do nothing."""
-        self._enter(sends.keys() | receives.keys())
-        out, into = ([each.get(rank, self._nothing) for rank in self.members] for each in (sends, receives))
-        self._all_to_all(self._group, into, out)
+        communicator = self._enter(sends.keys() | receives.keys())
+        with on(self.world.device):
+            communicator.exchange(self._given(sends), self._given(receives), self._stream())
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """`mine` of all members, in rank order, into `out`, on the current stream."""
-        self._enter(self.members)
-        options = _c10d.AllgatherOptions()
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = False
-        with on(self.world.device):  # torch asks the current device whether this is captured
-            work = self._group._allgather_base(out, mine, options)
-            if work is not None:
-                work.wait()
+        """`mine` of all members, in rank order, into `out`, on the current stream; it may be a part of `out`."""
+        communicator = self._enter(self.members)
+        with on(self.world.device):
+            communicator.all_gather(out.data_ptr(), mine.data_ptr(), mine.nbytes, self._stream())
 
     def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor) -> None:
         """The sum over members of block r of `blocks` into `out` of member r, on the current stream."""
-        self._enter(self.members)
-        options = _c10d.ReduceScatterOptions()
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = False
-        work = self._group._reduce_scatter_base(out, blocks, options)
-        if work is not None:
-            work.wait()
+        communicator = self._enter(self.members)
+        with on(self.world.device):
+            communicator.reduce_scatter(out, blocks, self._stream())
 
     def lagging(self, peers: Sequence[int]) -> tuple[int, int, int]:
         """The first peer that has entered fewer exchanges with us than we with it, or the first; its and our count."""
@@ -80,61 +62,68 @@ class NcclGroup:
 
     def abort(self) -> None:
         """End NCCL's kernels, also those that wait for ever."""
-        group, self._group, self._aborted = self._group, None, True
-        if group is not None:
-            group.abort()
-            # Its destructor would wait for peers that are gone. The process has failed and is about to end.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        communicator, self._communicator, self._aborted = self._communicator, None, True
+        if communicator is not None:
+            communicator.abort()
 
     def close(self) -> None:
         torch.cuda.synchronize(self.world.device)
         if not self._aborted:
             self.world.barrier("nccl: idle")
-            group, self._group = self._group, None
-            if group is not None:
-                group.shutdown()
-            del group
-            self.world.barrier("nccl: gone")  # every store writes to the file when it goes
-            if self._file is not None:
-                os.close(self._file)
+            communicator, self._communicator = self._communicator, None
+            if communicator is not None:
+                communicator.close()
         self._heap.close()
 
-    def _enter(self, peers: Iterable[int]) -> None:
-        if self._group is None:
+    def _enter(self, peers: Iterable[int]) -> Communicator:
+        if self._communicator is None:
             why = "is aborted or closed" if self.world.rank in self.members else f"is of ranks {self.members} alone"
             raise WiringError(f"rank {self.world.rank} was to exchange by an NCCL group that {why}; make a new one")
-        if capturing(self.world.device):  # a replay enters nothing
-            return
-        for peer in peers:
-            self._entered[peer] += 1
-            self._words[peer][self.world.rank] = self._entered[peer]
+        if not capturing(self.world.device):  # a replay enters nothing
+            for peer in peers:
+                self._entered[peer] += 1
+                self._words[peer][self.world.rank] = self._entered[peer]
+        return self._communicator
 
-    def _connect(self) -> Any:
-        """Meet over a file of rank 0 that has no name, and make the communicator now: a capture could not."""
-        world, group, problem = self.world, None, None
-        path = world.swap(f"/proc/{os.getpid()}/fd/{self._file}", "nccl: store")[0]
+    def _given(self, rows: Mapping[int, torch.Tensor]) -> list[tuple[int, int, int]]:
+        """Member, address and bytes of each that has any."""
+        return [(self._places[rank], each.data_ptr(), each.nbytes) for rank, each in rows.items() if each.nbytes]
+
+    def _stream(self) -> int:
+        stream: int = torch.cuda.current_stream(self.world.device).cuda_stream
+        return stream
+
+    def _connect(self) -> Communicator | None:
+        """Meet by an identity of the first member, and send once between every two: a capture could not connect."""
+        world, made, problem = self.world, None, None
+        me = self._places.get(world.rank)
         try:
-            if world.rank in self.members:
-                me, size = self.members.index(world.rank), len(self.members)
-                options = nccl.ProcessGroupNCCL.Options()
-                options._timeout = _NEVER
-                group = nccl.ProcessGroupNCCL(nccl.FileStore(path, size), me, size, options)
-                tokens = [torch.zeros(1, dtype=torch.uint8, device=world.device) for _ in range(2 * size)]
-                self._all_to_all(group, tokens[:size], tokens[size:])
-                torch.cuda.synchronize(world.device)
-        except (RuntimeError, OSError) as error:
-            problem = WiringError(f"NCCL did not connect: {(str(error).splitlines() or ['no reason given'])[0]}")
+            identity = new_id() if me == 0 else b""
+        except WiringError as error:
+            problem, identity = error, b""
+        first = self.members[0]
+        told = world.swap(identity, "nccl: identity")[first]
+        world.agree(problem, "nccl: identity made")
+        try:
+            if me is not None:
+                assert isinstance(told, bytes)
+                with on(world.device):
+                    made = Communicator(told, me, len(self.members))
+                    self._touch(made)
+        except (RaymoeError, RuntimeError) as error:
+            reason = (str(error).splitlines() or ["no reason given"])[0]
+            problem = WiringError(f"NCCL did not connect: {reason}")
         world.agree(problem, "nccl: connected")
-        return group
+        return made
 
-    def _all_to_all(self, group: Any, into: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-        options = nccl.AllToAllOptions()
-        if hasattr(options, "asyncOp"):
-            options.asyncOp = False  # on the current stream itself, not on one of its own between two events
-        with on(self.world.device):
-            work = group.alltoall(into, out, options)
-            if work is not None:
-                work.wait()
+    def _touch(self, made: Communicator) -> None:
+        """A byte to every member and from it."""
+        size, device = len(self.members), self.world.device
+        out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        peers = [place for place in range(size) if self.members[place] != self.world.rank]
+        bytes_to, bytes_from = ([(place, each.data_ptr() + place, 1) for place in peers] for each in (out, into))
+        made.exchange(bytes_to, bytes_from, self._stream())
+        torch.cuda.synchronize(device)
 
 
 def _refuse_what_nccl_cannot(world: World) -> None:
@@ -149,10 +138,3 @@ def _refuse_what_nccl_cannot(world: World) -> None:
                 "rank, so take tma or copy_engine, or leave share_gpu out"
             )
     world.agree(problem, "nccl: possible")
-
-
-def nameless_file() -> int:
-    """A file that is gone with its last user; peers reach it through /proc."""
-    fd = os.memfd_create("raymoe-nccl-store", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    return fd

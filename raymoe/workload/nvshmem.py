@@ -21,7 +21,6 @@ from torch.distributed import _symmetric_memory
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
-from raymoe.transport.nccl_group import nameless_file
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.other_heap import groups_of, rows_there
 
@@ -149,10 +148,17 @@ class VdevAllToAll:
 def join_default_group(world: World) -> str:
     """Make the process's default group, of NCCL, which connects when it is first used; gives its name. The process is
     this system's alone: elsewhere the default group is the user's."""
-    file = nameless_file() if world.rank == 0 else None
+    file = _nameless_file() if world.rank == 0 else None
     path = world.swap(None if file is None else f"/proc/{os.getpid()}/fd/{file}", "another system: store")[0]
     store = _dist.FileStore(path, world.size)
     torch.cuda.set_device(world.device)
     _dist.init_process_group("nccl", store=store, rank=world.rank, world_size=world.size)
     world.barrier("another system: group")
     return str(_dist.group.WORLD.group_name)
+
+
+def _nameless_file() -> int:
+    """A file that is gone with its last user; peers reach it through /proc."""
+    fd = os.memfd_create("raymoe-nvshmem-store", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    return fd

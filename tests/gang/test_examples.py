@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang.conftest import REPO, Head
+from tests.python_path import python_path
 
 DEADLINE_S = 150
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
@@ -42,7 +43,7 @@ def run(example: Example, folder: Path, **variables: str) -> str:
     done = subprocess.run(
         [sys.executable, *start, *arguments],
         cwd=REPO,
-        env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(folder), **variables},
+        env={**os.environ, "PYTHONPATH": python_path(), "TMPDIR": str(folder), **variables},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -18,11 +18,11 @@ from tests.gpu import exchange_ranks as on_rank  # noqa: E402
 from tests.gpu import torchrun_ranks  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
 from tests.gpu.torchrun_ranks import KINDS, torchrun  # noqa: E402
+from tests.python_path import python_path  # noqa: E402
 from tests.unit.exchange_cases import ENGINE, MANY, Case, Result, batches  # noqa: E402
 from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
 
 RANKS = 2
-REPO = Path(__file__).resolve().parents[2]
 HOPPER = torch.cuda.get_device_capability() >= FUSED_CAPABILITY if GPUS else False
 
 pytestmark = [
@@ -107,7 +107,7 @@ def test_every_backend_in_ray_actors_that_see_one_gpu_each(monkeypatch: pytest.M
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
-        runtime_env={"env_vars": {"PYTHONPATH": str(REPO)}},
+        runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
     )
     try:
         engines = [ray.remote(num_gpus=1)(Engine).remote() for _ in range(RANKS)]

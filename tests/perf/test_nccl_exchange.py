@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,14 +44,19 @@ def bars(us: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
     return {each: 1.5 * us["nccl_bare", call] + copy + host for each, (call, host) in CALLS.items()}
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("l2", ["cold", "warm"])
-def test_little_is_added_to_the_bare_calls(tmp_path: Path, l2: str) -> None:
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of one run, so that all are of one machine in one state."""
+    folder = tmp_path_factory.mktemp("bench_nccl") / "run"
     settings = ["world.ranks=2", f"matrix.shape.tokens=[{TOKENS}]"]
     asked = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "raymoe", "run", "bench_nccl", "--quiet", "--out", str(tmp_path / "run"), *asked]
+    command = [sys.executable, "-m", "raymoe", "run", "bench_nccl", "--quiet", "--out", str(folder), *asked]
     assert subprocess.run(command, timeout=500, check=False).returncode == 0
-    text = (tmp_path / "run" / "results.jsonl").read_text()
-    lines = [line for line in map(json.loads, text.splitlines()) if line["l2"] == l2]
-    us = {(line["backend"], line["op"]): line["us_p50"] for line in lines}
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("l2", ["cold", "warm"])
+def test_little_is_added_to_the_bare_calls(lines: list[dict[str, Any]], l2: str) -> None:
+    us = {(line["backend"], line["op"]): line["us_p50"] for line in lines if line["l2"] == l2}
     assert {each: us[each] for each, most in bars(us).items() if us[each] > most} == {}, us

@@ -126,25 +126,26 @@ def test_no_more_sms_than_were_given(nbytes, messages, sms, pushes):
     assert bool(spread.gbps) == (pushes and nbytes >= 8 << 20)
 
 
-class Group:
-    """In the place of torch's."""
+class Communicator:
+    """In the place of NCCL's."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def alltoall(self, into: list[Any], out: list[Any], _: object) -> None:
-        self.asked.append(([each.numel() for each in into], [each.numel() for each in out]))
+    def exchange(self, sends: list[Any], receives: list[Any], stream: int) -> None:  # noqa: ARG002
+        self.asked.append(([(rank, nbytes) for rank, _, nbytes in sends], [(rank, n) for rank, _, n in receives]))
 
 
 def test_an_nccl_group_of_some_ranks_knows_them_by_their_places(monkeypatch):
-    group = NcclGroup.__new__(NcclGroup)
+    monkeypatch.setattr(NcclGroup, "_stream", lambda _: 0)
+    group, communicator = NcclGroup.__new__(NcclGroup), Communicator()
     here = torch.device("cpu")
-    group.world, group.members, group._group = SimpleNamespace(rank=3, size=4, device=here), (1, 3), Group()
+    group.world, group.members, group._places = SimpleNamespace(rank=3, size=4, device=here), (1, 3), {1: 0, 3: 1}
     group._entered, group._words = [0] * 4, [[0] * 4 for _ in range(4)]
-    group._nothing = torch.empty(0)
-    group.exchange({1: torch.zeros(5)}, {1: torch.zeros(7)})
-    assert group._group.asked == [([7, 0], [5, 0])]
-    assert (group._entered, [words[3] for words in group._words]) == ([0, 1, 0, 0], [0, 1, 0, 0])
-    group.world, group._group = SimpleNamespace(rank=0, size=4), None
+    group._communicator = communicator
+    group.exchange({1: torch.zeros(5)}, {1: torch.zeros(7), 3: torch.zeros(0)})
+    assert communicator.asked == [([(0, 20)], [(0, 28)])]
+    assert (group._entered, [words[3] for words in group._words]) == ([0, 1, 0, 1], [0, 1, 0, 1])
+    group.world, group._communicator = SimpleNamespace(rank=0, size=4), None
     with pytest.raises(WiringError, match=r"rank 0 .* of ranks \(1, 3\) alone"):
         group.exchange({}, {})
