@@ -74,8 +74,9 @@ class ReadyLaunch(Launch):
             setattr(self.fields, name, address(field))
 
     def __call__(self, stream: int, **changed: Field) -> None:
-        for name, field in changed.items():
-            setattr(self.fields, name, address(field))
+        fields = self.fields
+        for name, field in changed.items():  # as `address` has it, without a call for each
+            setattr(fields, name, field if isinstance(field, int) else 0 if field is None else field.data_ptr())
         super().__call__(stream)
 
 

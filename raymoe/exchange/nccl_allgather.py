@@ -49,10 +49,11 @@ class NcclAllgather:
 
     def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         kernels = self._kernels
-        got, kept = kernels.new(tokens, out, self)
-        got._home = kept
+        kept = kernels.new_memory()
         kernels.tell(stream, tokens, kept)
         self._rounds.all_gather(*kernels.told(kept))
+        got = kernels.new(tokens, out, self)
+        got._home = kept
         given = len(tokens.x)
         if given < self._spec.tokens:
             self._own_rows[:given].copy_(tokens.x)

@@ -87,10 +87,11 @@ class NcclCollective:
 
     def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         kernels = self._kernels
-        got, kept = kernels.new(tokens, out, self)
+        kept = kernels.new_memory()
         self._dispatches += 1
         kernels.tell(stream, tokens, kept)
         self._rounds.all_gather(*kernels.told(kept))
+        got = kernels.new(tokens, out, self)  # while the device is busy
         kernels.number(stream, got, kept, self._heard)
         kernels.pack(stream, tokens, kept, own=out is None)
         self._rounds.wait("dispatch", self._has_heard)

@@ -67,21 +67,22 @@ class RoundKernels:
         self._make_moving()
         self._make_sums()
 
-    def new(self, tokens: Tokens, out: torch.Tensor | None, owner: object) -> tuple[Dispatched, torch.Tensor]:
-        """What a dispatch gives, and the memory that its combine reads; nothing stands in them yet."""
-        x = self._table if out is None else out
-        kept = self._empty(self._sizes.memory_bytes, torch.uint8)
-        got = Dispatched(
-            x=x,
+    def new_memory(self) -> torch.Tensor:
+        """What a dispatch finds out, for its combine to read."""
+        return self._empty(self._sizes.memory_bytes, torch.uint8)
+
+    def new(self, tokens: Tokens, out: torch.Tensor | None, owner: object) -> Dispatched:
+        """What a dispatch gives; nothing stands in it yet."""
+        return Dispatched(
+            x=self._table if out is None else out,
             weights=self._empty(self._capacity, torch.float32),
             expert_offsets=self._empty(self._sizes.local + 1, torch.int32),
             expert_counts=self._empty(self._sizes.local, torch.int32),
             index=self._empty(self._capacity, torch.int64) if out is None else None,
-            tokens=len(tokens.x),
+            tokens=tokens.x.shape[0],
             _home=None,
             _owner=owner,
         )
-        return got, kept
 
     def told(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where all ranks' ids and weights go, and this rank's part of it."""
@@ -97,7 +98,7 @@ class RoundKernels:
             weights=tokens.weights,
             num_tokens=tokens.num_tokens,
             wide_ids=int(tokens.ids.dtype == torch.int64),
-            given=len(tokens.x),
+            given=tokens.x.shape[0],
         )
 
     def number(self, stream: int, got: Dispatched, kept: torch.Tensor, heard: Words | None = None) -> None:
@@ -116,9 +117,9 @@ class RoundKernels:
 
     def pack(self, stream: int, tokens: Tokens, kept: torch.Tensor, *, own: bool) -> None:
         """Rows of `x` into the blocks that leave for the other ranks; with `own` also into this rank's of the table."""
-        self._pack(stream, rows=tokens.x, kept=kept, count=len(tokens.x))
+        self._pack(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
         if own:
-            self._pack_own(stream, rows=tokens.x, kept=kept, count=len(tokens.x))
+            self._pack_own(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
 
     def place(self, stream: int, got: Dispatched, kept: torch.Tensor, own: torch.Tensor | None = None) -> None:
         """Rows of the table to their places, those of this rank out of `own` if that is given."""
@@ -126,7 +127,7 @@ class RoundKernels:
         self._place(
             stream,
             own=own,
-            own_count=0 if own is None else len(own),
+            own_count=0 if own is None else own.shape[0],
             kept=kept,
             out=got.x,
             expert_offsets=got.expert_offsets if zeros else None,
@@ -139,7 +140,7 @@ class RoundKernels:
 
     def sum_ranks(self, stream: int, kept: torch.Tensor, y: torch.Tensor) -> None:
         """y, out of what has come home; NaN where the step is refused."""
-        self._sum_ranks(stream, kept=kept, y=y, given=len(y))
+        self._sum_ranks(stream, kept=kept, y=y, given=y.shape[0])
 
     def take_refused(self) -> list[Refusal]:
         """The statuses of all ranks in the first combine that was refused since this was called last; else nothing.

@@ -90,7 +90,7 @@ class NcclGroup:
         return [(self._places[rank], each.data_ptr(), each.nbytes) for rank, each in rows.items() if each.nbytes]
 
     def _stream(self) -> int:
-        stream: int = torch.cuda.current_stream(self.world.device).cuda_stream
+        stream: int = torch._C._cuda_getCurrentRawStream(self.world.device.index)
         return stream
 
     def _connect(self) -> Communicator | None:

@@ -69,7 +69,7 @@ class Ranks:
     def new(self, kernels: RoundKernels, tokens: Tokens) -> tuple[Dispatched, torch.Tensor]:
         shape, dtype = (self.spec.rows(self.case.ranks), self.spec.hidden), tokens.x.dtype
         out = torch.full(shape, torch.nan, dtype=dtype) if self.spec.layout == "expert" else None
-        got, kept = kernels.new(tokens, out, kernels)
+        got, kept = kernels.new(tokens, out, kernels), kernels.new_memory()
         for tensor in (got.weights, got.expert_offsets, got.expert_counts, got.index, kept):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xEE)
