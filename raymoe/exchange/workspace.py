@@ -1,4 +1,4 @@
-"""Slots, flags and epochs of the fused and the staged exchange, shared by all the exchanges of one stream.
+"""Slots, flags and epochs of the fused and the staged exchange, shared by the exchanges of one world.
 
 A model of 58 layers has 58 exchanges and one workspace. Its memory is for the largest of them; each counts slots in
 rows of its own. All operations on a workspace are in one order on all ranks, whichever exchange they are of.
