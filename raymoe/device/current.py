@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _SAME = nullcontext()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the calling thread's current device inside; costs next to nothing where it is that already."""
+    import torch
+
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _SAME
     other: AbstractContextManager[object] = torch.cuda.device(device)
@@ -21,5 +25,7 @@ def capturing(device: torch.device) -> bool:
     """Whether what is enqueued on this device now goes into a CUDA graph."""
     if device.type != "cuda":
         return False
+    import torch
+
     with on(device):
         return bool(torch.cuda.is_current_stream_capturing())

@@ -21,8 +21,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-
 from raymoe.device.driver import bindings, call, failure
 from raymoe.device.gpu import LAST_DEFAULT_STREAM, Gpu
 from raymoe.job.errors import ConfigError
@@ -37,6 +35,8 @@ class StreamOrder:
     """Of one workspace. Calls come from one thread at a time."""
 
     def __init__(self, gpu: Gpu) -> None:
+        import torch
+
         self._gpu, self._ordinal = gpu, gpu.ordinal
         # As torch's own compiled code asks: the driver's number of the current stream, without an object for it.
         self._current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream

@@ -92,6 +92,7 @@ def dropped(world: World, spec: ExchangeSpec, backend: str) -> tuple[list[int], 
     gc.collect()
     with Exchange(world, spec, backend) as exchange:
         step(exchange)  # libraries and kernels are loaded, torch has its memory
+    del exchange  # torch gives its rows to the next one
     free = [free_mib(world)]
     exchange, space = Exchange(world, spec, backend), Workspace(world, spec)
     step(exchange)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from raymoe.device import stream_order
 from raymoe.device.stream_order import StreamOrder
@@ -59,7 +60,7 @@ def test_events_of_a_default_stream_are_recorded_in_the_context_of_its_gpu(
     )
     monkeypatch.setattr(stream_order, "bindings", lambda: driver)
     monkeypatch.setattr(stream_order, "call", call)
-    monkeypatch.setattr(stream_order.torch._C, "_cuda_getCurrentRawStream", lambda _: stream, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: stream, raising=False)
     stream, order = 4096, StreamOrder(gpu)
     order.leave(*order.enter("dispatch", 16))
     gpu.inside, stream = int(current), 0
