@@ -37,9 +37,9 @@ class StreamOrder:
     def __init__(self, gpu: Gpu) -> None:
         import torch
 
-        self._gpu, self._ordinal = gpu, gpu.ordinal
+        self._gpu = gpu
         # As torch's own compiled code asks: the driver's number of the current stream, without an object for it.
-        self._current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self.current: Callable[[], int] = partial(torch._C._cuda_getCurrentRawStream, gpu.ordinal)
         self._is_capturing = bindings().cuStreamIsCapturing
         self._record = bindings().cuEventRecord
         with gpu.current():
@@ -66,7 +66,7 @@ class StreamOrder:
         `sms` is how many multiprocessors it will occupy. Gives the stream, and the number of the capture that it is in
         or 0: `leave` wants both.
         """
-        stream = self._current(self._ordinal)
+        stream = self.current()
         self._here = stream > LAST_DEFAULT_STREAM or self._gpu.is_current()
         name = stream if self._here else self._name_of(stream)
         code, status = self._is_capturing(stream)

@@ -75,6 +75,7 @@ class CopiedBackend(StagedBackend):
     def dispatch_receive(self, got: Dispatched) -> None:
         self.workspace.begin_second_half("dispatch", self)
         self._join()
+        self._lend(got)
         self._run(self._telling(got, dispatch.PLACE), self._aimed(got, dispatch.PLACE))
         self.workspace.received("dispatch")
 

@@ -14,7 +14,7 @@ import torch
 
 from raymoe.device.driver import CaptureError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_tracing
-from raymoe.exchange.backend import InHalves, Sent, Tokens
+from raymoe.exchange.backend import Backend, InHalves, Sent, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import KERNEL_BACKENDS, Wish, choose, make
 from raymoe.exchange.dispatched import Dispatched
@@ -94,7 +94,7 @@ class Exchange:
         self._workspace: Workspace | None = getattr(self._backend, "workspace", None)
         self._calls: Calls = world.shared(Calls) if self._workspace is None else self._workspace.calls
         name = f"an exchange ({self.backend}) of rank {world.rank} of world {world.name!r}"
-        release, at_once = partial(self._backend.close, together=False), world.device.type == "cpu"
+        release, at_once = partial(_let_go, self._backend, self._own), world.device.type == "cpu"
         self._forget = world.leftovers.watch(self, name, release, at_once=at_once)
 
     @property
@@ -310,6 +310,12 @@ class _Poisoning:
         else:
             what = f"{type(error).__name__} ended an operation early"
             exchange._poison = RaymoeError(f"this exchange is unusable: {what}")
+
+
+def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:
+    """Close the backend of an exchange that was dropped, and then give up the rows that its kernels write to."""
+    backend.close(together=False)
+    own.clear()
 
 
 def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from raymoe.device.params import Params, address_setter
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.dispatched import Dispatched
-from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
+from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, lend
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
@@ -91,6 +91,7 @@ class FusedBackend:
     def dispatch_receive(self, got: Dispatched) -> None:
         """The half that waits for rows and places them."""
         self.workspace.begin_second_half("dispatch", self)
+        self._lend(got)
         self._enqueue("dispatch", self._aimed(got, dispatch.PLACE))
         self.workspace.received("dispatch")
 
@@ -163,7 +164,7 @@ class FusedBackend:
         memory = torch.empty(self._metadata.nbytes // 4, dtype=torch.int32, device=self.world.device)
         x = self._slot_view if out is None else out
         assert x is not None
-        home = Home(memory, memory.data_ptr(), self._metadata, tokens)
+        home = Home(memory, memory.data_ptr(), self._metadata, tokens, self.workspace.stream())
         return KernelDispatched.over(x, self._new_scales(), home, self)
 
     def _new_scales(self) -> torch.Tensor | None:
@@ -172,6 +173,13 @@ class FusedBackend:
             return self._slot_scales
         whole = torch.empty(self.spec.scales, self.build.scale_stride, dtype=torch.float32, device=self.world.device)
         return whole.T[: self.build.capacity]
+
+    def _lend(self, got: Dispatched) -> None:
+        """For the second half of a dispatch, which may be enqueued on another stream than the first."""
+        home = got._home
+        assert isinstance(home, Home)
+        if home.stream != self.workspace.stream():
+            lend(home.memory, home.tokens.num_tokens, got.scales if self._slot_scales is None else None)
 
     def _enqueue(self, op: str, *launches: Launch) -> None:
         """On the current stream."""
@@ -216,6 +224,8 @@ class FusedBackend:
         home, at = got._home, self._metadata.at
         assert isinstance(home, Home)
         self.workspace.error.check()
+        if home.stream != self.workspace.stream():
+            lend(home.memory)
         memory = home.address
         addresses = memory + at["home"], memory + at["masks"], memory + at["got"]
         aimed.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())

@@ -72,6 +72,18 @@ class Home:
     address: int
     metadata: Metadata
     tokens: Tokens
+    stream: int
+    """Where the dispatch was enqueued, by the driver's number. Torch gives `memory` only to that stream again."""
+
+
+def lend(*memory: torch.Tensor | None) -> None:
+    """Keep memory until the current stream has done what is enqueued on it now, also when its tensors go before.
+
+    Torch would give it at once to whoever allocates on the stream that it was allocated on.
+    """
+    for each in memory:
+        if each is not None:
+            each.record_stream(torch.cuda.current_stream(each.device))
 
 
 class KernelDispatched(Dispatched):

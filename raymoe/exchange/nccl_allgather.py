@@ -16,7 +16,7 @@ from raymoe.exchange.backend import Tokens
 from raymoe.exchange.captured_memory import CapturedMemory
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.refusal import Refusal, raise_first
-from raymoe.exchange.round_kernels import RoundKernels
+from raymoe.exchange.round_kernels import Kept, RoundKernels
 from raymoe.exchange.rounds import Launcher, Rounds
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -53,7 +53,7 @@ class NcclAllgather:
         kernels.tell(stream, tokens, kept)
         self._rounds.all_gather(*kernels.told(kept))
         got = kernels.new(tokens, out, self)
-        got._home = kept
+        got._home = Kept(kept, stream)
         given = len(tokens.x)
         if given < self._spec.tokens:
             self._own_rows[:given].copy_(tokens.x)
@@ -64,9 +64,10 @@ class NcclAllgather:
         return got
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        kept = got._home
-        assert isinstance(kept, torch.Tensor)
+        home = got._home
+        assert isinstance(home, Kept)
         with self._launcher.ordered("combine") as stream:
+            kept = home.used_on(stream)
             self._kernels.sum_entries(stream, rows, kept, weighted)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
@@ -78,6 +79,10 @@ class NcclAllgather:
         if statuses := self._kernels.take_refused():
             raise_first(statuses, self._spec)
 
-    def close(self, together: bool) -> None:  # noqa: ARG002
-        """The rounds are the world's, and stay."""
-        self._memory.close()
+    def close(self, together: bool) -> None:
+        """The rounds are the world's, and stay. Device memory is torch's, which does not wait for other streams."""
+        try:
+            if together:
+                self._rounds.wait_for_all("close")
+        finally:
+            self._memory.close()

@@ -17,7 +17,7 @@ import torch
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, raise_first, status_of
-from raymoe.exchange.round_kernels import RoundKernels
+from raymoe.exchange.round_kernels import Kept, RoundKernels
 from raymoe.exchange.rounds import Launcher, Rounds
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.heap import Layout, Region
@@ -28,7 +28,7 @@ _NUMBER_BITS = 32
 
 @dataclass(frozen=True)
 class _WayHome:
-    kept: torch.Tensor
+    kept: Kept
     number: int
     """Of the dispatch."""
     giving: Sequence[int]  # rows to each rank
@@ -81,9 +81,13 @@ class NcclCollective:
             if statuses:
                 raise_first(statuses, self._spec)
 
-    def close(self, together: bool) -> None:  # noqa: ARG002
-        """The rounds are the world's, and stay; device memory is torch's."""
-        self._heap.close()
+    def close(self, together: bool) -> None:
+        """The rounds are the world's, and stay. Device memory is torch's, which does not wait for other streams."""
+        try:
+            if together:
+                self._rounds.wait_for_all("close")
+        finally:
+            self._heap.close()
 
     def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         kernels = self._kernels
@@ -105,11 +109,12 @@ class NcclCollective:
             )
         if out is not None:
             kernels.place(stream, got, kept, own=tokens.x)
-        got._home = _WayHome(kept, self._dispatches, giving, taking)
+        got._home = _WayHome(Kept(kept, stream), self._dispatches, giving, taking)
         return got
 
     def _combine(self, stream: int, rows: torch.Tensor, home: _WayHome, weighted: bool, out: torch.Tensor) -> None:
-        self._kernels.sum_entries(stream, rows, home.kept, weighted)
+        kept = home.kept.used_on(stream)
+        self._kernels.sum_entries(stream, rows, kept, weighted)
         if not self._all_alike():
             out.fill_(torch.nan)
             return
@@ -119,7 +124,7 @@ class NcclCollective:
                 {rank: self._returned[rank][: home.giving[rank] * row + status] for rank in self._peers},
                 {rank: self._sums[rank][: home.taking[rank] * row + status] for rank in self._peers},
             )
-        self._kernels.sum_ranks(stream, home.kept, out)
+        self._kernels.sum_ranks(stream, kept, out)
 
     def _has_heard(self) -> bool:
         return self._heard.read(0, 1)[0] >= self._dispatches

@@ -16,6 +16,7 @@ from raymoe.device.launch import Shape
 from raymoe.device.rounds import DispatchMemory, Sizes
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.kernel_result import lend
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.rounds import Launcher, Ready, Words
 from raymoe.exchange.spec import ExchangeSpec
@@ -48,6 +49,20 @@ class Blocks:
         packed = memory[: rows * spec.row_bytes].view(shape) if sizes.compact else memory[:0]
         leaving = memory[: rows * spec.home_row_bytes].view(shape)
         return cls(table, packed, leaving, torch.empty_like(leaving))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a dispatch found out, and the stream that it was enqueued on, by the driver's number."""
+
+    memory: torch.Tensor
+    stream: int
+
+    def used_on(self, stream: int) -> torch.Tensor:
+        """The memory, for work on this stream, which is the current one."""
+        if stream != self.stream:
+            lend(self.memory)
+        return self.memory
 
 
 class RoundKernels:

@@ -261,6 +261,8 @@ class Workspace:
         self.watch = self.error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self.error.abort)
         self._order = StreamOrder(world.gpu)
+        self.stream: Callable[[], int] = self._order.current
+        """The stream that `enqueue` would take now, by the driver's number."""
         self.captured = False
         """Whether the last operation went into a graph."""
         self._closed = False

@@ -188,6 +188,9 @@ class EmulatedOrder:
     def __init__(self, gpu: EmulatedGpu) -> None:
         pass
 
+    def current(self) -> int:
+        return 0
+
     def enter(self, what: str, sms: int) -> tuple[int, int]:  # noqa: ARG002
         return 0, 0
 

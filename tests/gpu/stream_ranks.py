@@ -88,6 +88,30 @@ def alternating(world: World, case: Case) -> list[Result]:
     return results
 
 
+def dropped_on_another_stream(world: World, case: Case) -> list[Any]:
+    """A combine waits on a second stream while the first one gives memory away and writes to all that it gets."""
+    first, second = (new_stream(world) for _ in range(2))
+    with open_exchange(world, case) as exchange:
+        ys = []
+        for _ in range(2):  # the first time connects and compiles
+            stepping = Stepping(exchange, case, 0)
+            torch.cuda.synchronize(world.device)
+            with torch.cuda.stream(first):
+                stepping.dispatch()
+                stepping.experts()
+            second.wait_stream(first)
+            with torch.cuda.stream(second):
+                torch.cuda._sleep(SLOW_CYCLES)
+                stepping.combine()
+            del stepping.got
+            with torch.cuda.stream(first):  # of the sizes of what a dispatch allocates, and of others
+                taken = [torch.full((512 << size,), 0x7F, dtype=torch.uint8, device=world.device) for size in range(12)]
+            exchange.check()
+            del taken
+            ys.append(stepping.y.float().cpu().numpy())
+        return ys
+
+
 def captured_after_warm_up(world: World, case: Case) -> list[Result]:
     """As torch's documentation says: warm up on a side stream, then `torch.cuda.graph`, two exchanges one by one."""
     results = []

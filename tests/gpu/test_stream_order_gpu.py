@@ -47,6 +47,13 @@ def test_nccl_backends_on_a_second_stream_are_ordered_too(ranks: GpuRanks, backe
     judge(case, ranks.run(RANKS, on_rank.alternating, case))
 
 
+def test_memory_is_kept_for_a_second_stream(ranks: GpuRanks, case: Case) -> None:
+    answers = ranks.run(RANKS, on_rank.dropped_on_another_stream, case)
+    for rank, ys in enumerate(answers):
+        for y in ys:
+            judge_combine(case, batches(case, 0)[rank], y)
+
+
 def test_two_exchanges_of_one_workspace_on_two_streams(ranks: GpuRanks) -> None:
     case = Case(RANKS, SPEC, "fused", ROUTING, seed=4)
     judge(case, ranks.run(RANKS, on_rank.one_workspace, case))
