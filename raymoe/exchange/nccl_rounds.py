@@ -5,7 +5,6 @@ NCCL's own waits do not: a peer that is gone is found out by the host, which the
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -14,7 +13,7 @@ import torch
 from raymoe.exchange.rounds import Lagging
 from raymoe.job.errors import PeerTimeout, RaymoeError
 from raymoe.memory.world import World
-from raymoe.transport.nccl_group import NcclGroup
+from raymoe.transport.nccl_group import NcclGroup, OtherThread
 
 _SPIN_S = 2e-3  # a round is mostly over by then; who waits longer sleeps between looks
 
@@ -57,7 +56,7 @@ class NcclRounds:
 
     def wait_for_all(self, op: str) -> None:
         """Until the device is done, also with replays on other streams."""
-        self._until(op, _OtherThread(self._world.gpu.synchronise).over, self._group_lags)
+        self._until(op, OtherThread(self._world.gpu.synchronise).over, self._group_lags)
 
     def close(self, together: bool) -> None:
         """With the world; `together` if all ranks close now."""
@@ -87,27 +86,3 @@ class NcclRounds:
         except RaymoeError:
             self._group.abort()  # ends what waits on the device
             raise
-
-
-class _OtherThread:
-    """A wait that nothing can bound, made where it holds nobody up."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-        self._error: RaymoeError | None = None
-        self._thread = threading.Thread(target=self._run, name="raymoe device wait", daemon=True)
-        self._thread.start()
-
-    def over(self) -> bool:
-        """Whether it has ended; raises what it ended with."""
-        if self._thread.is_alive():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def _run(self) -> None:
-        try:
-            self._wait()
-        except RaymoeError as error:
-            self._error = error

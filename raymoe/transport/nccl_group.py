@@ -6,7 +6,8 @@ into a word at that peer; a wait that took too long names the first peer whose w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,32 @@ from raymoe.job.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.heap import Layout, Region
 from raymoe.memory.world import World
 from raymoe.transport.nccl_library import Communicator, new_id
+
+CONNECT_S = 60.0  # at least: it takes seconds, however short the waits are that follow
+
+
+class OtherThread:
+    """A wait that nothing can bound, made where it holds nobody up."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="raymoe device wait", daemon=True)
+        self._thread.start()
+
+    def over(self) -> bool:
+        """Whether it has ended; raises what it ended with."""
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+        except Exception as error:  # noqa: BLE001  raised by `over`
+            self._error = error
 
 
 class NcclGroup:
@@ -107,14 +134,27 @@ class NcclGroup:
         try:
             if me is not None:
                 assert isinstance(told, bytes)
-                with on(world.device):
-                    made = Communicator(told, me, len(self.members))
-                    self._touch(made)
+                made = self._meet(told, me)
         except (RaymoeError, RuntimeError) as error:
             reason = (str(error).splitlines() or ["no reason given"])[0]
             problem = WiringError(f"NCCL did not connect: {reason}")
         world.agree(problem, "nccl: connected")
         return made
+
+    def _meet(self, identity: bytes, me: int) -> Communicator:
+        """A communicator that has sent and received. NCCL waits without end for a member that has died."""
+        world, made = self.world, []
+
+        def meet() -> None:
+            with torch.cuda.device(world.device):
+                made.append(Communicator(identity, me, len(self.members)))
+                self._touch(made[0])
+
+        others = [rank for rank in self.members if rank != world.rank]
+        longest, met = max(CONNECT_S, world.timeout_s), OtherThread(meet)
+        if not world.waiter.until("nccl: connect", (others or self.members)[0], met.over, longest):
+            raise WiringError(f"its ranks {', '.join(map(str, self.members))} did not all come within {longest:g} s")
+        return made[0]
 
     def _touch(self, made: Communicator) -> None:
         """A byte to every member and from it."""

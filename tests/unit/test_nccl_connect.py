@@ -1,0 +1,66 @@
+"""Connecting a private NCCL communicator ends, also where a member has died: NCCL itself would wait without end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from raymoe.job.errors import WiringError
+from raymoe.memory.world import World
+from raymoe.transport import nccl_group
+from raymoe.transport.nccl_group import NcclGroup, OtherThread
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
+    """Of one CPU rank, before it has connected."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(NcclGroup, "_touch", lambda *_: None)
+    monkeypatch.setattr(nccl_group, "CONNECT_S", 0.1)
+    with World.open(0, 1, timeout_s=0.1) as world:
+        world.wire([world.descriptor()])
+        made = NcclGroup.__new__(NcclGroup)
+        made.world, made.members = world, (0, 1)
+        yield made
+
+
+def test_a_member_that_does_not_come_is_not_waited_for_without_end(
+    group: NcclGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came = threading.Event()
+    monkeypatch.setattr(nccl_group, "Communicator", lambda *_: came.wait(20))
+    try:
+        with pytest.raises(WiringError, match=r"its ranks 0, 1 did not all come within 0\.1 s"):
+            group._meet(b"identity", 0)
+    finally:
+        came.set()
+
+
+def test_what_connects_is_given_and_what_fails_is_raised(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = object()
+    monkeypatch.setattr(nccl_group, "Communicator", lambda *_: made)
+    assert group._meet(b"identity", 0) is made
+
+    def refuse(*_: object) -> Any:
+        raise RuntimeError("no NCCL here")
+
+    monkeypatch.setattr(nccl_group, "Communicator", refuse)
+    with pytest.raises(RuntimeError, match="no NCCL here"):
+        group._meet(b"identity", 0)
+
+
+def test_a_wait_of_another_thread_is_over_when_it_ends() -> None:
+    go = threading.Event()
+    wait = OtherThread(lambda: go.wait(20) and None)
+    assert not wait.over()
+    go.set()
+    for _ in range(1000):
+        if wait.over():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("it has not ended")
