@@ -10,6 +10,7 @@ Because of that wait it cannot be captured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from raymoe.exchange.refusal import NO_REFUSAL, Refusal, raise_first, status_of
 from raymoe.exchange.round_kernels import Kept, RoundKernels
 from raymoe.exchange.rounds import Launcher, Rounds
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.job.errors import RaymoeError
 from raymoe.memory.heap import Layout, Region
 from raymoe.memory.world import World
 
@@ -83,11 +85,10 @@ class NcclCollective:
 
     def close(self, together: bool) -> None:
         """The rounds are the world's, and stay. Device memory is torch's, which does not wait for other streams."""
-        try:
-            if together:
+        if together:
+            with suppress(RaymoeError):  # it is `check` that tells; a wait that failed has ended what the device did
                 self._rounds.wait_for_all("close")
-        finally:
-            self._heap.close()
+        self._heap.close()
 
     def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         kernels = self._kernels
