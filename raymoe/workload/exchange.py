@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 from time import perf_counter_ns
@@ -24,9 +24,9 @@ from raymoe.workload.measure import Measured, Step, Steps, aborting, measure
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
-from raymoe.workload.routing import Draw, Routing
+from raymoe.workload.routing import Routing
 from raymoe.workload.timelines import Timeline
-from raymoe.workload.traffic import Traffics, rows_for
+from raymoe.workload.traffic import traffic_of
 
 ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
 
@@ -87,17 +87,6 @@ def host_times(measured: Measured, place: int, ops: int) -> Line:
     """How long the calls of an operation took on the host, where that was measured beside the GPU's time."""
     behind = ops + place
     return {"host_us_p50": median(measured.us[behind])} if behind < len(measured.us) else {}
-
-
-def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Traffics:
-    """The traffic of an average step, of which these are this rank's."""
-    counts = [rows_for(draw.ids, world.size, spec.experts) for draw in draws]
-    mean = [sum(to_peer) / len(counts) for to_peer in zip(*counts, strict=True)]
-    tokens = sum(len(draw.ids) for draw in draws) / len(draws)
-    told: list[tuple[list[float], float]] = world.swap((mean, tokens), "traffic")  # type: ignore[assignment]
-    needed = [to_peer for to_peer, _ in told]
-    sent = [[tokens] * world.size for _, tokens in told] if spec.by_copy_engine else needed
-    return Traffics.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch
 from raymoe.job import Case
 from raymoe.memory.world import World
 from raymoe.moe.layer import MoELayer
-from raymoe.workload.exchange import traffic_of
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
 from raymoe.workload.measure import Step, Steps, measure
@@ -18,6 +17,7 @@ from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_o
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Routing
+from raymoe.workload.traffic import traffic_of
 
 
 def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:

@@ -15,13 +15,13 @@ import torch
 from raymoe.job import Case, Job
 from raymoe.memory.world import World
 from raymoe.workload.apart import ApartStep
-from raymoe.workload.exchange import traffic_of
 from raymoe.workload.inputs import draws_of
 from raymoe.workload.lines import Line, result_line, shape_keys
 from raymoe.workload.measure import Steps, measure
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Routing
+from raymoe.workload.traffic import traffic_of
 
 PACKAGES = {"nvshmem": "torch", "deep_ep": "deep_ep", "deep_ep_v2": "deep_ep", "hybrid_ep": "deep_ep"}
 """What must be installed, by backend. Whether it can do what is wanted is found out by whoever loads it."""

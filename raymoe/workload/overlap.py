@@ -23,7 +23,6 @@ from raymoe.job.errors import ConfigError
 from raymoe.job.sections import Overlap
 from raymoe.memory.world import World
 from raymoe.moe.seeds import generator
-from raymoe.workload.exchange import traffic_of
 from raymoe.workload.exchange_gpu import GpuExchangeStep
 from raymoe.workload.inputs import Inputs
 from raymoe.workload.lines import Line, result_line, shape_keys
@@ -33,7 +32,7 @@ from raymoe.workload.oracle import BOUNDS, bound_of, error_of
 from raymoe.workload.progress import Progress, telling
 from raymoe.workload.room import spec_of
 from raymoe.workload.routing import Routing
-from raymoe.workload.traffic import Traffic
+from raymoe.workload.traffic import Traffic, traffic_of
 
 PRODUCT = "product"
 ALONE: tuple[tuple[str, str | None], ...] = (("dispatch", None), ("combine", None), (PRODUCT, None))

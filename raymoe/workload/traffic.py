@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from raymoe.workload.routing import Draw
+
 
 def rows_for(ids: torch.Tensor, ranks: int, experts: int) -> list[int]:
     """How many of these tokens each rank needs: a token counts once for a rank, however many experts it has there.
@@ -81,3 +85,14 @@ def _through_ports(rows: Sequence[Sequence[float]], row_bytes: int) -> list[tupl
         )
         for rank in ranks
     ]
+
+
+def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Traffics:
+    """The traffic of an average step, of which these are this rank's."""
+    counts = [rows_for(draw.ids, world.size, spec.experts) for draw in draws]
+    mean = [sum(to_peer) / len(counts) for to_peer in zip(*counts, strict=True)]
+    tokens = sum(len(draw.ids) for draw in draws) / len(draws)
+    told: list[tuple[list[float], float]] = world.swap((mean, tokens), "traffic")  # type: ignore[assignment]
+    needed = [to_peer for to_peer, _ in told]
+    sent = [[tokens] * world.size for _, tokens in told] if spec.by_copy_engine else needed
+    return Traffics.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)

@@ -203,10 +203,10 @@ def test_one_wrong_byte_stops_every_rank(pool: RankPool, fault: str) -> None:
 def bytes_told(world: World, given: dict[str, Any]) -> tuple[float, list[int]]:
     """The workload's count for a run of one batch, and for each rank the plan's: every row goes out and comes home."""
     from raymoe.exchange import plan
-    from raymoe.workload.exchange import traffic_of
     from raymoe.workload.inputs import Inputs
     from raymoe.workload.room import spec_of
     from raymoe.workload.routing import Routing
+    from raymoe.workload.traffic import traffic_of
 
     asked = Job.model_validate(given)
     inputs = Inputs(Routing.of(asked), world.rank, asked.shape.hidden, torch.bfloat16)
