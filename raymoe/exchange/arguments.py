@@ -123,8 +123,12 @@ class Arguments:
         """Memory that the caller gives for y."""
         return self._writable(self._y, out, tokens)
 
-    def combine(self, rows: object, got: object, owner: object) -> torch.Tensor:
+    def combine(self, rows: object, got: object, weighted: object, owner: object) -> torch.Tensor:
         refuse_tracing("combine")
+        if weighted is not True and weighted is not False:
+            raise ConfigError(
+                f"weighted is a {type(weighted).__name__}; it is True or False: the weights are those of the dispatch"
+            )
         if not isinstance(got, Dispatched):
             raise ConfigError(f"got is a {type(got).__name__}; combine takes what dispatch gave")
         if got._owner is not owner:

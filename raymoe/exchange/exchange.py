@@ -219,7 +219,7 @@ class Exchange:
         weighted: bool,
         out: torch.Tensor | None,
     ) -> Sent:
-        rows = self._arguments.combine(rows, got, self._backend)
+        rows = self._arguments.combine(rows, got, weighted, self._backend)
         if got is self._dispatched:
             raise ConfigError("combine of what has not arrived; call dispatch_receive first")
         self._check_held(rows, got)

@@ -216,6 +216,10 @@ def test_combine(exchange: Exchange) -> None:
         exchange.combine(rows, "got")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"out has shape \[2, 16\]; \[3, 16\] is needed"):
         exchange.combine(rows, got, out=torch.empty(2, H))
+    weighted: Any
+    for weighted in (torch.ones(3, K), None, 1, "no"):
+        with pytest.raises(ConfigError, match=f"weighted is a {type(weighted).__name__}; it is True or False"):
+            exchange.combine(rows, got, weighted)
     assert exchange.combine(rows, got, weighted=False).eq(2).all()
 
 
