@@ -34,13 +34,14 @@ class GlooAllgather:
         self._local, self._hidden = spec.local_experts(world.size), spec.hidden
         dtype: torch.dtype = getattr(torch, spec.dtype)
         T, H = spec.tokens, spec.hidden
-        self._table = torch.zeros(world.size * T + 1, H, dtype=dtype)
-        self._mine = torch.zeros(T, H, dtype=dtype)
+        self._table = torch.zeros(world.size * T + 1, H, dtype=dtype, device="cpu")
+        self._mine = torch.zeros(T, H, dtype=dtype, device="cpu")
         # T*K global ids, -1 where a token has none or is not there, and T*K weights (their bits).
-        self._told = torch.empty(2, T, spec.topk, dtype=torch.int32)
-        self._heard = torch.empty(world.size, 2, T, spec.topk, dtype=torch.int32)
+        self._told = torch.empty(2, T, spec.topk, dtype=torch.int32, device="cpu")
+        self._heard = torch.empty(world.size, 2, T, spec.topk, dtype=torch.int32, device="cpu")
         # One row more in each block: it holds the status.
-        self._leaving = torch.empty(world.size, T + 1, spec.home_width, dtype=getattr(torch, spec.combine_wire))
+        home: torch.dtype = getattr(torch, spec.combine_wire)
+        self._leaving = torch.empty(world.size, T + 1, spec.home_width, dtype=home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:

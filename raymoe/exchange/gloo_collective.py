@@ -35,14 +35,14 @@ class GlooCollective:
         most = world.size * spec.tokens
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._zero_row = most
-        self._table = torch.zeros(most + 1, spec.hidden, dtype=dtype)
-        self._packed = torch.empty(most, spec.hidden, dtype=dtype)
+        self._table = torch.zeros(most + 1, spec.hidden, dtype=dtype, device="cpu")
+        self._packed = torch.empty(most, spec.hidden, dtype=dtype, device="cpu")
         self._home: torch.dtype = getattr(torch, spec.combine_wire)
         self._spec = spec
-        self._leaving = torch.empty(most, spec.home_width, dtype=self._home)
+        self._leaving = torch.empty(most, spec.home_width, dtype=self._home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
         # For each rank: the number of rows, T*K ids, T*K weights (their bits).
-        self._told = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32)
+        self._told = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32, device="cpu")
         self._heard = torch.zeros_like(self._told)
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:

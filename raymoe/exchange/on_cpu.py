@@ -95,6 +95,6 @@ class OnCpu:
             self._known = DataRefused(refusal.sentence(self._rank, self._spec, self._size))
 
     def _index(self, arrived: Arrived, placement: Placement) -> torch.Tensor:
-        index = torch.full((self._spec.rows(self._size),), arrived.zero_row)
+        index = torch.full((self._spec.rows(self._size),), arrived.zero_row, device="cpu")
         index[: len(placement.index)] = torch.from_numpy(placement.index)
         return index

@@ -56,7 +56,7 @@ class RowSums:
             return self._table.new_zeros(())
         table, index = self._table, self._index[first:last]
         if self._widened:
-            table, index = table.index_select(0, index).float(), torch.arange(last - first)
+            table, index = table.index_select(0, index).float(), torch.arange(last - first, device="cpu")
         starts = torch.from_numpy(self._starts[begin : end + 1] - first)
         weights = None if self._weights is None else self._weights[first:last]
         sums = torch.embedding_bag(table, index, starts, False, 0, False, weights, True)[0]
@@ -70,7 +70,7 @@ class RowSums:
         first, last = int(bags.starts[begin]), int(bags.starts[end])
         rows = self._table.index_select(0, torch.from_numpy(bags.index[first:last])).float()
         weights, starts = torch.from_numpy(bags.weights[first:last]), torch.from_numpy(bags.starts[begin:end] - first)
-        return torch.embedding_bag(rows, torch.arange(last - first), starts, False, 0, False, weights)[0]
+        return torch.embedding_bag(rows, torch.arange(last - first, device="cpu"), starts, False, 0, False, weights)[0]
 
 
 def _any_nan(sums: torch.Tensor) -> bool:

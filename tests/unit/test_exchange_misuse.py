@@ -135,6 +135,19 @@ def test_threads_that_do_not_take_turns_get_errors_and_never_wrong_results(world
         assert exchange.combine((got := exchange.dispatch(*tokens())).x, got).eq(2).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_default_device_of_torch_does_not_matter(world: World, backend: str, dtype: str) -> None:
+    x, ids, weights = tokens(3.0)
+    x = x.to(getattr(torch, dtype))
+    x[0] = torch.inf
+    with torch.device("meta"), Exchange(world, replace(SPEC, dtype=dtype, layout="rank"), backend) as exchange:
+        got = exchange.dispatch(x, ids, weights)
+        assert got.index is not None
+        y = exchange.combine(got.x[got.index], got)
+    assert y.equal(2 * x)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_calls_after_the_world_was_closed(backend: str) -> None:
     [world] = wired(1)
