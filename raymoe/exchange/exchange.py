@@ -207,6 +207,7 @@ class Exchange:
         into = self._own_turn() if out is None else self._arguments.given(out)
         with self._poisoning, self._gradients:
             got = call(tokens, into)
+        self._turn += out is None
         self._hold(got)
         self._keep_if_captured(tokens, got)
         return got
@@ -278,13 +279,13 @@ class Exchange:
             )
 
     def _own_turn(self) -> torch.Tensor | None:
-        """Memory of the exchange's own for the rows of this dispatch; None where rows stay in their slots."""
+        """Memory of the exchange's own for the rows of this dispatch; None where rows stay in their slots. A dispatch
+        that is refused takes no turn."""
         if self.spec.layout == "rank":
             return None
         if not self._own:
             raise ConfigError("dispatch without out; this exchange has depth 0, so each dispatch is given memory")
-        self._turn = (self._turn + 1) % len(self._own)
-        return self._own[self._turn]
+        return self._own[self._turn % len(self._own)]
 
 
 class _Poisoning:

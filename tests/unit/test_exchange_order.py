@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,19 @@ def test_exchanges_in_different_orders(pool: RankPool, backends: tuple[str, str]
             )
             assert f"of exchange {there};" in text
         assert [*ys, one, two] == [True] * 4
+
+
+def refused_between_two(world: World) -> list[Any]:
+    with Exchange(world, replace(SPEC, depth=2)) as exchange:
+        first = dispatch(exchange)
+        refused(lambda: exchange.combine(first.x, first) if world.rank else dispatch(exchange))
+        second = dispatch(exchange)
+        return [exchange.combine(got.x, got).tolist() for got in (first, second)]
+
+
+def test_a_dispatch_that_is_refused_takes_no_memory_from_another(pool: RankPool) -> None:
+    for first, second in pool.run(2, refused_between_two):
+        assert first == second
 
 
 def different_dispatches(world: World) -> list[Any]:
