@@ -19,7 +19,7 @@ from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import KERNEL_BACKENDS, Wish, choose, make
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError, DataRefused, RaymoeError
+from raymoe.job.errors import ConfigError, DataRefused, PlacementError, RaymoeError
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ class Exchange:
         wish = Wish(backend, workspace, sms)
         self.backend = choose(world, spec, wish)
         self._arguments = Arguments(spec, world.size, world.device)
+        self._own = _own_rows(world, spec)
         self._backend = make(self.backend, world, spec, wish)
         # Kernels take addresses, which have no gradients; tensor operations of the other backends would record theirs.
         self._gradients: AbstractContextManager[object] = nullcontext()
         if self.backend not in KERNEL_BACKENDS:
             self._gradients = torch.no_grad()
-        self._own = _own_rows(world, spec)
         # Whose rows each block of the exchange's own memory holds: that of the last dispatch that was given it.
         self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
@@ -320,6 +320,19 @@ def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:
 
 
 def _own_rows(world: World, spec: ExchangeSpec) -> list[torch.Tensor]:
+    """Either all ranks get theirs or all raise: nobody waits for a rank that has no exchange."""
     dtype: torch.dtype = getattr(torch, spec.output_dtype)
     shape, blocks = (spec.rows(world.size), spec.hidden), spec.depth if spec.layout == "expert" else 0
-    return [torch.empty(shape, dtype=dtype, device=world.device) for _ in range(blocks)]
+    if not blocks:
+        return []
+    made, problem = [], None
+    try:
+        made = [torch.empty(shape, dtype=dtype, device=world.device) for _ in range(blocks)]
+    except RuntimeError as error:  # so torch tells that there is no memory, of a GPU by a class of its own
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        problem = PlacementError(
+            f"memory for {blocks} times {shape[0]} rows of {shape[1]} {dtype} on rank {world.rank} was refused: take a "
+            f"smaller capacity or depth ({reason})"
+        )
+    world.agree(problem, "exchange: memory for rows")
+    return made

@@ -22,7 +22,7 @@ from raymoe.exchange.host import HostSlots
 from raymoe.exchange.on_cpu import OnCpu
 from raymoe.exchange.order import Order
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError, PeerTimeout, WiringError
+from raymoe.job.errors import ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.memory.world import World
 from tests.unit.worlds import close, each, together, wired
 
@@ -133,6 +133,35 @@ def test_threads_that_do_not_take_turns_get_errors_and_never_wrong_results(world
         assert all(isinstance(right, int) for right in outcomes), outcomes
         assert sum(outcomes) > 0
         assert exchange.combine((got := exchange.dispatch(*tokens())).x, got).eq(2).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_has_no_memory_for_rows_makes_all_raise(backend: str) -> None:
+    worlds = wired(2)
+    empty = torch.empty
+
+    def refused(*given: Any, **options: Any) -> torch.Tensor:
+        if threading.current_thread().name == "1" and given[0] == (8 * 2, H):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return empty(*given, **options)
+
+    before = mapped("test")
+    with mock.patch("torch.empty", refused):
+        outcomes = each(worlds, lambda world: Exchange(world, SPEC, backend))
+    says = f"memory for 1 times 16 rows of {H} torch.float32 on rank 1 was refused: take a smaller capacity or depth"
+    assert [type(outcome) for outcome in outcomes] == [WiringError, PlacementError]
+    assert all(str(outcome).startswith(says) for outcome in outcomes)
+    assert mapped("test") == before
+
+    def good(world: World) -> bool:
+        with Exchange(world, SPEC, backend) as exchange:
+            got = exchange.dispatch(*tokens(3.0))
+            return bool(exchange.combine(got.x, got).eq(6).all())
+
+    assert each(worlds, good) == [True, True]
+    close(worlds)
+    del outcomes
+    gc.collect()  # their tracebacks refer to the worlds
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
