@@ -52,7 +52,8 @@ class Facts:
 def choose(world: World, spec: ExchangeSpec, wish: Wish) -> str:
     """The name of the backend to use. Collective: all ranks get the same or all raise."""
     problem = _impossible(world, spec, wish)
-    asked = asdict(spec) | {"backend": wish.backend, "sms": wish.sms, "workspace": wish.workspace is not None}
+    asked = {} if problem else asdict(spec)
+    asked |= {"backend": wish.backend, "sms": wish.sms, "workspace": wish.workspace is not None}
     facts: list[Facts] = []
     for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
         assert isinstance(other, tuple)
@@ -157,9 +158,11 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
     return (FewBackend if few else FusedBackend)(world, spec, wish.workspace, wish.sms)
 
 
-def _impossible(world: World, spec: ExchangeSpec, wish: Wish) -> ConfigError | None:
+def _impossible(world: World, spec: object, wish: Wish) -> ConfigError | None:
     """What this rank alone can tell to be wrong."""
     device = world.device.type
+    if not isinstance(spec, ExchangeSpec):
+        return ConfigError(f"spec is a {type(spec).__name__}; an ExchangeSpec is needed")
     if wish.backend not in BACKENDS[device]:
         kind = "CPU" if device == "cpu" else "GPU"
         return ConfigError(f"backend is {wish.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")

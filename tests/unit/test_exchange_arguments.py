@@ -270,6 +270,7 @@ def test_inputs_that_require_grad_give_outputs_that_do_not(exchange: Exchange) -
             ["host"] * 2,
             ["tokens is", "4 on rank", "5 on rank"],
         ),
+        ([SPEC, vars(SPEC)], ["host"] * 2, ["spec is a dict; an ExchangeSpec is needed"]),
         ([SPEC, SPEC], ["host", "collective"], ["backend is", "'host'", "'collective'"]),
         ([SPEC, SPEC], ["host", "fused"], ["'fused'; CPU ranks have auto, host, collective, allgather"]),
         ([ExchangeSpec(4, 16, 3, 2)] * 2, ["host"] * 2, ["3 experts on 2 ranks"]),
