@@ -181,8 +181,11 @@ def _shortest(
     >>> _shortest({"combine": "float32"}, "float16")
     (('combine', 'float32'),)
     """
-    ways = dict(wire) if isinstance(wire, Mapping | tuple) else {"dispatch": wire or dtype}
-    if unknown := sorted(ways.keys() - {"dispatch", "combine"}):
+    try:
+        ways = dict(wire) if isinstance(wire, Mapping | tuple) else {"dispatch": wire or dtype}
+    except (TypeError, ValueError):
+        raise ConfigError(f"wire is {wire!r}; give a dtype, or a mapping with dispatch and combine") from None
+    if unknown := sorted(map(str, ways.keys() - {"dispatch", "combine"})):
         raise ConfigError(f"wire names {', '.join(unknown)}; its directions are dispatch and combine")
     dispatch, combine = (ways.get(way) or dtype for way in ("dispatch", "combine"))
     if dispatch not in (dtype, FP8):

@@ -149,6 +149,8 @@ def test_the_worst_capacity_holds_the_worst(T: int, L: int, K: int, R: int, alig
         ({"wire": "float16"}, "wire is 'float16' with dtype bfloat16; dispatch sends rows as bfloat16 or float8_e4m3"),
         ({"wire": {"combine": "float8_e4m3"}}, "wire of combine is 'float8_e4m3'"),
         ({"wire": {"both": "bfloat16"}}, "wire names both; its directions are dispatch and combine"),
+        ({"wire": {1: "bfloat16", "both": "bfloat16"}}, "wire names 1, both; its directions are dispatch and combine"),
+        ({"wire": ("float8_e4m3", "float16")}, "give a dtype, or a mapping with dispatch and combine"),
         ({"output": "raw"}, "output is 'raw' with rows that cross as bfloat16"),
         ({"output": "values"}, "output is 'values'; it is one of dequantised, raw"),
         ({"depth": -1}, "depth is -1"),
