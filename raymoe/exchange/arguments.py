@@ -176,6 +176,16 @@ class Arguments:
         return found
 
 
+def refuse_overlap(name: str, read: torch.Tensor, written: torch.Tensor) -> None:
+    """Raise where an operation would write over what it reads: kernels do both at once. Costs 0.15 us."""
+    first, other = read.data_ptr(), written.data_ptr()
+    if (other < first + read.nbytes if first < other else first < other + written.nbytes) and read.numel():
+        raise ConfigError(
+            f"{name} and the memory that is written to overlap, and both are in use at the same time; give another "
+            f"out, or {name}.clone()"
+        )
+
+
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """What is kept of a dispatch keeps no graph of autograd alive."""
     return tensor.detach() if tensor.requires_grad else tensor

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from raymoe.device.driver import CaptureError
-from raymoe.exchange.arguments import Arguments, capturing, refuse_tracing
+from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import Backend, InHalves, Sent, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import KERNEL_BACKENDS, Wish, choose, make
@@ -205,6 +205,8 @@ class Exchange:
         self, call: Callable[[Tokens, torch.Tensor | None], Dispatched], tokens: Tokens, out: torch.Tensor | None
     ) -> Dispatched:
         into = self._own_turn() if out is None else self._arguments.given(out)
+        if into is not None:
+            refuse_overlap("x", tokens.x, into)
         with self._poisoning, self._gradients:
             got = call(tokens, into)
         self._turn += out is None
@@ -228,6 +230,7 @@ class Exchange:
             y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
         else:
             y = self._arguments.given_home(out, got.tokens)
+            refuse_overlap("rows", rows, y)
         with self._poisoning, self._gradients:
             call(rows, got, weighted, y)
         self._keep_if_captured(rows, got, y)

@@ -240,6 +240,22 @@ def test_memory_for_rows() -> None:
     close([world])
 
 
+def test_memory_that_is_read_is_not_written_to(exchange: Exchange) -> None:
+    given, out = arguments(), torch.empty(10, H)
+    for first, from_row in ((0, 0), (0, 5), (0, 7), (2, 0), (2, 7)):
+        given["x"] = out[from_row : from_row + 3]
+        with pytest.raises(ConfigError, match="x and the memory that is written to overlap"):
+            exchange.dispatch(**given, out=out[first : first + 8])
+    assert exchange.dispatch(out[8:10], given["topk_idx"][:2], given["topk_weights"][:2], out=out[:8]).tokens == 2
+    assert exchange.dispatch(out[:0], given["topk_idx"][:0], given["topk_weights"][:0], out=out[:8]).tokens == 0
+    own = exchange.dispatch(**arguments())
+    with pytest.raises(ConfigError, match=r"x and .* overlap, .* give another out, or x\.clone\(\)"):
+        exchange.dispatch(own.x[:3], given["topk_idx"], given["topk_weights"])
+    with pytest.raises(ConfigError, match="rows and the memory that is written to overlap"):
+        exchange.combine(own.x, own, out=own.x[5:])
+    assert exchange.combine(own.x, own).eq(2).all()
+
+
 def test_what_another_exchange_gave() -> None:
     [world] = wired(1)
     with Exchange(world, SPEC) as one, Exchange(world, SPEC) as other:
