@@ -222,12 +222,15 @@ class _Visit:
             num_cpus=0,
             scheduling_strategy="DEFAULT",
         )
+        meeting: Any = None
         while True:
             try:
                 meeting = options.remote(me.size)
                 refusal = self._ask(meeting.enter.remote(me.rank, me.size, guest, self._left()))
             except (RayActorError, GetTimeoutError, ValueError) as error:  # ValueError: it ended while we asked for it
                 if self._left() <= 0:
+                    if meeting is not None and problem is None:  # our descriptor may reach it yet, and be taken for us
+                        meeting.leave.remote(me.rank, self.token)
                     said = f"{self.asked}, and Ray had no place to meet in time: {type(error).__name__}"
                     raise problem or WiringError(said) from error
             else:

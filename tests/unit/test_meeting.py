@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError
 
 import raymoe
 from raymoe.gang import join as joining
 from raymoe.gang.join import GRACE_S, SILENCE_S, Guest, Meeting, Refusal
-from raymoe.job.errors import ConfigError
+from raymoe.job.errors import ConfigError, WiringError
+from raymoe.memory.member import Member
+from raymoe.memory.world import World
 
 
 @dataclass
@@ -106,6 +111,7 @@ def test_a_meeting_ends_when_the_longest_patience_is_over(clock: Clock) -> None:
         ({"name": "n" * 300}, "a name of 300 bytes; a world to join is named by 200 at most"),
         ({"name": "a\0b"}, "holds no NUL"),
         ({"name": None}, "name is None"),
+        ({"name": "a\ud800"}, "which has no bytes in UTF-8"),
         ({}, "asked to join 'x' outside Ray; call it"),
     ],
 )
