@@ -162,6 +162,8 @@ def join(
     nbytes = len(name.encode(errors="replace"))
     if nbytes > MOST_NAME_BYTES:
         raise ConfigError(f"a name of {nbytes} bytes; a world to join is named by {MOST_NAME_BYTES} at most")
+    if name.encode(errors="replace").decode() != name:
+        raise ConfigError(f"name is {name!r}, which has no bytes in UTF-8; Ray finds a world to join by such bytes")
     if not ray.is_initialized():
         raise ConfigError(
             f"asked to join {name!r} outside Ray; call it inside a Ray actor or task, or ray.init() first"

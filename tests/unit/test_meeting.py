@@ -119,3 +119,31 @@ def test_arguments_that_cannot_be_are_refused_before_anything_else(wrong: dict[s
     assert not ray.is_initialized()
     with pytest.raises(ConfigError, match=says):
         raymoe.join(**({"name": "x", "rank": 0, "size": 2} | wrong))
+
+
+class SlowMeeting:
+    """A place to meet that comes up after the rank has lost patience: its calls are kept, as Ray keeps them."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def options(self, **_: object) -> SlowMeeting:
+        return self
+
+    def remote(self, _size: int) -> SlowMeeting:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: self.calls.append((name, *given)))
+
+
+def test_a_rank_that_gives_up_before_it_is_in_takes_its_descriptor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, meeting = SlowMeeting(), Meeting(2)
+    monkeypatch.setattr(joining, "_meeting_actor", slow)
+    monkeypatch.setattr(joining._Visit, "_ask", mock.Mock(side_effect=GetTimeoutError))
+    visit = joining._Visit(Member(0, 2, timeout_s=0.05))
+    with World.open(0, 2) as world, pytest.raises(WiringError, match="had no place to meet in time"):
+        visit._enter(world, None)
+    for name, *given in slow.calls:
+        getattr(meeting, name)(*given)
+    assert meeting.guests == {}
