@@ -79,6 +79,9 @@ class Channel:
         self._held_in_capture: bool | None = None
         """Whether the message that is held was received inside a capture; None where none is held."""
         self._kept: list[torch.Tensor] = []
+        self._landed: torch.Tensor | None = None
+        """Where messages land, once one has."""
+        self._is_together = False
         with ExitStack() as undo:
             self._groups = _communicators(world, pairs, undo) if transport == "collective" else []
             own = [group for group in self._groups if world.rank in group.members]
@@ -99,6 +102,11 @@ class Channel:
         """
         peer = self._ready("send")
         flat = self._bytes_of(message)
+        if self._is_together and self._landed is not None and _overlap(flat, self._landed):
+            raise ConfigError(
+                "the message is in the memory where received messages land, which the peer may write to while all "
+                "that is asked for together is done; send a copy: call .clone()"
+            )
         self._channels.send(peer, flat)
         if capturing(self.world.device):
             self._kept.append(flat)  # a replay reads it again
@@ -112,7 +120,7 @@ class Channel:
         peer = self._ready("receive")
         view = self._view(shape, dtype)
         self._refuse_mixed("receive")
-        landed = self._channels.receive(peer)
+        landed = self._landed = self._channels.receive(peer)
         if self.protocol == "put":
             self._held_in_capture = capturing(self.world.device)
         return landed.view(dtype).view(view)
@@ -131,13 +139,18 @@ class Channel:
     def together(self) -> Iterator[None]:
         """Do all that is called inside at its end, in an order that cannot block: both ends may receive first.
 
-        A message that is received inside is there after it, and is released after it. An exception undoes all of it.
+        A message that is received inside is there after it, and is released after it. One that was received before is
+        sent as a copy, since its memory is given to the next. An exception undoes all of it.
         """
         self._open("together")
         held = self._held_in_capture
         try:
             with self._channels.together():
-                yield
+                self._is_together = True
+                try:
+                    yield
+                finally:
+                    self._is_together = False
         except BaseException:
             self._held_in_capture = held
             raise
@@ -347,6 +360,17 @@ def _communicators(world: World, pairs: Sequence[tuple[int, int]], undo: ExitSta
             undo.callback(made[-1].close)
             undo.callback(made[-1].abort)
     return made
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two rows of bytes share one.
+
+    >>> row = torch.zeros(8, dtype=torch.uint8)
+    >>> _overlap(row[:4], row[3:]), _overlap(row[:4], row[4:]), _overlap(row[4:4], row)
+    (True, False, False)
+    """
+    start, end = max(a.data_ptr(), b.data_ptr()), min(a.data_ptr() + a.numel(), b.data_ptr() + b.numel())
+    return start < end
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -265,6 +265,31 @@ def test_an_exception_undoes_what_was_asked_for_together(two: list[World]) -> No
     assert each(two, undone) == [[1] * 8, [0] * 8]
 
 
+def echoed(world: World, protocol: str) -> list[list[int]]:
+    """What goes to and fro when each end sends what it has received."""
+    seen = []
+    with Channel(world, 1 - world.rank, 8, protocol) as channel:
+        with channel.together():
+            channel.send(torch.full((8,), world.rank, dtype=torch.uint8))
+            theirs = channel.receive()
+        says = r"where received messages land.*call \.clone\(\)"
+        with pytest.raises(errors.ConfigError, match=says), channel.together():
+            channel.send(theirs)
+            channel.receive()
+        for _ in range(2):
+            with channel.together():
+                channel.send(theirs.clone())
+                theirs = channel.receive()
+            seen.append(theirs.tolist())
+    return seen
+
+
+@both_protocols
+def test_what_was_received_is_sent_together_as_a_copy(two: list[World], protocol: str) -> None:
+    mine = [[rank] * 8 for rank in range(2)]
+    assert each(two, lambda world: echoed(world, protocol)) == [[mine[0], mine[1]], [mine[1], mine[0]]]
+
+
 def test_a_world_closes_its_channels() -> None:
     worlds = wired(2)
     channels = each(worlds, lambda world: [Channel(world, 1 - world.rank, 8) for _ in range(3)])
