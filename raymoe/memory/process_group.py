@@ -63,6 +63,12 @@ class Ranks:
         if problem is not None:
             raise problem
         for rank, other in enumerate(told):
+            if not isinstance(other, Told):
+                kind = type(other).__name__
+                raise WiringError(
+                    f"a world of process group {self.name} asked for on rank {self.rank} of {self.size}, and rank "
+                    f"{rank} gave a {kind} instead: it is in another collective; all ranks keep one order"
+                )
             if other.problem is not None:
                 raise WiringError(f"rank {rank} of process group {self.name} could not take part: {other.problem}")
         return f"{self.name}-{told[0].nonce}", [other.descriptor for other in told]
@@ -101,7 +107,19 @@ def _process_group(given: object) -> Any:
         )
     if not isinstance(given, dist.ProcessGroup):
         raise ConfigError(f"{asked} asked for; a ProcessGroup, a DeviceMesh or nothing is needed")
-    return given
+    return _known(given, asked)
+
+
+def _known(group: Any, asked: str) -> Any:
+    """The group, after making sure that it can be used: torch itself has no clear word for one that cannot."""
+    try:
+        dist.get_backend_config(group)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{asked} asked for, and torch.distributed does not know the group: it was destroyed, or is none of "
+            "init_process_group and new_group"
+        ) from error
+    return group
 
 
 def _of_mesh(mesh: Any) -> Any:
@@ -118,7 +136,13 @@ def _of_mesh(mesh: Any) -> Any:
             f"a world of a DeviceMesh asked for on rank {dist.get_rank()}, which is not in the mesh; only its members "
             "call World.of"
         )
-    return mesh.get_group(EXPERTS) if names else mesh.get_group()
+    try:
+        group = mesh.get_group(EXPERTS) if names else mesh.get_group()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"a world of a DeviceMesh asked for, which has no process group: {_sentence(error)}"
+        ) from error
+    return _known(group, "a world of a DeviceMesh")
 
 
 def _backends(group: Any) -> dict[str, str]:

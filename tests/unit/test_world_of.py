@@ -219,6 +219,40 @@ def test_arguments_that_are_no_group(groups) -> None:
         assert "device is 'None'" in device
 
 
+def of_groups_that_are_gone(rank: int) -> Any:
+    group = dist.new_group([0, 1])
+    bare = DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",), _init_backend=False)
+    everyone = dist.group.WORLD
+    dist.destroy_process_group(group)
+    said = [told(lambda: World.of(group)), told(lambda: World.of(bare))]
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    said.append(told(lambda: World.of(everyone)))
+    return [*said, told(lambda: World.of(dist.ProcessGroup(dist.HashStore(), 0, 1)))]
+
+
+def test_groups_that_are_gone_are_told_of(groups) -> None:
+    for told_of in groups(2, of_groups_that_are_gone):
+        assert {kind for kind, _ in told_of} == {"ConfigError"}
+        of_group, of_bare, of_everyone, of_own = [said for _, said in told_of]
+        for said in (of_group, of_everyone, of_own):
+            assert said.startswith("a world of a ProcessGroup asked for, and torch.distributed does not know the group")
+        assert of_bare.startswith("a world of a DeviceMesh asked for, which has no process group: ")
+
+
+def beside_another_gather(rank: int) -> Any:
+    if rank == 0:
+        return told(World.of)
+    dist.all_gather_object([None, None], {"step": 1})
+    return None
+
+
+def test_a_rank_in_another_gather_is_named(groups) -> None:
+    (kind, said), _ = groups(2, beside_another_gather)
+    assert kind == "WiringError"
+    assert said.endswith("rank 1 gave a dict instead: it is in another collective; all ranks keep one order")
+
+
 def test_no_process_group_at_all() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ConfigError, match=r"default process group asked for, and .*init_process_group first"):
