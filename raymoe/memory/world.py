@@ -12,6 +12,7 @@ gathered them afterwards.
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import weakref
@@ -60,8 +61,8 @@ class World:
     - `World.open(rank, size)` and `wire` make one of any processes that can swap descriptors.
 
     `device` is where its tensors are: `cpu`, or one GPU of this process, which need not be torch's current device.
-    A process may have several worlds. The board, and with it every round, is in host memory for CPU and GPU ranks
-    alike: all are on one machine.
+    A process may have several worlds. One that is forked from it has none of them. The board, and with it every round,
+    is in host memory for CPU and GPU ranks alike: all are on one machine.
     """
 
     def __init__(self, member: Member, device: cuda_ipc.Device | None, parent: World | None = None) -> None:
@@ -76,7 +77,7 @@ class World:
         self._heap: Heap | None = None
         self._board: Board | None = None
         self._poison: RaymoeError | None = None
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
         self.leftovers = Leftovers()
         self._workspaces: weakref.WeakSet[Heap] = weakref.WeakSet()  # whoever drops one lets go of its memory
         self._on_device: list[DeviceHeap] = []
@@ -138,7 +139,8 @@ class World:
 
     @property
     def closed(self) -> bool:
-        return self._closed
+        """Also in a forked process: what it wrote would be taken for its parent's."""
+        return self._closed or os.getpid() != self._pid
 
     def descriptor(self) -> dict[str, object]:
         """Plain values that tell peers who this is and how to reach its memory; before `wire`."""
@@ -269,7 +271,7 @@ class World:
 
         Device memory is freed where every peer has let go of it, and else left to the end of the process.
         """
-        if self._closed:
+        if self.closed:
             return
         peaceful = together and self._poison is None and self.waiter.reason is None
         for group, _ in self._groups:
@@ -323,6 +325,11 @@ class World:
     def _refuse_if_closed(self, what: str) -> None:
         if self._closed:
             raise WiringError(f"{what} on rank {self.rank}: its world is closed; make a new one")
+        if self.closed:
+            raise WiringError(
+                f"{what} on rank {self.rank}: its world is that of process {self._pid}, which this one was forked "
+                "from; make a new one"
+            )
 
     def _meet_to_close(self, board: Board) -> None:
         # A peer that is gone or has failed needs no memory of ours, and the kernel frees what it had.

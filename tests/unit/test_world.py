@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import os
 import pickle
 import shutil
 import socket
@@ -16,6 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.job.packaged import packaged_folder
 from raymoe.memory import host_shm
@@ -142,6 +146,29 @@ def test_ranks_of_several_hosts_are_told_which() -> None:
 def test_arguments_that_cannot_be(wrong: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         World.open(**({"rank": 0, "size": 2} | wrong))
+
+
+def test_a_forked_process_has_no_part_in_the_world() -> None:
+    [world] = wired(1)
+    exchange = Exchange(world, ExchangeSpec(tokens=2, hidden=16, experts=2, topk=1))
+    given = torch.ones(2, 16, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            with pytest.raises(WiringError, match=f"its world is that of process {os.getppid()}, which this one was"):
+                world.swap("child", "test")
+            with pytest.raises(ConfigError, match="its world is closed"):
+                exchange.dispatch(*given)
+            exchange.close()
+            world.close()
+            os._exit(7)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert world.swap("parent", "test") == ["parent"]
+    exchange.dispatch(*given)
+    exchange.close()
+    close([world])
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "é" * 300, "a/b", "\udcff"])
