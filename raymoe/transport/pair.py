@@ -232,6 +232,10 @@ class Channel:
         """The shape of a received message."""
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"dtype is {dtype!r}; a torch.dtype is needed")
+        if shape is not None and not isinstance(shape, Sequence):
+            raise ConfigError(
+                f"a message of shape {shape!r}; a row of whole numbers is needed, for example ({shape!r},)"
+            )
         wanted = (self.nbytes // dtype.itemsize,) if shape is None else tuple(shape)
         if any(type(extent) is not int or extent < 0 for extent in wanted):
             raise ConfigError(f"a message of shape {list(wanted)}; whole numbers of at least 0 are needed")

@@ -212,6 +212,7 @@ def misused(world: World) -> list[str]:
         lambda: mapped(channel),
         lambda: channel.receive((3,)),
         lambda: channel.receive((-2, -4)),
+        lambda: channel.receive(8),
         lambda: channel.receive((2,), "float32"),
         lambda: channel.receive(dtype=torch.complex128),
     ]
@@ -239,6 +240,7 @@ def test_misuse_is_told_and_the_channel_goes_on(two: list[World]) -> None:
         "without memory of its own",
         r"received as torch.uint8 \[3\], 3 bytes; this channel was made for messages of exactly 8",
         r"shape \[-2, -4\]; whole numbers of at least 0",
+        r"a message of shape 8; a row of whole numbers is needed, for example \(8,\)",
         "dtype is 'float32'; a torch.dtype is needed",
         r"torch.complex128 \[0\], 0 bytes",
     ]
