@@ -56,7 +56,7 @@ class Board:
             message = f"{len(message)} bytes posted in {what}; a message holds at most {MAX_MESSAGE}".encode()
         self._waiter.check()
         self._epoch += 1
-        self._post(what.encode()[:_MAX_NAME], message, refusal)
+        self._post(what.encode(errors="replace")[:_MAX_NAME], message, refusal)
         for peer in range(len(self._mail)):
             self._waiter.for_epoch(what, self._arrived, peer, self._epoch, timeout_s=timeout_s)
         return [self._read(what, peer) for peer in range(len(self._mail))]
@@ -77,9 +77,12 @@ class Board:
         if (epoch, rank) != (self._epoch, peer):
             raise WiringError(f"the mail of rank {peer}, round {self._epoch}, reads as rank {rank}, round {epoch}")
         start += _HEADER.size
-        name = bytes(mail[start : start + name_bytes]).decode()
-        if name != what[: len(name)] or not name_bytes:
-            raise ConfigError(f"rank {self._rank} is in {what} while rank {peer} is in {name}; all must keep one order")
+        name = bytes(mail[start : start + name_bytes])
+        if name != what.encode(errors="replace")[:_MAX_NAME]:
+            there = name.decode(errors="replace")
+            raise ConfigError(
+                f"rank {self._rank} is in {what} while rank {peer} is in {there}; all must keep one order"
+            )
         start += name_bytes
         message = bytes(mail[start : start + message_bytes])
         if refusal:

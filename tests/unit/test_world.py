@@ -228,6 +228,18 @@ def test_rounds_out_of_order_are_told(three: list[World]) -> None:
     assert each(three, lambda world: world.swap(2, "after")) == [[2, 2, 2]] * 3
 
 
+@pytest.mark.parametrize("what", ["", "a" * 300, "a" + "é" * 200, "a\udcff"])
+def test_rounds_of_any_name(three: list[World], what: str) -> None:
+    assert each(three, lambda world: world.swap(world.rank, what)) == [[0, 1, 2]] * 3
+    names = (what, what, f"b{what}")
+    told = errors(each(three, lambda world: world.swap(world.rank, names[world.rank])), ConfigError)
+    assert all("all must keep one order" in said for said in told)
+
+
+def test_a_name_that_begins_another_is_not_it(three: list[World]) -> None:
+    errors(each(three, lambda world: world.swap(None, "step 10" if world.rank == 0 else "step 1")), ConfigError)
+
+
 def test_a_message_too_long_makes_all_raise(three: list[World]) -> None:
     outcomes = each(three, lambda world: world.swap(b"x" * (70_000 if world.rank == 1 else 10), "long"))
     for message in errors(outcomes, ConfigError):
