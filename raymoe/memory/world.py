@@ -164,8 +164,7 @@ class World:
         if self._board is not None or self._closed:
             raise WiringError(f"rank {self.rank} is wired or closed already; a new generation is a new World")
         check_descriptors(descriptors, self.descriptor())
-        segments = [self._own if r == self.rank else host_shm.map_peer(d) for r, d in enumerate(descriptors)]
-        self._heap = Heap(self._layout, self.rank, segments)
+        self._heap = Heap(self._layout, self.rank, self._segments(descriptors))
         self._board = Board(self._heap, self.rank, self.size, self.waiter)
         heap = self._heap
         prove(
@@ -316,6 +315,18 @@ class World:
             heap.close()
             raise
         return heap
+
+    def _segments(self, descriptors: Sequence[dict[str, object]]) -> list[host_shm.Segment]:
+        """The memory of all ranks. Tells of every rank that is gone: one of them may have left because of another."""
+        segments, problems = [], []
+        for rank, descriptor in enumerate(descriptors):
+            try:
+                segments.append(self._own if rank == self.rank else host_shm.map_peer(descriptor))
+            except WiringError as error:
+                problems.append(f"rank {rank}: {error}")
+        if problems:
+            raise WiringError("; ".join(problems))
+        return segments
 
     def _wire_as(self, name: str, descriptors: Sequence[dict[str, object]]) -> None:
         """Wire under the name that all ranks have agreed on, in place of the one that each opened its world by."""

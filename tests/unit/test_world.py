@@ -220,6 +220,18 @@ def test_the_proof_catches_mappings_taken_for_one_another(monkeypatch: pytest.Mo
         world.close(together=False)
 
 
+def test_all_ranks_that_are_gone_before_the_wiring_are_named() -> None:
+    worlds = [World.open(rank, 3, timeout_s=1) for rank in range(3)]
+    descriptors = [world.descriptor() for world in worlds]
+    for world in worlds[1:]:
+        world.close(together=False)
+    with pytest.raises(
+        WiringError, match=r"^rank 1: process \d+ is gone or has .*; rank 2: process \d+ is gone or has"
+    ):
+        worlds[0].wire(descriptors)
+    worlds[0].close(together=False)
+
+
 def test_rounds_out_of_order_are_told(three: list[World]) -> None:
     what = ["counts", "counts", "rows"]
     outcomes = each(three, lambda world: world.swap(1, what[world.rank]))
