@@ -137,6 +137,10 @@ def map_peer(descriptor: dict[str, object]) -> Segment:
         raise WiringError(
             f"{descriptor['path']} may not be opened; all ranks of a host must run as one user"
         ) from error
+    except OSError as error:  # a socket cannot be opened, nor can a folder for writing
+        raise WiringError(
+            f"process {pid} has withdrawn its heap ({descriptor['path']} is something else now: {error.strerror})"
+        ) from error
     try:
         found = os.fstat(fd)
         if found.st_ino != descriptor["inode"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -123,6 +124,25 @@ def test_a_descriptor_number_that_something_else_has_now(segment) -> None:
             host_shm.map_peer(descriptor)
     finally:
         other.close()
+
+
+@pytest.mark.parametrize("taken_by", ["socket", "folder"])
+def test_a_descriptor_number_that_something_unopenable_has_now(segment, taken_by: str) -> None:
+    descriptor = segment.descriptor()
+    segment.unpublish()
+    if taken_by == "socket":
+        with socket.socket() as other:
+            assert descriptor["path"].endswith(f"/{other.fileno()}")
+            with pytest.raises(WiringError, match=r"has withdrawn its heap .*: No such device"):
+                host_shm.map_peer(descriptor)
+        return
+    number = os.open("/", os.O_RDONLY)
+    try:
+        assert descriptor["path"].endswith(f"/{number}")
+        with pytest.raises(WiringError, match=r"has withdrawn its heap .*: Is a directory"):
+            host_shm.map_peer(descriptor)
+    finally:
+        os.close(number)
 
 
 def test_unpublished_memory_stays_with_those_who_have_it(segment) -> None:
