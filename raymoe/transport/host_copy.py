@@ -29,7 +29,7 @@ class HostMover:
         self._taken = [self._heap.words("taken", rank) for rank in range(world.size)]
         self._buffer = [self._heap.tensor("buffer", rank) for rank in range(world.size)]
         mine = [lane for lane in spec.lanes if lane.destination == world.rank]
-        self._landing = {lane.number: torch.empty(spec.nbytes, dtype=torch.uint8) for lane in mine}
+        self._landing = {lane.number: torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu") for lane in mine}
         self._messages_sent: dict[int, int] = {}
         self._messages_received: dict[int, int] = {}
 
