@@ -51,7 +51,10 @@ S = TypeVar("S", bound=Guarded)
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Refuse this operation while any other call is under way in what it shares. Costs 0.4 us."""
+    """Refuse this operation while any other call is under way in what it shares. Costs 0.4 us.
+
+    torch.compile breaks its graph here and calls the operation as it stands (`exchange.py` sees to what is inside).
+    """
     op = method.__name__
 
     @functools.wraps(method)
@@ -65,4 +68,6 @@ def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenat
         finally:
             calls.lock.release()
 
+    guarded._torchdynamo_disable = True  # type: ignore[attr-defined]
+    guarded._torchdynamo_disable_msg = f"{op} of an exchange cannot be traced"  # type: ignore[attr-defined]
     return guarded

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
+from torch._C._dynamo import eval_frame as _frames
 
 from raymoe.device.driver import CaptureError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
@@ -42,6 +43,8 @@ class Exchange:
 
     `sms` is how many multiprocessors its kernels may take, "auto" all of them. Exchanges that may run at the same time,
     in two streams, need numbers that are together no more than there are: their kernels wait for those of other ranks.
+
+    In a model that torch.compile compiles, its calls stand between graphs and run as they are.
 
     A world of one CPU rank, whose experts double their rows:
 
@@ -289,6 +292,12 @@ class Exchange:
         if not self._own:
             raise ConfigError("dispatch without out; this exchange has depth 0, so each dispatch is given memory")
         return self._own[self._turn % len(self._own)]
+
+
+# Nothing that a guarded call does is traced by torch.compile: all of them are frames of this one code object. What
+# `torch.compiler.disable` does, without its import, which takes a second, and its microseconds in every call.
+_untraced = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_frames.set_code_exec_strategy(Exchange.dispatch.__code__, _untraced)
 
 
 class _Poisoning:

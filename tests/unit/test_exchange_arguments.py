@@ -205,6 +205,22 @@ def test_transforms_and_tracing(exchange: Exchange) -> None:
     assert summed(x) == 2 * x.sum()
 
 
+def test_torch_compile_calls_them_as_they_stand(exchange: Exchange) -> None:
+    x, ids, weights = arguments().values()
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        got = exchange.dispatch(x + 1, ids, weights)
+        return exchange.combine(2 * got.x, got) - 1
+
+    compiled = torch.compile(twice, backend="eager")
+    for _ in range(2):
+        assert compiled(x).eq(7).all()
+    torch.compiler.reset()  # which knows by now that there is nothing to be traced in one graph
+    with pytest.raises(Exception, match="dispatch of an exchange cannot be traced"):
+        torch.compile(twice, backend="eager", fullgraph=True)(x)
+    assert twice(x).eq(7).all()
+
+
 def test_combine(exchange: Exchange) -> None:
     got = exchange.dispatch(**arguments())
     rows = torch.ones(8, H)
