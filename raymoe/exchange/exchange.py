@@ -248,6 +248,8 @@ class Exchange:
         """Refuse rows that a later dispatch has overwritten. With layout rank a combine takes rows of the caller's."""
         holder = self._holders.get(rows.data_ptr())
         if holder is not None and holder() is not got:
+            if rows.data_ptr() != got.x.data_ptr():
+                raise ConfigError("rows are where another dispatch than got put its own; combine them with its result")
             raise ConfigError(
                 "rows are in the exchange's own memory, which a later dispatch has been given since; give each "
                 f"dispatch memory by out=, or make the exchange with a depth of more than {self.spec.depth}"

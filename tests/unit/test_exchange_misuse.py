@@ -223,6 +223,9 @@ def test_rows_in_memory_of_their_own_outlive_later_dispatches(world: World) -> N
     with Exchange(world, replace(SPEC, depth=2)) as two, Exchange(world, replace(SPEC, layout="rank")) as slots:
         gots = [two.dispatch(*tokens(value)) for value in (1.0, 5.0)]
         given = two.dispatch(*tokens(7.0), out=torch.empty(8, H))
+        for got, other in (gots, gots[::-1], (given, gots[0])):
+            with pytest.raises(ConfigError, match="rows are where another dispatch than got put its own"):
+                two.combine(other.x, got)
         for got, want in zip((*gots, given), (2, 10, 14), strict=True):
             assert two.combine(got.x, got).eq(want).all()
         # With layout rank a combine takes rows of the caller's own, so a later dispatch takes nothing away.
