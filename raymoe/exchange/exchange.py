@@ -7,11 +7,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch._C._dynamo import eval_frame as _frames
 
 from raymoe.device.driver import CaptureError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
@@ -296,10 +295,22 @@ class Exchange:
         return self._own[self._turn % len(self._own)]
 
 
-# Nothing that a guarded call does is traced by torch.compile: all of them are frames of this one code object. What
-# `torch.compiler.disable` does, without its import, which takes a second, and its microseconds in every call.
-_untraced = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-_frames.set_code_exec_strategy(Exchange.dispatch.__code__, _untraced)
+def _leave_untraced(code: CodeType) -> None:
+    """Keep torch.compile out of frames of this code and of what they call.
+
+    `torch.compiler.disable` does the same, but its import takes a second and each call microseconds. These names are
+    torch's own; where another version has others, a compiled caller wraps the calls in `torch.compiler.disable`.
+    """
+    core: Any = torch._C  # the stubs leave this out
+    try:
+        frames = core._dynamo.eval_frame
+        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(code, strategy)
+    except AttributeError:
+        return
+
+
+_leave_untraced(Exchange.dispatch.__code__)  # the frames of all guarded calls are of this one
 
 
 class _Poisoning:
