@@ -71,14 +71,20 @@ class Segment:
         """What a peer needs to map this memory: plain values only."""
         if self._fd is None:
             raise WiringError("this segment cannot be mapped any more; descriptors are taken before unpublish()")
+        try:
+            return self._described(self._fd)
+        except OSError as error:
+            raise WiringError(f"a heap of {self.nbytes} bytes could not be described: {error.strerror}") from error
+
+    def _described(self, fd: int) -> dict[str, object]:
         return {
             "kind": KIND,
-            "path": f"/proc/{os.getpid()}/fd/{self._fd}",
+            "path": f"/proc/{os.getpid()}/fd/{fd}",
             "pid": os.getpid(),
             "started": start_time(os.getpid()),
             "pid_ns": _pid_namespace(),
             "boot_id": _boot_id(),
-            "inode": os.fstat(self._fd).st_ino,
+            "inode": os.fstat(fd).st_ino,
             "nbytes": self.nbytes,
         }
 
@@ -94,8 +100,11 @@ class Segment:
 
 def own(name: str, nbytes: int) -> Segment:
     """New zeroed memory, 0600, reserved at once."""
-    _refuse_if_too_large(name, nbytes)
-    fd = os.memfd_create(memory_label(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        _refuse_if_too_large(name, nbytes)
+        fd = os.memfd_create(memory_label(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise PlacementError(f"{nbytes} bytes of shared memory for {name} were refused: {error.strerror}") from error
     try:
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, nbytes)
@@ -126,8 +135,8 @@ def map_peer(descriptor: dict[str, object]) -> Segment:
     """Map the memory that a peer's descriptor names, after checking that it is that memory still."""
     check_fields(descriptor, _FIELDS)
     pid, nbytes = int(str(descriptor["pid"])), int(str(descriptor["nbytes"]))
-    _check_same_machine(descriptor)
     try:
+        _check_same_machine(descriptor)
         if start_time(pid) != descriptor["started"]:
             raise WiringError(f"process {pid} is not the one that exported its heap: another has its number now")
         fd = os.open(str(descriptor["path"]), os.O_RDWR | os.O_CLOEXEC)
@@ -137,9 +146,9 @@ def map_peer(descriptor: dict[str, object]) -> Segment:
         raise WiringError(
             f"{descriptor['path']} may not be opened; all ranks of a host must run as one user"
         ) from error
-    except OSError as error:  # a socket cannot be opened, nor can a folder for writing
+    except OSError as error:  # its number is a socket's now, or this process has too many files open
         raise WiringError(
-            f"process {pid} has withdrawn its heap ({descriptor['path']} is something else now: {error.strerror})"
+            f"the heap of process {pid} could not be opened ({descriptor['path']}): {error.strerror}"
         ) from error
     try:
         found = os.fstat(fd)

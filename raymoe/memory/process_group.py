@@ -46,9 +46,10 @@ class Ranks:
         """The device that this rank's world is to be on."""
         return device_of_group(asked, self._bound, self._has_cuda, Sight.now())
 
-    def gather(self, world: World | None, problem: Exception | None) -> tuple[str, list[dict[str, Any]]]:
+    def gather(
+        self, world: World | None, descriptor: dict[str, object] | None, problem: Exception | None
+    ) -> tuple[str, list[dict[str, Any]]]:
         """A name for the world, and the descriptors of all ranks. Where one has a problem, all ranks raise."""
-        descriptor = None if world is None else world.descriptor()
         mine = Told(descriptor, None if problem is None else _sentence(problem), secrets.token_hex(4))
         told: list[Any] = [None] * self.size
         try:

@@ -52,12 +52,14 @@ class Meeting(Protocol):
 def share(meeting: Meeting, source: Source[S], layout: Layout, what: str) -> list[S]:
     """A segment for this layout on every rank, mapped by all, in rank order. Either all ranks get it or all raise."""
     own: S | None = None
+    mine: tuple[dict[str, object], str] | None = None
     problem: RaymoeError | None = None
     try:
         own = source.own(f"raymoe-{meeting.name}-{what}"[:200], layout.nbytes)
+        mine = own.descriptor(), layout.hash
     except RaymoeError as error:
         problem = error
-    theirs = meeting.swap((own.descriptor(), layout.hash) if own else None, f"{what}: memory")
+    theirs = meeting.swap(mine, f"{what}: memory")
     segments: list[S] = []
     try:
         for peer, other in enumerate(theirs):

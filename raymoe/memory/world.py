@@ -113,14 +113,18 @@ class World:
         """
         from raymoe.memory.process_group import Ranks  # loads torch.distributed
 
-        ranks, made, problem = Ranks(group), None, None
+        ranks, made, mine = Ranks(group), None, None
+        problem: Exception | None = None
         try:
             where = ranks.device(str(device))
             made = cls.open(ranks.rank, ranks.size, name=ranks.name, timeout_s=timeout_s, device=where)
+            mine = made.descriptor()
+        except OSError as error:  # too many open files, as a rule
+            problem = WiringError(f"a world on rank {ranks.rank} could not be opened: {error}")
         except Exception as error:  # noqa: BLE001  `gather` raises it, once the other ranks know of it
             problem = error
         try:
-            name, descriptors = ranks.gather(made, problem)
+            name, descriptors = ranks.gather(made, mine, problem)
             assert made is not None, "a rank without a world has a problem"
             made._wire_as(name, descriptors)
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory import gpu_memory
 from raymoe.memory.world import World
+from raymoe.transport.pair import Channel
 from tests.unit.exchange_cases import Case, Result, run_case
 from tests.unit.exchange_judge import judge
 from tests.unit.ranks import RankPool
@@ -251,6 +253,29 @@ def test_a_rank_in_another_gather_is_named(groups) -> None:
     (kind, said), _ = groups(2, beside_another_gather)
     assert kind == "WiringError"
     assert said.endswith("rank 1 gave a dict instead: it is in another collective; all ranks keep one order")
+
+
+def without_files(rank: int) -> Any:
+    """What is said where rank 1 can open no file, in a world and in a channel; and afterwards."""
+    outer = World.of(timeout_s=3)
+    Channel(outer, 1 - rank, 8).close()  # Python reads modules at a first call
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    said = []
+    for call in (World.of, lambda: Channel(outer, 1 - rank, 8)):
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        said.append(told(call))
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with outer, Channel(outer, 1 - rank, 8):
+        return said, outer.swap(rank, "after")
+
+
+def test_a_rank_that_can_open_no_file_is_told_to_all(groups) -> None:
+    for rank, (said, after) in enumerate(groups(2, without_files)):
+        assert {kind for kind, _ in said} <= {"PlacementError", "WiringError"}
+        assert all("Too many open files" in sentence for _, sentence in said), said
+        assert rank == 1 or said[0][1].startswith("rank 1 of process group ")
+        assert after == [0, 1]
 
 
 def test_no_process_group_at_all() -> None:
