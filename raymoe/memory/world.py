@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from raymoe.device.gpu import Gpu
 
 _CLOSING_S = 2.0
+_WORLDS: weakref.WeakSet[World] = weakref.WeakSet()  # of this process
 
 
 class Shared(Protocol):
@@ -77,7 +78,8 @@ class World:
         self._heap: Heap | None = None
         self._board: Board | None = None
         self._poison: RaymoeError | None = None
-        self._closed, self._pid = False, os.getpid()
+        self._closed, self._forked, self._pid = False, False, os.getpid()
+        _WORLDS.add(self)
         self.leftovers = Leftovers()
         self._workspaces: weakref.WeakSet[Heap] = weakref.WeakSet()  # whoever drops one lets go of its memory
         self._on_device: list[DeviceHeap] = []
@@ -144,7 +146,7 @@ class World:
     @property
     def closed(self) -> bool:
         """Also in a forked process: what it wrote would be taken for its parent's."""
-        return self._closed or os.getpid() != self._pid
+        return self._closed or self._forked
 
     def descriptor(self) -> dict[str, object]:
         """Plain values that tell peers who this is and how to reach its memory; before `wire`."""
@@ -387,3 +389,11 @@ def _join(ranks: tuple[int, ...], made: World | None, theirs: Sequence[object]) 
     if made is not None:
         found = [other[1] for other in theirs if isinstance(other, tuple)]
         made.wire([found[rank] for rank in ranks])
+
+
+def _disown() -> None:
+    for world in _WORLDS:
+        world._forked = True
+
+
+os.register_at_fork(after_in_child=_disown)  # asking for the process at every call would cost more
