@@ -27,6 +27,8 @@ class Backend(Protocol):
     """Operations are collective, in one order on all ranks. On a GPU they are enqueued on the current stream, and
     nothing waits for the device unless the backend says so.
 
+    No operation records gradients, also where tensors require them.
+
     They raise `ConfigError` where the caller is at fault and no peer was told of the operation, `DataRefused` where all
     ranks refuse a step and the next one works. After any other error the exchange calls nothing but `close`.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import CodeType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +15,7 @@ from raymoe.device.driver import CaptureError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
 from raymoe.exchange.backend import Backend, InHalves, Sent, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
-from raymoe.exchange.choice import KERNEL_BACKENDS, Wish, choose, make
+from raymoe.exchange.choice import Wish, choose, make
 from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.job.errors import ConfigError, DataRefused, PlacementError, RaymoeError
@@ -80,10 +79,6 @@ class Exchange:
         self._arguments = Arguments(spec, world.size, world.device)
         self._own = _own_rows(world, spec)
         self._backend = make(self.backend, world, spec, wish)
-        # Kernels take addresses, which have no gradients; tensor operations of the other backends would record theirs.
-        self._gradients: AbstractContextManager[object] = nullcontext()
-        if self.backend not in KERNEL_BACKENDS:
-            self._gradients = torch.no_grad()
         # Whose rows each block of the exchange's own memory holds: that of the last dispatch that was given it.
         self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
@@ -209,7 +204,7 @@ class Exchange:
         into = self._own_turn() if out is None else self._arguments.given(out)
         if into is not None:
             refuse_overlap("x", tokens.x, into)
-        with self._poisoning, self._gradients:
+        with self._poisoning:
             got = call(tokens, into)
         self._turn += out is None
         self._hold(got)
@@ -233,7 +228,7 @@ class Exchange:
         else:
             y = self._arguments.given_home(out, got.tokens)
             refuse_overlap("rows", rows, y)
-        with self._poisoning, self._gradients:
+        with self._poisoning:
             call(rows, got, weighted, y)
         self._keep_if_captured(rows, got, y)
         return Sent(rows, got, weighted, y)

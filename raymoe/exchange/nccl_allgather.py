@@ -46,6 +46,7 @@ class NcclAllgather:
             {rank: block[rank].view(-1)[:crossing] for rank in peers} for block in (blocks.leaving, blocks.returned)
         )
 
+    @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             return self._dispatch(stream, tokens, out)
@@ -66,6 +67,7 @@ class NcclAllgather:
             kernels.place(stream, got, kept)
         return got
 
+    @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         home = got._home
         assert isinstance(home, Kept)

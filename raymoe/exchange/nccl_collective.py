@@ -63,10 +63,12 @@ class NcclCollective:
         self._words = [self._heap.words("combines", peer) for peer in range(size)]
         self._unlike: list[Refusal] = []
 
+    @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         with self._launcher.ordered("dispatch") as stream:
             return self._dispatch(stream, tokens, out)
 
+    @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         home = got._home
         assert isinstance(home, _WayHome)

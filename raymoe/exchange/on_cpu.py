@@ -43,6 +43,7 @@ class OnCpu:
         self._known: DataRefused | None = None
         self._dispatches = 0
 
+    @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         n = len(tokens.x) if tokens.num_tokens is None else int(tokens.num_tokens.item())
         ids, weights = tokens.ids.numpy()[:n], tokens.weights.numpy()[:n]
@@ -68,6 +69,7 @@ class OnCpu:
             _owner=self,
         )
 
+    @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         home = got._home
         assert isinstance(home, _WayHome)
