@@ -69,6 +69,7 @@ class Meeting:
         self.size = size
         self.guests: dict[int, Guest] = {}
         self.came: set[int] = set()  # also those that have left again: they are not the ones to wait for
+        self.told_of_all = False  # to one of those who are here now
         self.ends_at = time.monotonic() + ANSWER_S + GRACE_S
 
     def enter(self, rank: int, size: int, guest: Guest, patience_s: float) -> Refusal | None:
@@ -79,24 +80,27 @@ class Meeting:
         if size != self.size:
             return Refusal(f"rank {rank} says size {size}, the first to come said {self.size}", for_good=True)
         other = self.guests.get(rank)
-        if other is not None and other.token != guest.token and (self.is_complete or other.is_here(now)):
+        complete = self.is_complete(now)
+        if other is not None and other.token != guest.token and (complete or other.is_here(now)):
             pid = "" if other.descriptor is None else f" by pid {other.descriptor['pid']}"
-            return Refusal(f"rank {rank} is taken{pid}", for_good=not self.is_complete)
+            return Refusal(f"rank {rank} is taken{pid}", for_good=not complete)
         guest.seen_at = now
-        self.guests[rank] = guest
+        self.guests[rank], self.told_of_all = guest, False
         self.came.add(rank)
         self.ends_at = max(self.ends_at, now + patience_s + GRACE_S)
         return None
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every rank has left a descriptor: then a world is being wired, and its name is not free yet."""
-        return len(self.guests) == self.size and not any(guest.problem for guest in self.guests.values())
+    def is_complete(self, now: float) -> bool:
+        """Whether a world is being wired: then its name is not free yet. All ranks are here, or were when one of them
+        was told so. That all have come is not enough: one may have died before the last one came."""
+        here = sum(guest.is_here(now) for guest in self.guests.values())
+        return self.told_of_all or here == self.size
 
     def leave(self, rank: int, token: str) -> None:
         """Take a descriptor back."""
         if rank in self.guests and self.guests[rank].token == token:
             del self.guests[rank]
+            self.told_of_all = False
         if not self.guests:
             self.ends_at = time.monotonic() + GRACE_S
 
@@ -107,6 +111,7 @@ class Meeting:
             self.guests[rank].seen_at = now
         here = {peer: guest.descriptor for peer, guest in self.guests.items() if guest.is_here(now)}
         descriptors = {peer: descriptor for peer, descriptor in here.items() if descriptor is not None}
+        self.told_of_all = self.told_of_all or len(descriptors) == self.size
         problems = {peer: guest.problem for peer, guest in self.guests.items() if guest.problem is not None}
         for peer in problems:
             self.guests[peer].told.add(rank)

@@ -71,6 +71,32 @@ def test_the_place_of_a_rank_that_looks_no_more_is_free(clock: Clock) -> None:
     assert meeting.look(0, "new").descriptors == {0: {"pid": "new"}}
 
 
+def test_a_rank_that_died_before_the_last_one_came_gives_its_place_up(clock: Clock) -> None:
+    meeting = Meeting(3)
+    meeting.enter(0, 3, guest("dead"), 60)
+    clock.now += SILENCE_S + 1
+    meeting.enter(1, 3, guest("b"), 60)
+    meeting.enter(2, 3, guest("c"), 60)
+    assert meeting.look(1, "b").descriptors == {1: {"pid": "b"}, 2: {"pid": "c"}}
+    assert meeting.enter(0, 3, guest("a"), 60) is None
+    assert len(meeting.look(1, "b").descriptors) == 3
+
+
+def test_a_rank_keeps_its_place_while_a_world_is_wired(clock: Clock) -> None:
+    """Those who have been told of all look no more."""
+    meeting = Meeting(2)
+    meeting.enter(0, 2, guest("a"), 60)
+    meeting.enter(1, 2, guest("b"), 60)
+    next_world = meeting.enter(0, 2, guest("c"), 60)
+    assert next_world is not None and not next_world.for_good, "all are here, though none has looked"
+    meeting.look(0, "a")
+    clock.now += SILENCE_S + 1
+    later = meeting.enter(0, 2, guest("c"), 60)
+    assert later is not None and not later.for_good
+    meeting.leave(1, "b")  # the wiring has failed
+    assert meeting.enter(0, 2, guest("c"), 60) is None
+
+
 def test_a_problem_is_told_to_all_and_then_forgotten(clock: Clock) -> None:
     meeting = Meeting(3)
     meeting.enter(1, 3, guest("b", "no GPU"), 60)
