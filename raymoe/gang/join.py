@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from raymoe.memory.member import Member
     from raymoe.memory.world import World
 
-LOOK_S = 0.02  # between two looks at who has come
-ANSWER_S = 10.0  # the longest wait for one answer, so that a meeting that has gone is noticed
-GRACE_S = 3.0  # that a meeting stays for after its last rank has left, or should have lost patience
-SILENCE_S = 10.0  # after which a rank that looked at nobody is taken for dead, and its place is free
+LOOK_S = 0.02  # Between two looks at who has come.
+ANSWER_S = 10.0  # The longest wait for one answer. A meeting that has ended gives none.
+GRACE_S = 3.0  # How long a meeting outlives its last rank.
+SILENCE_S = 10.0  # A rank that has not looked for so long is taken for dead, and its place is free.
 MOST_NAME_BYTES = 200
 
 
