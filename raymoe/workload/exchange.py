@@ -78,15 +78,17 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         | shape_keys(case, str(keys["backend"]))
         | keys
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
-        | host_times(measured, place, len(do_step.ops))
+        | host_times(measured, place)
         for place, (op, l2) in enumerate(do_step.ops)
     ]
 
 
-def host_times(measured: Measured, place: int, ops: int) -> Line:
-    """How long the calls of an operation took on the host, where that was measured beside the GPU's time."""
-    behind = ops + place
-    return {"host_us_p50": median(measured.us[behind])} if behind < len(measured.us) else {}
+def host_times(measured: Measured, place: int) -> Line:
+    """How long the calls of an operation took on the host, where that was measured beside the GPU's time: the median of
+    the rank whose calls take longest."""
+    if place >= len(measured.host_us):
+        return {}
+    return {"host_us_p50": max(median(samples) for samples in measured.host_us[place])}
 
 
 @contextmanager

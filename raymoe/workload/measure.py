@@ -32,6 +32,10 @@ class Step:
     """Of the calls on the host, where that is another time and is known."""
 
 
+Times = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of one step on one rank: `us` and `host_us`."""
+
+
 class DoStep(Protocol):
     def __call__(self, index: int, *, verify: bool) -> Step: ...
 
@@ -66,7 +70,8 @@ class Measured:
     verified."""
 
     us: list[list[float]] = field(default_factory=list)
-    """Where steps tell host times too, those of all operations follow."""
+    host_us: list[list[list[float]]] = field(default_factory=list)
+    """Of the calls on the host, by operation and rank: a rank's call waits for no other rank, so each has its own."""
     max_error: float | None = None
 
     @property
@@ -96,34 +101,40 @@ def _measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, f
     while done < steps.total:
         block = min(block, steps.total - done)
         started = perf_counter()
-        mine: list[tuple[float, ...]] = []
+        mine: list[Times] = []
         for index in range(done, done + block):
             step = do_step(index, verify=steps.verified(index))
-            mine.append((*step.us, *step.host_us))
+            mine.append((step.us, step.host_us))
             if steps.verified(index):
                 _judge(world, step.error, index - steps.warmup, steps.bound, measured, what)
         seconds = perf_counter() - started
-        slowest, longest = _slowest(world, mine, seconds, what)
-        for index, us in enumerate(slowest, start=done):
-            if index >= steps.warmup:
-                measured.us = measured.us or [[] for _ in us]
-                for samples, sample in zip(measured.us, us, strict=True):
-                    samples.append(sample)
+        by_step, longest = _times_of_all(world, mine, seconds, what)
+        for all_ranks in by_step[max(0, steps.warmup - done) :]:
+            _add(measured, all_ranks)
         done += block
         tell(done, seconds)
         block = max(1, min(LONGEST_BLOCK, int(block * BLOCK_SECONDS / longest)))
     return measured
 
 
-def _slowest(
-    world: World, mine: list[tuple[float, ...]], seconds: float, what: str
-) -> tuple[list[tuple[float, ...]], float]:
-    """The slowest rank's times of each step of a block, and the longest that a rank took for the block."""
+def _times_of_all(world: World, mine: list[Times], seconds: float, what: str) -> tuple[list[tuple[Times, ...]], float]:
+    """All ranks' times of each step of a block, and the longest that a rank took for the block."""
     answers = world.swap((seconds, mine), f"{what}: samples")
-    all_ranks: list[list[tuple[float, ...]]] = [answer[1] for answer in answers]  # type: ignore[index]
-    by_step = zip(*all_ranks, strict=True)
-    slowest = [tuple(max(op) for op in zip(*ranks, strict=True)) for ranks in by_step]
-    return slowest, max(answer[0] for answer in answers)  # type: ignore[index]
+    all_ranks: list[list[Times]] = [answer[1] for answer in answers]  # type: ignore[index]
+    return list(zip(*all_ranks, strict=True)), max(answer[0] for answer in answers)  # type: ignore[index]
+
+
+def _add(measured: Measured, all_ranks: tuple[Times, ...]) -> None:
+    """Take one step's times into the samples."""
+    us = [max(op) for op in zip(*(us for us, _ in all_ranks), strict=True)]
+    host_us = list(zip(*(host_us for _, host_us in all_ranks), strict=True))
+    measured.us = measured.us or [[] for _ in us]
+    measured.host_us = measured.host_us or [[[] for _ in op] for op in host_us]
+    for samples, sample in zip(measured.us, us, strict=True):
+        samples.append(sample)
+    for ranks, op in zip(measured.host_us, host_us, strict=True):
+        for samples, sample in zip(ranks, op, strict=True):
+            samples.append(sample)
 
 
 def _judge(world: World, error: float | None, step: int, bound: float, measured: Measured, what: str) -> None:

@@ -14,8 +14,9 @@ a part of what is measured, so a sample of `calls` runs is the time of a CUDA gr
           difference leaves is the slowest rank's time from barrier to barrier, launch included. The flush does not
           always take the same time: the median of the last few is taken off.
 
-Where the host takes part in the operation there is no graph, the clock runs while the host works, and `calls` is 1.
-Then the host's time for the call is taken too (`host_us`): how long the caller is kept, whatever the GPU does.
+Where the host takes part in the operation there is no graph and the clock runs while the host works: warm `calls` runs
+in a row, cold one alone, behind a wait for the device. Then the host's time for a call is taken too (`host_us`): how
+long the caller is kept, whatever the GPU does.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class OpClock:
     """
 
     def __init__(self, world: World, stream: Any, settle: Work, *, captured: bool, calls: int = 1) -> None:
-        self.captured, self.calls = captured, calls if captured else 1
+        self.captured, self.calls = captured, calls
         self._world, self._stream, self._settle = world, stream, settle
         self._barrier = StreamBarrier(world)
         self._gate = Gate(world.gpu)
@@ -81,7 +82,7 @@ class OpClock:
         self._flushes: Work | None = None
         self._flush_us: deque[float] = deque(maxlen=FLUSHES_KEPT)
         self.host_us: tuple[float, ...] = ()
-        """Of the last `us` without graphs: the microseconds that the calls took on the host, cold and warm."""
+        """Of the last `us` without graphs: the microseconds that a call took on the host, cold and warm."""
         self._work_us = 0.0
 
     def timed(self, op: Work) -> TimedOp:
@@ -103,11 +104,10 @@ class OpClock:
 
     def us(self, op: TimedOp) -> tuple[float, float]:
         """Microseconds of one run, cold and warm, measured in this order: what is left is the last warm run's."""
+        if not self.captured:
+            return self._eager_us(op.warm)
         if self.calls == 1:
-            cold, host_cold = self._us(op.cold, before=self._flush), self._work_us
-            warm = self._us(op.warm, before=op.warm)
-            self.host_us = () if self.captured else (host_cold, self._work_us)
-            return cold, warm
+            return self._us(op.cold, before=self._flush), self._us(op.warm, before=op.warm)
         assert self._flushes is not None
         self._flush_us.append(self._us(self._flushes))
         cold = self._us(op.cold) - median(self._flush_us)
@@ -146,12 +146,18 @@ class OpClock:
             self._barrier.check()
         return float(self._begin.elapsed_time(self._end)) * 1e3
 
-    def _graph_of(self, op: Work) -> Work:
-        def runs() -> None:
-            for _ in range(self.calls):
-                op()
+    def _eager_us(self, op: Work) -> tuple[float, float]:
+        cold, host_cold = self._us(op, before=self._flush), self._work_us
+        warm = self._us(lambda: self._repeat(op), before=op)
+        self.host_us = host_cold, self._work_us / self.calls
+        return cold, warm / self.calls
 
-        graph = Graph.capture(self._world.gpu, self._stream.cuda_stream, runs, op)
+    def _repeat(self, op: Work) -> None:
+        for _ in range(self.calls):
+            op()
+
+    def _graph_of(self, op: Work) -> Work:
+        graph = Graph.capture(self._world.gpu, self._stream.cuda_stream, lambda: self._repeat(op), op)
         self._graphs.append(graph)
         return lambda: graph.replay(self._stream.cuda_stream)
 

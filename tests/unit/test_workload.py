@@ -298,6 +298,22 @@ def test_a_sample_is_the_slowest_ranks_and_warmup_is_left_out(pool: RankPool) ->
     assert pool.run(3, slow_third_step) == [[[100.0, 13.0], [2.0, 2.0], [2000, 2000]]] * 3
 
 
+def host_times_that_differ(world: World) -> object:
+    from raymoe.workload.exchange import host_times
+
+    def do_step(index: int, *, verify: bool) -> Step:
+        slow = index % 2 == world.rank % 2  # each rank in turn is the one that is late
+        return Step((1.0,), host_us=(50.0 if slow and index % 3 == 0 else 20.0 + world.rank,))
+
+    measured = measure(world, Steps(1, 30, False, 1.0), do_step, lambda *_: None, "test")
+    return [len(samples) for samples in measured.host_us[0]], host_times(measured, 0), host_times(measured, 1)
+
+
+def test_host_times_are_each_ranks_own(pool: RankPool) -> None:
+    """A rank's call waits for no other: the slowest rank of each step would tell of noise on any of them."""
+    assert pool.run(2, host_times_that_differ) == [([30, 30], {"host_us_p50": 21.0}, {})] * 2
+
+
 def test_after_a_peer_did_not_come_nothing_waits_for_it_again() -> None:
     def step(index: int, *, verify: bool) -> Step:
         raise PeerTimeout("copy", 1, 3, 1, 0, waited_s=2.0, rank=0)
