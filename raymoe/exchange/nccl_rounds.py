@@ -12,7 +12,7 @@ import torch
 
 from raymoe.exchange.rounds import Lagging
 from raymoe.job.errors import PeerTimeout, RaymoeError
-from raymoe.memory.world import World
+from raymoe.memory.world import CLOSING_S, World
 from raymoe.transport.nccl_group import NcclGroup, OtherThread
 
 _SPIN_S = 2e-3  # a round is mostly over by then; who waits longer sleeps between looks
@@ -59,12 +59,12 @@ class NcclRounds:
         self._until(op, OtherThread(self._world.gpu.synchronise).over, self._group_lags)
 
     def close(self, together: bool) -> None:
-        """With the world; `together` if all ranks close now."""
+        """With the world; `together` if all ranks close now. A rank that has left already delays it by 2 s."""
         self._forget()
         if not together:
             self._group.abort()
         try:
-            self._group.close()
+            self._group.close(min(self._world.timeout_s, CLOSING_S))
         except RaymoeError:
             self._group.abort()
             raise

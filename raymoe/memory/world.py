@@ -40,7 +40,7 @@ from raymoe.memory.wait import Waiter
 if TYPE_CHECKING:
     from raymoe.device.gpu import Gpu
 
-_CLOSING_S = 2.0
+CLOSING_S = 2.0
 _WORLDS: weakref.WeakSet[World] = weakref.WeakSet()  # of this process
 
 
@@ -185,8 +185,9 @@ class World:
         """Everybody's value, in rank order. `what` names the round in errors and must be the same on all ranks."""
         return [pickle.loads(message) for message in self._meet(what, pickle.dumps(value))]
 
-    def barrier(self, what: str) -> None:
-        self._meet(what)
+    def barrier(self, what: str, timeout_s: float | None = None) -> None:
+        """Wait for every rank, as long as the world's waits may take unless said."""
+        self._meet(what, timeout_s=timeout_s)
 
     def agree(self, problem: RaymoeError | None, what: str) -> None:
         """Raise on all ranks if any has a problem: the own one where there is one, else the first rank's."""
@@ -351,7 +352,7 @@ class World:
     def _meet_to_close(self, board: Board) -> None:
         # A peer that is gone or has failed needs no memory of ours, and the kernel frees what it had.
         with suppress(RaymoeError):
-            board.meet("close", timeout_s=min(self.timeout_s, _CLOSING_S))
+            board.meet("close", timeout_s=min(self.timeout_s, CLOSING_S))
 
     def _free(self) -> None:
         # Memory that a peer may still map needs its context, and a group's context is its world's.
@@ -366,14 +367,14 @@ class World:
         left = [heap for heap in self._on_device if not heap.free_if_let_go()]
         return any([bool(left), *(group._is_mapped() for group, _ in self._groups)])
 
-    def _meet(self, what: str, message: bytes = b"") -> list[bytes]:
+    def _meet(self, what: str, message: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
         self._refuse_if_closed(what)
         if self._board is None:
             raise WiringError(f"{what} on rank {self.rank}: its world is not wired yet")
         if self._poison is not None:
             raise self._poison
         try:
-            return self._board.meet(what, message)
+            return self._board.meet(what, message, timeout_s)
         except (PeerTimeout, Aborted) as error:
             # This rank has left a round that others may still be in: its next post would overwrite what they read.
             self._poison = error

@@ -93,10 +93,11 @@ class NcclGroup:
         if communicator is not None:
             communicator.abort()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for its members, as long as the world's waits may take unless said."""
         torch.cuda.synchronize(self.world.device)
         if not self._aborted:
-            self.world.barrier("nccl: idle")
+            self.world.barrier("nccl: idle", timeout_s)
             communicator, self._communicator = self._communicator, None
             if communicator is not None:
                 communicator.close()
