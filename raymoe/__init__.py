@@ -9,8 +9,8 @@ import importlib
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Channel": "raymoe.transport.pair",
-    "Dispatched": "raymoe.exchange.dispatched",
+    "Channel": "raymoe.transport.channel",
+    "Dispatched": "raymoe.exchange.backend",
     "Exchange": "raymoe.exchange.exchange",
     "ExchangeSpec": "raymoe.exchange.spec",
     "Workspace": "raymoe.exchange.workspace",

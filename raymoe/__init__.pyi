@@ -1,13 +1,13 @@
 """The public names, for type checkers and editors."""
 
 from raymoe import errors as errors
-from raymoe.exchange.dispatched import Dispatched as Dispatched
+from raymoe.exchange.backend import Dispatched as Dispatched
 from raymoe.exchange.exchange import Exchange as Exchange
 from raymoe.exchange.spec import ExchangeSpec as ExchangeSpec
 from raymoe.exchange.workspace import Workspace as Workspace
 from raymoe.gang.join import join as join
 from raymoe.memory.world import World as World
-from raymoe.transport.pair import Channel as Channel
+from raymoe.transport.channel import Channel as Channel
 
 __version__: str
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from raymoe.job.errors import CannotWrite, RaymoeError, Stopped
+from raymoe.errors import CannotWrite, RaymoeError, Stopped
 
 if TYPE_CHECKING:
-    from raymoe.job import Job
+    from raymoe.config import Job
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A file, or the name of a packaged config.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key; may be repeated.")]
@@ -56,7 +56,7 @@ def report(
     """Print how runs ended, and one table of their results."""
     import shutil
 
-    from raymoe.report.overview import overview
+    from raymoe.report.tables import overview
 
     width = shutil.get_terminal_size((100, 24)).columns
     say(overview(runs, terminal=sys.stdout.isatty(), width=width))
@@ -94,7 +94,7 @@ def validate(config: Config, sets: Sets = None) -> None:
 @app.command()
 def show(config: Config, sets: Sets = None) -> None:
     """Print a config resolved: parents, settings and defaults filled in."""
-    from raymoe.job import to_yaml
+    from raymoe.config import to_yaml
 
     say(to_yaml(_load(config, sets).resolved()))
 
@@ -104,7 +104,7 @@ def schema() -> None:
     """Print the JSON Schema of configs, for editors."""
     import json
 
-    from raymoe.job import job_schema
+    from raymoe.config import job_schema
 
     say(json.dumps(job_schema(), indent=2) + "\n")
 
@@ -172,7 +172,7 @@ def _tune() -> int:
     from tempfile import TemporaryDirectory
 
     from raymoe.doctor import tune
-    from raymoe.report.record import Record
+    from raymoe.report.results import Record
     from raymoe.run import Request, run
 
     gpus = tune.gpus_to_tune()
@@ -192,7 +192,7 @@ def _tune() -> int:
 
 def _draw(runs: Sequence[Path]) -> None:
     from raymoe.report.plots import write_plots
-    from raymoe.report.record import Record
+    from raymoe.report.results import Record
 
     for run in runs:
         drawn = write_plots(run, Record.read(run).lines)
@@ -201,7 +201,7 @@ def _draw(runs: Sequence[Path]) -> None:
 
 
 def _load(config: str, sets: list[str] | None) -> Job:
-    from raymoe.job import load_job
+    from raymoe.config import load_job
 
     return load_job(config, sets or ())
 

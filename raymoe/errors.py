@@ -9,38 +9,198 @@ pickling with their attributes, so a Ray actor or a worker process can raise the
 'rank 0 waited 30.0 s for rank 1 in dispatch (epoch 7): expected 7, seen 6'
 """
 
-from raymoe.device.driver import CaptureError, CudaError, CudaMissing
-from raymoe.job.errors import (
-    Aborted,
-    CannotWrite,
-    ClusterError,
-    ConfigError,
-    DataRefused,
-    NotAnswering,
-    PeerTimeout,
-    PlacementError,
-    RankDied,
-    RaymoeError,
-    Stopped,
-    WiringError,
-    WrongResult,
-)
+# ruff: noqa: N818  (the names say what happened: a rank died, a peer timed out)
+from __future__ import annotations
 
-__all__ = [
-    "Aborted",
-    "CannotWrite",
-    "CaptureError",
-    "ClusterError",
-    "ConfigError",
-    "CudaError",
-    "CudaMissing",
-    "DataRefused",
-    "NotAnswering",
-    "PeerTimeout",
-    "PlacementError",
-    "RankDied",
-    "RaymoeError",
-    "Stopped",
-    "WiringError",
-    "WrongResult",
-]
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+# One thing wrong with a job, told so that it can be found and mended.
+
+_SHOWN = 80  # characters of a value that a report repeats
+
+
+def shown(text: str) -> str:
+    r"""Text from a user's file made fit for one line of a report.
+
+    >>> shown("a\nb"), shown("x" * 200) == "x" * 80 + "…"
+    ('a\\nb', True)
+    """
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: _SHOWN + 1])
+    return plain if len(plain) <= _SHOWN else plain[:_SHOWN] + "…"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`where` is a file as the user named it, or `--set a.b=c`; `line` is None where a line means nothing.
+
+    >>> print(Problem("x.yaml", 4, "shape.hiden", "1024", "unknown key", "did you mean 'hidden'?"))
+    x.yaml: line 4, shape.hiden = 1024: unknown key, did you mean 'hidden'?
+    >>> print(Problem("--set shape.topk=0", None, "shape.topk", "0", "0 is below 1"))
+    --set shape.topk=0: 0 is below 1
+    """
+
+    where: str
+    line: int | None
+    key: str
+    value: str | None
+    reason: str
+    hint: str | None = None
+
+    @property
+    def told(self) -> str:
+        """Line, key and value, what is wrong and what to do: everything but the place's name."""
+        # A setting is its own key and value.
+        key = "" if self.where.startswith(f"--set {self.key}=") else self.key
+        asked = f"{key} = {self.value}" if key and self.value is not None else key
+        place = ", ".join(part for part in (f"line {self.line}" if self.line else "", asked) if part)
+        told = f"{self.reason}, {self.hint}" if self.hint else self.reason
+        return f"{place}: {told}" if place else told
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.told}" if self.where else self.told
+
+
+# Every way in which raymoe fails on purpose, each with the exit code that the command ends with.
+#
+# The message of an error is one sentence: what was asked, what was found, what to do. All of them survive pickling with
+# every attribute, because most are raised in one process and reported by another.
+
+
+class RaymoeError(Exception):
+    """A failure with a known cause. On its own it stands for a rank's own exception."""
+
+    exit_code: int = 1
+
+    def __reduce__(self) -> tuple[Callable[..., RaymoeError], tuple[object, ...]]:
+        # An exception pickles by calling its class with `args`, which fails wherever __init__ takes something else.
+        return _restore, (type(self), self.args, dict(self.__dict__))
+
+
+def _restore(kind: type[RaymoeError], args: tuple[object, ...], state: dict[str, object]) -> RaymoeError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(RaymoeError, ValueError):
+    """A job, a command line or an argument that cannot be right. `problems` holds each one of a file."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class ClusterError(RaymoeError):
+    """No Ray cluster: none answers at the address given, or a local one does not start."""
+
+    exit_code = 3
+
+
+class PlacementError(RaymoeError):
+    """The cluster cannot hold the gang, or could not in time."""
+
+    exit_code = 3
+
+
+class WiringError(RaymoeError):
+    """Ranks that cannot become peers: their descriptors disagree, or a peer's memory cannot be reached."""
+
+
+class RankDied(RaymoeError):
+    """The process of a rank is gone."""
+
+    exit_code = 4
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass(eq=False)
+class PeerTimeout(RaymoeError):
+    """A wait for a peer ran out of time. `rank` is the one that waited, `expected` and `seen` are epochs."""
+
+    exit_code = 5
+
+    op: str
+    epoch: int
+    peer: int
+    expected: int
+    seen: int
+    waited_s: float
+    rank: int = -1
+
+    def __post_init__(self) -> None:
+        who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
+        super().__init__(
+            f"{who} waited {self.waited_s:.1f} s for rank {self.peer} in {self.op} (epoch {self.epoch}): "
+            f"expected {self.expected}, seen {self.seen}"
+        )
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NotAnswering(RaymoeError):
+    """A rank whose process is there but reports nothing."""
+
+    exit_code = 5
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class WrongResult(RaymoeError):
+    """What came out is further from the oracle than the dtype allows."""
+
+    exit_code = 6
+
+
+class DataRefused(RaymoeError):
+    """Input that an exchange does not carry: an id out of range, more rows than the capacity. The next step works."""
+
+    exit_code = 7
+
+
+class CannotWrite(RaymoeError):
+    """A result that could not be written; the message names the path and the system's reason."""
+
+    exit_code = 8
+
+
+class Aborted(RaymoeError):
+    """A rank was told to stop: some other is the cause. `peer` is the one it waited for at that moment, if it did."""
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class Stopped(RaymoeError):
+    """The user or the system asked the command to stop."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}; finished cases are kept")
+        self.signum = signum
+        self.exit_code = 128 + signum
+
+
+class CudaError(RaymoeError):
+    """A driver call that failed; `code` is the driver's number, 0 where it never came to a call."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class CudaMissing(CudaError):
+    """No binding, no driver or no GPU."""
+
+
+class CaptureError(CudaError):
+    """What was asked cannot be done while a stream is being captured, or it broke the capture."""

@@ -12,18 +12,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from raymoe.config import Job, load_job
+from raymoe.errors import CannotWrite, ConfigError
 from raymoe.gang.address import choose
-from raymoe.gang.keeper import Stopped, Tell, Work, keep
-from raymoe.gang.news import CaseDone, Connected, GenerationEnded, News, Outcome, Progressed, Ready
-from raymoe.job import Job, load_job
-from raymoe.job.errors import CannotWrite, ConfigError
+from raymoe.gang.main_process import Stopped, Tell, Work, keep
+from raymoe.gang.messages import CaseDone, Connected, GenerationEnded, News, Progressed, Ready, RunOutcome
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import environment
-from raymoe.report.progress import Progress
-from raymoe.report.results import complete
-from raymoe.report.summary import Generation, Summary
-from raymoe.report.table import render
-from raymoe.workload.room import bytes_per_rank, check_room
+from raymoe.report.progress import ProgressBar
+from raymoe.report.results import Generation, Summary, complete
+from raymoe.report.tables import render
+from raymoe.workload.memory_needed import bytes_per_rank, check_room
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Scribe:
     """Writes down what the driver tells, and shows it."""
 
     directory: RunDirectory
-    progress: Progress
+    progress: ProgressBar
     facts: dict[str, object]
     began: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
@@ -105,10 +104,10 @@ class Scribe:
                     self.progress.note(f"generation {generation}: {message}; starting the gang again")
 
 
-def _run(job: Job, directory: RunDirectory, request: Request) -> Outcome:
+def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
     cases = [case.name for case in job.cases()]
     facts = environment()
-    with Progress(sys.stderr, len(cases), len(directory.finished()), request.quiet) as progress:
+    with ProgressBar(sys.stderr, len(cases), len(directory.finished()), request.quiet) as progress:
         for notice in [*directory.notices, f"results go to {directory.path}"]:
             progress.note(notice)
         scribe = Scribe(directory, progress, facts)
@@ -123,7 +122,7 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> Outcome:
                 if drawn := write_plots(directory.path, directory.lines()):
                     progress.note(f"plots go to {drawn[0].parent}")
         except CannotWrite as error:
-            return Outcome(error.exit_code, str(error))
+            return RunOutcome(error.exit_code, str(error))
     if not request.quiet:
         width = shutil.get_terminal_size((100, 24)).columns
         print(render(directory.lines(), terminal=sys.stdout.isatty(), width=width), end="", flush=True)
@@ -133,10 +132,10 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> Outcome:
 def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
     """What the child process does. Ray is imported there and nowhere else."""
 
-    def work(tell: Tell, stopped: Stopped) -> Outcome:
-        from raymoe.gang.driver import Driver, Order
+    def work(tell: Tell, stopped: Stopped) -> RunOutcome:
+        from raymoe.gang.driver import Driver, RunOrder
 
         finished = frozenset(directory.finished())
-        return Driver(Order(job, directory.run, request.address, finished), tell, stopped).run()
+        return Driver(RunOrder(job, directory.run, request.address, finished), tell, stopped).run()
 
     return work

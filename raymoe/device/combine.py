@@ -10,12 +10,11 @@ from raymoe.device.dealing import Dealing
 from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, stamps
 from raymoe.device.dispatch_grid import crossing
 from raymoe.device.jit import KernelSource
-from raymoe.device.launch import Shape
+from raymoe.device.kernels import Shape
 from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.peer import MAX_RANKS, Peers
-from raymoe.device.sync import STRUCTS, Watch
+from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers, Watch
 from raymoe.device.trace import traced
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 
 REDUCE, SUM = 1, 2
 ALL_PARTS = REDUCE | SUM

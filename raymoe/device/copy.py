@@ -7,12 +7,42 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from raymoe.device.jit import KernelSource
-from raymoe.device.kernels import Kernels
-from raymoe.device.launch import Launch, Shape
+from raymoe.device.kernels import Kernels, Launch, Shape
 from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.ring import Ring
-from raymoe.device.sync import STRUCTS, Watch
-from raymoe.job.errors import ConfigError
+from raymoe.device.structs import STRUCTS, Watch
+from raymoe.errors import ConfigError
+
+# What a ring of bulk copies (kernels/include/raymoe/ring.cuh) takes of a block's shared memory.
+
+MAX_STAGE_BYTES = (1 << 20) - 16
+"""A barrier counts at most 2^20 - 1 bytes a phase."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`stages` of `stage_bytes`; half of them hold loads under way, the other half stores.
+
+    >>> Ring(stages=12, stage_bytes=16384).shared_bytes
+    196704
+    """
+
+    stages: int = 12
+    stage_bytes: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.stages < 1:
+            raise ConfigError(f"a ring of {self.stages} stages; it has at least 1")
+        if not 16 <= self.stage_bytes <= MAX_STAGE_BYTES or self.stage_bytes % 16:
+            raise ConfigError(
+                f"a ring with stages of {self.stage_bytes} bytes; bulk copies take a multiple of 16, up to "
+                f"{MAX_STAGE_BYTES}"
+            )
+
+    @property
+    def shared_bytes(self) -> int:
+        """The stages, and a barrier of 8 bytes for each."""
+        return self.stages * (self.stage_bytes + 8)
+
 
 THREADS, LANES = 128, 32
 

@@ -9,8 +9,7 @@ from typing import Annotated
 from raymoe.device.dealing import Dealing
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.peer import MAX_RANKS, Peers
-from raymoe.device.sync import STRUCTS, Watch
+from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers, Watch
 from raymoe.device.trace import traced
 
 THREADS = 256
@@ -160,3 +159,23 @@ def dispatch_source(
 def stamps(stamped: bool) -> tuple[tuple[str, str], ...]:
     """What a build is defined with that stamps every slot with its epoch and checks it on reading."""
     return (("STAMPED", "1"),) if stamped else ()
+
+
+# The kernel of kernels/alltoallv.cu, which takes the parameters of a dispatch.
+
+
+def alltoallv_source(stamped: bool = False) -> KernelSource:
+    """The kernel for rows that cross as they are."""
+    return KernelSource("alltoallv", (DispatchParams, Peers, *STRUCTS), stamps(stamped))
+
+
+# The kernels around the copies of a dispatch by the copy engine, which take the parameters of a dispatch.
+
+ANNOUNCE = KernelSource("announce", (DispatchParams, Peers, *STRUCTS))
+ANNOUNCE_THREADS = 32
+"""As BLOCK_WARPS in kernels/announce.cu says."""
+
+
+def pack_source(stamped: bool = False) -> KernelSource:
+    """The kernel that puts rows where the copy engine takes them from."""
+    return KernelSource("pack", (DispatchParams, Peers, *STRUCTS), stamps(stamped))

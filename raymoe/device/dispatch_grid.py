@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from raymoe.device.dispatch import MOST_ROUTERS, PLACE, ROUTE, SEND, THREADS, WARPS
-from raymoe.device.launch import Shape
-from raymoe.device.peer import MAX_RANKS
-from raymoe.job.errors import ConfigError
+from raymoe.device.kernels import Shape
+from raymoe.device.structs import MAX_RANKS
+from raymoe.errors import ConfigError
 
 PLAN_BYTES, QUEUE, SEND_QUEUE_BYTES = 32768, 16, 256
 """Of shared memory, and rows in a ring: as in placing.cuh and sending.cuh."""

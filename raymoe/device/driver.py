@@ -1,30 +1,12 @@
 """The CUDA driver, loaded when something is first asked of it."""
 
-# ruff: noqa: N818  (the names say what happened)
-
 from __future__ import annotations
 
 from typing import Any
 
-from raymoe.job.errors import RaymoeError
+from raymoe.errors import CaptureError, CudaError, CudaMissing
 
 _CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and its neighbours
-
-
-class CudaError(RaymoeError):
-    """A driver call that failed; `code` is the driver's number, 0 where it never came to a call."""
-
-    def __init__(self, message: str, code: int = 0) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class CudaMissing(CudaError):
-    """No binding, no driver or no GPU."""
-
-
-class CaptureError(CudaError):
-    """What was asked cannot be done while a stream is being captured, or it broke the capture."""
 
 
 def bindings() -> Any:

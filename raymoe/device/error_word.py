@@ -13,11 +13,10 @@ from __future__ import annotations
 import threading
 
 from raymoe.device.driver import call
-from raymoe.device.gpu import Gpu
-from raymoe.device.host_words import HostWords
+from raymoe.device.gpu import Gpu, HostWords
 from raymoe.device.params import U64
-from raymoe.device.sync import FAILURE_ABORTED, FAILURE_STALE, ErrorRecord, Watch
-from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, RaymoeError
+from raymoe.device.structs import FAILURE_ABORTED, FAILURE_STALE, ErrorRecord, Watch
+from raymoe.errors import Aborted, ConfigError, PeerTimeout, RaymoeError
 
 __all__ = ["ErrorWord"]
 

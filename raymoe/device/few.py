@@ -8,9 +8,8 @@ from raymoe.device.combine import CombineParams, RefusalRecord
 from raymoe.device.dealing import Dealing
 from raymoe.device.dispatch import ROW_TYPES, THREADS, WARPS, DispatchParams, Got, Scratch
 from raymoe.device.jit import KernelSource
-from raymoe.device.launch import Shape
-from raymoe.device.peer import MAX_RANKS, Peers
-from raymoe.device.sync import STRUCTS
+from raymoe.device.kernels import Shape
+from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers
 from raymoe.device.trace import traced
 
 LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4

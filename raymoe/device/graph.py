@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
-from raymoe.device.driver import CaptureError, CudaError, bindings, call
+from raymoe.device.driver import bindings, call
 from raymoe.device.gpu import Gpu
+from raymoe.errors import CaptureError, CudaError
 
 
 def refuse_in_capture(what: str, gpu: Gpu, stream: int) -> None:

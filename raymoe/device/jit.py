@@ -10,19 +10,124 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import re
 import threading
+import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raymoe.device.cubins import Cubins
-from raymoe.device.driver import CudaMissing
-from raymoe.device.headers import included
 from raymoe.device.params import Params
-from raymoe.job.errors import RaymoeError
-from raymoe.job.packaged import packaged_folder
+from raymoe.errors import CudaMissing, RaymoeError
+from raymoe.packaged import packaged_folder
+
+# Which headers a kernel includes, at any depth, and what is in them: part of the identity of what is compiled.
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.MULTILINE)
+
+
+@dataclass
+class Headers:
+    """All headers that were found, and the names that no folder has."""
+
+    texts: dict[Path, str] = field(default_factory=dict)
+    missing: set[str] = field(default_factory=set)
+
+
+def included(text: str, folders: Sequence[Path]) -> Headers:
+    """Every header that `text` includes, directly or through another, looked for in `folders` in turn.
+
+    Conditions are not evaluated, so a header may be named that the compiler never opens: the identity changes once too
+    often, never once too seldom. For that reason a missing header is no error here; the compiler will say if it is one.
+    """
+    found = Headers()
+    waiting = [(text, list(folders))]
+    while waiting:
+        content, search = waiting.pop()
+        for bracket, name in _INCLUDE.findall(content):
+            places = search if bracket == '"' else folders
+            path = next((folder / name for folder in places if (folder / name).is_file()), None)
+            if path is None:
+                found.missing.add(name)
+            elif (path := path.resolve()) not in found.texts:
+                found.texts[path] = path.read_text(encoding="utf-8", errors="surrogateescape")
+                waiting.append((found.texts[path], [path.parent, *folders]))
+    return found
+
+
+# Compiled kernels on disk, shared by every process of a user.
+#
+# An entry is written aside, synchronised and renamed into place by `cuda.core`'s file cache, so a reader finds all of
+# it
+# or nothing. It is the machine code followed by its SHA-256: tools that read cubins still read it, and an entry that
+# was
+# damaged on disk afterwards is found out and compiled again.
+#
+# The folder is RAYMOE_CACHE_DIR, by default ~/.cache/raymoe. A folder that cannot be used costs a second a kernel and
+# process, which is no reason to end a run: a RuntimeWarning names it.
+
+VARIABLE = "RAYMOE_CACHE_DIR"
+LIMIT_BYTES = 512 << 20
+_DIGEST_BYTES = 32
+
+
+class Cubins:
+    """A mapping from a key to machine code. Any number of threads and processes may use one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._files: Any = None
+        self._out_of_use = False
+
+    @classmethod
+    def from_environment(cls) -> Cubins:
+        asked = os.environ.get(VARIABLE)
+        return cls(Path(asked) if asked else Path("~/.cache/raymoe").expanduser())
+
+    def get(self, key: str) -> bytes | None:
+        """What was put under the key, whole and undamaged, or None."""
+        try:
+            files = self._open()
+            entry = files.get(key) if files is not None else None
+        except OSError as error:
+            self._give_up(error)
+            return None
+        if entry is None:
+            return None
+        code, digest = entry[:-_DIGEST_BYTES], entry[-_DIGEST_BYTES:]
+        return code if code and hashlib.sha256(code).digest() == digest else None
+
+    def put(self, key: str, code: bytes) -> None:
+        try:
+            files = self._open()
+            if files is not None:
+                files[key] = code + hashlib.sha256(code).digest()
+        except OSError as error:
+            self._give_up(error)
+
+    def _open(self) -> Any:
+        from cuda.core.utils import FileStreamProgramCache
+
+        with self._lock:
+            if self._files is None and not self._out_of_use:
+                self._files = FileStreamProgramCache(self.folder, max_size_bytes=LIMIT_BYTES)
+            return self._files
+
+    def _give_up(self, error: OSError) -> None:
+        with self._lock:
+            first, self._out_of_use, self._files = not self._out_of_use, True, None
+        if first:
+            warnings.warn(
+                f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so every process "
+                f"compiles its own; set {VARIABLE} to a folder that can be written",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
 
 _SCHEME = "raymoe 1"  # changes whenever what the key says, or what an entry holds, does
 

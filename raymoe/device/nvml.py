@@ -36,7 +36,7 @@ _P2P_NVLINK, _P2P_OK = 2, 0  # nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t
 
 
 @dataclass(frozen=True)
-class Way:
+class NvmlBinding:
     """A Python binding of NVML and where it differs from the other."""
 
     module: str
@@ -45,7 +45,7 @@ class Way:
     bus_id: str
 
 
-WAYS = (Way("cuda.bindings.nvml", 0, "NvmlError", "bus_id"), Way("pynvml", 1, "NVMLError", "busId"))
+WAYS = (NvmlBinding("cuda.bindings.nvml", 0, "NvmlError", "bus_id"), NvmlBinding("pynvml", 1, "NVMLError", "busId"))
 
 
 def nvlinked(first: str, second: str) -> bool:
@@ -70,7 +70,7 @@ def nvlinked(first: str, second: str) -> bool:
 class Library:
     """One of the two bindings, asked by our names."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: NvmlBinding) -> None:
         module = importlib.import_module(way.module)
         self.error: type[Exception] = getattr(module, way.error)
         self._bus_id = way.bus_id

@@ -15,7 +15,7 @@ twin does not compile, anywhere.
 >>> Inner(flag=2**32, limit=0).packed()
 Traceback (most recent call last):
     ...
-raymoe.job.errors.ConfigError: Inner.flag is 4294967296; it holds 0 to 4294967295
+raymoe.errors.ConfigError: Inner.flag is 4294967296; it holds 0 to 4294967295
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functools import partial
 from struct import Struct
 from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 
 U32 = Annotated[int, ctypes.c_uint32]
 U64 = Annotated[int, ctypes.c_uint64]

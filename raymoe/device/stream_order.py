@@ -23,7 +23,7 @@ from typing import Any
 
 from raymoe.device.driver import bindings, call, failure
 from raymoe.device.gpu import LAST_DEFAULT_STREAM, Gpu
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 
 # Of every context of this process: who orders operations there. Two worlds on one GPU share its multiprocessors without
 # knowing of each other, so this is the process's own, and locked.

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from raymoe.device.driver import CudaError, call
-from raymoe.device.gate import Gate
+from raymoe.device.driver import call
 from raymoe.device.gpu import Gpu
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError, CudaError
+from raymoe.workload.clock import Gate
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import ctypes
 import time
 from collections.abc import Callable
 
-from raymoe.device.driver import CudaError, CudaMissing, bindings, call
+from raymoe.device.driver import bindings, call
 from raymoe.device.gpu import Gpu
-from raymoe.doctor.facts import absent, count, gpus_of
-from raymoe.doctor.finding import Finding, Machine, fail, ok
+from raymoe.doctor.finding import Finding, Machine, absent, count, fail, gpus_of, ok
+from raymoe.errors import CudaError, CudaMissing
 
 _MARK = 0x5EED
 _WAIT_S = 5.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 
+from raymoe.config import Job, load_job
 from raymoe.doctor.cuda import judge_peer_access, judge_stream_memory_operations
-from raymoe.doctor.finding import Finding, Machine, Needs, warn
+from raymoe.doctor.finding import Device, Finding, Machine, Needs, count, gpus_of, warn
 from raymoe.doctor.gpus import judge_driver, judge_gpus, judge_nvlink, judge_tma
 from raymoe.doctor.host import judge_memfd, judge_memory, judge_shm
 from raymoe.doctor.ipc import judge_ipc
@@ -14,8 +15,40 @@ from raymoe.doctor.local_ray import judge_ray
 from raymoe.doctor.nvrtc import judge_nvrtc
 from raymoe.doctor.probes import BOUNDS, Probes
 from raymoe.doctor.tensors import judge_torch
-from raymoe.doctor.verdict import verdict
-from raymoe.job import Job, load_job
+from raymoe.errors import PlacementError
+
+# What the findings mean for a config: whether it can run here, and why not.
+
+ON_GPUS = ("exchange", "overlap", "p2p")
+"""Workloads that `world.device: auto` runs on GPU ranks where there are GPUs; the others run on CPU ranks for now."""
+_KIND = {"cpu": "CPU", "cuda": "GPU"}
+
+
+def device_of(machine: Machine) -> Device:
+    """Where the ranks of the config would run."""
+    needs = machine.needs
+    if needs.device == "auto":
+        return "cuda" if needs.workload in ON_GPUS and gpus_of(machine) else "cpu"
+    return "cuda" if needs.device == "cuda" else "cpu"
+
+
+def verdict(findings: Sequence[Finding], machine: Machine) -> str:
+    """The last line; PlacementError, whose sentence it is, where the config cannot run here."""
+    config, ranks, gpus = machine.needs.config, machine.needs.ranks, len(gpus_of(machine))
+    device = device_of(machine)
+    wrong = [finding for finding in findings if device in finding.blocks]
+    if wrong:
+        first, more = wrong[0], len(wrong) - 1
+        others = f" (and {count(more, 'more check')} failed)" if more else ""
+        said = f"{first.name}: {first.found}; {first.way_out}"
+        raise PlacementError(f"{config} cannot run here on {_KIND[device]} ranks: {said}{others}")
+    if device == "cuda" and gpus < ranks:
+        asked = f"it asks for {ranks} GPU ranks and {count(gpus, 'GPU')} can be seen"
+        raise PlacementError(f"{config} cannot run here: {asked}; lower world.ranks, or use a larger machine")
+    blocked = [finding.name for finding in findings if "cuda" in finding.blocks]
+    aside = f"; GPU ranks cannot: {', '.join(blocked)}" if blocked and device == "cpu" else ""
+    return f"{config} can run here, on {ranks} {_KIND[device]} ranks{aside}"
+
 
 DEFAULT = "quickstart"
 CHECKS: tuple[Callable[[Machine], Finding], ...] = (
@@ -56,6 +89,6 @@ def _judged(check: Callable[[Machine], Finding], machine: Machine) -> Finding:
 
 
 def needs_of(job: Job, config: str) -> Needs:
-    from raymoe.workload.room import bytes_per_rank
+    from raymoe.workload.memory_needed import bytes_per_rank
 
     return Needs(config, job.workload, job.world.device, job.world.ranks, bytes_per_rank(job))

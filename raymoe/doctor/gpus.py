@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from raymoe.doctor.facts import CUDA_NEEDED, NO_DRIVER, absent, count, cuda_version, gpus_of, no_driver, too_old
-from raymoe.doctor.finding import Finding, Machine, fail, ok, warn
+from raymoe.doctor.finding import (
+    CUDA_NEEDED,
+    NO_DRIVER,
+    Finding,
+    Machine,
+    absent,
+    count,
+    cuda_version,
+    fail,
+    gpus_of,
+    no_driver,
+    ok,
+    too_old,
+    warn,
+)
 
 INSTALL = "install NVIDIA driver 580 or newer"
 # What the driver says when it cannot start, and what helps.

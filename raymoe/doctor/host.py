@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, fail, ok, warn
-from raymoe.job.errors import RaymoeError
+from raymoe.errors import RaymoeError
 
 SHM_NEEDED = 128 * 2**20
 """The object store of a Ray of our own (100 MiB), and room for what NCCL and torch put beside it."""
@@ -26,7 +26,7 @@ segment.view(0, 4)[:] = b"seen"
 
 
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
-    from raymoe.workload.room import available_memory
+    from raymoe.workload.memory_needed import available_memory
 
     doing("looking at /dev/shm")
     told: dict[str, object] = {"shm": _shm(Path("/dev/shm")), "available_bytes": available_memory(), **_surroundings()}

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from raymoe.device.driver import CudaError, bindings, call
+from raymoe.device.driver import bindings, call
 from raymoe.device.gpu import Gpu
-from raymoe.doctor.facts import absent
-from raymoe.doctor.finding import Finding, Machine, fail, ok, warn
+from raymoe.doctor.finding import Finding, Machine, absent, fail, ok, warn
 from raymoe.doctor.gpus import START
+from raymoe.errors import CudaError
 
 NBYTES = 2 << 20
 STEPS = ("opening its GPU", "exporting memory", "mapping the next one's memory", "writing there", "reading", "freeing")

@@ -9,9 +9,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from raymoe.doctor.facts import count, gpus_of
-from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, fail, ok, warn
-from raymoe.job.errors import RaymoeError
+from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, count, fail, gpus_of, ok, warn
+from raymoe.errors import RaymoeError
 
 # A program rather than a function, since only `gang` imports ray, and `gang` is beside this folder, not below it.
 _TRY = """
@@ -19,7 +18,7 @@ import json, sys, time
 sys.path[:] = json.loads(sys.argv[1])
 from raymoe.gang.address import choose
 from raymoe.gang.cluster import Cluster
-from raymoe.job.errors import RaymoeError
+from raymoe.errors import RaymoeError
 import ray
 where, began = choose(None), time.perf_counter()
 try:

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from raymoe.doctor.facts import gpus_of, no_driver
-from raymoe.doctor.finding import Finding, Machine, fail, ok, warn
+from raymoe.doctor.finding import Finding, Machine, fail, gpus_of, no_driver, ok, warn
 
 ARCH = "sm_90a"
 
@@ -17,8 +16,7 @@ def probe(doing: Callable[[str], None]) -> dict[str, object]:
     """Its version, the architectures that it knows, and how long the copy kernel took."""
     doing("loading NVRTC")
     from raymoe.device.copy import COPY
-    from raymoe.device.cubins import Cubins
-    from raymoe.device.jit import Compiler, nvrtc_version
+    from raymoe.device.jit import Compiler, Cubins, nvrtc_version
 
     version = nvrtc_version()
     from cuda.bindings import nvrtc

@@ -43,7 +43,7 @@ def sentence(error: BaseException) -> str:
     >>> sentence(ModuleNotFoundError("No module named 'ray'"))
     "ModuleNotFoundError: No module named 'ray'"
     """
-    from raymoe.job.errors import RaymoeError
+    from raymoe.errors import RaymoeError
 
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return said if isinstance(error, RaymoeError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")

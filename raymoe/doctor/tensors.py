@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from raymoe.doctor.facts import gpus_of
-from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, fail, ok, warn
+from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, fail, gpus_of, ok, warn
 
 
 def probe(doing: Callable[[str], None]) -> dict[str, object]:

@@ -10,12 +10,11 @@ from contextlib import closing
 from statistics import median
 from typing import TYPE_CHECKING
 
-from raymoe.doctor.facts import count
-from raymoe.doctor.finding import Outcome
+from raymoe.config import Job
+from raymoe.config.sections import format_size
+from raymoe.doctor.finding import ProbeOutcome, count
 from raymoe.doctor.probes import BOUNDS, Probes
-from raymoe.job import Job
-from raymoe.job.errors import PlacementError, WrongResult
-from raymoe.job.units import format_size
+from raymoe.errors import PlacementError, WrongResult
 
 if TYPE_CHECKING:
     from raymoe.transport.choice import Table
@@ -34,10 +33,10 @@ def gpus_to_tune() -> int:
         return enough(probes["cuda"])
 
 
-def enough(cuda: Outcome) -> int:
+def enough(cuda: ProbeOutcome) -> int:
     """The number of GPUs in what the probe of CUDA told.
 
-    >>> enough(Outcome({"gpus": [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]}))
+    >>> enough(ProbeOutcome({"gpus": [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]}))
     2
     """
     gpus: Sequence[Mapping[str, object]] | None = cuda.values.get("gpus")

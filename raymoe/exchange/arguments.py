@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from raymoe.device.current import capturing as capturing
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.errors import ConfigError
+from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.spec import FP8, ExchangeSpec
-from raymoe.job.errors import ConfigError
 
 _GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of so many
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

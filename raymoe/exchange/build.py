@@ -11,11 +11,11 @@ from raymoe.device.combine import CombineGrid, CombineParams
 from raymoe.device.dealing import NOTHING_DEALT
 from raymoe.device.dispatch import MAX_DONE, STAMP_BYTES, DispatchParams
 from raymoe.device.dispatch_grid import DispatchGrid, Rows
-from raymoe.device.peer import Peers
+from raymoe.device.structs import Peers
+from raymoe.errors import ConfigError
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.exchange.workspace import Slots, Workspace, slot_bytes_of
-from raymoe.job.errors import ConfigError
-from raymoe.memory.heap import WORD_STRIDE, round_up
+from raymoe.memory.layout import WORD_STRIDE, round_up
 
 SCALES_ALIGNMENT = 4
 """Floats: bulk loads of a column of scales begin at multiples of 16 bytes."""

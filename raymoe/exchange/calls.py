@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")

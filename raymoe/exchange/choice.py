@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from raymoe.device.dispatch import RANK_BITS
 from raymoe.device.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
+from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Backend
 from raymoe.exchange.spec import FP8, ExchangeSpec
-from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Facts:
+class GpuFacts:
     """What matters of a rank's GPU; nothing of a CPU rank."""
 
     gpu: str = ""
@@ -54,7 +54,7 @@ def choose(world: World, spec: ExchangeSpec, wish: Wish) -> str:
     problem = _impossible(world, spec, wish)
     asked = {} if problem else asdict(spec)
     asked |= {"backend": wish.backend, "sms": wish.sms, "workspace": wish.workspace is not None}
-    facts: list[Facts] = []
+    facts: list[GpuFacts] = []
     for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
         assert isinstance(other, tuple)
         theirs, their_problem, their_facts = other
@@ -83,17 +83,17 @@ def _candidates(device: str, spec: ExchangeSpec) -> tuple[str, ...]:
     return AUTO[device]
 
 
-def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[Facts]) -> str | None:
+def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[GpuFacts]) -> str | None:
     """Why this backend cannot serve these ranks, and what to do; None where it can.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
-    >>> refusal("collective", "cuda", spec, [Facts(gpu="a", nccl=True), Facts(gpu="a", nccl=True)])
+    >>> refusal("collective", "cuda", spec, [GpuFacts(gpu="a", nccl=True), GpuFacts(gpu="a", nccl=True)])
     'ranks 0 and 1 share GPU a; NCCL wants one GPU a rank: take fused or staged, or leave share_gpu out'
-    >>> refusal("fused", "cuda", spec, [Facts("a", "NVIDIA A100", (8, 0))])
+    >>> refusal("fused", "cuda", spec, [GpuFacts("a", "NVIDIA A100", (8, 0))])
     'NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take collective'
-    >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [Facts()])
+    >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [GpuFacts()])
     'rows that cross as float8_e4m3; only fused and staged, on GPUs, carry them so: leave wire out'
-    >>> refusal("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [Facts()])
+    >>> refusal("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [GpuFacts()])
     'transport copy_engine; only staged, on GPUs, has it: take staged, or leave transport out'
     """
     if spec.by_copy_engine and name != "staged":
@@ -111,14 +111,14 @@ def make(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
     # Imported here: neither torch.distributed nor CUDA is loaded for a job that does not use it.
     if world.device.type == "cuda":
         return _make_on_gpu(name, world, spec, wish)
-    from raymoe.exchange.on_cpu import OnCpu
+    from raymoe.exchange.cpu import OnCpu
 
     if name == "collective":
-        from raymoe.exchange.gloo_collective import GlooCollective
+        from raymoe.exchange.gloo import GlooCollective
 
         return OnCpu(world, spec, GlooCollective(world, spec))
     if name == "allgather":
-        from raymoe.exchange.gloo_allgather import GlooAllgather
+        from raymoe.exchange.gloo import GlooAllgather
 
         return OnCpu(world, spec, GlooAllgather(world, spec))
     from raymoe.exchange.host import HostSlots
@@ -128,21 +128,19 @@ def make(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
 
 def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
     if name == "collective":
-        from raymoe.exchange.gpu_launcher import GpuLauncher
-        from raymoe.exchange.nccl_collective import NcclCollective
-        from raymoe.exchange.nccl_rounds import NcclRounds
+        from raymoe.exchange.nccl import NcclCollective, NcclRounds
+        from raymoe.exchange.nccl_kernels import GpuLauncher
 
         launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
         return NcclCollective(world, spec, world.shared(NcclRounds), launcher)
     if name == "allgather":
-        from raymoe.exchange.gpu_launcher import GpuLauncher
-        from raymoe.exchange.nccl_allgather import NcclAllgather
-        from raymoe.exchange.nccl_rounds import NcclRounds
+        from raymoe.exchange.nccl import NcclAllgather, NcclRounds
+        from raymoe.exchange.nccl_kernels import GpuLauncher
 
         launcher = world.shared(GpuLauncher)
         return NcclAllgather(world, spec, world.shared(NcclRounds), launcher)
     if name == "staged" and spec.by_copy_engine:
-        from raymoe.exchange.copied import CopiedBackend
+        from raymoe.exchange.staged import CopiedBackend
 
         return CopiedBackend(world, spec, wish.workspace, wish.sms)
     if name == "staged":
@@ -151,8 +149,7 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
         return StagedBackend(world, spec, wish.workspace, wish.sms)
     from raymoe.exchange.few import FewBackend
     from raymoe.exchange.fused import FusedBackend
-    from raymoe.exchange.links import Links
-    from raymoe.exchange.workspace import is_few
+    from raymoe.exchange.workspace import Links, is_few
 
     few = is_few(spec, wish.sms) and world.shared(Links).lines
     return (FewBackend if few else FusedBackend)(world, spec, wish.workspace, wish.sms)
@@ -177,16 +174,16 @@ def _impossible(world: World, spec: object, wish: Wish) -> ConfigError | None:
     return None
 
 
-def _facts(world: World) -> Facts:
+def _facts(world: World) -> GpuFacts:
     if world.device.type == "cpu":
-        return Facts()
+        return GpuFacts()
     from torch import distributed
 
     nccl = distributed.is_available() and distributed.is_nccl_available()
-    return Facts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl)
+    return GpuFacts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl)
 
 
-def _no_nccl(facts: Sequence[Facts]) -> str | None:
+def _no_nccl(facts: Sequence[GpuFacts]) -> str | None:
     if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL: take fused or staged, or another torch"
     gpus = [found.gpu for found in facts]
@@ -212,7 +209,7 @@ def _no_round_kernels(spec: ExchangeSpec, ranks: int) -> str | None:
     return None
 
 
-def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[Facts]) -> str | None:
+def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[GpuFacts]) -> str | None:
     for rank, found in enumerate(facts):
         if found.capability < FUSED_CAPABILITY:
             has, needs = (".".join(map(str, each)) for each in (found.capability, FUSED_CAPABILITY))

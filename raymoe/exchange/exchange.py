@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raymoe.device.driver import CaptureError
+from raymoe.errors import CaptureError, ConfigError, DataRefused, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import Backend, InHalves, Sent, Tokens
+from raymoe.exchange.backend import Backend, Dispatched, InHalves, Sent, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import Wish, choose, make
-from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError, DataRefused, PlacementError, RaymoeError
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:

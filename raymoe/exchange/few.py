@@ -15,9 +15,8 @@ import torch
 from raymoe.device import combine, dispatch, few
 from raymoe.device.combine import CombineParams
 from raymoe.device.dispatch import DispatchParams
-from raymoe.device.launch import Launch
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.device.kernels import Launch
+from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.fused import COMBINE_ADDRESSES, DISPATCH_ADDRESSES, Aimed, FusedBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace

@@ -13,17 +13,16 @@ from raymoe.device import combine, dispatch
 from raymoe.device.combine import CombineGrid, CombineParams, RefusalRecord, combine_source
 from raymoe.device.dispatch import DispatchParams, dispatch_source
 from raymoe.device.dispatch_grid import DispatchGrid
-from raymoe.device.host_words import HostWords
-from raymoe.device.launch import Launch, Shape
+from raymoe.device.gpu import HostWords
+from raymoe.device.kernels import Launch, Shape
 from raymoe.device.params import Params, address_setter
-from raymoe.exchange.backend import Tokens
+from raymoe.errors import ConfigError
+from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.build import Build, refuse
-from raymoe.exchange.dispatched import Dispatched
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, lend
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
-from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
 
 DISPATCH_ADDRESSES = (

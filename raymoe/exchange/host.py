@@ -40,17 +40,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raymoe.exchange.arrays import Array, Bags, places_in_runs, starts_of
-from raymoe.exchange.carrier import Home, Visit
-from raymoe.exchange.order import Order
-from raymoe.exchange.placing import Arrived
+from raymoe.errors import WiringError
+from raymoe.exchange.cpu import OperationOrder, Returned, Visit
+from raymoe.exchange.cpu_rows import Array, Arrived, Bags, RowSums, Sending, places_in_runs, starts_of
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
-from raymoe.exchange.sending import Sending
-from raymoe.exchange.slots import slots_layout
-from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.summing import RowSums
-from raymoe.job.errors import WiringError
-from raymoe.memory.mapped import Heap
+from raymoe.exchange.spec import ExchangeSpec, slots_layout
+from raymoe.memory.heap import Heap
 from raymoe.memory.world import World
 
 _EPOCH, _ROWS = 0, 1
@@ -63,7 +58,7 @@ class HostSlots:
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._rank, self._size, self._tokens = world.rank, world.size, spec.tokens
         self._waiter = world.waiter
-        self._order = world.shared(Order)
+        self._order = world.shared(OperationOrder)
         self._number = self._order.register()
         self._heap = world.allocate(slots_layout(spec, world.size), "exchange slots")
         self._mine = _Views(self._heap, spec, world.rank, world.size)
@@ -110,7 +105,7 @@ class HostSlots:
         zero_row = 2 * self._size * self._tokens
         return Arrived(mine.table, where, np.concatenate(ids), np.concatenate(weights), counts, zero_row, refusal)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Home:
+    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Returned:
         self._order.enter("combine", self._number)
         epoch = self._combined + 1
         half, me = epoch % 2, self._rank
@@ -133,7 +128,7 @@ class HostSlots:
             self._expect(int(self._mine.combine_head[half, peer, _EPOCH]), self._combined, peer)
             statuses.append(Refusal.unpack(self._mine.combine_head[half, peer, _STATUS].tobytes()))
         where = places_in_runs(visit.sending.counts, np.arange(self._size) * self._tokens)
-        return Home(self._mine.combine_rows[half].flatten(0, 1), where, statuses)
+        return Returned(self._mine.combine_rows[half].flatten(0, 1), where, statuses)
 
     def _expect(self, found: int, epoch: int, peer: int) -> None:
         if found != epoch:

@@ -13,9 +13,8 @@ from typing import Self
 import torch
 
 from raymoe.device.dispatch import Got
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.dispatched import Dispatched
-from raymoe.memory.heap import ALIGNMENT, round_up
+from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.memory.layout import ALIGNMENT, round_up
 
 _VIEWS = ("weights", "expert_offsets", "expert_counts", "index")
 """What a caller sees of it."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from raymoe.errors import DataRefused
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import DataRefused
 
 _PACKED = struct.Struct("<iiq")
 

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raymoe.job.errors import ConfigError
-from raymoe.job.limits import MOST_ALIGNMENT, MOST_EXPERTS, MOST_HIDDEN, MOST_ROWS, MOST_TOKENS, MOST_TOPK
-from raymoe.memory.heap import ITEM_BYTES, round_up
+from raymoe.errors import ConfigError
+from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, Layout, Region, round_up
+
+# The largest values of an exchange, the same in a job and in the library.
+
+MOST_TOKENS = 2**24
+"""Of a rank."""
+MOST_HIDDEN = 2**20
+MOST_EXPERTS = 2**16
+"""Of all ranks together."""
+MOST_TOPK = 256
+MOST_ALIGNMENT = 2**16
+MOST_ROWS = 2**31 - 1
+"""Of a rank, gaps included: offsets of rows are int32."""
+
 
 DTYPES = ("bfloat16", "float16", "float32")
 LAYOUTS = ("expert", "rank")
@@ -46,7 +58,7 @@ class ExchangeSpec:
     8320
     >>> ExchangeSpec(tokens=512, hidden=1000, experts=32, topk=40)
     Traceback (most recent call last):
-    raymoe.job.errors.ConfigError: topk is 40 with 32 experts; a token names at most as many experts as there are
+    raymoe.errors.ConfigError: topk is 40 with 32 experts; a token names at most as many experts as there are
     """
 
     tokens: int
@@ -195,3 +207,35 @@ def _shortest(
     if combine == dtype:
         return FP8 if dispatch == FP8 else None
     return tuple((way, name) for way, name in (("dispatch", dispatch), ("combine", combine)) if name != dtype)
+
+
+# The heap of an exchange over shared memory: slots, what is told about them, and the words that announce them.
+#
+# `host.py` says who writes and reads each region and when. Pure, so that bytes can be counted before Ray starts.
+
+
+def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
+    """Slots for T rows from each of R sources, twice, for each direction.
+
+    >>> layout = slots_layout(ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2), ranks=2)
+    >>> [(placed.region.name, placed.region.shape) for placed in layout.placed][:2]
+    [('dispatch_flag', (2, 16)), ('combine_flag', (2, 16))]
+    >>> layout.region("dispatch_rows").shape  # 2 halves x 2 sources x 8 tokens, and the row of zeros
+    (33, 64)
+    >>> layout.region("combine_rows").dtype  # that in which sums cross
+    'bfloat16'
+    """
+    T, H, K = spec.tokens, spec.hidden, spec.topk
+    return Layout.of(
+        [
+            Region.words("dispatch_flag", ranks),
+            Region.words("combine_flag", ranks),
+            Region("dispatch_head", (2, ranks, WORD_STRIDE), "int64"),
+            Region("combine_head", (2, ranks, WORD_STRIDE), "int64"),
+            Region("dispatch_ids", (2, ranks, T, K), "int32"),
+            Region("dispatch_weights", (2, ranks, T, K), "float32"),
+            # One row more than slots: nobody writes it, so it stays zero, and with layout `rank` gaps point to it.
+            Region("dispatch_rows", (2 * ranks * T + 1, H), spec.dtype),
+            Region("combine_rows", (2, ranks, T, spec.home_width), spec.combine_wire),
+        ]
+    )

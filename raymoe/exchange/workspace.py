@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from raymoe.device.combine import MOST_PIECES, most_pieces
 from raymoe.device.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
 from raymoe.device.few import LINE_BYTES, quantised_lines, row_lines
+from raymoe.device.nvml import nvlinked
 from raymoe.device.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
+from raymoe.errors import ConfigError
 from raymoe.exchange.calls import Calls
-from raymoe.exchange.links import Links
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import FP8, ExchangeSpec
-from raymoe.job.errors import ConfigError
-from raymoe.memory.heap import WORD_STRIDE, Layout, Region, round_up
+from raymoe.memory.layout import WORD_STRIDE, Layout, Region, round_up
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +29,30 @@ if TYPE_CHECKING:
     from raymoe.device.error_word import ErrorWord
     from raymoe.device.kernels import Kernels
     from raymoe.device.stream_order import StreamOrder
-    from raymoe.memory.device_heap import DeviceHeap
+    from raymoe.memory.heap import DeviceHeap
+    from raymoe.memory.watchdog import Watchdog
     from raymoe.memory.world import World
-    from raymoe.transport.watchdog import Watchdog
+
+
+# Whether rows may travel between the GPUs of a world in lines that say themselves that they are whole.
+
+
+class Links:
+    """Of a world of GPU ranks, found out once by all of them (`World.shared`).
+
+    A line of 128 bytes, data and epoch in one, arrives whole over NVLink. Over PCIe it may arrive in parts, so that the
+    epoch is there before the data.
+    """
+
+    def __init__(self, world: World) -> None:
+        gpus = world.swap(world.gpu.uuid, "links: GPUs")
+        linked = all(nvlinked(world.gpu.uuid, str(peer)) for peer in gpus)
+        self.lines = all(world.swap(linked, "links: NVLink"))
+        """Whether NVLink is between every two GPUs of the world. Where NVML does not know, flags follow the rows."""
+
+    def close(self, together: bool) -> None:
+        """Nothing is held."""
+
 
 STAMPS_VARIABLE = "RAYMOE_STAMPS"
 
@@ -233,7 +254,7 @@ class Workspace:
         from raymoe.device.error_word import ErrorWord
         from raymoe.device.kernels import Kernels
         from raymoe.device.stream_order import StreamOrder
-        from raymoe.transport.watchdog import Watchdog
+        from raymoe.memory.watchdog import Watchdog
 
         # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and who reads it checks. It costs some speed; it is for
         # tests, which hold the kernels to the protocol with it.

@@ -10,7 +10,7 @@ import os
 import socket
 from pathlib import Path
 
-from raymoe.job.errors import ClusterError
+from raymoe.errors import ClusterError
 
 PROBE_S = 5.0
 ADDRESS_FILE = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")  # left by `ray start --head`

@@ -11,9 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raymoe.errors import ClusterError
 from raymoe.gang.address import reachable
-from raymoe.gang.news import Bounded
-from raymoe.job.errors import ClusterError
+from raymoe.gang.messages import Bounded
 
 CONNECT_S = 20.0  # reaching a cluster that exists, once its port has answered
 START_S = 90.0  # starting a Ray of our own; 5 s on an idle machine

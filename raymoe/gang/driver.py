@@ -15,29 +15,20 @@ from dataclasses import dataclass, field
 import ray
 from ray.util.placement_group import remove_placement_group
 
+from raymoe.config import Job
+from raymoe.errors import RaymoeError
 from raymoe.gang import supervisor as sv
 from raymoe.gang.address import choose
 from raymoe.gang.cluster import Cluster
 from raymoe.gang.gang import Gang
-from raymoe.gang.news import (
-    Bounded,
-    CaseDone,
-    Connected,
-    GenerationEnded,
-    News,
-    Outcome,
-    Progressed,
-    Ready,
-)
+from raymoe.gang.messages import Bounded, CaseDone, Connected, GenerationEnded, News, Progressed, Ready, RunOutcome
 from raymoe.gang.placement import Room, place
-from raymoe.job import Job
-from raymoe.job.errors import RaymoeError
 
 LOOK_S = 0.1  # how long one look at Ray may take; bounds how late a stop is seen
 
 
 @dataclass(frozen=True)
-class Order:
+class RunOrder:
     """What to run, and where."""
 
     job: Job
@@ -50,7 +41,7 @@ class Order:
 class Driver:
     """One run, from `ray.init` to `ray.shutdown`. `stopped` gives the signal that asked to stop, or None."""
 
-    order: Order
+    order: RunOrder
     tell: Callable[[News], None]
     stopped: Callable[[], int | None]
     finished: set[str] = field(default_factory=set)
@@ -66,7 +57,7 @@ class Driver:
         self.state = sv.State(ranks=world.ranks, restarts_left=world.restarts)
         self.finished |= self.order.finished
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Everything. Raises nothing that it can name."""
         try:
             self._connect()
@@ -77,11 +68,11 @@ class Driver:
                     if self.state.generation == generation:  # what is left tells of ranks that are gone
                         self._on(event)
         except RaymoeError as error:
-            return Outcome(error.exit_code, str(error))
+            return RunOutcome(error.exit_code, str(error))
         finally:
             self._leave()
         verdict = self.state.verdict or sv.Verdict(1, "the supervisor ended without a verdict")
-        return Outcome(verdict.exit_code, verdict.message, verdict.culprit, verdict.traceback)
+        return RunOutcome(verdict.exit_code, verdict.message, verdict.culprit, verdict.traceback)
 
     def _connect(self) -> None:
         world, began = self.order.job.world, time.monotonic()

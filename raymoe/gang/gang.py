@@ -15,13 +15,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raymoe.config import Job
 from raymoe.gang import supervisor as sv
-from raymoe.gang.last_words import last_words
 from raymoe.gang.placement import Room, Seat, order
+from raymoe.gang.processes import bury, last_words
 from raymoe.gang.rank import Line, RankActor, Seating, Status
-from raymoe.gang.undertaker import bury
-from raymoe.job import Job
-from raymoe.workload.room import bytes_per_rank, device_bytes_per_rank
+from raymoe.workload.memory_needed import bytes_per_rank, device_bytes_per_rank
 
 POLL_S = 0.2  # how often each rank is asked where it is
 START_S = 60.0  # for the first rank of a generation to answer: process start, import of torch

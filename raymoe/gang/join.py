@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from raymoe.job.errors import ConfigError, WiringError
+from raymoe.errors import ConfigError, WiringError
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class Guest:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedEntry:
     """Why a rank cannot enter; `for_good` unless it may as soon as the world that is being wired is."""
 
     why: str
@@ -62,7 +62,7 @@ class Present:
     came: frozenset[int]
 
 
-class Meeting:
+class MeetingPoint:
     """Where the ranks of one world leave their descriptors. It belongs to none of them, and ends by itself."""
 
     def __init__(self, size: int) -> None:
@@ -72,18 +72,18 @@ class Meeting:
         self.told_of_all = False  # to one of those who are here now
         self.ends_at = time.monotonic() + ANSWER_S + GRACE_S
 
-    def enter(self, rank: int, size: int, guest: Guest, patience_s: float) -> Refusal | None:
+    def enter(self, rank: int, size: int, guest: Guest, patience_s: float) -> RefusedEntry | None:
         """Leave a descriptor or a problem; returns why that is refused, or None."""
         now = time.monotonic()
         if not self.guests:
             self.size, self.came = size, set()  # everybody has left: whoever comes now begins anew
         if size != self.size:
-            return Refusal(f"rank {rank} says size {size}, the first to come said {self.size}", for_good=True)
+            return RefusedEntry(f"rank {rank} says size {size}, the first to come said {self.size}", for_good=True)
         other = self.guests.get(rank)
         complete = self.is_complete(now)
         if other is not None and other.token != guest.token and (complete or other.is_here(now)):
             pid = "" if other.descriptor is None else f" by pid {other.descriptor['pid']}"
-            return Refusal(f"rank {rank} is taken{pid}", for_good=not complete)
+            return RefusedEntry(f"rank {rank} is taken{pid}", for_good=not complete)
         guest.seen_at = now
         self.guests[rank], self.told_of_all = guest, False
         self.came.add(rank)
@@ -120,7 +120,7 @@ class Meeting:
         return Present(descriptors, problems, frozenset(self.came))
 
 
-class MeetingActor(Meeting):
+class MeetingActor(MeetingPoint):
     """A meeting that ends its own process when all patience is over, whatever has become of the ranks."""
 
     def __init__(self, size: int) -> None:

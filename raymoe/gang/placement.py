@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
-from raymoe.job import Job
-from raymoe.job.errors import PlacementError
-from raymoe.job.kind import kind_of_ranks
-from raymoe.job.sections import World
+from raymoe.config import Job
+from raymoe.config.job import kind_of_ranks
+from raymoe.config.sections import WorldSection
+from raymoe.errors import PlacementError
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,11 @@ def device_for(job: Job) -> str:
     return kind_of_ranks(job) or ("cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu")
 
 
-def bundle_for(world: World, device: str) -> dict[str, float]:
+def bundle_for(world: WorldSection, device: str) -> dict[str, float]:
     """What one rank asks of Ray.
 
-    >>> bundle_for(World(ranks=4, cpus=0.5), "cpu"), bundle_for(World(ranks=4, device="cuda", share_gpu=True), "cuda")
+    >>> shared = WorldSection(ranks=4, device="cuda", share_gpu=True)
+    >>> bundle_for(WorldSection(ranks=4, cpus=0.5), "cpu"), bundle_for(shared, "cuda")
     ({'CPU': 0.5}, {'CPU': 0.5, 'GPU': 0.25})
     """
     if device == "cpu":

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from raymoe.gang.last_words import standard_error
+from raymoe.config import Job
+from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Seat
+from raymoe.gang.processes import standard_error, start_time
 from raymoe.gang.supervisor import Failure
-from raymoe.gang.undertaker import start_time
-from raymoe.job import Job
-from raymoe.job.errors import Aborted, PeerTimeout, RaymoeError
 
 if TYPE_CHECKING:
     from raymoe.gang.metrics import RankMetrics
@@ -117,7 +116,7 @@ class Rank:
 
         from raymoe.gang.metrics import RankMetrics
         from raymoe.memory.world import World
-        from raymoe.workload.room import check_device_room, check_room
+        from raymoe.workload.memory_needed import check_device_room, check_room
 
         if seating.rank == 0 and seating.device == "cpu":  # for all: they are on one node
             check_room(seating.size, seating.nbytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import struct
 
-from raymoe.job.errors import ConfigError, WiringError
-from raymoe.memory.heap import Layout, Region
-from raymoe.memory.mapped import Heap
+from raymoe.errors import ConfigError, WiringError
+from raymoe.memory.heap import Heap
+from raymoe.memory.layout import Layout, Region
 from raymoe.memory.wait import Waiter
 
 MAX_MESSAGE = 64 * 1024

@@ -17,14 +17,18 @@ killed can take a moment, so `own` asks again for a while before it gives up.
 
 from __future__ import annotations
 
+import ctypes
 import time
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
-from raymoe.device.driver import CudaError
-from raymoe.job.errors import PlacementError, WiringError
-from raymoe.memory.heap import round_up
+import torch
+
+from raymoe.device.driver import bindings, call
+from raymoe.device.gpu import Gpu
+from raymoe.errors import CudaError, CudaMissing, PlacementError, WiringError
 from raymoe.memory.host_shm import check_fields
+from raymoe.memory.layout import round_up
 
 KIND = "cuda_ipc"
 HANDLE_BYTES = 64
@@ -85,7 +89,7 @@ class Owner:
     """What tensors over own memory refer to. While one lives the memory is not freed."""
 
 
-class Segment:
+class DeviceSegment:
     """Device memory of one rank: its own, where there is a handle to give away, or a mapping of a peer's."""
 
     def __init__(self, device: Device, address: int, nbytes: int, handle: bytes | None = None) -> None:
@@ -127,9 +131,9 @@ class DeviceMemory:
     def __init__(self, device: Device, retry_s: float = RETRY_S) -> None:
         self.device = device
         self._retry_s = retry_s
-        self._known: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[bytes, DeviceSegment] = weakref.WeakValueDictionary()
 
-    def own(self, name: str, nbytes: int) -> Segment:
+    def own(self, name: str, nbytes: int) -> DeviceSegment:
         """New memory, zeroed to its end before anybody else can know of it."""
         size = round_up(nbytes, GRANULE)
         address = self._allocate(name, size)
@@ -140,9 +144,9 @@ class DeviceMemory:
         except BaseException:
             self.device.free(address)
             raise
-        return self._remember(handle, Segment(self.device, address, size, handle))
+        return self._remember(handle, DeviceSegment(self.device, address, size, handle))
 
-    def map_peer(self, descriptor: dict[str, object]) -> Segment:
+    def map_peer(self, descriptor: dict[str, object]) -> DeviceSegment:
         """Map the memory that a peer's descriptor names."""
         check_fields(descriptor, _FIELDS)
         if descriptor["kind"] != KIND:
@@ -165,9 +169,9 @@ class DeviceMemory:
                 f"a peer's memory of {nbytes} bytes could not be mapped on GPU {self.device.uuid}: {error}; "
                 f"{suspect}; raymoe doctor tells more"
             ) from error
-        return self._remember(handle, Segment(self.device, address, nbytes))
+        return self._remember(handle, DeviceSegment(self.device, address, nbytes))
 
-    def _remember(self, handle: bytes, segment: Segment) -> Segment:
+    def _remember(self, handle: bytes, segment: DeviceSegment) -> DeviceSegment:
         self._known[handle] = segment
         return segment
 
@@ -197,3 +201,70 @@ class DeviceMemory:
             raise WiringError(
                 f"{name} on GPU {self.device.uuid} could not be exported: {error}; {suspect}; raymoe doctor tells more"
             ) from error
+
+
+# The driver's calls that heaps in device memory need, on one GPU of this process.
+
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
+_WORD_BYTES = 8
+
+
+class GpuMemory:
+    """`cuda_ipc.Device` on a real GPU. Any thread may call: each call makes the context its own while it lasts."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.uuid = gpu.uuid
+        self.driver = int(call("cuDriverGetVersion"))
+
+    @classmethod
+    def open(cls, ordinal: int = 0) -> GpuMemory:
+        """The `ordinal`-th of the GPUs that this process sees; torch and the driver number them alike."""
+        if torch.version.cuda is None:
+            raise CudaMissing(f"GPU ranks asked for with torch {torch.__version__}, which knows no CUDA; install one")
+        return cls(Gpu.open(ordinal))
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def available(self) -> tuple[int, int]:
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def zero(self, address: int, nbytes: int) -> None:
+        self._call("cuMemsetD8", address, 0, nbytes)
+
+    def synchronise(self) -> None:
+        self.gpu.synchronise()
+
+    def export(self, address: int) -> bytes:
+        handle = self._call("cuIpcGetMemHandle", address)
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)  # the binding shows no field
+
+    def map(self, handle: bytes) -> int:
+        given = bindings().CUipcMemHandle()
+        ctypes.memmove(given.getPtr(), handle, HANDLE_BYTES)
+        return int(self._call("cuIpcOpenMemHandle", given, _LAZY_PEER_ACCESS))
+
+    def unmap(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", address)
+
+    def write(self, address: int, value: int) -> None:
+        word = ctypes.c_int64(value)
+        self._call("cuMemcpyHtoD", address, ctypes.addressof(word), _WORD_BYTES)
+
+    def read(self, address: int) -> int:
+        word = ctypes.c_int64()
+        self._call("cuMemcpyDtoH", ctypes.addressof(word), address, _WORD_BYTES)
+        return word.value
+
+    def close(self) -> None:
+        """Give up the context. Tensors that outlive this have torch's hold on it."""
+        self.gpu.close()
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        with self.gpu.current():
+            return call(name, *arguments)

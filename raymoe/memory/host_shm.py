@@ -24,7 +24,7 @@ import weakref
 from pathlib import Path
 from typing import TypeAlias
 
-from raymoe.job.errors import PlacementError, WiringError
+from raymoe.errors import PlacementError, WiringError
 
 KIND = "host_shm"
 
@@ -48,7 +48,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 Mapping: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
 
-class Segment:
+class HostSegment:
     """Memory of one rank, mapped here; `descriptor` is None in a peer and after `unpublish`."""
 
     def __init__(self, buffer: Mapping, nbytes: int, fd: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Segment:
         self._buffer = None
 
 
-def own(name: str, nbytes: int) -> Segment:
+def own(name: str, nbytes: int) -> HostSegment:
     """New zeroed memory, 0600, reserved at once."""
     try:
         _refuse_if_too_large(name, nbytes)
@@ -109,7 +109,7 @@ def own(name: str, nbytes: int) -> Segment:
         os.fchmod(fd, 0o600)
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        return Segment(_map(fd, nbytes), nbytes, fd)
+        return HostSegment(_map(fd, nbytes), nbytes, fd)
     except OSError as error:
         os.close(fd)
         raise PlacementError(f"{nbytes} bytes of shared memory for {name} were refused: {error.strerror}") from error
@@ -131,7 +131,7 @@ def memory_label(name: str) -> str:
     return encoded.decode()
 
 
-def map_peer(descriptor: dict[str, object]) -> Segment:
+def map_peer(descriptor: dict[str, object]) -> HostSegment:
     """Map the memory that a peer's descriptor names, after checking that it is that memory still."""
     check_fields(descriptor, _FIELDS)
     pid, nbytes = int(str(descriptor["pid"])), int(str(descriptor["nbytes"]))
@@ -158,7 +158,7 @@ def map_peer(descriptor: dict[str, object]) -> Segment:
             )
         if found.st_size != nbytes:
             raise WiringError(f"{descriptor['path']} holds {found.st_size} bytes; its descriptor says {nbytes}")
-        return Segment(_map(fd, nbytes), nbytes)
+        return HostSegment(_map(fd, nbytes), nbytes)
     except OSError as error:
         raise WiringError(f"{nbytes} bytes of {descriptor['path']} could not be mapped: {error.strerror}") from error
     finally:

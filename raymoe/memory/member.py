@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TypedDict
 
 import raymoe
-from raymoe.job.errors import ConfigError, WiringError
-from raymoe.job.packaged import packaged_folder
+from raymoe.errors import ConfigError, WiringError
 from raymoe.memory.host_shm import check_fields
+from raymoe.packaged import packaged_folder
 
 SOURCES, KERNELS = Path(raymoe.__file__).parent, packaged_folder("kernels")
 
@@ -160,7 +160,7 @@ def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
     >>> _check_host([{"host": "a", "boot_id": "1"}, {"host": "b", "boot_id": "2"}, {"host": "a", "boot_id": "1"}])
     ... # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    raymoe.job.errors.WiringError: a world on 2 hosts: ranks 0, 2 on a (boot 1) and ranks 1 on b (boot 2); its ranks ...
+    raymoe.errors.WiringError: a world on 2 hosts: ranks 0, 2 on a (boot 1) and ranks 1 on b (boot 2); its ranks ...
     """
     places: dict[object, list[int]] = {}
     for rank, other in enumerate(descriptors):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from raymoe.job.errors import ConfigError, WiringError
+from raymoe.errors import ConfigError, WiringError
 from raymoe.memory.auto_device import Sight, device_of_group
 
 if TYPE_CHECKING:

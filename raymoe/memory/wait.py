@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from raymoe.job.errors import Aborted, PeerTimeout, WiringError
-from raymoe.memory.heap import WORD_STRIDE
+from raymoe.errors import Aborted, PeerTimeout, WiringError
+from raymoe.memory.layout import WORD_STRIDE
 
 _YIELDS = 4
 _SLEEP_S = 50e-6

@@ -25,17 +25,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, Unpack,
 import torch
 
 import raymoe
-from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, RaymoeError, WiringError
-from raymoe.memory import cuda_ipc, gpu_memory, host_shm
+from raymoe.errors import Aborted, ConfigError, PeerTimeout, RaymoeError, WiringError
+from raymoe.memory import cuda_ipc, host_shm
 from raymoe.memory.board import Board, board_layout
-from raymoe.memory.device_heap import DeviceHeap, Setting, let_go_layout, with_proof
-from raymoe.memory.heap import Layout
-from raymoe.memory.leftovers import Leftovers
-from raymoe.memory.mapped import Heap
+from raymoe.memory.heap import DeviceHeap, Heap, Setting, let_go_layout, with_proof
+from raymoe.memory.layout import Layout
 from raymoe.memory.member import Member, Options, check_descriptors, code_hash
-from raymoe.memory.proof import act_together, prove
-from raymoe.memory.segments import share
+from raymoe.memory.unclosed import Leftovers
 from raymoe.memory.wait import Waiter
+from raymoe.memory.wiring import act_together, prove, share
 
 if TYPE_CHECKING:
     from raymoe.device.gpu import Gpu
@@ -93,7 +91,7 @@ class World:
     def open(cls, rank: int, size: int, **options: Unpack[Options]) -> Self:
         """This rank's half of a world: its own memory, no peers yet. `Member` says what the options mean."""
         member = Member(rank, size, **options)
-        return cls(member, None if member.ordinal is None else gpu_memory.GpuMemory.open(member.ordinal))
+        return cls(member, None if member.ordinal is None else cuda_ipc.GpuMemory.open(member.ordinal))
 
     @classmethod
     def of(cls, group: object = None, *, device: str | torch.device = "auto", timeout_s: float = 60.0) -> Self:
@@ -139,7 +137,7 @@ class World:
     def gpu(self) -> Gpu:
         """The GPU of this rank, for those who compile, launch and copy; until `close`."""
         self._refuse_if_closed("its GPU asked for")
-        if self._gpu is None or not isinstance(self._gpu.device, gpu_memory.GpuMemory):
+        if self._gpu is None or not isinstance(self._gpu.device, cuda_ipc.GpuMemory):
             raise ConfigError(f"the GPU of rank {self.rank} asked for; its world is on {self.device}")
         return self._gpu.device.gpu
 
@@ -323,7 +321,7 @@ class World:
             raise
         return heap
 
-    def _segments(self, descriptors: Sequence[dict[str, object]]) -> list[host_shm.Segment]:
+    def _segments(self, descriptors: Sequence[dict[str, object]]) -> list[host_shm.HostSegment]:
         """The memory of all ranks. Tells of every rank that is gone: one of them may have left because of another."""
         segments, problems = [], []
         for rank, descriptor in enumerate(descriptors):

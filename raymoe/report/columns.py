@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from raymoe.report.copies import gave
 from raymoe.report.results import Line
-from raymoe.report.ways import gave
 
 
 @dataclass(frozen=True)

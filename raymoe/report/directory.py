@@ -5,20 +5,150 @@
 - The first line of config.yaml names the run; by it a directory is known as one of ours.
 """
 
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
 import json
+import os
+import re
+import secrets
+import socket
+import string
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from raymoe.job import to_yaml
-from raymoe.job.errors import ConfigError
-from raymoe.report.atomic import cannot_write, write_atomically
-from raymoe.report.lock import DirectoryLock
-from raymoe.report.place import new_run_id, place_for
-from raymoe.report.record import CONFIG, ENVIRONMENT, MARK, RESULTS, SUMMARY, Record
-from raymoe.report.results import Line, encode
-from raymoe.report.summary import Generation, Summary
+from raymoe.config import to_yaml
+from raymoe.errors import CannotWrite, ConfigError
+from raymoe.report.results import CONFIG, ENVIRONMENT, MARK, RESULTS, SUMMARY, Generation, Line, Record, Summary, encode
+
+# A file is written whole or not at all, and a failure says which path and why.
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Puts `content` at `path`: a reader sees the old file or the new one, also after a kill or on a full disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash soon after may leave the new name with no content
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the first error is the one to tell; the remains are hidden and harmless
+            temporary.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> CannotWrite:
+    reason = error.strerror or type(error).__name__
+    return CannotWrite(f"cannot write {path}: {reason}; make room there or name another place with --out")
+
+
+# At most one live process writes to a run directory.
+
+# A file system without locks (some network mounts) answers with one of these; it can still hold results.
+UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+class DirectoryLock:
+    """Holds `<directory>/.lock` by flock until `close()` or death, whichever is first; there is no stale lock.
+
+    The file itself stays: removing it could take it from under a process that has just opened it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / ".lock"
+        self.supported = True
+        try:
+            self._file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in UNSUPPORTED:
+                self.supported = False
+                return
+            holder = self._read_holder()
+            self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise ConfigError(
+                    f"{directory} is being written to by {holder}; wait for that run to end or name another directory"
+                ) from error
+            raise cannot_write(path, error) from error
+        self._write_holder(path)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read_holder(self) -> str:
+        self._file.seek(0)
+        return self._file.read(200).strip() or "another process"
+
+    def _write_holder(self, path: Path) -> None:
+        try:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+
+# Where the directory of a run goes when the command line leaves it open.
+
+# The one variable that Ray 2.60 gives to the entrypoint of a job (ray/dashboard/modules/job/job_supervisor.py) and to
+# nothing else that starts on its own; RAY_ADDRESS is also what a person sets by hand.
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+@dataclass(frozen=True)
+class Place:
+    path: Path
+    given: bool  # by --out; else a name of ours, new for every run
+    notice: str | None = None
+
+
+def under_ray_job() -> bool:
+    return RAY_JOB in os.environ
+
+
+def new_run_id(name: str) -> str:
+    """The job's name, the time and four letters: what a run is called in its results and in Ray."""
+    now = datetime.datetime.now(datetime.UTC)
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
+    return f"{_as_file_name(name)}-{now:%Y%m%dT%H%M%SZ}-{letters}"
+
+
+def place_for(out: Path | None, run: str) -> Place:
+    """Under a Ray job the working directory is a copy that Ray deletes, so results never go below it by accident."""
+    if out is None:
+        if not under_ray_job():
+            return Place(Path("runs").absolute() / run, given=False)
+        path = Path.home() / "raymoe_runs" / run
+        return Place(
+            path, given=False, notice=f"Ray deletes the working directory of a job, so results go to {path} (or --out)"
+        )
+    if under_ray_job() and not out.is_absolute():
+        raise ConfigError(
+            f"--out {out} is relative, and Ray deletes the working directory of a job when it ends; "
+            f"give an absolute path, such as --out {Path.home() / 'raymoe_runs' / out.name}"
+        )
+    return Place(out.absolute(), given=True)
+
+
+def _as_file_name(name: str) -> str:
+    """Letters, digits, dot, dash and underscore, at most 64 of them, and no leading dot.
+
+    >>> _as_file_name("H100 sweep/second"), _as_file_name("..")
+    ('H100-sweep-second', 'run')
+    """
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:64] or "run"
 
 
 class RunDirectory:

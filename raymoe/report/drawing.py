@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from raymoe.report.copies import machine
 from raymoe.report.results import Line
-from raymoe.report.ways import machine
 
 # Okabe and Ito's colours, which everybody can tell apart, without their yellow, too light for a line on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

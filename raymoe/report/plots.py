@@ -21,16 +21,13 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import NullLocator
 
-from raymoe.job.errors import ConfigError
-from raymoe.report.atomic import cannot_write, write_atomically
+from raymoe.errors import ConfigError
 from raymoe.report.columns import byte_size
+from raymoe.report.copies import CopyWay, gbps, link_of, measured, three_digits, us, ways_of, whole
+from raymoe.report.directory import cannot_write, write_atomically
 from raymoe.report.drawing import COLOURS, MARKERS, STYLE, headed, link_line, new_figure, rendered
-from raymoe.report.exchange_plots import exchange_figures
-from raymoe.report.record import Record
-from raymoe.report.results import Line
-from raymoe.report.sms_plots import sms_figures
-from raymoe.report.timeline_plots import timeline_figures
-from raymoe.report.ways import Way, gbps, link_of, measured, three_digits, us, ways_of, whole
+from raymoe.report.exchange_plots import exchange_figures, sms_figures, timeline_figures
+from raymoe.report.results import Line, Record
 
 FOLDER = "plots"
 LATENCY_BYTES = 256 * 1024
@@ -59,7 +56,7 @@ def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
     return written
 
 
-def figures(ways: Mapping[Way, Sequence[Line]]) -> Iterator[tuple[str, Figure]]:
+def figures(ways: Mapping[CopyWay, Sequence[Line]]) -> Iterator[tuple[str, Figure]]:
     """Each figure with the stem of its file: curves for each pattern, then for each size the matrices of all ways."""
     lines = [line for those in ways.values() for line in those]
     for pattern in sorted({str(line["pattern"]) for line in lines}):
@@ -69,12 +66,12 @@ def figures(ways: Mapping[Way, Sequence[Line]]) -> Iterator[tuple[str, Figure]]:
         yield f"matrix-{byte_size(size).replace(' ', '')}", _matrices(_only(pairs, "bytes", size), size)
 
 
-def _only(ways: Mapping[Way, Sequence[Line]], key: str, value: object) -> dict[Way, list[Line]]:
+def _only(ways: Mapping[CopyWay, Sequence[Line]], key: str, value: object) -> dict[CopyWay, list[Line]]:
     found = {way: [line for line in lines if line[key] == value] for way, lines in ways.items()}
     return {way: lines for way, lines in found.items() if lines}
 
 
-def _matrices(ways: Mapping[Way, Sequence[Line]], size: int) -> Figure:
+def _matrices(ways: Mapping[CopyWay, Sequence[Line]], size: int) -> Figure:
     """One panel a way, all in the same colours, so that they can be compared."""
     lines = [line for those in ways.values() for line in those]
     ranks = 1 + max(whole(line, end) for line in lines for end in ("src", "dst"))
@@ -101,7 +98,7 @@ def _matrices(ways: Mapping[Way, Sequence[Line]], size: int) -> Figure:
     return figure
 
 
-def _who_moves(way: Way) -> str:
+def _who_moves(way: CopyWay) -> str:
     if way.transport == "collective":
         return "\nthe row's rank sends, the column's receives"
     return {"put": "\nthe row's rank writes", "get": "\nthe column's rank reads"}.get(way.protocol, "")
@@ -127,7 +124,7 @@ def _matrix(axes: Axes, lines: Sequence[Line], ranks: int, scale: float) -> Axes
     return image
 
 
-def _curves(ways: Mapping[Way, Sequence[Line]], pattern: str) -> Figure:
+def _curves(ways: Mapping[CopyWay, Sequence[Line]], pattern: str) -> Figure:
     """Bandwidth over all sizes, and the time of a copy over the small ones."""
     lines = [line for those in ways.values() for line in those]
     sizes = sorted({whole(line, "bytes") for line in lines})
@@ -158,7 +155,7 @@ def _curves(ways: Mapping[Way, Sequence[Line]], pattern: str) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, ways: Mapping[Way, Sequence[Line]], sizes: Sequence[int], of: Any) -> None:
+def _draw(axes: Axes, ways: Mapping[CopyWay, Sequence[Line]], sizes: Sequence[int], of: Any) -> None:
     """A line a way over the sizes; where several pairs were measured, their median and, behind it, their range."""
     colours: dict[object, int] = {}
     for way, lines in ways.items():

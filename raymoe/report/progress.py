@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LINE_S = 5.0  # at most one plain line of progress in this time, so that a job's log stays readable
 
 
-class Progress:
+class ProgressBar:
     """Progress over `cases` cases. Draws only when told something: there is no thread behind it."""
 
     def __init__(self, stream: TextIO, cases: int, finished: int = 0, quiet: bool = False) -> None:

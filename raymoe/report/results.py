@@ -1,8 +1,20 @@
-"""One line of results.jsonl: which keys it has, in which order, and how it is written and read back."""
+"""Result lines, summary.json, and reading both back from a run directory."""
 
+from __future__ import annotations
+
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
+import signal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from raymoe.errors import ConfigError
+
+# One line of results.jsonl: which keys it has, in which order, and how it is written and read back.
 
 KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
@@ -55,3 +67,137 @@ def decode(text: str) -> Line:
     if not isinstance(line, dict) or set(line) | LATER_KEYS != set(KEYS):
         raise ValueError("not a result line of raymoe: its keys are not those of results.jsonl")
     return {key: line.get(key) for key in KEYS}
+
+
+# summary.json: how a run ended, in a form that a script can read.
+
+STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One gang: how long it took to be ready (null: it never was), and why it ended before its time."""
+
+    ready_s: float | None = None
+    cause: str | None = None
+    culprit: int | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """`cases` maps every case of the job, in its order, to `done` or `not done`."""
+
+    status: str
+    exit_code: int
+    message: str
+    cases: dict[str, str]
+    generations: tuple[Generation, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        exit_code: int,
+        message: str,
+        cases: Iterable[str],
+        finished: Collection[str],
+        generations: Iterable[Generation] = (),
+    ) -> Summary:
+        """
+        >>> Summary.of(143, "stopped by SIGTERM", ["a", "b"], {"a"}).as_dict()["cases"]
+        {'a': 'done', 'b': 'not done'}
+        """
+        status = "done" if exit_code == 0 else "stopped" if exit_code in STOPPED else "failed"
+        marks = {case: "done" if case in finished else "not done" for case in cases}
+        return cls(status, exit_code, message, marks, tuple(generations))
+
+    def after(self, earlier: Iterable[Generation]) -> Summary:
+        """The same end of a run that began with the generations of an earlier process (`--resume`)."""
+        return dataclasses.replace(self, generations=(*earlier, *self.generations))
+
+    def as_dict(self) -> dict[str, object]:
+        return {**vars(self), "generations": [vars(each) for each in self.generations]}
+
+
+def generations_of(document: object) -> tuple[Generation, ...]:
+    """The generations in a summary.json read back; ValueError when it is none of ours."""
+    rows = document.get("generations") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("not a summary of raymoe: it has no list of generations")
+    names = [field.name for field in dataclasses.fields(Generation)]
+    return tuple(Generation(**{name: row.get(name) for name in names}) for row in rows)
+
+
+# A run directory as it lies on disk, read without taking its lock: for `--resume` and for `raymoe report`.
+
+CONFIG, ENVIRONMENT, RESULTS, SUMMARY = "config.yaml", "environment.json", "results.jsonl", "summary.json"
+MARK = "# raymoe run "
+
+
+@dataclass(frozen=True)
+class Record:
+    """`summary` is None while the run goes on, and for ever when it was killed."""
+
+    path: Path
+    run: str
+    config: dict[str, object]
+    lines: list[Line] = field(default_factory=list)
+    summary: dict[str, object] | None = None
+    generations: tuple[Generation, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """ConfigError, naming the file and the line, for a directory that is no run's or was damaged."""
+        text = _text(path / CONFIG) if path.is_dir() else None
+        if text is None or not text.startswith(MARK):
+            found = "no such directory" if not path.exists() else "not a directory" if not path.is_dir() else None
+            raise ConfigError(
+                f"{path} is no run directory: {found or f'it has no {CONFIG} that a run wrote'}; "
+                f"name one that `raymoe run` made"
+            )
+        head, _, body = text.partition("\n")
+        try:
+            config = yaml.safe_load(body)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path / CONFIG} is damaged: {' '.join(str(error).split())}") from error
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path / CONFIG} is damaged: it holds no mapping")
+        summary = _summary(path / SUMMARY)
+        return cls(
+            path=path,
+            run=head.removeprefix(MARK).strip(),
+            config=config,
+            lines=_lines(path / RESULTS),
+            summary=summary,
+            generations=() if summary is None else generations_of(summary),
+        )
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+
+
+def _lines(path: Path) -> list[Line]:
+    lines = []
+    for number, text in enumerate((_text(path) or "").splitlines(), start=1):
+        try:
+            lines.append(decode(text))
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number} is damaged: {error}; mend or remove that line") from error
+    return lines
+
+
+def _summary(path: Path) -> dict[str, object] | None:
+    text = _text(path)
+    if text is None:
+        return None
+    try:
+        document = json.loads(text)
+        generations_of(document)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}; mend or remove it") from error
+    return dict(document)

@@ -1,210 +1,384 @@
-"""Channels: messages of one size from rank to rank, in order, by any transport, between CPU ranks or GPU ranks.
-
-With `put` the receiver says that a slot is free, the sender moves the message there and says so. With `get` the sender
-says that a message lies ready in its own slot, the receiver fetches it and says so. `spec.py` has the memory map.
-
-On GPUs nothing here waits on the host: `send` and `receive` enqueue on the current stream. After a `send` in that
-stream's order the message may be overwritten; after a `receive` it may be read. What is captured into a CUDA graph has
-its addresses, size and slots baked; both ends must go through a channel's slots in the same order, so where one end
-replays a graph of n messages and the other does not, n is a multiple of the slots, or the slots are named. A captured
-receive is captured with its release.
-
-A rank that must send and receive in one step asks for both `together`, in any order: asked for one by one, a receive
-holds up the sends behind it, in a ring for ever.
-"""
+"""Messages of one size between this rank and one peer, both ways: `raymoe.Channel`, over `Channels`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import torch
 
-from raymoe.job.errors import ConfigError, RaymoeError
+from raymoe.device.current import capturing
+from raymoe.errors import CaptureError, ConfigError
 from raymoe.memory.world import World
-from raymoe.transport.choice import chosen
-from raymoe.transport.mover import Batch, Mover
-from raymoe.transport.opening import open_mover
-from raymoe.transport.spec import PROTOCOLS, ChannelSpec, Lane, agree
+from raymoe.transport.channels import Channels
+from raymoe.transport.spec import ChannelSpec
 
 if TYPE_CHECKING:
-    from raymoe.transport.nccl_group import NcclGroup
+    from raymoe.net.nccl import NcclGroup
 
-__all__ = ["PROTOCOLS", "ChannelSpec", "Channels"]
-
-ABORT_S = 1.0
-"""How long a stream is given to end after this rank was told to stop."""
-
-_PAUSE_S = 50e-6
+MOST_BYTES = 1 << 40
+"""Of one message. More than any GPU has, and far from where sizes overflow."""
 
 
-class Channels:
-    """All channels of a spec. Making them is collective; sending and receiving is between the two ends."""
+class Channel:
+    """Sends messages of exactly `nbytes` bytes to one peer, and receives messages of that size from it, in order.
 
-    def __init__(self, world: World, spec: ChannelSpec, group: NcclGroup | None = None) -> None:
-        """`group`, for transport collective: the caller's, who closes it; making one takes a second."""
-        self.world, self.spec = world, spec
-        agree(world, spec)
-        self._mover: Mover | None = open_mover(world, spec, chosen(world, spec), group)
-        self.transport, self.sms, self.capturable = self._mover.name, self._mover.sms, self._mover.capturable
-        """The transport that is used, the SMs that it takes on a rank, and whether a CUDA graph can hold it."""
-        self._sent: dict[tuple[int, int], int] = {}
-        self._received: dict[tuple[int, int], int] = {}
-        self._held: dict[int, Lane] = {}  # received and not released, the oldest first
-        self._batch: Batch | None = None
-        self.broken: RaymoeError | None = None
-        name = f"channels by {self.transport} of rank {world.rank} of world {world.name!r}"
-        at_once = world.device.type == "cpu"
-        self._forget = world.leftovers.watch(self, name, self._mover.abandon, at_once=at_once)
+    - **Making one is collective.** All ranks of the world make it, with the same `nbytes`, `protocol` and `transport`.
+      Each names its own `peer`, who names it in turn. A rank that takes no part names None. Sending and receiving is
+      between the two ends alone. Each rank has memory for one message.
+    - **`protocol`.** With `put` the sender writes into the receiver's memory. With `get` the receiver reads from the
+      sender's.
+    - **`transport`.** Between GPUs `tma` (a kernel, sm_90 and newer), `copy_engine` (no SM), `collective` (NCCL) or
+      `auto`. Between CPU ranks `host`, which `auto` stands for.
+    - **One message a direction.** A `send` waits until the peer has released the message before. So a receiver calls
+      `release` once it has read a message, and a rank that sends and receives in one step does both `together`.
+    - **On GPUs nothing waits on the host.** Calls are enqueued on the current stream, and failures show in `check`. All
+      operations of one direction follow one another in one stream; a caller that uses another stream orders it behind
+      the first.
+    - **Capturable.** Calls can be captured in a CUDA graph, which may be replayed until `close`. The graph holds the
+      address of the message. What a graph receives by `put` is released in a graph too.
+
+    One thread at a time uses a channel. `world.close` closes it too.
+
+    The program of one rank, here run by two threads with a CPU rank each:
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> def program(world):
+    ...     world.wire(descriptors)
+    ...     with world, Channel(world, peer=1 - world.rank, nbytes=16) as channel:
+    ...         mine = torch.arange(4, dtype=torch.float32) + 10 * world.rank
+    ...         with channel.together():
+    ...             channel.send(mine)
+    ...             theirs = channel.receive(mine.shape, mine.dtype)
+    ...         seen = theirs.tolist()
+    ...         channel.release()
+    ...         return seen
+    >>> worlds = [World.open(rank, size=2) for rank in range(2)]
+    >>> descriptors = [world.descriptor() for world in worlds]
+    >>> with ThreadPoolExecutor(2) as ranks:
+    ...     list(ranks.map(program, worlds))
+    [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
+    """
+
+    @torch.inference_mode(False)  # memory that is made in inference mode could not be written to outside of it
+    def __init__(
+        self, world: World, peer: int | None, nbytes: int, protocol: str = "put", transport: str = "auto"
+    ) -> None:
+        if capturing(world.device):
+            raise CaptureError("a channel was to be made inside a capture; make it before, its calls can be captured")
+        pairs = _agreed_pairs(world, peer, nbytes, protocol, transport)
+        spec = ChannelSpec(pairs, (nbytes,), protocol=protocol, transport=transport)
+        spec.check(world.size, world.device.type)  # all ranks gave the same, so all raise
+        self.world, self.peer, self.nbytes, self.protocol = world, peer, nbytes, protocol
+        self._closed = False
+        self._held_in_capture: bool | None = None
+        """Whether the message that is held was received inside a capture; None where none is held."""
+        self._kept: list[torch.Tensor] = []
+        self._landed: torch.Tensor | None = None
+        """Where messages land, once one has."""
+        self._is_together = False
+        with ExitStack() as undo:
+            self._groups = _communicators(world, pairs, undo) if transport == "collective" else []
+            own = [group for group in self._groups if world.rank in group.members]
+            self._channels = Channels(world, spec, next(iter(own or self._groups), None))
+            undo.pop_all()
+        self._open_channels = world.shared(_OpenChannels)
+        self._open_channels.add(self, self._groups)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one message."""
-        return self.spec.nbytes
+    def transport(self) -> str:
+        """The transport that is used, also where `auto` was asked for."""
+        return self._channels.transport
 
-    def send(self, destination: int, message: torch.Tensor, slot: int | None = None) -> None:
-        """Hand over one message, in the next slot unless one is named; waits until the one before there is released."""
-        lane = self._lane(self._sent, (self.world.rank, destination), slot)
-        self._add(Batch(sends=[(lane, self._flat(message))]))
-        self._count(self._sent, lane, slot)
+    def send(self, message: torch.Tensor) -> None:
+        """Send a contiguous tensor of `nbytes` bytes, of any dtype and shape, on the device of the world.
 
-    def receive(self, source: int, slot: int | None = None) -> torch.Tensor:
-        """The next message from `source`, valid until it is released or its slot is received again."""
-        lane = self._lane(self._received, (source, self.world.rank), slot)
-        self._add(Batch(releases=self._let_go(lane), receives=[lane]))
-        self._count(self._received, lane, slot)
-        if self.spec.protocol == "put":
-            self._held[lane.number] = lane
-        return self._shaped(self._open().received(lane))
+        On a GPU the message may be overwritten by what follows on the same stream.
+        """
+        peer = self._ready("send")
+        flat = self._bytes_of(message)
+        if self._is_together and self._landed is not None and _overlap(flat, self._landed):
+            raise ConfigError(
+                "the message is in the memory where received messages land, which the peer may write to while all "
+                "that is asked for together is done; send a copy: call .clone()"
+            )
+        self._channels.send(peer, flat)
+        if capturing(self.world.device):
+            self._kept.append(flat)  # a replay reads it again
 
-    def release(self, source: int, slot: int | None = None) -> None:
-        """Done with the oldest message held from `source`, or the one in `slot`: its sender may send the next there."""
-        pair = source, self.world.rank
-        named = self.spec.lane(*pair, slot or 0)
-        held = [lane for lane in self._held.values() if (lane.source, lane.destination) == pair]
-        for lane in [lane for lane in held if slot is None or lane == named][:1]:
-            self._add(Batch(releases=self._let_go(lane)))
+    def receive(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Receive the next message, as a tensor of this dtype and shape; one dimension unless a shape is given.
 
-    def room(self, destination: int, slot: int | None = None) -> torch.Tensor:
-        """Where the next message with `get` is fetched from; one that is written here needs no copy when it is sent."""
-        pair = self.world.rank, destination
-        lane = self.spec.lane(*pair, self._sent.get(pair, 0) % self.spec.slots if slot is None else slot)
-        if self.spec.protocol != "get":
-            raise ConfigError("the slots of a put are the receivers'; write the message anywhere and send it")
-        return self._shaped(self._open().room(lane))
+        The tensor is the memory in which messages land. It is valid until `release`, or else until the next `receive`,
+        which releases the message before. Copy what is needed for longer.
+        """
+        peer = self._ready("receive")
+        view = self._view(shape, dtype)
+        self._refuse_mixed("receive")
+        landed = self._landed = self._channels.receive(peer)
+        if self.protocol == "put":
+            self._held_in_capture = capturing(self.world.device)
+        return landed.view(dtype).view(view)
+
+    def release(self) -> None:
+        """Say that the message received last has been read, so that the peer may send the next.
+
+        With `get` the message is a copy and nothing needs to be said. The same where no message is held.
+        """
+        peer = self._ready("release")
+        self._refuse_mixed("release")
+        self._channels.release(peer)
+        self._held_in_capture = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is asked for inside happens at the end, in an order that cannot block; until then nothing is there."""
-        if self._batch is not None:
-            raise ConfigError("channels are asked for things together already; once is enough")
-        batch = self._batch = Batch()
-        before = dict(self._sent), dict(self._received), dict(self._held)
+        """Do all that is called inside at its end, in an order that cannot block: both ends may receive first.
+
+        A message that is received inside is there after it, and is released after it. One that was received before is
+        sent as a copy, since its memory is given to the next. An exception undoes all of it.
+        """
+        self._open("together")
+        held = self._held_in_capture
         try:
-            yield
+            with self._channels.together():
+                self._is_together = True
+                try:
+                    yield
+                finally:
+                    self._is_together = False
         except BaseException:
-            self._sent, self._received, self._held = before  # nothing of it happens
+            self._held_in_capture = held
             raise
-        finally:
-            self._batch = None
-        self._run(batch)
 
     def check(self) -> None:
-        """Raise where a wait has failed: `PeerTimeout` names the peer."""
-        if self.broken is not None:
-            raise self.broken
-        try:
-            self._open().check()
-        except RaymoeError as error:
-            self.broken = error
-            raise
+        """Wait for the current stream, then raise what went wrong. `PeerTimeout` names the peer."""
+        self._open("check")
+        if capturing(self.world.device):
+            raise CaptureError("check waits for the device, which a capture cannot; call it after the replay")
+        self._channels.synchronise()
 
-    def synchronise(self) -> None:
-        """Until the current stream is done, or a wait in it has failed."""
-        if self.world.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.world.device)
-            started, told = time.monotonic(), None
-            while not stream.query():
-                self.check()
-                self._open().bound(time.monotonic() - started)
-                if self.world.waiter.reason is not None:
-                    told = told or time.monotonic()
-                    if time.monotonic() - told > ABORT_S:  # a wait of ours would have ended, and named its peer
-                        break
-                time.sleep(_PAUSE_S)
-        self.check()
-        self.world.waiter.check()
+    def close(self, together: bool = True) -> None:
+        """Give up memory and connections. With `collective` all ranks close, unless one has failed (`together=False`).
 
-    def close(self) -> None:
-        mover, self._mover = self._mover, None
-        if mover is not None:
-            self._forget()
-            mover.close()
-
-    def _add(self, batch: Batch) -> None:
-        if self._batch is None:
-            self._run(batch)
+        Tensors that were received and graphs with this channel's calls are invalid from then on.
+        """
+        if self._closed:
             return
-        busy = [lane for lane in self._batch.receives if lane in batch.receives]
-        busy += [lane for lane, _ in self._batch.sends if lane in [other for other, _ in batch.sends]]
-        if busy:
+        self._closed = True
+        self._open_channels.remove(self, self._groups)
+        with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
+            for group in self._groups:
+                leaving.callback(group.close)
+            leaving.callback(self._kept.clear)
+            leaving.callback(self._channels.close)
+            if not together or self._channels.broken is not None or self.world.waiter.reason is not None:
+                for group in self._groups:
+                    group.abort()  # else closing it would wait for peers that do not come
+            elif self._groups:
+                self._channels.synchronise()  # bounded, which NCCL's own wait is not
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(together=error is None)
+
+    def _open(self, call: str) -> None:
+        if self._closed:
+            raise ConfigError(f"{call} on rank {self.world.rank}: this channel is closed; make a new one")
+
+    def _ready(self, call: str) -> int:
+        """The peer; raises where the call cannot be made."""
+        self._open(call)
+        if self._channels.broken is not None:
+            raise self._channels.broken
+        if self.peer is None:
             raise ConfigError(
-                f"two messages from rank {busy[0].source} to rank {busy[0].destination} together in one slot; a "
-                f"channel carries as many at a time as it has slots, here {self.spec.slots}"
+                f"{call} on rank {self.world.rank}, which named no peer; only the two ends of a channel use it"
             )
-        early = [lane for lane in batch.releases if lane in self._batch.receives]
-        if early:
+        return self.peer
+
+    def _bytes_of(self, message: torch.Tensor) -> torch.Tensor:
+        """The message as flat bytes, after making sure that it is one."""
+        if not isinstance(message, torch.Tensor):
+            raise ConfigError(f"the message is a {type(message).__name__}; a tensor is needed")
+        if type(message).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not _has_memory(message):
             raise ConfigError(
-                f"a message from rank {early[0].source} to be released together with its receive; nothing is there "
-                "before the end of what is asked for together, so release it after that"
+                f"the message is a {type(message).__name__} without memory of its own; send a plain tensor, outside "
+                "torch.compile and torch.func transforms"
             )
-        self._batch.releases += batch.releases
-        self._batch.sends += batch.sends
-        self._batch.receives += batch.receives
-
-    def _run(self, batch: Batch) -> None:
-        self.check()
-        try:
-            self._open().run(batch)
-        except ConfigError:
-            raise
-        except RaymoeError as error:
-            # Both ends count messages; whoever leaves in the middle of one has lost count.
-            self.broken = error
-            raise
-
-    def _let_go(self, lane: Lane) -> list[Lane]:
-        return [self._held.pop(lane.number)] if lane.number in self._held else []
-
-    def _lane(self, counts: dict[tuple[int, int], int], pair: tuple[int, int], slot: int | None) -> Lane:
-        if self.broken is not None:
-            raise self.broken
-        return self.spec.lane(*pair, counts.get(pair, 0) % self.spec.slots if slot is None else slot)
-
-    def _count(self, counts: dict[tuple[int, int], int], lane: Lane, slot: int | None) -> None:
-        pair = lane.source, lane.destination
-        counts[pair] = counts.get(pair, 0) + (slot is None)
-
-    def _open(self) -> Mover:
-        if self._mover is None:
-            raise ConfigError("these channels are closed; make new ones")
-        if self.world.closed:
-            raise ConfigError("the world of these channels is closed; make a new world and channels")
-        return self._mover
-
-    def _flat(self, message: torch.Tensor) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        if tuple(message.shape) != self.spec.shape or message.dtype != dtype:
-            there, here = f"{dtype} {list(self.spec.shape)}", f"{message.dtype} {list(message.shape)}"
-            raise ConfigError(f"{here} to be copied into {there}; both ends need one shape and dtype")
         if message.device != self.world.device:
-            raise ConfigError(f"a message on {message.device}; these channels are between ranks on {self.world.device}")
+            raise ConfigError(f"the message is on {message.device}; this world's ranks are on {self.world.device}")
+        found = message.numel() * message.element_size()
+        if found != self.nbytes:
+            raise ConfigError(
+                f"the message has {found} bytes ({message.dtype} {list(message.shape)}); this channel was made for "
+                f"messages of exactly {self.nbytes}"
+            )
         if not message.is_contiguous():
-            raise ConfigError(f"a message with strides {message.stride()}; only contiguous ones move, so copy it first")
-        return message.view(-1).view(torch.uint8)
+            raise ConfigError(f"the message has strides {message.stride()}; it must be contiguous: call .contiguous()")
+        if message.is_neg() or message.is_conj():
+            raise ConfigError("the message is a lazy negative or conjugate; call .resolve_neg().resolve_conj()")
+        return message.detach().view(-1).view(torch.uint8)
 
-    def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, self.spec.dtype)
-        return flat.view(dtype).view(self.spec.shape)
+    def _view(self, shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[int, ...]:
+        """The shape of a received message."""
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype is {dtype!r}; a torch.dtype is needed")
+        if shape is not None and not isinstance(shape, Sequence):
+            raise ConfigError(
+                f"a message of shape {shape!r}; a row of whole numbers is needed, for example ({shape!r},)"
+            )
+        wanted = (self.nbytes // dtype.itemsize,) if shape is None else tuple(shape)
+        if any(type(extent) is not int or extent < 0 for extent in wanted):
+            raise ConfigError(f"a message of shape {list(wanted)}; whole numbers of at least 0 are needed")
+        if prod(wanted) * dtype.itemsize != self.nbytes:
+            raise ConfigError(
+                f"a message to be received as {dtype} {list(wanted)}, {prod(wanted) * dtype.itemsize} bytes; this "
+                f"channel was made for messages of exactly {self.nbytes}"
+            )
+        return wanted
+
+    def _refuse_mixed(self, call: str) -> None:
+        """A graph that released a message which it did not receive would do so at every replay: slots would be free
+        before they were read."""
+        held, now = self._held_in_capture, capturing(self.world.device)
+        if held is None or held == now:
+            return
+        if now:
+            raise ConfigError(
+                f"{call} inside a capture, and a message is held that was received before it; call release() before "
+                "the capture begins"
+            )
+        raise ConfigError(
+            f"{call} outside a capture, and a message is held that was received inside one; capture its release() "
+            "with it, or make a new channel"
+        )
+
+
+class _OpenChannels:
+    """What the channels of a world have not closed. The world closes it before the memory that it is in."""
+
+    def __init__(self, _world: World) -> None:
+        self._channels: list[weakref.ref[Channel]] = []  # weak: a channel that nobody has any more may go
+        self._groups: list[NcclGroup] = []
+
+    def add(self, channel: Channel, groups: list[NcclGroup]) -> None:
+        self._channels.append(weakref.ref(channel))
+        self._groups += groups
+
+    def remove(self, channel: Channel, groups: list[NcclGroup]) -> None:
+        self._channels = [each for each in self._channels if each() not in (channel, None)]
+        self._groups = [each for each in self._groups if each not in groups]
+
+    def close(self, together: bool) -> None:
+        with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
+            leaving.callback(self._abandon_groups)
+            for reference in self._channels:
+                if (channel := reference()) is not None:
+                    leaving.callback(channel.close, together)
+
+    def _abandon_groups(self) -> None:
+        """Of channels that were dropped: other ranks may have closed theirs."""
+        with ExitStack() as leaving:
+            for group in self._groups:
+                leaving.callback(group.close)
+                leaving.callback(group.abort)
+
+
+def pairs_of(peers: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
+    """Both directions between all ranks that name one another; `peers[r]` is whom rank r named.
+
+    >>> pairs_of([1, 0, None, 4, 3])
+    ((0, 1), (1, 0), (3, 4), (4, 3))
+    >>> pairs_of([1, 2, 1])
+    Traceback (most recent call last):
+    raymoe.errors.ConfigError: rank 0 names rank 1 as its peer and rank 1 names rank 2; both ends name one another
+    """
+    ranks = range(len(peers))
+    for rank, peer in enumerate(peers):
+        if peer is None:
+            continue
+        if peer not in ranks or peer == rank:
+            raise ConfigError(
+                f"rank {rank} names rank {peer} as its peer in a world of {len(peers)}; a peer is another rank of it, "
+                "or None"
+            )
+        if peers[peer] != rank:
+            theirs = "none" if peers[peer] is None else f"rank {peers[peer]}"
+            raise ConfigError(
+                f"rank {rank} names rank {peer} as its peer and rank {peer} names {theirs}; both ends name one another"
+            )
+    pairs = tuple((rank, peer) for rank, peer in enumerate(peers) if peer is not None)
+    if not pairs:
+        raise ConfigError("no rank names a peer; a channel has two ends")
+    return pairs
+
+
+def _agreed_pairs(world: World, peer: object, nbytes: object, *kind: object) -> tuple[tuple[int, int], ...]:
+    """The pairs of ranks. Raises on all ranks unless what they asked for fits together."""
+    problem: str | None = None
+    if peer is not None and type(peer) is not int:
+        problem = f"peer is {peer!r}; the number of a rank, or None, is needed"
+    elif type(nbytes) is not int or not 0 <= nbytes <= MOST_BYTES:
+        problem = f"nbytes is {nbytes!r}; a whole number from 0 to {MOST_BYTES} is needed"
+    elif any(type(name) is not str for name in kind):
+        problem = f"protocol and transport are {kind[0]!r} and {kind[1]!r}; names are needed"
+    asked = (peer, {"nbytes": nbytes, "protocol": kind[0], "transport": kind[1]})
+    found = world.swap(asked if problem is None else problem, "channel: peers")
+    if problem is not None:
+        raise ConfigError(problem)
+    peers = []
+    for rank, other in enumerate(found):
+        if isinstance(other, str):
+            raise ConfigError(f"rank {rank}: {other}")
+        assert isinstance(other, tuple)
+        peers.append(other[0])
+        for name, value in asked[1].items():
+            if other[1][name] != value:
+                raise ConfigError(
+                    f"{name} is {other[1][name]!r} on rank {rank} and {value!r} on rank {world.rank}; all ranks make a "
+                    "channel with the same"
+                )
+    return pairs_of(peers)
+
+
+def _communicators(world: World, pairs: Sequence[tuple[int, int]], undo: ExitStack) -> list[NcclGroup]:
+    """An NCCL communicator for each pair of ranks: in one of them all, idle pairs hold up the others (`NcclGroup`).
+
+    All ranks of the world make all of them, in one order.
+    """
+    from raymoe.net.nccl import NcclGroup
+
+    made = []
+    for pair in pairs:
+        if pair[0] < pair[1]:
+            made.append(NcclGroup(world, pair))
+            undo.callback(made[-1].close)
+            undo.callback(made[-1].abort)
+    return made
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two rows of bytes share one.
+
+    >>> row = torch.zeros(8, dtype=torch.uint8)
+    >>> _overlap(row[:4], row[3:]), _overlap(row[:4], row[4:]), _overlap(row[4:4], row)
+    (True, False, False)
+    """
+    start, end = max(a.data_ptr(), b.data_ptr()), min(a.data_ptr() + a.numel(), b.data_ptr() + b.numel())
+    return start < end
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there are bytes at an address of the tensor's own: not so for a sparse, vmapped or freed one."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0 or tensor.device.type == "meta"
+    except RuntimeError:
+        return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from raymoe.job.errors import CannotWrite, ConfigError
+from raymoe.errors import CannotWrite, ConfigError
 from raymoe.memory.world import World
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Rule:
+class TransportRule:
     """From `from_bytes` on, up to the next rule of the same pattern and protocol, `transport` is used."""
 
     pattern: str
@@ -50,7 +50,7 @@ class Table:
     """
 
     gpu: str
-    rules: tuple[Rule, ...]
+    rules: tuple[TransportRule, ...]
 
     def pick(self, pattern: str, protocol: str, nbytes: int) -> str:
         """Sizes below the smallest that a rule is for are served by that rule; a table may be for fewer patterns."""
@@ -91,7 +91,7 @@ class Table:
         try:
             if plain["format"] != FORMAT:
                 raise ConfigError(f"format {plain['format']} where {FORMAT} is known")
-            return cls(str(plain["gpu"]), tuple(Rule(**rule) for rule in plain["rules"]))
+            return cls(str(plain["gpu"]), tuple(TransportRule(**rule) for rule in plain["rules"]))
         except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(f"{path} is no table of transports ({error}); delete it, or measure anew") from error
 
@@ -102,14 +102,14 @@ BUILT_IN = Table(
         # What goes by the copy engine takes 20 us more between two ranks and 30 to 40 more among four, for its stream
         # memory operations. The kernel pushes 0.94 of what the engine does, and pulls 0.96 of it between two and 0.87
         # among four. The thresholds are where these lines cross (4x H200, 2026-11-21).
-        Rule("pairs", "put", 0, "tma"),
-        Rule("pairs", "put", 96 * MIB, "copy_engine"),
-        Rule("pairs", "get", 0, "tma"),
-        Rule("pairs", "get", 64 * MIB, "copy_engine"),
-        Rule("all_to_all", "put", 0, "tma"),
-        Rule("all_to_all", "put", 64 * MIB, "copy_engine"),
-        Rule("all_to_all", "get", 0, "tma"),
-        Rule("all_to_all", "get", 24 * MIB, "copy_engine"),
+        TransportRule("pairs", "put", 0, "tma"),
+        TransportRule("pairs", "put", 96 * MIB, "copy_engine"),
+        TransportRule("pairs", "get", 0, "tma"),
+        TransportRule("pairs", "get", 64 * MIB, "copy_engine"),
+        TransportRule("all_to_all", "put", 0, "tma"),
+        TransportRule("all_to_all", "put", 64 * MIB, "copy_engine"),
+        TransportRule("all_to_all", "get", 0, "tma"),
+        TransportRule("all_to_all", "get", 24 * MIB, "copy_engine"),
     ),
 )
 
@@ -129,11 +129,11 @@ def measured(lines: Iterable[Mapping[str, object]], protocol: str, gpu: str) -> 
         if line["op"] == "copy" and line["transport"] in CANDIDATES and line["pattern"] in PATTERNS:
             place = times.setdefault((str(line["pattern"]), int(str(line["bytes"]))), {})
             place.setdefault(str(line["transport"]), []).append(float(str(line["us_p50"])))
-    rules: list[Rule] = []
+    rules: list[TransportRule] = []
     for (pattern, nbytes), found in sorted(times.items()):
         best = min(found, key=lambda transport: median(found[transport]))
         if not rules or (rules[-1].pattern, rules[-1].transport) != (pattern, best):
-            rules.append(Rule(pattern, protocol, nbytes, best))
+            rules.append(TransportRule(pattern, protocol, nbytes, best))
     return Table(gpu, tuple(rules))
 
 

@@ -25,10 +25,10 @@ from __future__ import annotations
 from typing import Any
 
 from raymoe.device.driver import bindings, call
+from raymoe.memory.watchdog import Watchdog, WatchedWord
 from raymoe.memory.world import World
 from raymoe.transport.device_lanes import Enqueuing, Ordered
 from raymoe.transport.spec import ChannelSpec
-from raymoe.transport.watchdog import Guarded, Watchdog
 
 MOST_TOGETHER = 255
 """Stream memory operations in one batch, which is what the driver takes."""
@@ -43,17 +43,17 @@ class CopyEngineMover(Enqueuing):
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         super().__init__(world, spec)
         self.sms: int | None = 0
-        guarded: list[Guarded] = []
+        guarded: list[WatchedWord] = []
         waits: dict[tuple[str, int], int] = {}
         for lane in spec.lanes:
             if lane.source == world.rank:
                 waits["taken", lane.number] = len(guarded)
-                guarded.append(Guarded("send", lane.destination, self.lanes.word("taken", lane, world.rank)))
+                guarded.append(WatchedWord("send", lane.destination, self.lanes.word("taken", lane, world.rank)))
                 with world.gpu.current():
                     call("cuMemsetD32", self.lanes.word("taken", lane, world.rank), 1, 1)
             if lane.destination == world.rank:
                 waits["sent", lane.number] = len(guarded)
-                guarded.append(Guarded("receive", lane.source, self.lanes.word("sent", lane, world.rank)))
+                guarded.append(WatchedWord("receive", lane.source, self.lanes.word("sent", lane, world.rank)))
         world.gpu.synchronise()
         self._watchdog = Watchdog(world, guarded)
         self._waits: dict[tuple[str, int], list[Any]] = {}

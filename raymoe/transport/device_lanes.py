@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from raymoe.memory.heap import WORD_STRIDE
+from raymoe.memory.layout import WORD_STRIDE
 from raymoe.memory.world import World
-from raymoe.transport.mover import Batch, turn_of
-from raymoe.transport.spec import ChannelSpec, Lane
+from raymoe.transport.spec import ChannelSpec, Lane, Requests, turn_of
 
 _WORD_BYTES = WORD_STRIDE * 8
 
@@ -58,7 +57,7 @@ class Ordered:
     receives: tuple[Lane, ...]
 
     @classmethod
-    def of(cls, batch: Batch, world: World) -> Ordered:
+    def of(cls, batch: Requests, world: World) -> Ordered:
         def turn(lane: Lane) -> int:
             return turn_of(lane, world.rank, world.size)
 
@@ -74,7 +73,7 @@ class Enqueuing(ABC):
         self.world, self.spec = world, spec
         self._gpu = world.gpu
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Requests) -> None:
         stream = torch.cuda.current_stream(self.world.device).cuda_stream
         with self.world.gpu.current():
             self.enqueue(Ordered.of(batch, self.world), stream)

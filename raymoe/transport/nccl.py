@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from raymoe.device.current import capturing
-from raymoe.job.errors import ConfigError, PeerTimeout
+from raymoe.errors import ConfigError, PeerTimeout
 from raymoe.memory.world import World
-from raymoe.transport.mover import Batch
-from raymoe.transport.nccl_group import NcclGroup
-from raymoe.transport.spec import ChannelSpec, Lane
+from raymoe.net.nccl import NcclGroup
+from raymoe.transport.spec import ChannelSpec, Lane, Requests
 
 _event: Any = torch.cuda.Event  # has no annotations
 
@@ -52,7 +51,7 @@ class NcclMover:
         mine = [lane for lane in spec.lanes if lane.destination == world.rank]
         self._slots = {lane.number: torch.empty(spec.nbytes, dtype=torch.uint8, device=world.device) for lane in mine}
 
-    def run(self, batch: Batch) -> None:
+    def run(self, batch: Requests) -> None:
         """Releases need nothing: NCCL has its own credits, and a slot is overwritten only by our next receive."""
         assert self._group is not None
         sends: dict[int, list[torch.Tensor]] = {}

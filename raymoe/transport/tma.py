@@ -19,15 +19,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from raymoe.device.copy import LANES, CopyLane, Spread, copy_launch
+from raymoe.device.copy import LANES, CopyLane, Ring, Spread, copy_launch
 from raymoe.device.error_word import ErrorWord
-from raymoe.device.kernels import Kernels
-from raymoe.device.launch import Launch
-from raymoe.device.ring import Ring
+from raymoe.device.kernels import Kernels, Launch
+from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
 from raymoe.transport.device_lanes import Enqueuing, Ordered
 from raymoe.transport.spec import ChannelSpec, Lane
-from raymoe.transport.watchdog import Watchdog
 
 SMS, RING = 16, Ring(12, 16384)
 """SMs that a rank's large messages take, and the ring of each. Pulls by 16 SMs reach 370 GB/s one way, 333 both ways

@@ -1,14 +1,219 @@
-"""Tokens for a step, made outside the clock."""
+"""The tokens of a step, and which experts they go to, made outside the clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
+import numpy
 import torch
 
-from raymoe.moe.seeds import generator
-from raymoe.workload.room import BATCHES, batches_of
-from raymoe.workload.routing import Draw, Routing
+from raymoe.errors import ConfigError, DataRefused
+from raymoe.moe.weights import generator
+from raymoe.workload.memory_needed import BATCHES, batches_of
+
+if TYPE_CHECKING:
+    from raymoe.config import Job
+
+
+# Expert ids from a file: what a real router chose, replayed.
+#
+# The file is a numpy `.npy` array of integers (any integer type, no pickles), of shape
+#
+# - `[N, K]`: the same ids at every step, or
+# - `[S, N, K]`: step i, warm-up included, takes entry i mod S,
+#
+# where K is the job's top-k and N is either T (every rank takes all of them) or R * T (rank r takes rows r*T to
+# (r+1)*T).
+# -1 means no expert. The weights are drawn at random, as for the other kinds.
+
+
+@dataclass(frozen=True)
+class TraceShape:
+    """What the job says that a trace must hold."""
+
+    ranks: int
+    tokens: int
+    topk: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace in memory, already checked: `table` is int64[S, N, K]."""
+
+    table: torch.Tensor
+    shape: TraceShape
+
+    @classmethod
+    def load(cls, path: str, shape: TraceShape) -> Trace:
+        """Read and check the whole file. Every rank checks all of it, so that all of them refuse it or none."""
+        table = _read(path)
+        tokens, topk = table.shape[-2:] if table.ndim in (2, 3) else (0, 0)
+        if topk != shape.topk or tokens not in (shape.tokens, shape.ranks * shape.tokens):
+            raise ConfigError(
+                f"{path}: the job needs ids of shape [{shape.tokens} or {shape.ranks * shape.tokens}, {shape.topk}], "
+                f"with or without steps in front, and the file holds {list(table.shape)}: change shape.tokens and "
+                "shape.topk, or cut the file"
+            )
+        table = table.reshape(-1, tokens, topk)
+        if table.size == 0:
+            raise ConfigError(f"{path}: the trace holds no steps: give at least one")
+        low, high = int(table.min()), int(table.max())
+        if low < -1 or high >= shape.experts:
+            raise DataRefused(
+                f"{path}: ids go from {low} to {high}, and with {shape.experts} experts they must be in "
+                f"[-1, {shape.experts - 1}]: change shape.experts or the file"
+            )
+        return cls(torch.from_numpy(table.astype(numpy.int64)), shape)
+
+    def ids(self, rank: int, step: int) -> torch.Tensor:
+        """int64[T, K] of a rank at a step."""
+        ids = self.table[step % self.table.shape[0]]
+        if ids.shape[0] == self.shape.tokens:
+            return ids
+        return ids[rank * self.shape.tokens : (rank + 1) * self.shape.tokens]
+
+
+def _read(path: str) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.signedinteger]]:
+    way_out = "save the ids with numpy.save, integers of shape [tokens, topk] or [steps, tokens, topk]"
+    try:
+        table = numpy.load(path, allow_pickle=False)
+    except OSError as error:
+        raise ConfigError(f"{path}: the trace cannot be read ({error.strerror or error}): {way_out}") from error
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"{path}: not a .npy file ({error}): {way_out}") from error
+    if not isinstance(table, numpy.ndarray) or not numpy.issubdtype(table.dtype, numpy.integer):
+        found = getattr(table, "dtype", type(table).__name__)
+        raise ConfigError(f"{path}: the trace holds {found} and must hold integers: {way_out}")
+    return table
+
+
+# Which experts a rank's tokens go to, and with what weights.
+#
+# Every draw is a function of (seed, rank, step) alone: runs repeat, and any rank can tell what another one drew.
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The routing of one rank's tokens at one step: `ids` int64[T', K], `weights` float32[T', K]."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a job's tokens are routed.
+
+    - `uniform`: K distinct experts a token, each set equally likely.
+    - `zipf`: experts drawn without replacement, the i-th most popular in proportion to (i + 1) ** -alpha; the seed says
+      which experts are the popular ones.
+    - `hot`: the given share of a rank's tokens has one expert (the seed says which) as first choice; all other choices
+      are uniform.
+    - `trace`: ids from a file (see `raymoe.workload.inputs`).
+
+    The ids of a token are distinct (a trace's are what the file says). `masked` is the share of ids that become -1
+    after the draw; their weights stay as they were, so whoever uses the weight of a masked id is found out. With
+    `ragged`, ranks hold different token counts: one rank none, one rank all T, the others something between.
+    """
+
+    kind: str
+    seed: int
+    ranks: int
+    tokens: int
+    experts: int
+    topk: int
+    alpha: float = 1.0
+    share: float = 0.5
+    file: str | None = None
+    masked: float = 0.0
+    ragged: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Routing:
+        """The routing that a job asks for."""
+        asked, shape = job.routing, job.shape
+        return cls(
+            kind=str(asked.kind),
+            seed=asked.seed,
+            ranks=job.world.ranks,
+            tokens=shape.tokens,
+            experts=shape.experts,
+            topk=shape.topk,
+            alpha=asked.alpha,
+            share=asked.share,
+            file=None if asked.file is None else str(asked.file),
+            masked=asked.masked,
+            ragged=asked.ragged,
+        )
+
+    def tokens_of(self, rank: int) -> int:
+        """T' of a rank: T, or this rank's count where they are ragged.
+
+        >>> ragged = Routing("uniform", seed=0, ranks=4, tokens=64, experts=8, topk=2, ragged=True)
+        >>> sorted(ragged.tokens_of(rank) for rank in range(4))[::3]
+        [0, 64]
+        """
+        if not self.ragged:
+            return self.tokens
+        source = generator("ragged", self.seed)
+        counts = torch.randint(1, self.tokens + 1, (self.ranks,), generator=source)
+        order = torch.randperm(self.ranks, generator=source)
+        counts[order[0]] = self.tokens
+        if self.ranks > 1:
+            counts[order[-1]] = 0
+        return int(counts[rank])
+
+    def draw(self, rank: int, step: int) -> Draw:
+        """The ids and weights of a rank's tokens at a step."""
+        tokens = self.tokens_of(rank)
+        source = generator("routing", self.seed, rank, step)
+        scores = torch.randn(tokens, self.topk, generator=source).softmax(dim=-1)
+        weights = scores.sort(dim=-1, descending=True).values  # a router's first choice weighs most
+        ids = self._choose(rank, step, tokens, source)
+        if self.masked > 0:
+            drop = torch.rand(tokens, self.topk, generator=source) < self.masked
+            ids = ids.masked_fill(drop, -1)
+        return Draw(ids.contiguous(), weights.contiguous())
+
+    def _choose(self, rank: int, step: int, tokens: int, source: torch.Generator) -> torch.Tensor:
+        if self.kind == "trace":
+            return self._trace.ids(rank, step)[:tokens]
+        # The K largest of (log popularity + Gumbel noise) are K experts drawn one after the other without replacement.
+        noise = torch.rand(tokens, self.experts, generator=source).clamp_(min=1e-20).log_().neg_().log_().neg_()
+        keys = noise + self._log_popularity
+        if self.kind == "hot":
+            chosen = torch.randperm(tokens, generator=source)[: round(self.share * tokens)]
+            keys[chosen, self.hot_expert] = torch.inf
+        return keys.topk(self.topk, dim=-1).indices
+
+    @property
+    def recorded(self) -> int:
+        """How many different steps a trace holds; 0 for the kinds that are drawn."""
+        return len(self._trace.table) if self.kind == "trace" else 0
+
+    @cached_property
+    def hot_expert(self) -> int:
+        """The expert that `hot` prefers."""
+        return int(torch.randint(self.experts, (), generator=generator("hot expert", self.seed)))
+
+    @cached_property
+    def _log_popularity(self) -> torch.Tensor:
+        if self.kind != "zipf":
+            return torch.zeros(self.experts)
+        place = torch.randperm(self.experts, generator=generator("zipf", self.seed))
+        return -self.alpha * (place + 1).double().log().float()
+
+    @cached_property
+    def _trace(self) -> Trace:
+        if self.file is None:
+            raise ConfigError("routing.kind is trace but routing.file is empty: name a .npy file of expert ids there")
+        return Trace.load(self.file, TraceShape(self.ranks, self.tokens, self.topk, self.experts))
+
+
+# Tokens for a step, made outside the clock.
 
 _CPU = torch.device("cpu")
 

@@ -8,14 +8,56 @@ the same times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from typing import Protocol
 
-from raymoe.job.errors import PeerTimeout, WrongResult
+from raymoe.config import Case
+from raymoe.errors import PeerTimeout, WrongResult
 from raymoe.memory.world import World
+from raymoe.workload.traffic import Traffic
+
+# What a list of times says.
+
+
+def percentile(times: Sequence[float], percent: float) -> float:
+    """The smallest time that at least `percent` of all times do not exceed: always one that was measured.
+
+    >>> percentile([5.0, 1.0, 3.0], 50), percentile([5.0, 1.0, 3.0], 99), percentile(range(1, 201), 99)
+    (3.0, 5.0, 198)
+    """
+    ordered = sorted(times)
+    return ordered[max(0, -int(-len(ordered) * percent // 100) - 1)]
+
+
+def spread(us: Sequence[float]) -> dict[str, object]:
+    """The keys of a result line that tell of times in microseconds.
+
+    >>> spread([4.0, 2.0])
+    {'samples': 2, 'us_p50': 3.0, 'us_p99': 4.0, 'us_min': 2.0, 'us_max': 4.0}
+    """
+    return {
+        "samples": len(us),
+        "us_p50": median(us),
+        "us_p99": percentile(us, 99),
+        "us_min": min(us),
+        "us_max": max(us),
+    }
+
+
+def on_wire(total: float, busiest: float, us: float) -> dict[str, object]:
+    """The keys that tell of bytes: `total` crossed between ranks, `busiest` in one direction of one rank's port.
+
+    >>> on_wire(total=4e6, busiest=1e6, us=100.0)
+    {'bytes_wire': 4000000, 'gbps_wire': 10.0}
+    >>> on_wire(total=0, busiest=0, us=100.0)
+    {'bytes_wire': 0, 'gbps_wire': None}
+    """
+    return {"bytes_wire": round(total), "gbps_wire": busiest / us / 1e3 if busiest else None}
+
 
 BLOCK_SECONDS = 0.2
 LONGEST_BLOCK = 1024  # steps; their times travel in one message of the world's board, 64 KiB at most
@@ -32,7 +74,7 @@ class Step:
     """Of the calls on the host, where that is another time and is known."""
 
 
-Times = tuple[tuple[float, ...], tuple[float, ...]]
+StepTimes = tuple[tuple[float, ...], tuple[float, ...]]
 """Of one step on one rank: `us` and `host_us`."""
 
 
@@ -101,7 +143,7 @@ def _measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, f
     while done < steps.total:
         block = min(block, steps.total - done)
         started = perf_counter()
-        mine: list[Times] = []
+        mine: list[StepTimes] = []
         for index in range(done, done + block):
             step = do_step(index, verify=steps.verified(index))
             mine.append((step.us, step.host_us))
@@ -117,14 +159,16 @@ def _measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, f
     return measured
 
 
-def _times_of_all(world: World, mine: list[Times], seconds: float, what: str) -> tuple[list[tuple[Times, ...]], float]:
+def _times_of_all(
+    world: World, mine: list[StepTimes], seconds: float, what: str
+) -> tuple[list[tuple[StepTimes, ...]], float]:
     """All ranks' times of each step of a block, and the longest that a rank took for the block."""
     answers = world.swap((seconds, mine), f"{what}: samples")
-    all_ranks: list[list[Times]] = [answer[1] for answer in answers]  # type: ignore[index]
+    all_ranks: list[list[StepTimes]] = [answer[1] for answer in answers]  # type: ignore[index]
     return list(zip(*all_ranks, strict=True)), max(answer[0] for answer in answers)  # type: ignore[index]
 
 
-def _add(measured: Measured, all_ranks: tuple[Times, ...]) -> None:
+def _add(measured: Measured, all_ranks: tuple[StepTimes, ...]) -> None:
     """Take one step's times into the samples."""
     us = [max(op) for op in zip(*(us for us, _ in all_ranks), strict=True)]
     host_us = list(zip(*(host_us for _, host_us in all_ranks), strict=True))
@@ -148,3 +192,82 @@ def _judge(world: World, error: float | None, step: int, bound: float, measured:
             "data was lost, mixed up or changed on the way, and the times of this case mean nothing"
         )
     measured.max_error = max(worst, measured.max_error or 0.0)
+
+
+# What several runs of an operation on all ranks say of when blocks came to which point of its kernel.
+
+SAMPLES = 9
+
+Times = Mapping[str, tuple[float, float, float]]
+"""Of each point, the microseconds after the start at which the first, the median and the last block came to it."""
+
+Timeline = list[list[str | float]]
+"""The same in a result line: [point, first, median, last], in the order of time."""
+
+
+def typical(samples: Sequence[Times]) -> Times:
+    """The medians over the samples that came to a point at all.
+
+    >>> typical([{"start": (0.0, 1.0, 2.0)}, {"start": (0.0, 3.0, 9.0), "end": (4.0, 5.0, 6.0)}])
+    {'start': (0.0, 2.0, 5.5), 'end': (4.0, 5.0, 6.0)}
+    """
+    found = {}
+    for point in dict.fromkeys(point for sample in samples for point in sample):
+        first, middle, last = zip(*(sample[point] for sample in samples if point in sample), strict=True)
+        found[point] = median(first), median(middle), median(last)
+    return found
+
+
+def of_slowest(ranks: Sequence[Times]) -> Timeline:
+    """That of the rank whose last block came last to its last point.
+
+    >>> quick = {"start": (0.0, 0.0, 0.1), "end": (5.0, 6.0, 7.0)}
+    >>> of_slowest([quick, {"end": (4.0, 6.03, 8.26), "start": (0.0, 0.1, 0.2)}, quick])
+    [['start', 0.0, 0.1, 0.2], ['end', 4.0, 6.0, 8.3]]
+    """
+    slowest = max(ranks, key=lambda times: max(last for *_, last in times.values()))
+    in_order = sorted(slowest.items(), key=lambda item: (item[1][1], item[1][2]))
+    return [[point, *(round(us, 1) for us in times)] for point, times in in_order]
+
+
+# What a case's result lines have in common.
+
+Line = dict[str, object]
+
+
+def result_line(case: Case, op: str, traffic: Traffic, measured: Measured, place: int) -> Line:
+    """The line of one operation, whose samples are `measured.us[place]`; keys that do not apply are left to the caller
+    or out."""
+    times = spread(measured.us[place])
+    return {
+        "case": case.name,
+        "workload": case.job.workload,
+        "op": op,
+        "graph": False,
+        "ranks": case.job.world.ranks,
+        **times,
+        **on_wire(traffic.total, traffic.busiest, float(str(times["us_p50"]))),
+        "verified": measured.verified,
+        "max_error": measured.max_error,
+        "device": "cpu",
+    }
+
+
+def shape_keys(case: Case, backend: str) -> Line:
+    """The keys that workloads with an exchange add."""
+    shape, exchange = case.job.shape, case.job.exchange
+    dispatch, combine = (way or shape.dtype for way in (exchange.wire.dispatch, exchange.wire.combine))
+    return {
+        "backend": backend,
+        "wire": dispatch if dispatch == combine else f"{dispatch}/{combine}",
+        "tokens": shape.tokens,
+        "hidden": shape.hidden,
+        "experts": shape.experts,
+        "topk": shape.topk,
+        "dtype": shape.dtype,
+        "routing": case.job.routing.kind,
+        "seed": case.job.routing.seed,
+        "layout": exchange.layout,
+        "alignment": exchange.alignment,
+        "padding": exchange.padding,
+    }

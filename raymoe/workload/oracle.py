@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from raymoe.exchange.spec import FP8, ExchangeSpec
-from raymoe.moe.seeds import generator
-from raymoe.moe.weights import ExpertShape, expert_weights
+from raymoe.moe.weights import ExpertShape, expert_weights, generator
 from raymoe.workload.inputs import Batch
-from raymoe.workload.room_exchange import PIECE_BYTES
+from raymoe.workload.memory_needed import PIECE_BYTES
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Of an exchange alone."""

@@ -9,7 +9,7 @@ import torch
 
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.workload.routing import Draw
+from raymoe.workload.inputs import Draw
 
 
 def rows_for(ids: torch.Tensor, ranks: int, experts: int) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from raymoe.job.errors import RaymoeError
+from raymoe.errors import RaymoeError
 from tests.emulator.build import KERNELS, Change
 from tests.emulator.cases import FP8, SPREADS, Run, delivered
 from tests.emulator.machine import EmulatorError

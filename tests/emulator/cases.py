@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from raymoe.device.copy import Spread
-from raymoe.device.ring import Ring
-from raymoe.job.errors import DataRefused
+from raymoe.device.copy import Ring, Spread
+from raymoe.errors import DataRefused
 from tests.emulator.build import Change
 from tests.emulator.copies import Mail, Message
 from tests.emulator.machine import Emulator

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from raymoe.device.copy import COPY, THREADS, CopyLane, Spread, copy_params
-from raymoe.device.launch import Shape
-from raymoe.device.sync import Watch
+from raymoe.device.kernels import Shape
+from raymoe.device.structs import Watch
 from tests.emulator.machine import RED_ZONE_BYTES, Emulator, Memory
 from tests.emulator.ranks import LONG_S, EmulatedErrorWord, EmulatedGpu
 

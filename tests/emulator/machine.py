@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from raymoe.device.jit import KernelSource
-from raymoe.device.launch import Shape
+from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
 from tests.emulator.build import Change, built, runtime
 

@@ -19,18 +19,17 @@ from raymoe.device.combine import CombineGrid
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.error_word import _RECORD, ErrorWord
 from raymoe.device.jit import KernelSource
-from raymoe.device.launch import Shape
+from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
-from raymoe.device.sync import ErrorRecord
+from raymoe.device.structs import ErrorRecord
 from raymoe.exchange.backend import Tokens
-from raymoe.exchange.copied import CopiedBackend
 from raymoe.exchange.few import FewBackend
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.staged import StagedBackend
+from raymoe.exchange.staged import CopiedBackend, StagedBackend
 from raymoe.exchange.workspace import STAMPS_VARIABLE, Workspace
-from raymoe.memory.heap import Layout, Region
+from raymoe.memory.layout import Layout, Region
 from tests.emulator.machine import RED_ZONE_BYTES, Emulator, Memory
 
 LONG_S = 60.0
@@ -216,7 +215,7 @@ def workspaces(
         mock.patch("raymoe.device.error_word.ErrorWord", EmulatedErrorWord),
         mock.patch("raymoe.device.kernels.Kernels", EmulatedKernels),
         mock.patch("raymoe.device.stream_order.StreamOrder", EmulatedOrder),
-        mock.patch("raymoe.transport.watchdog.Watchdog"),
+        mock.patch("raymoe.memory.watchdog.Watchdog"),
     ):
         return [Workspace(cast(Any, world), *specs, traced=traced) for world in worlds]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from raymoe.job.errors import RaymoeError
+from raymoe.errors import RaymoeError
 from tests.emulator.cases import FP8, ROUTINGS, SPREADS, Run, delivered
 from tests.emulator.machine import EmulatorError
 from tests.emulator.ranks import narrow, small

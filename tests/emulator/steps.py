@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.spec import FP8, FP8_BLOCK
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import EmulatedBackend

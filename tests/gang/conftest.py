@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.gang.address import ADDRESS_FILE
-from raymoe.gang.keeper import end_descendants
+from raymoe.gang.main_process import end_descendants
 from tests.conftest import MARK
 from tests.python_path import python_path
 

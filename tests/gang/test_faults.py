@@ -15,12 +15,12 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from raymoe.config import load_job
 from raymoe.gang import supervisor as sv
-from raymoe.gang.driver import Driver, Order
+from raymoe.gang.driver import Driver, RunOrder
 from raymoe.gang.gang import Call, Gang
-from raymoe.gang.news import CaseDone, GenerationEnded, News, Outcome, Ready
+from raymoe.gang.messages import CaseDone, GenerationEnded, News, Ready, RunOutcome
 from raymoe.gang.placement import Seat
-from raymoe.job import load_job
 from tests.gang import configs
 from tests.gang.conftest import Head, Start
 
@@ -98,9 +98,11 @@ class Saboteur(Driver):
         super()._act(action)
 
 
-def drive(head: Head, config: str, prepare: Callable[[Saboteur], None]) -> tuple[Outcome, list[News]]:
+def drive(head: Head, config: str, prepare: Callable[[Saboteur], None]) -> tuple[RunOutcome, list[News]]:
     news: list[News] = []
-    driver = Saboteur(Order(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None)
+    driver = Saboteur(
+        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None
+    )
     prepare(driver)
     try:
         return driver.run(), news
@@ -141,7 +143,9 @@ def test_a_rank_that_dies_before_it_tells_where_it_sits(
 ) -> None:
     monkeypatch.setattr(sv, "LAST_WORDS_S", 4.0)  # so that the other ranks tell where they sit after the death
     config, news = configs.write(tmp_path, world__restarts=restarts), []
-    driver = EarlyDeath(Order(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None)
+    driver = EarlyDeath(
+        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None
+    )
     try:
         outcome = driver.run()
     finally:

@@ -46,7 +46,7 @@ class Engine:
 
 
 def joined(name: str, rank: int, size: int, **options: Any) -> str:
-    from raymoe.job.errors import RaymoeError
+    from raymoe.errors import RaymoeError
 
     try:
         world = raymoe.join(name, rank, size, **options)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from raymoe.device.cubins import Cubins
-from raymoe.device.driver import CudaMissing
 from raymoe.device.error_word import ErrorWord
 from raymoe.device.gpu import Gpu
-from raymoe.device.jit import Compiler
+from raymoe.device.jit import Compiler, Cubins
 from raymoe.device.kernels import Kernels
+from raymoe.errors import CudaMissing
 from tests.gpu.copies import Copies
 
 if TYPE_CHECKING:

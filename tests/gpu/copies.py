@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from raymoe.device.copy import CopyLane, Spread, copy_launch
-from raymoe.device.kernels import Kernels
-from raymoe.device.launch import Launch
-from raymoe.device.ring import Ring
-from raymoe.device.sync import Watch
+from raymoe.device.copy import CopyLane, Ring, Spread, copy_launch
+from raymoe.device.kernels import Kernels, Launch
+from raymoe.device.structs import Watch
 
 DEFAULT = Ring(stages=4, stage_bytes=1024)
 

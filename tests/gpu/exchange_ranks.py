@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from raymoe.device.driver import CaptureError
 from raymoe.device.graph import Graph
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.errors import Aborted, CaptureError, ConfigError, DataRefused, PeerTimeout, RaymoeError
+from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import FP8_BLOCK, ExchangeSpec
-from raymoe.job.errors import Aborted, ConfigError, DataRefused, PeerTimeout, RaymoeError
 from raymoe.memory.world import World
 from tests.unit.exchange_cases import (
     Batch,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.errors import DataRefused, PeerTimeout
+from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.kernel_result import Home
-from raymoe.job.errors import DataRefused, PeerTimeout
 from raymoe.memory.world import World
 from tests.gpu.exchange_ranks import Captures, own_stream
 from tests.unit.exchange_cases import Case, Result, apply_experts, batches, open_exchange, run_step

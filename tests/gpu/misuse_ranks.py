@@ -10,12 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
+from raymoe.errors import ConfigError, WiringError
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.links import Links
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.workspace import Workspace
-from raymoe.job.errors import ConfigError, WiringError
-from raymoe.memory.heap import Layout, Region
+from raymoe.exchange.workspace import Links, Workspace
+from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
 from tests.unit.exchange_cases import Case, Result, run_case
 
@@ -29,7 +28,7 @@ def few_with_and_without_nvlink(world: World, case: Case) -> tuple[bool, str, st
         here, lines = type(exchange._backend).__name__, world.shared(Links).lines
     group = world.group(list(range(world.size)))  # a world of its own, which has not asked NVML yet
     assert group is not None
-    with mock.patch("raymoe.exchange.links.nvlinked", lambda *_: group.rank != 0):
+    with mock.patch("raymoe.exchange.workspace.nvlinked", lambda *_: group.rank != 0):
         with Exchange(group, case.spec, "fused") as exchange:
             there = type(exchange._backend).__name__
             assert not exchange._backend.workspace.bounds.few_lines

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from raymoe.device.ring import Ring
+from raymoe.device.copy import Ring
 from tests.gpu import sanitized_ranks as on_rank
 from tests.gpu import test_exchange_gpu as exchange
 from tests.gpu.ranks import GPUS, GpuRanks

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from raymoe.device.copy import CopyLane, Spread, copy_launch
-from raymoe.device.cubins import Cubins
-from raymoe.device.driver import CudaError, call
+from raymoe.device.copy import CopyLane, Ring, Spread, copy_launch
+from raymoe.device.driver import call
 from raymoe.device.error_word import ErrorWord
 from raymoe.device.gpu import Gpu
-from raymoe.device.jit import Compiler, KernelSource
-from raymoe.device.kernels import Kernels
-from raymoe.device.launch import Launch, Shape
+from raymoe.device.jit import Compiler, Cubins, KernelSource
+from raymoe.device.kernels import Kernels, Launch, Shape
 from raymoe.device.params import U32, Address, Params
-from raymoe.device.ring import Ring
-from raymoe.device.sync import Operation
+from raymoe.device.structs import Operation
+from raymoe.errors import CudaError
 from raymoe.memory.world import World
 from tests.unit.exchange_cases import Case, run_case
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.errors import ConfigError
+from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.workspace import Workspace
-from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
 from tests.unit.exchange_cases import (
     Case,

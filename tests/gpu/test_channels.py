@@ -15,10 +15,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.device.graph import Graph  # noqa: E402
-from raymoe.job.errors import Aborted, ConfigError, PeerTimeout  # noqa: E402
+from raymoe.errors import Aborted, ConfigError, PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
-from raymoe.transport.channel import Channels, ChannelSpec  # noqa: E402
-from raymoe.workload.p2p_bytes import fill_drawn, wrong_bytes  # noqa: E402
+from raymoe.transport.channels import Channels, ChannelSpec  # noqa: E402
+from raymoe.workload.p2p.gpu import fill_drawn, wrong_bytes  # noqa: E402
 from tests.gpu.ranks import GPUS, GpuRanks  # noqa: E402
 
 pytestmark = [

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.job.errors import PeerTimeout, PlacementError, WiringError
+from raymoe.errors import PeerTimeout, PlacementError, WiringError
 from raymoe.memory.cuda_ipc import GRANULE, KIND
-from raymoe.memory.heap import Layout, Region
+from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
 from tests.gpu.ranks import DEADLINE_S, GPUS, NEEDS_GPU, RANKS, GpuRanks, RankGone, free_bytes
 

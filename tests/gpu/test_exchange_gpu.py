@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
-from raymoe.job.errors import ConfigError  # noqa: E402
 from tests.gpu import exchange_ranks as on_rank  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402

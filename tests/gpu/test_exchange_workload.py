@@ -8,15 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from raymoe.config import Job  # noqa: E402
 from raymoe.device.trace import POINTS  # noqa: E402
+from raymoe.errors import ConfigError, RaymoeError, WrongResult  # noqa: E402
 from raymoe.exchange.exchange import Exchange  # noqa: E402
 from raymoe.exchange.workspace import FEW_TOKENS  # noqa: E402
-from raymoe.job import Job  # noqa: E402
-from raymoe.job.errors import ConfigError, RaymoeError, WrongResult  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
 from raymoe.workload import run_case  # noqa: E402
-from raymoe.workload.nccl_bare import LEFT_OUT  # noqa: E402
+from raymoe.workload.compare.nccl_bare import LEFT_OUT  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
 from tests.unit.timeline_judge import judge_timeline  # noqa: E402
 
@@ -186,7 +186,7 @@ def spoilt(world: World, given: dict[str, Any], fault: str) -> list[dict[str, An
                 step.got.x[:2] = step.got.x[:2].flip(0)
             torch.cuda.synchronize()
 
-    from raymoe.workload.exchange_gpu import GpuExchangeStep
+    from raymoe.workload.exchange.gpu import GpuExchangeStep
 
     steps: list[GpuExchangeStep] = []
     poison = GpuExchangeStep._poison

@@ -8,12 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device import gate  # noqa: E402
-from raymoe.device.driver import CaptureError, CudaError, call  # noqa: E402
+from raymoe.device.driver import call  # noqa: E402
 from raymoe.device.graph import Graph, refuse_in_capture  # noqa: E402
 from raymoe.device.kernels import Kernels  # noqa: E402
 from raymoe.device.timing import Repeats, Stopwatch  # noqa: E402
-from raymoe.job.errors import ConfigError  # noqa: E402
+from raymoe.errors import (  # noqa: E402
+    CaptureError,
+    ConfigError,
+    CudaError,
+)
+from raymoe.workload import clock  # noqa: E402
 from tests.gpu.copies import Copies, Words  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -203,7 +207,7 @@ def test_a_stopwatch_times_and_verifies(gpu, copies):
 
 
 def test_a_stream_that_is_full_is_told_of(gpu, copies, source, into, monkeypatch):
-    monkeypatch.setattr(gate, "GATE_S", 0.5)
+    monkeypatch.setattr(clock, "GATE_S", 0.5)
     stream, launch = copies.stream.cuda_stream, copies.of(into, source)
     watch = Stopwatch(gpu, stream)
     with pytest.raises(CudaError, match="graph of them"):

@@ -9,17 +9,32 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.device import kernels as kernels_module  # noqa: E402
-from raymoe.device.copy import COPY, CopyLane, Spread, copy_params  # noqa: E402
-from raymoe.device.cubins import Cubins  # noqa: E402
-from raymoe.device.driver import CudaError, call  # noqa: E402
+from raymoe.device.copy import (  # noqa: E402
+    COPY,
+    CopyLane,
+    Ring,
+    Spread,
+    copy_params,
+)
+from raymoe.device.driver import call  # noqa: E402
 from raymoe.device.gpu import Gpu  # noqa: E402
-from raymoe.device.jit import Compiled, Compiler, KernelSource  # noqa: E402
-from raymoe.device.kernels import Kernels  # noqa: E402
-from raymoe.device.launch import Launch, Shape  # noqa: E402
+from raymoe.device.jit import (  # noqa: E402
+    Compiled,
+    Compiler,
+    Cubins,
+    KernelSource,
+)
+from raymoe.device.kernels import (  # noqa: E402
+    Kernels,
+    Launch,
+    Shape,
+)
 from raymoe.device.params import U64, Params  # noqa: E402
-from raymoe.device.ring import Ring  # noqa: E402
-from raymoe.device.sync import Watch  # noqa: E402
-from raymoe.job.errors import ConfigError  # noqa: E402
+from raymoe.device.structs import Watch  # noqa: E402
+from raymoe.errors import (  # noqa: E402
+    ConfigError,
+    CudaError,
+)
 from tests.gpu.copies import Copies  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.job.errors import PeerTimeout
+from raymoe.errors import PeerTimeout
 from raymoe.memory.world import World
-from raymoe.transport.channel import Channels, ChannelSpec
-from raymoe.transport.choice import CANDIDATES, Rule, Table
-from raymoe.workload.p2p_bytes import fill_drawn, wrong_bytes
+from raymoe.transport.channels import Channels, ChannelSpec
+from raymoe.transport.choice import CANDIDATES, Table, TransportRule
+from raymoe.workload.p2p.gpu import fill_drawn, wrong_bytes
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone
 
 pytestmark = NEEDS_GPU
@@ -63,7 +63,7 @@ def choose_by_tables_that_differ(world: World, folder: str) -> list[str]:
 
 def _choose(world: World) -> list[str]:
     def keep(transport: str) -> None:
-        rules = tuple(Rule("pairs", protocol, 0, transport) for protocol in ("put", "get"))
+        rules = tuple(TransportRule("pairs", protocol, 0, transport) for protocol in ("put", "get"))
         Table(world.gpu.name, rules).save()
 
     keep(CANDIDATES[world.rank % 2])

@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from raymoe.job.errors import ConfigError, WrongResult
-from raymoe.workload.overlap import OPS, Product
+from raymoe.errors import ConfigError, WrongResult
+from raymoe.workload.overlap.run import OPS, Product
 from tests.gpu.ranks import GPUS, NEEDS_GPU
 from tests.gpu.test_exchange_workload import RANKS, job, lines_of, run
 

@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.job import Job  # noqa: E402
-from raymoe.job.errors import WrongResult  # noqa: E402
+from raymoe.config import Job  # noqa: E402
+from raymoe.errors import WrongResult  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
-from raymoe.transport.channel import Channels  # noqa: E402
+from raymoe.transport.channels import Channels  # noqa: E402
 from raymoe.workload import run_case  # noqa: E402
 from tests.gpu.ranks import GPUS, GpuRanks  # noqa: E402
 

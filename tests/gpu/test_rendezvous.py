@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from raymoe.memory.heap import Layout, Region
+from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks
 

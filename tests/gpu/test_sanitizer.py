@@ -19,7 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.job.packaged import packaged_folder  # noqa: E402
+from raymoe.packaged import packaged_folder  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 from tests.gpu.sanitized import SIZE  # noqa: E402
 from tests.gpu.sanitized_ranks import MISTAKES  # noqa: E402

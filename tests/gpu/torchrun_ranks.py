@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raymoe.job.errors import RaymoeError
+from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
 from tests.gpu import exchange_ranks as on_rank
 from tests.unit.exchange_cases import Case, Result, run_case

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import ray
 
+from raymoe.config import load_job
 from raymoe.gang import supervisor as sv
-from raymoe.gang.driver import Driver, Order
-from raymoe.gang.news import News, Progressed
-from raymoe.job import load_job
+from raymoe.gang.driver import Driver, RunOrder
+from raymoe.gang.messages import News, Progressed
 from tests.gang import configs
 from tests.gang.conftest import ray_head
 
@@ -46,7 +46,7 @@ class Watching(Driver):
 def test_a_death_is_noticed_within_a_second(tmp_path: Path) -> None:
     config = configs.write(tmp_path, world__restarts=DEATHS - 1, world__wait_timeout_s=20, steps__count=configs.LONG)
     with ray_head(tmp_path, env={"HOME": str(tmp_path)}) as head:
-        order = Order(load_job(config), "deaths", head.address)
+        order = RunOrder(load_job(config), "deaths", head.address)
         driver = Watching(order, lambda news: driver.kill_one(news), lambda: None)
         driver.killed, driver.noticed = [], []
         try:

@@ -5,8 +5,8 @@ from textwrap import dedent
 
 import pytest
 
-from raymoe.job import load_job
-from raymoe.job.errors import ConfigError
+from raymoe.config import load_job
+from raymoe.errors import ConfigError
 
 
 def write(folder: Path, text: str, name: str = "x.yaml") -> str:

@@ -10,10 +10,9 @@ from itertools import count
 import torch
 
 from raymoe.device.jit import KernelSource
-from raymoe.device.launch import Shape
+from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
-from raymoe.exchange.gpu_launcher import address
-from raymoe.exchange.rounds import Field
+from raymoe.exchange.nccl_kernels import Field, address
 from raymoe.memory.world import World
 from tests.emulator.build import Change
 from tests.emulator.machine import Emulator

@@ -10,12 +10,11 @@ from unittest import mock
 import numpy as np
 import torch
 
-from raymoe.exchange import plan
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.dispatched import Dispatched
-from raymoe.exchange.round_kernels import RoundKernels
+from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.nccl_kernels import RoundKernels
 from raymoe.exchange.spec import ExchangeSpec
 from tests.emulator.build import Change
+from tests.unit import plan
 from tests.unit.emulated_launcher import EmulatedLauncher, EmulatedWords
 from tests.unit.exchange_cases import Batch, Case, batches
 
@@ -46,7 +45,7 @@ class Ranks:
         self.case, self.spec, self.compact = case, case.spec, compact
         launcher = launcher or EmulatedLauncher()
         worlds: list[Any] = [Named(rank, case.ranks, torch.device("cpu")) for rank in range(case.ranks)]
-        with mock.patch("raymoe.exchange.round_kernels.ENTRIES_A_RUN", 8):
+        with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
             self.kernels = [RoundKernels(world, case.spec, launcher, compact=compact) for world in worlds]
         self.launcher = launcher
 

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World

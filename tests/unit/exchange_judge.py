@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from raymoe.exchange import plan
 from raymoe.exchange.spec import FP8_BLOCK
+from tests.unit import plan
 from tests.unit.exchange_cases import BOUND, Batch, Case, Result, batches, oracle
 
 LARGEST_E4M3 = 448.0

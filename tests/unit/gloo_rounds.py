@@ -8,15 +8,14 @@ from unittest import mock
 
 import torch
 
+from raymoe.errors import PeerTimeout
 from raymoe.exchange.backend import Backend
 from raymoe.exchange.choice import Wish
-from raymoe.exchange.gloo import Gloo
-from raymoe.exchange.nccl_allgather import NcclAllgather
-from raymoe.exchange.nccl_collective import NcclCollective
-from raymoe.exchange.rounds import Lagging
+from raymoe.exchange.nccl import NcclAllgather, NcclCollective
+from raymoe.exchange.nccl_kernels import Lagging
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import PeerTimeout
 from raymoe.memory.world import World
+from raymoe.net.gloo import Gloo
 from tests.unit.emulated_launcher import EmulatedLauncher
 
 
@@ -55,5 +54,5 @@ class GlooRounds:
 def on_tensors(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
     """Takes the place of `choice.make`."""
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[name]
-    with mock.patch("raymoe.exchange.round_kernels.ENTRIES_A_RUN", 8):
+    with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
         return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

@@ -6,7 +6,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 
-from raymoe.workload.apart import Answer, Facts
+from raymoe.workload.compare.systems import Answer, SystemFacts
 
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -32,7 +32,9 @@ def main(fd: int) -> None:
         return
     line.send(
         Answer(
-            Facts(OPS, {"dispatch": "routing"}, {"graph": True, "sms": 8, "device": os.environ["NVSHMEM_DISABLE_NVLS"]})
+            SystemFacts(
+                OPS, {"dispatch": "routing"}, {"graph": True, "sms": 8, "device": os.environ["NVSHMEM_DISABLE_NVLS"]}
+            )
         )
     )
     for step in range(1000):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 from raymoe.memory.auto_device import Sight, device_in_ray
 
 UUIDS = ["GPU-aaaa1111-0000", "GPU-bbbb2222-0000"]

@@ -1,156 +1,369 @@
-"""Messages between ranks: put and get, to oneself, all to all, and what goes wrong."""
+"""`raymoe.Channel` between CPU ranks: messages come whole and in order, and each misuse is one sentence."""
 
 from __future__ import annotations
 
-import gc
-from pathlib import Path
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from raymoe.job.errors import ConfigError, PeerTimeout
+from raymoe import errors
 from raymoe.memory.world import World
-from raymoe.transport.channel import Channels, ChannelSpec
+from raymoe.transport import channel as channel_module
+from raymoe.transport.channel import Channel
 from tests.unit.ranks import RankPool
 from tests.unit.worlds import close, each, wired
 
-MESSAGES = 7
+STEPS, NBYTES = 5, 4096
+both_protocols = pytest.mark.parametrize("protocol", ["put", "get"])
 
 
-def talk(world: World, spec: ChannelSpec) -> dict[int, list[list[int]]]:
-    """Everyone sends MESSAGES messages on each of its channels, all distinct; what was received from whom."""
-    channels = Channels(world, spec)
-    heard: dict[int, list[list[int]]] = {}
-    for step in range(MESSAGES):
-        for source, destination in spec.pairs:
-            if source == world.rank:
-                message = torch.full(spec.shape, 50 * source + 10 * destination + step, dtype=torch.uint8)
-                channels.send(destination, message)
-        for source, destination in spec.pairs:
-            if destination == world.rank:
-                got = channels.receive(source)
-                heard.setdefault(source, []).append(sorted(set(got.flatten().tolist())))
-                channels.release(source)
-    assert channels.nbytes == torch.Size(spec.shape).numel()
-    channels.close()
-    return heard
+def message_of(rank: int, step: int) -> torch.Tensor:
+    """A message that no other rank sends in any step."""
+    return torch.arange(NBYTES // 4, dtype=torch.float32).view(32, -1) + 100_000 * rank + 2000 * step
 
 
-@pytest.mark.parametrize("protocol", ["put", "get"])
-@pytest.mark.parametrize(
-    ("size", "pairs"),
-    [
-        (1, ((0, 0),)),
-        (2, ((0, 1),)),
-        (3, ((0, 1), (1, 2), (2, 0), (1, 1))),
-        (4, tuple((a, b) for a in range(4) for b in range(4) if a != b)),
-    ],
-)
-def test_messages_come_whole_and_in_order(pool: RankPool, protocol: str, size: int, pairs: tuple) -> None:
-    spec = ChannelSpec(pairs, shape=(33, 1000), protocol=protocol)
-    heard = pool.run(size, talk, spec)
-    for source, destination in pairs:
-        want = [[50 * source + 10 * destination + step] for step in range(MESSAGES)]
-        assert heard[destination][source] == want
+def wrong_steps(channel: Channel, how: str) -> list[int]:
+    """The steps in which something else came than the peer sent; both directions in each step."""
+    wrong = []
+    for step in range(STEPS):
+        mine = message_of(channel.world.rank, step)
+        if how == "one by one":
+            channel.send(mine)
+            theirs = channel.receive(mine.shape, mine.dtype)
+        else:
+            with channel.together():
+                theirs = channel.receive(mine.shape, mine.dtype)
+                channel.send(mine)
+        assert channel.peer is not None
+        if not torch.equal(theirs, message_of(channel.peer, step)):
+            wrong.append(step)
+        if how != "together, without release":
+            channel.release()
+    channel.check()
+    return wrong
+
+
+def talk(world: World, peers: list[int | None], protocol: str, how: str) -> list[int] | None:
+    with Channel(world, peers[world.rank], NBYTES, protocol) as channel:
+        assert (channel.transport, channel.nbytes, channel.protocol) == ("host", NBYTES, protocol)
+        return None if channel.peer is None else wrong_steps(channel, how)
+
+
+@both_protocols
+@pytest.mark.parametrize("how", ["one by one", "together", "together, without release"])
+@pytest.mark.parametrize("peers", [[1, 0], [3, None, None, 0], [2, 3, 0, 1]], ids=str)
+def test_both_ends_send_and_receive(pool: RankPool, protocol: str, how: str, peers: list[int | None]) -> None:
+    found = pool.run(len(peers), talk, peers, protocol, how)
+    assert found == [None if peer is None else [] for peer in peers]
+
+
+def talk_in_a_group(world: World) -> list[int] | None:
+    group = world.group((2, 0))
+    if group is None:
+        return None
+    with Channel(group, 1 - group.rank, NBYTES) as channel:
+        return wrong_steps(channel, "together")
+
+
+def test_a_group_of_ranks_has_channels_too(pool: RankPool) -> None:
+    assert pool.run(3, talk_in_a_group) == [[], None, []]
 
 
 @pytest.fixture
-def two():
+def two() -> Iterator[list[World]]:
     worlds = wired(2, timeout_s=0.4)
     yield worlds
     close(worlds)
 
 
-def test_ends_that_disagree(two: list[World]) -> None:
-    specs = [ChannelSpec(((0, 1),), shape=(16,)), ChannelSpec(((0, 1),), shape=(32,))]
-    for outcome in each(two, lambda world: Channels(world, specs[world.rank])):
-        assert isinstance(outcome, ConfigError)
-        assert "(32,)" in str(outcome)
-        assert "(16,)" in str(outcome)
-    kinds = [ChannelSpec(((0, 1),), (16,), "int32"), ChannelSpec(((0, 1),), (16,), "float32")]
-    for outcome in each(two, lambda world: Channels(world, kinds[world.rank])):
-        assert "int32" in str(outcome)
-        assert "float32" in str(outcome)
+def retyped(world: World) -> list[Any]:
+    """What arrives of messages that are sent as one dtype and shape and received as another."""
+    seen: list[Any] = []
+    with torch.inference_mode():
+        made = Channel(world, 1 - world.rank, 8)
+    with made as channel:
+        messages = [torch.tensor(-2.0, dtype=torch.float64), torch.tensor([[1], [2]], dtype=torch.int32)]
+        messages += [torch.ones(2, 4, dtype=torch.bool), torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)]
+        views: list[tuple[Any, ...]] = [((), torch.float64), (None, torch.int32), (None,), ((2, 2), torch.float16)]
+        for message, view in zip(messages, views, strict=True):
+            channel.send(message)
+            seen.append(channel.receive(*view[:1], **({"dtype": view[1]} if view[1:] else {})).tolist())
+            channel.release()
+    with Channel(world, 1 - world.rank, 0) as signal:
+        signal.send(torch.empty(0, 3))
+        seen.append(signal.receive().tolist())
+    return seen
 
 
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        (ChannelSpec(((0, 2),), (4,)), "from rank 0 to rank 2 in a world of 2"),
-        (ChannelSpec(((0, 1), (0, 1)), (4,)), "each pair is named once"),
-        (ChannelSpec((), (4,)), "at least one"),
-        (ChannelSpec(((0, 1),), (4,), protocol="push"), "protocol is 'push'; it is one of put, get"),
-    ],
-)
-def test_specs_that_cannot_be(two: list[World], spec: ChannelSpec, says: str) -> None:
-    for outcome in each(two, lambda world: Channels(world, spec)):
-        assert isinstance(outcome, ConfigError)
-        assert says in str(outcome)
+def test_any_dtype_and_shape_of_as_many_bytes(two: list[World]) -> None:
+    assert each(two, retyped) == [[-2.0, [1, 2], [1] * 8, [[0.0, 0.0], [0.0, 0.0]], []]] * 2
 
 
-def misuse(world: World) -> list[str]:
-    channels = Channels(world, ChannelSpec(((0, 1),), shape=(8,)))
+def unreleased(world: World) -> str | None:
+    channel = Channel(world, 1 - world.rank, 8)
+    message = torch.zeros(8, dtype=torch.uint8)
+    if world.rank == 1:
+        channel.receive()
+        world.swap(None, "test: received")
+        return None
+    channel.send(message)
+    world.swap(None, "test: received")
+    with pytest.raises(errors.PeerTimeout) as caught:
+        channel.send(message)
+    for call in (lambda: channel.send(message), channel.receive, channel.release, channel.check):
+        with pytest.raises(errors.PeerTimeout) as again:
+            call()
+        assert str(again.value) == str(caught.value)
+    return str(caught.value)
+
+
+def test_a_message_that_is_not_released_holds_up_the_next_until_the_deadline(two: list[World]) -> None:
+    said, _ = each(two, unreleased)
+    assert "rank 0 waited 0.4 s for rank 1 in send" in said
+
+
+Asked = Callable[[World], Channel]
+IMPOSSIBLE: dict[str, tuple[Asked, str]] = {
+    "itself": (lambda world: Channel(world, 0, 8), "rank 0 names rank 0 as its peer in a world of 3"),
+    "out of range": (lambda world: Channel(world, 3, 8), "rank 0 names rank 3 as its peer in a world of 3"),
+    "negative": (lambda world: Channel(world, -1, 8), "rank 0 names rank -1"),
+    "a ring": (lambda w: Channel(w, (w.rank + 1) % 3, 8), "rank 0 names rank 1 as its peer and rank 1 names rank 2"),
+    "one-sided": (
+        lambda world: Channel(world, (1, None, None)[world.rank], 8),
+        "rank 0 names rank 1 as its peer and rank 1 names none; both ends name one another",
+    ),
+    "nobody": (lambda world: Channel(world, None, 8), "no rank names a peer"),
+    "two sizes": (lambda world: Channel(world, (1, 0, None)[world.rank], 8 * (world.rank + 1)), "nbytes is"),
+    "two protocols": (lambda w: Channel(w, (1, 0, None)[w.rank], 8, ("put", "get", "put")[w.rank]), "protocol is"),
+    "no protocol": (lambda world: Channel(world, (1, 0, None)[world.rank], 8, "push"), "it is one of put, get"),
+    "no transport": (
+        lambda world: Channel(world, (1, 0, None)[world.rank], 8, transport="tma"),
+        "transport is 'tma'; between cpu ranks it is one of auto, host",
+    ),
+    "a name": (lambda world: Channel(world, "1", 8), "peer is '1'"),
+    "bytes that are no number": (lambda world: Channel(world, None, 8.0), "nbytes is 8.0"),
+    "negative bytes": (lambda world: Channel(world, None, -1), "nbytes is -1"),
+    "a protocol that is no name": (lambda world: Channel(world, None, 8, lambda: None), "names are needed"),
+    "one rank alone": (lambda w: Channel(w, (1, 0, None)[w.rank], (8, 8, None)[w.rank]), "nbytes is None"),
+}
+
+
+def test_channels_that_cannot_be_are_refused_on_all_ranks() -> None:
+    worlds = wired(3, timeout_s=5.0)
+    for what, (ask, says) in IMPOSSIBLE.items():
+        for outcome in each(worlds, ask):
+            assert isinstance(outcome, errors.ConfigError), (what, outcome)
+            assert says in str(outcome), what
+    made = each(worlds, lambda world: Channel(world, (1, 0, None)[world.rank], 8))
+    assert [type(channel) for channel in made] == [Channel] * 3, "the worlds are as good as before"
+    with pytest.raises(errors.ConfigError, match="rank 2, which named no peer"):
+        made[2].send(torch.zeros(8, dtype=torch.uint8))
+    with pytest.raises(errors.ConfigError, match="rank 2, which named no peer"):
+        made[2].receive()
+    made[2].check()
+    close(worlds)
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(8, dtype=torch.uint8)
+
+
+def freed() -> torch.Tensor:
+    message = torch.zeros(2)
+    message.untyped_storage().resize_(0)
+    return message
+
+
+def mapped(channel: Channel) -> None:
+    def send(message: torch.Tensor) -> torch.Tensor:
+        channel.send(message)
+        return message
+
+    torch.vmap(send)(torch.zeros(3, 2))
+
+
+MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a list": (lambda: [0] * 8, "the message is a list; a tensor is needed"),
+    "another size": (
+        lambda: torch.zeros(3, 3, dtype=torch.int16),
+        r"the message has 18 bytes \(torch.int16 \[3, 3\]\); this channel was made for messages of exactly 8",
+    ),
+    "no memory": (lambda: torch.zeros(2, device="meta"), "the message is on meta; this world's ranks are on cpu"),
+    "strides": (lambda: torch.zeros(2, 4, dtype=torch.uint8).T, r"strides \(1, 4\); it must be contiguous"),
+    "fake": (fake, "a FakeTensor without memory of its own"),
+    "freed": (freed, "without memory of its own"),
+    "sparse": (lambda: torch.ones(2).to_sparse(), "without memory of its own"),
+    "negative view": (lambda: torch._neg_view(torch.ones(2)), "a lazy negative"),
+    "conjugate": (lambda: torch.ones(1, dtype=torch.complex64).conj(), "conjugate; call .resolve_neg"),
+}
+
+
+def misused(world: World) -> list[str]:
+    """What is said to each misuse; between them messages go on."""
+    channel = Channel(world, 1 - world.rank, 8)
+    calls: list[Callable[[], object]] = [lambda make=make: channel.send(make()) for make, _ in MESSAGES.values()]
+    calls += [
+        lambda: mapped(channel),
+        lambda: channel.receive((3,)),
+        lambda: channel.receive((-2, -4)),
+        lambda: channel.receive(8),
+        lambda: channel.receive((2,), "float32"),
+        lambda: channel.receive(dtype=torch.complex128),
+    ]
     said = []
-    attempts = [lambda: channels.send(0, torch.zeros(8)), lambda: channels.receive(5)]
-    if world.rank == 0:
-        attempts.append(lambda: channels.send(1, torch.zeros(9, dtype=torch.uint8)))
-        attempts.append(lambda: channels.send(1, torch.zeros(8)))
-    for attempt in attempts:
-        with pytest.raises(ConfigError) as caught:
-            attempt()
+    for call in calls:
+        with pytest.raises(errors.ConfigError) as caught:
+            call()
         said.append(str(caught.value))
+        channel.send(torch.full((8,), world.rank, dtype=torch.uint8))
+        assert channel.receive().tolist() == [1 - world.rank] * 8
+        channel.release()
+    channel.close()
+    channel.close()
+    for call in (channel.check, channel.receive, channel.release, lambda: channel.send(torch.zeros(2))):
+        with pytest.raises(errors.ConfigError, match=r"this channel is closed; make a new one"):
+            call()
+    with pytest.raises(errors.ConfigError, match="this channel is closed"), channel.together():
+        pass
     return said
 
 
-def test_misuse_is_told(two: list[World]) -> None:
-    first, second = each(two, misuse)
-    assert "no channel from rank 0 to rank 0" in first[0]
-    assert "torch.uint8 [9] to be copied into torch.uint8 [8]" in first[2]
-    assert "torch.float32 [8] to be copied into torch.uint8 [8]" in first[3]
-    assert "no channel from rank 5 to rank 1" in second[1]
+def test_misuse_is_told_and_the_channel_goes_on(two: list[World]) -> None:
+    wanted = [says for _, says in MESSAGES.values()]
+    wanted += [
+        "without memory of its own",
+        r"received as torch.uint8 \[3\], 3 bytes; this channel was made for messages of exactly 8",
+        r"shape \[-2, -4\]; whole numbers of at least 0",
+        r"a message of shape 8; a row of whole numbers is needed, for example \(8,\)",
+        "dtype is 'float32'; a torch.dtype is needed",
+        r"torch.complex128 \[0\], 0 bytes",
+    ]
+    for said in each(two, misused):
+        for sentence, want in zip(said, wanted, strict=True):
+            assert re.search(want, sentence), (sentence, want)
 
 
-def silent(world: World) -> str:
-    channels = Channels(world, ChannelSpec(((0, 1), (1, 0)), shape=(8,)))
-    said = ""
-    if world.rank == 0:
-        with pytest.raises(PeerTimeout, match=r"rank 0 waited .* for rank 1 in receive") as caught:
-            channels.receive(1)
-        with pytest.raises(PeerTimeout) as again:
-            channels.send(1, torch.zeros(8, dtype=torch.uint8))
-        assert again.value is caught.value
-        said = str(caught.value)
+def undone(world: World) -> list[int]:
+    message = torch.full((8,), 7, dtype=torch.uint8)
+    with Channel(world, 1 - world.rank, 8) as channel:
+        with pytest.raises(ZeroDivisionError), channel.together():
+            channel.send(message)
+            channel.receive()
+            _ = 1 // 0
+        message.fill_(world.rank)
+        with channel.together():
+            channel.send(message)
+            got = channel.receive()
+        return got.tolist()
+
+
+def test_an_exception_undoes_what_was_asked_for_together(two: list[World]) -> None:
+    assert each(two, undone) == [[1] * 8, [0] * 8]
+
+
+def echoed(world: World, protocol: str) -> list[list[int]]:
+    """What goes to and fro when each end sends what it has received."""
+    seen = []
+    with Channel(world, 1 - world.rank, 8, protocol) as channel:
+        with channel.together():
+            channel.send(torch.full((8,), world.rank, dtype=torch.uint8))
+            theirs = channel.receive()
+        says = r"where received messages land.*call \.clone\(\)"
+        with pytest.raises(errors.ConfigError, match=says), channel.together():
+            channel.send(theirs)
+            channel.receive()
+        for _ in range(2):
+            with channel.together():
+                channel.send(theirs.clone())
+                theirs = channel.receive()
+            seen.append(theirs.tolist())
+    return seen
+
+
+@both_protocols
+def test_what_was_received_is_sent_together_as_a_copy(two: list[World], protocol: str) -> None:
+    mine = [[rank] * 8 for rank in range(2)]
+    assert each(two, lambda world: echoed(world, protocol)) == [[mine[0], mine[1]], [mine[1], mine[0]]]
+
+
+def test_a_world_closes_its_channels() -> None:
+    worlds = wired(2)
+    channels = each(worlds, lambda world: [Channel(world, 1 - world.rank, 8) for _ in range(3)])
+    channels[0][1].close()
+    channels[1][1].close()
+    close(worlds)
+    for channel in channels[0] + channels[1]:
+        with pytest.raises(errors.ConfigError, match="this channel is closed; make a new one"):
+            channel.send(torch.zeros(8, dtype=torch.uint8))
+        channel.close()
+
+
+def test_a_dropped_channel_goes_without_its_world(two: list[World]) -> None:
+    def drop(world: World) -> weakref.ref[Channel]:
+        return weakref.ref(Channel(world, 1 - world.rank, 8))
+
+    with pytest.warns(ResourceWarning, match=r"channels by host of rank"):
+        assert [dropped() for dropped in each(two, drop)] == [None, None]
+
+
+def test_a_failure_inside_the_block_is_what_is_raised(two: list[World]) -> None:
+    def fails(world: World) -> None:
+        with Channel(world, 1 - world.rank, 8):
+            raise ZeroDivisionError
+
+    assert [type(outcome) for outcome in each(two, fails)] == [ZeroDivisionError] * 2
+
+
+def captured(world: World, told: list[bool]) -> list[str]:
+    """What is said to calls inside captures and outside them, where `told` says which it is."""
+    said = []
+
+    def refused(kind: type[errors.RaymoeError], call: Callable[[], object]) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        said.append(str(caught.value))
+
+    channel = Channel(world, 1 - world.rank, 8)
+    message = torch.zeros(8, dtype=torch.uint8)
+    world.swap(None, "test: made")
+    told[0] = True
+    refused(errors.CaptureError, lambda: Channel(world, 1 - world.rank, 8))
+    refused(errors.CaptureError, channel.check)
+    channel.send(message)
+    assert len(channel._kept) == 1, "a replay reads it again"
+    channel.receive()
+    world.swap(None, "test: received in a capture")
+    told[0] = False
+    refused(errors.ConfigError, channel.release)
+    refused(errors.ConfigError, channel.receive)
+    world.swap(None, "test: refused")
+    told[0] = True
+    channel.release()
+    world.swap(None, "test: released")
+    told[0] = False
+    channel.send(message)
+    channel.receive()
+    world.swap(None, "test: received")
+    told[0] = True
+    refused(errors.ConfigError, channel.release)
+    refused(errors.ConfigError, channel.receive)
+    world.swap(None, "test: refused again")
+    told[0] = False
+    channel.release()
+    channel.close()
     return said
 
 
-def test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use(two: list[World]) -> None:
-    said, _ = each(two, silent)
-    assert "expected 1, seen 0" in said
-
-
-def mapped() -> int:
-    return sum("memfd:raymoe-test-channels" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def test_dropped_channels_let_go_at_once_and_tell(two: list[World]) -> None:
-    def drop(world: World) -> None:
-        channels = Channels(world, ChannelSpec(((0, 1), (1, 0)), shape=(8,)))
-        channels.send(1 - world.rank, torch.full((8,), world.rank, dtype=torch.uint8))
-        assert channels.receive(1 - world.rank).eq(1 - world.rank).all()
-
-    gc.disable()
-    try:
-        with pytest.warns(ResourceWarning, match=r"channels by host of rank"):
-            assert each(two, drop) == [None, None]
-        assert mapped() == 0
-    finally:
-        gc.enable()
-
-
-def test_channels_of_a_closed_world() -> None:
-    [world] = wired(1)
-    channels = Channels(world, ChannelSpec(((0, 0),), shape=(8,)))
-    close([world])
-    with pytest.raises(ConfigError, match="the world of these channels is closed"):
-        channels.send(0, torch.zeros(8, dtype=torch.uint8))
-    channels.close()
+def test_a_graph_releases_what_it_received_and_nothing_else(two: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [False]
+    monkeypatch.setattr(channel_module, "capturing", lambda _: told[0])
+    for said in each(two, lambda world: captured(world, told)):
+        assert "inside a capture; make it before" in said[0] and "call it after the replay" in said[1]
+        assert all("outside a capture" in sentence and "capture its release()" in sentence for sentence in said[2:4])
+        assert all("call release() before the capture begins" in sentence for sentence in said[4:])

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from raymoe import cli
-from raymoe.job import Job, job_schema, load_job
+from raymoe.config import Job, job_schema, load_job
 from tests.python_path import python_path
 from tests.unit.configs_on_disk import write
 

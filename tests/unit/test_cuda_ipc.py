@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.device.driver import CudaError
-from raymoe.job.errors import ConfigError, PeerTimeout, PlacementError, RaymoeError, WiringError
+from raymoe.errors import ConfigError, CudaError, PeerTimeout, PlacementError, RaymoeError, WiringError
 from raymoe.memory.cuda_ipc import GRANULE, DeviceMemory
-from raymoe.memory.device_heap import DeviceHeap, with_proof
-from raymoe.memory.heap import Layout, Region
+from raymoe.memory.heap import DeviceHeap, with_proof
+from raymoe.memory.layout import Layout, Region
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
 from tests.unit.worlds import close, each, together
@@ -287,7 +286,7 @@ def test_a_heap_that_all_close_is_freed_then(node: Node) -> None:
 
 
 def test_a_heap_that_one_closes_is_freed_when_the_other_has(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raymoe.memory.device_heap.CLOSING_S", 0.05)
+    monkeypatch.setattr("raymoe.memory.heap.CLOSING_S", 0.05)
     worlds = wired(node, 2)
     made = heaps(worlds)
     made[0].close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raymoe.device.current import capturing, on
-from raymoe.exchange.captured_memory import CapturedMemory
+from raymoe.exchange.nccl import CapturedMemory
 
 
 class Cuda:

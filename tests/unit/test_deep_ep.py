@@ -10,12 +10,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
-from raymoe.job.errors import ConfigError  # noqa: E402
-from raymoe.workload import deep_ep  # noqa: E402
-from raymoe.workload.deep_ep import Hybrid, Version1, Version2  # noqa: E402
-from raymoe.workload.inputs import Inputs  # noqa: E402
-from raymoe.workload.routing import Routing  # noqa: E402
+from raymoe.workload.compare import deep_ep  # noqa: E402
+from raymoe.workload.compare.deep_ep import Hybrid, Version1, Version2  # noqa: E402
+from raymoe.workload.inputs import (  # noqa: E402
+    Inputs,
+    Routing,
+)
 from tests.unit.deep_ep_stand_in import stand_in  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 

@@ -8,7 +8,7 @@ import torch
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.transport.pair import Channel
+from raymoe.transport.channel import Channel
 from tests.unit.worlds import close, each, wired
 
 

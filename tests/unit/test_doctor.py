@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from raymoe.doctor.examine import CHECKS, examine, needs_of
-from raymoe.doctor.finding import Finding, Machine, Needs, Outcome
-from raymoe.doctor.verdict import verdict
-from raymoe.job import load_job
-from raymoe.job.errors import PlacementError
+from raymoe.config import load_job
+from raymoe.doctor.examine import CHECKS, examine, needs_of, verdict
+from raymoe.doctor.finding import Finding, Machine, Needs, ProbeOutcome
+from raymoe.errors import PlacementError
 
 GIB = 2**30
 NEEDS = Needs("quickstart", "layer", "auto", 4, GIB // 2)
@@ -108,14 +107,14 @@ MACHINES = {
 
 
 def machine(told: Told, needs: Needs = NEEDS, **troubles: str) -> Machine:
-    return Machine({name: Outcome(values, troubles.get(name, "")) for name, values in told.items()}, needs)
+    return Machine({name: ProbeOutcome(values, troubles.get(name, "")) for name, values in told.items()}, needs)
 
 
-class Recorded(dict[str, Outcome]):
+class Recorded(dict[str, ProbeOutcome]):
     """Stands in for the probes of an examination."""
 
     def __init__(self, told: Told) -> None:
-        super().__init__({name: Outcome(values) for name, values in told.items()})
+        super().__init__({name: ProbeOutcome(values) for name, values in told.items()})
 
     def close(self) -> None: ...
 

@@ -17,15 +17,14 @@ from typing import Any
 
 import pytest
 
-from raymoe.device.driver import CudaError
-from raymoe.device.nvml import Way
+from raymoe.device.nvml import NvmlBinding
 from raymoe.doctor import ipc, nvml
-from raymoe.doctor.child import Child, understood
 from raymoe.doctor.host import _container, _nvidia_on_pci, _shm
 from raymoe.doctor.local_ray import probe as ask_ray
+from raymoe.doctor.nvml import machine_of, matrix_of
 from raymoe.doctor.probe import PROBES
-from raymoe.doctor.probes import BOUNDS, Probes
-from raymoe.doctor.smi import machine_of, matrix_of
+from raymoe.doctor.probes import BOUNDS, Child, Probes, understood
+from raymoe.errors import CudaError
 
 TELL = "import os, sys; tell = lambda text: os.write(int(sys.argv[3]), text.encode()); "
 HANGS = (
@@ -232,7 +231,7 @@ def test_nvidia_smi_is_the_last_way(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "topology").write_text(TOPOLOGY)
     (tmp_path / "gpus").write_text(SMI)
-    monkeypatch.setattr(nvml, "WAYS", (Way("no_such_module", 0, "Error", ""),))
+    monkeypatch.setattr(nvml, "WAYS", (NvmlBinding("no_such_module", 0, "Error", ""),))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asked: list[str] = []
     told = nvml.probe(asked.append)

@@ -8,22 +8,22 @@ import pytest
 
 import raymoe.run
 from raymoe import cli
+from raymoe.config import Job, load_job
 from raymoe.doctor import tune
-from raymoe.doctor.finding import Outcome
-from raymoe.job import Job, load_job
-from raymoe.job.errors import PlacementError, WrongResult
+from raymoe.doctor.finding import ProbeOutcome
+from raymoe.errors import PlacementError, WrongResult
 from raymoe.report.directory import RunDirectory
 from raymoe.report.results import Line, complete
 from raymoe.run import Request
 from raymoe.transport.choice import CANDIDATES, FILE, PATTERNS, Table
 from raymoe.transport.spec import PROTOCOLS
-from raymoe.workload.p2p_copy import copies_of
+from raymoe.workload.p2p.run import copies_of
 
 RANKS = 3
 KIB, MIB = 1 << 10, 1 << 20
 # Microseconds before the first byte, and bytes a microsecond.
 COST = {"tma": (3.0, 340e3), "copy_engine": (9.0, 390e3)}
-GPUS = Outcome({"gpus": [{"name": "NVIDIA H200"}] * RANKS})
+GPUS = ProbeOutcome({"gpus": [{"name": "NVIDIA H200"}] * RANKS})
 
 
 def job() -> Job:
@@ -109,14 +109,23 @@ def test_bytes_that_came_wrong_make_no_table() -> None:
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        (Outcome({"missing": "cuDriverGetVersion was called"}), "there is no NVIDIA driver here"),
-        (Outcome({"version": [13, 0], "error": "cuInit failed", "code": 802}), "CUDA does not start: cuInit failed"),
-        (Outcome(trouble="no answer within 60 s while starting CUDA"), "no answer within 60 s while starting CUDA"),
-        (Outcome({"gpus": [], "peers": []}), "this process sees 0 GPUs"),
-        (Outcome({"gpus": [{"name": "x"}]}), "this process sees 1 GPU; use a machine with more, or unset CUDA_VISIBLE"),
+        (ProbeOutcome({"missing": "cuDriverGetVersion was called"}), "there is no NVIDIA driver here"),
+        (
+            ProbeOutcome({"version": [13, 0], "error": "cuInit failed", "code": 802}),
+            "CUDA does not start: cuInit failed",
+        ),
+        (
+            ProbeOutcome(trouble="no answer within 60 s while starting CUDA"),
+            "no answer within 60 s while starting CUDA",
+        ),
+        (ProbeOutcome({"gpus": [], "peers": []}), "this process sees 0 GPUs"),
+        (
+            ProbeOutcome({"gpus": [{"name": "x"}]}),
+            "this process sees 1 GPU; use a machine with more, or unset CUDA_VISIBLE",
+        ),
     ],
 )
-def test_without_two_gpus_there_is_nothing_to_measure(told: Outcome, says: str) -> None:
+def test_without_two_gpus_there_is_nothing_to_measure(told: ProbeOutcome, says: str) -> None:
     with pytest.raises(PlacementError, match=says) as caught:
         tune.enough(told)
     assert caught.value.exit_code == 3
@@ -148,7 +157,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-class Seen(dict[str, Outcome]):
+class Seen(dict[str, ProbeOutcome]):
     def __init__(self) -> None:
         super().__init__({"cuda": GPUS})
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.exchange import plan
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+from tests.unit import plan
 from tests.unit.exchange_cases import (
     BOUND,
     ROUTINGS,

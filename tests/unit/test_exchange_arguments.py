@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.choice import Facts, refusal
-from raymoe.exchange.dispatched import Dispatched
+from raymoe.errors import ConfigError
+from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.choice import GpuFacts, refusal
+from raymoe.exchange.cpu import OnCpu
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
-from raymoe.exchange.on_cpu import OnCpu
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError
 from tests.unit.worlds import close, each, wired
 
 T, H, E, K = 4, 16, 4, 2
@@ -339,7 +338,7 @@ def test_what_only_gpus_have(options: list[dict[str, Any]], says: str) -> None:
     close(worlds)
 
 
-A, B = Facts("a", "H100", (9, 0), nccl=True), Facts("b", "H100", (9, 0), nccl=True)
+A, B = GpuFacts("a", "H100", (9, 0), nccl=True), GpuFacts("b", "H100", (9, 0), nccl=True)
 OLD = replace(B, name="A100", capability=(8, 0))
 
 
@@ -368,7 +367,7 @@ OLD = replace(B, name="A100", capability=(8, 0))
         ("allgather", SPEC, [A, replace(B, nccl=False)], "the torch of rank 1 was built without NCCL"),
     ],
 )
-def test_what_gpus_can_do(backend: str, spec: ExchangeSpec, facts: list[Facts], says: str | None) -> None:
+def test_what_gpus_can_do(backend: str, spec: ExchangeSpec, facts: list[GpuFacts], says: str | None) -> None:
     found = refusal(backend, "cuda", spec, facts)
     assert (found is None) == (says is None), found
     assert says is None or says in str(found)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
+from raymoe.exchange.cpu import OnCpu
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
-from raymoe.exchange.on_cpu import OnCpu
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from raymoe.memory.world import World
 from tests.unit.exchange_cases import Batch, Case, apply_experts, batches, run_step
 from tests.unit.ranks import RankPool

@@ -16,13 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
+from raymoe.errors import ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.exchange.calls import Calls
+from raymoe.exchange.cpu import OnCpu, OperationOrder
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
-from raymoe.exchange.on_cpu import OnCpu
-from raymoe.exchange.order import Order
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.memory.world import World
 from tests.unit.worlds import close, each, together, wired
 
@@ -265,7 +264,7 @@ def used(world: World, backend: str) -> Exchange:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_dropped_exchange_lets_go_of_its_memory_at_once(world: World, backend: str) -> None:
-    world.shared(Order)  # which stays with the world
+    world.shared(OperationOrder)  # which stays with the world
     before = mapped("test")
     told = make_and_drop(world, lambda world: used(world, backend))
     assert mapped("test") == before
@@ -291,7 +290,7 @@ def test_what_was_dispatched_outlives_a_dropped_exchange(world: World) -> None:
 
 def test_a_failed_exchange_that_is_dropped_lets_go_too() -> None:
     worlds = wired(2, timeout_s=0.2)
-    each(worlds, lambda world: world.shared(Order))
+    each(worlds, lambda world: world.shared(OperationOrder))
     before = mapped("test")
 
     def fail(world: World) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from raymoe.errors import ConfigError, DataRefused, PeerTimeout
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError, DataRefused, PeerTimeout
 from raymoe.memory.world import World
 from tests.unit.ranks import RankPool
 from tests.unit.test_exchange import BACKENDS

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.device import launch as launch_module
-from raymoe.device.launch import Shape
+from raymoe.device import kernels as launch_module
+from raymoe.device.kernels import Shape
 from raymoe.device.rounds import SpreadParams
-from raymoe.exchange.gpu_launcher import ReadyLaunch
+from raymoe.exchange.nccl_kernels import ReadyLaunch
 
 
 @pytest.fixture

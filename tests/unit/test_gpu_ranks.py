@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
 from tests.gpu import ranks, torchrun_ranks
 from tests.gpu.ranks import GpuRanks, RankGone

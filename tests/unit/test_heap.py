@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.exchange.slots import slots_layout
-from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError
-from raymoe.memory.heap import ALIGNMENT, GRANULE, ITEM_BYTES, Layout, Region
+from raymoe.errors import ConfigError
+from raymoe.exchange.spec import ExchangeSpec, slots_layout
+from raymoe.memory.layout import ALIGNMENT, GRANULE, ITEM_BYTES, Layout, Region
 
 shapes = st.lists(st.integers(1, 50), min_size=1, max_size=3).map(tuple)
 regions = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), min_size=1, max_size=8).map(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raymoe.job.errors import PlacementError, WiringError
+from raymoe.errors import PlacementError, WiringError
 from raymoe.memory import host_shm
 
 DEADLINE_S = 30

@@ -11,22 +11,11 @@ import raymoe
 
 PACKAGE = Path(raymoe.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-HEIGHT = {
-    "__main__": 10,
-    "cli": 9,
-    "run": 8,
-    "gang": 7,
-    "doctor": 7,
-    "report": 7,
-    "workload": 6,
-    "moe": 5,
-    "exchange": 4,
-    "transport": 3,
-    "memory": 2,
-    "errors": 2,  # a door for others: it re-exports, and no file of the package imports it
-    "device": 1,
-    "job": 0,
-}
+LIBRARY = {"errors": 0, "packaged": 0, "device": 1, "memory": 2, "net": 3, "transport": 4, "exchange": 4, "moe": 5}
+"""What a program of somebody's own imports."""
+HARNESS = {"config": 6, "workload": 7, "gang": 8, "doctor": 8, "report": 8, "run": 9, "cli": 10, "__main__": 11}
+"""What `raymoe run` needs around it. All of it stands above the library, which so knows nothing of it."""
+HEIGHT = LIBRARY | HARNESS
 EVERYWHERE = {"__version__", "__file__"}  # names of the package itself
 
 
@@ -139,7 +128,7 @@ LIGHT = {
     "except SystemExit as end:\n    code = end.code\n"
     "assert not code, code",
     "the doctor": "import raymoe.doctor.examine, raymoe.doctor.probe",
-    "the report": "import raymoe.report.directory, raymoe.report.environment, raymoe.report.overview\n"
+    "the report": "import raymoe.report.directory, raymoe.report.environment, raymoe.report.tables\n"
     "raymoe.report.environment.environment()",
 }
 

@@ -15,9 +15,8 @@ import cuda.core
 import pytest
 
 from raymoe.device import jit
-from raymoe.device.cubins import Cubins
-from raymoe.device.jit import CompileError, Compiler, KernelSource, shared_compiler
-from raymoe.job.errors import RaymoeError
+from raymoe.device.jit import CompileError, Compiler, Cubins, KernelSource, shared_compiler
+from raymoe.errors import RaymoeError
 
 ARCH = "sm_90a"
 TINY = KernelSource("tiny")
@@ -102,7 +101,7 @@ def test_threads_that_race_compile_once(folder, cubins):
 RACER = """
 import hashlib, sys, time
 from pathlib import Path
-from raymoe.device.cubins import Cubins
+from raymoe.device.jit import Cubins
 from raymoe.device.jit import Compiler, KernelSource
 import cuda.core
 compiler = Compiler(Path(sys.argv[1]), Cubins.from_environment())
@@ -280,7 +279,7 @@ def test_a_reader_finds_all_of_an_entry_or_nothing(cubins):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from raymoe.device.cubins import Cubins
+from raymoe.device.jit import Cubins
 os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
 Cubins(Path(sys.argv[1])).put("key", b"x" * 100000)
 """

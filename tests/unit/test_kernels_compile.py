@@ -11,20 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.device.alltoallv import alltoallv_source
-from raymoe.device.blocks import ANNOUNCE, pack_source
 from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
-from raymoe.device.cubins import Cubins
-from raymoe.device.dispatch import WARPS, WIDE, dispatch_source
+from raymoe.device.dispatch import ANNOUNCE, WARPS, WIDE, alltoallv_source, dispatch_source, pack_source
 from raymoe.device.few import combine_few_source, dispatch_few_source
-from raymoe.device.jit import Compiled, CompileError, Compiler, KernelSource
+from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.peer import Peers
 from raymoe.device.rounds import COUNT, NUMBER, SPREAD, TELL, sum_sources
-from raymoe.device.row_push import ROW_PUSH
-from raymoe.device.sync import STRUCTS
-from raymoe.job.packaged import packaged_folder
+from raymoe.device.structs import STRUCTS, Peers
+from raymoe.packaged import packaged_folder
+from raymoe.workload.compare.row_push import ROW_PUSH
 
 KERNELS = packaged_folder("kernels")
 ARCHS = ("sm_90a", "sm_100a")

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from raymoe.device.copy import COPY, THREADS, CopyLane, Spread, copy_params
-from raymoe.device.launch import Shape
-from raymoe.device.sync import Watch
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.dispatched import Dispatched
-from raymoe.job.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
+from raymoe.device.kernels import Shape
+from raymoe.device.structs import Watch
+from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
+from raymoe.exchange.backend import Dispatched, Tokens
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from raymoe.device import kernels as kernels_module
-from raymoe.device.cubins import Cubins
-from raymoe.device.driver import CudaError
-from raymoe.device.jit import Compiler, KernelSource
+from raymoe.device.jit import Compiler, Cubins, KernelSource
 from raymoe.device.kernels import Kernels
+from raymoe.errors import CudaError
 
 ARCH = "sm_90a"
 TINY = KernelSource("tiny")

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from raymoe.device.copy import CopyLane
-from raymoe.job.errors import RaymoeError
+from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
-from raymoe.transport import channel, choice
-from raymoe.transport.channel import Channels, ChannelSpec
-from raymoe.transport.choice import CANDIDATES, Rule, Table
+from raymoe.transport import channels as channels_module
+from raymoe.transport import choice
+from raymoe.transport.channels import Channels, ChannelSpec
+from raymoe.transport.choice import CANDIDATES, Table, TransportRule
 from tests.unit.caught_by import missing
 from tests.unit.ranks import RankPool
 
@@ -186,7 +187,7 @@ class Standing:
 @pytest.mark.parametrize("transport", CANDIDATES)
 def test_rank_0_alone_looks_at_the_table(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     other = CANDIDATES[1 - CANDIDATES.index(transport)]
-    tables = [Table("NVIDIA H200", (Rule("pairs", "put", 0, way),)) for way in (transport, other)]
+    tables = [Table("NVIDIA H200", (TransportRule("pairs", "put", 0, way),)) for way in (transport, other)]
     monkeypatch.setattr(choice.Table, "load", lambda: tables.pop(0))
     board: dict[str, list[Any]] = {}
     spec = ChannelSpec(((0, 1),), (4096,))
@@ -201,7 +202,7 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(spec)
         return choice.chosen(world, spec)
 
-    monkeypatch.setattr(channel, "chosen", count)
+    monkeypatch.setattr(channels_module, "chosen", count)
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
         channels = Channels(world, ChannelSpec(((0, 0),), (8,)))

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raymoe.device.peer import MAX_RANKS, Peers
+from raymoe.device.structs import MAX_RANKS, Peers
+from raymoe.errors import ConfigError
 from raymoe.exchange.workspace import Workspace
-from raymoe.job.errors import ConfigError
 from tests.emulator.build import compiler
 from tests.emulator.cases import KINDS
 from tests.emulator.machine import Emulator

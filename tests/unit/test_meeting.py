@@ -13,9 +13,9 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 import raymoe
+from raymoe.errors import ConfigError, WiringError
 from raymoe.gang import join as joining
-from raymoe.gang.join import GRACE_S, SILENCE_S, Guest, Meeting, Refusal
-from raymoe.job.errors import ConfigError, WiringError
+from raymoe.gang.join import GRACE_S, SILENCE_S, Guest, MeetingPoint, RefusedEntry
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
 
@@ -40,9 +40,9 @@ def guest(token: str, problem: str | None = None) -> Guest:
 
 
 def test_a_duplicate_is_refused_and_those_who_were_there_are_complete(clock: Clock) -> None:
-    meeting = Meeting(2)
+    meeting = MeetingPoint(2)
     assert meeting.enter(1, 2, guest("b"), 60) is None
-    assert meeting.enter(1, 2, guest("c"), 60) == Refusal("rank 1 is taken by pid b", for_good=True)
+    assert meeting.enter(1, 2, guest("c"), 60) == RefusedEntry("rank 1 is taken by pid b", for_good=True)
     assert meeting.enter(0, 2, guest("a"), 60) is None
     meeting.leave(1, "c")  # it was never in
     assert meeting.look(0, "a").descriptors == meeting.look(1, "b").descriptors == {0: {"pid": "a"}, 1: {"pid": "b"}}
@@ -52,14 +52,14 @@ def test_a_duplicate_is_refused_and_those_who_were_there_are_complete(clock: Clo
 
 def test_an_entry_that_is_made_twice_is_one(clock: Clock) -> None:
     """Ray may tell of no answer in time where the call was carried out."""
-    meeting = Meeting(2)
+    meeting = MeetingPoint(2)
     assert meeting.enter(1, 2, guest("b"), 60) is None
     assert meeting.enter(1, 2, guest("b"), 60) is None
     assert meeting.came == {1}
 
 
 def test_the_place_of_a_rank_that_looks_no_more_is_free(clock: Clock) -> None:
-    meeting = Meeting(2)
+    meeting = MeetingPoint(2)
     meeting.enter(0, 2, guest("a"), 60)
     clock.now += SILENCE_S - 1
     meeting.look(0, "a")
@@ -72,7 +72,7 @@ def test_the_place_of_a_rank_that_looks_no_more_is_free(clock: Clock) -> None:
 
 
 def test_a_rank_that_died_before_the_last_one_came_gives_its_place_up(clock: Clock) -> None:
-    meeting = Meeting(3)
+    meeting = MeetingPoint(3)
     meeting.enter(0, 3, guest("dead"), 60)
     clock.now += SILENCE_S + 1
     meeting.enter(1, 3, guest("b"), 60)
@@ -84,7 +84,7 @@ def test_a_rank_that_died_before_the_last_one_came_gives_its_place_up(clock: Clo
 
 def test_a_rank_keeps_its_place_while_a_world_is_wired(clock: Clock) -> None:
     """Those who have been told of all look no more."""
-    meeting = Meeting(2)
+    meeting = MeetingPoint(2)
     meeting.enter(0, 2, guest("a"), 60)
     meeting.enter(1, 2, guest("b"), 60)
     next_world = meeting.enter(0, 2, guest("c"), 60)
@@ -98,7 +98,7 @@ def test_a_rank_keeps_its_place_while_a_world_is_wired(clock: Clock) -> None:
 
 
 def test_a_problem_is_told_to_all_and_then_forgotten(clock: Clock) -> None:
-    meeting = Meeting(3)
+    meeting = MeetingPoint(3)
     meeting.enter(1, 3, guest("b", "no GPU"), 60)
     meeting.enter(0, 3, guest("a"), 60)
     assert meeting.look(0, "a").problems == {1: "no GPU"}
@@ -110,9 +110,11 @@ def test_a_problem_is_told_to_all_and_then_forgotten(clock: Clock) -> None:
 
 
 def test_whoever_comes_when_all_have_left_begins_anew(clock: Clock) -> None:
-    meeting = Meeting(3)
+    meeting = MeetingPoint(3)
     meeting.enter(1, 3, guest("b"), 60)
-    assert meeting.enter(0, 2, guest("x"), 60) == Refusal("rank 0 says size 2, the first to come said 3", for_good=True)
+    assert meeting.enter(0, 2, guest("x"), 60) == RefusedEntry(
+        "rank 0 says size 2, the first to come said 3", for_good=True
+    )
     meeting.leave(1, "b")
     assert meeting.look(0, "x").came == {1}, "those that left were there"
     assert meeting.enter(0, 2, guest("x"), 60) is None
@@ -120,7 +122,7 @@ def test_whoever_comes_when_all_have_left_begins_anew(clock: Clock) -> None:
 
 
 def test_a_meeting_ends_when_the_longest_patience_is_over(clock: Clock) -> None:
-    meeting = Meeting(2)
+    meeting = MeetingPoint(2)
     meeting.enter(0, 2, guest("a"), 60)
     meeting.enter(1, 2, guest("b"), 5)
     assert meeting.ends_at == clock.now + 60 + GRACE_S
@@ -164,7 +166,7 @@ class SlowMeeting:
 
 
 def test_a_rank_that_gives_up_before_it_is_in_takes_its_descriptor_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, meeting = SlowMeeting(), Meeting(2)
+    slow, meeting = SlowMeeting(), MeetingPoint(2)
     monkeypatch.setattr(joining, "_meeting_actor", slow)
     monkeypatch.setattr(joining._Visit, "_ask", mock.Mock(side_effect=GetTimeoutError))
     visit = joining._Visit(Member(0, 2, timeout_s=0.05))

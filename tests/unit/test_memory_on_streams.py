@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raymoe.exchange.kernel_result import lend
-from raymoe.exchange.round_kernels import Kept
+from raymoe.exchange.nccl_kernels import Kept
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import EmulatedOrder, backend, spec_for, workspaces
 from tests.emulator.steps import Steps
@@ -62,7 +62,7 @@ def test_what_a_second_stream_reads_is_kept_for_it(kind: str, form: str, second:
 
 def test_backends_over_nccl_tell_it_too() -> None:
     kept = Kept(torch.zeros(4), FIRST)
-    with mock.patch("raymoe.exchange.round_kernels.lend") as told:
+    with mock.patch("raymoe.exchange.nccl_kernels.lend") as told:
         assert kept.used_on(FIRST) is kept.memory
         told.assert_not_called()
         assert kept.used_on(SECOND) is kept.memory

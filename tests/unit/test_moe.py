@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raymoe.errors import ConfigError
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError
 from raymoe.memory.world import World
-from raymoe.moe.experts import Experts, arithmetic_dtype
-from raymoe.moe.layer import MoELayer
-from raymoe.moe.router import Router
+from raymoe.moe.layer import Experts, MoELayer, Router, arithmetic_dtype
 from raymoe.moe.weights import ExpertShape, expert_weights
 from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, SwigluExperts, want
 from tests.unit.ranks import RankPool

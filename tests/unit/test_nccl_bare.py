@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raymoe.job import load_job
+from raymoe.config import load_job
 from raymoe.report.plots import write_plots
 from raymoe.report.results import Line
-from raymoe.report.table import render
-from raymoe.workload.nccl_bare import LEFT_OUT
-from raymoe.workload.room import device_bytes
+from raymoe.report.tables import render
+from raymoe.workload.compare.nccl_bare import LEFT_OUT
+from raymoe.workload.memory_needed import device_bytes
 from tests.unit.lines import gpu_exchange, whole
 
 

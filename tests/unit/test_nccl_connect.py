@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.job.errors import WiringError
+from raymoe.errors import WiringError
 from raymoe.memory.world import World
-from raymoe.transport import nccl_group
-from raymoe.transport.nccl_group import NcclGroup, OtherThread
+from raymoe.net import nccl
+from raymoe.net.nccl import NcclGroup, OtherThread
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
     """Of one CPU rank, before it has connected."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(NcclGroup, "_touch", lambda *_: None)
-    monkeypatch.setattr(nccl_group, "CONNECT_S", 0.1)
+    monkeypatch.setattr(nccl, "CONNECT_S", 0.1)
     with World.open(0, 1, timeout_s=0.1) as world:
         world.wire([world.descriptor()])
         made = NcclGroup.__new__(NcclGroup)
@@ -33,7 +33,7 @@ def test_a_member_that_does_not_come_is_not_waited_for_without_end(
     group: NcclGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     came = threading.Event()
-    monkeypatch.setattr(nccl_group, "Communicator", lambda *_: came.wait(20))
+    monkeypatch.setattr(nccl, "Communicator", lambda *_: came.wait(20))
     try:
         with pytest.raises(WiringError, match=r"its ranks 0, 1 did not all come within 0\.1 s"):
             group._meet(b"identity", 0)
@@ -43,13 +43,13 @@ def test_a_member_that_does_not_come_is_not_waited_for_without_end(
 
 def test_what_connects_is_given_and_what_fails_is_raised(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = object()
-    monkeypatch.setattr(nccl_group, "Communicator", lambda *_: made)
+    monkeypatch.setattr(nccl, "Communicator", lambda *_: made)
     assert group._meet(b"identity", 0) is made
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("no NCCL here")
 
-    monkeypatch.setattr(nccl_group, "Communicator", refuse)
+    monkeypatch.setattr(nccl, "Communicator", refuse)
     with pytest.raises(RuntimeError, match="no NCCL here"):
         group._meet(b"identity", 0)
 

@@ -10,17 +10,16 @@ from unittest import mock
 import pytest
 
 from raymoe.device import nvml
-from raymoe.device.nvml import Library, Way, nvlinked
+from raymoe.device.nvml import Library, NvmlBinding, nvlinked
+from raymoe.errors import ConfigError
 from raymoe.exchange.choice import Wish, make
 from raymoe.exchange.few import FewBackend
 from raymoe.exchange.fused import FusedBackend
-from raymoe.exchange.links import Links
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.workspace import Bounds, Workspace, workspace_layout
-from raymoe.job.errors import ConfigError
+from raymoe.exchange.workspace import Bounds, Links, Workspace, workspace_layout
 from tests.unit.worlds import close, each, wired
 
-PYNVML = Way("pynvml", 1, "NVMLError", "busId")
+PYNVML = NvmlBinding("pynvml", 1, "NVMLError", "busId")
 FEW = ExchangeSpec(tokens=128, hidden=1024, experts=8, topk=2)
 MANY = replace(FEW, tokens=8192)
 
@@ -76,7 +75,7 @@ class FakeNvml(SimpleNamespace):
 @pytest.mark.parametrize(("word", "between"), [("switch", "NV12"), ("direct", "NV4"), ("none", "SYS")])
 def test_nvml_by_a_binding(monkeypatch, word, between):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(word))
-    told = Library(Way("pynvml", 1, "NVMLError", "busId")).machine()
+    told = Library(NvmlBinding("pynvml", 1, "NVMLError", "busId")).machine()
     assert told["driver"] == "580.95.05"
     assert told["topology"][1] == [between, "X", between, between]
     assert told["gpus"][3] == {
@@ -128,7 +127,7 @@ def test_pairs_with_nvlink(linked_by, word, second, linked):
 
 
 def test_where_nvml_is_missing_no_pair_has_nvlink(monkeypatch):
-    monkeypatch.setattr(nvml, "WAYS", (Way("no_such_module", 0, "Error", ""), PYNVML))
+    monkeypatch.setattr(nvml, "WAYS", (NvmlBinding("no_such_module", 0, "Error", ""), PYNVML))
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())  # a binding that is too old
     assert not nvlinked("0", "1")
 

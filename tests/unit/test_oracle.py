@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from raymoe.moe.experts import Experts
+from raymoe.moe.layer import Experts
 from raymoe.moe.weights import ExpertShape
 from raymoe.workload import oracle
-from raymoe.workload.inputs import Batch
+from raymoe.workload.inputs import Batch, Draw, Routing
 from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, AffineExperts, SwigluExperts, error_of, want
-from raymoe.workload.routing import Draw, Routing
 
 T, H, E, K, R = 48, 32, 8, 3, 4
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

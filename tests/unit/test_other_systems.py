@@ -9,16 +9,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from raymoe.config import Job  # noqa: E402
+from raymoe.config.sections import WorldSection  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
-from raymoe.job import Job  # noqa: E402
-from raymoe.job.sections import World  # noqa: E402
 from raymoe.report.results import complete  # noqa: E402
-from raymoe.workload import apart, nvshmem, run_case  # noqa: E402
-from raymoe.workload.inputs import Inputs  # noqa: E402
-from raymoe.workload.nvshmem import VdevAllToAll  # noqa: E402
-from raymoe.workload.other_heap import groups_of, heap_bytes, rows_there  # noqa: E402
-from raymoe.workload.others import refusal  # noqa: E402
-from raymoe.workload.routing import Routing  # noqa: E402
+from raymoe.workload import run_case  # noqa: E402
+from raymoe.workload.compare import nvshmem, systems  # noqa: E402
+from raymoe.workload.compare.nvshmem import VdevAllToAll  # noqa: E402
+from raymoe.workload.compare.systems import refusal  # noqa: E402
+from raymoe.workload.inputs import (  # noqa: E402
+    Inputs,
+    Routing,
+)
+from raymoe.workload.memory_needed import groups_of, heap_bytes, rows_there  # noqa: E402
 from tests.unit import scripted_system  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
@@ -163,8 +166,8 @@ def lines_of(asked: Job) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    monkeypatch.setattr(apart, "PROGRAM", scripted_system.PROGRAM)
-    monkeypatch.setattr(apart, "START_S", 20.0)
+    monkeypatch.setattr(systems, "PROGRAM", scripted_system.PROGRAM)
+    monkeypatch.setattr(systems, "START_S", 20.0)
 
 
 def test_a_system_that_works_has_lines_like_any_other(scripted, monkeypatch):
@@ -192,7 +195,7 @@ TROUBLES = {
 @pytest.mark.parametrize(("script", "said"), TROUBLES.items(), ids=TROUBLES)
 def test_whatever_happens_to_it_is_a_line_and_not_the_end_of_the_run(scripted, monkeypatch, script, said):
     if script == "hangs":
-        monkeypatch.setattr(apart, "START_S", 6.0)
+        monkeypatch.setattr(systems, "START_S", 6.0)
     [line] = lines_of(job(f"x.{script}.1"))
     assert line["skipped"] == said
     assert (line["backend"], line["samples"], line["us_p50"], line["verified"]) == ("nvshmem", 0, None, None)
@@ -212,8 +215,8 @@ def test_without_a_gpu_the_real_process_says_so():
         (job(backend="hybrid_ep"), "package deep_ep is not installed"),
         (job(wire={"dispatch": "float8_e4m3"}), "quantises nothing"),
         (job(wire={"combine": "float32"}), "sums as float32; nvshmem is run with sums of the dtype"),
-        (job().model_copy(update={"world": World(ranks=1, device="cuda")}), "no peer"),
-        (job().model_copy(update={"world": World(ranks=2, device="cuda", share_gpu=True)}), "share a GPU"),
+        (job().model_copy(update={"world": WorldSection(ranks=1, device="cuda")}), "no peer"),
+        (job().model_copy(update={"world": WorldSection(ranks=2, device="cuda", share_gpu=True)}), "share a GPU"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(asked, said):

@@ -9,17 +9,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from raymoe.config import load_job  # noqa: E402
+from raymoe.config.sections import OverlapSection  # noqa: E402
+from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.exchange.exchange import Exchange  # noqa: E402
-from raymoe.job import load_job  # noqa: E402
-from raymoe.job.errors import ConfigError  # noqa: E402
-from raymoe.job.sections import Overlap  # noqa: E402
-from raymoe.report.beside import pairs_of  # noqa: E402
-from raymoe.report.table import render  # noqa: E402
-from raymoe.workload import overlap  # noqa: E402
-from raymoe.workload.inputs import Inputs  # noqa: E402
-from raymoe.workload.overlap import OPS, OverlapStep  # noqa: E402
-from raymoe.workload.room import device_bytes, spec_of  # noqa: E402
-from raymoe.workload.routing import Routing  # noqa: E402
+from raymoe.report.tables import (  # noqa: E402
+    pairs_of,
+    render,
+)
+from raymoe.workload.inputs import (  # noqa: E402
+    Inputs,
+    Routing,
+)
+from raymoe.workload.memory_needed import device_bytes, spec_of  # noqa: E402
+from raymoe.workload.overlap import run as overlap_run  # noqa: E402
+from raymoe.workload.overlap.run import OPS, OverlapStep  # noqa: E402
 from tests.unit.lines import GPU_SHAPE, SETTING, whole  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
@@ -97,7 +101,7 @@ def without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *_: "cublas")
-    monkeypatch.setattr(overlap, "OpClock", Clock)
+    monkeypatch.setattr(overlap_run, "OpClock", Clock)
     monkeypatch.setattr(Exchange, "check", lambda _: None)
 
 
@@ -121,7 +125,10 @@ def test_a_step_times_all_and_judges_both(without_cuda, in_halves, monkeypatch, 
         world.__dict__["_gpu"] = None
         with Exchange(world, spec, "host") as exchange:
             doing = OverlapStep(
-                world, exchange, Inputs(routing, world.rank, 16, torch.float32), Overlap(rows=8, columns=4, form=form)
+                world,
+                exchange,
+                Inputs(routing, world.rank, 16, torch.float32),
+                OverlapSection(rows=8, columns=4, form=form),
             )
             if wrong == "product":
                 doing._product.want[3, 2] += 1

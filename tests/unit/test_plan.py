@@ -11,15 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raymoe.exchange import plan
-from raymoe.exchange.arrays import Bags
-from raymoe.exchange.placing import Arrived, Placement
+from raymoe.config.job import Job
+from raymoe.errors import ConfigError
+from raymoe.exchange.cpu_rows import Arrived, Bags, Placement, RowSums, Sending
 from raymoe.exchange.refusal import Cause, Refusal
-from raymoe.exchange.sending import Sending
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.summing import RowSums
-from raymoe.job.errors import ConfigError
-from raymoe.job.model import Job
+from tests.unit import plan
 
 
 @st.composite

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from raymoe import cli
-from raymoe.job.errors import CannotWrite
+from raymoe.errors import CannotWrite
+from raymoe.report.copies import CopyWay, ways_of
 from raymoe.report.directory import RunDirectory
 from raymoe.report.plots import write_plots
 from raymoe.report.results import Line
-from raymoe.report.ways import Way, ways_of
 from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
 
 SIZES = (4096, 2**28)
@@ -163,11 +163,11 @@ def test_a_plot_that_cannot_be_written_is_told(tmp_path):
 
 def test_ways_are_told_apart_by_what_differs():
     assert list(ways_of(copies() + copies("get") + copies(transport="collective"))) == [
-        Way("tma", "put"),
-        Way("tma", "get"),
-        Way("collective", "put"),
+        CopyWay("tma", "put"),
+        CopyWay("tma", "get"),
+        CopyWay("collective", "put"),
     ]
-    assert list(ways_of(copies(case="default"), protocol="get")) == [Way("tma", "get")]
+    assert list(ways_of(copies(case="default"), protocol="get")) == [CopyWay("tma", "get")]
     both = ways_of(copies(graph=True) + copies(graph=False))
     assert [way.label for way in both] == ["tma push (graph)", "tma push (eager)"]
     sweep = ways_of(copies(case="world.ranks=2,protocol=put") + copies(case="world.ranks=4,protocol=put"))

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import raymoe
+from raymoe import errors as job_errors
 from raymoe.device import driver
-from raymoe.job import errors as job_errors
 
 PACKAGE = Path(raymoe.__file__).parent
 PROGRAM = Path(__file__).with_name("typed_program.py")

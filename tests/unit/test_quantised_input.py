@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raymoe.exchange import plan
+from raymoe.errors import ConfigError
 from raymoe.exchange.arguments import Arguments
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError
 from tests.emulator.build import compiler
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import backend, workspaces
+from tests.unit import plan
 
 RANKS = 2
 FP8 = torch.float8_e4m3fn

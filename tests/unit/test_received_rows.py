@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raymoe.exchange.dispatched import Dispatched
-from raymoe.workload.exchange_gpu import received
+from raymoe.exchange.backend import Dispatched
+from raymoe.workload.exchange.gpu import received
 
 ROWS, HIDDEN = 5, 320
 

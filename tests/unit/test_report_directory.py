@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raymoe.job.errors import CannotWrite, ConfigError
-from raymoe.report.directory import RunDirectory
-from raymoe.report.place import RAY_JOB
-from raymoe.report.record import Record
-from raymoe.report.summary import Generation, Summary
+from raymoe.errors import CannotWrite, ConfigError
+from raymoe.report.directory import RAY_JOB, RunDirectory
+from raymoe.report.results import Generation, Record, Summary
 from tests.unit.lines import copy_case, exchange_case
 
 CONFIG = {"name": "quick", "world": {"ranks": 4}, "matrix": {"exchange.backend": ["host", "collective"]}, "x": 1e-05}

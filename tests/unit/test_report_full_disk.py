@@ -9,7 +9,7 @@ import pytest
 FILL = """
 import sys
 from pathlib import Path
-from raymoe.job.errors import CannotWrite
+from raymoe.errors import CannotWrite
 from raymoe.report.directory import RunDirectory
 from tests.unit.lines import exchange_case
 directory = RunDirectory.create(Path(sys.argv[1]), "quick")
@@ -28,7 +28,7 @@ LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_
 LOOK = """
 import sys
 from pathlib import Path
-from raymoe.report.record import Record
+from raymoe.report.results import Record
 path = Path(sys.argv[1])
 record = Record.read(path)
 assert [line["op"] for line in record.lines] == ["dispatch", "combine", "exchange"] * int(sys.argv[2])

@@ -6,8 +6,7 @@ import pickle
 
 import pytest
 
-from raymoe.report.results import KEYS, LATER_KEYS, complete, decode, encode
-from raymoe.report.summary import Generation, Summary, generations_of
+from raymoe.report.results import KEYS, LATER_KEYS, Generation, Summary, complete, decode, encode, generations_of
 
 CONTRACT = """
 run generation case workload op backend transport wire graph pattern src dst bytes ranks tokens hidden experts topk

@@ -2,13 +2,12 @@
 
 import pytest
 
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 from raymoe.report.columns import shares_of_push
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
-from raymoe.report.overview import overview
-from raymoe.report.summary import Summary
-from raymoe.report.table import render
+from raymoe.report.results import Summary
+from raymoe.report.tables import overview, render
 from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
 
 COMPARED = [line for backend, us in (("host", 500.0), ("collective", 1000.0)) for line in exchange_case(backend, us)]

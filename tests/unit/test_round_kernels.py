@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.device.launch import Shape
+from raymoe.device.kernels import Shape
 from raymoe.device.rounds import MOST_EXPERTS, SPREAD, Sizes, SpreadParams
-from raymoe.exchange import plan
+from raymoe.errors import DataRefused
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.refusal import Cause, Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import DataRefused
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
 from tests.gpu.exchange_ranks import mixed_combines, refuse_and_go_on
+from tests.unit import plan
 from tests.unit.emulated_launcher import EmulatedLauncher
 from tests.unit.emulated_rounds import Ranks, drawn, judge_places, judge_step, judge_traffic, tokens_of
 from tests.unit.exchange_cases import Case, batches

@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 
-from raymoe.job.errors import ConfigError, DataRefused
-from raymoe.workload.routing import Routing
+from raymoe.errors import ConfigError, DataRefused
+from raymoe.workload.inputs import Routing
 
 KINDS = ("uniform", "zipf", "hot")
 

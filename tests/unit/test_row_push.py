@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from raymoe.workload.room_exchange import push_layout
-from raymoe.workload.routing import Routing
-from raymoe.workload.row_push import plan_of
+from raymoe.workload.compare.row_push import plan_of
+from raymoe.workload.inputs import Routing
+from raymoe.workload.memory_needed import push_layout
 from raymoe.workload.traffic import rows_for
 
 

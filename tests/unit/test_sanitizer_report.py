@@ -14,8 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.cubins import Cubins  # noqa: E402
-from raymoe.job.packaged import packaged_folder  # noqa: E402
+from raymoe.device.jit import Cubins  # noqa: E402
+from raymoe.packaged import packaged_folder  # noqa: E402
 from tests.gpu import sanitized, test_sanitizer  # noqa: E402
 from tests.gpu.sanitized_ranks import MISTAKES, PLANTED, planted_compiler  # noqa: E402
 from tests.gpu.sanitizer_report import Place, Report  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raymoe.job.errors import PeerTimeout, RaymoeError
+from raymoe.errors import PeerTimeout, RaymoeError
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import FP8
 from tests.emulator.machine import Emulator

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from raymoe.config import load_job
 from raymoe.device.trace import NAMES, POINTS, TRACE_POINTS
-from raymoe.job import load_job
 from raymoe.report.plots import write_plots
 from raymoe.report.results import LATER_KEYS, complete, decode, encode
-from raymoe.report.table import render
+from raymoe.report.tables import render
 from tests.emulator.build import KERNELS, compiler
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import backend, small, spec_for, workspaces

@@ -8,12 +8,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from raymoe.job.errors import CannotWrite, ConfigError
-from raymoe.transport.choice import BUILT_IN, FILE, PATTERNS, GpuFacts, Rule, Table, chosen, measured, pattern_of
+from raymoe.errors import CannotWrite, ConfigError
+from raymoe.transport.choice import (
+    BUILT_IN,
+    FILE,
+    PATTERNS,
+    GpuFacts,
+    Table,
+    TransportRule,
+    chosen,
+    measured,
+    pattern_of,
+)
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 
 PAIR = ((0, 1),)
-MINE = Table("NVIDIA H100", (Rule("pairs", "put", 0, "copy_engine"), Rule("pairs", "put", 4096, "tma")))
+MINE = Table(
+    "NVIDIA H100", (TransportRule("pairs", "put", 0, "copy_engine"), TransportRule("pairs", "put", 4096, "tma"))
+)
 
 
 def test_the_built_in_table_is_for_every_pattern_and_protocol():
@@ -44,8 +56,12 @@ def test_a_table_survives_the_disk_and_leaves_the_rest_to_the_built_in_one(tmp_p
         "[]",
         json.dumps({"format": 2, "gpu": "x", "rules": []}),
         json.dumps({"format": 1, "gpu": "x", "rules": [{"pattern": "pairs"}]}),
-        json.dumps({"format": 1, "gpu": "x", "rules": [vars(Rule("pairs", "put", 0, "tma")) | {"transport": "TMA"}]}),
-        json.dumps({"format": 1, "gpu": "x", "rules": [vars(Rule("pairs", "put", 0, "tma")) | {"from_bytes": "4K"}]}),
+        json.dumps(
+            {"format": 1, "gpu": "x", "rules": [vars(TransportRule("pairs", "put", 0, "tma")) | {"transport": "TMA"}]}
+        ),
+        json.dumps(
+            {"format": 1, "gpu": "x", "rules": [vars(TransportRule("pairs", "put", 0, "tma")) | {"from_bytes": "4K"}]}
+        ),
     ],
 )
 def test_a_damaged_table_is_an_error_that_names_the_file(tmp_path: Path, text: str):
@@ -68,7 +84,10 @@ def test_measured_lines_make_a_table():
     lines = [line("tma", 4096, 3), line("tma", 4096, 5), line("copy_engine", 4096, 4.5)]
     lines += [line("collective", 4096, 1), line("auto:tma", 4096, 1), line("copy_engine", 1 << 20, 9, "all_to_all")]
     table = measured(lines, "get", "a GPU")
-    assert table.rules == (Rule("all_to_all", "get", 1 << 20, "copy_engine"), Rule("pairs", "get", 4096, "tma"))
+    assert table.rules == (
+        TransportRule("all_to_all", "get", 1 << 20, "copy_engine"),
+        TransportRule("pairs", "get", 4096, "tma"),
+    )
     assert table.pick("all_to_all", "get", 1) == "copy_engine"
 
 
@@ -137,7 +156,7 @@ def test_auto_never_picks_tma_where_a_gpu_is_too_old(gpus: list[GpuFacts], monke
             for protocol in PROTOCOLS:
                 spec = ChannelSpec(pairs, (nbytes,), protocol=protocol)
                 assert chosen(world_of(gpus, 0), spec) == "copy_engine"
-    Table(gpus[0].name, (Rule("pairs", "put", 0, "tma"),)).save(tmp_path)  # measured, and still of no use here
+    Table(gpus[0].name, (TransportRule("pairs", "put", 0, "tma"),)).save(tmp_path)  # measured, and still of no use here
     assert chosen(world_of(gpus, 0), ChannelSpec(PAIR, (4096,))) == "copy_engine"
     assert chosen(world_of([H200, H200], 0), ChannelSpec(PAIR, (4096,))) == "tma"
 

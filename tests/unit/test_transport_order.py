@@ -9,13 +9,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.job.errors import WiringError  # noqa: E402
+from raymoe.errors import WiringError  # noqa: E402
+from raymoe.net.nccl import NcclGroup  # noqa: E402
 from raymoe.transport import copy_engine  # noqa: E402
 from raymoe.transport.copy_engine import MOST_TOGETHER, CopyEngineMover  # noqa: E402
 from raymoe.transport.device_lanes import Ordered  # noqa: E402
-from raymoe.transport.mover import Batch, turn_of  # noqa: E402
-from raymoe.transport.nccl_group import NcclGroup  # noqa: E402
-from raymoe.transport.spec import ChannelSpec  # noqa: E402
+from raymoe.transport.spec import (  # noqa: E402
+    ChannelSpec,
+    Requests,
+    turn_of,
+)
 from raymoe.transport.tma import MOST_SMS, spread_of  # noqa: E402
 
 
@@ -37,8 +40,8 @@ def test_in_every_turn_each_rank_sends_to_another_one(size):
             assert sorted(peers) == list(range(size))
 
 
-def batch_of(rank: int, spec: ChannelSpec) -> Batch:
-    batch = Batch()
+def batch_of(rank: int, spec: ChannelSpec) -> Requests:
+    batch = Requests()
     for pair in spec.pairs:
         if pair[0] == rank:
             batch.sends.append((spec.lane(*pair), torch.zeros(spec.shape, dtype=torch.uint8)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raymoe.job.errors import ConfigError
+from raymoe.errors import ConfigError
 from raymoe.memory.world import World
-from raymoe.transport.channel import Channels, ChannelSpec
+from raymoe.transport.channels import Channels, ChannelSpec
 from tests.unit.worlds import close, each, wired
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from raymoe.config.job import Job
+from raymoe.errors import Aborted, ConfigError, DataRefused, PeerTimeout, WrongResult
 from raymoe.exchange.exchange import Exchange
-from raymoe.job.errors import Aborted, ConfigError, DataRefused, PeerTimeout, WrongResult
-from raymoe.job.model import Job
 from raymoe.memory.world import World
 from raymoe.report.results import KEYS, complete
-from raymoe.transport.channel import Channels
+from raymoe.transport.channels import Channels
 from raymoe.workload import Progress, run_case
 from raymoe.workload.measure import Step, Steps, measure
 from tests.unit.ranks import RankPool
@@ -202,11 +202,10 @@ def test_one_wrong_byte_stops_every_rank(pool: RankPool, fault: str) -> None:
 
 def bytes_told(world: World, given: dict[str, Any]) -> tuple[float, list[int]]:
     """The workload's count for a run of one batch, and for each rank the plan's: every row goes out and comes home."""
-    from raymoe.exchange import plan
-    from raymoe.workload.inputs import Inputs
-    from raymoe.workload.room import spec_of
-    from raymoe.workload.routing import Routing
+    from raymoe.workload.inputs import Inputs, Routing
+    from raymoe.workload.memory_needed import spec_of
     from raymoe.workload.traffic import traffic_of
+    from tests.unit import plan
 
     asked = Job.model_validate(given)
     inputs = Inputs(Routing.of(asked), world.rank, asked.shape.hidden, torch.bfloat16)
@@ -250,7 +249,7 @@ def broken_exchange(world: World, given: dict[str, Any], fault: str) -> None:
 
     stale = torch.empty(1)
     if fault == "stale":
-        from raymoe.workload.room import spec_of
+        from raymoe.workload.memory_needed import spec_of
 
         spec = spec_of(Job.model_validate(given))
         stale = torch.empty(spec.rows(world.size), spec.hidden, dtype=torch.bfloat16)
@@ -299,7 +298,7 @@ def test_a_sample_is_the_slowest_ranks_and_warmup_is_left_out(pool: RankPool) ->
 
 
 def host_times_that_differ(world: World) -> object:
-    from raymoe.workload.exchange import host_times
+    from raymoe.workload.exchange.run import host_times
 
     def do_step(index: int, *, verify: bool) -> Step:
         slow = index % 2 == world.rank % 2  # each rank in turn is the one that is late

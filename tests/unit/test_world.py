@@ -18,14 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raymoe.errors import Aborted, ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, PlacementError, WiringError
-from raymoe.job.packaged import packaged_folder
 from raymoe.memory import host_shm
-from raymoe.memory.heap import Layout, Region
+from raymoe.memory.layout import Layout, Region
 from raymoe.memory.member import code_hash
 from raymoe.memory.world import World
+from raymoe.packaged import packaged_folder
 from tests.unit.ranks import RankPool
 from tests.unit.worlds import close, each, together, wired
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from raymoe.errors import Aborted, ConfigError, PeerTimeout, PlacementError, RaymoeError, WiringError
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import Aborted, ConfigError, PeerTimeout, PlacementError, RaymoeError, WiringError
 from raymoe.memory import host_shm
-from raymoe.memory.heap import Layout, Region
+from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
 from tests.unit.exchange_cases import Case, Result, batches, run_step
 from tests.unit.ranks import RankPool

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from raymoe.errors import ConfigError, RaymoeError, WiringError
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.job.errors import ConfigError, RaymoeError, WiringError
-from raymoe.memory import gpu_memory
+from raymoe.memory import cuda_ipc
 from raymoe.memory.world import World
-from raymoe.transport.pair import Channel
+from raymoe.transport.channel import Channel
 from tests.unit.exchange_cases import Case, Result, run_case
 from tests.unit.exchange_judge import judge
 from tests.unit.ranks import RankPool
@@ -175,14 +175,14 @@ def on_gpus(rank: int, uuids: list[str]) -> Any:
         gpu.uuid = uuids[rank]
         return gpu
 
-    kept, gpu_memory.GpuMemory.open = gpu_memory.GpuMemory.open, fake
+    kept, cuda_ipc.GpuMemory.open = cuda_ipc.GpuMemory.open, fake
     try:
         with World.of(device=f"cuda:{rank + 2}") as world:
             return world.device, opened, world.swap(rank, "who")
     except WiringError as error:
         return str(error)
     finally:
-        gpu_memory.GpuMemory.open = kept
+        cuda_ipc.GpuMemory.open = kept
 
 
 def test_ranks_on_gpus_of_any_number(groups) -> None:

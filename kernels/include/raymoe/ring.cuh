@@ -16,7 +16,7 @@
 // about (bytes in flight / 2.1 us) until the link is full, and offering more than the link takes costs as well.
 //
 // Shared memory, dynamic: `stages` x `stage_bytes`, then 8 bytes a stage for the barriers. The same sum in
-// Python: raymoe/device/ring.py.
+// Python: raymoe/device/copy.py.
 #pragma once
 
 #include "raymoe/ptx.cuh"

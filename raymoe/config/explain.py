@@ -1,0 +1,195 @@
+"""What pydantic found, in words for whoever wrote the config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from raymoe.config.job import Job
+from raymoe.config.sections import Section
+from raymoe.config.yaml_tree import Entry, surprise
+from raymoe.errors import ConfigError, Problem
+
+# The name that a misspelt one was probably meant to be.
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The closest of `names`, if any is close.
+
+    >>> nearest("hiden", ["tokens", "hidden"]), nearest("xyz", ["tokens", "hidden"])
+    ('hidden', None)
+    >>> nearest("wait", ["ranks", "wait_timeout_s"])
+    'wait_timeout_s'
+    """
+    import difflib  # here because a config without mistakes has no use for it
+
+    same = {other.lower().replace("-", "_"): other for other in names}
+    wanted = name[:100].lower().replace("-", "_")
+    close = difflib.get_close_matches(wanted, same, n=1, cutoff=0.6)
+    close += [other for other in same if len(wanted) >= 4 and other.startswith(wanted[:4])]
+    return same[close[0]] if close else None
+
+
+# The tree of a job's keys, read off its models.
+
+KeyTree = dict[str, Any]  # name -> the KeyTree below it, empty for a value
+
+
+def key_tree(section: type[Section] = Job) -> KeyTree:
+    """Every key of a job, sections with theirs inside.
+
+    >>> key_tree()["exchange"]["wire"]
+    {'dispatch': {}, 'combine': {}}
+    """
+    tree: KeyTree = {}
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        tree[name] = key_tree(inner) if isinstance(inner, type) and issubclass(inner, Section) else {}
+    return tree
+
+
+def leaves(tree: KeyTree, prefix: str = "") -> Iterator[str]:
+    """Every dotted key that holds a value.
+
+    >>> list(leaves({"name": {}, "wire": {"dispatch": {}}}))
+    ['name', 'wire.dispatch']
+    """
+    for name, inner in tree.items():
+        if inner:
+            yield from leaves(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+}
+_BOUNDS = {
+    "greater_than_equal": ("is below the least value", "ge"),
+    "greater_than": ("is not above", "gt"),
+    "less_than_equal": ("is above the greatest value", "le"),
+    "less_than": ("is not below", "lt"),
+}
+
+Path = tuple[str, ...]
+
+
+def explained(root: Entry, errors: list[ErrorDetails], keys: KeyTree) -> Iterator[tuple[Path, Problem]]:
+    """Every error once, with the path of its key. `keys` are the valid ones. Nothing may be missing."""
+    paths = [_path(root, error["loc"]) for error in errors]
+    for path, error in zip(paths, errors, strict=True):
+        # A list with a bad item is also reported as too short, since the item is missing from what was understood.
+        if error["type"] == "too_short" and any(other[: len(path)] == path and other != path for other in paths):
+            continue
+        entry = root.find(path)
+        yield path, (entry or root).problem(".".join(path), *_words(error, entry or root, path, keys))
+
+
+def unknown(path: Path, keys: KeyTree) -> tuple[str, str]:
+    """An unknown key and the valid one that was probably meant: one beside it, or one with its name elsewhere."""
+    beside = keys
+    for part in path[:-1]:
+        beside = beside.get(part, {})
+    leaf = path[-1].rpartition(".")[2]
+    homes = [section for section, _, name in (key.rpartition(".") for key in leaves(keys)) if section and name == leaf]
+    if homes:
+        return "unknown key", f"write {leaf} below {' or '.join(homes)}"
+    if near := nearest(path[-1], beside):
+        return "unknown key", f"did you mean '{near}'?"
+    if beside:
+        return "unknown key", f"valid here: {', '.join(beside)}"
+    return "unknown key", "it has nothing below it"
+
+
+def _path(root: Entry, location: tuple[int | str, ...]) -> Path:
+    """The keys of a location, up to where the tree ends: pydantic adds steps of its own behind."""
+    path: list[str] = []
+    entry: Entry | None = root
+    for step in map(str, location):
+        inside = entry.child(step) if entry else None
+        if inside is None and not (entry and isinstance(entry.value, dict)):
+            break
+        path.append(step)
+        entry = inside
+    return tuple(path)
+
+
+def _words(error: ErrorDetails, entry: Entry, path: Path, keys: KeyTree) -> tuple[str, str | None]:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return unknown(path, keys)
+    if kind == "literal_error":
+        return _not_one_of(str(context["expected"]), entry)
+    if kind == "finite_number":
+        return "not a finite number", None
+    if kind in _WANTED:
+        return f"{_WANTED[kind]} is wanted", _hint(kind, entry) or f"found {_found(entry)}"
+    if kind in _BOUNDS:
+        words, bound = _BOUNDS[kind]
+        return f"{entry.shown()} {words} {context[bound]}", None
+    if kind == "too_short":
+        return "the list is empty", "give one value or more"
+    if kind == "string_pattern_mismatch":
+        return "not a name", "1 to 64 letters, digits, dots, dashes and underscores, the first a letter or a digit"
+    return error["msg"], _hint(kind, entry)
+
+
+def _not_one_of(expected: str, entry: Entry) -> tuple[str, str | None]:
+    choices = re.findall("'([^']*)'", expected)
+    reason = f"not one of {', '.join(choices)}" if len(choices) > 1 else f"{choices[0]} is the one value here"
+    near = nearest(str(entry.value), choices) if isinstance(entry.value, str) else None
+    return reason, f"did you mean '{near}'?" if near else None
+
+
+def _hint(kind: str, entry: Entry) -> str | None:
+    value = entry.value
+    if isinstance(value, str) and entry.text is not None:
+        return surprise(entry.text)
+    if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
+        return "take the quotes away"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return "put it in quotes" if kind == "string_type" and isinstance(value, bool | int | float) else None
+
+
+def _found(entry: Entry) -> str:
+    if isinstance(entry.value, dict | list):
+        return "a mapping" if isinstance(entry.value, dict) else "a list"
+    if entry.value is None:
+        return "nothing"
+    return "text" if isinstance(entry.value, str) else "true or false" if isinstance(entry.value, bool) else "a number"
+
+
+# All problems of a config as one error.
+
+
+def report(file: str, problems: Iterable[Problem]) -> ConfigError:
+    """The error for a file's problems: in the file's order, then its parents', then those of settings.
+
+    >>> str(report("x.yaml", [Problem("x.yaml", 4, "shape.hiden", "8", "unknown key", "did you mean 'hidden'?")]))
+    "x.yaml has 1 problem: line 4, shape.hiden = 8: unknown key, did you mean 'hidden'?"
+    >>> str(report("x.yaml", [Problem("x.yaml", None, "", None, "is empty")]))
+    'x.yaml: is empty'
+    """
+    problems = list(dict.fromkeys(problems))
+    places = list(dict.fromkeys([file, *(problem.where for problem in problems)]))
+
+    def order(problem: Problem) -> tuple[bool, int, int]:
+        return problem.where.startswith("--set "), places.index(problem.where), problem.line or 0
+
+    problems.sort(key=order)
+    first = problems[0]
+    told = first.told if first.where == file else f"{first.where}: {first.told}"
+    if len(problems) > 1:
+        return ConfigError(f"{file} has {len(problems)} problems; the first is {told}", problems)
+    whole = first.where == file and not first.line and not first.key
+    return ConfigError(f"{file}: {told}" if whole else f"{file} has 1 problem: {told}", problems)

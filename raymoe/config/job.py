@@ -1,0 +1,230 @@
+"""A job, its cases, and which of its keys have a meaning."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS
+from raymoe.config.sections import (
+    ExchangeSection,
+    OverlapSection,
+    P2pSection,
+    RoutingSection,
+    Section,
+    ShapeSection,
+    StepsSection,
+    WorldSection,
+)
+from raymoe.config.yaml_tree import Scalar
+from raymoe.errors import ConfigError
+
+# The combinations of a matrix, on plain values.
+
+MAX_CASES = 1000
+
+
+def size(matrix: Mapping[str, Sequence[Scalar]]) -> int:
+    """How many cases there are."""
+    return math.prod(len(values) for values in matrix.values())
+
+
+def combinations(base: dict[str, Any], matrix: Mapping[str, Sequence[Scalar]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and values of every case: the values of `base`, with one of each key of the matrix put in.
+
+    >>> base = {"shape": {"tokens": 1, "topk": 2}, "workload": "layer"}
+    >>> for name, plain in combinations(base, {"workload": ["layer"], "shape.tokens": [128, 512]}):
+    ...     print(name, plain["shape"])
+    workload=layer,tokens=128 {'tokens': 128, 'topk': 2}
+    workload=layer,tokens=512 {'tokens': 512, 'topk': 2}
+    """
+    short = [key.rpartition(".")[2] for key in matrix]
+    labels = [key if short.count(leaf) > 1 else leaf for key, leaf in zip(matrix, short, strict=True)]
+    for values in itertools.product(*matrix.values()):
+        plain = base
+        for key, value in zip(matrix, values, strict=True):
+            plain = put(plain, key, value)
+        yield ",".join(f"{label}={said(value)}" for label, value in zip(labels, values, strict=True)), plain
+
+
+def put(plain: dict[str, Any], dotted: str, value: object) -> dict[str, Any]:
+    """A copy of `plain` with one key changed; what is not on the way to it is shared."""
+    first, _, rest = dotted.partition(".")
+    return {**plain, first: put(plain.get(first) or {}, rest, value) if rest else value}
+
+
+def said(value: Scalar) -> str:
+    """A value as YAML says it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# Which keys mean something only where another key has a certain value.
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """`key` means something only where `decider` is one of `values`.
+
+    A section for another workload may stand in a file, so that one file can be the parent of several. A key that is
+    `strict` may not: whoever gives an alpha to uniform routing expects something that does not happen.
+    """
+
+    key: str
+    decider: str
+    values: tuple[str, ...]
+    strict: bool = False
+
+
+MEANINGS = (
+    Meaning("shape", "workload", ("exchange", "overlap", "layer")),
+    Meaning("routing", "workload", ("exchange", "overlap", "layer")),
+    Meaning("exchange", "workload", ("exchange", "overlap", "layer")),
+    Meaning("p2p", "workload", ("p2p",)),
+    Meaning("overlap", "workload", ("overlap",)),
+    Meaning("shape.ffn", "workload", ("layer",)),
+    Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
+    Meaning("routing.share", "routing.kind", ("hot",), strict=True),
+    Meaning("routing.file", "routing.kind", ("trace",), strict=True),
+    Meaning("p2p.pairs", "p2p.pattern", ("pairs",), strict=True),
+    Meaning("exchange.output", "exchange.wire.dispatch", ("float8_e4m3",), strict=True),
+    Meaning("steps.trace", "workload", ("exchange",), strict=True),
+    Meaning("steps.trace", "world.device", ("auto", "cuda"), strict=True),
+    Meaning("steps.trace", "exchange.backend", ("auto", "fused"), strict=True),
+)
+
+
+def deciding(plain: dict[str, Any], meaning: Meaning) -> list[Any]:
+    """The values that the decider takes, over all cases."""
+    swept = plain.get("matrix", {}).get(meaning.decider)
+    return list(swept) if swept else [find(plain, meaning.decider)]
+
+
+def meaningful(plain: dict[str, Any]) -> dict[str, Any]:
+    """A job's values without the keys that mean nothing in any of its cases, and without empty mappings.
+
+    >>> meaningful({"workload": "layer", "routing": {"kind": "hot", "alpha": 1.0, "share": 0.5}, "p2p": {}})
+    {'workload': 'layer', 'routing': {'kind': 'hot', 'share': 0.5}}
+    """
+    for meaning in MEANINGS:
+        if not set(deciding(plain, meaning)) & set(meaning.values):
+            plain = without(plain, meaning.key.split("."))
+    return _pruned(plain)
+
+
+def _pruned(plain: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: _pruned(value) if isinstance(value, dict) else value for key, value in plain.items()}
+    return {key: value for key, value in kept.items() if value != {}}
+
+
+def find(plain: dict[str, Any], dotted: str) -> Any:
+    """The value of a dotted key, None if it is not there."""
+    value: Any = plain
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def without(plain: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """A copy of `plain` without one key; what is not on the way to it is shared. Lists go as a whole.
+
+    >>> without({"p2p": {"bytes": [1, "x"], "pattern": "pairs"}}, ["p2p", "bytes", "1"])
+    {'p2p': {'pattern': 'pairs'}}
+    """
+    first, *rest = path
+    inner = plain.get(first)
+    if rest and isinstance(inner, dict):
+        return {**plain, first: without(inner, rest)}
+    return {key: value for key, value in plain.items() if key != first}
+
+
+# A job: what the user asked for, checked.
+
+
+class Job(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    """The job's name, part of its run directory's; the file's unless said."""
+    workload: Literal["p2p", "exchange", "overlap", "layer"]
+    """What a step is: messages between two ranks, dispatch and combine, each of these beside a matrix product, or a
+    whole MoE layer."""
+    world: WorldSection = WorldSection()
+    shape: ShapeSection = ShapeSection()
+    routing: RoutingSection = RoutingSection()
+    exchange: ExchangeSection = ExchangeSection()
+    steps: StepsSection = StepsSection()
+    p2p: P2pSection = P2pSection()
+    overlap: OverlapSection = OverlapSection()
+    matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)
+    """Keys with the values that they take in turn: one case for each combination."""
+
+    def resolved(self) -> dict[str, Any]:
+        """Every key that means something in this job, as plain values. `from_resolved` gives the same job back."""
+        return meaningful(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def from_resolved(cls, resolved: dict[str, Any]) -> Job:
+        """The job that `resolved` came from."""
+        from raymoe.config.rules import broken
+
+        try:
+            job = cls.model_validate(resolved)
+            said = [str(wrong) for case in job.cases() for wrong in broken(case.job)]
+        except ValidationError as error:
+            said = [f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}" for wrong in error.errors()]
+        if said:
+            raise ConfigError(f"not a resolved job: {'; '.join(said)}")
+        return job
+
+    def cases(self) -> tuple[Case, ...]:
+        """The job once for each combination of the matrix, in file order, the last key changing fastest."""
+        if not self.matrix:
+            return (Case("default", 0, self),)
+        base = self.model_dump(exclude={"matrix"})
+        named = combinations(base, self.matrix)
+        return tuple(Case(name, i, Job.model_validate(meaningful(plain))) for i, (name, plain) in enumerate(named))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of the matrix; `job` has its values and no matrix of its own."""
+
+    name: str
+    index: int
+    job: Job
+
+
+# Whether a job's ranks are on GPUs or on CPUs, as far as the job itself says so.
+
+
+def kind_of_ranks(job: Job) -> str | None:
+    """`cuda` or `cpu`; None where either would do, and what there is decides.
+
+    >>> exchange = {"name": "x", "workload": "exchange"}
+    >>> kind_of_ranks(Job(**exchange, matrix={"exchange.backend": ("host", "collective")}))
+    'cpu'
+    >>> kind_of_ranks(Job(**exchange, exchange={"backend": "fused"})), kind_of_ranks(Job(**exchange))
+    ('cuda', None)
+    """
+    if job.world.device != "auto":
+        return job.world.device
+    if job.workload == "overlap":
+        return "cuda"
+    if job.workload == "layer" or (job.workload == "p2p" and "host" in job.p2p.transports):
+        return "cpu"
+    return _kind_of_backends(job) if job.workload == "exchange" else None
+
+
+def _kind_of_backends(job: Job) -> str | None:
+    backends = [str(case.job.exchange.backend) for case in job.cases()]
+    on_gpus = [name for name in backends if name in GPU_BACKENDS]
+    on_cpus = [name for name in backends if name in CPU_BACKENDS]
+    if on_gpus and on_cpus:
+        raise ConfigError(
+            f"exchange.backend is {on_gpus[0]}, of GPU ranks, in one case and {on_cpus[0]}, of CPU ranks, in another, "
+            "and a gang is of one kind; start a run for each"
+        )
+    return "cuda" if on_gpus else "cpu" if on_cpus else None

@@ -1,0 +1,296 @@
+"""What one key's value asks of another's. Each rule sees one case, never a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from raymoe.config.sections import DTYPE_BYTES, OtherSystem
+from raymoe.exchange.spec import MOST_ROWS
+
+if TYPE_CHECKING:
+    from raymoe.config.job import Job
+
+_ROW_BYTES = 16  # rows move in pieces of 16 bytes
+
+MOE = ("exchange", "overlap", "layer")
+ON_GPUS = ("exchange", "overlap")
+"""Of these, the ones with GPU ranks."""
+
+GPU_TRANSPORTS = frozenset({"copy_engine", "tma", "collective"})
+SMS_TRANSPORTS = frozenset({"auto", "tma"})
+OTHER_SYSTEMS: frozenset[str] = frozenset(get_args(OtherSystem))
+"""What they cannot do is told in their results and is no fault of the job: a benchmark goes on with the next case."""
+
+BESIDE = frozenset({"auto", "fused", "staged", "allgather"})
+"""Backends that run beside a matrix product: those whose operations never wait on the host."""
+
+GPU_BACKENDS = frozenset({"fused", "staged", "row_push", "nccl_bare"}) | OTHER_SYSTEMS
+CPU_BACKENDS = frozenset({"host"})
+FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "staged", "row_push"}) | OTHER_SYSTEMS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`check` gives (what is wrong, what to do), or None. `keys` are those it reads, the most telling one first."""
+
+    workloads: tuple[str, ...]
+    keys: tuple[str, ...]
+    check: Callable[[Job], tuple[str, str] | None]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that a job breaks."""
+
+    rule: Rule
+    reason: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.rule.keys[0]}: {self.reason}, {self.hint}"
+
+
+def broken(job: Job) -> Iterator[Broken]:
+    """The rules that a job without a matrix breaks."""
+    for rule in RULES:
+        if job.workload in rule.workloads and (found := rule.check(job)):
+            yield Broken(rule, *found)
+
+
+def _experts_divide(job: Job) -> tuple[str, str] | None:
+    experts, ranks = job.shape.experts, job.world.ranks
+    if experts % ranks == 0:
+        return None
+    below, above = experts // ranks * ranks, -(-experts // ranks) * ranks
+    would = f"{below} or {above}" if below else str(above)
+    return f"{experts} experts do not divide among {ranks} ranks", f"{would} would"
+
+
+def _topk_fits(job: Job) -> tuple[str, str] | None:
+    if job.shape.topk <= job.shape.experts:
+        return None
+    return f"topk {job.shape.topk} is more than the {job.shape.experts} experts", f"at most {job.shape.experts}"
+
+
+def _rows_are_whole(job: Job) -> tuple[str, str] | None:
+    size = DTYPE_BYTES[job.shape.dtype]
+    row = job.shape.hidden * size
+    if row % _ROW_BYTES == 0:
+        return None
+    step = _ROW_BYTES // size
+    return (
+        f"a row of {job.shape.hidden} {job.shape.dtype} has {row} bytes, not a multiple of {_ROW_BYTES}",
+        f"hidden {-(-job.shape.hidden // step) * step} would do",
+    )
+
+
+def _rows_can_be_counted(job: Job) -> tuple[str, str] | None:
+    rows = job.world.ranks * job.shape.tokens * job.shape.topk
+    rows += job.shape.experts // job.world.ranks * (job.exchange.alignment - 1)
+    rows = -(-rows // job.exchange.alignment) * job.exchange.alignment
+    if rows <= MOST_ROWS:
+        return None
+    return f"up to {rows} rows on a rank, offsets count to {MOST_ROWS}", "fewer tokens, ranks or topk"
+
+
+def _capacity_can_do(job: Job) -> tuple[str, str] | None:
+    """All ids lead somewhere, so R*T*K rows are spread over R ranks, and some rank receives T*K of them or more."""
+    routing, rows = job.routing, job.shape.tokens * job.shape.topk
+    if job.exchange.capacity == "worst" or routing.masked > 0 or routing.ragged or routing.kind == "trace":
+        return None
+    if job.exchange.capacity >= rows:
+        return None
+    return (
+        f"capacity {job.exchange.capacity} overflows however rows are spread, some rank receives at least {rows}",
+        f"at least {rows}, or worst",
+    )
+
+
+def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
+    wire, dtype = job.exchange.wire.dispatch, job.shape.dtype
+    if wire in (None, dtype, FLOAT8):
+        return None
+    return f"rows of {dtype} cannot cross as {wire}", f"write {dtype} or leave it out"
+
+
+def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
+    if job.exchange.wire.dispatch != FLOAT8:
+        return None
+    if job.workload not in ON_GPUS or job.world.device == "cpu":
+        return f"rows cannot cross as {FLOAT8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
+    if job.exchange.backend not in FLOAT8_BACKENDS:
+        return (
+            f"backend {job.exchange.backend} has no {FLOAT8}",
+            "fused and staged have, the others send the dtype itself",
+        )
+    return None
+
+
+def _backends_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tuple[str, str] | None]:
+    def check(job: Job) -> tuple[str, str] | None:
+        backend = job.exchange.backend
+        if job.world.device != device or backend not in wrong:
+            return None
+        return f"{backend} is no backend of {device} ranks", "auto is one of any"
+
+    return check
+
+
+def _layers_have_no_gpu_backend(job: Job) -> tuple[str, str] | None:
+    if job.exchange.backend not in GPU_BACKENDS:
+        return None
+    return f"backend {job.exchange.backend} is between GPU ranks, which workload layer has not yet", "auto would do"
+
+
+def _only_staged_copies(job: Job) -> tuple[str, str] | None:
+    asked = job.exchange
+    if asked.transport == "auto":
+        return None
+    if job.workload not in ON_GPUS or job.world.device == "cpu":
+        return "CPU ranks have no copy engine", "write auto or leave it out"
+    if asked.backend not in ("auto", "staged"):
+        return f"backend {asked.backend} moves rows in its own way", f"backend staged takes {asked.transport}"
+    if asked.wire.dispatch == FLOAT8:
+        return f"a copy does not make {FLOAT8} of rows", "leave wire or transport out"
+    return None
+
+
+def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
+    if job.exchange.sms == "auto" or (job.workload in ON_GPUS and job.world.device != "cpu"):
+        return None
+    return "CPU ranks have no SMs", "write auto or leave it out"
+
+
+def _nccl_is_not_captured(job: Job) -> tuple[str, str] | None:
+    if job.steps.graph is not True or job.exchange.backend != "collective" or job.world.device != "cuda":
+        return None
+    return "backend collective waits on the host, no CUDA graph can hold that", "write auto or false"
+
+
+def _trace_is_named(job: Job) -> tuple[str, str] | None:
+    if job.routing.kind != "trace" or job.routing.file is not None:
+        return None
+    return "kind trace without a file", "name a .npy file of expert ids in routing.file"
+
+
+def _peers_exist(job: Job) -> tuple[str, str] | None:
+    if job.world.ranks > 1:
+        return None
+    return "one rank has no peer to send to", "p2p takes 2 ranks or more"
+
+
+def _pairs_exist(job: Job) -> tuple[str, str] | None:
+    last = 0 if job.p2p.pairs == "all" else max(max(pair) for pair in job.p2p.pairs)
+    if last < job.world.ranks:
+        return None
+    return f"there is no rank {last} among {job.world.ranks} ranks", f"ranks are 0 to {job.world.ranks - 1}"
+
+
+def _gpus_can_do_it(job: Job) -> tuple[str, str] | None:
+    if job.world.device != "cuda":
+        return None
+    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; exchange and p2p have"
+
+
+def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
+    if job.steps.graph is not True or (job.workload != "layer" and job.world.device != "cpu"):
+        return None
+    return "CUDA graphs need GPU ranks and these are CPU ranks", "write auto or false"
+
+
+def _sharing_needs_gpus(job: Job) -> tuple[str, str] | None:
+    if not job.world.share_gpu or job.world.device == "cuda":
+        return None
+    return f"a GPU is to be shared and device is {job.world.device}", "write device: cuda"
+
+
+def _transports_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tuple[str, str] | None]:
+    def check(job: Job) -> tuple[str, str] | None:
+        other = [name for name in job.p2p.transports if name in wrong]
+        if job.world.device != device or not other:
+            return None
+        return f"{other[0]} is no transport of {device} ranks", "auto is one of any"
+
+    return check
+
+
+def _something_takes_sms(job: Job) -> tuple[str, str] | None:
+    if job.p2p.sms == "auto":
+        return None
+    if job.world.device == "cpu":
+        return "CPU ranks have no SMs", "write auto or leave it out"
+    if not SMS_TRANSPORTS & set(job.p2p.transports):
+        return f"{', '.join(job.p2p.transports)} take no number of SMs", "transport tma does"
+    return None
+
+
+def _overlap_is_between_gpus(job: Job) -> tuple[str, str] | None:
+    if job.world.device != "cpu":
+        return None
+    return "workload overlap has no CPU ranks", "write cuda or auto"
+
+
+def _runs_beside(job: Job) -> tuple[str, str] | None:
+    if job.exchange.backend in BESIDE:
+        return None
+    return f"{job.exchange.backend} is not run beside a product", f"{', '.join(sorted(BESIDE))} are"
+
+
+def _overlap_is_eager(job: Job) -> tuple[str, str] | None:
+    if job.steps.graph is not True:
+        return None
+    return "an overlap is timed without graphs, behind a stream that is held", "write auto or false"
+
+
+def _multiprocessors_are_left(job: Job) -> tuple[str, str] | None:
+    if job.overlap.keep_off == "priority" or job.exchange.sms != "auto":
+        return None
+    return f"{job.overlap.keep_off} leaves multiprocessors to an exchange of auto", "write a number of exchange.sms"
+
+
+RULES = (
+    Rule(("overlap",), ("world.device", "workload"), _overlap_is_between_gpus),
+    Rule(("overlap",), ("exchange.backend", "workload"), _runs_beside),
+    Rule(("overlap",), ("overlap.keep_off", "exchange.sms"), _multiprocessors_are_left),
+    Rule(("overlap",), ("steps.graph", "workload"), _overlap_is_eager),
+    Rule(("layer",), ("world.device", "workload"), _gpus_can_do_it),
+    Rule((*MOE, "p2p"), ("steps.graph", "world.device"), _graph_needs_gpus),
+    Rule((*MOE, "p2p"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
+    Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
+    Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
+    Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),
+    Rule(MOE, ("shape.topk", "shape.experts"), _topk_fits),
+    Rule(MOE, ("shape.hidden", "shape.dtype"), _rows_are_whole),
+    Rule(
+        MOE,
+        ("shape.tokens", "shape.topk", "world.ranks", "shape.experts", "exchange.alignment"),
+        _rows_can_be_counted,
+    ),
+    Rule(
+        MOE,
+        ("exchange.capacity", "shape.tokens", "shape.topk", "routing.kind", "routing.masked", "routing.ragged"),
+        _capacity_can_do,
+    ),
+    Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _dispatch_sends_the_dtype),
+    Rule(
+        MOE,
+        ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload"),
+        _float8_is_for_gpus,
+    ),
+    Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cpu", GPU_BACKENDS)),
+    Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cuda", CPU_BACKENDS)),
+    Rule(("layer",), ("exchange.backend", "workload"), _layers_have_no_gpu_backend),
+    Rule(
+        MOE,
+        ("exchange.transport", "exchange.backend", "exchange.wire.dispatch", "world.device", "workload"),
+        _only_staged_copies,
+    ),
+    Rule(MOE, ("exchange.sms", "world.device", "workload"), _sms_need_gpus),
+    Rule(("exchange",), ("steps.graph", "exchange.backend", "world.device"), _nccl_is_not_captured),
+    Rule(MOE, ("routing.kind", "routing.file"), _trace_is_named),
+    Rule(("p2p",), ("p2p.sms", "p2p.transports", "world.device"), _something_takes_sms),
+    Rule(("p2p",), ("world.ranks",), _peers_exist),
+    Rule(("p2p",), ("p2p.pairs", "world.ranks"), _pairs_exist),
+)

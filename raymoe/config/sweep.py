@@ -1,0 +1,142 @@
+"""The matrix of a tree: its keys looked up, its values typed and checked as those of the real keys."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from raymoe.config.explain import KeyTree, explained, key_tree, leaves, nearest
+from raymoe.config.files import SET_LEVEL
+from raymoe.config.job import MAX_CASES, Job, find, size
+from raymoe.config.yaml_tree import Entry, Scalar
+from raymoe.errors import Problem
+
+# Where a trace is: named relative to the config that names it, kept as an absolute path from then on.
+
+
+def absolute(entry: Entry, file: str) -> str:
+    """The path of a trace that an entry names.
+
+    >>> from pathlib import Path
+    >>> from raymoe.config.yaml_tree import Source
+    >>> absolute(Entry("ids.npy", Source("x.yaml", Path("/jobs"), 0)), "ids.npy")
+    '/jobs/ids.npy'
+    """
+    return os.path.normpath(entry.source.folder / file)
+
+
+LISTS = ("p2p.transports", "p2p.bytes", "p2p.pairs")
+
+
+@dataclass
+class Sweep:
+    """`values` are those of the matrix without the wrong ones, `places` their entries, `bad` the keys with problems."""
+
+    values: dict[str, list[Scalar]] = field(default_factory=dict)
+    places: dict[str, list[Entry]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    bad: set[str] = field(default_factory=set)
+
+    def place(self, key: str, job: Job) -> Entry | None:
+        """The entry of the value that a case's job has for a key of the matrix."""
+        if key not in self.values:
+            return None
+        value = find(job.model_dump(), key)
+        return self.places[key][self.values[key].index(value)] if value in self.values[key] else None
+
+
+def read_matrix(root: Entry) -> Sweep:
+    """The matrix of a tree, with its problems."""
+    sweep = Sweep()
+    entry = root.child("matrix")
+    if entry is None:
+        return sweep
+    if not isinstance(entry.value, dict):
+        sweep.problems.append(entry.problem("matrix", "a mapping is wanted, from keys to lists of their values"))
+        return sweep
+    for key, values in entry.value.items():
+        before = len(sweep.problems)
+        if wrong := _key_problem(key, values):
+            sweep.problems.append(wrong)
+        else:
+            _read_values(sweep, key, values)
+            sweep.problems += _overruled(root, key)
+        if len(sweep.problems) > before:
+            sweep.bad.add(key)
+    if (cases := size(sweep.values)) > MAX_CASES:
+        sweep.problems.append(entry.problem("matrix", f"{cases} cases, at most {MAX_CASES} are run"))
+        sweep.bad |= set(sweep.values)
+        sweep.values.clear()
+    return sweep
+
+
+def _key_problem(key: str, values: Entry) -> Problem | None:
+    def wrong(reason: str, hint: str) -> Problem:
+        return values.problem(f"matrix.{key}", reason, hint)
+
+    if key.partition(".")[0] == "world":
+        return wrong("a matrix is not over world, all its cases run in one gang", "start a run for each")
+    if key in LISTS:
+        return wrong("not a key for a matrix, it takes a list itself", f"list the values in {key}")
+    if key not in (choices := sweepable(key_tree())):
+        by_leaf = {choice.rpartition(".")[2]: choice for choice in choices}
+        leaf = nearest(key.rpartition(".")[2], by_leaf)
+        near = by_leaf[leaf] if leaf else nearest(key, choices)
+        return wrong(
+            "no such key", f"did you mean '{near}'?" if near else "a dotted key such as shape.tokens is wanted"
+        )
+    if not isinstance(values.value, list) or not values.value:
+        return wrong("a list of values is wanted", f"as in {key}: [first, second]")
+    return None
+
+
+def sweepable(tree: KeyTree) -> list[str]:
+    """The keys that a matrix may name: one value each, and not the world's, which is the same for all cases."""
+    return [key for key in leaves(tree) if key not in (*LISTS, "name", "matrix") and not key.startswith("world.")]
+
+
+def _read_values(sweep: Sweep, key: str, values: Entry) -> None:
+    assert isinstance(values.value, list)
+    kept: dict[str, tuple[Scalar, Entry]] = {}
+    for item in values.value:
+        if isinstance(item.value, dict | list) or item.value is None:
+            sweep.problems.append(item.problem(f"matrix.{key}", "one value is wanted"))
+            continue
+        value, wrong = _typed(key, item)
+        sweep.problems += wrong
+        if value is not None and repr(value) in kept:
+            sweep.problems.append(item.problem(f"matrix.{key}", "the same value again"))
+        elif value is not None:
+            kept[repr(value)] = value, item
+    if kept:
+        sweep.values[key] = [value for value, _ in kept.values()]
+        sweep.places[key] = [item for _, item in kept.values()]
+
+
+def _typed(key: str, item: Entry) -> tuple[Scalar | None, list[Problem]]:
+    """An item as the value of its real key."""
+    tree = item
+    for part in reversed(key.split(".")):
+        tree = Entry({part: tree}, item.source)
+    plain = tree.plain()
+    assert isinstance(plain, dict)
+    try:
+        job = Job.model_validate({"name": "matrix", "workload": "layer", **plain})
+    except ValidationError as error:
+        found = explained(tree, error.errors(), key_tree())
+        return None, [replace(problem, key=f"matrix.{key}") for _, problem in found]
+    value: Any = find(job.model_dump(), key)
+    return absolute(item, value) if key == "routing.file" else value, []
+
+
+def _overruled(root: Entry, key: str) -> list[Problem]:
+    """A --set on a key of the matrix would do nothing."""
+    path = tuple(key.split("."))
+    return [
+        entry.problem(key, f"the matrix goes over {key}", f"say --set matrix.{key}=[...] instead")
+        for given, entry in root.leaves()
+        if entry.source.level == SET_LEVEL and given[: len(path)] == path[: len(given)]
+    ]

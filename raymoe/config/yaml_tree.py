@@ -1,0 +1,302 @@
+"""YAML text as a tree of entries, each with the file and line that it came from.
+
+The YAML is what `yaml.safe_load` accepts, without the surprises of YAML 1.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from raymoe.errors import ConfigError, Problem, shown
+
+# What a plain YAML scalar means here: YAML 1.1 without its surprises.
+#
+# `yaml.safe_load` reads `on` as true, `010` as 8, `1:30` as 90 and `1e-3` as text. Here numbers look like numbers and
+# everything else is text, so that a surprise becomes a type error, with the hint that `surprise` gives.
+
+Scalar = bool | int | float | str
+
+_NULL = frozenset({"", "~", "null", "Null", "NULL"})
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_SWITCH = {"yes": "true", "y": "true", "on": "true", "no": "false", "n": "false", "off": "false"}
+# Digits are bounded because Python refuses to convert more than 4300 of them; no key takes a number of 400 digits.
+_INT = re.compile(r"[-+]?(0|[1-9](_?[0-9]){0,400})")
+_HEX = re.compile(r"0x[0-9a-fA-F]{1,400}")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]{1,400}|[0-9]{1,400}(\.[0-9]{0,400})?)([eE][-+]?[0-9]{1,9})?")
+_NOT_FINITE = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
+_LEADING_ZERO = re.compile(r"([-+]?)0o?([0-9]+)")
+_SEXAGESIMAL = re.compile(r"[0-9]{1,9}(:[0-5]?[0-9]){1,3}")
+
+
+def resolve(text: str) -> Scalar | None:
+    """The value of a plain (unquoted) scalar.
+
+    >>> [resolve(text) for text in ("12", "1e-3", "1_000", "true", "on", "010", "1:30", "2026-11-21", "~")]
+    [12, 0.001, 1000, True, 'on', '010', '1:30', '2026-11-21', None]
+    """
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _HEX.fullmatch(text):
+        return int(text, 16)
+    # A leading zero of a whole number is the octal of YAML 1.1, so such a number is neither that nor a decimal.
+    if _FLOAT.fullmatch(text) and not _LEADING_ZERO.fullmatch(text):
+        return float(text)
+    if not_finite := _NOT_FINITE.fullmatch(text):
+        return float(not_finite[1] + not_finite[2])
+    return text
+
+
+def surprise(text: str) -> str | None:
+    """What to write instead, where YAML 1.1 would have read something else into a text.
+
+    >>> surprise("on"), surprise("1:30"), surprise("010"), surprise("fine")
+    ('write true', 'write 90 if minutes were meant', 'write 10, or 8 if octal was meant', None)
+    """
+    if text.lower() in _SWITCH:
+        return f"write {_SWITCH[text.lower()]}"
+    if zero := _LEADING_ZERO.fullmatch(text):
+        digits = zero[2].lstrip("0") or "0"
+        if len(digits) > 20 or not set(digits) <= set("01234567"):
+            return "take the leading zero away"
+        return f"write {zero[1]}{digits}, or {zero[1]}{int(digits, 8)} if octal was meant"
+    if _SEXAGESIMAL.fullmatch(text):
+        total = 0
+        for part in text.split(":"):
+            total = total * 60 + int(part)
+        return f"write {total} if minutes were meant"
+    return None
+
+
+# A configuration as a tree that knows where each of its values was written.
+
+MAX_NODES = 20_000  # of one document, with its aliases written out
+MAX_DEPTH = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or one `--set`. `level` says who overrides whom; paths in values are relative to `folder`."""
+
+    name: str
+    folder: Path
+    level: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value and its place.
+
+    `text` is what was written, for a scalar without quotes; `nodes` counts the values in here, aliases written out.
+    """
+
+    value: Scalar | list[Entry] | dict[str, Entry] | None
+    source: Source
+    line: int | None = None
+    text: str | None = None
+    nodes: int = 1
+
+    def plain(self) -> object:
+        """The value without places."""
+        if isinstance(self.value, dict):
+            return {key: entry.plain() for key, entry in self.value.items()}
+        if isinstance(self.value, list):
+            return [entry.plain() for entry in self.value]
+        return self.value
+
+    def child(self, key: str) -> Entry | None:
+        """The entry of a mapping's key or a list's index, if there."""
+        if isinstance(self.value, dict):
+            return self.value.get(key)
+        if isinstance(self.value, list) and key.isdecimal() and int(key) < len(self.value):
+            return self.value[int(key)]
+        return None
+
+    def find(self, path: Iterable[str]) -> Entry | None:
+        """The entry that keys lead to, if it was given."""
+        entry: Entry | None = self
+        for key in path:
+            entry = entry.child(key) if entry else None
+        return entry
+
+    def leaves(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
+        """Every value that is not a mapping, with its keys."""
+        if not isinstance(self.value, dict):
+            yield path, self
+            return
+        for key, entry in self.value.items():
+            yield from entry.leaves((*path, key))
+
+    def problem(self, key: str, reason: str, hint: str | None = None) -> Problem:
+        """What is wrong here."""
+        return Problem(self.source.name, self.line, shown(key), self.shown(), reason, hint)
+
+    def shown(self) -> str | None:
+        """The value as a report repeats it; None for a section or nothing at all, which would say nothing."""
+        if isinstance(self.value, dict) or self.text == "":
+            return None
+        if isinstance(self.value, list):
+            return shown("[" + ", ".join(entry.shown() or "{…}" for entry in self.value[:10]) + "]")
+        if self.text is not None:
+            return shown(self.text)
+        return shown(f'"{self.value}"' if isinstance(self.value, str) else str(self.value))
+
+
+def merge(below: Entry, above: Entry) -> Entry:
+    """`above` over `below`: mappings merge key by key, anything else is replaced."""
+    if not isinstance(below.value, dict) or not isinstance(above.value, dict):
+        return above
+    merged = dict(below.value)
+    for key, entry in above.value.items():
+        merged[key] = merge(merged[key], entry) if key in merged else entry
+    return Entry(merged, above.source, above.line)
+
+
+# YAML text to entries: what `yaml.safe_load` accepts, minus its surprises, plus the line of every value.
+#
+# Works on the parser's events, so that depth, size and aliases are bounded before anything is built.
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_TEXT_TAGS = ("!", "tag:yaml.org,2002:str")
+
+
+def compose(text: str, source: Source) -> tuple[Entry | None, list[Problem]]:
+    """The document in `text` (None if there is none) and its problems; ConfigError where it cannot be read at all."""
+    composer = _Composer(source)
+    if bad := _FORBIDDEN.search(text):
+        line = text.count("\n", 0, bad.start()) + 1
+        composer.refuse(line, f"the character {bad[0]!a} is not allowed in YAML")
+    try:
+        root = composer.document(yaml.parse(text, Loader=_LOADER))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        composer.refuse(mark.line + 1 if mark else None, f"not YAML: {reason}")
+    except yaml.YAMLError as error:
+        composer.refuse(None, f"not YAML: {shown(str(error))}")
+    return root, composer.problems
+
+
+class _Composer:
+    def __init__(self, source: Source) -> None:
+        self.problems: list[Problem] = []
+        self._source = source
+        self._nodes = 0
+        self._anchors: dict[str, Entry | None] = {}  # None while the anchored value is still being read
+
+    def refuse(self, line: int | None, reason: str) -> NoReturn:
+        problem = Problem(self._source.name, line, "", None, reason)
+        raise ConfigError(str(problem), (*self.problems, problem))
+
+    def document(self, events: Iterator[Any]) -> Entry | None:
+        root = None
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                if root is not None:
+                    self.refuse(_line(event), "a second document, one is read")
+                root = self._node(next(events), events, "", 0)
+        return root
+
+    def _node(self, event: Any, events: Iterator[Any], key: str, depth: int) -> Entry:
+        if depth > MAX_DEPTH:
+            self.refuse(_line(event), f"nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.AliasEvent):
+            return self._aliased(event)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = None
+        if isinstance(event, yaml.MappingStartEvent):
+            entry = self._mapping(event, events, key, depth)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            entry = self._sequence(event, events, key, depth)
+        else:
+            entry = self._scalar(event, key)
+        self._count(event, 1)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = entry
+        return entry
+
+    def _aliased(self, event: Any) -> Entry:
+        if event.anchor not in self._anchors:
+            self.refuse(_line(event), f"no anchor &{shown(event.anchor)} before this alias")
+        entry = self._anchors[event.anchor]
+        if entry is None:
+            self.refuse(_line(event), f"the alias *{shown(event.anchor)} contains itself")
+        self._count(event, entry.nodes)
+        return entry
+
+    def _count(self, event: Any, nodes: int) -> None:
+        self._nodes += nodes
+        if self._nodes > MAX_NODES:
+            self.refuse(_line(event), f"more than {MAX_NODES} values once its aliases are written out")
+
+    def _scalar(self, event: Any, key: str) -> Entry:
+        if event.implicit[0]:
+            return Entry(resolve(event.value), self._source, _line(event), event.value)
+        entry = Entry(event.value, self._source, _line(event))
+        if event.tag is not None and event.tag not in _TEXT_TAGS:
+            self.problems.append(_tagged(entry, key, event.tag))
+        return entry
+
+    def _sequence(self, event: Any, events: Iterator[Any], key: str, depth: int) -> Entry:
+        items: list[Entry] = []
+        for inner in events:
+            if isinstance(inner, yaml.SequenceEndEvent):
+                break
+            items.append(self._node(inner, events, f"{key}.{len(items)}", depth + 1))
+        return self._collected(event, items, items, key)
+
+    def _mapping(self, event: Any, events: Iterator[Any], key: str, depth: int) -> Entry:
+        given: dict[str, Entry] = {}
+        below: list[Entry] = []  # what merge keys bring in; given keys win over it
+        for inner in events:
+            if isinstance(inner, yaml.MappingEndEvent):
+                break
+            name = self._node(inner, events, key, depth + 1)
+            dotted = f"{key}.{name.text or name.value}" if key else str(name.text or name.value)
+            value = replace(self._node(next(events), events, dotted, depth + 1), line=name.line)
+            if name.text == "<<":
+                below += self._merged(value, dotted)
+            elif not isinstance(name.value, str):
+                reason = f"the key {name.shown() or '{…}'} is not text"
+                self.problems.append(replace(value.problem(key, reason, "put it in quotes"), value=None))
+            elif name.value in given:
+                first = f"it was first given in line {given[name.value].line}"
+                self.problems.append(value.problem(dotted, "duplicate key", first))
+            else:
+                given[name.value] = value
+        for mapping in below:
+            assert isinstance(mapping.value, dict)
+            given = {**mapping.value, **given}
+        return self._collected(event, given, list(given.values()), key)
+
+    def _merged(self, value: Entry, dotted: str) -> list[Entry]:
+        mappings = value.value if isinstance(value.value, list) else [value]
+        if all(isinstance(entry.value, dict) for entry in mappings):
+            return mappings
+        self.problems.append(value.problem(dotted, "only a mapping, or a list of them, can be merged in"))
+        return []
+
+    def _collected(self, event: Any, value: list[Entry] | dict[str, Entry], inner: list[Entry], key: str) -> Entry:
+        entry = Entry(value, self._source, _line(event), nodes=1 + sum(child.nodes for child in inner))
+        if not event.implicit and event.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            self.problems.append(_tagged(entry, key, event.tag))
+        return entry
+
+
+def _tagged(entry: Entry, key: str, tag: str) -> Problem:
+    written = shown(tag.replace("tag:yaml.org,2002:", "!!"))
+    return entry.problem(key, f"the tag {written} is not read", "take it away")
+
+
+def _line(event: Any) -> int:
+    return int(event.start_mark.line) + 1

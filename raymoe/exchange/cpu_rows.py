@@ -1,0 +1,311 @@
+"""Where rows go and where they stand, for CPU ranks: the source's side, the receiver's side, and sums of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
+
+# The small arrays that tell which row goes where. NumPy holds them: at these sizes its calls cost least.
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+def starts_of(counts: Array) -> Array:
+    """Where each of several runs begins when they lie one behind the other, and where the last ends.
+
+    >>> starts_of(np.array([2, 0, 3])).tolist()
+    [0, 2, 2, 5]
+    """
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def places_in_runs(counts: Array, starts: Array) -> Array:
+    """Where the elements of runs lie, when run i has `counts[i]` of them and begins at `starts[i]`.
+
+    >>> places_in_runs(np.array([2, 1]), np.array([0, 16])).tolist()
+    [0, 1, 16]
+    """
+    shift = starts[: len(counts)] - starts_of(counts)[:-1]
+    places: Array = np.arange(int(counts.sum())) + np.repeat(shift, counts)
+    return places
+
+
+@dataclass
+class Bags:
+    """Sums to take: bag i adds the rows `index[starts[i]:starts[i + 1]]` of some table, in that order."""
+
+    index: Array
+    starts: Array
+    weights: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def spread(self, where: Array, total: int) -> Bags:
+        """`total` bags, all empty but those at `where` (rising), which are these.
+
+        >>> Bags(np.array([5, 6, 7]), np.array([0, 1, 3])).spread(np.array([1, 3]), total=4).starts.tolist()
+        [0, 0, 1, 1, 3]
+        """
+        sizes = np.zeros(total, np.int64)
+        sizes[where] = np.diff(self.starts)
+        return Bags(self.index, starts_of(sizes), self.weights)
+
+
+# The source's side of a dispatch: which of its tokens go to which rank.
+
+
+@dataclass
+class Sending:
+    """One row for each (token, destination rank), however many of that rank's experts the token names.
+
+    Rows are in the order (destination, token). `ids` are local to the destination, -1 where an expert is elsewhere.
+
+    >>> ids = np.array([[0, 3], [2, 3], [-1, -1]])  # three tokens, experts 0 and 1 on rank 0, 2 and 3 on rank 1
+    >>> sending = Sending.of(ids, np.ones((3, 2), np.float32), ranks=2, experts=4)
+    >>> sending.ranks.tolist(), sending.tokens.tolist(), sending.counts.tolist()
+    ([0, 1, 1], [0, 0, 1], [1, 2])
+    >>> sending.ids.tolist()
+    [[0, -1], [-1, 1], [0, 1]]
+    >>> Sending.of(ids + 1, np.ones((3, 2), np.float32), ranks=2, experts=4).refusal
+    Refusal(cause=<Cause.ID: 1>, other=0, number=4)
+    """
+
+    given_ids: Array  # [T', K] as the caller gave them; none if they are refused
+    given_weights: Array
+    ranks: Array  # [P] the destination of each row
+    tokens: Array  # [P] the token of each row
+    counts: Array  # [R] rows for each destination
+    ids: Array  # [P, K]
+    weights: Array  # [P, K]
+    refusal: Refusal = NO_REFUSAL
+
+    @classmethod
+    def of(cls, ids: Array, weights: Array, ranks: int, experts: int) -> Sending:
+        refusal = _out_of_range(ids, experts)
+        if refusal:  # nothing is sent of a step that is refused
+            ids, weights = ids[:0], weights[:0]
+        n, local = len(ids), experts // ranks
+        ids = ids.astype(np.int32, copy=False)
+        # Rank -1 of "no expert" marks the last row, which is cut off.
+        marks = np.zeros((ranks + 1) * n, np.bool_)
+        marks[(ids // local) * n + np.arange(n)[:, None]] = True
+        marks = marks[: ranks * n]
+        counts = marks.reshape(ranks, n).sum(axis=1)
+        rank = np.repeat(np.arange(ranks), counts)
+        token = np.flatnonzero(marks) - rank * n
+        # `take` is several times faster than indexing with an array.
+        here = ids.take(token, axis=0) - (rank * local).astype(np.int32)[:, None]
+        here = np.where(here.view(np.uint32) < local, here, -1)  # a negative id is a large one without its sign
+        return cls(ids, weights, rank, token, counts, here, weights.take(token, axis=0), refusal)
+
+    def coming_home(self, home: Array, tokens: int) -> Bags:
+        """For each of `tokens` tokens, the rows that come back for it, in rank order; `home[i]` is where row i lies."""
+        order = np.argsort(self.tokens, kind="stable")  # rows are in rank order already
+        counts = np.bincount(self.tokens, minlength=tokens)
+        return Bags(home.take(order), starts_of(counts))
+
+
+def _out_of_range(ids: Array, experts: int) -> Refusal:
+    if ids.size == 0 or (ids.min() >= -1 and ids.max() < experts):
+        return NO_REFUSAL
+    token, k = np.argwhere((ids < -1) | (ids >= experts))[0].tolist()
+    return Refusal(Cause.ID, token, int(ids[token, k]))
+
+
+# The receiver's side of a dispatch: where the rows that arrived stand, expert by expert.
+
+
+@dataclass
+class Arrived:
+    """What a backend brings: rows of `table`, in the order (source, token), and what was sent along with them."""
+
+    table: torch.Tensor
+    where: Array  # [N] the row of `table` in which each lies
+    ids: Array  # [N, K] local experts, -1 for one that is elsewhere
+    weights: Array  # [N, K]
+    counts: Array  # [R] how many of the N came from each source
+    zero_row: int  # a row of `table` that holds zeros
+    refusal: Refusal = NO_REFUSAL
+
+
+@dataclass
+class Placement:
+    """Rows expert by expert, inside an expert in the order (source, token, k), each expert at a multiple of
+    `alignment`.
+
+    >>> ids = np.array([[1, 0], [-1, 1]])  # two rows arrived; the first is for both experts
+    >>> weights = np.array([[0.25, 0.75], [0.0, 1.0]], np.float32)
+    >>> arrived = Arrived(torch.zeros(3, 8), np.array([0, 1]), ids, weights, np.array([2]), zero_row=2)
+    >>> placed = Placement.of(arrived, experts=2, alignment=4, capacity=16)
+    >>> placed.counts.tolist(), placed.offsets.tolist()
+    ([1, 2], [0, 4, 8])
+    >>> placed.index.tolist()  # for each place the row of the table, the row of zeros in the gaps
+    [0, 2, 2, 2, 0, 1, 2, 2]
+    """
+
+    counts: Array  # [L]
+    offsets: Array  # [L + 1]
+    index: Array  # [offsets[L]]
+    weights: Array  # [capacity]
+    _place: Array  # place of each pair, pairs in the order (source, token, k)
+    _pairs: Array  # [N] how many pairs each row has
+    refusal: Refusal = NO_REFUSAL
+
+    @classmethod
+    def of(cls, arrived: Arrived, experts: int, alignment: int, capacity: int) -> Placement:
+        flat = arrived.ids.ravel()
+        pair = np.flatnonzero(flat >= 0)
+        expert = flat.take(pair)
+        counts = np.bincount(expert, minlength=experts)
+        refusal = arrived.refusal
+        if not refusal and len(counts) > experts:
+            refusal = Refusal(Cause.EXPERT, *_culprit(arrived, experts))
+        offsets = starts_of(-(-counts // alignment) * alignment)
+        if not refusal and offsets[-1] > capacity:
+            refusal = Refusal(Cause.CAPACITY, 0, int(offsets[-1]))
+        if refusal:
+            return cls._empty(experts, capacity, len(arrived.where), refusal)
+        # 16-bit keys are sorted by radix, several times faster than wider ones.
+        by_expert = np.argsort(expert.astype(np.int16) if experts < 2**15 else expert, kind="stable")
+        place_sorted = places_in_runs(counts, offsets)
+        pair_sorted = pair.take(by_expert)
+        K = arrived.ids.shape[1]
+        index = np.full(int(offsets[-1]), arrived.zero_row)
+        index[place_sorted] = arrived.where.take(pair_sorted // K)
+        weights = np.zeros(capacity, np.float32)
+        weights[place_sorted] = arrived.weights.ravel().take(pair_sorted)
+        place = np.empty_like(place_sorted)
+        place[by_expert] = place_sorted
+        return cls(counts, offsets, index, weights, place, np.bincount(pair // K, minlength=len(arrived.where)))
+
+    @classmethod
+    def _empty(cls, experts: int, capacity: int, rows: int, refusal: Refusal) -> Placement:
+        """Nothing is placed of a step that is refused; each row that arrived goes home as zeros."""
+        none = np.zeros(0, np.int64)
+        weights = np.zeros(capacity, np.float32)
+        return cls(
+            np.zeros(experts, np.int64),
+            np.zeros(experts + 1, np.int64),
+            none,
+            weights,
+            none,
+            np.zeros(rows, np.int64),
+            refusal,
+        )
+
+    def going_home(self, weighted: bool) -> Bags:
+        """For each row that arrived, the expert-major rows that are summed for it, in the order of k."""
+        return Bags(self._place, starts_of(self._pairs), self.weights.take(self._place) if weighted else None)
+
+
+def _culprit(arrived: Arrived, experts: int) -> tuple[int, int]:
+    """The source of the first id that no expert here has, and that id."""
+    row, k = np.argwhere(arrived.ids >= experts)[0].tolist()
+    return int(np.searchsorted(starts_of(arrived.counts), row, side="right")) - 1, int(arrived.ids[row, k])
+
+
+# Sums of rows in float32, in a fixed order, rounded once.
+#
+# `torch.embedding_bag` is the one operation that gathers rows and sums them without writing the gathered rows anywhere;
+# for bfloat16 rows it keeps its sums in float32. Its weights, though, must have the rows' dtype. A float32 weight is
+# exactly the sum of three bfloat16 numbers (3 x 8 bits of mantissa), so a bfloat16 row is added three times, each time
+# with a third of its weight: the row is in the cache the second and third time. Thirds of 0 make NaN of an infinite
+# row,
+# so where a sum comes out NaN it is taken again by its whole weights. What embedding_bag gives, though, has the rows'
+# dtype: where sums of bfloat16 rows are wanted in another, and where embedding_bag is slow (float16), the rows go
+# through
+# float32, and the sums are rounded when they are copied to where they go, once.
+
+_PIECE_BYTES = 1 << 20  # sums made by one call: they are still in the cache when they are copied to where they go
+
+_INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80  # as bfloat16; NaN has more in the same bits
+
+
+class RowSums:
+    """The sums that bags say of the rows of a table, times their weights if they have some, rounded once, to `dtype`.
+
+    >>> table = torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 8).contiguous()
+    >>> bags = Bags(np.array([2, 0, 1]), np.array([0, 2, 2, 3]), np.array([0.5, 1.0, 0.25], np.float32))
+    >>> out = torch.empty(3, 8)
+    >>> RowSums(table, bags, out.dtype).write(0, 3, out)
+    >>> out[:, 0].tolist()  # the second bag is empty
+    [3.0, 0.0, 0.5]
+    """
+
+    def __init__(self, table: torch.Tensor, bags: Bags, dtype: torch.dtype) -> None:
+        index, self._starts = bags.index, bags.starts
+        self._thirds_of: Bags | None = None
+        weights = None if bags.weights is None else torch.from_numpy(bags.weights)
+        as_it_is = table.dtype == torch.float32 or (table.dtype == dtype == torch.bfloat16)
+        self._widened = not as_it_is
+        if table.dtype == torch.bfloat16 and as_it_is and bags.weights is not None:
+            weights, self._thirds_of = _thirds(bags.weights), bags
+            index, self._starts = np.repeat(index, 3), self._starts * 3
+        self._table, self._index, self._weights = table, torch.from_numpy(index), weights
+        self._piece = max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))
+
+    def write(self, begin: int, end: int, out: torch.Tensor) -> None:
+        """Write the sums of bags `begin` to `end - 1` into the rows of `out`, which are of the `dtype` given before."""
+        for first in range(begin, end, self._piece):
+            last = min(first + self._piece, end)
+            out[first - begin : last - begin].copy_(self._sums(first, last))
+
+    def _sums(self, begin: int, end: int) -> torch.Tensor:
+        first, last = int(self._starts[begin]), int(self._starts[end])
+        if first == last:
+            return self._table.new_zeros(())
+        table, index = self._table, self._index[first:last]
+        if self._widened:
+            table, index = table.index_select(0, index).float(), torch.arange(last - first, device="cpu")
+        starts = torch.from_numpy(self._starts[begin : end + 1] - first)
+        weights = None if self._weights is None else self._weights[first:last]
+        sums = torch.embedding_bag(table, index, starts, False, 0, False, weights, True)[0]
+        if self._thirds_of is None or not _any_nan(sums):
+            return sums
+        return torch.where(sums.isnan(), self._again(self._thirds_of, begin, end), sums)
+
+    def _again(self, bags: Bags, begin: int, end: int) -> torch.Tensor:
+        """The same sums in float32, each row once with its whole weight."""
+        assert bags.weights is not None
+        first, last = int(bags.starts[begin]), int(bags.starts[end])
+        rows = self._table.index_select(0, torch.from_numpy(bags.index[first:last])).float()
+        weights, starts = torch.from_numpy(bags.weights[first:last]), torch.from_numpy(bags.starts[begin:end] - first)
+        return torch.embedding_bag(rows, torch.arange(last - first, device="cpu"), starts, False, 0, False, weights)[0]
+
+
+def _any_nan(sums: torch.Tensor) -> bool:
+    """Whether one of these bfloat16 numbers is NaN, of either sign. 21 us a MiB, of which `isnan` takes 670.
+
+    >>> [_any_nan(torch.tensor([1.0, value], dtype=torch.bfloat16)) for value in (torch.inf, -torch.inf, torch.nan)]
+    [False, False, True]
+    """
+    bits = sums.view(torch.int16).numpy()
+    return bool(bits.max() > _INFINITY or bits.view(np.uint16).max() > _MINUS_INFINITY)
+
+
+def _thirds(weights: Array) -> torch.Tensor:
+    """Three bfloat16 numbers for each float32 one, which is exactly their sum.
+
+    >>> thirds = _thirds(np.array([1 / 3], np.float32)).double()
+    >>> thirds.tolist(), float(thirds.sum()) == float(np.float32(1 / 3))
+    ([0.33203125, 0.0012969970703125, 5.0961971282958984e-06], True)
+    """
+    thirds = np.empty((len(weights), 3), np.uint16)
+    rest = weights
+    with np.errstate(invalid="ignore"):  # of an infinite weight the rest is NaN
+        for part in range(3):
+            bits = rest.view(np.uint32)
+            thirds[:, part] = (
+                bits >> 16
+            )  # a bfloat16 is the upper half of a float32: 8 bits of mantissa of what is left
+            rest = rest - (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    return torch.from_numpy(thirds.reshape(-1)).view(torch.bfloat16)

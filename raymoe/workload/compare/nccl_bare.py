@@ -1,0 +1,143 @@
+"""The yardstick of `allgather` and `collective`: the bare NCCL calls on the bytes that they move, and nothing else.
+
+Each operation is one call, captured in a graph; `copy_rows` is no call of NCCL but a copy of the rows that a dispatch
+gives, expert by expert, which tells how long memory takes for them. LEFT_OUT, told in every line, says what a dispatch
+or a combine does besides. Sizes are those of the first step's routing: a captured call has them baked in. Nothing is
+verified, because nothing is read where it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from raymoe.config import Case, Job
+from raymoe.exchange.nccl import NcclRounds
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from raymoe.workload import Progress, telling
+from raymoe.workload.clock import OpClock, Work, calls_of
+from raymoe.workload.compare.systems import skipped_line
+from raymoe.workload.inputs import Routing, draws_of
+from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
+from raymoe.workload.memory_needed import spec_of
+from raymoe.workload.traffic import Traffic, Traffics, rows_for
+
+LEFT_OUT = {
+    "all_gather": "routing, counts, placement",
+    "all_to_all": "routing, counts, packing, own rows, placement",
+    "all_to_all_sums": "sums of a rank's experts, sums of ranks",
+    "reduce_scatter": "sums of a rank's experts; it rounds at every hop",
+    "copy_rows": "routing, counts, everything between ranks",
+}
+"""By operation. `all_gather` and `all_to_all_sums` move what `allgather` moves, `all_to_all` what `collective` moves
+each way."""
+
+
+def run_nccl_bare(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
+    """The lines of all operations, each cold and warm; one line that says why not for a rank alone."""
+    job = case.job
+    if world.size == 1:
+        return [skipped_line(case, "one rank has no peer to send to")]
+    spec = spec_of(job)
+    with closing(NcclBareStep(world, spec, job)) as do_step:
+        steps = Steps(job.steps.warmup, job.steps.count, verify=False, bound=0.0)
+        what = f"{case.name}: bare NCCL calls"
+        measured = measure(world, steps, do_step, telling(progress, steps.total), what)
+        graph, traffic = do_step.clock.captured, do_step.traffic
+    device = torch.cuda.get_device_name(world.device)
+    return [
+        result_line(case, op, traffic[op], measured, place)
+        | shape_keys(case, job.exchange.backend)
+        | {"graph": graph, "l2": l2, "leaves_out": LEFT_OUT[op], "device": device}
+        for place, (op, l2) in enumerate((op, l2) for op in LEFT_OUT for l2 in ("cold", "warm"))
+    ]
+
+
+def traffic_by_op(spec: ExchangeSpec, sent: list[list[int]]) -> dict[str, Traffic]:
+    """Bytes between ranks of each operation, where `sent[s][d]` rows go from rank s to rank d by their routing.
+
+    >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=1, dtype="float32")
+    >>> found = traffic_by_op(spec, [[1, 3], [2, 2]])
+    >>> found["all_gather"].busiest, found["all_to_all"].busiest, found["copy_rows"].busiest
+    (128, 96, 0)
+    """
+    ranks = len(sent)
+    everything = [[spec.tokens] * ranks for _ in range(ranks)]
+    return {
+        "all_gather": Traffics.of(everything, spec.row_bytes).dispatch,
+        "all_to_all": Traffics.of(sent, spec.row_bytes).dispatch,
+        "all_to_all_sums": Traffics.of(everything, spec.home_row_bytes).dispatch,
+        "reduce_scatter": Traffics.of(everything, spec.home_row_bytes).dispatch,
+        "copy_rows": Traffic(0, 0),
+    }
+
+
+class NcclBareStep:
+    """Runs every operation once cold and once warm. All ranks make one, run it together, and close it."""
+
+    def __init__(self, world: World, spec: ExchangeSpec, asked: Job) -> None:
+        self._world, self._rounds = world, world.shared(NcclRounds)
+        ids = draws_of(Routing.of(asked), world.rank)[0].ids
+        local = spec.local_experts(world.size)
+        entries = torch.bincount(ids[ids >= 0] // local, minlength=world.size).tolist()
+        mine = (rows_for(ids, world.size, spec.experts), entries)
+        told: list[tuple[list[int], list[int]]] = world.swap(mine, "nccl_bare: rows")  # type: ignore[assignment]
+        sent = [rows for rows, _ in told]
+        self.traffic = traffic_by_op(spec, sent)
+        received = sum(to_ranks[world.rank] for _, to_ranks in told)
+        works = self._works(spec, sent, received)
+        new_stream: Any = torch.cuda.Stream  # has no annotations
+        self._stream: torch.cuda.Stream = new_stream(world.device)
+        self._stream.wait_stream(torch.cuda.current_stream(world.device))
+        with torch.cuda.stream(self._stream):
+            for work in works:
+                work()  # connects what connects late
+            self._settle()
+            captured, calls = asked.steps.graph is not False, calls_of(spec.tokens)
+            self.clock = OpClock(world, self._stream, self._settle, captured=captured, calls=calls)
+            self._timed = [self.clock.timed(work) for work in works]
+
+    def __call__(self, index: int, *, verify: bool) -> Step:  # noqa: ARG002
+        assert not verify, "nothing that these calls leave is checked"
+        with torch.cuda.stream(self._stream):
+            return Step(tuple(us for timed in self._timed for us in self.clock.us(timed)))
+
+    def close(self) -> None:
+        """Give up the graphs; the communicator is the world's, and stays."""
+        self.clock.close()
+
+    def _settle(self) -> None:
+        self._rounds.wait_for_all("nccl_bare")
+
+    def _works(self, spec: ExchangeSpec, sent: list[list[int]], received: int) -> list[Work]:
+        """What each operation of LEFT_OUT enqueues, in that order."""
+        rank, ranks, device, rounds = self._world.rank, self._world.size, self._world.device, self._rounds
+        peers = [peer for peer in range(ranks) if peer != rank]
+
+        def rows(count: int, row_bytes: int) -> torch.Tensor:
+            return torch.zeros(count, row_bytes, dtype=torch.uint8, device=device)
+
+        x, table = rows(spec.tokens, spec.row_bytes), rows(ranks * spec.tokens, spec.row_bytes)
+        packed, arriving = rows(ranks * spec.tokens, spec.row_bytes), table.view(ranks, spec.tokens, -1)
+        sends = {peer: packed.view(arriving.shape)[peer, : sent[rank][peer]] for peer in peers}
+        receives = {peer: arriving[peer, : sent[peer][rank]] for peer in peers}
+        leaving, home = (rows(ranks * spec.tokens, spec.home_row_bytes).view(ranks, spec.tokens, -1) for _ in range(2))
+        sums, returned = ({peer: blocks[peer] for peer in peers} for blocks in (leaving, home))
+        wire: torch.dtype = getattr(torch, spec.combine_wire)
+        scattered, addends = home[rank].view(wire), leaving.view(ranks * spec.tokens, -1).view(wire)
+        placed, source = rows(received, spec.row_bytes), rows(received, spec.row_bytes)
+        return [
+            lambda: rounds.all_gather(table, x),
+            lambda: rounds.exchange(receives, sends),
+            lambda: rounds.exchange(returned, sums),
+            lambda: rounds.reduce_scatter(scattered, addends),
+            lambda: _copy(placed, source),
+        ]
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    into.copy_(source)

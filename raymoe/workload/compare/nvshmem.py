@@ -1,0 +1,164 @@
+"""torch's `all_to_all_vdev_2d` over NVSHMEM: rows that lie in the order of experts go to them and come back.
+
+What it is given is made off the clock: a copy of each token for each of its experts, sorted by expert, with the count
+of rows for each. So it sends a row for each (token, expert), however many of a rank's experts a token goes to; and its
+way back, `all_to_all_vdev_2d_offset`, brings rows home without a weight or a sum.
+
+It takes at most 15 groups of rows for a rank, so that experts go together: sorted by expert within a group and source.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory
+
+from raymoe.errors import ConfigError
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from raymoe.workload.inputs import Inputs
+from raymoe.workload.memory_needed import groups_of, rows_there
+
+_symm: Any = _symmetric_memory
+_dist: Any = dist
+_ops: Any = torch.ops.symm_mem
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The rows of a rank's tokens in the order of experts."""
+
+    token: torch.Tensor
+    """int64[N]: which token each row is a copy of."""
+    splits: torch.Tensor
+    """int64[G]: how many rows go to each group of experts, of all ranks."""
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, experts: int, groups: int) -> Sorted:
+        """
+        >>> rows = Sorted.of(torch.tensor([[3, 0], [1, -1], [0, 2]]), experts=4, groups=2)
+        >>> rows.token.tolist(), rows.splits.tolist()
+        ([0, 2, 1, 2, 0], [3, 2])
+        """
+        flat = ids.flatten()
+        chosen = (flat >= 0).nonzero().flatten()
+        order = chosen[torch.sort(flat[chosen], stable=True).indices]
+        splits = torch.bincount(flat[chosen] // (experts // groups), minlength=groups)
+        return cls(order // ids.shape[1], splits)
+
+
+class VdevAllToAll:
+    """The operation with its memory in the symmetric heap, and its way back. All ranks make one."""
+
+    capturable = True
+    sms: int | None = None
+
+    def __init__(self, world: World, spec: ExchangeSpec, inputs: Inputs) -> None:
+        self._world, self._spec, self._inputs = world, spec, inputs
+        local = spec.local_experts(world.size)
+        self._groups = groups_of(local)
+        every = (
+            f"placed by groups of {local // self._groups} experts" if local > self._groups else "nothing of placement"
+        )
+        self.left_out: dict[str, str | None] = {
+            "dispatch": f"routing, counts, sorting of rows before, one row a rank ({every})",
+            "combine": "weights, sum, one row a rank",
+            "exchange": "routing, counts, sorting of rows before, weights, sum, one row a rank",
+        }
+        self._group = join_default_group(world)
+        if not _symm.is_nvshmem_available():
+            raise ConfigError(f"torch {torch.__version__} finds no NVSHMEM: libnvshmem_host.so.3 is missing")
+        _symm.set_backend("NVSHMEM")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.12 and later need no such call, and say so
+            _symm.enable_symm_mem_for_group(self._group)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        leaving, arriving = spec.tokens * spec.topk, rows_there(spec, world.size)
+        splits = world.size * self._groups
+        self._sent = self._symmetric(leaving, spec.hidden, dtype=dtype)
+        self._came = self._symmetric(arriving, spec.hidden, dtype=dtype)
+        self._back = self._symmetric(leaving, spec.hidden, dtype=dtype)
+        self._splits = self._symmetric(splits, dtype=torch.int64)
+        self._there = self._symmetric(2, splits, dtype=torch.int64)
+        self._home = self._symmetric(2, splits, dtype=torch.int64)
+        self._rows = 0
+        self._index = 0
+
+    def take(self, index: int, *, fresh: bool) -> None:
+        rows = self._sorted(self._world.rank, index)
+        x = self._inputs.at(index, fresh=fresh).x
+        self._rows, self._index = len(rows.token), index
+        torch.index_select(x, 0, rows.token.to(x.device), out=self._sent[: self._rows])
+        self._splits.copy_(rows.splits)
+        if fresh:
+            for poisoned in (self._came, self._back):
+                poisoned.fill_(torch.nan)
+            for poisoned in (self._there, self._home):
+                poisoned.fill_(-1)
+
+    def dispatch(self) -> None:
+        _ops.all_to_all_vdev_2d(
+            self._sent, self._came, self._splits, self._there, self._group, major_align=self._spec.alignment
+        )
+
+    def combine(self) -> None:
+        _ops.all_to_all_vdev_2d_offset(self._came, self._back, self._there, self._home, self._group)
+
+    def wrong_dispatch(self) -> str | None:
+        """Every row of every source must lie where the offsets say, group by group, source after source."""
+        counts, offsets = self._there.tolist()
+        for source in range(self._world.size):
+            rows = self._sorted(source, self._index)
+            x = self._inputs.fresh_of(source, self._index)
+            ends = rows.splits.cumsum(0).tolist()
+            for group in range(self._groups):
+                place = self._world.rank * self._groups + group
+                start, count = ends[place] - int(rows.splits[place]), int(rows.splits[place])
+                found, at = (each[group * self._world.size + source] for each in (counts, offsets))
+                if found != count:
+                    return f"{found} rows from rank {source} for group {group} of experts, {count} were sent"
+                want = x[rows.token[start : start + count].to(x.device)]
+                if not torch.equal(self._came[at : at + count], want):
+                    return f"rows from rank {source} for group {group} of experts are not those that were sent"
+        return None
+
+    def wrong_combine(self) -> str | None:
+        """Rows come home as they were sent: no expert worked on them."""
+        if torch.equal(self._back[: self._rows], self._sent[: self._rows]):
+            return None
+        return "rows that came home are not those that were sent"
+
+    def _sorted(self, rank: int, index: int) -> Sorted:
+        draws = self._inputs.draws
+        step = index % len(draws)
+        ids = draws[step].ids if rank == self._world.rank else self._inputs.routing.draw(rank, step).ids
+        return Sorted.of(ids, self._spec.experts, self._world.size * self._groups)
+
+    def _symmetric(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        memory: torch.Tensor = _symm.empty(*shape, dtype=dtype, device=self._world.device)
+        _symm.rendezvous(memory, self._group)
+        return memory.zero_()
+
+
+def join_default_group(world: World) -> str:
+    """Make the process's default group, of NCCL, which connects when it is first used; gives its name. The process is
+    this system's alone: elsewhere the default group is the user's."""
+    file = _nameless_file() if world.rank == 0 else None
+    path = world.swap(None if file is None else f"/proc/{os.getpid()}/fd/{file}", "another system: store")[0]
+    store = _dist.FileStore(path, world.size)
+    torch.cuda.set_device(world.device)
+    _dist.init_process_group("nccl", store=store, rank=world.rank, world_size=world.size)
+    world.barrier("another system: group")
+    return str(_dist.group.WORLD.group_name)
+
+
+def _nameless_file() -> int:
+    """A file that is gone with its last user; peers reach it through /proc."""
+    fd = os.memfd_create("raymoe-nvshmem-store", os.MFD_CLOEXEC)
+    os.fchmod(fd, 0o600)
+    return fd

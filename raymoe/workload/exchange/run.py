@@ -1,0 +1,165 @@
+"""Dispatch and combine, with nothing between them on the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from statistics import median
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+
+from raymoe.config import Case
+from raymoe.config.rules import OTHER_SYSTEMS
+from raymoe.exchange.backend import Dispatched
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from raymoe.moe.layer import expert_major
+from raymoe.moe.weights import generator
+from raymoe.workload import Progress, telling
+from raymoe.workload.inputs import Inputs, Routing
+from raymoe.workload.measure import Line, Measured, Step, Steps, Timeline, aborting, measure, result_line, shape_keys
+from raymoe.workload.memory_needed import spec_of
+from raymoe.workload.oracle import AffineExperts, bound_of, error_of
+from raymoe.workload.traffic import traffic_of
+
+ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
+
+
+class AnyExchangeStep(Protocol):
+    """A step of an exchange, or of its yardstick, on CPU ranks or GPU ranks."""
+
+    @property
+    def ops(self) -> tuple[tuple[str, str | None], ...]:
+        """What a step times, in this order: the operation, and the state of the L2 cache of GPUs."""
+
+    @property
+    def keys(self) -> Line:
+        """The keys of a result line that only whoever does the step knows, `backend` among them."""
+
+    def __call__(self, index: int, *, verify: bool) -> Step: ...
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Of the operations whose kernels tell it, when blocks of the slowest rank came to which point. By all ranks,
+        after the steps."""
+
+
+def run_exchange(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
+    """Lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with the L2 cache cold and warm.
+    Yardsticks and other systems have operations of their own."""
+    job = case.job
+    if job.exchange.backend in OTHER_SYSTEMS:
+        from raymoe.workload.compare.systems import run_other
+
+        return run_other(case, world, progress)
+    if job.exchange.backend == NCCL_BARE:
+        from raymoe.workload.compare.nccl_bare import run_nccl_bare
+
+        return run_nccl_bare(case, world, progress)
+    dtype: torch.dtype = getattr(torch, job.shape.dtype)
+    inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
+    spec = spec_of(job)
+    verify = job.steps.verify and job.exchange.backend != ROW_PUSH
+    steps = Steps(job.steps.warmup, job.steps.count, verify, bound_of(spec))
+    with _opening(case, world, spec, inputs) as do_step:
+        keys = do_step.keys
+        what = f"{case.name}: exchange by {keys['backend']}"
+        measured = measure(world, steps, do_step, telling(progress, steps.total), what)
+        with aborting(world):
+            timelines = do_step.timelines()
+    by_op = traffic_of(world, inputs.draws, spec).by_op
+    return [
+        result_line(case, op, by_op[op], measured, place)
+        | shape_keys(case, str(keys["backend"]))
+        | keys
+        | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
+        | host_times(measured, place)
+        for place, (op, l2) in enumerate(do_step.ops)
+    ]
+
+
+def host_times(measured: Measured, place: int) -> Line:
+    """How long the calls of an operation took on the host, where that was measured beside the GPU's time: the median of
+    the rank whose calls take longest."""
+    if place >= len(measured.host_us):
+        return {}
+    return {"host_us_p50": max(median(samples) for samples in measured.host_us[place])}
+
+
+@contextmanager
+def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> Iterator[AnyExchangeStep]:
+    """The step of a case, with the exchange that it belongs to."""
+    asked, wanted = case.job.exchange, case.job.steps
+    if asked.backend == ROW_PUSH:
+        from raymoe.workload.compare.row_push import RowPushStep
+
+        with closing(RowPushStep(world, spec, inputs, case.job)) as push:
+            yield push
+        return
+    with ExitStack() as stack:
+        if world.device.type == "cpu":
+            exchange = stack.enter_context(Exchange(world, spec, asked.backend, sms=asked.sms))
+            yield ExchangeStep(world, exchange, inputs)
+            return
+        from raymoe.exchange.workspace import Workspace
+        from raymoe.workload.exchange.gpu import GpuExchangeStep
+
+        traced = None
+        if wanted.trace and not spec.by_copy_engine:
+            traced = stack.enter_context(Workspace(world, spec, traced=True))
+        exchange = stack.enter_context(Exchange(world, spec, asked.backend, workspace=traced, sms=asked.sms))
+        yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, wanted.graph, traced)))
+
+
+class ExchangeStep:
+    """One dispatch and one combine, each behind a barrier of its own."""
+
+    ops = (("dispatch", None), ("combine", None), ("exchange", None))
+
+    def __init__(self, world: World, exchange: Exchange, inputs: Inputs) -> None:
+        self.world, self.exchange, self.inputs = world, exchange, inputs
+        spec = exchange.spec
+        self.experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
+        # What combine sends on steps that nobody checks. Written once: reading pages that never were costs nothing.
+        self.rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=inputs.dtype)
+        self.rows.uniform_(-1, 1, generator=generator("rows", world.rank))
+        self.last: Dispatched | None = None
+
+    @property
+    def keys(self) -> Line:
+        return {"backend": self.exchange.backend}
+
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        batch = self.inputs.at(index, fresh=verify)
+        if verify:
+            self._poison()
+        self.world.barrier("dispatch: start")
+        started = perf_counter_ns()
+        self.last = got = self.exchange.dispatch(batch.x, batch.ids, batch.weights)
+        dispatched = perf_counter_ns()
+        rows = self._through_experts(got) if verify else self.rows
+        self.world.barrier("combine: start")
+        resumed = perf_counter_ns()
+        y = self.exchange.combine(rows, got)
+        dispatch, combine = (dispatched - started) / 1e3, (perf_counter_ns() - resumed) / 1e3
+        error = error_of(y, batch, self.experts) if verify else None
+        return Step((dispatch, combine, dispatch + combine), error)
+
+    def timelines(self) -> dict[str, Timeline]:
+        return {}
+
+    def _poison(self) -> None:
+        """What the last step left must not be taken for what the next one brings. Slots are not ours to write to."""
+        if self.last is not None and self.last.index is None:
+            self.last.x.fill_(torch.nan)
+
+    def _through_experts(self, got: Dispatched) -> torch.Tensor:
+        """What this rank's experts make of what came; a row that none of them owns stays NaN."""
+        x, rows = expert_major(got), torch.full_like(self.rows, torch.nan)
+        first = self.world.rank * len(got.expert_counts)
+        for local, count in enumerate(got.expert_counts.tolist()):
+            start = int(got.expert_offsets[local])
+            rows[start : start + count] = self.experts(first + local, x[start : start + count]).to(rows.dtype)
+        return rows

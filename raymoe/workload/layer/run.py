@@ -1,0 +1,50 @@
+"""A whole Mixture-of-Experts layer: dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter_ns
+
+import torch
+
+from raymoe.config import Case
+from raymoe.memory.world import World
+from raymoe.moe.layer import MoELayer
+from raymoe.workload import Progress, telling
+from raymoe.workload.inputs import Inputs, Routing
+from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
+from raymoe.workload.memory_needed import spec_of
+from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_of
+from raymoe.workload.traffic import traffic_of
+
+
+def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
+    """One line, for `step`. The tokens go where the job's routing says, not where the layer's own router would."""
+    job = case.job
+    dtype: torch.dtype = getattr(torch, job.shape.dtype)
+    inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype)
+    spec, seed = spec_of(job), job.routing.seed
+    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(spec))
+    with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
+        backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
+        measured = measure(world, steps, do_step, telling(progress, steps.total), f"{case.name}: layer by {backend}")
+    both = traffic_of(world, inputs.draws, spec).both
+    return [result_line(case, "step", both, measured, 0) | shape_keys(case, backend)]
+
+
+class LayerStep:
+    """One pass through the layer."""
+
+    def __init__(self, world: World, layer: MoELayer, inputs: Inputs, seed: int) -> None:
+        self.world, self.layer, self.inputs = world, layer, inputs
+        self.oracle = SwigluExperts(layer.experts.shape, seed)
+
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        batch = self.inputs.at(index, fresh=verify)
+        self.world.barrier("step: start")
+        started = perf_counter_ns()
+        y = self.layer.routed(batch.x, batch.ids, batch.weights)
+        us = (perf_counter_ns() - started) / 1e3
+        if not verify:
+            return Step((us,))
+        return Step((us,), error_of(y, batch, self.oracle, by_row=True))

@@ -1,0 +1,290 @@
+"""One step of workload p2p between GPU ranks: eager, or replayed from a CUDA graph."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+
+from raymoe.device.graph import Graph
+from raymoe.errors import ConfigError, RaymoeError
+from raymoe.memory.world import World
+from raymoe.net.nccl import NcclGroup
+from raymoe.transport.channels import Channels, ChannelSpec
+from raymoe.transport.nccl import members_of
+from raymoe.workload.clock import Gate, StreamBarrier
+from raymoe.workload.measure import Line, Step
+from raymoe.workload.p2p.run import POISON, Copy
+
+# Bytes on a GPU that whoever knows the key can make again, on any GPU, and how many of some are not those.
+
+_PIECE = 2**25  # bytes made or compared at a time
+_MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
+
+
+def fill_drawn(into: torch.Tensor, *key: int) -> None:
+    """Fill with the bytes of this key: splitmix64 of the place of each 8 bytes, so every piece can be made by itself.
+
+    >>> a, b = torch.zeros(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    >>> fill_drawn(a, 1, 2), fill_drawn(b, 2, 1)
+    (None, None)
+    >>> wrong_bytes(a, 1, 2), wrong_bytes(b, 1, 2) > 90
+    (0, True)
+    """
+    for start, piece in _pieces(into.numel(), into.device, key):
+        into[start : start + piece.numel()] = piece
+
+
+def wrong_bytes(found: torch.Tensor, *key: int) -> int:
+    """How many bytes are not what the key gives."""
+    wrong = torch.zeros((), dtype=torch.int64, device=found.device)
+    for start, want in _pieces(found.numel(), found.device, key):
+        wrong += (found[start : start + want.numel()] != want).count_nonzero()
+    return int(wrong)
+
+
+def _pieces(nbytes: int, device: torch.device, key: tuple[int, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+    digest = hashlib.sha256("/".join(map(str, key)).encode()).digest()
+    seed = int.from_bytes(digest[:8], "little", signed=True)
+    for start in range(0, nbytes, _PIECE):
+        size = min(_PIECE, nbytes - start)
+        first = start // 8
+        x = torch.arange(first, first + -(-size // 8), dtype=torch.int64, device=device)
+        x = x * _MULTIPLIERS[0] + seed
+        for shift, multiplier in ((30, _MULTIPLIERS[1]), (27, _MULTIPLIERS[2])):
+            x = (x ^ _shifted(x, shift)) * multiplier
+        yield start, (x ^ _shifted(x, 31)).view(torch.uint8)[:size]
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, zeros following; torch's own shift keeps the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+# How long work on this rank's stream takes, from a barrier of all ranks in their streams on.
+#
+# The stream is held by a gate while the host enqueues (raymoe/workload/clock.py); behind the gate come the barrier, the
+# first event, the work, the second event. The host waits by polling, because it must hear of a peer that has died
+# whatever the transport.
+
+
+class StreamClock:
+    """All ranks make one, use it for the same samples, and close it."""
+
+    def __init__(self, world: World, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._barrier = StreamBarrier(world)
+        self._gate = Gate(world.gpu)
+        event: Any = torch.cuda.Event  # has no annotations
+        self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
+
+    def us(self, work: Callable[[], None], channels: Channels) -> float:
+        """Microseconds that `work`, which enqueues on the stream, takes there."""
+        stream = self._stream.cuda_stream
+        with self._gate.held(stream):
+            self._barrier(stream)
+            self._begin.record(self._stream)
+            work()
+            self._end.record(self._stream)
+        try:
+            channels.synchronise()
+        finally:
+            self._barrier.check()
+        return float(self._begin.elapsed_time(self._end)) * 1e3
+
+    def close(self) -> None:
+        self._barrier.close()
+        self._gate.close()
+
+
+# One step of workload p2p between GPU ranks: eager, or replayed from a CUDA graph.
+
+CALLS, SMALL_BYTES = 20, 256 << 10
+
+
+def calls_of(nbytes: int) -> int:
+    """How many messages one sample is the mean of. Small ones take less time than an event is exact to.
+
+    >>> calls_of(4096), calls_of(2**20)
+    (20, 1)
+    """
+    return CALLS if nbytes <= SMALL_BYTES else 1
+
+
+class NcclGroups:
+    """NCCL's communicators, each of exactly the ranks that take part in a copy; making one takes a second."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made: dict[tuple[int, ...], NcclGroup] = {}
+
+    def of(self, spec: ChannelSpec) -> NcclGroup | None:
+        """The one for these channels. All ranks ask for the same ones in the same order."""
+        if spec.transport != "collective":
+            return None
+        members = members_of(spec)
+        if members not in self._made:
+            self._made[members] = NcclGroup(self._world, members)
+        return self._made[members]
+
+    def close(self) -> None:
+        while self._made:
+            self._made.popitem()[1].close()
+
+
+class Bench:
+    """What the copies of a case share. Ranks meet to make a clock, which takes longer than a small copy is timed."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.groups = world, NcclGroups(world)
+        new_stream: Any = torch.cuda.Stream  # has no annotations
+        self.stream: torch.cuda.Stream = new_stream(world.device)
+        self.clock = StreamClock(world, self.stream)
+
+    def close(self) -> None:
+        self.clock.close()
+        self.groups.close()
+
+
+class GpuCopyStep:
+    """`calls` messages through each channel, each in a slot of its own, so that every credit is given beforehand.
+
+    With `put` the clock sees senders write into the receivers' memory, signal, and the receivers see the signal. With
+    `get` the messages lie ready at the senders, which have said so, and the clock sees the receivers fetch them and say
+    so. The release of what was put is off the clock.
+    """
+
+    def __init__(self, bench: Bench, copy: Copy, graph: Literal["auto"] | bool) -> None:
+        self.world, self.stream, self.clock = bench.world, bench.stream, bench.clock
+        world, self.copy, self.calls = bench.world, copy, calls_of(copy.nbytes)
+        spec = ChannelSpec(
+            copy.pairs,
+            (copy.nbytes,),
+            protocol=copy.protocol,
+            transport=copy.transport,
+            slots=self.calls,
+            sms=copy.sms,
+        )
+        self.channels = Channels(world, spec, bench.groups.of(spec))
+        self.fetched = copy.protocol == "get" and self.channels.transport != "collective"
+        # Each rank begins with the peer behind it, so that not all of them turn to the same one.
+        behind = [(world.rank + step) % world.size for step in range(1, world.size)]
+        self.sources = [peer for peer in behind if (peer, world.rank) in copy.pairs]
+        self.destinations = [peer for peer in behind if (world.rank, peer) in copy.pairs]
+        self.graph = False
+        self._graphs: list[Graph] = []
+        self.data: dict[tuple[int, int], torch.Tensor] = {}
+        self.landed: dict[tuple[int, int], torch.Tensor] = {}
+        with torch.cuda.stream(self.stream):
+            for peer in self.destinations:
+                for slot in range(self.calls):
+                    self.data[peer, slot] = self._source(peer, slot)
+            self._draw(-1)
+            self._offer()
+            self._work()  # shows where messages land, connects what connects late, and touches every page once
+            self._release()
+            self.channels.synchronise()
+            world.barrier("copy: made")
+            if graph is not False:
+                self._capture(must=graph is True)
+
+    @property
+    def keys(self) -> Line:
+        """What a result line tells of this copy: the transport really used, also where `auto` was asked for."""
+        asked, used = self.copy.transport, self.channels.transport
+        return {
+            "transport": f"auto:{used}" if asked == "auto" else used,
+            "graph": self.graph,
+            "sms": self.channels.sms,
+            "device": torch.cuda.get_device_name(self.world.device),
+        }
+
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        with torch.cuda.stream(self.stream):
+            if verify:
+                # Peers may still be fetching the last step's messages; what is poisoned must be so before any put.
+                self.world.barrier("copy: done")
+                self._draw(index)
+                for landed in self.landed.values():
+                    landed.fill_(POISON)
+                self.stream.synchronize()
+                self.world.barrier("copy: drawn")
+            self._offer()
+            us = self.clock.us(lambda: self._do(self._work, 0), self.channels) / self.calls
+            wrong = self._wrong(index) if verify else None
+            self._do(self._release, 1)
+            return Step((us if self.data or self.landed else 0.0,), wrong)
+
+    def close(self) -> None:
+        """Give up the graph and the memory of the channels."""
+        for graph in self._graphs:
+            graph.close()
+        self.landed.clear()
+        self.data.clear()
+        self.channels.close()
+
+    def _do(self, work: Callable[[], None], place: int) -> None:
+        if self._graphs:
+            self._graphs[place].replay(self.stream.cuda_stream)
+        else:
+            work()
+
+    def _work(self) -> None:
+        for slot in range(self.calls):
+            with self.channels.together():
+                if not self.fetched:
+                    for peer in self.destinations:
+                        self.channels.send(peer, self.data[peer, slot], slot)
+                for peer in self.sources:
+                    self.landed[peer, slot] = self.channels.receive(peer, slot)
+
+    def _offer(self) -> None:
+        """With get: say that the messages are ready. They were written into the slots that they are fetched from."""
+        with self.channels.together():
+            for (peer, slot), message in self.data.items() if self.fetched else ():
+                self.channels.send(peer, message, slot)
+
+    def _release(self) -> None:
+        """Let the next messages come; otherwise their senders would wait for that on the clock."""
+        with self.channels.together():
+            for peer, slot in self.landed:
+                self.channels.release(peer, slot)
+
+    def _capture(self, must: bool) -> None:
+        """Make a graph of the work and one of the releases. All ranks replay, or none does."""
+        problem: RaymoeError | None = None
+        if not self.channels.capturable:
+            problem = ConfigError(f"transport {self.channels.transport} cannot be captured in a CUDA graph")
+        elif self.destinations or self.sources:
+            try:
+                self._graphs += [self._captured(self._work), self._captured(self._release)]
+            except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+                problem = ConfigError(f"transport {self.channels.transport} could not be captured: {error}")
+        told = self.world.swap(None if problem is None else str(problem), "copy: captured")
+        said = [str(text) for text in told if text is not None]
+        self.graph = not said
+        if said and (must or self.channels.transport != "collective"):
+            raise problem or ConfigError(said[0])
+        if said:
+            self._graphs.clear()
+            self._release()  # of what was received in the capture alone, which for NCCL is nothing to do
+
+    def _captured(self, work: Callable[[], None]) -> Graph:
+        return Graph.capture(self.world.gpu, self.stream.cuda_stream, work, self.channels)
+
+    def _source(self, peer: int, slot: int) -> torch.Tensor:
+        if self.fetched:
+            return self.channels.room(peer, slot)
+        return torch.empty(self.copy.nbytes, dtype=torch.uint8, device=self.world.device)
+
+    def _draw(self, index: int) -> None:
+        for (peer, slot), message in self.data.items():
+            fill_drawn(message, self.world.rank, slot, peer, index)
+
+    def _wrong(self, index: int) -> float:
+        """The share of bytes that are not what their sender drew."""
+        me = self.world.rank
+        wrong = sum(wrong_bytes(landed, peer, slot, me, index) for (peer, slot), landed in self.landed.items())
+        return wrong / (self.copy.nbytes * max(1, len(self.landed)))

@@ -1,0 +1,148 @@
+"""The arithmetic of dispatch and combine, all ranks at once: what every backend is held to.
+
+Nothing here moves between ranks and nothing is fast. A *routing* is what one rank hands over: ids[T', K] and
+weights[T', K]. Expert e lives on rank e // L, where L = experts / ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.layout import round_up
+
+
+def rank_rows(ids: torch.Tensor, rank: int, local_experts: int) -> list[int]:
+    """The tokens that have an expert on `rank`: one row each crosses, however many experts of that rank they name.
+
+    >>> ids = torch.tensor([[0, 1], [2, 0], [3, -1], [-1, -1]])
+    >>> rank_rows(ids, rank=0, local_experts=2), rank_rows(ids, rank=1, local_experts=2)
+    ([0, 1], [1, 2])
+    """
+    there = (ids >= rank * local_experts) & (ids < (rank + 1) * local_experts)
+    return [token for token, hit in enumerate(there.any(dim=1).tolist()) if hit]
+
+
+def expert_entries(ids: Sequence[torch.Tensor], expert: int) -> list[tuple[int, int, int]]:
+    """Who sends `expert` something: (source rank, token, k), in that order. A token may name it several times.
+
+    >>> expert_entries([torch.tensor([[0, 1], [1, 1]]), torch.tensor([[2, 1]])], expert=1)
+    [(0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 1)]
+    """
+    entries: list[tuple[int, int, int]] = []
+    for source, theirs in enumerate(ids):
+        entries += [(source, token, k) for token, k in (theirs == expert).nonzero().tolist()]
+    return entries
+
+
+def expert_offsets(counts: Sequence[int], alignment: int) -> list[int]:
+    """Where each expert's rows begin: behind those of the one before, at a multiple of `alignment`.
+
+    >>> expert_offsets([3, 0, 5], alignment=4)
+    [0, 4, 4, 12]
+    """
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + round_up(count, alignment))
+    return offsets
+
+
+@dataclass
+class Plan:
+    """What one rank receives: for each expert-major place (source, token, k), None in gaps."""
+
+    entries: list[tuple[int, int, int] | None]
+    counts: list[int]
+    offsets: list[int]
+
+
+def plan(ids: Sequence[torch.Tensor], rank: int, local_experts: int, alignment: int) -> Plan:
+    """Who stands where on `rank`.
+
+    >>> plan([torch.tensor([[0, 1]]), torch.tensor([[1, 3]])], rank=0, local_experts=2, alignment=2)
+    Plan(entries=[(0, 0, 0), None, (0, 0, 1), (1, 0, 0)], counts=[1, 2], offsets=[0, 2, 4])
+    """
+    experts = range(rank * local_experts, (rank + 1) * local_experts)
+    found = [expert_entries(ids, expert) for expert in experts]
+    counts = [len(entries) for entries in found]
+    offsets = expert_offsets(counts, alignment)
+    places: list[tuple[int, int, int] | None] = [None] * offsets[-1]
+    for entries, start in zip(found, offsets[:-1], strict=True):
+        places[start : start + len(entries)] = entries
+    return Plan(places, counts, offsets)
+
+
+def dispatch(xs: Sequence[torch.Tensor], theirs: Plan, capacity: int) -> torch.Tensor:
+    """`x[C, H]` of the rank that `theirs` is of; zeros in gaps and behind the last row.
+
+    >>> xs = [torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 2.0]])]
+    >>> dispatch(xs, plan([torch.tensor([[0]]), torch.tensor([[0]])], 0, 1, 4), capacity=4)[:, 0].tolist()
+    [1.0, 2.0, 0.0, 0.0]
+    """
+    x = xs[0].new_zeros(capacity, xs[0].shape[1])
+    for place, entry in enumerate(theirs.entries):
+        if entry is not None:
+            source, token, _ = entry
+            x[place] = xs[source][token]
+    return x
+
+
+def combine(
+    rows: Sequence[torch.Tensor],
+    plans: Sequence[Plan],
+    weights: Sequence[torch.Tensor | None],
+    source: int,
+    tokens: int,
+    wire: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`y[T', H]` of `source`, from the expert-major rows of all ranks.
+
+    A rank sums its experts' rows of a token in float32, in the order of k, times their weights where there are some,
+    and rounds once, to `wire`: the rows' own dtype unless said. The source sums the ranks' rows in float32, in rank
+    order, and rounds once, to the rows' dtype.
+
+    >>> plans = [plan([torch.tensor([[0, 1], [-1, 1]])], rank=0, local_experts=2, alignment=1)]
+    >>> rows = torch.tensor([[10.0], [1.0], [2.0]])  # expert 0: token 0; expert 1: tokens 0 and 1
+    >>> combine([rows], plans, [torch.tensor([[0.5, 1.0], [0.0, 3.0]])], source=0, tokens=3)[:, 0].tolist()
+    [6.0, 6.0, 0.0]
+
+    A sum of 257 crosses as bfloat16 only as 256.
+
+    >>> rows, ids = torch.tensor([[255.0], [2.0]]), [torch.tensor([[0, 1]])]
+    >>> combine([rows], [plan(ids, 0, 2, 1)], [None], source=0, tokens=1, wire=torch.bfloat16).tolist()
+    [[256.0]]
+    """
+    mine = weights[source]
+    y = torch.zeros(tokens, rows[0].shape[1])
+    for theirs, out in zip(plans, rows, strict=True):
+        sums: dict[int, torch.Tensor] = {}
+        places = [(entry[1], entry[2], i) for i, entry in enumerate(theirs.entries) if entry and entry[0] == source]
+        for token, k, place in sorted(places):
+            weight = 1.0 if mine is None else mine[token, k]
+            sums[token] = sums.get(token, torch.zeros_like(y[0])) + out[place].float() * weight
+        for token, total in sums.items():
+            y[token] += total.to(wire or out.dtype).float()
+    return y.to(rows[0].dtype)
+
+
+def bytes_wire(ids: torch.Tensor, rank: int, ranks: int, spec: ExchangeSpec) -> int:
+    """Bytes of rows that a dispatch sends from `rank`: each token once for each other rank that has one of its experts.
+
+    >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=2, dtype="float32")
+    >>> bytes_wire(torch.tensor([[0, 2], [2, 3], [1, 0]]), rank=0, ranks=2, spec=spec)  # two rows of 32 bytes
+    64
+
+    The copy engine sends each token to each other rank.
+
+    >>> from dataclasses import replace
+    >>> bytes_wire(torch.tensor([[0, 2], [2, 3], [1, 0]]), rank=0, ranks=2, spec=replace(spec, transport="copy_engine"))
+    96
+    """
+    if spec.by_copy_engine:
+        return (ranks - 1) * len(ids) * spec.wire_row_bytes
+    local = spec.local_experts(ranks)
+    rows = sum(len(rank_rows(ids, peer, local)) for peer in range(ranks) if peer != rank)
+    return rows * spec.wire_row_bytes

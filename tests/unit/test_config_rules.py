@@ -1,0 +1,162 @@
+"""What keys ask of one another."""
+
+import pytest
+
+from raymoe.config import load_job
+from tests.unit.configs_on_disk import problems, write
+
+IMPOSSIBLE = [
+    ("layer", "world.ranks=3", "32 experts do not divide among 3 ranks, 30 or 33 would"),
+    ("layer", "shape.experts=30", "30 experts do not divide among 4 ranks, 28 or 32 would"),
+    ("exchange", "shape.topk=33", "topk 33 is more than the 32 experts"),
+    ("exchange", "shape.hidden=1023", "a row of 1023 bfloat16 has 2046 bytes, not a multiple of 16, hidden 1024 would"),
+    ("exchange", "exchange.wire=float16", "rows of bfloat16 cannot cross as float16"),
+    ("exchange", "exchange.capacity=100", "some rank receives at least 2048, at least 2048, or worst"),
+    ("exchange", "routing.kind=trace", "kind trace without a file"),
+    ("exchange", "routing.alpha=2", "means nothing with routing.kind uniform, it belongs to zipf"),
+    ("exchange", "routing.share=0.2", "means nothing with routing.kind uniform, it belongs to hot"),
+    ("exchange", "routing.file=x.npy", "means nothing with routing.kind uniform, it belongs to trace"),
+    ("p2p", "world.ranks=1", "one rank has no peer to send to"),
+    ("p2p", "p2p.pairs=[[0, 1], [7, 2]]", "there is no rank 7 among 4 ranks, ranks are 0 to 3"),
+    ("layer", "world.device=cuda", "workload layer has no GPU ranks yet"),
+    ("layer", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
+    ("layer", "exchange.backend=fused", "backend fused is between GPU ranks, which workload layer has not yet"),
+    ("layer", "exchange.sms=12", "CPU ranks have no SMs, write auto or leave it out"),
+    ("layer", "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
+    ("exchange", "exchange.wire.dispatch=float32", "rows of bfloat16 cannot cross as float32"),
+    (
+        "exchange",
+        "exchange.output=raw",
+        "means nothing with exchange.wire.dispatch left out, it belongs to float8_e4m3",
+    ),
+    ("p2p", "world.share_gpu=true", "a GPU is to be shared and device is auto"),
+    ("p2p", "p2p={sms: 8, transports: [copy_engine, collective]}", "copy_engine, collective take no number of SMs"),
+]
+
+
+@pytest.mark.parametrize(("workload", "setting", "told"), IMPOSSIBLE, ids=[setting for _, setting, _ in IMPOSSIBLE])
+def test_impossible_combinations_are_put_down_to_what_was_given_last(tmp_path, workload, setting, told):
+    found = problems(tmp_path, f"workload: {workload}\n", setting)
+    assert len(found) == 1
+    assert found[0].startswith("--set ") and told in found[0]
+
+
+def test_rows_that_offsets_cannot_count(tmp_path):
+    (found,) = problems(tmp_path, "workload: layer\nshape: {tokens: 16777216, topk: 64, experts: 64}\n")
+    assert "line 2, shape.tokens = 16777216: up to 4294967536 rows on a rank, offsets count to 2147483647" in found
+
+
+CPU, CUDA = "world: {device: cpu}", "world: {device: cuda}"
+ON_A_DEVICE = [
+    (CPU, "exchange.backend=fused", "fused is no backend of cpu ranks, auto is one of any"),
+    (CPU, "exchange.backend=staged", "staged is no backend of cpu ranks"),
+    (CPU, "exchange.backend=row_push", "row_push is no backend of cpu ranks"),
+    (CPU, "exchange.backend=nccl_bare", "nccl_bare is no backend of cpu ranks"),
+    (CPU, "exchange.sms=12", "CPU ranks have no SMs"),
+    (CPU, "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
+    (CPU, "steps.graph=true", "CUDA graphs need GPU ranks"),
+    (CPU, "exchange.transport=copy_engine", "CPU ranks have no copy engine, write auto or leave it out"),
+    (
+        f"{CUDA}\nexchange: {{backend: fused}}",
+        "exchange.transport=copy_engine",
+        "backend fused moves rows in its own way, backend staged takes copy_engine",
+    ),
+    (
+        f"{CUDA}\nexchange: {{transport: copy_engine}}",
+        "exchange.wire=float8_e4m3",
+        "a copy does not make float8_e4m3 of rows, leave wire or transport out",
+    ),
+    (CUDA, "exchange.backend=host", "host is no backend of cuda ranks, auto is one of any"),
+    (
+        f"{CUDA}\nexchange: {{wire: float8_e4m3}}",
+        "exchange.backend=collective",
+        "backend collective has no float8_e4m3",
+    ),
+    (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=allgather", "backend allgather has no float8_e4m3"),
+    (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=nccl_bare", "backend nccl_bare has no float8_e4m3"),
+    (f"{CUDA}\nsteps: {{graph: true}}", "exchange.backend=collective", "backend collective waits on the host, no CUDA"),
+]
+
+
+@pytest.mark.parametrize(("text", "setting", "told"), ON_A_DEVICE, ids=[setting for _, setting, _ in ON_A_DEVICE])
+def test_what_ranks_of_one_kind_cannot_do(tmp_path, text, setting, told):
+    (found,) = problems(tmp_path, f"workload: exchange\n{text}\n", setting)
+    assert found.startswith("--set ") and told in found
+
+
+def test_a_matrix_names_the_case_that_a_backend_cannot_do(tmp_path):
+    text = f"workload: exchange\n{CUDA}\nmatrix: {{exchange.backend: [fused, host]}}\n"
+    (found,) = problems(tmp_path, text)
+    assert "host is no backend of cuda ranks (case backend=host)" in found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["world.device=cuda"],
+        ["world.device=cuda", "exchange.backend=fused", "exchange.sms=24", "steps.graph=true"],
+        ["world.device=cuda", "exchange.backend=fused", "exchange.wire=float8_e4m3", "exchange.output=dequantised"],
+        ["world.device=cuda", "exchange.backend=row_push", "exchange.wire={dispatch: float8_e4m3}"],
+        ["world.device=cuda", "world.share_gpu=true", "exchange.backend=staged"],
+        ["world.device=cuda", "exchange.backend=collective", "steps.graph=auto"],
+        ["world.device=cuda", "exchange.transport=copy_engine"],
+        ["world.device=cuda", "exchange.wire={dispatch: float8_e4m3, combine: float32}"],
+        ["world.device=cuda", "exchange.backend=staged", "matrix={exchange.transport: [auto, copy_engine]}"],
+        ["exchange.backend=fused"],
+        ["exchange.backend=host"],
+        ["steps.graph=true"],
+    ],
+    ids=str,
+)
+def test_exchanges_on_gpus_that_are_possible(tmp_path, settings):
+    load_job(write(tmp_path, "workload: exchange\n"), settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["workload=p2p", "world.ranks=3"],
+        ["workload=p2p", "world.device=cuda", "p2p.sms=8", "p2p.transports=[copy_engine, tma]"],
+        ["workload=p2p", "p2p.sms=8"],
+        ["workload=p2p", "p2p.pairs=all"],
+        ["workload=p2p", "p2p.pairs=[[0, 3]]", "matrix={p2p.pattern: [pairs, all_to_all]}"],
+        ["world.ranks=1", "shape.tokens=1"],
+        ["shape.hidden=4", "shape.dtype=float32"],
+        ["exchange.wire=bfloat16"],
+        ["exchange.wire={dispatch: bfloat16, combine: bfloat16}"],
+        ["exchange.wire={dispatch: bfloat16, combine: float32}"],
+        ["exchange.wire.combine=float16"],
+        ["exchange.capacity=2048"],
+        ["exchange.capacity=1", "routing.masked=1"],
+        ["exchange.capacity=1", "routing.ragged=true"],
+        ["routing.kind=zipf", "routing.alpha=1e-1"],
+        ["routing.kind=hot", "routing.share=1"],
+        ["steps.graph=false"],
+    ],
+    ids=str,
+)
+def test_possible_combinations(tmp_path, settings):
+    load_job(write(tmp_path, "workload: layer\n"), settings)
+
+
+def test_a_trace_is_found_beside_its_config(tmp_path):
+    config = write(tmp_path, "workload: layer\nrouting: {kind: trace, file: ids.npy}\n", "jobs/x.yaml")
+    (tmp_path / "jobs/ids.npy").touch()
+    assert load_job(config).routing.file == str(tmp_path / "jobs/ids.npy")
+
+
+def test_a_trace_that_is_not_there(tmp_path):
+    (found,) = problems(tmp_path, "workload: layer\nrouting:\n  kind: trace\n  file: ids.npy\n")
+    assert found == "x.yaml: line 4, routing.file = ids.npy: no such file, looked for ids.npy"
+
+
+def test_sections_of_other_workloads_are_typed_and_left_out(tmp_path):
+    job = load_job(write(tmp_path, "workload: layer\np2p: {bytes: [4KiB]}\n"))
+    assert "p2p" not in job.resolved()
+    assert "p2p.bytes" in problems(tmp_path, "workload: layer\np2p: {bytes: [4Kb]}\n")[0]
+
+
+def test_a_later_layer_takes_the_meaning_of_an_inherited_key_away(tmp_path):
+    config = write(tmp_path, "workload: layer\nrouting: {kind: zipf, alpha: 2}\n")
+    assert load_job(config, ["routing.kind=uniform"]).resolved()["routing"].get("alpha") is None
+    assert load_job(config).routing.alpha == 2

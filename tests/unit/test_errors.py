@@ -1,0 +1,45 @@
+"""Errors cross processes whole."""
+
+import pickle
+
+import pytest
+
+from raymoe import errors
+from raymoe.errors import Problem
+
+PROBLEM = Problem("x.yaml", 3, "a.b", "c", "wrong")
+ALL = [
+    (errors.RaymoeError("m"), 1),
+    (errors.ConfigError("m", [PROBLEM]), 2),
+    (errors.ClusterError("m"), 3),
+    (errors.PlacementError("m"), 3),
+    (errors.WiringError("m"), 1),
+    (errors.RankDied(2, "rank 2 died"), 4),
+    (errors.PeerTimeout("dispatch", epoch=7, peer=1, expected=7, seen=6, waited_s=2.0, rank=0), 5),
+    (errors.NotAnswering(3, "rank 3 does not answer"), 5),
+    (errors.WrongResult("m"), 6),
+    (errors.DataRefused("m"), 7),
+    (errors.CannotWrite("m"), 8),
+    (errors.Aborted("m"), 1),
+    (errors.Stopped(2), 130),
+    (errors.Stopped(15), 143),
+]
+
+
+@pytest.mark.parametrize(("error", "exit_code"), ALL, ids=[type(error).__name__ for error, _ in ALL])
+def test_errors_survive_pickling_with_every_attribute(error, exit_code):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), again.__dict__, again.args) == (str(error), error.__dict__, error.args)
+    assert again.exit_code == error.exit_code == exit_code
+
+
+def test_every_error_is_in_the_list_above():
+    here = {
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.RaymoeError)
+    }
+    assert here == {type(error) for error, _ in ALL}
+
+
+def test_a_timeout_says_who_waited_for_whom():
+    assert str(ALL[6][0]) == "rank 0 waited 2.0 s for rank 1 in dispatch (epoch 7): expected 7, seen 6"

@@ -1,0 +1,177 @@
+"""The process that keeps the driver: signals, hangs, crashes, nothing left behind. Each case has a child of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+PREAMBLE = """
+    import os, signal, subprocess, sys, time
+    from raymoe.gang.main_process import keep
+    from raymoe.gang.messages import Bounded, Outcome, Progressed
+
+    def report(outcome):
+        print(f"{outcome.exit_code}|{outcome.message}", flush=True)
+"""
+
+
+def start(body: str) -> subprocess.Popen[str]:
+    code = textwrap.dedent(PREAMBLE) + textwrap.dedent(body)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 20.0) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    code, _, message = output.strip().splitlines()[-1].partition("|")
+    return int(code), message
+
+
+def gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_news_arrive_in_order_and_the_outcome_last() -> None:
+    process = start("""
+        def work(tell, stopped):
+            for done in range(3):
+                tell(Progressed("a", done, 3))
+            return Outcome(6, "wrong")
+        heard = []
+        outcome = keep(work, heard.append)
+        assert [news.done for news in heard] == [0, 1, 2], heard
+        report(outcome)
+    """)
+    assert finish(process) == (6, "wrong")
+
+
+def test_processes_that_the_driver_left_are_ended_even_when_orphaned() -> None:
+    process = start("""
+        def work(tell, stopped):
+            # A grandchild in a process group of its own, whose parent leaves at once.
+            script = "import subprocess as s; print(s.Popen(['sleep', '60'], process_group=0, stdout=s.DEVNULL).pid)"
+            tell(Progressed(subprocess.check_output([sys.executable, "-c", script], text=True).strip(), 0, 0))
+            return Outcome(0, "done")
+        pids = []
+        outcome = keep(work, lambda news: pids.append(int(news.case)))
+        state = open(f"/proc/{pids[0]}/stat").read() if os.path.exists(f"/proc/{pids[0]}") else "gone"
+        report(Outcome(outcome.exit_code, state))
+    """)
+    assert finish(process) == (0, "gone")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_driver_that_listens_may_finish_its_clean_up(number: signal.Signals, code: int) -> None:
+    process = start("""
+        def work(tell, stopped):
+            print("up", flush=True)
+            while stopped() is None:
+                time.sleep(0.02)
+            print("drained", flush=True)
+            return Outcome(128 + stopped(), "stopped on request")
+        report(keep(work, print))
+    """)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    assert process.stdout.readline() == "drained\n"
+    assert finish(process)[0] == code
+
+
+def test_a_driver_that_hangs_is_ended_within_five_seconds_of_sigterm() -> None:
+    process = start("""
+        def work(tell, stopped):
+            print(os.getpid(), flush=True)
+            time.sleep(60)
+        report(keep(work, print))
+    """)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code, message = finish(process)
+    assert code == 143 and "SIGTERM" in message
+    assert time.monotonic() - began < 5.0 and gone(child)
+
+
+def test_a_second_signal_is_obeyed_at_once() -> None:
+    process = start("""
+        def work(tell, stopped):
+            print("up", flush=True)
+            time.sleep(60)
+        report(keep(work, print))
+    """)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130 and time.monotonic() - began < 3.0
+
+
+def test_a_hang_past_its_bound_ends_with_the_sentence_of_the_bound() -> None:
+    process = start("""
+        def work(tell, stopped):
+            tell(Bounded(0.3, 3, "nobody answered within 0.3 s"))
+            time.sleep(60)
+        report(keep(work, print))
+    """)
+    assert finish(process) == (3, "nobody answered within 0.3 s")
+
+
+def test_a_bound_that_is_lifted_ends_nothing() -> None:
+    process = start("""
+        def work(tell, stopped):
+            tell(Bounded(0.2, 3, "too late"))
+            tell(Bounded(None))
+            time.sleep(0.5)
+            return Outcome(0, "done")
+        report(keep(work, print))
+    """)
+    assert finish(process) == (0, "done")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("os.abort()", "was killed by SIGABRT"),
+        ("os._exit(9)", "left with exit code 9"),
+        ("raise ValueError('odd')", "ValueError: odd"),
+    ],
+)
+def test_a_driver_that_crashes_becomes_a_sentence(how: str, said: str) -> None:
+    process = start(f"""
+        def work(tell, stopped):
+            {how}
+        report(keep(work, print))
+    """)
+    code, message = finish(process)
+    assert code == 1 and said in message
+
+
+def test_killing_the_keeper_takes_the_driver_along() -> None:
+    process = start("""
+        def work(tell, stopped):
+            print(os.getpid(), flush=True)
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
+            while stopped() is None:
+                time.sleep(0.02)
+            return Outcome(143, "stopped")
+        keep(work, print)
+    """)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.kill()
+    process.communicate(timeout=10)
+    deadline = time.monotonic() + 5
+    while not gone(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert gone(child)

@@ -1,0 +1,125 @@
+"""How much memory a job needs: counted before anything starts, and refused with numbers where it is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from raymoe.config import Case, Job, load_job
+from raymoe.errors import PlacementError
+from raymoe.exchange.spec import slots_layout
+from raymoe.gang.rank import Rank, Seating
+from raymoe.memory.world import World
+from raymoe.workload.memory_needed import (
+    BESIDE_BYTES,
+    available_memory,
+    bytes_per_rank,
+    check_device_room,
+    check_room,
+    device_bytes,
+    device_bytes_per_rank,
+    spec_of,
+)
+
+
+def test_the_largest_case_counts() -> None:
+    small = bytes_per_rank(load_job("host_exchange"))
+    large = bytes_per_rank(load_job("host_exchange", ["shape.tokens=4096"]))
+    both = bytes_per_rank(load_job("host_exchange", ["matrix={shape.tokens: [512, 4096]}"]))
+    assert both == large > 4 * small - 2**30
+
+
+def test_the_heap_is_in_it_and_a_layer_holds_its_experts_too() -> None:
+    job = load_job("quickstart")
+    exchange = bytes_per_rank(load_job("host_exchange"))
+    assert exchange > slots_layout(spec_of(job), 4).nbytes
+    assert bytes_per_rank(job) - exchange == 8 * 3 * 1024 * 512 * 4
+
+
+def test_a_job_that_fits_passes_and_one_that_does_not_says_both_numbers() -> None:
+    job = load_job("quickstart")
+    check_room(4, bytes_per_rank(job), available=4 * bytes_per_rank(job))
+    with pytest.raises(PlacementError, match=r"4 ranks of 0\.4 GiB each, and this machine has 1\.0 GiB") as caught:
+        check_room(4, bytes_per_rank(job), available=2**30)
+    assert caught.value.exit_code == 3
+
+
+def test_this_machine_has_some_memory_and_not_more_than_it_has() -> None:
+    total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
+    assert 2**20 < available_memory() <= int(total.split()[1]) * 1024
+
+
+def p2p(**asked: object) -> Case:
+    job = {"name": "x", "workload": "p2p", "world": {"ranks": 4, "device": "cuda"}, "p2p": asked}
+    [case] = Job.model_validate(job).cases()
+    return case
+
+
+@pytest.mark.parametrize(
+    ("transports", "pattern", "messages"),
+    [
+        (["tma"], "pairs", 1 + 2),  # one slot of the largest, a source of each size
+        (["copy_engine", "auto"], "all_to_all", 3 * (1 + 2)),
+        (["tma", "collective"], "pairs", 1 + 2 * 2),  # NCCL's landings too
+    ],
+)
+def test_p2p_holds_a_slot_a_source_and_a_landing_for_each_peer(transports, pattern, messages) -> None:
+    size = 2**28
+    for protocol in ("put", "get"):
+        case = p2p(transports=transports, pattern=pattern, bytes=[size, size], protocol=protocol)
+        assert device_bytes(case) == messages * size
+        assert device_bytes_per_rank(case.job) == BESIDE_BYTES + messages * size
+
+
+def test_gpu_ranks_ask_nothing_of_the_host_and_cpu_ranks_all() -> None:
+    sizes = ["p2p.bytes=[1GiB]", "p2p.transports=[auto]"]
+    assert bytes_per_rank(load_job("p2p", [*sizes, "world.device=cuda"])) == 0
+    for device in ("cpu", "auto"):
+        assert bytes_per_rank(load_job("p2p", [*sizes, f"world.device={device}"])) > 2**30
+
+
+def test_the_largest_case_counts_on_a_gpu_too() -> None:
+    both = device_bytes_per_rank(load_job("p2p"))
+    assert both == device_bytes_per_rank(load_job("p2p", ["matrix={p2p.pattern: [pairs, all_to_all]}"]))
+    assert both > device_bytes_per_rank(load_job("p2p", ["matrix={p2p.pattern: [pairs]}"]))
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_both_numbers() -> None:
+    check_device_room(1, 80 * 2**30, "the NVIDIA H100 of rank 2", 80 * 2**30)
+    with pytest.raises(PlacementError) as caught:
+        check_device_room(1, 81 * 2**30, "the NVIDIA H100 of rank 2", 80 * 2**30)
+    assert str(caught.value).startswith(
+        "asked for a rank of 81.0 GiB on one GPU, and the NVIDIA H100 of rank 2 has 80.0 GiB; lower p2p.bytes, "
+    )
+    assert caught.value.exit_code == 3
+    with pytest.raises(PlacementError, match=r"asked for 4 ranks of 21\.0 GiB each on one GPU"):
+        check_device_room(4, 21 * 2**30, "the NVIDIA H100 of rank 0", 80 * 2**30)
+
+
+@pytest.mark.parametrize(("share", "nbytes", "refused"), [(False, 9, False), (False, 11, True), (True, 9, True)])
+def test_a_rank_compares_before_it_allocates(monkeypatch: pytest.MonkeyPatch, share, nbytes, refused) -> None:
+    """With a GPU of 10 bytes, and a world on the CPU that stands for one on it."""
+
+    def open_on_cpu(rank: int, size: int, **options: object) -> World:
+        assert options.pop("device") == "cuda"
+        return real(rank, size, **options)
+
+    real = World.open
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=10)
+    monkeypatch.setattr(World, "open", open_on_cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr("raymoe.gang.metrics.RankMetrics", lambda *_: None)
+    rank = Rank("a-run", 0)
+    monkeypatch.setattr(rank, "_enter", lambda _: None)
+    told = rank.open(Seating(0, 4, 0, 5.0, 1, "cuda", share, nbytes))
+    assert rank.world is not None
+    rank.world.close()
+    if refused:
+        assert (told.kind, told.exit_code) == ("PlacementError", 3)
+        assert "and the NVIDIA H100 of rank 0 has 0.0 GiB" in told.message
+    else:
+        assert told["rank"] == 0

@@ -1,0 +1,43 @@
+"""What an exchange between GPUs holds of each GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from raymoe.config import load_job
+from raymoe.exchange.workspace import Bounds, workspace_layout
+from raymoe.workload.memory_needed import BESIDE_BYTES, bytes_per_rank, device_bytes, device_bytes_per_rank, spec_of
+
+ONE = "matrix={exchange.backend: [fused], shape.tokens: [%d]}"
+
+
+def bytes_of(tokens: int, *settings: str) -> int:
+    [case] = load_job("exchange_deepseek_v3", [ONE % tokens, *settings]).cases()
+    return device_bytes(case)
+
+
+def test_the_workspace_and_the_rows_are_in_it() -> None:
+    [case] = load_job("exchange_deepseek_v3", [ONE % 4096, "steps.verify=false"]).cases()
+    spec = spec_of(case.job)
+    least = workspace_layout(Bounds.of(spec), 4).nbytes + 2 * spec.rows(4) * spec.row_bytes
+    assert least < device_bytes(case) < least + 2**30
+
+
+def test_a_capacity_and_a_narrow_wire_need_less() -> None:
+    worst = bytes_of(4096)
+    rows = 4 * 4096 * 8 + 64 * 15
+    assert worst - bytes_of(4096, "exchange.capacity=40000") == pytest.approx(2 * (rows - 40000) * 14336, rel=1e-2)
+    assert worst - bytes_of(4096, "exchange.wire=float8_e4m3") == pytest.approx(8 * 4096 * (14336 - 7392), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["exchange_deepseek_v3", "exchange_kimi_k2_full", "bench_exchange", "exchange_gpu"])
+def test_the_packaged_configs_fit_a_gpu_of_80_gb_and_ask_nothing_of_the_host(name: str) -> None:
+    job = load_job(name)
+    assert BESIDE_BYTES < device_bytes_per_rank(job) < 80e9
+    assert bytes_per_rank(job) == 0
+
+
+def test_the_yardstick_holds_its_slots_and_no_rows() -> None:
+    asked = "matrix={exchange.backend: [row_push], shape.tokens: [4096]}"
+    [case] = load_job("exchange_deepseek_v3", [asked]).cases()
+    assert 5 * 4096 * 14336 < device_bytes(case) < bytes_of(4096) / 4
