@@ -10,62 +10,31 @@ pickling with their attributes, so a Ray actor or a worker process can raise the
 """
 
 # ruff: noqa: N818  (the names say what happened: a rank died, a peer timed out)
+
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# One thing wrong with a job, told so that it can be found and mended.
-
-_SHOWN = 80  # characters of a value that a report repeats
-
-
-def shown(text: str) -> str:
-    r"""Text from a user's file made fit for one line of a report.
-
-    >>> shown("a\nb"), shown("x" * 200) == "x" * 80 + "…"
-    ('a\\nb', True)
-    """
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: _SHOWN + 1])
-    return plain if len(plain) <= _SHOWN else plain[:_SHOWN] + "…"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """`where` is a file as the user named it, or `--set a.b=c`; `line` is None where a line means nothing.
-
-    >>> print(Problem("x.yaml", 4, "shape.hiden", "1024", "unknown key", "did you mean 'hidden'?"))
-    x.yaml: line 4, shape.hiden = 1024: unknown key, did you mean 'hidden'?
-    >>> print(Problem("--set shape.topk=0", None, "shape.topk", "0", "0 is below 1"))
-    --set shape.topk=0: 0 is below 1
-    """
-
-    where: str
-    line: int | None
-    key: str
-    value: str | None
-    reason: str
-    hint: str | None = None
-
-    @property
-    def told(self) -> str:
-        """Line, key and value, what is wrong and what to do: everything but the place's name."""
-        # A setting is its own key and value.
-        key = "" if self.where.startswith(f"--set {self.key}=") else self.key
-        asked = f"{key} = {self.value}" if key and self.value is not None else key
-        place = ", ".join(part for part in (f"line {self.line}" if self.line else "", asked) if part)
-        told = f"{self.reason}, {self.hint}" if self.hint else self.reason
-        return f"{place}: {told}" if place else told
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.told}" if self.where else self.told
-
-
-# Every way in which raymoe fails on purpose, each with the exit code that the command ends with.
-#
-# The message of an error is one sentence: what was asked, what was found, what to do. All of them survive pickling with
-# every attribute, because most are raised in one process and reported by another.
+__all__ = [
+    "Aborted",
+    "CannotWrite",
+    "CaptureError",
+    "ClusterError",
+    "ConfigError",
+    "CudaError",
+    "CudaMissing",
+    "DataRefused",
+    "NotAnswering",
+    "PeerTimeout",
+    "PlacementError",
+    "RankDied",
+    "RaymoeError",
+    "Stopped",
+    "WiringError",
+    "WrongResult",
+]
 
 
 class RaymoeError(Exception):
@@ -204,3 +173,47 @@ class CudaMissing(CudaError):
 
 class CaptureError(CudaError):
     """What was asked cannot be done while a stream is being captured, or it broke the capture."""
+
+
+_SHOWN = 80  # characters of a value that a report repeats
+
+
+def shown(text: str) -> str:
+    r"""Text from a user's file made fit for one line of a report.
+
+    >>> shown("a\nb"), shown("x" * 200) == "x" * 80 + "…"
+    ('a\\nb', True)
+    """
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: _SHOWN + 1])
+    return plain if len(plain) <= _SHOWN else plain[:_SHOWN] + "…"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`where` is a file as the user named it, or `--set a.b=c`; `line` is None where a line means nothing.
+
+    >>> print(Problem("x.yaml", 4, "shape.hiden", "1024", "unknown key", "did you mean 'hidden'?"))
+    x.yaml: line 4, shape.hiden = 1024: unknown key, did you mean 'hidden'?
+    >>> print(Problem("--set shape.topk=0", None, "shape.topk", "0", "0 is below 1"))
+    --set shape.topk=0: 0 is below 1
+    """
+
+    where: str
+    line: int | None
+    key: str
+    value: str | None
+    reason: str
+    hint: str | None = None
+
+    @property
+    def told(self) -> str:
+        """Line, key and value, what is wrong and what to do: everything but the place's name."""
+        # A setting is its own key and value.
+        key = "" if self.where.startswith(f"--set {self.key}=") else self.key
+        asked = f"{key} = {self.value}" if key and self.value is not None else key
+        place = ", ".join(part for part in (f"line {self.line}" if self.line else "", asked) if part)
+        told = f"{self.reason}, {self.hint}" if self.hint else self.reason
+        return f"{place}: {told}" if place else told
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.told}" if self.where else self.told

@@ -169,7 +169,7 @@ class RoutingSection(Section):
     """Whether ranks hold different numbers of tokens, down to none."""
 
 
-class Wire(Section):
+class WireSection(Section):
     dispatch: DispatchWire | None = None
     """What rows travel as to the experts: the shape's dtype unless said, or float8_e4m3 with a scale for each 128."""
     combine: Dtype | None = None
@@ -200,7 +200,7 @@ class ExchangeSection(Section):
     matrix product half of them are best. collective and allgather take what NCCL takes."""
     capacity: Annotated[int | Literal["worst"], BeforeValidator(_rows_or_worst)] = "worst"
     """Rows received at most: enough for the worst routing, or a number."""
-    wire: Annotated[Wire, BeforeValidator(_both_ways)] = Wire()
+    wire: Annotated[WireSection, BeforeValidator(_both_ways)] = WireSection()
     """What crosses the link; a plain name is that of dispatch."""
     output: Literal["raw", "dequantised"] = "dequantised"
     """What dispatch gives of float8_e4m3 rows: values and scales (raw), or rows of the shape's dtype."""

@@ -50,7 +50,7 @@ def job_schema() -> dict[str, Any]:
     wire = schema["$defs"]["ExchangeSection"]["properties"]["wire"]
     schema["$defs"]["ExchangeSection"]["properties"]["wire"] = {
         "description": wire.pop("description"),
-        "anyOf": [{"$ref": "#/$defs/Wire"}, _at(schema, "exchange.wire.dispatch")],
+        "anyOf": [{"$ref": "#/$defs/WireSection"}, _at(schema, "exchange.wire.dispatch")],
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

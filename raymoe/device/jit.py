@@ -61,10 +61,8 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
 # Compiled kernels on disk, shared by every process of a user.
 #
 # An entry is written aside, synchronised and renamed into place by `cuda.core`'s file cache, so a reader finds all of
-# it
-# or nothing. It is the machine code followed by its SHA-256: tools that read cubins still read it, and an entry that
-# was
-# damaged on disk afterwards is found out and compiled again.
+# it or nothing. It is the machine code followed by its SHA-256: tools that read cubins still read it, and an entry that
+# was damaged on disk afterwards is found out and compiled again.
 #
 # The folder is RAYMOE_CACHE_DIR, by default ~/.cache/raymoe. A folder that cannot be used costs a second a kernel and
 # process, which is no reason to end a run: a RuntimeWarning names it.

@@ -18,7 +18,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.world import World
 
-# What moves rows, and what is told about them, between CPU ranks. All arithmetic is `on_cpu.py`'s.
+# What moves rows, and what is told about them, between CPU ranks. All arithmetic is `OnCpu`'s.
 #
 # Both operations are collective and raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
 
@@ -60,8 +60,7 @@ class Carrier(Protocol):
 #
 # Gloo matches messages by their order alone. Ranks in different operations give it buffers of different sizes, and it
 # ends the process. So each rank first announces the operation that it enters, waits until all ranks have entered one,
-# and
-# compares. Where they differ all ranks raise, none has sent anything, and the next operation works.
+# and compares. Where they differ all ranks raise, none has sent anything, and the next operation works.
 #
 # Memory map (a heap on every rank; R ranks; "half" is the number of the operation mod 2):
 #
@@ -69,8 +68,7 @@ class Carrier(Protocol):
 # - `entered [R]`: word r is the number of the last operation that rank r has entered. It only grows.
 #
 # Order: record, fence, word; a reader loads the word, fences, loads the record. A half is not overwritten before all
-# have
-# read it: a rank enters operation n + 2 after all have entered n + 1, so after they have read the records of n.
+# have read it: a rank enters operation n + 2 after all have entered n + 1, so after they have read the records of n.
 
 _OPERATIONS = ("dispatch", "combine")
 _SAME, _RECORD = 3, 3 + Refusal.NBYTES // 8

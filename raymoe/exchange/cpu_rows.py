@@ -219,11 +219,9 @@ def _culprit(arrived: Arrived, experts: int) -> tuple[int, int]:
 # for bfloat16 rows it keeps its sums in float32. Its weights, though, must have the rows' dtype. A float32 weight is
 # exactly the sum of three bfloat16 numbers (3 x 8 bits of mantissa), so a bfloat16 row is added three times, each time
 # with a third of its weight: the row is in the cache the second and third time. Thirds of 0 make NaN of an infinite
-# row,
-# so where a sum comes out NaN it is taken again by its whole weights. What embedding_bag gives, though, has the rows'
-# dtype: where sums of bfloat16 rows are wanted in another, and where embedding_bag is slow (float16), the rows go
-# through
-# float32, and the sums are rounded when they are copied to where they go, once.
+# row, so where a sum comes out NaN it is taken again by its whole weights. What embedding_bag gives, though, has the
+# rows' dtype: where sums of bfloat16 rows are wanted in another, and where embedding_bag is slow (float16), the rows go
+# through float32, and the sums are rounded when they are copied to where they go, once.
 
 _PIECE_BYTES = 1 << 20  # sums made by one call: they are still in the cache when they are copied to where they go
 

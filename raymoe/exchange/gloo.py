@@ -16,9 +16,8 @@ from raymoe.net.gloo import Gloo
 #
 # A dispatch gathers all tokens, ids and weights of all ranks on every rank, which picks its own: one collective for the
 # rows, started first, one for what is told about them. A combine hands every rank a block of T rows, zeros for the
-# tokens
-# that have no expert here. That is a reduce-scatter whose sum the source takes itself, because Gloo's own sums in the
-# order of a ring and rounds at every hop.
+# tokens that have no expert here. That is a reduce-scatter whose sum the source takes itself, because Gloo's own sums
+# in the order of a ring and rounds at every hop.
 
 
 class GlooAllgather:
@@ -96,7 +95,7 @@ class GlooAllgather:
 # each rank and their metadata, T*K ids and weights at most. While it is under way the rows are packed. The second
 # carries the rows, with the counts of the first. A combine is one, with the same counts. Ranks that combine different
 # dispatches have different ones, which Gloo would not survive, so the statuses go ahead of it, where all ranks agree on
-# the operation (`order.py`), and of a step that is refused no row leaves.
+# the operation (`OperationOrder`), and of a step that is refused no row leaves.
 
 
 class GlooCollective:

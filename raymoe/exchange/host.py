@@ -1,6 +1,6 @@
 """Dispatch and combine between CPU ranks over shared memory: every rank writes straight into its peers' slots.
 
-Memory map (`slots.py`; every rank owns a heap of it; R ranks, T tokens; "half" is the operation's epoch mod 2):
+Memory map (`spec.py`; every rank owns a heap of it; R ranks, T tokens; "half" is the operation's epoch mod 2):
 
 - `dispatch_rows [2*R*T + 1][H]`: half h, source s, row j at (h*R + s)*T + j; the last row stays zero.
 - `dispatch_ids [2][R][T][K]`: the owner's experts that row j of source s is for, -1 for others.
@@ -18,8 +18,8 @@ Rows are one for each (token, destination rank), in token order. Both ends know 
 counts.
 
 Order. A rank writes rows at once and its flags after all ranks have entered the same operation of the same exchange
-(`order.py`). Where they differ all raise and no flag was raised, so the operation did not happen; its epoch is used by
-the next one, which writes the same half.
+(`OperationOrder`). Where they differ all raise and no flag was raised, so the operation did not happen; its epoch is
+used by the next one, which writes the same half.
 
 Words. A flag is a 64-bit epoch that only grows, one writer each, on cache lines of its own; it is never reset. Dispatch
 and combine count separately. Writer: rows, ids, weights, head; fence; flag. Reader: flag, compared by >= (a peer may be

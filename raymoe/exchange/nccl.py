@@ -123,11 +123,9 @@ class NcclRounds:
 # Everything to everyone, by NCCL: the yardstick of a small world.
 #
 # A dispatch is two all-gathers: of ids and weights, and of all rows, from which every rank picks its own. A combine
-# hands
-# every rank a block of T sums, of which those are read whose tokens have an expert there; the source adds the blocks in
-# rank order. That is a reduce-scatter whose sum the source takes itself, because NCCL rounds at every hop and in an
-# order
-# of its own.
+# hands every rank a block of T sums, of which those are read whose tokens have an expert there; the source adds the
+# blocks in rank order. That is a reduce-scatter whose sum the source takes itself, because NCCL rounds at every hop and
+# in an order of its own.
 #
 # Nothing depends on a number that only the device knows, so all of it can be captured.
 
@@ -202,10 +200,8 @@ class NcclAllgather:
 # Dispatch and combine over NCCL all-to-alls, as a careful user of torch.distributed would write them.
 #
 # A dispatch tells all ranks the ids and weights of its tokens, by an all-gather of a fixed size. From what it hears
-# each
-# rank works out on the device how many rows go where; the host waits for these numbers, once, while rows are packed.
-# They
-# follow, each once for each (token, destination rank). The numbers of a combine are known.
+# each rank works out on the device how many rows go where; the host waits for these numbers, once, while rows are
+# packed. They follow, each once for each (token, destination rank). The numbers of a combine are known.
 #
 # Because of that wait it cannot be captured.
 

@@ -172,8 +172,7 @@ class GpuWords:
 # What ranks do with their own memory around NCCL's collectives: numbering, placing and sums, by kernels of ours.
 #
 # The memory of an exchange is made once; a dispatch allocates what it gives back and one block of what its combine
-# reads
-# again (`DispatchMemory`). Every launch is packed once, and a call changes addresses in it.
+# reads again (`DispatchMemory`). Every launch is packed once, and a call changes addresses in it.
 
 ENTRIES_A_RUN = 256  # of (token, k), at least, that a block counts
 

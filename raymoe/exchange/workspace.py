@@ -131,7 +131,7 @@ class Bounds:
     """Tokens, and bytes of a row, of the specs whose rows go by the copy engine: one for all. Their slots lie apart
     from the others': a copy that nobody can call back must find in them what it left there (kernels/pack.cu)."""
     lines: bool = True
-    """Whether rows of few tokens may travel in lines, which NVLink alone carries whole (`links.py`)."""
+    """Whether rows of few tokens may travel in lines, which NVLink alone carries whole (`Links`)."""
 
     @classmethod
     def of(cls, *specs: ExchangeSpec, stamped: bool = False, lines: bool = True) -> Bounds:

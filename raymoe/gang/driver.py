@@ -1,7 +1,7 @@
 """The acting half of the supervisor: sees what happens in Ray, asks `decide`, does what it says.
 
-Runs in a process of its own under `keeper.py`, so that nothing that Ray's C++ does to it can lose a result, a message
-or an exit code. It writes no file and no terminal line: it tells the keeper.
+Runs in a process of its own under `main_process.py`, so that nothing that Ray's C++ does to it can lose a result, a
+message or an exit code. It writes no file and no terminal line: it tells the main process.
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ def _check(what: str, code: int, communicator: ctypes.c_void_p | None = None) ->
 # A private NCCL communicator of a world: the process-wide default group is the user's.
 #
 # NCCL bounds no wait and cannot tell who did not come, so each rank writes how many exchanges it has entered with a
-# peer
-# into a word at that peer; a wait that took too long names the first peer whose word lags behind.
+# peer into a word at that peer; a wait that took too long names the first peer whose word lags behind.
 
 CONNECT_S = 60.0  # at least: it takes seconds, however short the waits are that follow
 

@@ -1,5 +1,5 @@
 """Figures of what the links of a machine gave: the matrix of all pairs, and curves over the size of a message; and of
-exchanges, which `exchange_plots.py`, `sms_plots.py` and `timeline_plots.py` draw.
+exchanges, which `exchange_plots.py` draws.
 
 Each is written as PNG and as SVG; the same lines give the same SVG, byte for byte. Figures are made without pyplot, and
 matplotlib's settings are as they were afterwards: this can be called from a program that draws figures of its own.

@@ -90,8 +90,7 @@ class Gate:
 #
 # Word r of `arrived` is written by rank r and read by the owner: how often rank r has come, a 64-bit count that only
 # grows. It is signalled and waited for by the copy kernel with 0 bytes, whose runs count themselves; so a barrier can
-# be
-# captured. A rank that is one barrier ahead is as good, because comparisons are >=.
+# be captured. A rank that is one barrier ahead is as good, because comparisons are >=.
 
 _WORD_BYTES = WORD_STRIDE * 8
 

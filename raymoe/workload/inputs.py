@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 # - `[S, N, K]`: step i, warm-up included, takes entry i mod S,
 #
 # where K is the job's top-k and N is either T (every rank takes all of them) or R * T (rank r takes rows r*T to
-# (r+1)*T).
-# -1 means no expert. The weights are drawn at random, as for the other kinds.
+# (r+1)*T). -1 means no expert. The weights are drawn at random, as for the other kinds.
 
 
 @dataclass(frozen=True)

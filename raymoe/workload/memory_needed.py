@@ -53,7 +53,7 @@ def heap_bytes(spec: ExchangeSpec, ranks: int) -> int:
     return (2 * spec.tokens * spec.topk + rows_there(spec, ranks)) * spec.row_bytes + SLACK_BYTES
 
 
-# What an exchange holds of the memory of each rank's GPU. No torch in here; `room.py` adds it all up.
+# What an exchange holds of the memory of each rank's GPU. No torch in here.
 
 FLUSH_BYTES = 256 << 20
 """Of the buffer that is written to empty the L2 cache: more than twice that of any GPU so far."""

@@ -341,7 +341,7 @@ def backend(
     def grids(self: Any, asked: Any) -> Any:
         return laid_out(self, asked) if shape is None else shape(*laid_out(self, asked))
 
-    modules = ("fused", "few", "staged", "copied")
+    modules = ("fused", "few", "staged")
     with ExitStack() as patched:
         for module in modules:
             patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))

@@ -1,4 +1,4 @@
-"""Graphs and clocks: what is captured can be replayed, what cannot be captured says so, and nothing is left broken."""
+"""Graphs and gates: what is captured can be replayed, what cannot be captured says so, and nothing is left broken."""
 
 import gc
 import threading
@@ -11,10 +11,8 @@ torch = pytest.importorskip("torch")
 from raymoe.device.driver import call  # noqa: E402
 from raymoe.device.graph import Graph, refuse_in_capture  # noqa: E402
 from raymoe.device.kernels import Kernels  # noqa: E402
-from raymoe.device.timing import Repeats, Stopwatch  # noqa: E402
 from raymoe.errors import (  # noqa: E402
     CaptureError,
-    ConfigError,
     CudaError,
 )
 from raymoe.workload import clock  # noqa: E402
@@ -184,35 +182,18 @@ def test_other_threads_may_call_cuda_meanwhile(gpu, copies, source, into):
     assert torch.equal(into, source)
 
 
-def test_a_stopwatch_times_and_verifies(gpu, copies):
-    source = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device="cuda")
-    into = torch.zeros_like(source)
-    stream, launch = copies.stream.cuda_stream, copies.of(into, source, blocks=64)
-    half = copies.of(into[: 8 << 20], source[: 8 << 20], blocks=64)
-    torch.cuda.synchronize()
-    watch = Stopwatch(gpu, stream)
-    verified, barriers = [], []
-    whole = watch.time(
-        lambda: launch(stream),
-        Repeats(samples=5, calls=2),
-        before=lambda: barriers.append(half(stream)),
-        verify=lambda: verified.append(torch.equal(into, source)),
-    )
-    eighth = watch.time(lambda: half(stream), Repeats(samples=5, calls=4))
-    assert verified == [True]
-    assert len(barriers) == len(whole.us) == 5
-    assert 10 < whole.median < 10_000
-    assert eighth.median < 0.5 * whole.median
-    watch.close()
-
-
 def test_a_stream_that_is_full_is_told_of(gpu, copies, source, into, monkeypatch):
+    """A stream holds about a thousand operations: who enqueues more waits for the gate, which opens by itself."""
     monkeypatch.setattr(clock, "GATE_S", 0.5)
     stream, launch = copies.stream.cuda_stream, copies.of(into, source)
-    watch = Stopwatch(gpu, stream)
-    with pytest.raises(CudaError, match="graph of them"):
-        watch.time(lambda: launch(stream), Repeats(samples=1, calls=100_000, warmup=0))
-    assert watch.time(lambda: launch(stream), Repeats(samples=1)).median > 0
-    watch.close()
-    with pytest.raises(ConfigError, match="at least one"):
-        Repeats(samples=0)
+    gate = clock.Gate(gpu)
+    with gate.held(stream) as late:
+        for _ in range(100_000):
+            launch(stream)
+    copies.stream.synchronize()
+    assert late.is_set()
+    with gate.held(stream) as late:
+        launch(stream)
+    copies.stream.synchronize()
+    assert not late.is_set()
+    gate.close()

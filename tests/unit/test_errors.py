@@ -23,6 +23,9 @@ ALL = [
     (errors.Aborted("m"), 1),
     (errors.Stopped(2), 130),
     (errors.Stopped(15), 143),
+    (errors.CudaError("cuMemAlloc failed", 2), 1),
+    (errors.CudaMissing("no driver"), 1),
+    (errors.CaptureError("captured", 900), 1),
 ]
 
 

@@ -45,7 +45,7 @@ CAUGHT_BY = {
         "unit/test_kernels_load.py::test_a_load_that_fails_leaves_nothing_and_is_not_remembered",
     ],
     "a value of an option that is passed over for the case of its letters": [
-        "unit/test_job_problems.py::test_a_problem_is_told_with_its_line_key_and_value",
+        "unit/test_config_problems.py::test_a_problem_is_told_with_its_line_key_and_value",
         "unit/test_transport_choice.py::test_a_spec_that_cannot_be_is_an_error",
         "gpu/test_channels.py::test_what_cannot_be_is_refused_and_both_values_are_named",
     ],
@@ -87,7 +87,7 @@ CAUGHT_BY = {
         "gpu/test_copy_gpu.py::test_a_signal_never_comes_before_the_bytes",
     ],
     "a dead peer that is waited for without end": [
-        "unit/test_channel.py::test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use",
+        "unit/test_channels.py::test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use",
         "gpu/test_channels.py::test_a_killed_peer_is_named",
         "gpu/test_known_defects.py::test_a_killed_peer_does_not_keep_nccl_for_ever",
         "gang/test_faults.py::test_a_rank_that_stops_answering_is_the_culprit",

@@ -14,7 +14,7 @@ import pytest
 PREAMBLE = """
     import os, signal, subprocess, sys, time
     from raymoe.gang.main_process import keep
-    from raymoe.gang.messages import Bounded, Outcome, Progressed
+    from raymoe.gang.messages import Bounded, RunOutcome, Progressed
 
     def report(outcome):
         print(f"{outcome.exit_code}|{outcome.message}", flush=True)
@@ -45,7 +45,7 @@ def test_news_arrive_in_order_and_the_outcome_last() -> None:
         def work(tell, stopped):
             for done in range(3):
                 tell(Progressed("a", done, 3))
-            return Outcome(6, "wrong")
+            return RunOutcome(6, "wrong")
         heard = []
         outcome = keep(work, heard.append)
         assert [news.done for news in heard] == [0, 1, 2], heard
@@ -60,11 +60,11 @@ def test_processes_that_the_driver_left_are_ended_even_when_orphaned() -> None:
             # A grandchild in a process group of its own, whose parent leaves at once.
             script = "import subprocess as s; print(s.Popen(['sleep', '60'], process_group=0, stdout=s.DEVNULL).pid)"
             tell(Progressed(subprocess.check_output([sys.executable, "-c", script], text=True).strip(), 0, 0))
-            return Outcome(0, "done")
+            return RunOutcome(0, "done")
         pids = []
         outcome = keep(work, lambda news: pids.append(int(news.case)))
         state = open(f"/proc/{pids[0]}/stat").read() if os.path.exists(f"/proc/{pids[0]}") else "gone"
-        report(Outcome(outcome.exit_code, state))
+        report(RunOutcome(outcome.exit_code, state))
     """)
     assert finish(process) == (0, "gone")
 
@@ -77,7 +77,7 @@ def test_a_driver_that_listens_may_finish_its_clean_up(number: signal.Signals, c
             while stopped() is None:
                 time.sleep(0.02)
             print("drained", flush=True)
-            return Outcome(128 + stopped(), "stopped on request")
+            return RunOutcome(128 + stopped(), "stopped on request")
         report(keep(work, print))
     """)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -133,7 +133,7 @@ def test_a_bound_that_is_lifted_ends_nothing() -> None:
             tell(Bounded(0.2, 3, "too late"))
             tell(Bounded(None))
             time.sleep(0.5)
-            return Outcome(0, "done")
+            return RunOutcome(0, "done")
         report(keep(work, print))
     """)
     assert finish(process) == (0, "done")
@@ -164,7 +164,7 @@ def test_killing_the_keeper_takes_the_driver_along() -> None:
             subprocess.Popen(["sleep", "60"], start_new_session=True)
             while stopped() is None:
                 time.sleep(0.02)
-            return Outcome(143, "stopped")
+            return RunOutcome(143, "stopped")
         keep(work, print)
     """)
     assert process.stdout is not None

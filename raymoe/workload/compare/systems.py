@@ -231,10 +231,9 @@ def _first_trouble(answers: Sequence[object]) -> str | None:
 
 # Other systems under the clock of our backends: each a case like any other, or a line that says why it was not run.
 #
-# They run in a process of their own beside each rank (`apart.py`), because most of them end the process where they meet
-# what they cannot do, none gives its memory back before the process ends, and each wants settings that are nobody
-# else's.
-# What they cannot do, or do wrong, is told in the results and ends no run.
+# They run in a process of their own beside each rank, because most of them end the process where they meet what they
+# cannot do, none gives its memory back before the process ends, and each wants settings that are nobody else's. What
+# they cannot do, or do wrong, is told in the results and ends no run.
 
 PACKAGES = {"nvshmem": "torch", "deep_ep": "deep_ep", "deep_ep_v2": "deep_ep", "hybrid_ep": "deep_ep"}
 """What must be installed, by backend. Whether it can do what is wanted is found out by whoever loads it."""
