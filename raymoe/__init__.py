@@ -1,5 +1,9 @@
 """Expert-parallel Mixture-of-Experts work on a Ray cluster.
 
+The library, for programs of your own: `errors device memory net transport exchange moe`.
+The harness, for `raymoe run`: `config workload gang report doctor`, `cli.py` and `run.py`. It imports the library, and
+the library knows nothing of it.
+
 Importing this package loads neither torch nor ray nor any CUDA library: names arrive when first used (PEP 562).
 `__init__.pyi` says to type checkers what the names are.
 """

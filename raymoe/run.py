@@ -1,7 +1,7 @@
 """One execution of a job, with a directory: what `raymoe run` does.
 
-This process holds the run directory and the terminal; `gang.keeper` keeps the driver below it, whose news become lines
-in results.jsonl and progress on stderr.
+This process holds the run directory and the terminal; `gang.main_process` keeps the driver below it, whose messages
+become lines in results.jsonl and progress on stderr.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from raymoe.config import Job, load_job
 from raymoe.errors import CannotWrite, ConfigError
 from raymoe.gang.address import choose
-from raymoe.gang.main_process import Stopped, Tell, Work, keep
-from raymoe.gang.messages import CaseDone, Connected, GenerationEnded, News, Progressed, Ready, RunOutcome
+from raymoe.gang.main_process import Stopped, Tell, Work, run_in_child
+from raymoe.gang.messages import CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import environment
 from raymoe.report.progress import ProgressBar
 from raymoe.report.results import Generation, Summary, complete
 from raymoe.report.tables import render
-from raymoe.workload.memory_needed import bytes_per_rank, check_room
+from raymoe.workload.memory_needed import bytes_per_rank, check_memory
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _open(request: Request) -> tuple[Job, RunDirectory]:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
     job = load_job(request.config, request.sets)
     if choose(request.address) is None:
-        check_room(job.world.ranks, bytes_per_rank(job))  # of a cluster, the node that is chosen checks its own
+        check_memory(job.world.ranks, bytes_per_rank(job))  # of a cluster, the node that is chosen checks its own
     directory = RunDirectory.create(request.out, job.name)
     directory.write_config(job.resolved())
     return job, directory
@@ -76,7 +76,7 @@ class Scribe:
     generations: list[Generation] = field(default_factory=list)
     _ready_s: float | None = None
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: Message) -> None:
         match news:
             case Connected(address, seconds):
                 where = f"the Ray cluster at {address}" if address else "a Ray of our own"
@@ -113,7 +113,7 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
         scribe = Scribe(directory, progress, facts)
         try:
             directory.write_environment(facts)
-            outcome = keep(_driver(job, directory, request), scribe.hear)
+            outcome = run_in_child(_driver(job, directory, request), scribe.hear)
             summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), scribe.generations)
             directory.write_summary(summary)
             if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):

@@ -112,7 +112,7 @@ class StreamOrder:
                 f"{what} takes {sms} SMs and its stream has {room} (a green context): make the exchange with sms={room}"
             )
         if len(self._all) > 1:
-            self._find_room(what, name, capture, sms)
+            self._refuse_too_many_sms(what, name, capture, sms)
         self._sms = max(self._sms, sms)  # the operations before the last one may still run too
         self._known = 0 if capture else min(room, self._sms)
 
@@ -136,7 +136,7 @@ class StreamOrder:
             code, *_ = bindings().cuEventQuery(self._done)
         return bool(code)
 
-    def _find_room(self, what: str, stream: int, capture: int, sms: int) -> None:
+    def _refuse_too_many_sms(self, what: str, stream: int, capture: int, sms: int) -> None:
         """Refuse an operation that could run beside one of another workspace and find too few multiprocessors."""
         mine, most = self._stream_sms[stream], self._gpu.sms
         total = sms

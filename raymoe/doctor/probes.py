@@ -18,9 +18,8 @@ from raymoe.doctor.finding import ProbeOutcome
 #
 # - **A deadline from outside.** When it has passed, every process of the child's session is killed. One that the kernel
 #   will not end (it sleeps inside a broken driver) is left where it is: nothing ever waits for it without a bound.
-# - **A channel of its own.** What the probe tells goes through a descriptor that nobody else knows, since libraries
-# print
-#   to both standard streams; of these only the last line is kept, for a probe that ends without a word.
+# - **A channel of its own.** A probe answers through a descriptor that nobody else knows, because libraries print to
+#   both standard streams. Of these the last line is kept, for a probe that ends without a word.
 # - **Nothing left over.** A child ends with its parent, and what it started ends when its outcome is taken.
 
 # The child imports from where its parent does; -P keeps the working directory out of the way until then.

@@ -40,7 +40,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class GpuFacts:
+class RankFacts:
     """What matters of a rank's GPU; nothing of a CPU rank."""
 
     gpu: str = ""
@@ -54,7 +54,7 @@ def choose(world: World, spec: ExchangeSpec, wish: Wish) -> str:
     problem = _impossible(world, spec, wish)
     asked = {} if problem else asdict(spec)
     asked |= {"backend": wish.backend, "sms": wish.sms, "workspace": wish.workspace is not None}
-    facts: list[GpuFacts] = []
+    facts: list[RankFacts] = []
     for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
         assert isinstance(other, tuple)
         theirs, their_problem, their_facts = other
@@ -83,17 +83,17 @@ def _candidates(device: str, spec: ExchangeSpec) -> tuple[str, ...]:
     return AUTO[device]
 
 
-def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[GpuFacts]) -> str | None:
+def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
     """Why this backend cannot serve these ranks, and what to do; None where it can.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
-    >>> refusal("collective", "cuda", spec, [GpuFacts(gpu="a", nccl=True), GpuFacts(gpu="a", nccl=True)])
+    >>> refusal("collective", "cuda", spec, [RankFacts(gpu="a", nccl=True), RankFacts(gpu="a", nccl=True)])
     'ranks 0 and 1 share GPU a; NCCL wants one GPU a rank: take fused or staged, or leave share_gpu out'
-    >>> refusal("fused", "cuda", spec, [GpuFacts("a", "NVIDIA A100", (8, 0))])
+    >>> refusal("fused", "cuda", spec, [RankFacts("a", "NVIDIA A100", (8, 0))])
     'NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take collective'
-    >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [GpuFacts()])
+    >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [RankFacts()])
     'rows that cross as float8_e4m3; only fused and staged, on GPUs, carry them so: leave wire out'
-    >>> refusal("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [GpuFacts()])
+    >>> refusal("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [RankFacts()])
     'transport copy_engine; only staged, on GPUs, has it: take staged, or leave transport out'
     """
     if spec.by_copy_engine and name != "staged":
@@ -174,16 +174,16 @@ def _impossible(world: World, spec: object, wish: Wish) -> ConfigError | None:
     return None
 
 
-def _facts(world: World) -> GpuFacts:
+def _facts(world: World) -> RankFacts:
     if world.device.type == "cpu":
-        return GpuFacts()
+        return RankFacts()
     from torch import distributed
 
     nccl = distributed.is_available() and distributed.is_nccl_available()
-    return GpuFacts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl)
+    return RankFacts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl)
 
 
-def _no_nccl(facts: Sequence[GpuFacts]) -> str | None:
+def _no_nccl(facts: Sequence[RankFacts]) -> str | None:
     if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL: take fused or staged, or another torch"
     gpus = [found.gpu for found in facts]
@@ -209,7 +209,7 @@ def _no_round_kernels(spec: ExchangeSpec, ranks: int) -> str | None:
     return None
 
 
-def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[GpuFacts]) -> str | None:
+def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
     for rank, found in enumerate(facts):
         if found.capability < FUSED_CAPABILITY:
             has, needs = (".".join(map(str, each)) for each in (found.capability, FUSED_CAPABILITY))

@@ -71,7 +71,7 @@ class Exchange:
             raise CaptureError("an exchange was to be made inside a capture; make it before, its calls can be captured")
         refuse_tracing("making an exchange")
         self.world, self.spec = world, spec
-        world.leftovers.free()
+        world.unclosed.free()
         wish = Wish(backend, workspace, sms)
         self.backend = choose(world, spec, wish)
         self._arguments = Arguments(spec, world.size, world.device)
@@ -90,7 +90,7 @@ class Exchange:
         self._calls: Calls = world.shared(Calls) if self._workspace is None else self._workspace.calls
         name = f"an exchange ({self.backend}) of rank {world.rank} of world {world.name!r}"
         release, at_once = partial(_let_go, self._backend, self._own), world.device.type == "cpu"
-        self._forget = world.leftovers.watch(self, name, release, at_once=at_once)
+        self._forget = world.unclosed.watch(self, name, release, at_once=at_once)
 
     @property
     def capturable(self) -> bool:

@@ -291,7 +291,7 @@ class Workspace:
         self.calls = Calls()
         release = partial(_let_go, self.heap, self._watchdog, self.error, self._order, self.kernels)
         name = f"a workspace of rank {world.rank} of world {world.name!r}"
-        self._forget = world.leftovers.watch(self, name, release, at_once=False)
+        self._forget = world.unclosed.watch(self, name, release, at_once=False)
         world.barrier("workspace: ready")  # nobody's kernel runs before everybody's words are as they begin
 
     def begin(self, op: str) -> None:

@@ -21,8 +21,8 @@ from raymoe.gang import supervisor as sv
 from raymoe.gang.address import choose
 from raymoe.gang.cluster import Cluster
 from raymoe.gang.gang import Gang
-from raymoe.gang.messages import Bounded, CaseDone, Connected, GenerationEnded, News, Progressed, Ready, RunOutcome
-from raymoe.gang.placement import Room, place
+from raymoe.gang.messages import Bounded, CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
+from raymoe.gang.placement import Reservation, place
 
 LOOK_S = 0.1  # how long one look at Ray may take; bounds how late a stop is seen
 
@@ -42,10 +42,10 @@ class Driver:
     """One run, from `ray.init` to `ray.shutdown`. `stopped` gives the signal that asked to stop, or None."""
 
     order: RunOrder
-    tell: Callable[[News], None]
+    tell: Callable[[Message], None]
     stopped: Callable[[], int | None]
     finished: set[str] = field(default_factory=set)
-    room: Room | None = None
+    reservation: Reservation | None = None
     gang: Gang | None = None
     state: sv.State = field(init=False)
     stop_seen: bool = False
@@ -83,8 +83,8 @@ class Driver:
         self.tell(Connected(cluster.address, time.monotonic() - began))
 
     def _place(self) -> None:
-        self.room = place(self.order.job, self._is_stopped)
-        if self.room is not None:
+        self.reservation = place(self.order.job, self._is_stopped)
+        if self.reservation is not None:
             self._on(sv.Placed())
 
     def _is_stopped(self) -> bool:
@@ -126,8 +126,8 @@ class Driver:
 
     def _act(self, action: sv.Action) -> None:
         if action is sv.Action.START:
-            assert self.room is not None
-            self.gang = Gang(self.order.job, self.order.run, self.room, self.state.generation)
+            assert self.reservation is not None
+            self.gang = Gang(self.order.job, self.order.run, self.reservation, self.state.generation)
             return
         assert self.gang is not None, f"{action} before there are ranks"
         match action:
@@ -147,6 +147,6 @@ class Driver:
         """Give back what was taken from the cluster; Ray would do it too, but later."""
         if not ray.is_initialized():
             return
-        if self.room is not None:
-            remove_placement_group(self.room.group)
+        if self.reservation is not None:
+            remove_placement_group(self.reservation.group)
         ray.shutdown()

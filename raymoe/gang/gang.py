@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.config import Job
 from raymoe.gang import supervisor as sv
-from raymoe.gang.placement import Room, Seat, order
-from raymoe.gang.processes import bury, last_words
+from raymoe.gang.placement import Reservation, Seat, order
+from raymoe.gang.processes import crash_report, end_ranks
 from raymoe.gang.rank import Line, RankActor, Seating, Status
 from raymoe.workload.memory_needed import bytes_per_rank, device_bytes_per_rank
 
@@ -40,8 +40,8 @@ class Call:
 class Gang:
     """One generation of ranks. Begins to start them when made."""
 
-    def __init__(self, job: Job, run: str, room: Room, generation: int) -> None:
-        self.job, self.run_name, self.room, self.generation = job, run, room, generation
+    def __init__(self, job: Job, run: str, reservation: Reservation, generation: int) -> None:
+        self.job, self.run_name, self.reservation, self.generation = job, run, reservation, generation
         self.size = job.world.ranks
         self.seats: dict[int, Seat] = {}
         self.descriptors: dict[int, dict[str, Any]] = {}
@@ -67,10 +67,10 @@ class Gang:
     def _create(self, rank: int, bundle: int) -> Any:
         options = RankActor.options(
             name=f"raymoe/{self.run_name}/rank{rank}",
-            num_cpus=self.room.bundle["CPU"],
-            num_gpus=self.room.bundle.get("GPU", 0),
+            num_cpus=self.reservation.bundle["CPU"],
+            num_gpus=self.reservation.bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self.room.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
+                self.reservation.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
             ),
             # Ray runs workers at nice 15, and what the job's own runtime_env says of it does not arrive at actors.
             runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},
@@ -110,7 +110,7 @@ class Gang:
             ray.kill(actor)
         self._calls.clear()
         self._polls.clear()
-        return sorted(bury(self.seats))
+        return sorted(end_ranks(self.seats))
 
     def _ask(self, what: str, arguments: Callable[[int], tuple[object, ...]]) -> None:
         self._calls.clear()
@@ -178,6 +178,7 @@ class Gang:
                 self._start(ranks)
                 return []
             world = self.job.world
+            nbytes = device_bytes_per_rank if self.reservation.device == "cuda" else bytes_per_rank
             self._ask(
                 "open",
                 lambda rank: (
@@ -187,9 +188,9 @@ class Gang:
                         generation=self.generation,
                         wait_timeout_s=world.wait_timeout_s,
                         threads=max(1, int(world.cpus)),
-                        device=self.room.device,
+                        device=self.reservation.device,
                         share_gpu=world.share_gpu,
-                        nbytes=(device_bytes_per_rank if self.room.device == "cuda" else bytes_per_rank)(self.job),
+                        nbytes=nbytes(self.job),
                     ),
                 ),
             )
@@ -215,7 +216,7 @@ class Gang:
             pid = f" (pid {seat.process[0]})" if seat else ""
             return f"rank {call.rank}{pid} died in `{call.what}`; `ray logs` has what it said"
         here = seat.node == ray.get_runtime_context().get_node_id()
-        cause = last_words(seat.errors) if here else None
+        cause = crash_report(seat.errors) if here else None
         why, where = cause or "without a word", seat.errors if here else f"{seat.errors} on its node"
         return f"rank {call.rank} (pid {seat.process[0]}) died in `{call.what}`: {why}; its log: {where}"
 

@@ -7,8 +7,8 @@ or later and can be ended by pid.
 
 Invariants
 * The parent never imports Ray, starts no thread, and blocks only in one bounded `select`.
-* When `keep` returns, no descendant of this process is left.
-* Whatever happens to the child (a crash in C++, a hang in `ray.init`), `keep` returns an Outcome.
+* When `run_in_child` returns, no descendant of this process is left.
+* Whatever happens to the child (a crash in C++, a hang in `ray.init`), `run_in_child` returns a `RunOutcome`.
 * Whatever happens to the parent (SIGKILL), the child drains as if it had been asked to stop, and cleans up for it.
 """
 
@@ -26,18 +26,18 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import FrameType
 
-from raymoe.gang.messages import Bounded, News, RunOutcome
+from raymoe.gang.messages import Bounded, Message, RunOutcome
 
 STOP_S = 3.5  # from a signal to the child's last word, then everything is killed: a run is gone 5 s after SIGTERM
 REAP_S = 3.0
 PR_SET_CHILD_SUBREAPER = 36
 
-Tell = Callable[[News], None]
+Tell = Callable[[Message], None]
 Stopped = Callable[[], int | None]
 Work = Callable[[Tell, Stopped], RunOutcome]
 
 
-def keep(work: Work, hear: Callable[[News], None]) -> RunOutcome:
+def run_in_child(work: Work, hear: Callable[[Message], None]) -> RunOutcome:
     """Run `work` in a child, pass on all it tells, and return how it ended; never leaves a process behind.
 
     `work` gets a function that tells news and one that gives the signal that asked to stop (None while there is none).
@@ -91,7 +91,7 @@ class _Signals:
         os.read(self._read, 4096)
 
 
-def _listen(child: int, news: Connection, signals: _Signals, hear: Callable[[News], None]) -> RunOutcome:
+def _listen(child: int, news: Connection, signals: _Signals, hear: Callable[[Message], None]) -> RunOutcome:
     """The parent's loop: pass news on, pass a signal down, end the child where a bound is passed."""
     bound, bound_ends = Bounded(None), float("inf")
     stop_ends, told = float("inf"), False

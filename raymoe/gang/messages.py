@@ -70,4 +70,4 @@ class RunOutcome:
     traceback: str | None = field(default=None, repr=False)
 
 
-News = Bounded | Connected | Ready | Progressed | CaseDone | GenerationEnded | RunOutcome
+Message = Bounded | Connected | Ready | Progressed | CaseDone | GenerationEnded | RunOutcome

@@ -65,16 +65,16 @@ def bundle_for(world: WorldSection, device: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Where a gang may live, generation after generation: a bundle a rank, of one node."""
+class Reservation:
+    """A bundle for each rank, all of one node, that every generation of a gang uses."""
 
     group: PlacementGroup
     bundle: dict[str, float]
     device: str
 
 
-def place(job: Job, stopped: Callable[[], bool]) -> Room | None:
-    """Room for the ranks of a job on one node; None where `stopped` turned true meanwhile.
+def place(job: Job, stopped: Callable[[], bool]) -> Reservation | None:
+    """Reserve a place on one node for the ranks of a job; None where `stopped` turned true meanwhile.
 
     A request that no node could ever hold fails at once; one that must wait for others to finish waits as long as the
     job says.
@@ -97,7 +97,7 @@ def place(job: Job, stopped: Callable[[], bool]) -> Room | None:
                 f"{_asked(ranks, bundle)}, and the cluster had no room for it within {timeout_s:g} s ({_found()}); "
                 "wait for other jobs to end or raise world.placement_timeout_s"
             )
-    return Room(group, bundle, device)
+    return Reservation(group, bundle, device)
 
 
 def _asked(ranks: int, bundle: dict[str, float]) -> str:

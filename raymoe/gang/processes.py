@@ -48,7 +48,7 @@ def cause_in(text: str) -> str | None:
     return None
 
 
-def last_words(path: str) -> str | None:
+def crash_report(path: str) -> str | None:
     """The cause in the end of a file; None where there is none, or no such file here."""
     try:
         with Path(path).open("rb") as file:
@@ -67,7 +67,7 @@ GRACE_S = 0.3  # for those that `ray.kill` reached
 GONE_S = 3.0
 
 
-def bury(seats: Mapping[int, Seat]) -> set[int]:
+def end_ranks(seats: Mapping[int, Seat]) -> set[int]:
     """End these ranks' processes wherever they are; returns the ranks that are still there."""
     left: set[int] = set()
     here = ray.get_runtime_context().get_node_id()
@@ -77,7 +77,7 @@ def bury(seats: Mapping[int, Seat]) -> set[int]:
             alive = end(ranks.values())
         else:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(num_cpus=0)(end).options(scheduling_strategy=there, name="bury ranks")
+            task = ray.remote(num_cpus=0)(end).options(scheduling_strategy=there, name="end ranks")
             alive = ray.get(task.remote(list(ranks.values())), timeout=GRACE_S + GONE_S + 10)
         left |= {rank for rank, process in ranks.items() if process in alive}
     return left

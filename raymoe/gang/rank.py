@@ -116,10 +116,10 @@ class Rank:
 
         from raymoe.gang.metrics import RankMetrics
         from raymoe.memory.world import World
-        from raymoe.workload.memory_needed import check_device_room, check_room
+        from raymoe.workload.memory_needed import check_device_memory, check_memory
 
         if seating.rank == 0 and seating.device == "cpu":  # for all: they are on one node
-            check_room(seating.size, seating.nbytes)
+            check_memory(seating.size, seating.nbytes)
         torch.set_num_threads(seating.threads)
         self.metrics = RankMetrics(self.run_name, seating.rank)
         self._enter("wiring")
@@ -134,7 +134,7 @@ class Rank:
         )
         if seating.device == "cuda":
             gpu, sharers = torch.cuda.get_device_properties(self.world.device), seating.size if seating.share_gpu else 1
-            check_device_room(sharers, seating.nbytes, f"the {gpu.name} of rank {seating.rank}", gpu.total_memory)
+            check_device_memory(sharers, seating.nbytes, f"the {gpu.name} of rank {seating.rank}", gpu.total_memory)
         return dict(self.world.descriptor())
 
     def _wire(self, descriptors: Sequence[Mapping[str, Any]]) -> None:

@@ -13,18 +13,18 @@ from raymoe.errors import RaymoeError
 Release = Callable[[], object]
 
 
-class Leftovers:
+class Unclosed:
     """Those of one rank of a world.
 
     >>> class Owner: ...
-    >>> leftovers, owner = Leftovers(), Owner()
-    >>> forget = leftovers.watch(owner, "an owner", lambda: print("let go"), at_once=False)
+    >>> unclosed, owner = Unclosed(), Owner()
+    >>> forget = unclosed.watch(owner, "an owner", lambda: print("let go"), at_once=False)
     >>> with warnings.catch_warnings(record=True) as told:
     ...     warnings.simplefilter("always")
     ...     del owner
     >>> str(told[0].message)
     'an owner was dropped without close(); close it, or use it in a with statement'
-    >>> leftovers.free()
+    >>> unclosed.free()
     let go
     """
 

@@ -31,7 +31,7 @@ from raymoe.memory.board import Board, board_layout
 from raymoe.memory.heap import DeviceHeap, Heap, Setting, let_go_layout, with_proof
 from raymoe.memory.layout import Layout
 from raymoe.memory.member import Member, Options, check_descriptors, code_hash
-from raymoe.memory.unclosed import Leftovers
+from raymoe.memory.unclosed import Unclosed
 from raymoe.memory.wait import Waiter
 from raymoe.memory.wiring import act_together, prove, share
 
@@ -78,7 +78,7 @@ class World:
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
         _WORLDS.add(self)
-        self.leftovers = Leftovers()
+        self.unclosed = Unclosed()
         self._workspaces: weakref.WeakSet[Heap] = weakref.WeakSet()  # whoever drops one lets go of its memory
         self._on_device: list[DeviceHeap] = []
         self._made_on_device = 0
@@ -209,7 +209,7 @@ class World:
         A host heap is what the processors of all ranks see; a device heap, of a GPU world, is what their kernels see.
         """
         self._refuse_if_closed(what)
-        self.leftovers.free()
+        self.unclosed.free()
         if where == "device":
             return self._allocate_on_device(layout, what)
         if where != "host":
@@ -293,7 +293,7 @@ class World:
                 leaving.callback(heap.let_go)
             for workspace in list(self._workspaces):
                 leaving.callback(workspace.close)
-            leaving.callback(self.leftovers.free)
+            leaving.callback(self.unclosed.free)
 
     def __enter__(self) -> Self:
         return self

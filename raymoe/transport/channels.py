@@ -78,7 +78,7 @@ class Channels:
         self.broken: RaymoeError | None = None
         name = f"channels by {self.transport} of rank {world.rank} of world {world.name!r}"
         at_once = world.device.type == "cpu"
-        self._forget = world.leftovers.watch(self, name, self._mover.abandon, at_once=at_once)
+        self._forget = world.unclosed.watch(self, name, self._mover.abandon, at_once=at_once)
 
     @property
     def nbytes(self) -> int:
@@ -108,13 +108,13 @@ class Channels:
         for lane in [lane for lane in held if slot is None or lane == named][:1]:
             self._add(Requests(releases=self._let_go(lane)))
 
-    def room(self, destination: int, slot: int | None = None) -> torch.Tensor:
+    def send_buffer(self, destination: int, slot: int | None = None) -> torch.Tensor:
         """Where the next message with `get` is fetched from; one that is written here needs no copy when it is sent."""
         pair = self.world.rank, destination
         lane = self.spec.lane(*pair, self._sent.get(pair, 0) % self.spec.slots if slot is None else slot)
         if self.spec.protocol != "get":
             raise ConfigError("the slots of a put are the receivers'; write the message anywhere and send it")
-        return self._shaped(self._open().room(lane))
+        return self._shaped(self._open().send_buffer(lane))
 
     @contextmanager
     def together(self) -> Iterator[None]:

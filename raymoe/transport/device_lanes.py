@@ -37,9 +37,9 @@ class DeviceLanes:
         return self._heap.address("buffer", lane.owner) + lane.place * self.spec.stride
 
     def received(self, lane: Lane) -> torch.Tensor:
-        return self.room(lane) if self.spec.protocol == "put" else self._landing[lane.number][: self.spec.nbytes]
+        return self.send_buffer(lane) if self.spec.protocol == "put" else self._landing[lane.number][: self.spec.nbytes]
 
-    def room(self, lane: Lane) -> torch.Tensor:
+    def send_buffer(self, lane: Lane) -> torch.Tensor:
         """The slot, at its owner."""
         return self._buffer[lane.place, : self.spec.nbytes]
 
@@ -85,8 +85,8 @@ class Enqueuing(ABC):
     def received(self, lane: Lane) -> torch.Tensor:
         return self.lanes.received(lane)
 
-    def room(self, lane: Lane) -> torch.Tensor:
-        return self.lanes.room(lane)
+    def send_buffer(self, lane: Lane) -> torch.Tensor:
+        return self.lanes.send_buffer(lane)
 
     def bound(self, waited_s: float) -> None:  # noqa: B027 - there is nothing to do, for any of them
         """Kernels and the watchdog bound every wait already."""

@@ -41,9 +41,9 @@ class HostMover:
             self._receive(lane)
 
     def received(self, lane: Lane) -> torch.Tensor:
-        return self.room(lane) if self._spec.protocol == "put" else self._landing[lane.number]
+        return self.send_buffer(lane) if self._spec.protocol == "put" else self._landing[lane.number]
 
-    def room(self, lane: Lane) -> torch.Tensor:
+    def send_buffer(self, lane: Lane) -> torch.Tensor:
         return self._buffer[lane.owner][lane.place, : self._spec.nbytes]
 
     def check(self) -> None:
@@ -61,9 +61,9 @@ class HostMover:
         sent = self._messages_sent.get(lane.number, 0)
         words = self._taken[lane.source]
         self._world.waiter.for_epoch("send", words, lane.destination, sent, index=lane.number)
-        room = self.room(lane)
-        if room.data_ptr() != message.data_ptr():
-            room.copy_(message)
+        buffer = self.send_buffer(lane)
+        if buffer.data_ptr() != message.data_ptr():
+            buffer.copy_(message)
         self._messages_sent[lane.number] = sent + 1
         self._world.waiter.fence()  # orders the message before the word that announces it
         self._sent[lane.destination][lane.number] = sent + 1
@@ -74,7 +74,7 @@ class HostMover:
         self._world.waiter.for_epoch("receive", words, lane.source, expected, index=lane.number)
         self._messages_received[lane.number] = expected
         if self._spec.protocol == "get":
-            self._landing[lane.number].copy_(self.room(lane))
+            self._landing[lane.number].copy_(self.send_buffer(lane))
             self._release(lane)
 
     def _release(self, lane: Lane) -> None:

@@ -75,7 +75,7 @@ class NcclMover:
     def received(self, lane: Lane) -> torch.Tensor:
         return self._slots[lane.number]
 
-    def room(self, lane: Lane) -> torch.Tensor:
+    def send_buffer(self, lane: Lane) -> torch.Tensor:
         raise ConfigError(f"NCCL fetches nothing from rank {lane.source}; write the message anywhere and send it")
 
     def check(self) -> None:

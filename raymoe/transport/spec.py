@@ -193,7 +193,7 @@ class Mover(Protocol):
     def received(self, lane: Lane) -> torch.Tensor:
         """What the receiver gets: always the same memory for a lane, flat bytes."""
 
-    def room(self, lane: Lane) -> torch.Tensor:
+    def send_buffer(self, lane: Lane) -> torch.Tensor:
         """Flat bytes at the sender: a message that already lies here is not copied once more before it is fetched."""
 
     def check(self) -> None:

@@ -1,41 +1,20 @@
-"""What a rank does with a job.
+"""What a rank does with a job: a folder for each workload, `compare/` for yardsticks and other systems.
 
-Nothing is imported before it is needed: the driver, which has no use for torch, takes `room` and `Progress` from here.
+Read first: `measure.py` (the loop of steps), `clock.py` (the time of an operation), `exchange/run.py` (a workload).
+`run_case` imports a workload when it is asked for: the driver loads no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raymoe.errors import ConfigError
+from raymoe.workload.progress import Progress
 
 if TYPE_CHECKING:
     from raymoe.config import Case
     from raymoe.memory.world import World
-
-
-# How far a case is. Apart from the rest, because whoever only listens needs no torch.
-
-
-@dataclass(frozen=True)
-class Progress:
-    """`done` of `total` steps of a case, the last of them in a block that took `seconds`."""
-
-    done: int
-    total: int
-    seconds: float
-
-
-def telling(progress: Callable[[Progress], None], total: int, before: int = 0) -> Callable[[int, float], None]:
-    """A listener for one of several loops that make a case of `total` steps; `before` were done by earlier ones.
-
-    >>> telling(print, total=100, before=50)(10, 0.2)
-    Progress(done=60, total=100, seconds=0.2)
-    """
-    return lambda done, seconds: progress(Progress(before + done, total, seconds))
-
 
 __all__ = ["Progress", "run_case"]
 

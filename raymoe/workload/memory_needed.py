@@ -200,7 +200,7 @@ def _case_bytes(job: Job) -> int:
     return held
 
 
-def check_room(ranks: int, each: int, available: int | None = None) -> None:
+def check_memory(ranks: int, each: int, available: int | None = None) -> None:
     """Refuse ranks that together need more memory than this machine can give now."""
     has = available_memory() if available is None else available
     if ranks * each > has:
@@ -210,7 +210,7 @@ def check_room(ranks: int, each: int, available: int | None = None) -> None:
         )
 
 
-def check_device_room(sharers: int, each: int, gpu: str, has: int) -> None:
+def check_device_memory(sharers: int, each: int, gpu: str, has: int) -> None:
     """Refuse a rank whose GPU has less memory in all than it and those that share the GPU need.
 
     What others hold of it now may be given back meanwhile, as by a generation that has just died; so it does not count.
@@ -227,10 +227,10 @@ def available_memory() -> int:
     """Bytes that this machine, or the container around us, can still give."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min([free, *_container_room()])
+    return min([free, *_container_free()])
 
 
-def _container_room() -> Iterable[int]:
+def _container_free() -> Iterable[int]:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (most := limit.read_text().strip()).isdigit():
         yield max(0, int(most) - int(used.read_text()))

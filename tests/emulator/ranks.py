@@ -60,7 +60,7 @@ class EmulatedWorld:
     """Of all ranks, by what they are for."""
     timeout_s: float = LONG_S
     name: str = "emulated"
-    leftovers: Any = field(default_factory=lambda: SimpleNamespace(watch=lambda *_, **__: lambda: None))
+    unclosed: Any = field(default_factory=lambda: SimpleNamespace(watch=lambda *_, **__: lambda: None))
     """The machine owns what a workspace has, so a dropped one leaves nothing."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

@@ -19,7 +19,7 @@ from raymoe.config import load_job
 from raymoe.gang import supervisor as sv
 from raymoe.gang.driver import Driver, RunOrder
 from raymoe.gang.gang import Call, Gang
-from raymoe.gang.messages import CaseDone, GenerationEnded, News, Ready, RunOutcome
+from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunOutcome
 from raymoe.gang.placement import Seat
 from tests.gang import configs
 from tests.gang.conftest import Head, Start
@@ -98,8 +98,8 @@ class Saboteur(Driver):
         super()._act(action)
 
 
-def drive(head: Head, config: str, prepare: Callable[[Saboteur], None]) -> tuple[RunOutcome, list[News]]:
-    news: list[News] = []
+def drive(head: Head, config: str, prepare: Callable[[Saboteur], None]) -> tuple[RunOutcome, list[Message]]:
+    news: list[Message] = []
     driver = Saboteur(
         RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None
     )
@@ -186,7 +186,7 @@ def test_a_rank_killed_between_two_cases(head: Head, tmp_path: Path) -> None:
     def prepare(driver: Saboteur) -> None:
         tell = driver.tell
 
-        def kill_after_first(item: News) -> None:
+        def kill_after_first(item: Message) -> None:
             tell(item)
             if isinstance(item, CaseDone) and not killed:
                 killed.append(item.case)

@@ -49,7 +49,7 @@ def test_on_a_cluster_the_ranks_go_too(start: Start, head: Head, tmp_path: Path)
 
 
 def test_killing_the_command_itself_leaves_nothing_either(start: Start, tmp_path: Path) -> None:
-    """Nobody is left to clean up: the kernel ends the driver with its keeper, and Ray's processes follow."""
+    """Nobody is left to clean up: the kernel ends the driver with the main process, and Ray's processes follow."""
     before = ray_processes()
     run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
     run.pids()

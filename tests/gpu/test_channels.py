@@ -188,7 +188,7 @@ def in_place(world: World, transport: str) -> int:
         if world.rank == 0:
             channels.synchronise()
             world.barrier("taken")
-            room = channels.room(1)
+            room = channels.send_buffer(1)
             fill_drawn(room, turn)
             channels.send(1, room)
         else:

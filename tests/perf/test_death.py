@@ -13,7 +13,7 @@ import ray
 from raymoe.config import load_job
 from raymoe.gang import supervisor as sv
 from raymoe.gang.driver import Driver, RunOrder
-from raymoe.gang.messages import News, Progressed
+from raymoe.gang.messages import Message, Progressed
 from tests.gang import configs
 from tests.gang.conftest import ray_head
 
@@ -30,8 +30,8 @@ class Watching(Driver):
     killed: list[float]
     noticed: list[float]
 
-    def kill_one(self, news: News) -> None:
-        """What the keeper would hear; the first progress of a generation is when its rank is killed."""
+    def kill_one(self, news: Message) -> None:
+        """What the main process would hear; the first progress of a generation is when its rank is killed."""
         if isinstance(news, Progressed) and self.gang is not None and len(self.killed) == self.state.generation:
             os.kill(self.gang.seats[VICTIM].process[0], signal.SIGKILL)
             self.killed.append(time.monotonic())

@@ -17,7 +17,7 @@ from raymoe.report.results import Line, complete
 from raymoe.run import Request
 from raymoe.transport.choice import CANDIDATES, FILE, PATTERNS, Table
 from raymoe.transport.spec import PROTOCOLS
-from raymoe.workload.p2p.run import copies_of
+from raymoe.workload.p2p.copies import copies_of
 
 RANKS = 3
 KIB, MIB = 1 << 10, 1 << 20

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.choice import GpuFacts, refusal
+from raymoe.exchange.choice import RankFacts, refusal
 from raymoe.exchange.cpu import OnCpu
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
@@ -338,7 +338,7 @@ def test_what_only_gpus_have(options: list[dict[str, Any]], says: str) -> None:
     close(worlds)
 
 
-A, B = GpuFacts("a", "H100", (9, 0), nccl=True), GpuFacts("b", "H100", (9, 0), nccl=True)
+A, B = RankFacts("a", "H100", (9, 0), nccl=True), RankFacts("b", "H100", (9, 0), nccl=True)
 OLD = replace(B, name="A100", capability=(8, 0))
 
 
@@ -367,7 +367,7 @@ OLD = replace(B, name="A100", capability=(8, 0))
         ("allgather", SPEC, [A, replace(B, nccl=False)], "the torch of rank 1 was built without NCCL"),
     ],
 )
-def test_what_gpus_can_do(backend: str, spec: ExchangeSpec, facts: list[GpuFacts], says: str | None) -> None:
+def test_what_gpus_can_do(backend: str, spec: ExchangeSpec, facts: list[RankFacts], says: str | None) -> None:
     found = refusal(backend, "cuda", spec, facts)
     assert (found is None) == (says is None), found
     assert says is None or says in str(found)

@@ -13,7 +13,7 @@ import pytest
 
 PREAMBLE = """
     import os, signal, subprocess, sys, time
-    from raymoe.gang.main_process import keep
+    from raymoe.gang.main_process import run_in_child
     from raymoe.gang.messages import Bounded, RunOutcome, Progressed
 
     def report(outcome):
@@ -47,7 +47,7 @@ def test_news_arrive_in_order_and_the_outcome_last() -> None:
                 tell(Progressed("a", done, 3))
             return RunOutcome(6, "wrong")
         heard = []
-        outcome = keep(work, heard.append)
+        outcome = run_in_child(work, heard.append)
         assert [news.done for news in heard] == [0, 1, 2], heard
         report(outcome)
     """)
@@ -62,7 +62,7 @@ def test_processes_that_the_driver_left_are_ended_even_when_orphaned() -> None:
             tell(Progressed(subprocess.check_output([sys.executable, "-c", script], text=True).strip(), 0, 0))
             return RunOutcome(0, "done")
         pids = []
-        outcome = keep(work, lambda news: pids.append(int(news.case)))
+        outcome = run_in_child(work, lambda news: pids.append(int(news.case)))
         state = open(f"/proc/{pids[0]}/stat").read() if os.path.exists(f"/proc/{pids[0]}") else "gone"
         report(RunOutcome(outcome.exit_code, state))
     """)
@@ -78,7 +78,7 @@ def test_a_driver_that_listens_may_finish_its_clean_up(number: signal.Signals, c
                 time.sleep(0.02)
             print("drained", flush=True)
             return RunOutcome(128 + stopped(), "stopped on request")
-        report(keep(work, print))
+        report(run_in_child(work, print))
     """)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(number)
@@ -91,7 +91,7 @@ def test_a_driver_that_hangs_is_ended_within_five_seconds_of_sigterm() -> None:
         def work(tell, stopped):
             print(os.getpid(), flush=True)
             time.sleep(60)
-        report(keep(work, print))
+        report(run_in_child(work, print))
     """)
     assert process.stdout is not None
     child = int(process.stdout.readline())
@@ -107,7 +107,7 @@ def test_a_second_signal_is_obeyed_at_once() -> None:
         def work(tell, stopped):
             print("up", flush=True)
             time.sleep(60)
-        report(keep(work, print))
+        report(run_in_child(work, print))
     """)
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     began = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_hang_past_its_bound_ends_with_the_sentence_of_the_bound() -> None:
         def work(tell, stopped):
             tell(Bounded(0.3, 3, "nobody answered within 0.3 s"))
             time.sleep(60)
-        report(keep(work, print))
+        report(run_in_child(work, print))
     """)
     assert finish(process) == (3, "nobody answered within 0.3 s")
 
@@ -134,7 +134,7 @@ def test_a_bound_that_is_lifted_ends_nothing() -> None:
             tell(Bounded(None))
             time.sleep(0.5)
             return RunOutcome(0, "done")
-        report(keep(work, print))
+        report(run_in_child(work, print))
     """)
     assert finish(process) == (0, "done")
 
@@ -151,13 +151,13 @@ def test_a_driver_that_crashes_becomes_a_sentence(how: str, said: str) -> None:
     process = start(f"""
         def work(tell, stopped):
             {how}
-        report(keep(work, print))
+        report(run_in_child(work, print))
     """)
     code, message = finish(process)
     assert code == 1 and said in message
 
 
-def test_killing_the_keeper_takes_the_driver_along() -> None:
+def test_killing_the_main_process_takes_the_driver_along() -> None:
     process = start("""
         def work(tell, stopped):
             print(os.getpid(), flush=True)
@@ -165,7 +165,7 @@ def test_killing_the_keeper_takes_the_driver_along() -> None:
             while stopped() is None:
                 time.sleep(0.02)
             return RunOutcome(143, "stopped")
-        keep(work, print)
+        run_in_child(work, print)
     """)
     assert process.stdout is not None
     child = int(process.stdout.readline())

@@ -17,8 +17,8 @@ from raymoe.workload.memory_needed import (
     BESIDE_BYTES,
     available_memory,
     bytes_per_rank,
-    check_device_room,
-    check_room,
+    check_device_memory,
+    check_memory,
     device_bytes,
     device_bytes_per_rank,
     spec_of,
@@ -41,9 +41,9 @@ def test_the_heap_is_in_it_and_a_layer_holds_its_experts_too() -> None:
 
 def test_a_job_that_fits_passes_and_one_that_does_not_says_both_numbers() -> None:
     job = load_job("quickstart")
-    check_room(4, bytes_per_rank(job), available=4 * bytes_per_rank(job))
+    check_memory(4, bytes_per_rank(job), available=4 * bytes_per_rank(job))
     with pytest.raises(PlacementError, match=r"4 ranks of 0\.4 GiB each, and this machine has 1\.0 GiB") as caught:
-        check_room(4, bytes_per_rank(job), available=2**30)
+        check_memory(4, bytes_per_rank(job), available=2**30)
     assert caught.value.exit_code == 3
 
 
@@ -88,15 +88,15 @@ def test_the_largest_case_counts_on_a_gpu_too() -> None:
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_both_numbers() -> None:
-    check_device_room(1, 80 * 2**30, "the NVIDIA H100 of rank 2", 80 * 2**30)
+    check_device_memory(1, 80 * 2**30, "the NVIDIA H100 of rank 2", 80 * 2**30)
     with pytest.raises(PlacementError) as caught:
-        check_device_room(1, 81 * 2**30, "the NVIDIA H100 of rank 2", 80 * 2**30)
+        check_device_memory(1, 81 * 2**30, "the NVIDIA H100 of rank 2", 80 * 2**30)
     assert str(caught.value).startswith(
         "asked for a rank of 81.0 GiB on one GPU, and the NVIDIA H100 of rank 2 has 80.0 GiB; lower p2p.bytes, "
     )
     assert caught.value.exit_code == 3
     with pytest.raises(PlacementError, match=r"asked for 4 ranks of 21\.0 GiB each on one GPU"):
-        check_device_room(4, 21 * 2**30, "the NVIDIA H100 of rank 0", 80 * 2**30)
+        check_device_memory(4, 21 * 2**30, "the NVIDIA H100 of rank 0", 80 * 2**30)
 
 
 @pytest.mark.parametrize(("share", "nbytes", "refused"), [(False, 9, False), (False, 11, True), (True, 9, True)])

@@ -18,12 +18,12 @@ from raymoe.config import Case, Job
 from raymoe.exchange.nccl import NcclRounds
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.workload import Progress, telling
 from raymoe.workload.clock import OpClock, Work, calls_of
 from raymoe.workload.compare.systems import skipped_line
 from raymoe.workload.inputs import Routing, draws_of
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
+from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic, Traffics, rows_for
 
 LEFT_OUT = {
@@ -46,7 +46,7 @@ def run_nccl_bare(case: Case, world: World, progress: Callable[[Progress], None]
     with closing(NcclBareStep(world, spec, job)) as do_step:
         steps = Steps(job.steps.warmup, job.steps.count, verify=False, bound=0.0)
         what = f"{case.name}: bare NCCL calls"
-        measured = measure(world, steps, do_step, telling(progress, steps.total), what)
+        measured = measure(world, steps, do_step, step_listener(progress, steps.total), what)
         graph, traffic = do_step.clock.captured, do_step.traffic
     device = torch.cuda.get_device_name(world.device)
     return [

@@ -21,10 +21,10 @@ import torch
 from raymoe.config import Case, Job
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
-from raymoe.workload import Progress, telling
 from raymoe.workload.inputs import Routing, draws_of
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import heap_bytes, spec_of
+from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import traffic_of
 
 # Another system beside each rank, in a process of its own, driven step by step over a socket.
@@ -110,10 +110,10 @@ class Apart:
             while not self._line.poll(_LOOK_S):
                 self._waiter.check()
                 if time.monotonic() > deadline:
-                    raise Trouble(f"no answer within {bound_s:g} s{self._last_words()}")
+                    raise Trouble(f"no answer within {bound_s:g} s{self._crash_report()}")
             answer = self._line.recv()
         except (EOFError, OSError) as error:
-            raise Trouble(f"its process {self._ending()}{self._last_words()}") from error
+            raise Trouble(f"its process {self._ending()}{self._crash_report()}") from error
         assert isinstance(answer, Answer)
         if answer.trouble is not None:
             raise Trouble(answer.trouble)
@@ -137,7 +137,7 @@ class Apart:
             return "closed its line"
         return f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
 
-    def _last_words(self) -> str:
+    def _crash_report(self) -> str:
         """The last line that the process printed, for whatever ended it without an answer."""
         printed = os.pread(self._printed, 1 << 20, 0).decode(errors="replace").splitlines()
         last = next((line.strip() for line in reversed(printed) if line.strip()), "")
@@ -250,7 +250,7 @@ def run_other(case: Case, world: World, progress: Callable[[Progress], None]) ->
             reason = step.begin()
             if reason is None:
                 what = f"{case.name}: exchange by {job.exchange.backend}"
-                measured = measure(world, steps, step, telling(progress, steps.total), what)
+                measured = measure(world, steps, step, step_listener(progress, steps.total), what)
                 reason = _first(world, step.trouble)
         finally:
             step.close()

@@ -1,0 +1,1 @@
+"""Workload exchange: dispatch and combine with nothing between them on the clock."""

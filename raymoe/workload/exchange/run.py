@@ -18,11 +18,11 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.layer import expert_major
 from raymoe.moe.weights import generator
-from raymoe.workload import Progress, telling
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line, Measured, Step, Steps, Timeline, aborting, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
+from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import traffic_of
 
 ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
@@ -66,7 +66,7 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
     with _opening(case, world, spec, inputs) as do_step:
         keys = do_step.keys
         what = f"{case.name}: exchange by {keys['backend']}"
-        measured = measure(world, steps, do_step, telling(progress, steps.total), what)
+        measured = measure(world, steps, do_step, step_listener(progress, steps.total), what)
         with aborting(world):
             timelines = do_step.timelines()
     by_op = traffic_of(world, inputs.draws, spec).by_op

@@ -1,0 +1,1 @@
+"""Workload layer: a whole Mixture-of-Experts layer, dispatch, experts, combine."""

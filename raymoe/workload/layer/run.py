@@ -10,11 +10,11 @@ import torch
 from raymoe.config import Case
 from raymoe.memory.world import World
 from raymoe.moe.layer import MoELayer
-from raymoe.workload import Progress, telling
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_of
+from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import traffic_of
 
 
@@ -27,7 +27,8 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(spec))
     with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
         backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
-        measured = measure(world, steps, do_step, telling(progress, steps.total), f"{case.name}: layer by {backend}")
+        tell = step_listener(progress, steps.total)
+        measured = measure(world, steps, do_step, tell, f"{case.name}: layer by {backend}")
     both = traffic_of(world, inputs.draws, spec).both
     return [result_line(case, "step", both, measured, 0) | shape_keys(case, backend)]
 

@@ -1,0 +1,1 @@
+"""Workload overlap: dispatch and combine beside a matrix product on the same GPU."""

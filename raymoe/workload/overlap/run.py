@@ -23,13 +23,13 @@ from raymoe.errors import ConfigError
 from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from raymoe.moe.weights import generator
-from raymoe.workload import Progress, telling
 from raymoe.workload.clock import OpClock
 from raymoe.workload.exchange.gpu import GpuExchangeStep
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import BOUNDS, bound_of, error_of
+from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic, traffic_of
 
 PRODUCT = "product"
@@ -193,7 +193,7 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
     with _opening(case, world, inputs) as step:
         keys = step.keys
         what = f"{case.name}: {keys['backend']} beside a product"
-        measured = measure(world, steps, step, telling(progress, steps.total), what)
+        measured = measure(world, steps, step, step_listener(progress, steps.total), what)
     by_op = traffic_of(world, inputs.draws, spec).by_op
     nothing = Traffic(0, 0)
     return [

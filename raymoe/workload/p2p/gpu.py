@@ -16,7 +16,7 @@ from raymoe.transport.channels import Channels, ChannelSpec
 from raymoe.transport.nccl import members_of
 from raymoe.workload.clock import Gate, StreamBarrier
 from raymoe.workload.measure import Line, Step
-from raymoe.workload.p2p.run import POISON, Copy
+from raymoe.workload.p2p.copies import POISON, Copy
 
 # Bytes on a GPU that whoever knows the key can make again, on any GPU, and how many of some are not those.
 
@@ -276,7 +276,7 @@ class GpuCopyStep:
 
     def _source(self, peer: int, slot: int) -> torch.Tensor:
         if self.fetched:
-            return self.channels.room(peer, slot)
+            return self.channels.send_buffer(peer, slot)
         return torch.empty(self.copy.nbytes, dtype=torch.uint8, device=self.world.device)
 
     def _draw(self, index: int) -> None:
