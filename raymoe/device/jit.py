@@ -67,9 +67,15 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
 # The folder is RAYMOE_CACHE_DIR, by default ~/.cache/raymoe. A folder that cannot be used costs a second a kernel and
 # process, which is no reason to end a run: a RuntimeWarning names it.
 
-VARIABLE = "RAYMOE_CACHE_DIR"
+CACHE_VARIABLE = "RAYMOE_CACHE_DIR"
 LIMIT_BYTES = 512 << 20
 _DIGEST_BYTES = 32
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels, and what was measured on this machine, are kept."""
+    asked = os.environ.get(CACHE_VARIABLE)
+    return Path(asked) if asked else Path("~/.cache/raymoe").expanduser()
 
 
 class Cubins:
@@ -83,8 +89,7 @@ class Cubins:
 
     @classmethod
     def from_environment(cls) -> Cubins:
-        asked = os.environ.get(VARIABLE)
-        return cls(Path(asked) if asked else Path("~/.cache/raymoe").expanduser())
+        return cls(cache_folder())
 
     def get(self, key: str) -> bytes | None:
         """What was put under the key, whole and undamaged, or None."""
@@ -121,7 +126,7 @@ class Cubins:
         if first:
             warnings.warn(
                 f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so every process "
-                f"compiles its own; set {VARIABLE} to a folder that can be written",
+                f"compiles its own; set {CACHE_VARIABLE} to a folder that can be written",
                 RuntimeWarning,
                 stacklevel=2,
             )

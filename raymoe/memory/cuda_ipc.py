@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -54,37 +54,6 @@ _SUSPECTS = {
 _USUAL = "MIG, separate IPC namespaces (--ipc=host), device cgroups and an old driver each forbid it"
 
 
-class Device(Protocol):
-    """What heaps ask of a GPU. `gpu_memory.GpuMemory` asks the driver; tests have one that keeps a diary."""
-
-    uuid: str
-    driver: int
-
-    def allocate(self, nbytes: int) -> int: ...
-
-    def free(self, address: int) -> None: ...
-
-    def available(self) -> tuple[int, int]:
-        """Bytes free, and bytes in all."""
-
-    def zero(self, address: int, nbytes: int) -> None: ...
-
-    def synchronise(self) -> None: ...
-
-    def export(self, address: int) -> bytes: ...
-
-    def map(self, handle: bytes) -> int: ...
-
-    def unmap(self, address: int) -> None: ...
-
-    def write(self, address: int, value: int) -> None:
-        """Store a 64-bit word; it may still be under way until `synchronise`."""
-
-    def read(self, address: int) -> int: ...
-
-    def close(self) -> None: ...
-
-
 class Owner:
     """What tensors over own memory refer to. While one lives the memory is not freed."""
 
@@ -92,7 +61,7 @@ class Owner:
 class DeviceSegment:
     """Device memory of one rank: its own, where there is a handle to give away, or a mapping of a peer's."""
 
-    def __init__(self, device: Device, address: int, nbytes: int, handle: bytes | None = None) -> None:
+    def __init__(self, device: GpuMemory, address: int, nbytes: int, handle: bytes | None = None) -> None:
         self._device = device
         self._handle = handle
         self._closed = False
@@ -128,7 +97,7 @@ class DeviceSegment:
 class DeviceMemory:
     """Makes and maps segments on one GPU, for one rank."""
 
-    def __init__(self, device: Device, retry_s: float = RETRY_S) -> None:
+    def __init__(self, device: GpuMemory, retry_s: float = RETRY_S) -> None:
         self.device = device
         self._retry_s = retry_s
         self._known: weakref.WeakValueDictionary[bytes, DeviceSegment] = weakref.WeakValueDictionary()
@@ -203,14 +172,15 @@ class DeviceMemory:
             ) from error
 
 
-# The driver's calls that heaps in device memory need, on one GPU of this process.
-
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
 _WORD_BYTES = 8
 
 
 class GpuMemory:
-    """`cuda_ipc.Device` on a real GPU. Any thread may call: each call makes the context its own while it lasts."""
+    """The driver's calls that heaps need, on one GPU of this process. Tests have one that keeps a diary.
+
+    Any thread may call: each call makes the context its own while it lasts.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -231,6 +201,7 @@ class GpuMemory:
         self._call("cuMemFree", address)
 
     def available(self) -> tuple[int, int]:
+        """Bytes free, and bytes in all."""
         free, total = self._call("cuMemGetInfo")
         return int(free), int(total)
 
@@ -253,6 +224,7 @@ class GpuMemory:
         self._call("cuIpcCloseMemHandle", address)
 
     def write(self, address: int, value: int) -> None:
+        """Store a 64-bit word; it may still be under way until `synchronise`."""
         word = ctypes.c_int64(value)
         self._call("cuMemcpyHtoD", address, ctypes.addressof(word), _WORD_BYTES)
 

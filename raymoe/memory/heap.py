@@ -15,7 +15,7 @@ from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.wait import Words
 
 if TYPE_CHECKING:
-    from raymoe.memory.cuda_ipc import Device, DeviceSegment
+    from raymoe.memory.cuda_ipc import DeviceSegment, GpuMemory
     from raymoe.memory.wait import Waiter
 
 
@@ -98,7 +98,7 @@ def let_go_layout(size: int) -> Layout:
 class Setting:
     """What a device heap needs of its world."""
 
-    device: Device
+    device: GpuMemory
     torch_device: torch.device
     waiter: Waiter
     let_go: Heap

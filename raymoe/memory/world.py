@@ -64,7 +64,7 @@ class World:
     is in host memory for CPU and GPU ranks alike: all are on one machine.
     """
 
-    def __init__(self, member: Member, device: cuda_ipc.Device | None, parent: World | None = None) -> None:
+    def __init__(self, member: Member, device: cuda_ipc.GpuMemory | None, parent: World | None = None) -> None:
         self.member = member
         self.rank, self.size, self.generation = member.rank, member.size, member.generation
         self.name, self.timeout_s = member.name, member.timeout_s

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from raymoe.device.jit import CACHE_VARIABLE, cache_folder
 from raymoe.errors import CannotWrite, ConfigError
 from raymoe.memory.world import World
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 
-VARIABLE, FILE, FORMAT = "RAYMOE_CACHE_DIR", "transports.json", 1
+FILE, FORMAT = "transports.json", 1
 PATTERNS, CANDIDATES = ("pairs", "all_to_all"), ("copy_engine", "tma")
 TMA_CAPABILITY = (9, 0)
 """Of a GPU: bulk copies exist from Hopper on."""
@@ -73,8 +74,8 @@ class Table:
             aside.replace(path)
         except OSError as error:
             raise CannotWrite(
-                f"the table of transports cannot be written to {path} ({error.strerror or error}); set {VARIABLE} to a "
-                "folder that can be written"
+                f"the table of transports cannot be written to {path} ({error.strerror or error}); set {CACHE_VARIABLE} "
+                "to a folder that can be written"
             ) from error
         return path
 
@@ -206,9 +207,3 @@ def chosen(world: World, spec: ChannelSpec) -> str:
             problem = error
     world.agree(problem, "channels: table")
     return str(world.swap(choice, "channels: transport")[0])
-
-
-def cache_folder() -> Path:
-    """Where what was measured and compiled on this machine is kept."""
-    asked = os.environ.get(VARIABLE)
-    return Path(asked) if asked else Path("~/.cache/raymoe").expanduser()
