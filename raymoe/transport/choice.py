@@ -74,8 +74,8 @@ class Table:
             aside.replace(path)
         except OSError as error:
             raise CannotWrite(
-                f"the table of transports cannot be written to {path} ({error.strerror or error}); set {CACHE_VARIABLE} "
-                "to a folder that can be written"
+                f"the table of transports cannot be written to {path} ({error.strerror or error}); "
+                f"set {CACHE_VARIABLE} to a folder that can be written"
             ) from error
         return path
 

@@ -25,7 +25,7 @@ SEEDS = 8
 _STATEMENT = re.compile(
     r"(?:ptx::(?:fence_\w+|bulk_wait\w*<[^>]*>)\(\)|ptx::barrier_of_warps\([^)]*\)|__sync(?:threads|warp)\(\));"
 )
-_OF_A_COPY = {"copy.cu", "lanes.cuh", "unaligned.cuh", "pace.cuh"}
+_OF_A_COPY = {"copy.cu", "lanes.cuh", "unaligned.cuh"}
 _OF_ROUNDS = {
     *("tell_routing.cu", "count_entries.cu", "number_entries.cu", "spread_rows.cu", "sum_entries.cu", "sum_ranks.cu"),
     *("rounds.cuh", "runs.cuh", "traffic.cuh", "numbering.cuh"),

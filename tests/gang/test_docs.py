@@ -1,4 +1,4 @@
-"""The commands in README.md and docs/ do what these pages say: run as they stand, or named with the test that does.
+"""The commands in README.md, CONTRIBUTING.md and docs/ do what these pages say: run as they stand, or named with the test that does.
 
 The first run of a page has a Ray of its own, as on a reader's machine. Later ones are pointed at a cluster by
 RAY_ADDRESS, which spares them its start.
@@ -20,11 +20,13 @@ from tests.gang.conftest import REPO, Head, address_file
 from tests.python_path import python_path
 from tests.unit import library_page
 
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
 WANT_GPUS = ("raymoe run p2p ", "raymoe run exchange_", "raymoe run bench_")
 ELSEWHERE = {
     "make run": "`make` does the set-up of this very run; what it runs is `raymoe run quickstart`, below",
     "make test": "this is it",
+    "make check": "a half of `make test`",
+    'make unit PYTEST="tests/unit -k plan"': "a part of `make test`",
     "pip install .": "tests/unit/test_packaging.py",
     "ray start --head": "the fixture `head`",
     "ray job submit --working-dir . -- raymoe run quickstart": "tests/gang/test_submit.py",

@@ -1,0 +1,60 @@
+"""Links of the documents lead somewhere, and files that documents and comments name are there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FOLDERS = ("raymoe", "kernels", "tests", "configs", "docs", "examples", "benchmarks")
+SOURCES = [
+    path
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if path.is_file() and "__pycache__" not in path.parts
+]
+NAMES = {path.name for path in SOURCES} | {path.name for path in ROOT.iterdir()}
+OTHERS = {"a.cuh", "job_supervisor.py"}
+"""Names of an example, and of a file of Ray."""
+_SOURCE_NAME = re.compile(r"(?<![\w.*{-])([a-z][a-z0-9_]*\.(?:py|cu|cuh))\b(?!\()")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        there = page if not path else (page.parent / path).resolve()
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            wrong.append(target)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_that_a_page_names_are_there(page: Path) -> None:
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_files_that_comments_name_are_there() -> None:
+    wrong = []
+    for path in [*SOURCES, *PAGES]:
+        if path.suffix not in (".py", ".cu", ".cuh", ".md") or path.name == "CHANGELOG.md":
+            continue
+        if path.parent.name == "unit":  # these make files of their own
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            names = set(_SOURCE_NAME.findall(line)) - NAMES - OTHERS
+            wrong += [f"{path.relative_to(ROOT)}:{number}: {name}" for name in names]
+    assert wrong == []
