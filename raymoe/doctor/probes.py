@@ -78,7 +78,7 @@ def understood(told: str, ending: str, printed: str) -> ProbeOutcome:
     r"""The outcome in what a child told: lines of JSON, of which the last with `told` counts.
 
     >>> understood('{"doing": "starting CUDA"}\n{"told": {"gpus": 4}}\n', "", "")
-    Outcome(values={'gpus': 4}, trouble='')
+    ProbeOutcome(values={'gpus': 4}, trouble='')
     >>> understood('{"doing": "starting CUDA"}\n', "ended by SIGSEGV", "").trouble
     'ended by SIGSEGV while starting CUDA'
     >>> understood("", "ended with code 1", "x\nImportError: no ray\n").trouble

@@ -1,5 +1,5 @@
-"""The commands in README.md, CONTRIBUTING.md and docs/ do what these pages say: run as they stand, or named with the test
-that runs them.
+"""The commands in README.md, CONTRIBUTING.md and docs/ do what these pages say: run as they stand, or named with the
+test that runs them.
 
 The first run of a page has a Ray of its own, as on a reader's machine. Later ones are pointed at a cluster by
 RAY_ADDRESS, which spares them its start.
