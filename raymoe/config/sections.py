@@ -54,7 +54,7 @@ def format_size(size: int) -> str:
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DispatchWire = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
-OtherSystem = Literal["nvshmem", "deep_ep", "deep_ep_v2", "hybrid_ep"]
+OtherSystem = Literal["nvshmem"]
 
 
 class Section(BaseModel):
@@ -184,8 +184,8 @@ class ExchangeSection(Section):
     """How rows move: by one kernel each way (fused) or by several (staged) between GPU ranks, over shared memory (host)
     between CPU ranks, by NCCL or Gloo (collective, allgather) between either. row_push is no exchange: it only pushes
     rows to known slots, a yardstick for dispatch between GPU ranks. Nor is nccl_bare, the bare NCCL calls on the bytes
-    that allgather and collective move, a yardstick for these. Nor are nvshmem (torch's all_to_all_vdev_2d),
-    deep_ep, deep_ep_v2 and hybrid_ep: they are other systems, run for comparison where they are installed."""
+    that allgather and collective move, a yardstick for these. Nor is nvshmem, torch's all_to_all_vdev_2d: it is another
+    system, run for comparison."""
     transport: Literal["auto", "copy_engine"] = "auto"
     """Who moves the rows of dispatch: the backend in its own way, or with staged the copy engine, which sends all rows
     to every rank and keeps no SM busy meanwhile."""

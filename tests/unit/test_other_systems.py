@@ -211,8 +211,6 @@ def test_without_a_gpu_the_real_process_says_so():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (job(backend="deep_ep"), "package deep_ep is not installed"),
-        (job(backend="hybrid_ep"), "package deep_ep is not installed"),
         (job(wire={"dispatch": "float8_e4m3"}), "quantises nothing"),
         (job(wire={"combine": "float32"}), "sums as float32; nvshmem is run with sums of the dtype"),
         (job().model_copy(update={"world": WorldSection(ranks=1, device="cuda")}), "no peer"),

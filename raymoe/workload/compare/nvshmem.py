@@ -55,9 +55,6 @@ class Sorted:
 class VdevAllToAll:
     """The operation with its memory in the symmetric heap, and its way back. All ranks make one."""
 
-    capturable = True
-    sms: int | None = None
-
     def __init__(self, world: World, spec: ExchangeSpec, inputs: Inputs) -> None:
         self._world, self._spec, self._inputs = world, spec, inputs
         local = spec.local_experts(world.size)

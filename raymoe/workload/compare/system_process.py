@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ import torch
 
 from raymoe.config import Job
 from raymoe.errors import RaymoeError
-from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, calls_of
 from raymoe.workload.compare.systems import Answer, SystemFacts
@@ -30,10 +29,6 @@ _PR_SET_PDEATHSIG = 1
 
 class System(Protocol):
     """Dispatch and combine of another system, enqueued on the current stream; made by all ranks."""
-
-    capturable: bool
-    """Whether its calls never wait on the host, as far as is known: tried, and eager where it fails."""
-    sms: int | None
 
     @property
     def left_out(self) -> Mapping[str, str | None]:
@@ -66,14 +61,12 @@ class SystemSteps:
             system.take(0, fresh=False)
             self._both()  # connects, allocates and compiles whatever the first call does
             self._settle()
-            captured = job.steps.graph is not False and system.capturable
-            self._clock, self._timed = self._made_ready(captured)
+            self._clock, self._timed = self._made_ready(captured=job.steps.graph is not False)
 
     @property
     def facts(self) -> SystemFacts:
         keys: Line = {
             "graph": self._clock.captured,
-            "sms": self._system.sms,
             "device": torch.cuda.get_device_name(self._world.device),
         }
         return SystemFacts(self.ops, dict(self._system.left_out), keys)
@@ -93,8 +86,8 @@ class SystemSteps:
             us += self._clock.us(both)
         return tuple(us)
 
-    def _made_ready(self, captured: bool) -> tuple[OpClock, tuple[TimedOp, TimedOp, TimedOp]]:
-        """Captured on all ranks, or on none."""
+    def _made_ready(self, *, captured: bool) -> tuple[OpClock, tuple[TimedOp, TimedOp, TimedOp]]:
+        """Captured on all ranks, or on none where it fails on one."""
         clock = OpClock(self._world, self._stream, self._settle, captured=captured, calls=self._calls)
         problem = None
         try:
@@ -124,22 +117,13 @@ def _refuse(index: int, op: str, wrong: str | None) -> None:
 
 
 def system_of(world: World, job: Job) -> System:
-    """The system that a job names, with the tokens of this rank."""
+    """The system that a job names, with the tokens of this rank. Imported here, so that what it lacks is an answer."""
+    from raymoe.workload.compare.nvshmem import VdevAllToAll
+
     spec = spec_of(job)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     inputs = Inputs(Routing.of(job), world.rank, spec.hidden, dtype, world.device)
-    if job.exchange.backend == "nvshmem":
-        from raymoe.workload.compare.nvshmem import VdevAllToAll
-
-        return VdevAllToAll(world, spec, inputs)
-    from raymoe.workload.compare import deep_ep
-
-    kinds: dict[str, Callable[[World, ExchangeSpec, Inputs], System]] = {
-        "deep_ep": deep_ep.Version1,
-        "deep_ep_v2": deep_ep.Version2,
-        "hybrid_ep": deep_ep.Hybrid,
-    }
-    return kinds[job.exchange.backend](world, spec, inputs)
+    return VdevAllToAll(world, spec, inputs)
 
 
 def serve(line: Connection) -> None:

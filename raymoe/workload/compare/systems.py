@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -231,12 +230,9 @@ def _first_trouble(answers: Sequence[object]) -> str | None:
 
 # Other systems under the clock of our backends: each a case like any other, or a line that says why it was not run.
 #
-# They run in a process of their own beside each rank, because most of them end the process where they meet what they
-# cannot do, none gives its memory back before the process ends, and each wants settings that are nobody else's. What
-# they cannot do, or do wrong, is told in the results and ends no run.
-
-PACKAGES = {"nvshmem": "torch", "deep_ep": "deep_ep", "deep_ep_v2": "deep_ep", "hybrid_ep": "deep_ep"}
-"""What must be installed, by backend. Whether it can do what is wanted is found out by whoever loads it."""
+# Each runs in a process of its own beside each rank, because it may end the process where it meets what it cannot do,
+# gives no memory back before the process ends, and wants settings that are nobody else's. What it cannot do, or does
+# wrong, is told in the results and ends no run.
 
 
 def run_other(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -277,8 +273,6 @@ def refusal(job: Job) -> str | None:
         return f"rows as {job.exchange.wire.dispatch}; {backend} is run with rows of the dtype and quantises nothing"
     if job.exchange.wire.combine is not None and job.exchange.wire.combine != job.shape.dtype:
         return f"sums as {job.exchange.wire.combine}; {backend} is run with sums of the dtype"
-    if find_spec(PACKAGES[backend]) is None:
-        return f"package {PACKAGES[backend]} is not installed"
     return None
 
 
