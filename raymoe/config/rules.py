@@ -244,16 +244,9 @@ def _overlap_is_eager(job: Job) -> tuple[str, str] | None:
     return "an overlap is timed without graphs, behind a stream that is held", "write auto or false"
 
 
-def _multiprocessors_are_left(job: Job) -> tuple[str, str] | None:
-    if job.overlap.keep_off == "priority" or job.exchange.sms != "auto":
-        return None
-    return f"{job.overlap.keep_off} leaves multiprocessors to an exchange of auto", "write a number of exchange.sms"
-
-
 RULES = (
     Rule(("overlap",), ("world.device", "workload"), _overlap_is_between_gpus),
     Rule(("overlap",), ("exchange.backend", "workload"), _runs_beside),
-    Rule(("overlap",), ("overlap.keep_off", "exchange.sms"), _multiprocessors_are_left),
     Rule(("overlap",), ("steps.graph", "workload"), _overlap_is_eager),
     Rule(("layer",), ("world.device", "workload"), _gpus_can_do_it),
     Rule((*MOE, "p2p"), ("steps.graph", "world.device"), _graph_needs_gpus),

@@ -242,8 +242,3 @@ class OverlapSection(Section):
     """Rows of the matrix product beside the exchange: rows x hidden times hidden x columns, in the shape's dtype."""
     columns: int = Field(default=4096, ge=1, le=2**20)
     """Its columns. With hidden 7168 in bfloat16 the default takes about as long as 4096 tokens to four H200."""
-    form: Literal["whole", "halves"] = "whole"
-    """Whether the exchange runs beside the product as a whole, or its sending alone, and what receives after both."""
-    keep_off: Literal["priority", "carveout", "green_context"] = "priority"
-    """How the product is kept off the multiprocessors of the exchange: by the priority of streams alone, by telling the
-    library to leave as many, or by a green context of the rest."""

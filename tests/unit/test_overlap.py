@@ -27,7 +27,7 @@ from raymoe.workload.overlap.run import OPS, OverlapStep  # noqa: E402
 from tests.unit.lines import GPU_SHAPE, SETTING, whole  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
-BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]", "matrix.overlap.form=[whole]"]
+BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]"]
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,8 @@ BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]", "matrix
         (["matrix.exchange.backend=[collective]"], "collective is not run beside a product"),
         (["matrix.exchange.backend=[row_push]"], "row_push is not run beside a product"),
         (["world.device=cpu"], "workload overlap has no CPU ranks"),
-        (["overlap.keep_off=carveout"], "write a number of exchange.sms"),
         (["steps.graph=true"], "timed without graphs"),
-        (["overlap.form=quarters"], "whole"),
+        (["overlap.rows=0"], "overlap.rows"),
         (["workload=exchange", "overlap.rows=8"], "overlap"),
     ],
 )
@@ -100,23 +99,12 @@ def without_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "none")
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda *_: "cublas")
     monkeypatch.setattr(overlap_run, "OpClock", Clock)
     monkeypatch.setattr(Exchange, "check", lambda _: None)
 
 
-@pytest.fixture
-def in_halves(monkeypatch):
-    """Halves of the backend between CPU ranks, which has none: the first does all."""
-    monkeypatch.setattr(Exchange, "dispatch_send", Exchange.dispatch)
-    monkeypatch.setattr(Exchange, "combine_send", Exchange.combine)
-    monkeypatch.setattr(Exchange, "dispatch_receive", lambda _, got: got)
-    monkeypatch.setattr(Exchange, "combine_receive", lambda _, sent: sent)
-
-
-@pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("wrong", ["", "exchange", "product"])
-def test_a_step_times_all_and_judges_both(without_cuda, in_halves, monkeypatch, wrong, form):
+def test_a_step_times_all_and_judges_both(without_cuda, monkeypatch, wrong):
     asked = load_job("host_exchange", ["shape={tokens: 8, hidden: 16, experts: 4, topk: 2, dtype: float32}"])
     spec = spec_of(asked.cases()[0].job)
     routing = Routing("uniform", seed=0, ranks=2, tokens=8, experts=4, topk=2)
@@ -128,7 +116,7 @@ def test_a_step_times_all_and_judges_both(without_cuda, in_halves, monkeypatch, 
                 world,
                 exchange,
                 Inputs(routing, world.rank, 16, torch.float32),
-                OverlapSection(rows=8, columns=4, form=form),
+                OverlapSection(rows=8, columns=4),
             )
             if wrong == "product":
                 doing._product.want[3, 2] += 1
