@@ -70,10 +70,10 @@ def _tokens_figure(group: Group, colours: Mapping[str, int]) -> Figure:
     return figure
 
 
-def apart(counts: Sequence[int]) -> list[int]:
+def spaced(counts: Sequence[int]) -> list[int]:
     """Those of them, in order, whose names have room beside one another on a logarithmic axis.
 
-    >>> apart([1, 2048, 3072, 4096, 6144, 8192])
+    >>> spaced([1, 2048, 3072, 4096, 6144, 8192])
     [1, 2048, 4096, 8192]
     """
     kept: list[int] = []
@@ -101,7 +101,7 @@ def _draw_tokens(axes: Axes, group: Group, colours: Mapping[str, int], of: Calla
             markersize=5,
             label=label,
         )
-    ticks = apart(sorted({whole(line, "tokens") for line in group.lines}))
+    ticks = spaced(sorted({whole(line, "tokens") for line in group.lines}))
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(count) for count in ticks])
     axes.xaxis.set_minor_locator(NullLocator())

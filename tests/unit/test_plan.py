@@ -180,8 +180,9 @@ def test_a_spec_and_its_world() -> None:
 
 def test_a_job_and_the_library_have_the_same_bounds() -> None:
     schema = Job.model_json_schema()["$defs"]
+    shape = schema["ShapeSection"]["properties"]
     bounds = {
-        **{name: schema["ShapeSection"]["properties"][name]["maximum"] for name in ("tokens", "hidden", "experts", "topk")},
+        **{name: shape[name]["maximum"] for name in ("tokens", "hidden", "experts", "topk")},
         "alignment": schema["ExchangeSection"]["properties"]["alignment"]["maximum"],
     }
     fits = {"tokens": 8, "hidden": 64, "experts": 512, "topk": 8, "alignment": 16}

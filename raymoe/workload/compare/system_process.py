@@ -1,4 +1,4 @@
-"""The process beside a rank that another system runs in: answers `apart.Apart` message by message.
+"""The process beside a rank that another system runs in: answers `systems.SystemProcess` message by message.
 
 Its world is one of its own, of the processes beside all ranks, and its clock is the one that our backends are timed by.
 """
@@ -155,7 +155,10 @@ def serve(line: Connection) -> None:
 
 
 def main(fd: int) -> None:
-    """What the program of `apart` calls. It ends without destructors: those of strangers may wait for one another."""
+    """The entry of the program that `SystemProcess` starts.
+
+    It ends without destructors: those of other libraries may wait for one another.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the rank has closed, or is gone
         serve(Connection(fd))

@@ -81,7 +81,7 @@ class Trouble(RaymoeError):  # noqa: N818 - it says what there is
     """The process, or the system in it, will give no answer any more; the message says why."""
 
 
-class Apart:
+class SystemProcess:
     """The process of one rank. `ask` raises `Trouble` where there is no good answer; from then on always."""
 
     def __init__(self, world: World, environment: Mapping[str, str]) -> None:
@@ -143,7 +143,7 @@ class Apart:
         return last and f": {last}"
 
 
-class ApartStep:
+class SystemStep:
     """A step of another system, done by the processes beside the ranks.
 
     `begin` is collective and says what stands in the way, the same on all ranks; `keys` and `left_out` are there from
@@ -155,7 +155,7 @@ class ApartStep:
         self.trouble: str | None = None
         self.facts = SystemFacts((), {})
         uuids = [str(uuid) for uuid in world.swap(_uuid(world), "another system: GPUs")]
-        self._process = Apart(world, environment(job, uuids, world.rank))
+        self._process = SystemProcess(world, environment(job, uuids, world.rank))
 
     def begin(self) -> str | None:
         world = self._world
@@ -241,7 +241,7 @@ def run_other(case: Case, world: World, progress: Callable[[Progress], None]) ->
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, bound=0.0)
     reason = _first(world, refusal(job))
     if reason is None:
-        step = ApartStep(world, job)
+        step = SystemStep(world, job)
         try:
             reason = step.begin()
             if reason is None:
