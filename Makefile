@@ -6,7 +6,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CONFIG ?= quickstart
 PYTEST ?=
-FULL   := $(basename $(notdir $(wildcard configs/exchange_*_full.yaml configs/exchange_*_fp8.yaml)))
+MODELS := $(addprefix exchange_,deepseek_v3 gpt_oss_120b kimi_k2 mixtral_8x22b qwen3_235b)
+FULL   := --set 'matrix.shape.tokens=[1, 128, 4096, 8192]' --set 'matrix.routing.kind=[uniform, zipf]' --set routing.alpha=1.2
+FP8    := --set 'matrix.exchange.backend=[fused, staged, row_push]' --set exchange.wire=float8_e4m3 --set exchange.output=raw
 NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
@@ -48,8 +50,11 @@ sanitize: $(STAMP) ## exchanges and copies under compute-sanitizer: memcheck, sy
 exchange-stamped: $(STAMP) ## the exchange's tests on GPUs, every slot stamped with its run, which who reads it checks
 	RAYMOE_STAMPS=1 $(BIN)/pytest -m "gpu and not soak and not perf" tests/gpu/test_exchange_gpu.py
 
-exchange-full: $(STAMP) ## every shape of configs/exchange_*, up to 8192 tokens, skewed and in fp8 (four GPUs)
-	@set -e; for config in $(FULL); do echo $$config >&2; $(BIN)/raymoe run $$config; done
+exchange-full: $(STAMP) ## the shape of every model, up to 8192 tokens, skewed and in fp8 (four GPUs)
+	@set -e; for model in $(MODELS); do \
+	  echo $${model}_full >&2; $(BIN)/raymoe run $$model --set name=$${model}_full $(FULL); \
+	  echo $${model}_fp8 >&2; $(BIN)/raymoe run $$model --set name=$${model}_fp8 $(FULL) $(FP8); \
+	done
 
 bench-exchange: $(STAMP) ## the benchmark of the exchange, in bfloat16 and in fp8 (four GPUs)
 	$(BIN)/raymoe run bench_exchange

@@ -13,8 +13,9 @@ from raymoe.config import Job, job_schema, load_job, to_yaml
 from raymoe.config.explain import key_tree, leaves
 from raymoe.config.yaml_tree import resolve
 from raymoe.errors import ConfigError
-from raymoe.packaged import packaged_config, packaged_names
+from raymoe.packaged import packaged_config
 from tests.unit.configs_on_disk import write
+from tests.unit.packaged_commands import variants
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -145,9 +146,9 @@ def test_not_a_resolved_job() -> None:
         Job.from_resolved({"name": "x"})
 
 
-@pytest.mark.parametrize("name", packaged_names())
-def test_packaged_configs_are_valid_and_fit_the_schema(name: str) -> None:
-    job = load_job(name)
+@pytest.mark.parametrize(("name", "sets"), variants())
+def test_packaged_configs_are_valid_and_fit_the_schema(name: str, sets: tuple[str, ...]) -> None:
+    job = load_job(name, sets)
     assert job.name == name
     validator = jsonschema.Draft202012Validator(job_schema())
     path = packaged_config(name)

@@ -7,6 +7,7 @@ import pytest
 from raymoe.config import load_job
 from raymoe.exchange.workspace import Bounds, workspace_layout
 from raymoe.workload.memory_needed import BESIDE_BYTES, bytes_per_rank, device_bytes, device_bytes_per_rank, spec_of
+from tests.unit.packaged_commands import variants
 
 ONE = "matrix={exchange.backend: [fused], shape.tokens: [%d]}"
 
@@ -30,9 +31,12 @@ def test_a_capacity_and_a_narrow_wire_need_less() -> None:
     assert worst - bytes_of(4096, "exchange.wire=float8_e4m3") == pytest.approx(8 * 4096 * (14336 - 7392), rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["exchange_deepseek_v3", "exchange_kimi_k2_full", "bench_exchange", "exchange_gpu"])
-def test_the_packaged_configs_fit_a_gpu_of_80_gb_and_ask_nothing_of_the_host(name: str) -> None:
-    job = load_job(name)
+FIT = ("exchange_deepseek_v3", "exchange_kimi_k2", "bench_exchange", "exchange_gpu")
+
+
+@pytest.mark.parametrize(("name", "sets"), [(name, sets) for name, sets in variants() if name in FIT])
+def test_the_packaged_configs_fit_a_gpu_of_80_gb_and_ask_nothing_of_the_host(name: str, sets: tuple[str, ...]) -> None:
+    job = load_job(name, sets)
     assert BESIDE_BYTES < device_bytes_per_rank(job) < 80e9
     assert bytes_per_rank(job) == 0
 

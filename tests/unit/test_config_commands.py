@@ -1,0 +1,100 @@
+"""The commands in the comments of packaged configs are valid, and `make exchange-full` runs those of the models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raymoe import cli
+from raymoe.config import Job, load_job
+from raymoe.packaged import packaged_config, packaged_names
+from tests.python_path import REPOSITORY
+from tests.unit.packaged_commands import commands, settings
+
+# It stands for `raymoe` in a virtual environment, and keeps each command's words.
+NOTES_ITS_WORDS = '#!/bin/sh\nprintf "%s\\n" "$@" "" >> "$(dirname "$0")/words"\n'
+
+
+def parent(name: str) -> str | None:
+    path = packaged_config(name)
+    assert path is not None
+    found: str | None = yaml.safe_load(path.read_text()).get("defaults")
+    return found
+
+
+MODELS = [name for name in packaged_names() if parent(name) == "exchange_gpu.yaml"]
+
+
+def sweep(job: Job) -> tuple[set[object], set[object]]:
+    """The tokens and the routing of a job's cases."""
+    cases = [case.job for case in job.cases()]
+    return {case.shape.tokens for case in cases}, {(case.routing.kind, case.routing.alpha) for case in cases}
+
+
+def wires(job: Job) -> set[object]:
+    """How rows go to the experts in a job's cases, how these get them, and by which backend."""
+    cases = [case.job.exchange for case in job.cases()]
+    return {(case.wire.dispatch, case.output, case.backend) for case in cases}
+
+
+SHORT = {1, 128, 4096}, {("uniform", 1.0)}
+FULL = {1, 128, 4096, 8192}, {("uniform", 1.0), ("zipf", 1.2)}
+FP8 = {("float8_e4m3", "raw", backend) for backend in ("fused", "staged", "row_push")}
+
+
+def made(target: str, folder: Path) -> list[list[str]]:
+    """The words of every raymoe command that a target of the Makefile runs."""
+    (folder / "bin").mkdir()
+    stand_in = folder / "bin" / "raymoe"
+    stand_in.write_text(NOTES_ITS_WORDS)
+    stand_in.chmod(0o755)
+    (folder / ".installed").touch()
+    # Flags of a make that runs these tests are not for this one.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    asked = ["make", "--directory", str(REPOSITORY), target, f"VENV={folder}"]
+    subprocess.run(asked, check=True, env=environment, capture_output=True, timeout=60)
+    words = (folder / "bin" / "words").read_text()
+    return [command.split("\n") for command in words.removesuffix("\n\n").split("\n\n")]
+
+
+@pytest.mark.parametrize("name", packaged_names())
+def test_the_commands_in_a_config_are_valid(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    found = commands(name)
+    assert name == "tune" or name in [command[0] for command in found]
+    for command in found:
+        assert cli.main(["validate", *command]) == 0, capsys.readouterr().err
+
+
+def test_the_models_are_five() -> None:
+    assert len(MODELS) == 5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_run_as_it_stands_in_full_and_as_fp8(name: str) -> None:
+    asked = commands(name)
+    assert [command[0] for command in asked] == [name] * 3
+    plain, full, fp8 = (load_job(name, settings(command)) for command in asked)
+    assert plain == load_job(name)
+    assert sweep(plain) == sweep(fp8) == SHORT and sweep(full) == FULL
+    assert wires(plain) == wires(full) and len(wires(plain)) == 5
+    assert wires(fp8) == FP8
+
+
+def test_make_exchange_full_runs_every_model_in_full_then_as_fp8_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ran = made("exchange-full", tmp_path)
+    want = []
+    for name in MODELS:
+        _, full, fp8 = map(settings, commands(name))
+        want += [(name, [f"name={name}_full", *full]), (name, [f"name={name}_fp8", *full, *fp8])]
+    assert sorted((command[1], list(settings(command[1:]))) for command in ran) == sorted(want)
+    for verb, *command in ran:
+        assert verb == "run" and cli.main(["validate", *command]) == 0, capsys.readouterr().err
+        job = load_job(command[0], settings(command))
+        assert sweep(job) == FULL
+        assert len(job.cases()) == (24 if wires(job) == FP8 else 40)
