@@ -147,12 +147,12 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
         from raymoe.exchange.staged import StagedBackend
 
         return StagedBackend(world, spec, wish.workspace, wish.sms)
-    from raymoe.exchange.few import FewBackend
     from raymoe.exchange.fused import FusedBackend
-    from raymoe.exchange.workspace import Links, is_few
+    from raymoe.exchange.fused_ll import FusedLlBackend
+    from raymoe.exchange.workspace import Links, is_ll
 
-    few = is_few(spec, wish.sms) and world.shared(Links).lines
-    return (FewBackend if few else FusedBackend)(world, spec, wish.workspace, wish.sms)
+    in_lines = is_ll(spec, wish.sms) and world.shared(Links).lines
+    return (FusedLlBackend if in_lines else FusedBackend)(world, spec, wish.workspace, wish.sms)
 
 
 def _impossible(world: World, spec: object, wish: Wish) -> ConfigError | None:

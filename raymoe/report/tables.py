@@ -177,7 +177,7 @@ def _slowed(name: str, times: Sequence[tuple[float, float]]) -> Iterator[Column]
 # Time against tokens where there are many: a straight line through what was measured, and how far from it that is.
 
 FROM_TOKENS = 2048
-"""Below, what does not depend on tokens is a large part of the time, and rows travel in another way (`is_few`)."""
+"""Below, what does not depend on tokens is a large part of the time, and rows travel in another way (`is_ll`)."""
 
 LEAST_POINTS = 3
 LINEAR = 0.03

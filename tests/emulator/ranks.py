@@ -23,8 +23,8 @@ from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
 from raymoe.device.structs import ErrorRecord
 from raymoe.exchange.backend import Tokens
-from raymoe.exchange.few import FewBackend
 from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.staged import CopiedBackend, StagedBackend
@@ -309,7 +309,7 @@ def _bytes_at(address: int, nbytes: int) -> Any:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
-class EmulatedFew(EmulatedBackend, FewBackend):
+class EmulatedLl(EmulatedBackend, FusedLlBackend):
     """Rows in lines."""
 
 
@@ -317,7 +317,7 @@ BACKENDS: dict[str, type[EmulatedBackend]] = {
     "fused": EmulatedBackend,
     "staged": EmulatedStaged,
     "copied": EmulatedCopied,
-    "few": EmulatedFew,
+    "ll": EmulatedLl,
 }
 
 
@@ -341,7 +341,7 @@ def backend(
     def grids(self: Any, asked: Any) -> Any:
         return laid_out(self, asked) if shape is None else shape(*laid_out(self, asked))
 
-    modules = ("fused", "few", "staged")
+    modules = ("fused", "fused_ll", "staged")
     with ExitStack() as patched:
         for module in modules:
             patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
