@@ -9,7 +9,7 @@ import torch
 from raymoe.device import combine, dispatch, dispatch_grid
 from raymoe.device.combine import CombineGrid, CombineParams
 from raymoe.device.dealing import NOTHING_DEALT
-from raymoe.device.dispatch import MAX_DONE, STAMP_BYTES, DispatchParams
+from raymoe.device.dispatch import STAMP_BYTES, DispatchParams
 from raymoe.device.dispatch_grid import DispatchGrid, Rows
 from raymoe.device.structs import Peers
 from raymoe.errors import ConfigError
@@ -63,15 +63,15 @@ class Build:
         """Where the slots of dispatch lie."""
         return "dispatch_blocks" if self.spec.by_copy_engine else "dispatch_rows"
 
-    def grids(self, asked: int | None) -> tuple[DispatchGrid, CombineGrid]:
-        """Launches of at most `asked` blocks, or as many as all GPUs have room for: the same on all ranks, because who
-        reads a lane's words must know how many lanes there are."""
+    def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+        """Launches of at most one block on each of `sms` SMs. They are the same on all ranks, because the reader of a
+        lane's words must know how many lanes there are."""
         spec, world = self.spec, self.space.world
         gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
         warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
-        gpus: list[tuple[int, ...]] = world.swap((gpu.sms, gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
-        least_sms, least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
-        sms, room = min(asked or least_sms, least_sms, MAX_DONE), least_shared - STATIC_SHARED
+        gpus: list[tuple[int, ...]] = world.swap((gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
+        least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
+        room = least_shared - STATIC_SHARED
         placed = spec.layout == "expert"
         rows = Rows(
             self.slot_bytes,

@@ -36,17 +36,16 @@ class _Sent:
 class FusedLlBackend(FusedBackend):
     """For specs that `is_ll` is true of."""
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         super().__init__(world, spec, workspace, sms)
         fp8, ranks = self.build.fp8, world.size
-        most = self.sms if sms == "auto" else min(self.sms, int(sms))
-        # A second round of blocks finds the multiprocessors of the first only where there are no others left.
-        rounds = ll.ROUNDS if most == world.gpu.sms else 1
+        # A second round of blocks finds the SMs of the first only where there are no others left.
+        rounds = ll.ROUNDS if sms == world.gpu.sms else 1
         # Of a row there and of its sum back, the least units that a warp moves.
         self._there = ll.row_units(spec.row_bytes, spec.hidden, fp8)
         self._back = ll.row_units(spec.row_bytes, spec.hidden, fp8=False)
-        self._sending_ll = ll.dispatch_ll_grid(self._there, spec.tokens, ranks, most, rounds, fp8)
-        self._summing_ll = ll.combine_ll_grid(self._back, spec.tokens, ranks, most, rounds)
+        self._sending_ll = ll.dispatch_ll_grid(self._there, spec.tokens, ranks, sms, rounds, fp8)
+        self._summing_ll = ll.combine_ll_grid(self._back, spec.tokens, ranks, sms, rounds)
         self._most_sent = 1 if fp8 else ll.SENT
         self._dispatch_ll = self._ll_dispatch_launch(fp8)
         self._combine_ll = self._ll_combine_launch()
@@ -56,7 +55,7 @@ class FusedLlBackend(FusedBackend):
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        launch = self._aim(self._dispatch_ll, got)
+        launch = self._aim(self._dispatch_ll, got, tokens)
         sent = self._sent.get(got.tokens) or self._sent_by(got.tokens)
         launch.fields.routers = sent.routers
         launch.fields.router_runs = sent.runs

@@ -71,15 +71,17 @@ travel in lines. 1024 tokens of 7168 bfloat16 took 71 us each way so, and 90 wit
 tokens 77 and 79 for 80 and 87, 1024 142 and 144 for 137 and 146."""
 
 
-def is_ll(spec: ExchangeSpec, sms: int | str = "auto") -> bool:
+def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
     """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert, sums in their own dtype.
+
+    `sms` limits its kernels to so many SMs; None leaves them all.
 
     >>> from dataclasses import replace
     >>> spec = ExchangeSpec(tokens=1024, hidden=7168, experts=256, topk=8)
     >>> is_ll(spec), is_ll(spec, sms=64), is_ll(replace(spec, tokens=2048)), is_ll(replace(spec, layout="rank"))
     (True, False, False, False)
     """
-    most = FEW_BYTES if sms == "auto" else min(FEW_BYTES, int(sms) * FEW_BYTES_OF_SM)
+    most = FEW_BYTES if sms is None else min(FEW_BYTES, sms * FEW_BYTES_OF_SM)
     small = spec.tokens <= FEW_TOKENS and spec.tokens * spec.row_bytes <= most
     retypes = spec.combine_wire != spec.dtype
     return small and spec.layout == "expert" and not spec.by_copy_engine and not retypes

@@ -379,11 +379,12 @@ def _give_up_on_a_slow_rank(kind: str, layout: str, seed: int, *changes: Change)
         sent = [batches(case, step) for step in range(3)]
         for step in range(3):
             gives_up.dispatch(*_handed_over(gives_up, sent[step][0]))
-        got = slow.dispatch_send(*_handed_over(slow, sent[0][1]))
+        tokens, out = _handed_over(slow, sent[0][1])
+        got = slow.dispatch_send(tokens, out)
         emulator.run(seed)
         with pytest.raises(PeerTimeout, match="rank 1"):
             gives_up.check()
-        slow.dispatch_receive(got)
+        slow.dispatch_receive(got, tokens)
         emulator.run(seed)
         slow.check()
         judge_dispatch(case, sent[0], 1, result_of(got, expert_major(got), torch.zeros(0)))

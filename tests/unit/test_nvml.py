@@ -12,7 +12,7 @@ import pytest
 from raymoe.device import nvml
 from raymoe.device.nvml import Library, NvmlBinding, nvlinked
 from raymoe.errors import ConfigError
-from raymoe.exchange.choice import Wish, make
+from raymoe.exchange.choice import Choice, Wish, choose, make
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.spec import ExchangeSpec
@@ -164,11 +164,23 @@ def test_all_ranks_agree_whether_rows_travel_in_lines(linked_by, word, gpus, lin
 )
 def test_few_tokens_go_in_lines_over_nvlink_alone(spec, lines, kind):
     made = []
-    world = SimpleNamespace(device=SimpleNamespace(type="cuda"), shared=lambda _: SimpleNamespace(lines=lines))
-    for each_kind in (FusedLlBackend, FusedBackend):
-        with mock.patch.object(each_kind, "__init__", lambda self, *_: made.append(type(self))):
-            if each_kind is kind:
-                make("fused", world, spec, Wish("fused", None, "auto"))
+    gpu = SimpleNamespace(uuid="a", name="NVIDIA H200", capability=(9, 0), sms=132)
+    links = SimpleNamespace(lines=lines)
+    world = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        gpu=gpu,
+        size=2,
+        rank=0,
+        shared=lambda _: links,
+        swap=lambda value, _: [value] * 2,
+    )
+    choice = choose(world, spec, Wish("fused", None, "auto"))
+    assert choice == Choice("fused", sms=132, lines=kind is FusedLlBackend)
+    with (
+        mock.patch.object(FusedLlBackend, "__init__", lambda self, *_: made.append(type(self))),
+        mock.patch.object(FusedBackend, "__init__", lambda self, *_: made.append(type(self))),
+    ):
+        make(choice, world, spec, None)
     assert made == [kind]
 
 
