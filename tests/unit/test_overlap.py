@@ -33,10 +33,10 @@ BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]"]
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["matrix.exchange.backend=[collective]"], "collective is not run beside a product"),
-        (["matrix.exchange.backend=[row_push]"], "row_push is not run beside a product"),
+        (["matrix.exchange.backend=[collective]"], "collective cannot run beside a matrix product"),
+        (["matrix.exchange.backend=[row_push]"], "row_push cannot run beside a matrix product"),
         (["world.device=cpu"], "workload overlap has no CPU ranks"),
-        (["steps.graph=true"], "timed without graphs"),
+        (["steps.graph=true"], "timed without CUDA graphs"),
         (["overlap.rows=0"], "overlap.rows"),
         (["workload=exchange", "overlap.rows=8"], "overlap"),
     ],
