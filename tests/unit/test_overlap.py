@@ -158,7 +158,7 @@ def test_the_table_says_what_each_costs_the_other_and_where_both_are_done_first(
     title, head, _, few, many = render(lines).split("\n\n")[1].splitlines()
     assert title == "dispatch beside a product, us: alone, beside, slower by; both finish first with sms=32"
     assert head.split() == ["case", "dispatch", "beside", "slower", "product", "beside", "slower", "both", "saved"]
-    assert ll.split() == ["sms=16", "480.0", "700.0", "+46%", "500.0", "560.0", "+12%", "700.0", "29%"]
+    assert few.split() == ["sms=16", "480.0", "700.0", "+46%", "500.0", "560.0", "+12%", "700.0", "29%"]
     assert many.split()[-2:] == ["620.0", "37%"]
     assert "combine beside a product" in render(lines)
     assert "beside a product" not in render([line for line in lines if line["beside"] is None])

@@ -76,7 +76,7 @@ def test_exchanges_between_gpus_follow_side_by_side():
     ]
     head, _, few, many = parts[1].splitlines()[1:]
     assert head.split() == ["tokens", "on", "wire", "fused", "collective", "row_push"]
-    assert ll.split() == [
+    assert few.split() == [
         *("128", "17.5", "MiB", "26.0", "(176,", "46%)", "116.0", "(40,", "10%)", "24.0", "(191,", "50%)")
     ]
     assert many.split()[3] == "522.0"
