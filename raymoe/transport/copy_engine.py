@@ -43,23 +43,23 @@ class CopyEngineMover(Enqueuing):
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         super().__init__(world, spec)
         self.sms: int | None = 0
-        guarded: list[WatchedWord] = []
+        watched: list[WatchedWord] = []
         waits: dict[tuple[str, int], int] = {}
         for lane in spec.lanes:
             if lane.source == world.rank:
-                waits["taken", lane.number] = len(guarded)
-                guarded.append(WatchedWord("send", lane.destination, self.lanes.word("taken", lane, world.rank)))
+                waits["taken", lane.number] = len(watched)
+                watched.append(WatchedWord("send", lane.destination, self.lanes.word("taken", lane, world.rank)))
                 with world.gpu.current():
                     call("cuMemsetD32", self.lanes.word("taken", lane, world.rank), 1, 1)
             if lane.destination == world.rank:
-                waits["sent", lane.number] = len(guarded)
-                guarded.append(WatchedWord("receive", lane.source, self.lanes.word("sent", lane, world.rank)))
+                waits["sent", lane.number] = len(watched)
+                watched.append(WatchedWord("receive", lane.source, self.lanes.word("sent", lane, world.rank)))
         world.gpu.synchronise()
-        self._watchdog = Watchdog(world, guarded)
+        self._watchdog = Watchdog(world, watched)
         self._waits: dict[tuple[str, int], list[Any]] = {}
         self._signals: dict[tuple[str, int], list[Any]] = {}
         for (name, number), index in waits.items():
-            self._waits[name, number] = _wait(guarded[index].address, self._watchdog.host_address(index))
+            self._waits[name, number] = _wait(watched[index].address, self._watchdog.host_address(index))
         for lane in spec.lanes:
             self._signals["sent", lane.number] = [_write(self.lanes.word("sent", lane, lane.destination), 1)]
             self._signals["taken", lane.number] = [_write(self.lanes.word("taken", lane, lane.source), 1)]

@@ -271,7 +271,7 @@ def test_heaps_are_closed_in_any_order(order: list[tuple[int, int]]) -> None:
     worlds = wired(node, 2)
     made = [heaps(worlds, what) for what in ("first", "second")]
     orders = [[heap for rank, heap in order if rank == mine] for mine in range(2)]
-    each(worlds, lambda world: [made[heap][world.rank].let_go() for heap in orders[world.rank]])
+    each(worlds, lambda world: [made[heap][world.rank].unmap_peers() for heap in orders[world.rank]])
     close(worlds)
     assert (node.broken, node.live, node.mapped) == ([], {}, {})
 
@@ -375,8 +375,8 @@ def test_the_proof_catches_mappings_taken_for_one_another(node: Node) -> None:
 @pytest.mark.parametrize(
     ("forged", "says"),
     [
-        ({"handle": b"x" * 63}, "a handle of 63 bytes; those of CUDA IPC have 64"),
-        ({"handle": b"x" * 65}, "a handle of 65 bytes; those of CUDA IPC have 64"),
+        ({"handle": b"x" * 63}, "a handle of 63 bytes; handles of CUDA IPC have 64"),
+        ({"handle": b"x" * 65}, "a handle of 65 bytes; handles of CUDA IPC have 64"),
         ({"handle": "x" * 64}, "whose 'handle' is of type str; bytes is needed"),
         ({"nbytes": GRANULE + 1}, f"device memory of {GRANULE + 1} bytes; it comes in multiples of {GRANULE}"),
         ({"nbytes": 0}, "device memory of 0 bytes"),
@@ -411,7 +411,7 @@ def test_a_peer_is_mapped_once(node: Node) -> None:
     mapped = memory.map_peer(other.descriptor())
     with pytest.raises(WiringError, match="mapped here already"):
         memory.map_peer(other.descriptor())
-    with pytest.raises(WiringError, match="only memory of one's own"):
+    with pytest.raises(WiringError, match="only open own memory has one"):
         mapped.descriptor()
     mapped.close()
     memory.map_peer(other.descriptor()).close()  # and again once that is closed
@@ -464,7 +464,7 @@ def test_the_proof_lies_behind_the_regions_and_moves_none() -> None:
 def test_words_outside_a_region_are_refused(node: Node) -> None:
     worlds = wired(node, 1)
     [heap] = heaps(worlds)
-    with pytest.raises(WiringError, match="word 4 asked of region flag, which has 4"):
+    with pytest.raises(WiringError, match="word 4 of region flag was asked for; it has words 0 to 3"):
         heap.word("flag", 4)
     with pytest.raises(WiringError, match="heap of rank 1 asked for in a world of 1"):
         heap.address("flag", 1)

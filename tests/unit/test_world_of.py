@@ -252,7 +252,7 @@ def beside_another_gather(rank: int) -> Any:
 def test_a_rank_in_another_gather_is_named(groups) -> None:
     (kind, said), _ = groups(2, beside_another_gather)
     assert kind == "WiringError"
-    assert said.endswith("rank 1 gave a dict instead: it is in another collective; all ranks keep one order")
+    assert said.endswith("rank 1 gave a dict instead: it is in another collective; all ranks must call in one order")
 
 
 def without_files(rank: int) -> Any:
