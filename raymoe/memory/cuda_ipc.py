@@ -192,7 +192,7 @@ class GpuMemory:
         """Open a GPU by its number among those that this process sees. Torch and the driver number them alike."""
         if torch.version.cuda is None:
             raise CudaMissing(
-                f"GPU ranks asked for with torch {torch.__version__}, which has no CUDA; install a torch with CUDA"
+                f"GPU ranks were asked for with torch {torch.__version__}, which has no CUDA; install a torch with CUDA"
             )
         return cls(Gpu.open(ordinal))
 

@@ -64,7 +64,7 @@ class Heap:
             raise WiringError("this heap is closed; take tensors and words from it before closing it")
         rank = self.rank if peer is None else peer
         if not 0 <= rank < len(self._segments):
-            raise WiringError(f"the heap of rank {rank} asked for in a world of {len(self._segments)}")
+            raise WiringError(f"the heap of rank {rank} was asked for in a world of {len(self._segments)}")
         return self._segments[rank]
 
 
@@ -220,5 +220,5 @@ class DeviceHeap:
             raise WiringError("this heap is closed; take tensors and addresses from it before closing it")
         rank = self.rank if peer is None else peer
         if not 0 <= rank < len(self._segments):
-            raise WiringError(f"the heap of rank {rank} asked for in a world of {len(self._segments)}")
+            raise WiringError(f"the heap of rank {rank} was asked for in a world of {len(self._segments)}")
         return self._segments[rank]

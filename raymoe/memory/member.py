@@ -127,8 +127,8 @@ class Member:
         known = range(self.size)
         if not ranks or len(set(ranks)) != len(ranks) or any(type(r) is not int or r not in known for r in ranks):
             raise ConfigError(
-                f"a group of ranks {list(ranks)} asked for in a world of {self.size}; a group has at least one rank, "
-                f"names each once, and ranks are 0 to {self.size - 1}"
+                f"a group of ranks {list(ranks)} was asked for in a world of {self.size}; a group has at least one "
+                f"rank, names each once, and ranks are 0 to {self.size - 1}"
             )
         if self.rank not in ranks:
             return None

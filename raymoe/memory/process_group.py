@@ -57,9 +57,9 @@ class Ranks:
                 dist.all_gather_object(reports, mine, group=self._group)
         except RuntimeError as error:
             raise problem or WiringError(
-                f"a world of process group {self.name} asked for on rank {self.rank} of {self.size}, and the gather "
-                f"failed: {_sentence(error)}; every rank of the group calls World.of, and with NCCL each needs a GPU "
-                "of its own: call torch.cuda.set_device(LOCAL_RANK) first"
+                f"a world of process group {self.name} was asked for on rank {self.rank} of {self.size}, and the "
+                f"gather failed: {_sentence(error)}; every rank of the group calls World.of, and with NCCL each needs "
+                "a GPU of its own: call torch.cuda.set_device(LOCAL_RANK) first"
             ) from error
         if problem is not None:
             raise problem
@@ -67,7 +67,7 @@ class Ranks:
             if not isinstance(other, RankReport):
                 kind = type(other).__name__
                 raise WiringError(
-                    f"a world of process group {self.name} asked for on rank {self.rank} of {self.size}, and rank "
+                    f"a world of process group {self.name} was asked for on rank {self.rank} of {self.size}, and rank "
                     f"{rank} gave a {kind} instead: it is in another collective; all ranks must call in one order"
                 )
             if other.problem is not None:
@@ -92,7 +92,7 @@ def _process_group(given: object) -> Any:
     asked = "a world of the default process group" if given is None else f"a world of a {type(given).__name__}"
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            f"{asked} asked for, and torch.distributed is not initialised: call "
+            f"{asked} was asked for, and torch.distributed is not initialised: call "
             "torch.distributed.init_process_group first (torchrun sets what it needs), or use raymoe.join in Ray actors"
         )
     if given is None:
@@ -103,11 +103,11 @@ def _process_group(given: object) -> Any:
         return _group_of_mesh(given)
     if given == dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
-            f"a world of a process group asked for on rank {dist.get_rank()}, which is not in the group; only its "
+            f"a world of a process group was asked for on rank {dist.get_rank()}, which is not in the group; only its "
             "members call World.of"
         )
     if not isinstance(given, dist.ProcessGroup):
-        raise ConfigError(f"{asked} asked for; a ProcessGroup, a DeviceMesh or nothing is needed")
+        raise ConfigError(f"{asked} was asked for; a ProcessGroup, a DeviceMesh or nothing is needed")
     return _checked(given, asked)
 
 
@@ -117,8 +117,8 @@ def _checked(group: Any, asked: str) -> Any:
         dist.get_backend_config(group)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{asked} asked for, and torch.distributed does not know the group: it was destroyed, or was not made by "
-            "init_process_group or new_group"
+            f"{asked} was asked for, and torch.distributed does not know the group: it was destroyed, or was not made "
+            "by init_process_group or new_group"
         ) from error
     return group
 
@@ -129,19 +129,19 @@ def _group_of_mesh(mesh: Any) -> Any:
     if EXPERT_DIMENSION not in names and (names or mesh.ndim != 1):
         found = f"dimensions {', '.join(names)}" if names else f"{mesh.ndim} dimensions without names"
         raise ConfigError(
-            f"a world of a DeviceMesh asked for, which has {found} and none called {EXPERT_DIMENSION!r}; give the mesh "
-            "such a dimension, or pass the group of another one: mesh.get_group(dimension)"
+            f"a world of a DeviceMesh was asked for, which has {found} and none called {EXPERT_DIMENSION!r}; give the "
+            "mesh such a dimension, or pass the group of another one: mesh.get_group(dimension)"
         )
     if mesh.get_coordinate() is None:
         raise ConfigError(
-            f"a world of a DeviceMesh asked for on rank {dist.get_rank()}, which is not in the mesh; only its members "
-            "call World.of"
+            f"a world of a DeviceMesh was asked for on rank {dist.get_rank()}, which is not in the mesh; only its "
+            "members call World.of"
         )
     try:
         group = mesh.get_group(EXPERT_DIMENSION) if names else mesh.get_group()
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"a world of a DeviceMesh asked for, which has no process group: {_sentence(error)}"
+            f"a world of a DeviceMesh was asked for, which has no process group: {_sentence(error)}"
         ) from error
     return _checked(group, "a world of a DeviceMesh")
 

@@ -147,7 +147,7 @@ def _choose_fence() -> Callable[[], None]:
     number = _MEMBARRIER_NUMBER.get(machine)
     if number is None:
         raise WiringError(
-            f"CPU ranks on {machine} asked for, which has no known memory fence; use x86_64, aarch64 or riscv64"
+            f"CPU ranks were asked for on {machine}, which has no known memory fence; use x86_64, aarch64 or riscv64"
         )
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     if syscall(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:

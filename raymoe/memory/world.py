@@ -137,9 +137,9 @@ class World:
     @property
     def gpu(self) -> Gpu:
         """The GPU of this rank, to compile, launch and copy with; valid until `close`."""
-        self._refuse_if_closed("its GPU asked for")
+        self._refuse_if_closed("gpu")
         if self._gpu is None or not isinstance(self._gpu.device, cuda_ipc.GpuMemory):
-            raise ConfigError(f"the GPU of rank {self.rank} asked for; its world is on {self.device}")
+            raise ConfigError(f"the GPU of rank {self.rank} was asked for; its world is on {self.device}")
         return self._gpu.device.gpu
 
     @property
@@ -214,7 +214,7 @@ class World:
         if where == "device":
             return self._allocate_on_device(layout, what)
         if where != "host":
-            raise ConfigError(f"{what}: memory asked for in {where}; it is in host or device")
+            raise ConfigError(f"{what}: memory was asked for in {where}; it is in host or device")
         heap = Heap(layout, self.rank, share(self, host_shm, layout, what))
         self._host_heaps.add(heap)
         return heap
@@ -306,7 +306,7 @@ class World:
 
     def _allocate_on_device(self, layout: Layout, what: str) -> DeviceHeap:
         if self._gpu is None:
-            raise ConfigError(f"{what}: device memory asked for; the world of rank {self.rank} is on {self.device}")
+            raise ConfigError(f"{what}: device memory was asked for; the world of rank {self.rank} is on {self.device}")
         # All ranks make device memory in one order, so this number is the same on all.
         self._device_heap_count += 1
         serial = self._device_heap_count

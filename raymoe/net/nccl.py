@@ -300,12 +300,12 @@ class NcclGroup:
 def _refuse_what_nccl_cannot(world: World) -> None:
     problem: RaymoeError | None = None
     if not dist.is_available() or not dist.is_nccl_available():
-        problem = ConfigError("collective asked for and this torch was built without NCCL; use tma or copy_engine")
+        problem = ConfigError("collective was asked for and this torch was built without NCCL; use tma or copy_engine")
     gpus = [str(uuid) for uuid in world.swap(world.gpu.uuid, "nccl: gpus")]
     for rank, uuid in enumerate(gpus):
         if gpus.index(uuid) != rank and problem is None:
             problem = ConfigError(
-                f"collective asked for and ranks {gpus.index(uuid)} and {rank} share GPU {uuid}; NCCL needs one GPU a "
-                "rank: use tma or copy_engine, or leave share_gpu out"
+                f"collective was asked for and ranks {gpus.index(uuid)} and {rank} share GPU {uuid}; NCCL needs one "
+                "GPU a rank: use tma or copy_engine, or leave share_gpu out"
             )
     world.agree(problem, "nccl: possible")

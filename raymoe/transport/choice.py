@@ -182,7 +182,7 @@ def refuse_impossible_tma(spec: ChannelSpec, gpus: Sequence[GpuFacts]) -> None:
     """Raise if GPU ranks ask for `tma`, by its name or by a number of SMs, and cannot use it."""
     reason = why_no_tma(gpus)
     if reason is not None and spec.transport == "tma":
-        raise ConfigError(f"transport tma asked for; {reason}: take copy_engine, collective or auto")
+        raise ConfigError(f"transport tma was asked for; {reason}: take copy_engine, collective or auto")
     if reason is not None and spec.sms is not None:
         raise ConfigError(f"sms is {spec.sms}, which only transport tma takes; {reason}: leave sms out")
 

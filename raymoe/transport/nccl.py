@@ -78,8 +78,8 @@ class NcclMover:
 
     def send_buffer(self, lane: Lane) -> torch.Tensor:
         raise ConfigError(
-            f"a send buffer on rank {lane.source} asked for; transport collective has none: write the message anywhere "
-            "and send it"
+            f"a send buffer on rank {lane.source} was asked for; transport collective has none: write the message "
+            "anywhere and send it"
         )
 
     def check(self) -> None:

@@ -78,22 +78,22 @@ class ChannelSpec:
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}; it is one of {', '.join(ITEM_BYTES)}")
         if not all(extent >= 0 for extent in self.shape):
-            raise ConfigError(f"messages of shape {self.shape} asked for; no dimension may be below 0")
+            raise ConfigError(f"messages of shape {self.shape} were asked for; no dimension may be below 0")
         if not 1 <= self.slots <= MAX_SLOTS:
-            raise ConfigError(f"{self.slots} slots a channel asked for; a channel has 1 to {MAX_SLOTS}")
+            raise ConfigError(f"{self.slots} slots a channel were asked for; a channel has 1 to {MAX_SLOTS}")
         if self.sms is not None and self.sms < 1:
             raise ConfigError(f"sms is {self.sms}; leave it out, or give at least 1")
         if self.sms is not None and self.transport not in ("auto", "tma"):
             raise ConfigError(f"sms is {self.sms} and transport {self.transport} takes no number of SMs; leave it out")
         if not self.pairs or len(set(self.pairs)) != len(self.pairs):
             raise ConfigError(
-                f"channels for the pairs {self.pairs} asked for; each pair is named once, and there is at least one"
+                f"channels for the pairs {self.pairs} were asked for; name at least one, and each pair is named once"
             )
         for pair in self.pairs:
             if not all(0 <= rank < ranks for rank in pair):
                 raise ConfigError(
-                    f"a channel from rank {pair[0]} to rank {pair[1]} in a world of {ranks} asked for; ranks are 0 to "
-                    f"{ranks - 1}"
+                    f"a channel from rank {pair[0]} to rank {pair[1]} in a world of {ranks} was asked for; ranks are 0 "
+                    f"to {ranks - 1}"
                 )
 
     @property

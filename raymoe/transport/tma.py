@@ -44,8 +44,8 @@ Measured in GB/s (4x H200, 64 and 256 MiB, 2026-11-21; benchmarks/links_h200x4.t
 """
 
 SMS_OF_SMALL = 16
-"""SMs for each message that is not large. More do not help, and half as many cost a tenth (64 KiB to 1 MiB to each of
-three peers, 4x H200, 2026-11-21)."""
+"""SMs for each message that is not large. One more does not help, and half as many cost a tenth (64 KiB to 1 MiB to
+each of three peers, 4x H200, 2026-11-21)."""
 
 LARGE_BYTES = 8 << 20
 """From this size on, the messages of a batch go one after another, each by all SMs, and pushes are paced (see

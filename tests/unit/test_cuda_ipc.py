@@ -206,11 +206,11 @@ def test_two_ranks_on_one_gpu_where_all_agreed_to_share(node: Node) -> None:
 def test_device_memory_is_not_for_cpu_worlds() -> None:
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
-        with pytest.raises(ConfigError, match="device memory asked for; the world of rank 0 is on cpu"):
+        with pytest.raises(ConfigError, match="device memory was asked for; the world of rank 0 is on cpu"):
             world.allocate(ROWS, "rows", where="device")
-        with pytest.raises(ConfigError, match="memory asked for in gpu; it is in host or device"):
+        with pytest.raises(ConfigError, match="memory was asked for in gpu; it is in host or device"):
             world.allocate(ROWS, "rows", where="gpu")
-        with pytest.raises(ConfigError, match="the GPU of rank 0 asked for; its world is on cpu"):
+        with pytest.raises(ConfigError, match="the GPU of rank 0 was asked for; its world is on cpu"):
             _ = world.gpu
     with pytest.raises(ConfigError, match="device is 'tpu'; a world is on cpu, cuda or a GPU by its number"):
         World.open(0, 1, device="tpu")
@@ -466,7 +466,7 @@ def test_words_outside_a_region_are_refused(node: Node) -> None:
     [heap] = heaps(worlds)
     with pytest.raises(WiringError, match="word 4 of region flag was asked for; it has words 0 to 3"):
         heap.word("flag", 4)
-    with pytest.raises(WiringError, match="heap of rank 1 asked for in a world of 1"):
+    with pytest.raises(WiringError, match="heap of rank 1 was asked for in a world of 1"):
         heap.address("flag", 1)
     close(worlds)
 

@@ -134,8 +134,8 @@ def world_of(gpus: list[GpuFacts], rank: int) -> SimpleNamespace:
 def test_tma_is_refused_on_all_ranks_where_one_gpu_is_too_old(rank: int, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path))
     says = (
-        "transport tma asked for; NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more: take "
-        "copy_engine, collective or auto"
+        "transport tma was asked for; NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more: "
+        "take copy_engine, collective or auto"
     )
     asked = ChannelSpec(PAIR, (4,), transport="tma")
     with pytest.raises(ConfigError) as caught:
