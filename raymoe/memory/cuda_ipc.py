@@ -55,7 +55,7 @@ _OTHER_CAUSES = "MIG, separate IPC namespaces (--ipc=host), device cgroups and a
 
 
 class Owner:
-    """Keeps a rank's own device memory: each tensor over it refers to this, and the last one to go frees the memory."""
+    """Tensors over a rank's own memory refer to this object. While it lives the memory is not freed."""
 
 
 class DeviceSegment:

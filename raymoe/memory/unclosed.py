@@ -18,7 +18,7 @@ class Unclosed:
 
     >>> class Owner: ...
     >>> unclosed, owner = Unclosed(), Owner()
-    >>> forget = unclosed.watch(owner, "an owner", lambda: print("released"), at_once=False)
+    >>> end_watch = unclosed.watch(owner, "an owner", lambda: print("released"), at_once=False)
     >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     del owner
