@@ -67,7 +67,7 @@ def times_of(lines: Iterable[Line], job: Job) -> dict[Place, dict[str, float]]:
 
 def table_of(lines: Sequence[Line], job: Job) -> Table:
     """The table that all lines of the run speak for, put and get together."""
-    from raymoe.transport.choice import Table, measured  # loads torch
+    from raymoe.transport.choice import Table, table_from_results  # loads torch
 
     wrong = [line for line in lines if line["verified"] is not True]
     if wrong or not lines:
@@ -78,7 +78,9 @@ def table_of(lines: Sequence[Line], job: Job) -> Table:
     rules = [
         rule
         for protocol in dict.fromkeys(protocols.values())
-        for rule in measured([line for line in lines if protocols[str(line["case"])] == protocol], protocol, gpu).rules
+        for rule in table_from_results(
+            [line for line in lines if protocols[str(line["case"])] == protocol], protocol, gpu
+        ).rules
     ]
     return Table(gpu, tuple(rules))
 

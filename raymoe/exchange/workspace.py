@@ -390,7 +390,7 @@ class Workspace:
 
 def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, order: StreamOrder, kernels: Kernels) -> None:
     """Close what a workspace had that was dropped. Peers are not waited for: they may still use theirs."""
-    heap.let_go()
+    heap.unmap_peers()
     watchdog.close()
     error.close()
     order.close()

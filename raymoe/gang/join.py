@@ -208,11 +208,11 @@ class _Visit:
         return world
 
     def _open(self, device: str) -> World:
-        from raymoe.memory.auto_device import Sight, device_in_ray
+        from raymoe.memory.auto_device import VisibleGpus, device_in_ray
         from raymoe.memory.world import World
 
         me, visible = self.member, os.environ.get("CUDA_VISIBLE_DEVICES")
-        where = device_in_ray(device, _assigned_gpus(), visible, Sight.now())
+        where = device_in_ray(device, _assigned_gpus(), visible, VisibleGpus.now())
         return World.open(me.rank, me.size, name=me.name, timeout_s=me.timeout_s, device=where, share_gpu=me.share_gpu)
 
     def _enter(self, world: World | None, problem: Exception | None) -> Any:

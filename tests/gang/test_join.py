@@ -164,7 +164,7 @@ def test_a_rank_that_cannot_take_part_is_told_to_all_and_the_next_attempt_works(
     options = [{}, {"device": "cuda:99"}, {}]
     calls = [engines[rank].join.remote("broken", rank, 3, 60.0, **options[rank]) for rank in range(3)]
     zero, one, two = ray.get(calls, timeout=20)
-    assert "GPU ranks asked for" in one or "GPU 99 asked for" in one
+    assert "GPU ranks were asked for" in one or "GPU 99 asked for" in one
     for rank, said in ((0, zero), (2, two)):
         assert said == f"asked to join 'broken' as rank {rank} of 3, and rank 1 could not take part: {one}"
     calls = [engine.join.remote("broken", rank, 3, 30.0) for rank, engine in enumerate(engines)]

@@ -191,7 +191,7 @@ def test_rank_0_alone_looks_at_the_table(monkeypatch: pytest.MonkeyPatch, transp
     monkeypatch.setattr(choice.Table, "load", lambda: tables.pop(0))
     board: dict[str, list[Any]] = {}
     spec = ChannelSpec(((0, 1),), (4096,))
-    assert [choice.chosen(cast(World, Standing(rank, board)), spec) for rank in (0, 1)] == [transport] * 2
+    assert [choice.choose_transport(cast(World, Standing(rank, board)), spec) for rank in (0, 1)] == [transport] * 2
     assert len(tables) == 1
 
 
@@ -200,9 +200,9 @@ def test_the_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count(world: World, spec: ChannelSpec) -> str:
         asked.append(spec)
-        return choice.chosen(world, spec)
+        return choice.choose_transport(world, spec)
 
-    monkeypatch.setattr(channels_module, "chosen", count)
+    monkeypatch.setattr(channels_module, "choose_transport", count)
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
         channels = Channels(world, ChannelSpec(((0, 0),), (8,)))

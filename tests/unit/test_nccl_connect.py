@@ -13,14 +13,14 @@ import torch
 from raymoe.errors import WiringError
 from raymoe.memory.world import World
 from raymoe.net import nccl
-from raymoe.net.nccl import NcclGroup, OtherThread
+from raymoe.net.nccl import BackgroundWait, NcclGroup
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
     """Of one CPU rank, before it has connected."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(NcclGroup, "_touch", lambda *_: None)
+    monkeypatch.setattr(NcclGroup, "_exchange_a_byte", lambda *_: None)
     monkeypatch.setattr(nccl, "CONNECT_S", 0.1)
     with World.open(0, 1, timeout_s=0.1) as world:
         world.wire([world.descriptor()])
@@ -36,7 +36,7 @@ def test_a_member_that_does_not_come_is_not_waited_for_without_end(
     monkeypatch.setattr(nccl, "Communicator", lambda *_: came.wait(20))
     try:
         with pytest.raises(WiringError, match=r"its ranks 0, 1 did not all come within 0\.1 s"):
-            group._meet(b"identity", 0)
+            group._make_communicator(b"identity", 0)
     finally:
         came.set()
 
@@ -44,23 +44,23 @@ def test_a_member_that_does_not_come_is_not_waited_for_without_end(
 def test_what_connects_is_given_and_what_fails_is_raised(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = object()
     monkeypatch.setattr(nccl, "Communicator", lambda *_: made)
-    assert group._meet(b"identity", 0) is made
+    assert group._make_communicator(b"identity", 0) is made
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("no NCCL here")
 
     monkeypatch.setattr(nccl, "Communicator", refuse)
     with pytest.raises(RuntimeError, match="no NCCL here"):
-        group._meet(b"identity", 0)
+        group._make_communicator(b"identity", 0)
 
 
 def test_a_wait_of_another_thread_is_over_when_it_ends() -> None:
     go = threading.Event()
-    wait = OtherThread(lambda: go.wait(20) and None)
-    assert not wait.over()
+    wait = BackgroundWait(lambda: go.wait(20) and None)
+    assert not wait.done()
     go.set()
     for _ in range(1000):
-        if wait.over():
+        if wait.done():
             return
         threading.Event().wait(0.01)
     pytest.fail("it has not ended")

@@ -205,7 +205,7 @@ def test_without_a_gpu_the_real_process_says_so():
     if torch.version.cuda is not None:
         pytest.skip("the torch of this test knows CUDA; tests/gpu has the case")
     [line] = lines_of(job())
-    assert "GPU ranks asked for with torch" in str(line["skipped"])
+    assert "GPU ranks were asked for with torch" in str(line["skipped"])
 
 
 @pytest.mark.parametrize(

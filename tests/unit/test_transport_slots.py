@@ -110,4 +110,4 @@ def test_a_message_that_is_not_contiguous_is_refused(three: list[World]) -> None
         channels.close()
         return said
 
-    assert "only contiguous ones move" in each(three, try_it)[0]
+    assert "it must be contiguous" in each(three, try_it)[0]

@@ -139,7 +139,7 @@ def test_ranks_of_several_hosts_are_told_which() -> None:
         ({"name": ""}, "name is ''; a world is named by text that is not empty"),
         ({"name": "a\0b"}, r"name is 'a\\x00b'; a world is named by text"),
         ({"name": 7}, "name is 7; a world is named by text"),
-        ({"device": "cuda:"}, "device is 'cuda:'; a world is on cpu, cuda or a GPU by its number, cuda:1"),
+        ({"device": "cuda:"}, "device is 'cuda:'; a world is on cpu, cuda or a GPU by its number, such as cuda:1"),
         ({"device": 0}, "device is 0; a world is on cpu, cuda or a GPU"),
     ],
 )
@@ -245,7 +245,7 @@ def test_rounds_of_any_name(three: list[World], what: str) -> None:
     assert each(three, lambda world: world.swap(world.rank, what)) == [[0, 1, 2]] * 3
     names = (what, what, f"b{what}")
     told = errors(each(three, lambda world: world.swap(world.rank, names[world.rank])), ConfigError)
-    assert all("all must keep one order" in said for said in told)
+    assert all("all ranks must call in one order" in said for said in told)
 
 
 def test_a_name_that_begins_another_is_not_it(three: list[World]) -> None:
