@@ -185,7 +185,7 @@ def _tune() -> int:
             return code
         lines = Record.read(Path(folder)).lines
     table = tune.table_of(lines, job)
-    say(tune.told(tune.times_of(lines, job), table))
+    say(tune.report(tune.times_of(lines, job), table))
     say(f"auto goes by this on every {table.gpu} that reads {table.save()}\n")
     return 0
 
