@@ -54,7 +54,7 @@ class ProbeOutcome:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a config needs of the machine that it runs on."""
+    """The needs of a config: where it runs, on how many ranks, with how much memory."""
 
     config: str
     workload: str

@@ -32,7 +32,7 @@ Line = dict[str, object]
 
 @dataclass(frozen=True)
 class RankSettings:
-    """What a rank needs to know to open its memory."""
+    """All that a rank needs to know to open its memory."""
 
     rank: int
     size: int

@@ -247,7 +247,7 @@ def blame(state: State) -> Verdict:
     >>> blame(State(ranks=3, restarts_left=1, failures=waits)).culprit
     2
 
-    If every rank reported, the culprit was late, not dead. Then the chain of waits leads to it: it waited for nobody.
+    If every rank reported, one was late. The chain of waits leads to it: the rank that waited for no other.
 
     >>> waits[2] = Failure("Aborted", 1, "told to stop", peer=None)
     >>> blame(State(ranks=3, restarts_left=1, failures=waits)).culprit
