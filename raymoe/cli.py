@@ -188,7 +188,7 @@ def _tune() -> int:
             return code
         lines = Record.read(Path(folder)).lines
     table = tune.table_of(lines, job)
-    print_result(tune.told(tune.times_of(lines, job), table))
+    print_result(tune.report(tune.times_of(lines, job), table))
     print_result(f"auto uses this table on every {table.gpu} that reads {table.save()}\n")
     return 0
 

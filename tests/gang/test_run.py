@@ -106,7 +106,7 @@ def test_a_port_that_answers_but_is_no_cluster_is_given_up(start: Start, tmp_pat
     first = "from raymoe.gang import cluster; cluster.CONNECT_S = 4.0"
     run = start(configs.write(tmp_path), "--address", f"127.0.0.1:{silent_port}", first=first)
     assert run.end(15) == 3
-    assert f"127.0.0.1:{silent_port}, and was not let in within 4 s" in run.last_line()
+    assert f"127.0.0.1:{silent_port}, and ray.init did not connect within 4 s" in run.last_line()
 
 
 def test_a_heap_larger_than_memory_is_refused_before_ray_starts(start: Start, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Watching(Driver):
     def kill_one(self, news: Message) -> None:
         """What the main process would hear; the first progress of a generation is when its rank is killed."""
         if isinstance(news, Progressed) and self.gang is not None and len(self.killed) == self.state.generation:
-            os.kill(self.gang.seats[VICTIM].process[0], signal.SIGKILL)
+            os.kill(self.gang.locations[VICTIM].process[0], signal.SIGKILL)
             self.killed.append(time.monotonic())
 
     def _on(self, event: sv.Event) -> None:

@@ -201,7 +201,7 @@ BROKEN = {
         "fail",
         "--ipc=host",
     ),
-    "host keeps some": ({"nvml": {"host_gpus": 8}}, "GPUs", "ok", "4 more of this host are kept from us"),
+    "host keeps some": ({"nvml": {"host_gpus": 8}}, "GPUs", "ok", "4 more of this host are hidden by a device cgroup"),
     "IPC on the host itself": ({"host": {"container": None}}, "CUDA IPC", "ok", "wrote into one another's memory"),
     "torch without CUDA": ({"torch": {"cuda": None}}, "torch", "fail", "GPU ranks need torch with CUDA"),
     "old NVRTC": (
@@ -263,7 +263,7 @@ def test_no_probe_that_breaks_takes_the_command_down(probe, make):
 
 def test_the_sentence_names_the_first_and_counts_the_rest():
     told = no_gpu()
-    found = judged(told, host="ended by SIGSEGV", ray="no answer within 150 s while starting a Ray of our own")
+    found = judged(told, host="ended by SIGSEGV", ray="no answer within 150 s while starting a local Ray")
     with pytest.raises(PlacementError) as error:
         verdict(list(found.values()), machine(told))
     assert str(error.value).startswith("quickstart cannot run here on CPU ranks: Ray: no: no answer within 150 s while")
@@ -274,7 +274,7 @@ def test_the_sentence_names_the_first_and_counts_the_rest():
 def test_the_way_out_of_an_error_of_ours_is_told_once():
     said = "asked for the Ray cluster at 10.0.0.1:6379, and nothing answers there; start one with `ray start --head`"
     assert judged(no_gpu(), ray=said)["Ray"].way_out == "start one with `ray start --head`"
-    assert "'ray[default]" in judged(no_gpu(), ray="ended by SIGSEGV while starting a Ray of our own")["Ray"].way_out
+    assert "'ray[default]" in judged(no_gpu(), ray="ended by SIGSEGV while starting a local Ray")["Ray"].way_out
 
 
 def test_the_needs_of_the_default_config():
@@ -290,4 +290,4 @@ def test_a_check_that_breaks_is_a_line(monkeypatch):
     monkeypatch.setattr("raymoe.doctor.examine.CHECKS", (judge_nothing,))
     monkeypatch.setattr("raymoe.doctor.examine.Probes", lambda _: Recorded(no_gpu()))
     lines = list(examine())
-    assert lines[0].startswith("warn  nothing            this check broke: KeyError: 'peers'")
+    assert lines[0].startswith("warn  nothing            this check raised KeyError: 'peers'")

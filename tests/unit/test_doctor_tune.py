@@ -84,7 +84,7 @@ def test_put_and_get_are_one_table_and_every_size_gets_the_faster_way() -> None:
 def test_what_is_told() -> None:
     lines = lines_of(job())
     table = tune.table_of(lines, job())
-    said = tune.told(tune.times_of(lines, job()), table).splitlines()
+    said = tune.report(tune.times_of(lines, job()), table).splitlines()
     assert said[0].split() == ["pattern", "protocol", "bytes", "copy_engine", "us", "tma", "us", "auto"]
     smallest = next(row.split() for row in said if "4KiB" in row)
     assert smallest == ["pairs", "put", "4KiB", "9.0", "3.0", "tma"]  # medians: the one slow pair does not count
@@ -127,7 +127,7 @@ def test_bytes_that_came_wrong_make_no_table() -> None:
 )
 def test_without_two_gpus_there_is_nothing_to_measure(told: ProbeOutcome, says: str) -> None:
     with pytest.raises(PlacementError, match=says) as caught:
-        tune.enough(told)
+        tune.count_gpus(told)
     assert caught.value.exit_code == 3
 
 

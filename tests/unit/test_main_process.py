@@ -143,7 +143,7 @@ def test_a_bound_that_is_lifted_ends_nothing() -> None:
     ("how", "said"),
     [
         ("os.abort()", "was killed by SIGABRT"),
-        ("os._exit(9)", "left with exit code 9"),
+        ("os._exit(9)", "ended with exit code 9"),
         ("raise ValueError('odd')", "ValueError: odd"),
     ],
 )
