@@ -1,0 +1,125 @@
+"""The tables of measured times in the pages say what the raw lines in benchmarks/*.jsonl say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+Line = Mapping[str, Any]
+
+
+@cache
+def lines_of(name: str) -> list[Line]:
+    return [json.loads(line) for line in (ROOT / "benchmarks" / f"{name}.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Which raw lines a column shows: the file, the end of the run's name, and keys with their values."""
+
+    file: str
+    run: str
+    keys: Mapping[str, object]
+    shown: str = "us_p50"
+
+    def value(self, row: Mapping[str, object]) -> float:
+        wanted = {**self.keys, **row}
+        found = [line for line in lines_of(self.file) if line["run"].endswith(self.run) and holds(line, wanted)]
+        assert found, (self, row)
+        return median(line[self.shown] for line in found)
+
+
+def holds(line: Line, wanted: Mapping[str, object]) -> bool:
+    """Whether a line has the keys; a key that begins with `case ` is a word of the case's name."""
+    words = line["case"].split(",")
+    return all(f"{key[5:]}={value}" in words if key.startswith("case ") else line.get(key) == value
+               for key, value in wanted.items())  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page: its head begins with `first`; `row` makes keys of a row's first cell."""
+
+    page: str
+    first: str
+    columns: Mapping[str, Column]
+    row: Callable[[str], Mapping[str, object]]
+    unchecked: frozenset[str] = field(default=frozenset())
+    """Columns that a line of the file does not hold."""
+
+    def rows(self) -> list[dict[str, str]]:
+        text = (DOCS / self.page).read_text()
+        block = text[text.index(f"| {self.first} |") :].split("\n\n")[0]
+        cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.splitlines()]
+        return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def tokens(cell: str) -> Mapping[str, object]:
+    return {"tokens": int(cell)}
+
+
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def size(cell: str) -> Mapping[str, object]:
+    number, unit = cell.split()
+    return {"bytes": int(number) * UNITS[unit]}
+
+
+def exchange(file: str, run: str, backend: str, op: str, l2: str = "cold") -> Column:
+    return Column(file, run, {"backend": backend, "op": op, "l2": l2})
+
+
+def copies(pattern: str, protocol: str, transport: str) -> Column:
+    return Column("p2p_h200x4", "yapr", {"case": f"protocol={protocol},pattern={pattern}", "transport": transport})
+
+
+def links(first: str, pattern: str) -> Table:
+    columns = {
+        "copy engine put": copies(pattern, "put", "copy_engine"),
+        "TMA put": copies(pattern, "put", "tma"),
+        "NCCL": copies(pattern, "put", "collective"),
+        "copy engine get": copies(pattern, "get", "copy_engine"),
+        "TMA get": copies(pattern, "get", "tma"),
+    }
+    return Table("links.md", first, columns, size, frozenset({"auto put"}))
+
+
+TABLES = [
+    links("one pair at a time", "pairs"),
+    links("all four, each to three", "all_to_all"),
+]
+
+
+def number(cell: str) -> tuple[float, float]:
+    """The number of a cell, and half a unit of its last digit."""
+    found = re.match(r"\**([\d.]+)", cell)
+    assert found, cell
+    decimals = len(found[1].partition(".")[2])
+    return float(found[1]), 0.5 * 10**-decimals
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.page}: {table.first}")
+def test_a_table_shows_the_raw_lines(table: Table) -> None:
+    rows = table.rows()
+    assert rows and set(rows[0]) == {table.first, *table.columns, *table.unchecked}
+    wrong = []
+    for row in rows:
+        for name, column in table.columns.items():
+            if not row[name]:
+                continue
+            shown, half_a_digit = number(row[name])
+            measured = column.value(table.row(row[table.first]))
+            if abs(shown - measured) > half_a_digit * 1.0001:
+                wrong.append((row[table.first], name, shown, measured))
+    assert wrong == []
