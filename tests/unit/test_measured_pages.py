@@ -68,6 +68,10 @@ def tokens(cell: str) -> Mapping[str, object]:
     return {"tokens": int(cell)}
 
 
+def sms(cell: str) -> Mapping[str, object]:
+    return {"case sms": cell}
+
+
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -95,9 +99,25 @@ def links(first: str, pattern: str) -> Table:
     return Table("links.md", first, columns, size, frozenset({"auto put"}))
 
 
+def overlap(first: str, file: str, run: str) -> Table:
+    def beside(op: str) -> Column:
+        return Column(file, run, {"backend": "fused", "case form": "whole", "op": op, "beside": None})
+
+    columns = {
+        "dispatch": beside("dispatch"),
+        "product": beside("product"),
+        "both": beside("dispatch+product"),
+        "combine": beside("combine"),
+        "both, combine": beside("combine+product"),
+    }
+    return Table("overlap.md", first, columns, sms, frozenset({"saved", "saved, combine"}))
+
+
 TABLES = [
     links("one pair at a time", "pairs"),
     links("all four, each to three", "all_to_all"),
+    overlap("`sms` on four", "bench_overlap_h200x4", "lxyp"),
+    overlap("`sms` on two", "bench_overlap_h200x2", "wiii"),
 ]
 
 
