@@ -113,11 +113,35 @@ def overlap(first: str, file: str, run: str) -> Table:
     return Table("overlap.md", first, columns, sms, frozenset({"saved", "saved, combine"}))
 
 
+def systems(first: str, file: str, run: str) -> Table:
+    columns = {
+        "dispatch `fused`": exchange(file, run, "fused", "dispatch"),
+        "`staged`": exchange(file, run, "staged", "dispatch"),
+        "`nvshmem`": exchange(file, run, "nvshmem", "dispatch"),
+        "`row_push`": exchange(file, run, "row_push", "dispatch"),
+        "combine `fused`": exchange(file, run, "fused", "combine"),
+        "combine `staged`": exchange(file, run, "staged", "combine"),
+        "combine `nvshmem`": exchange(file, run, "nvshmem", "combine"),
+    }
+    return Table("comparison.md", first, columns, tokens)
+
+
+def nccl(op: str, calls: Mapping[str, str]) -> Table:
+    file, run = "bench_nccl_h200x2", "uiez"
+    backends = {f"`{name}`": exchange(file, run, name, op) for name in ("fused", "allgather", "collective")}
+    bare = {name: exchange(file, run, "nccl_bare", call) for name, call in calls.items()}
+    return Table("comparison.md", f"{op}, tokens", backends | bare, tokens)
+
+
 TABLES = [
     links("one pair at a time", "pairs"),
     links("all four, each to three", "all_to_all"),
     overlap("`sms` on four", "bench_overlap_h200x4", "lxyp"),
     overlap("`sms` on two", "bench_overlap_h200x2", "wiii"),
+    systems("tokens, 2× H200", "bench_exchange_h200x2", "csun"),
+    systems("tokens, 4× H200", "bench_exchange_h200x4", "gxgs"),
+    nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
+    nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
 ]
 
 
