@@ -133,6 +133,27 @@ def nccl(op: str, calls: Mapping[str, str]) -> Table:
     return Table("comparison.md", f"{op}, tokens", backends | bare, tokens)
 
 
+def by_sms(first: str, file: str, run: str) -> Table:
+    def column(layout: str, op: str) -> Column:
+        return Column(file, run, {"layout": layout, "op": op, "l2": "cold"})
+
+    columns = {
+        "dispatch, layout `rank`": column("rank", "dispatch"),
+        "dispatch, layout `expert`": column("expert", "dispatch"),
+        "combine": column("expert", "combine"),
+    }
+    return Table("scaling.md", first, columns, sms)
+
+
+def zipf(first: str, file: str, run: str) -> Table:
+    columns = {
+        "dispatch": exchange(file, run, "fused", "dispatch"),
+        "`row_push`": exchange(file, run, "row_push", "dispatch"),
+        "combine": exchange(file, run, "fused", "combine"),
+    }
+    return Table("scaling.md", first, columns, tokens)
+
+
 TABLES = [
     links("one pair at a time", "pairs"),
     links("all four, each to three", "all_to_all"),
@@ -140,6 +161,10 @@ TABLES = [
     overlap("`sms` on two", "bench_overlap_h200x2", "wiii"),
     systems("tokens, 2× H200", "bench_exchange_h200x2", "csun"),
     systems("tokens, 4× H200", "bench_exchange_h200x4", "gxgs"),
+    by_sms("SMs, 4× H200", "bench_sms_h200x4", "wtwj"),
+    by_sms("SMs, 2× H200", "bench_sms_h200x2", "juoe"),
+    zipf("tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
+    zipf("tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
 ]
