@@ -36,7 +36,15 @@ class Column:
         wanted = {**self.keys, **row}
         found = [line for line in lines_of(self.file) if line["run"].endswith(self.run) and holds(line, wanted)]
         assert found, (self, row)
-        return median(line[self.shown] for line in found)
+        return median(shown(line, self.shown) for line in found)
+
+
+def shown(line: Line, name: str) -> float:
+    """A key of a line, or when the last block came to a point of its timeline."""
+    kind, _, point = name.partition(" ")
+    if kind != "timeline":
+        return float(line[name])
+    return float(next(last for found, _, _, last in line["timeline"] if found == point))
 
 
 def holds(line: Line, wanted: Mapping[str, object]) -> bool:
@@ -154,6 +162,23 @@ def zipf(first: str, file: str, run: str) -> Table:
     return Table("scaling.md", first, columns, tokens)
 
 
+POINTS = {
+    "first row out": "first push",
+    "told": "told",
+    "counts here": "counts",
+    "last row out": "last push",
+    "last row placed": "placed",
+    "over": "all awaited",
+}
+"""By column: the point of a dispatch when its last block comes there."""
+
+
+def timeline(first: str, file: str, run: str) -> Table:
+    keys = {"op": "dispatch", "l2": "cold"}
+    points = {name: Column(file, run, keys, shown=f"timeline {point}") for name, point in POINTS.items()}
+    return Table("experiments/timeline.md", first, points | {"by the clock": Column(file, run, keys)}, tokens)
+
+
 TABLES = [
     links("one pair at a time", "pairs"),
     links("all four, each to three", "all_to_all"),
@@ -165,6 +190,8 @@ TABLES = [
     by_sms("SMs, 2× H200", "bench_sms_h200x2", "juoe"),
     zipf("tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
     zipf("tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
+    timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
+    timeline("tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
 ]
