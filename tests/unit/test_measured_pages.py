@@ -31,12 +31,13 @@ class Column:
     run: str
     keys: Mapping[str, object]
     shown: str = "us_p50"
+    scale: float = 1.0
 
     def value(self, row: Mapping[str, object]) -> float:
         wanted = {**self.keys, **row}
         found = [line for line in lines_of(self.file) if line["run"].endswith(self.run) and holds(line, wanted)]
         assert found, (self, row)
-        return median(shown(line, self.shown) for line in found)
+        return self.scale * median(shown(line, self.shown) for line in found)
 
 
 def shown(line: Line, name: str) -> float:
@@ -78,6 +79,15 @@ def tokens(cell: str) -> Mapping[str, object]:
 
 def sms(cell: str) -> Mapping[str, object]:
     return {"case sms": cell}
+
+
+def backend(cell: str) -> Mapping[str, object]:
+    return {"backend": cell.split("`")[1]}
+
+
+def backend_and_tokens(cell: str) -> Mapping[str, object]:
+    name, count = cell.split(", ")
+    return backend(name) | tokens(count)
 
 
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -162,6 +172,37 @@ def zipf(first: str, file: str, run: str) -> Table:
     return Table("scaling.md", first, columns, tokens)
 
 
+def performance(first: str, plain: tuple[str, str], fp8: tuple[str, str]) -> Table:
+    columns = {
+        "dispatch": exchange(*plain, "fused", "dispatch"),
+        "row push": exchange(*plain, "row_push", "dispatch"),
+        "combine": exchange(*plain, "fused", "combine"),
+        "dispatch as fp8": exchange(*fp8, "fused", "dispatch"),
+        "row push as fp8": exchange(*fp8, "row_push", "dispatch"),
+    }
+    return Table("performance.md", first, columns, tokens)
+
+
+def cpu_ranks() -> Table:
+    ops = {"dispatch": "dispatch", "combine": "combine", "both": "exchange"}
+    columns = {name: Column("host_exchange", "ooza", {"op": op}, scale=1e-3) for name, op in ops.items()}
+    return Table("performance.md", "backend, ms", columns, backend)
+
+
+def eager() -> Table:
+    def host(op: str, l2: str) -> Column:
+        return Column("eager_h200x2", "pwsz", {"op": op, "l2": l2}, shown="host_us_p50")
+
+    columns = {
+        "dispatch, host, in a row": host("dispatch", "warm"),
+        "combine, in a row": host("combine", "warm"),
+        "dispatch, host, alone": host("dispatch", "cold"),
+        "combine, alone": host("combine", "cold"),
+        "both": Column("eager_h200x2", "pwsz", {"op": "exchange", "l2": "warm"}),
+    }
+    return Table("performance.md", "calls, tokens", columns, backend_and_tokens)
+
+
 POINTS = {
     "first row out": "first push",
     "told": "told",
@@ -180,6 +221,10 @@ def timeline(first: str, file: str, run: str) -> Table:
 
 
 TABLES = [
+    performance("tokens, 4× H200", ("bench_exchange_h200x4", "unnt"), ("bench_exchange_fp8_h200x4", "rzwe")),
+    performance("tokens, 2× H200", ("bench_exchange_h200x2", "csun"), ("bench_exchange_fp8_h200x2", "oxzr")),
+    cpu_ranks(),
+    eager(),
     links("one pair at a time", "pairs"),
     links("all four, each to three", "all_to_all"),
     overlap("`sms` on four", "bench_overlap_h200x4", "lxyp"),
