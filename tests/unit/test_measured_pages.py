@@ -264,3 +264,38 @@ def test_a_table_shows_the_raw_lines(table: Table) -> None:
             if abs(shown - measured) > half_a_digit * 1.0001:
                 wrong.append((row[table.first], name, shown, measured))
     assert wrong == []
+
+
+def test_the_picture_of_a_step_is_true_to_the_trace() -> None:
+    """Each bar of a role goes from its first block at one point to its last block at another."""
+    traces = {
+        line["op"]: {point: (first, last) for point, first, _, last in line["timeline"]}
+        for line in lines_of("bench_trace_h200x2")
+        if line["tokens"] == 4096 and line["timeline"]
+    }
+    text = (DOCS / "figures" / "step-timeline-h200x2.svg").read_text()
+    starts = {"dispatch": 96.0, "combine": 566.0}
+    units_a_us = 1.55
+    bars = re.findall(
+        r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" .*'
+        r'data-op="(\w+)" data-from="([\w ]+)" data-to="([\w ]+)"><title>(.*?)</title>',
+        text,
+    )
+    assert len(bars) == text.count("data-op") == 10
+    for x, width, op, begin, end, title in bars:
+        first, last = traces[op][begin][0], traces[op][end][1]
+        assert float(x) == pytest.approx(starts[op] + units_a_us * first, abs=0.06)
+        assert float(width) == pytest.approx(max(2.0, units_a_us * (last - first)), abs=0.06)
+        assert title == f"{begin} {first} to {end} {last} µs"
+    over = {op: f"{trace['all awaited'][1]:.0f} µs" for op, trace in traces.items() if op in starts}
+    assert re.findall(r"more to \w+: (\d+ µs)", text) == [over["dispatch"], over["combine"]]
+
+
+@pytest.mark.parametrize("machine, first", [("four H200", "tokens, 4× H200"), ("two H200", "tokens, 2× H200")])
+def test_the_readme_quotes_the_performance_page(machine: str, first: str) -> None:
+    page = {row[first]: row for row in next(table for table in TABLES if table.first == first).rows()}
+    quoted = re.findall(rf"^\| {machine}, (\d+) tokens \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(quoted) == 2
+    for count, cells in quoted:
+        row = page[count]
+        assert cells.split(" | ") == [row["dispatch"], row["dispatch as fp8"], row["combine"], row["row push"]]
