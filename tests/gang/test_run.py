@@ -1,4 +1,4 @@
-"""A run from the command line to the run directory, on a Ray of its own and on a cluster."""
+"""A run from the command line to the run directory, on a local Ray and on a cluster."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_port_that_answers_but_is_no_cluster_is_given_up(start: Start, tmp_pat
 def test_a_heap_larger_than_memory_is_refused_before_ray_starts(start: Start, tmp_path: Path) -> None:
     run = start(configs.write(tmp_path, shape__tokens=4_000_000, shape__hidden=16384))
     assert run.end(10) == 3
-    assert "GiB" in run.last_line() and "Ray of our own" not in run.said()
+    assert "GiB" in run.last_line() and "local Ray" not in run.said()
 
 
 def test_a_heap_larger_than_memory_on_a_cluster_is_refused_by_its_node(

@@ -22,7 +22,7 @@ MIB = 1 << 20
 WORDS = Layout.of([Region.words("any", 1)])
 
 
-def few_with_and_without_nvlink(world: World, case: Case) -> tuple[bool, str, str, list[Result]]:
+def ll_with_and_without_nvlink(world: World, case: Case) -> tuple[bool, str, str, list[Result]]:
     """Whether rows may travel in lines here, how they do, and how where a pair has no NVLink, with those results."""
     with Exchange(world, case.spec, "fused") as exchange:
         here, lines = type(exchange._backend).__name__, world.shared(Links).lines
@@ -31,7 +31,7 @@ def few_with_and_without_nvlink(world: World, case: Case) -> tuple[bool, str, st
     with mock.patch("raymoe.exchange.workspace.nvlinked", lambda *_: group.rank != 0):
         with Exchange(group, case.spec, "fused") as exchange:
             there = type(exchange._backend).__name__
-            assert not exchange._backend.workspace.bounds.few_lines
+            assert not exchange._backend.workspace.bounds.ll_lines
         return lines, here, there, run_case(group, case)
 
 

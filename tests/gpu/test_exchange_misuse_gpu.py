@@ -33,11 +33,11 @@ def ranks() -> Iterator[GpuRanks]:
 def test_rows_travel_in_lines_over_nvlink_alone(ranks: GpuRanks) -> None:
     """GPUs of this project's machines have NVLink between every two; ranks that share one need none."""
     case = Case(RANKS, SPEC, "fused", ("uniform", "masked", "one", "none"), seed=5)
-    answers = ranks.run(RANKS, on_rank.few_with_and_without_nvlink, case)
+    answers = ranks.run(RANKS, on_rank.ll_with_and_without_nvlink, case)
     assert {there for _, _, there, _ in answers} == {"FusedBackend"}
     assert len({(lines, here) for lines, here, _, _ in answers}) == 1
     lines, here, _, _ = answers[0]
-    assert here == ("FewBackend" if lines else "FusedBackend")
+    assert here == ("FusedLlBackend" if lines else "FusedBackend")
     assert lines or "H200" not in torch.cuda.get_device_name()
     judge(case, [results for _, _, _, results in answers])
 

@@ -30,5 +30,5 @@ def test_kind(tmp_path, settings, kind):
 
 def test_backends_of_two_kinds_make_no_gang(tmp_path):
     job = load_job(write(tmp_path, "workload: exchange\nmatrix: {exchange.backend: [fused, host]}\n"))
-    with pytest.raises(ConfigError, match=r"fused, of GPU ranks, in one case and host, of CPU ranks, in another"):
+    with pytest.raises(ConfigError, match=r"needs GPU ranks in one case \(fused\) and CPU ranks in another \(host\)"):
         kind_of_ranks(job)

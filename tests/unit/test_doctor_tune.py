@@ -172,7 +172,7 @@ def test_the_command_runs_the_config_on_all_gpus_and_writes_the_table(cache, mon
     assert (request.config, request.sets, request.address) == ("tune", (f"world.ranks={RANKS}",), "local")
     assert request.out is not None and not request.out.exists()  # nothing is left behind
     out, err = capsys.readouterr()
-    assert out.endswith(f"auto goes by this on every NVIDIA H200 that reads {cache / FILE}\n")
+    assert out.endswith(f"auto uses this table on every NVIDIA H200 that reads {cache / FILE}\n")
     assert "between 3 GPUs" in err
     assert Table.load() == tune.table_of(lines_of(job()), job())
 

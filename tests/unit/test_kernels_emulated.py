@@ -41,7 +41,7 @@ def test_a_seed_is_one_interleaving():
     assert run.judged(5) == run.judged(5) != run.judged(6)
 
 
-@pytest.mark.parametrize("kinds", [("fused", "staged"), ("few", "fused"), ("copied", "fused")])
+@pytest.mark.parametrize("kinds", [("fused", "staged"), ("ll", "fused"), ("copied", "fused")])
 def test_exchanges_of_one_workspace_take_turns(kinds):
     """Two specs, whose slots overlap, and one count of epochs."""
     sizes = ((12, 64), (20, 24))
@@ -67,7 +67,7 @@ def test_exchanges_of_one_workspace_take_turns(kinds):
 
 @pytest.mark.parametrize("output", ["raw", "dequantised"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["fused", "staged", "few"])
+@pytest.mark.parametrize("kind", ["fused", "staged", "ll"])
 def test_an_element_that_is_hard_to_scale_changes_no_other(kind, dtype, output):
     """What is finite arrives finite, an infinity as the largest number of its block, NaN as NaN."""
     x = odd_blocks(getattr(torch, dtype)).view(1, -1)
@@ -226,7 +226,7 @@ def test_ranks_that_do_not_say_what_they_combine_are_found(how, change):
         _combine_differently("fused", "whole", how, 0, change)
 
 
-@pytest.mark.parametrize("kind", ["fused", "few"])
+@pytest.mark.parametrize("kind", ["fused", "ll"])
 def test_a_replay_combines_the_dispatch_that_was_replayed_last(kind):
     """What a graph repeats are the parameters: the number is where the dispatch has left it."""
     case = Case(2, spec_for(kind), "auto", ("uniform", "skewed"), ragged=False)
@@ -293,20 +293,18 @@ def test_a_stopped_peer_ends_every_wait_and_nothing_more_is_stored(kind, end):
 
 _TO_ALL = "if (threadIdx.x < p.peers.ranks) {"
 LEFT_OUT = {
-    ("few", "rows"): Change(
-        "dispatch_few.cu", "mask = all &", "mask = p_.peers.rank == RANK && epoch == 3 ? 0 : all &"
-    ),
-    ("few", "told entries"): Change(
-        "few_routing.cuh",
+    ("ll", "rows"): Change("dispatch_ll.cu", "mask = all &", "mask = p_.peers.rank == RANK && epoch == 3 ? 0 : all &"),
+    ("ll", "told entries"): Change(
+        "routing_ll.cuh",
         "if (entry < entries) {",
         "if (entry < entries && !(p_.peers.rank == RANK && words.epoch == 3)) {",
     ),
-    ("few", "counts"): Change(
-        "few_routing.cuh", "if (end >= entries) {", "if (end >= entries && !(p_.peers.rank == RANK && epoch == 3)) {"
+    ("ll", "counts"): Change(
+        "routing_ll.cuh", "if (end >= entries) {", "if (end >= entries && !(p_.peers.rank == RANK && epoch == 3)) {"
     ),
-    ("few", "statuses"): Change("combine_few.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
-    ("few", "sums"): Change(
-        "few_sums.cuh", "if (hits == 0) {", "if (hits == 0 || (p_.peers.rank == RANK && epoch == 3)) {"
+    ("ll", "statuses"): Change("combine_ll.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
+    ("ll", "sums"): Change(
+        "sums_ll.cuh", "if (hits == 0) {", "if (hits == 0 || (p_.peers.rank == RANK && epoch == 3)) {"
     ),
     ("fused", "words of rows"): Change(
         "sending.cuh",
@@ -354,7 +352,7 @@ def test_whoever_is_missing_is_named_by_all_others(kind, what, silent):
             told = caught.value
             assert (told.rank, told.peer, told.epoch, told.expected) == (rank, silent, 3, 3)
             assert told.op == ("combine" if what in ("statuses", "sums", "done of sums") else "dispatch")
-            assert told.seen == (1 if kind == "few" else 2)  # lines and words of few tokens have two halves
+            assert told.seen == (1 if kind == "ll" else 2)  # lines and words of few tokens have two halves
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -381,11 +379,12 @@ def _give_up_on_a_slow_rank(kind: str, layout: str, seed: int, *changes: Change)
         sent = [batches(case, step) for step in range(3)]
         for step in range(3):
             gives_up.dispatch(*_handed_over(gives_up, sent[step][0]))
-        got = slow.dispatch_send(*_handed_over(slow, sent[0][1]))
+        tokens, out = _handed_over(slow, sent[0][1])
+        got = slow.dispatch_send(tokens, out)
         emulator.run(seed)
         with pytest.raises(PeerTimeout, match="rank 1"):
             gives_up.check()
-        slow.dispatch_receive(got)
+        slow.dispatch_receive(got, tokens)
         emulator.run(seed)
         slow.check()
         judge_dispatch(case, sent[0], 1, result_of(got, expert_major(got), torch.zeros(0)))
@@ -457,7 +456,7 @@ def test_a_bug_planted_where_a_step_is_refused_is_found(planted):
 
 def test_lines_that_arrive_in_halves_give_wrong_values():
     """Rows of few tokens rest on a line of 128 bytes that arrives whole; a link where it does not is refused."""
-    torn = replace(RUNS["few on 2"], stamped=False, routings=("uniform",) * 3, torn_lines=True)
+    torn = replace(RUNS["ll on 2"], stamped=False, routings=("uniform",) * 3, torn_lines=True)
     for seed in range(60):
         try:
             torn.judged(seed)

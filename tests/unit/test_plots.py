@@ -99,7 +99,7 @@ def test_exchanges_over_tokens_have_a_figure_for_each_operation(tmp_path):
         assert f"<!-- {words} -->" in dispatch
     exchange = (tmp_path / "plots" / "exchange.svg").read_text()
     assert all("<!-- row_push -->" in text for text in (dispatch, combine)) and "row_push" not in exchange
-    assert "<!-- 381 GB/s, the most that such links gave -->" in dispatch
+    assert "<!-- 381 GB/s, the most measured on such links -->" in dispatch
     assert "CUDA graph or eager, L2 cache cold" in dispatch
 
 
@@ -121,15 +121,15 @@ def sweep(sms: tuple[int, ...], device: str = "NVIDIA H200") -> list[Line]:
     ]
 
 
-def test_a_sweep_over_multiprocessors_has_a_figure_that_says_from_where_on_it_is_near_its_best(tmp_path):
+def test_a_sweep_over_sms_has_a_figure_that_says_from_how_many_on_a_curve_is_near_its_best(tmp_path):
     stems = ["dispatch-sms", "combine-sms", "exchange-sms"]
     assert written(tmp_path, sweep((8, 12, 24, 48))) == [f"{stem}.svg" for stem in stems]
     text = (tmp_path / "plots" / "dispatch-sms.svg").read_text()
     for words in (
         "fused layout=rank: best 532 µs, within 10 % from 8 on",
         "fused layout=expert: best 532 µs, within 10 % from 24 on",
-        "385 µs: the busiest port&#x27;s bytes at the most that such links gave",
-        "multiprocessors that the exchange may take",
+        "385 µs: the busiest port&#x27;s bytes at the most measured on such links",
+        "SMs that the exchange may take",
     ):
         assert words in text or words.replace("&#x27;", "'") in text, words
 
@@ -137,7 +137,7 @@ def test_a_sweep_over_multiprocessors_has_a_figure_that_says_from_where_on_it_is
 def test_two_points_are_no_sweep_and_a_link_that_nobody_measured_is_no_limit(tmp_path):
     assert write_plots(tmp_path, sweep((8, 12))) == []
     write_plots(tmp_path, sweep((8, 12, 24), device="NVIDIA A100-SXM4-80GB"))
-    assert "such links gave" not in (tmp_path / "plots" / "dispatch-sms.svg").read_text()
+    assert "measured on such links" not in (tmp_path / "plots" / "dispatch-sms.svg").read_text()
 
 
 def test_settings_that_differ_have_figures_of_their_own(tmp_path):

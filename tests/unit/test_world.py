@@ -396,7 +396,7 @@ def test_code_that_differs_has_another_hash(tmp_path: Path) -> None:
     assert code_hash(tmp_path) != before
 
 
-@pytest.mark.parametrize("changed", ["dispatch.cu", "include/raymoe/peer.cuh"])
+@pytest.mark.parametrize("changed", ["dispatch.cu", "include/raymoe/base/peer.cuh"])
 def test_kernels_that_differ_have_another_hash(tmp_path: Path, changed: str) -> None:
     assert code_hash() != code_hash(kernels=None), "the kernels of this installation count"
     shutil.copytree(packaged_folder("kernels"), tmp_path / "kernels")
