@@ -21,7 +21,7 @@ from tests.gang.conftest import REPO, Head, address_file
 from tests.python_path import python_path
 from tests.unit import library_page
 
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 WANT_GPUS = ("raymoe run p2p ", "raymoe run exchange_", "raymoe run bench_")
 ELSEWHERE = {
     "make run": "`make` does the set-up of this very run; what it runs is `raymoe run quickstart`, below",
@@ -58,7 +58,7 @@ def test_every_command_is_run_somewhere() -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -> None:
     lines = [line for line in commands(page) if line.startswith("raymoe ")]
     if any("my.yaml" in line for line in lines):

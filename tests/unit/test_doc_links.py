@@ -28,7 +28,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     wrong = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_that_a_page_names_are_there(page: Path) -> None:
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []

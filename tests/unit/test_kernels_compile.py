@@ -113,7 +113,7 @@ def test_compiles_without_a_warning(compiled):
 
 
 MOST_BYTES = {"dispatch_ll": 82_000, "combine_ll": 60_000}
-"""Of instructions for Hopper, which on a cold cache come line after line: docs/performance.md says what they cost."""
+"""Of instructions for Hopper, loaded line by line on a cold cache: docs/experiments/ll_path.md has what they cost."""
 FEW = [source for source in SOURCES if source.stem in MOST_BYTES and ("TRACED", "1") not in source.defines]
 
 
