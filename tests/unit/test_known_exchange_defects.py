@@ -32,7 +32,7 @@ CAUGHT_BY = {
     ],
     "checks of shapes and counts dropped because of graphs": [
         "unit/test_exchange_arguments.py::test_dispatch",
-        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
+        f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a result of zeros that hides missing or duplicate rows": [
         "unit/test_oracle.py::test_a_planted_fault_is_seen",
@@ -55,7 +55,7 @@ CAUGHT_BY = {
     "expert ids out of range that corrupt counts": [
         "unit/test_exchange_faults.py::test_an_id_out_of_range_makes_all_raise_on_that_step",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
-        f"{ON_GPUS}::test_refused_data_is_told_by_all_and_the_next_step_works",
+        f"{ON_GPUS}::test_all_ranks_refuse_bad_data_and_the_next_step_works",
     ],
     "64-bit slots written by 32-bit operations": [f"{HERE}::test_epochs_have_more_than_32_bits"],
     "a reset that races the next signal": [
@@ -66,15 +66,15 @@ CAUGHT_BY = {
     "pointer tables not checked for size or device": [
         f"{HERE}::test_a_table_of_peers_is_as_long_as_kernels_know",
         "unit/test_exchange_arguments.py::test_what_gpus_can_do",
-        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
+        f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
         f"{EMULATED}::test_a_planted_bug_is_found",
-        f"{ON_GPUS}::test_a_second_of_replays_by_late_ranks",
+        f"{ON_GPUS}::test_many_replays_with_late_ranks",
     ],
     "grids sized by the worst case": [
         f"{EMULATED}::test_no_launch_is_larger_than_what_was_asked_for",
-        f"{ON_GPUS}::test_no_launch_is_larger_than_what_was_asked_for",
+        f"{ON_GPUS}::test_no_launch_takes_more_sms_than_asked_for",
     ],
     "a capacity from the local token count, so that unequal ranks write out of bounds": [
         "unit/test_exchange_arguments.py::test_ranks_that_ask_for_different_things_all_raise",
@@ -112,8 +112,8 @@ CAUGHT_BY = {
     ],
     "a first call inside capture": [
         f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
-        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
-        "gpu/test_graph_gpu.py::test_kernels_loaded_inside_are_whole",
+        f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
+        "gpu/test_graph_gpu.py::test_kernels_loaded_inside_a_capture_are_right_or_refused",
     ],
 }
 
