@@ -183,7 +183,7 @@ class Routing:
 
     @property
     def recorded(self) -> int:
-        """How many different steps a trace holds; 0 for the kinds that are drawn."""
+        """The number of different steps in a trace; 0 for the kinds that are drawn."""
         return len(self._trace.table) if self.kind == "trace" else 0
 
     @cached_property

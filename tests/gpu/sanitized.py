@@ -108,7 +108,7 @@ def quantised() -> list[Step]:
     for spec in exchange.QUANTISED:
         for backend in exchange.QUANTISING:
             name = name_of(Case(SIZE, spec, backend, ()))
-            found.append(Step(name, partial(exchange.test_rows_that_cross_as_fp8, backend=backend, spec=spec)))
+            found.append(Step(name, partial(exchange.test_rows_cross_as_fp8, backend=backend, spec=spec)))
     return found
 
 
@@ -116,7 +116,7 @@ def in_halves() -> list[Step]:
     return [
         Step(
             f"{backend}: in halves{', captured' if captured else ''}",
-            partial(exchange.test_operations_in_halves, backend=backend, captured=captured),
+            partial(exchange.test_operations_run_in_halves, backend=backend, captured=captured),
             captured,
         )
         for captured in (False, True)

@@ -144,7 +144,7 @@ def wrong_from_all_to_all(world: World, size: int, slots: int, options: dict[str
 
 @both_protocols
 @both_transports
-def test_many_channels_and_slots_at_once(ranks, transport, protocol):
+def test_many_channels_and_slots_work_at_once(ranks, transport, protocol):
     options = {"transport": transport, "protocol": protocol}
     assert ranks.run(RANKS, wrong_from_all_to_all, 70_001, 3, options) == [0] * RANKS
 

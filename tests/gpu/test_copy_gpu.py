@@ -58,7 +58,7 @@ class Arena:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_alignment_of_both_ends(copies, size):
+def test_copies_of_any_alignment_are_right(copies, size):
     arena = Arena(size + 16)
     for into_at in range(16):
         for source_at in range(16):
@@ -67,7 +67,7 @@ def test_every_alignment_of_both_ends(copies, size):
 
 @pytest.mark.parametrize("ring", RINGS, ids=lambda ring: f"{ring.stages}x{ring.stage_bytes}")
 @pytest.mark.parametrize("blocks", [1, 3, 8, 132])
-def test_sizes_around_one_stage_and_around_all_stages(copies, ring, blocks):
+def test_copies_about_as_large_as_the_stages_are_right(copies, ring, blocks):
     arena = Arena(40 * 5120 * 8 + 64)
     for whole in (ring.stage_bytes, ring.stages * ring.stage_bytes, ring.stages * ring.stage_bytes * min(blocks, 8)):
         for size in {max(0, whole + off) for off in (-17, -16, -1, 0, 1, 16, 17)}:
@@ -76,7 +76,7 @@ def test_sizes_around_one_stage_and_around_all_stages(copies, ring, blocks):
 
 
 @pytest.mark.parametrize(("into_at", "source_at"), [(0, 0), (8, 8), (15, 15), (0, 1), (15, 3), (4, 12)])
-def test_many_chunks(copies, into_at, source_at):
+def test_copies_of_many_chunks_are_right(copies, into_at, source_at):
     arena = Arena((64 << 20) + 16)
     arena.check(copies, 64 << 20, into_at, source_at, blocks=8, ring=Ring(12, 16384))
     arena.check(copies, (64 << 20) - 7, into_at, source_at, blocks=132, ring=Ring(8, 1024))
@@ -85,7 +85,7 @@ def test_many_chunks(copies, into_at, source_at):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("into_at", "source_at"), [(0, 0), (5, 5), (1, 2)])
-def test_more_than_two_and_four_gigabytes(gpu, copies, into_at, source_at):
+def test_copies_above_two_and_four_gigabytes_are_right(gpu, copies, into_at, source_at):
     free, _ = torch.cuda.mem_get_info()
     for size in ((2 << 30) + 12345, (4 << 30) + 6789):
         if free < 5 * size:
@@ -214,7 +214,7 @@ def test_a_launch_without_lanes_or_with_too_many_is_refused(copies, count):
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("ring", [Ring(4, 256), Ring(12, 1024), Ring(1, 64)], ids=["4x256", "12x1024", "1x64"])
-def test_many_lanes_at_once(copies, ring, blocks, in_turn):
+def test_many_lanes_run_at_once(copies, ring, blocks, in_turn):
     """Mix all kinds of lanes: aligned, with unaligned ends, shifted, of a few bytes, and signals alone."""
     sizes = [0, 1, 15, 16, 4096, 5003, 100_000, 40_000, 16 * 1024, 17, 0, 70_001] * 2
     words = Words(2 * len(sizes))

@@ -164,7 +164,7 @@ def test_ranks_write_to_and_read_from_one_another(ranks: GpuRanks, size: int) ->
         assert found["nbytes"] % GRANULE == 0
 
 
-def test_a_region_at_an_offset_of_3_gib(ranks: GpuRanks) -> None:
+def test_a_region_at_an_offset_of_3_gib_is_right(ranks: GpuRanks) -> None:
     for rank, last in enumerate(ranks.run(RANKS, write_far)):
         assert last == [7 * writer + rank for writer in range(RANKS)]
 

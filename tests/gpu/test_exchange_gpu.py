@@ -124,18 +124,18 @@ def judge_all(ranks: GpuRanks, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_limits_of_the_contract(ranks: GpuRanks, backend: str, size: int) -> None:
+def test_cases_at_the_limits_of_the_contract_are_right(ranks: GpuRanks, backend: str, size: int) -> None:
     judge_all(ranks, edges(backend, size))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("size", SIZES)
-def test_drawn_cases(ranks: GpuRanks, backend: str, size: int, seed: int) -> None:
+def test_drawn_cases_are_right(ranks: GpuRanks, backend: str, size: int, seed: int) -> None:
     judge_all(ranks, drawn(backend, size, seed, count=10))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_larger_case(ranks: GpuRanks, backend: str, dtype: str) -> None:
+def test_a_larger_case_is_right(ranks: GpuRanks, backend: str, dtype: str) -> None:
     spec = ExchangeSpec(tokens=512, hidden=1024, experts=8 * RANKS, topk=4, dtype=dtype)
     judge_all(ranks, [Case(RANKS, spec, backend, ("skewed", "masked"), seed=5)])
 
@@ -158,7 +158,7 @@ QUANTISED = [
 @pytest.mark.parametrize(
     "spec", QUANTISED, ids=lambda spec: f"{spec.output}-{spec.layout}-{spec.tokens}x{spec.hidden}-{spec.dtype}"
 )
-def test_rows_that_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) -> None:
+def test_rows_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) -> None:
     if backend not in QUANTISING:
         pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal refuses them")
     case = Case(RANKS, spec, backend, ("uniform", "masked", "one"), seed=spec.hidden)
@@ -182,7 +182,7 @@ def kinds_of(seed: int, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", SIZES)
-def test_replays_and_eager_steps_in_any_order(ranks: GpuRanks, backend: str, size: int, layout: str) -> None:
+def test_replays_and_eager_steps_mix_in_any_order(ranks: GpuRanks, backend: str, size: int, layout: str) -> None:
     spec = ExchangeSpec(tokens=19, hidden=104, experts=3 * size, topk=3, alignment=16, padding="zero", layout=layout)
     kinds = kinds_of(seed=size, steps=24)
     routing = tuple(ROUTINGS[step % len(ROUTINGS)] for step in range(len(kinds)))
@@ -199,7 +199,7 @@ def test_replays_and_eager_steps_in_any_order(ranks: GpuRanks, backend: str, siz
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_operations_in_halves(ranks: GpuRanks, backend: str, captured: bool) -> None:
+def test_operations_run_in_halves(ranks: GpuRanks, backend: str, captured: bool) -> None:
     if backend not in WITH_WORKSPACE:
         pytest.skip(f"{backend} has no operation in halves")
     case = Case(RANKS, SMALL, backend, ("uniform", "none", "one", "masked"), seed=12, prefix=True)
@@ -223,7 +223,7 @@ def test_no_launch_takes_more_sms_than_asked_for(ranks: GpuRanks, backend: str, 
             assert 1 <= occupied <= (available if want == "auto" else want)
 
 
-def test_many_replays_with_late_ranks(ranks: GpuRanks, backend: str) -> None:
+def test_many_replays_with_late_ranks_are_right(ranks: GpuRanks, backend: str) -> None:
     steps = 100 if GPUS < 2 else 1000
     for worst, step in ranks.run(RANKS, on_rank.soak, soak_case(capturable(backend)), steps):
         assert worst <= THREE_ROUNDINGS, f"step {step}"
@@ -271,7 +271,7 @@ ENGINE_LAYERS = [
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one workspace", "two streams"])
-def test_exchanges_side_by_side(ranks: GpuRanks, backend: str, shared: bool) -> None:
+def test_exchanges_run_side_by_side(ranks: GpuRanks, backend: str, shared: bool) -> None:
     if backend not in WITH_WORKSPACE:
         pytest.skip(f"{backend} has no workspace; NCCL's order of operations is one for all streams")
     specs = ENGINE_LAYERS if backend == ENGINE else LAYERS

@@ -47,7 +47,7 @@ def send_large(world: World, options: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("protocol", ["put", "get"])
 @pytest.mark.parametrize("transport", CANDIDATES)
-def test_a_message_of_more_than_two_gigabytes(ranks: GpuRanks, transport: str, protocol: str) -> None:
+def test_a_message_of_more_than_two_gigabytes_arrives(ranks: GpuRanks, transport: str, protocol: str) -> None:
     answers = ranks.run(2, send_large, {"transport": transport, "protocol": protocol})
     if answers[0][0] < MEMORY_NEEDED:
         pytest.skip(f"needs {MEMORY_NEEDED} bytes of GPU memory free; {answers[0][0]} are")

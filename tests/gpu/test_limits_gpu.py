@@ -55,7 +55,7 @@ def test_rows_in_a_heap_above_4_gib_are_right(ranks: GpuRanks, backend: str) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_limits_of_a_spec_at_once(ranks: GpuRanks, backend: str) -> None:
+def test_all_limits_of_a_spec_work_at_once(ranks: GpuRanks, backend: str) -> None:
     spec = ExchangeSpec(tokens=5, hidden=16384, experts=1024, topk=16, alignment=1)
     case = Case(2, spec, backend, ("uniform", "skewed"), seed=4)
     judge(case, ranks.run(2, on_rank.run_case, case))
@@ -63,7 +63,7 @@ def test_all_limits_of_a_spec_at_once(ranks: GpuRanks, backend: str) -> None:
 
 @pytest.mark.parametrize("output", ["raw", "dequantised"])
 @pytest.mark.parametrize("backend", ["fused", MANY])
-def test_all_limits_of_a_spec_as_fp8(ranks: GpuRanks, backend: str, output: str) -> None:
+def test_all_limits_of_a_spec_work_as_fp8(ranks: GpuRanks, backend: str, output: str) -> None:
     fp8 = {"wire": "float8_e4m3", "output": output}
     spec = ExchangeSpec(tokens=5, hidden=16384, experts=1024, topk=16, alignment=1, **fp8)
     case = Case(2, spec, backend, ("uniform",), seed=4)

@@ -51,18 +51,18 @@ CAUGHT_BY = {
     ],
     "a size that is cast to 32 bits": [
         f"{HERE}::test_sizes_and_offsets_have_64_bits",
-        "gpu/test_copy_gpu.py::test_more_than_two_and_four_gigabytes",
-        "gpu/test_known_defects.py::test_a_message_of_more_than_two_gigabytes",
-        "gpu/test_cuda_ipc.py::test_a_region_at_an_offset_of_3_gib",
+        "gpu/test_copy_gpu.py::test_copies_above_two_and_four_gigabytes_are_right",
+        "gpu/test_known_defects.py::test_a_message_of_more_than_two_gigabytes_arrives",
+        "gpu/test_cuda_ipc.py::test_a_region_at_an_offset_of_3_gib_is_right",
     ],
     "a size of 0 that launches no block": [
-        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
+        "gpu/test_copy_gpu.py::test_copies_of_any_alignment_are_right",
         "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
         "gpu/test_jit_gpu.py::test_launches_that_cannot_run_are_refused",
     ],
     "alignment that is checked of sizes and not of pointers": [
-        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
-        "gpu/test_copy_gpu.py::test_sizes_around_one_stage_and_around_all_stages",
+        "gpu/test_copy_gpu.py::test_copies_of_any_alignment_are_right",
+        "gpu/test_copy_gpu.py::test_copies_about_as_large_as_the_stages_are_right",
         "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
     ],
     "a module that is kept for the process and used on another GPU": [
@@ -102,8 +102,8 @@ CAUGHT_BY = {
         "gpu/test_known_defects.py::test_two_ends_with_different_tables_use_one_transport",
     ],
     "tests of no more than one chunk": [
-        "gpu/test_copy_gpu.py::test_many_chunks",
-        "gpu/test_channels.py::test_many_channels_and_slots_at_once",
+        "gpu/test_copy_gpu.py::test_copies_of_many_chunks_are_right",
+        "gpu/test_channels.py::test_many_channels_and_slots_work_at_once",
         "gpu/test_p2p_gpu.py::test_every_line_is_complete_and_verified",
     ],
 }
