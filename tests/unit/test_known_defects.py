@@ -30,13 +30,13 @@ CAUGHT_BY = {
         "unit/test_jit.py::test_processes_that_race_agree",
         "unit/test_jit.py::test_there_is_one_compiler_a_process",
         "unit/test_kernels_load.py::test_threads_that_race_load_once",
-        "gpu/test_jit_gpu.py::test_threads_that_race_load_once",
+        "gpu/test_jit_gpu.py::test_threads_that_race_load_a_kernel_once",
     ],
     "a program, module or memory that leaks where compiling, loading or looking up fails": [
         "unit/test_jit.py::test_a_failure_tells_everything_and_leaves_nothing",
         "unit/test_kernels_load.py::test_a_load_that_fails_leaves_nothing_and_is_not_remembered",
         "unit/test_cuda_ipc.py::test_a_failure_in_the_middle_frees_what_was_made",
-        "gpu/test_jit_gpu.py::test_a_load_that_fails_leaves_nothing",
+        "gpu/test_jit_gpu.py::test_a_load_that_fails_leaves_no_module",
     ],
     "an entry of a cache that was half made and is launched later": [
         "unit/test_jit.py::test_a_failure_reaches_all_who_wait_and_the_next_may_succeed",
@@ -47,27 +47,27 @@ CAUGHT_BY = {
     "a value of an option that is passed over for the case of its letters": [
         "unit/test_config_problems.py::test_a_problem_is_told_with_its_line_key_and_value",
         "unit/test_transport_choice.py::test_a_spec_that_cannot_be_is_an_error",
-        "gpu/test_channels.py::test_what_cannot_be_is_refused_and_both_values_are_named",
+        "gpu/test_channels.py::test_invalid_specs_are_refused_with_both_values",
     ],
     "a size that is cast to 32 bits": [
         f"{HERE}::test_sizes_and_offsets_have_64_bits",
-        "gpu/test_copy_gpu.py::test_more_than_two_and_four_gigabytes",
-        "gpu/test_known_defects.py::test_a_message_of_more_than_two_gigabytes",
-        "gpu/test_cuda_ipc.py::test_a_region_behind_3_gib",
+        "gpu/test_copy_gpu.py::test_copies_above_two_and_four_gigabytes_are_right",
+        "gpu/test_known_defects.py::test_a_message_of_more_than_two_gigabytes_arrives",
+        "gpu/test_cuda_ipc.py::test_a_region_at_an_offset_of_3_gib_is_right",
     ],
     "a size of 0 that launches no block": [
-        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
-        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+        "gpu/test_copy_gpu.py::test_copies_of_any_alignment_are_right",
+        "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
         "gpu/test_jit_gpu.py::test_launches_that_cannot_run_are_refused",
     ],
     "alignment that is checked of sizes and not of pointers": [
-        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
-        "gpu/test_copy_gpu.py::test_around_a_stage_and_around_a_round_of_all_stages",
-        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+        "gpu/test_copy_gpu.py::test_copies_of_any_alignment_are_right",
+        "gpu/test_copy_gpu.py::test_copies_about_as_large_as_the_stages_are_right",
+        "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
     ],
     "a module that is kept for the process and used on another GPU": [
         "unit/test_kernels_load.py::test_every_gpu_gets_a_module_of_its_own",
-        "gpu/test_jit_gpu.py::test_every_gpu_of_the_process_has_its_own",
+        "gpu/test_jit_gpu.py::test_every_gpu_of_the_process_loads_its_own_module",
         "gpu/test_jit_gpu.py::test_code_for_another_gpu_is_refused_and_not_kept",
     ],
     "two transfers of one pair that overwrite one another's rendezvous": [
@@ -79,8 +79,8 @@ CAUGHT_BY = {
         "unit/test_cuda_ipc.py::test_every_mapping_is_closed_before_any_memory_is_freed",
         "unit/test_cuda_ipc.py::test_heaps_are_closed_in_any_order",
         "unit/test_cuda_ipc.py::test_what_a_dead_peer_may_map_is_left_to_the_process",
-        "gpu/test_cuda_ipc.py::test_memory_outlives_a_close_that_came_too_early",
-        "gpu/test_cuda_ipc.py::test_an_exporter_that_is_killed_while_mapped",
+        "gpu/test_cuda_ipc.py::test_memory_outlives_a_close_that_comes_too_early",
+        "gpu/test_cuda_ipc.py::test_memory_of_a_killed_rank_stays_mapped_and_is_freed_later",
     ],
     "bulk stores whose source was read, taken for stores that arrived": [
         "unit/test_kernels_compile.py::test_a_flag_comes_after_stores_that_have_arrived_not_after_stores_that_were_read",
@@ -89,12 +89,12 @@ CAUGHT_BY = {
     "a dead peer that is waited for without end": [
         "unit/test_channels.py::test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use",
         "gpu/test_channels.py::test_a_killed_peer_is_named",
-        "gpu/test_known_defects.py::test_a_killed_peer_does_not_keep_nccl_for_ever",
+        "gpu/test_known_defects.py::test_a_killed_peer_does_not_block_nccl_for_ever",
         "gang/test_faults.py::test_a_rank_that_stops_answering_is_the_culprit",
     ],
     "an order of sends and receives that blocks a ring": [
         f"{HERE}::test_a_ring_that_asks_to_receive_first",
-        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+        "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
     ],
     "a choice for the whole process that each call reads anew, so that two ends differ": [
         f"{HERE}::test_rank_0_alone_looks_at_the_table",
@@ -102,8 +102,8 @@ CAUGHT_BY = {
         "gpu/test_known_defects.py::test_two_ends_with_different_tables_use_one_transport",
     ],
     "tests of no more than one chunk": [
-        "gpu/test_copy_gpu.py::test_many_chunks",
-        "gpu/test_channels.py::test_many_channels_and_slots_at_once",
+        "gpu/test_copy_gpu.py::test_copies_of_many_chunks_are_right",
+        "gpu/test_channels.py::test_many_channels_and_slots_work_at_once",
         "gpu/test_p2p_gpu.py::test_every_line_is_complete_and_verified",
     ],
 }

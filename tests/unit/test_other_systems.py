@@ -21,7 +21,7 @@ from raymoe.workload.inputs import (  # noqa: E402
     Inputs,
     Routing,
 )
-from raymoe.workload.memory_needed import groups_of, heap_bytes, rows_there  # noqa: E402
+from raymoe.workload.memory_needed import groups_of, heap_bytes, most_rows_received  # noqa: E402
 from tests.unit import scripted_system  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
@@ -121,13 +121,13 @@ def test_what_torch_documents_is_judged_right_and_anything_else_wrong(shuffled, 
                 op()
                 said.append(wrong())
         rows = system._rows
-        counts, offsets = system._there.tolist()
+        counts, offsets = system._received_splits.tolist()
         place = next((at for at, count in zip(offsets, counts, strict=True) if count), None)
         if place is not None:
-            system._came[place] += 1
+            system._received[place] += 1
             said.append(system.wrong_dispatch())
         if rows:
-            system._back[rows - 1] = torch.nan
+            system._returned[rows - 1] = torch.nan
             said.append(system.wrong_combine())
         return said
 
@@ -143,8 +143,8 @@ def test_what_torch_documents_is_judged_right_and_anything_else_wrong(shuffled, 
 def test_groups_of_experts_fit_the_operation_and_the_heap_holds_the_worst_routing():
     assert [groups_of(local) for local in (1, 15, 16, 30, 32, 64, 96)] == [1, 15, 8, 15, 8, 8, 12]
     spec = ExchangeSpec(tokens=100, hidden=16, experts=64, topk=4)
-    assert rows_there(spec, 4) >= 4 * 100 * 4 + groups_of(16) * 15  # all rows here, each group aligned up
-    assert heap_bytes(spec, 4) > (rows_there(spec, 4) + 2 * 400) * 32
+    assert most_rows_received(spec, 4) >= 4 * 100 * 4 + groups_of(16) * 15  # all rows here, each group aligned up
+    assert heap_bytes(spec, 4) > (most_rows_received(spec, 4) + 2 * 400) * 32
 
 
 BASE = {"workload": "exchange", "world": {"ranks": 2, "device": "cuda"}, "shape": {"tokens": 8, "hidden": 16}}
@@ -183,7 +183,7 @@ def test_a_system_that_works_has_lines_like_any_other(scripted, monkeypatch):
         assert line["device"] == "1"  # whatever is set outside, its process makes no multicast objects
 
 
-TROUBLES = {
+FAILURES = {
     "ends": "rank 1: its process ended with code 3: cannot find a network",
     "hangs": "rank 1: no answer within 6 s",
     "refuses": "rank 1: only 3 experts",
@@ -192,7 +192,7 @@ TROUBLES = {
 }
 
 
-@pytest.mark.parametrize(("script", "said"), TROUBLES.items(), ids=TROUBLES)
+@pytest.mark.parametrize(("script", "said"), FAILURES.items(), ids=FAILURES)
 def test_whatever_happens_to_it_is_a_line_and_not_the_end_of_the_run(scripted, monkeypatch, script, said):
     if script == "hangs":
         monkeypatch.setattr(systems, "START_S", 6.0)
