@@ -260,10 +260,10 @@ class RoundKernels:
         self._tell(
             stream,
             kept=kept,
-            ids=tokens.ids,
-            weights=tokens.weights,
+            topk_idx=tokens.ids,
+            topk_weights=tokens.weights,
             num_tokens=tokens.num_tokens,
-            wide_ids=int(tokens.ids.dtype == torch.int64),
+            wide_topk_idx=int(tokens.ids.dtype == torch.int64),
             given=tokens.x.shape[0],
         )
 
