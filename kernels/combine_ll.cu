@@ -1,6 +1,6 @@
 // Combine of few tokens: what combine.cu does, in half of the trips.
 //
-// One launch. Some multiprocessors sum what this rank's experts made of peers' tokens and send the sums in lines
+// One launch. Some SMs sum what this rank's experts made of peers' tokens and send the sums in lines
 // (lines.cuh), the others add up what the ranks have sent for tokens of this rank (roles_ll.cuh). No flag, no fence.
 //
 // Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
@@ -12,7 +12,7 @@
 // every epoch, and whatever was sent to a rank in an epoch has been read there when its kernel ends, unless a rank
 // refused the step: then nobody reads, and nothing of that epoch is ever looked at again.
 //
-// Here `reducers` and `summers` are multiprocessors. A launch has one block for each of these, or two.
+// A launch has one block for each SM that it is given, or two.
 
 #include "raymoe/combine/combine.cuh"
 #include "raymoe/ll/roles_ll.cuh"
@@ -22,11 +22,11 @@
 
 namespace raymoe {
 
-__device__ __forceinline__ u8* status_word(const CombineParams& p, u32 peer, u32 half, u32 rank, u32 word) {
-    return p.peers.slot(peer, p.ll_statuses[half], rank * 2ull + word, 16);
+__device__ __forceinline__ u8* status_word(const CombineLlParams& p, u32 peer, u32 half, u32 rank, u32 word) {
+    return p.peers.slot(peer, p.statuses[half], rank * 2ull + word, 16);
 }
 
-__device__ inline void send_status(const CombineParams& p, u64 epoch, const ptx::Bytes16& mine) {
+__device__ inline void send_status(const CombineLlParams& p, u64 epoch, const ptx::Bytes16& mine) {
     if (threadIdx.x < p.peers.ranks) {
         ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 0), {mine.low, epoch});
         ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 1), {mine.high, epoch});
@@ -34,7 +34,7 @@ __device__ inline void send_status(const CombineParams& p, u64 epoch, const ptx:
 }
 
 // By a whole block: the statuses of all ranks, into shared memory. False: a wait failed.
-__device__ inline bool await_statuses(const CombineParams& p, u64 epoch, u64 (*words)[2]) {
+__device__ inline bool await_statuses(const CombineLlParams& p, u64 epoch, u64 (*words)[2]) {
     bool ok = true;
     if (threadIdx.x < 2 * p.peers.ranks) {
         const u32 rank = threadIdx.x / 2, word = threadIdx.x % 2;
@@ -44,7 +44,7 @@ __device__ inline bool await_statuses(const CombineParams& p, u64 epoch, u64 (*w
     return __syncthreads_and(ok);
 }
 
-__device__ inline bool any_refused(const CombineParams& p, const u64 (*words)[2]) {
+__device__ inline bool any_refused(const CombineLlParams& p, const u64 (*words)[2]) {
     const ptx::Bytes16 mine{words[p.peers.rank][0], words[p.peers.rank][1]};
     bool refused = false;
     for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
@@ -56,13 +56,13 @@ __device__ inline bool any_refused(const CombineParams& p, const u64 (*words)[2]
 }  // namespace raymoe
 
 extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
-    combine_ll(const __grid_constant__ raymoe::CombineParams p) {
+    combine_ll(const __grid_constant__ raymoe::CombineLlParams p) {
     using namespace raymoe;
     using Type = ROW_TYPE;
     __shared__ u64 statuses[MAX_RANKS][2];
     const CombineBeginning beginning(p);
     const ptx::Bytes16 refusal = ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal));
-    const Role role(p.reducers, p.summers);
+    const Role role(p.leaving_sms, p.arriving_sms);
     Reducer<Type> reducer(p, role.warp(), role.warps());
     Summer<Type> summer(p, role.warp(), role.warps());
     if (role.leaves) {

@@ -17,15 +17,15 @@ extern "C" __global__ void __launch_bounds__(256) count_entries(const __grid_con
         counts[i] = 0;
     }
     __syncthreads();
-    const u8* ids = memory.ids_of(p.kept, run.source);
+    const u8* topk_idx = memory.topk_idx_of(p.kept, run.source);
     for (u32 entry = run.first * memory.topk + threadIdx.x; entry < run.last * memory.topk; entry += blockDim.x) {
-        const u32 expert = local_of(memory, ptx::load_4(ids + entry * 4ull));
+        const u32 expert = local_of(memory, ptx::load_4(topk_idx + entry * 4ull));
         if (expert != NOWHERE) {
             atomicAdd(counts + expert, 1u);
         }
     }
     for (u32 token = run.first + threadIdx.x; memory.compact && token < run.last; token += blockDim.x) {
-        u32 ways = ways_of(memory, ids, token, run.source == memory.rank);
+        u32 ways = ways_of(memory, topk_idx, token, run.source == memory.rank);
         for (; ways != 0; ways &= ways - 1) {
             atomicAdd(counts + memory.local + (__ffs(ways) - 1), 1u);
         }

@@ -1,9 +1,9 @@
 // Dispatch of few tokens: what dispatch.cu does, in half of the trips.
 //
-// One launch. Some multiprocessors send, the others place (roles_ll.cuh); the first of these route before. Rows travel
-// in lines, counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, nothing that
-// is awaited at the sender. Who places looks at a row while it waits for the counts, because the row may be there with
-// them. Rows come expert by expert only; with layout rank there are no plain rows to point at.
+// One launch. Some SMs send, the others place (roles_ll.cuh); the first of these route before. Rows travel in lines,
+// counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, and the sender awaits
+// nothing. A placer looks at a row while it waits for the counts, because the row may be there with them. Rows come
+// expert by expert only; with layout rank there are no plain rows to point at.
 //
 // Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
 //   rows [2][s][token]           lines, as many as a row takes (rows_ll.cuh, quantised_rows_ll.cuh)
@@ -12,12 +12,12 @@
 // All are written by s, at every rank, and read by the owner. The epoch is the one of dispatch.cu's operation.
 //
 // Why no line is overwritten before it is read. As in dispatch.cu; the word of epoch e + 1 that certifies a peer's
-// readers of e is any of its counts, all of which every rank awaits in every epoch: each first block of a
-// multiprocessor that places. Whatever was sent to a rank in an epoch has been read there when its kernel ends: it
-// waits for every told entry of every token that was sent, and for every line of every row that these entries say is
-// for it, unless its rows do not fit; then nobody reads, and nothing of that epoch is ever looked at again.
+// readers of e is any of its counts. Every rank awaits all of them in every epoch, in the first block of each SM that
+// places. A kernel ends after it has read all that was sent to its rank in the epoch: every told entry of every token
+// that was sent, and every line of the rows that these entries say are for it. Where its rows do not fit, nobody reads,
+// and nothing of that epoch is ever looked at again.
 //
-// Here `senders` and `placers` are multiprocessors. A launch has one block for each of these, or two.
+// A launch has one block for each SM that it is given, or two.
 
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/ll/quantised_rows_ll.cuh"
@@ -42,8 +42,8 @@ using ArrivingUnits = PlainArriving;
 // A warp that sends: the first `tokens` rows of x, to the ranks of their experts.
 class Sender {
   public:
-    __device__ Sender(const DispatchParams& p, u8* stages, u32 warp, u32 warps)
-        : p_(p), dealing_(p.ll_sent), leaving_(p, stages), at_(warp), warps_(warps) {}
+    __device__ Sender(const DispatchLlParams& p, u8* stages, u32 warp, u32 warps)
+        : p_(p), dealing_(p.sent), leaving_(p, stages), at_(warp), warps_(warps) {}
 
     // Loads only, of rows that may turn out not to be sent: the epoch and the number of tokens need not be known.
     __device__ __forceinline__ void begin() {
@@ -92,7 +92,7 @@ class Sender {
         }
     }
 
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     const Dealing& dealing_;
     Leaving leaving_;
     u32 at_;
@@ -104,11 +104,11 @@ class Sender {
 // A warp that places: `begin` a unit, `await` it until it is `settled`, then `place` it.
 class Placer {
   public:
-    __device__ Placer(const DispatchParams& p, u64 epoch, u8* stages)
+    __device__ Placer(const DispatchLlParams& p, u64 epoch, u8* stages)
         : p_(p), epoch_(epoch), units_(p, epoch, stages) {}
 
     __device__ __forceinline__ void begin(u32 u) {
-        const Unit unit = p_.ll_placed.unit(u);
+        const Unit unit = p_.placed.unit(u);
         row_ = {p_.peers.in_turn(unit.step), unit.token, unit.number, false, NOWHERE};
         missing_ = NO_TOKENS | NO_TOLD;
         settled_ = false;
@@ -165,7 +165,7 @@ class Placer {
         if (lane < p_.topk) {
             place = where.place(row_.source, static_cast<u32>(row_.told));
             if (row_.unit == 0) {
-                plan_entry(p_, row_.source, static_cast<u64>(row_.token) * p_.topk + lane, row_.told, place, 0);
+                plan_entry(p_, row_.source, static_cast<u64>(row_.token) * p_.topk + lane, row_.told, place, false, 0);
             }
         }
         if (__ballot_sync(0xFFFFFFFF, place != NOWHERE) != 0) {
@@ -181,7 +181,7 @@ class Placer {
     static constexpr u32 NO_TOLD = 1u << 30;    // nor where the entries of the row go
     static constexpr u32 NO_OTHERS = 1u << 29;  // a thread of the caller's has not enough
 
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     u64 epoch_;
     ArrivingUnits units_;
     Arriving row_{};
@@ -191,10 +191,10 @@ class Placer {
 
 // By a whole block. False: this thread's part was not done, or the step is refused; the last block out makes good what
 // a failed wait leaves undone.
-__device__ inline bool place_ll(const DispatchParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
+__device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
     Placer placer(p, epoch, stages);
     EarlyCounts counts(p, epoch);
-    const u32 units = p.ll_placed.all(p.slot_tokens), first = role.warp();
+    const u32 units = p.placed.all(p.slot_tokens), first = role.warp();
     if (role.round != 0 && role.number * WARPS >= units) {
         return true;
     }
@@ -220,7 +220,7 @@ __device__ inline bool place_ll(const DispatchParams& p, u64 epoch, const Role& 
     if (role.round == 0) {
         // Its share of the gaps, which begin with the last placer as few rows begin with the first one, and of what is
         // to do where rows do not fit.
-        begin_placing(p, where, p.placers - 1 - role.place);
+        begin_placing(p, where, {p.arriving_sms - 1 - role.place, p.arriving_sms}, NO_INDEX);
     }
     for (u32 u = first; where.fits();) {
         if (here) {
@@ -243,12 +243,12 @@ __device__ inline bool place_ll(const DispatchParams& p, u64 epoch, const Role& 
 }  // namespace raymoe
 
 extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
-    dispatch_ll(const __grid_constant__ raymoe::DispatchParams p) {
+    dispatch_ll(const __grid_constant__ raymoe::DispatchLlParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
     const DispatchBeginning beginning(p);
     u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, behind what the placers share
-    const Role role(p.senders, p.placers);
+    const Role role(p.leaving_sms, p.arriving_sms);
     Sender sender(p, stages, role.warp(), role.warps());
     LlRouter router(p, role.place, shared);
     const bool routes = !role.leaves && role.round == 0 && role.place < p.routers;
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         ok = place_ll(p, epoch, role, shared, stages) && ok;
     }
     trace(p.trace, AT_END);
-    const bool tells_counts = !role.leaves && role.place + 1 == p.placers;  // which `place_nothing` takes back
+    const bool tells_counts = !role.leaves && role.place + 1 == p.arriving_sms;  // which `place_nothing` takes back
     const Ending ending = block_is_out(p.operation, !ok, tells_counts);
     if (!ending.last) {
         return;

@@ -51,7 +51,7 @@ __device__ __forceinline__ void sum_piece(const SumEntriesParams& p, u32 token, 
     const DispatchMemory& memory = p.memory;
     const u32 source = token / memory.tokens, lane = threadIdx.x % 32;
     const u64 entries = static_cast<u64>(token) * memory.topk;
-    const u8* weights = memory.weights_of(p.kept, source) + (entries - source * memory.entries()) * 4;
+    const u8* weights = memory.topk_weights_of(p.kept, source) + (entries - source * memory.entries()) * 4;
     const u32 first = piece * 32 * UNROLL + lane, last = p.row_bytes / 16;
     float sums[UNROLL][Sum::COUNT] = {};
     for (u32 begin = 0; begin < memory.topk; begin += 32) {

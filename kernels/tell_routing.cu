@@ -20,20 +20,20 @@ static_assert(sizeof(TellScratch) == 24, "");
 
 struct TellParams {
     DispatchMemory memory;
-    u8* kept;              // memory of the dispatch
-    const u8* ids;         // [given][K], of 4 or 8 bytes
-    const u8* weights;     // [given][K] f32
-    const u8* num_tokens;  // i32[1]; null: all that are given
+    u8* kept;                // memory of the dispatch
+    const u8* topk_idx;      // [given][K], of 4 or 8 bytes
+    const u8* topk_weights;  // [given][K] f32
+    const u8* num_tokens;    // i32[1]; null: all that are given
     TellScratch* scratch;
-    u32 wide_ids;
+    u32 wide_topk_idx;
     u32 given;    // rows of x
     u32 experts;  // of all ranks
     u32 unused;
 };
 
 __device__ __forceinline__ long long id_at(const TellParams& p, u64 entry) {
-    return p.wide_ids ? static_cast<long long>(ptx::load_8(p.ids + entry * 8))
-                      : static_cast<long long>(static_cast<int>(ptx::load_4(p.ids + entry * 4)));
+    return p.wide_topk_idx ? static_cast<long long>(ptx::load_8(p.topk_idx + entry * 8))
+                           : static_cast<long long>(static_cast<int>(ptx::load_4(p.topk_idx + entry * 4)));
 }
 
 // By the thread that is out last: why this rank refuses, if it does, and the dispatch's number.
@@ -61,22 +61,22 @@ extern "C" __global__ void __launch_bounds__(256) tell_routing(const __grid_cons
     // A count below zero is a large one here.
     const u32 asked = p.num_tokens == nullptr ? p.given : ptx::load_4(p.num_tokens);
     const u64 there = static_cast<u64>(asked <= p.given ? asked : 0) * p.memory.topk;
-    u8* ids = p.memory.ids_of(p.kept, p.memory.rank);
-    u8* weights = p.memory.weights_of(p.kept, p.memory.rank);
+    u8* topk_idx = p.memory.topk_idx_of(p.kept, p.memory.rank);
+    u8* topk_weights = p.memory.topk_weights_of(p.kept, p.memory.rank);
     const u64 stride = static_cast<u64>(gridDim.x) * blockDim.x;
     for (u64 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < p.memory.entries(); entry += stride) {
         u32 expert = NOWHERE, weight = 0;
         if (entry < there) {
             const long long id = id_at(p, entry);
-            weight = ptx::load_4(p.weights + entry * 4);
+            weight = ptx::load_4(p.topk_weights + entry * 4);
             if (id >= 0 && id < p.experts) {
                 expert = static_cast<u32>(id);
             } else if (id != -1) {
                 ptx::atomic_min(&p.scratch->bad_entry, entry);
             }
         }
-        ptx::store_4(ids + entry * 4, expert);
-        ptx::store_4(weights + entry * 4, weight);
+        ptx::store_4(topk_idx + entry * 4, expert);
+        ptx::store_4(topk_weights + entry * 4, weight);
     }
     __syncthreads();  // orders what the block's threads found before the ticket
     const u32 last = gridDim.x - 1;

@@ -6,7 +6,6 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dealing import Dealing
 from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, stamps
 from raymoe.device.dispatch_grid import crossing
 from raymoe.device.jit import KernelSource
@@ -30,18 +29,12 @@ class RefusalRecord(Params):
 
 
 @dataclass(frozen=True)
-class CombineParams(Params):
-    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh, where the fields are described."""
+class CombineCall(Params):
+    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh, where the fields are described: the parameters
+    that the kernels of many tokens and of few tokens have in common."""
 
     peers: Peers
     watch: Watch
-    rows: Halves
-    statuses: Halves
-    arrivals: U64
-    done: U64
-    heads: U64
-    ll_rows: Halves
-    ll_statuses: Halves
     expert_rows: Address
     home: Address
     masks: Address
@@ -50,25 +43,33 @@ class CombineParams(Params):
     trace: Address
     operation: Address
     record: Address
-    taken: Address
-    arrival_stride: U32
-    ll_lines: U32
-    ll_reduced: Dealing
-    ll_summed: Dealing
     slot_tokens: U32
     tokens: U32
     topk: U32
     row_bytes: U32
-    wire_row_bytes: U32
-    slot_bytes: U32
     weighted: U32
     op: U32
+
+
+@dataclass(frozen=True)
+class CombineParams(CombineCall):
+    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh, where the fields are described."""
+
+    rows: Halves
+    statuses: Halves
+    arrivals: U64
+    done: U64
+    heads: U64
+    taken: Address
+    wire_row_bytes: U32
+    slot_bytes: U32
     parts: U32
     reducers: U32
     reducer_lanes: U32
     together: U32
     summers: U32
     pieces: U32
+    arrival_stride: U32
 
 
 def combine_source(

@@ -58,7 +58,3 @@ class Dealing(Params):
         units = min(max(turns * warps // rows, -(-groups // most)), groups)
         each = -(-groups // units)
         return cls(each, groups, Divisor.of(-(-groups // each)), Divisor.of(max(peers, 1)))
-
-
-NOTHING_DEALT = Dealing(0, 0, Divisor.of(1), Divisor.of(1))
-"""Of kernels whose rows do not travel in lines."""

@@ -6,7 +6,6 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dealing import Dealing
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers, Watch
@@ -55,7 +54,7 @@ class Scratch(Params):
 
     bad_entry: U64 = 2**64 - 1
     needed: U64 = 0
-    liar: U64 = 2**64 - 1
+    bad_count: U64 = 2**64 - 1
     routed: U32 = 0
     unused: U32 = 0
 
@@ -73,24 +72,16 @@ def local_inverse(local: int) -> int:
 
 
 @dataclass(frozen=True)
-class DispatchParams(Params):
-    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, where the fields are described."""
+class DispatchCall(Params):
+    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, where the fields are described: the
+    parameters that the kernels of many tokens and of few tokens have in common."""
 
     peers: Peers
     watch: Watch
-    rows: Halves
-    told: Halves
-    counts: Halves
-    arrivals: U64
-    done: U64
-    heads: U64
-    ll_rows: Halves
-    ll_told: Halves
-    ll_counts: Halves
     x: Address
     x_scales: Address
-    ids: Address
-    weights: Address
+    topk_idx: Address
+    topk_weights: Address
     num_tokens: Address
     out: Address
     scales: Address
@@ -104,12 +95,7 @@ class DispatchParams(Params):
     trace: Address
     operation: Address
     scratch: Address
-    taken: Address
-    router_words: Address
-    router_counts: Address
-    half_slots: U64
-    zero_slot: U64
-    wide_ids: U32
+    wide_topk_idx: U32
     tokens: U32
     slot_tokens: U32
     topk: U32
@@ -118,14 +104,32 @@ class DispatchParams(Params):
     local_inverse: U32
     row_bytes: U32
     out_row_bytes: U32
-    slot_bytes: U32
+    zero_padding: U32
     hidden: U32
     scale_stride: U32
     alignment: U32
     capacity: U32
-    zero_padding: U32
-    rank_layout: U32
     op: U32
+    unused: U32
+
+
+@dataclass(frozen=True)
+class DispatchParams(DispatchCall):
+    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, where the fields are described."""
+
+    rows: Halves
+    told: Halves
+    counts: Halves
+    arrivals: U64
+    done: U64
+    heads: U64
+    taken: Address
+    router_words: Address
+    router_counts: Address
+    half_slots: U64
+    zero_slot: U64
+    slot_bytes: U32
+    rank_layout: U32
     parts: U32
     senders: U32
     sender_lanes: U32
@@ -133,12 +137,7 @@ class DispatchParams(Params):
     together: U32
     at_once: U32
     arrival_stride: U32
-    ll_lines: U32
-    ll_entries: U32
-    ll_sent: Dealing
-    ll_placed: Dealing
     routers: U32
-    router_runs: U32
     placers: U32
     placer_lanes: U32
     placer_stages: U32

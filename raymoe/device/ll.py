@@ -1,14 +1,15 @@
-"""The kernels of kernels/dispatch_ll.cu and combine_ll.cu, which take the parameters of dispatch and combine."""
+"""The kernels of kernels/dispatch_ll.cu and combine_ll.cu: their parameters, and how a launch of them is laid out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raymoe.device.combine import CombineParams, RefusalRecord
+from raymoe.device.combine import CombineCall, RefusalRecord
 from raymoe.device.dealing import Dealing
-from raymoe.device.dispatch import ROW_TYPES, THREADS, WARPS, DispatchParams, Got, Scratch
+from raymoe.device.dispatch import ROW_TYPES, THREADS, WARPS, DispatchCall, Got, Halves, Scratch
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Shape
+from raymoe.device.params import U32
 from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers
 from raymoe.device.trace import traced
 
@@ -19,16 +20,46 @@ BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048
 """As in kernels/include/raymoe/ll/quantised_rows_ll.cuh."""
 
 
+@dataclass(frozen=True)
+class DispatchLlParams(DispatchCall):
+    """Twin of the struct in kernels/include/raymoe/ll/words_ll.cuh, where the fields are described."""
+
+    rows: Halves
+    told: Halves
+    counts: Halves
+    lines: U32
+    entries: U32
+    sent: Dealing
+    placed: Dealing
+    routers: U32
+    router_runs: U32
+    leaving_sms: U32
+    arriving_sms: U32
+
+
+@dataclass(frozen=True)
+class CombineLlParams(CombineCall):
+    """Twin of the struct in kernels/include/raymoe/ll/sums_ll.cuh, where the fields are described."""
+
+    rows: Halves
+    statuses: Halves
+    lines: U32
+    reduced: Dealing
+    summed: Dealing
+    leaving_sms: U32
+    arriving_sms: U32
+
+
 def dispatch_ll_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
     """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
-    structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
+    structs = (DispatchLlParams, Got, Scratch, Peers, *STRUCTS)
     defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     return KernelSource("dispatch_ll", structs, (*defines, *traced(traces)))
 
 
 def combine_ll_source(dtype: str, traces: bool = False) -> KernelSource:
     """The kernel for rows of this dtype."""
-    structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
+    structs = (CombineLlParams, RefusalRecord, Peers, *STRUCTS)
     return KernelSource("combine_ll", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *traced(traces)))
 
 

@@ -125,11 +125,11 @@ class TellScratch(Params):
 class TellParams(Params):
     memory: DispatchMemory
     kept: Address = 0
-    ids: Address = 0
-    weights: Address = 0
+    topk_idx: Address = 0
+    topk_weights: Address = 0
     num_tokens: Address = 0
     scratch: Address = 0
-    wide_ids: U32 = 0
+    wide_topk_idx: U32 = 0
     given: U32 = 0
     experts: U32 = 0
     unused: U32 = 0

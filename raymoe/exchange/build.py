@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from raymoe.device import combine, dispatch, dispatch_grid
-from raymoe.device.combine import CombineGrid, CombineParams
-from raymoe.device.dealing import NOTHING_DEALT
-from raymoe.device.dispatch import STAMP_BYTES, DispatchParams
+from raymoe.device.combine import CombineCall, CombineGrid, CombineParams
+from raymoe.device.dealing import Dealing
+from raymoe.device.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
 from raymoe.device.dispatch_grid import DispatchGrid, Rows
+from raymoe.device.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_routers
 from raymoe.device.structs import Peers
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import FP8, ExchangeSpec
@@ -98,39 +100,107 @@ class Build:
         elements, behind = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
         return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
 
-    def _ll(self, region: str) -> tuple[int, int]:
-        """The halves of a region that a workspace has if one of its specs has few tokens."""
-        return self.space.halves(region) if self.space.bounds.ll_entries else (0, 0)
-
     def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
         """Those of a launch of these parts; a call sets the addresses that are 0 here."""
-        space, spec = self.space, self.spec
+        space = self.space
         rows = space.offset(self.rows_region)
         return DispatchParams(
-            peers=Peers.of(space.bases(), space.world.rank),
-            watch=space.watch,
+            **self._dispatch_call(),
             rows=(rows, rows + self.slots.half * self.slot_bytes),
             told=space.halves("told"),
             counts=space.halves("counts"),
             arrivals=space.offset("dispatch_arrivals"),
             done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
-            ll_rows=self._ll("ll_dispatch_rows"),
-            ll_told=self._ll("ll_told"),
-            ll_counts=self._ll("ll_counts"),
-            **dict.fromkeys(("x", "x_scales", "ids", "weights", "num_tokens", "out", "scales", "out_weights"), 0),
-            **dict.fromkeys(
-                ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens"), 0
-            ),
-            parts=parts,
-            trace=space.trace_of("dispatch"),
-            operation=space.own("dispatch"),
-            scratch=space.own("scratch"),
             taken=space.own("dispatch_taken"),
             router_words=space.heap.address("router_words"),
             router_counts=space.heap.address("router_counts"),
             half_slots=self.slots.half,
             zero_slot=self.slots.zero,
+            slot_bytes=self.slot_bytes,
+            rank_layout=int(self.spec.layout == "rank"),
+            parts=parts,
+            senders=grid.senders,
+            sender_lanes=grid.sender_lanes,
+            sender_stages=grid.sender_stages,
+            together=grid.together,
+            at_once=0,
+            arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
+            routers=grid.routers,
+            placers=grid.placers,
+            placer_lanes=grid.placer_lanes,
+            placer_stages=grid.placer_stages,
+        )
+
+    def dispatch_ll_params(self, grid: LlGrid, sent: Dealing, placed: Dealing) -> DispatchLlParams:
+        """Those of a launch with as many tokens as a call may have; a call with fewer sets `routers`, `router_runs` and
+        `sent` for its own."""
+        space, spec = self.space, self.spec
+        routers, runs = ll_routers(spec.tokens * spec.topk, grid.arriving)
+        return DispatchLlParams(
+            **self._dispatch_call(),
+            rows=space.halves("ll_dispatch_rows"),
+            told=space.halves("ll_told"),
+            counts=space.halves("ll_counts"),
+            lines=space.bounds.ll_lines,
+            entries=space.bounds.ll_entries,
+            sent=sent,
+            placed=placed,
+            routers=routers,
+            router_runs=runs,
+            leaving_sms=grid.leaving,
+            arriving_sms=grid.arriving,
+        )
+
+    def combine_params(self, grid: CombineGrid, parts: int, record: int) -> CombineParams:
+        """`record` is where the kernel tells the host of refusals."""
+        space, spec = self.space, self.spec
+        return CombineParams(
+            **self._combine_call(record),
+            rows=space.halves("combine_rows"),
+            statuses=space.halves("statuses"),
+            arrivals=space.offset("combine_arrivals"),
+            done=space.offset("combine_done"),
+            heads=space.offset("combine_heads"),
+            taken=space.own("combine_taken"),
+            arrival_stride=space.bounds.pieces,
+            wire_row_bytes=spec.home_row_bytes,
+            slot_bytes=spec.home_row_bytes + space.stamped * grid.pieces * STAMP_BYTES,
+            parts=parts,
+            reducers=grid.reducers,
+            reducer_lanes=grid.reducer_lanes,
+            together=grid.together,
+            summers=grid.summers,
+            pieces=grid.pieces,
+        )
+
+    def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing, record: int) -> CombineLlParams:
+        """As `dispatch_ll_params`; a call with fewer tokens sets `summed`."""
+        space = self.space
+        return CombineLlParams(
+            **self._combine_call(record),
+            rows=space.halves("ll_combine_rows"),
+            statuses=space.halves("ll_statuses"),
+            lines=space.bounds.ll_lines,
+            reduced=reduced,
+            summed=summed,
+            leaving_sms=grid.leaving,
+            arriving_sms=grid.arriving,
+        )
+
+    def _dispatch_call(self) -> dict[str, Any]:
+        """The fields of a DispatchCall; those that a call sets are 0."""
+        space, spec = self.space, self.spec
+        call = DispatchCall(
+            peers=Peers.of(space.bases(), space.world.rank),
+            watch=space.watch,
+            **dict.fromkeys(("x", "x_scales", "topk_idx", "topk_weights", "num_tokens", "out", "scales"), 0),
+            **dict.fromkeys(("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"), 0),
+            trace=space.trace_of("dispatch"),
+            operation=space.own("dispatch"),
+            scratch=space.own("scratch"),
+            wide_topk_idx=0,
+            tokens=0,
             slot_tokens=spec.tokens,
             topk=spec.topk,
             experts=spec.experts,
@@ -138,66 +208,34 @@ class Build:
             local_inverse=dispatch.local_inverse(self.local),
             row_bytes=spec.row_bytes,
             out_row_bytes=spec.hidden if self.raw else spec.row_bytes,
-            slot_bytes=self.slot_bytes,
             hidden=spec.hidden,
             scale_stride=self.scale_stride,
             alignment=spec.alignment,
             capacity=self.capacity,
             zero_padding=int(spec.padding == "zero"),
-            rank_layout=int(spec.layout == "rank"),
             op=space.error.number("dispatch"),
-            senders=grid.senders,
-            sender_lanes=grid.sender_lanes,
-            sender_stages=grid.sender_stages,
-            together=grid.together,
-            at_once=0,
-            arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
-            ll_lines=space.bounds.ll_lines,
-            ll_entries=space.bounds.ll_entries,
-            ll_sent=NOTHING_DEALT,
-            ll_placed=NOTHING_DEALT,
-            routers=grid.routers,
-            router_runs=0,
-            placers=grid.placers,
-            placer_lanes=grid.placer_lanes,
-            placer_stages=grid.placer_stages,
+            unused=0,
         )
+        return vars(call)
 
-    def combine_params(self, grid: CombineGrid, parts: int, record: int) -> CombineParams:
-        """`record` is where the kernel tells the host of refusals."""
+    def _combine_call(self, record: int) -> dict[str, Any]:
+        """The fields of a CombineCall; those that a call sets are 0."""
         space, spec = self.space, self.spec
-        return CombineParams(
+        call = CombineCall(
             peers=Peers.of(space.bases(), space.world.rank),
             watch=space.watch,
-            rows=space.halves("combine_rows"),
-            statuses=space.halves("statuses"),
-            arrivals=space.offset("combine_arrivals"),
-            done=space.offset("combine_done"),
-            heads=space.offset("combine_heads"),
-            ll_rows=self._ll("ll_combine_rows"),
-            ll_statuses=self._ll("ll_statuses"),
-            **dict.fromkeys(("expert_rows", "home", "masks", "got", "y", "tokens", "weighted"), 0),
-            parts=parts,
+            **dict.fromkeys(("expert_rows", "home", "masks", "got", "y"), 0),
             trace=space.trace_of("combine"),
             operation=space.own("combine"),
             record=record,
-            taken=space.own("combine_taken"),
-            arrival_stride=space.bounds.pieces,
-            ll_lines=space.bounds.ll_lines,
-            ll_reduced=NOTHING_DEALT,
-            ll_summed=NOTHING_DEALT,
             slot_tokens=spec.tokens,
+            tokens=0,
             topk=spec.topk,
             row_bytes=spec.row_bytes,
-            wire_row_bytes=spec.home_row_bytes,
-            slot_bytes=spec.home_row_bytes + space.stamped * grid.pieces * STAMP_BYTES,
+            weighted=0,
             op=space.error.number("combine"),
-            reducers=grid.reducers,
-            reducer_lanes=grid.reducer_lanes,
-            together=grid.together,
-            summers=grid.summers,
-            pieces=grid.pieces,
         )
+        return vars(call)
 
 
 def refuse(spec: ExchangeSpec) -> None:

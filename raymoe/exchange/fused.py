@@ -26,7 +26,7 @@ from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
 DISPATCH_ADDRESSES = (
-    *("x", "x_scales", "ids", "weights", "num_tokens", "out", "scales"),
+    *("x", "x_scales", "topk_idx", "topk_weights", "num_tokens", "out", "scales"),
     *("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"),
 )
 COMBINE_ADDRESSES = ("expert_rows", "home", "masks", "got", "y")
@@ -211,7 +211,7 @@ class FusedBackend:
             memory + at["got"],
         )
         fields = aimed.launch.fields
-        fields.wide_ids = tokens.topk_idx.dtype is torch.int64
+        fields.wide_topk_idx = tokens.topk_idx.dtype is torch.int64
         fields.tokens = got.tokens
         return aimed.launch
 

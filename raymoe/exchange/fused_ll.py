@@ -7,14 +7,12 @@ protocol. Epochs are those of `fused`, so both kinds of exchange share a workspa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from raymoe.device import combine, dispatch, ll
-from raymoe.device.combine import CombineParams
-from raymoe.device.dispatch import DispatchParams
+from raymoe.device import ll
 from raymoe.device.kernels import Launch
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.fused import COMBINE_ADDRESSES, DISPATCH_ADDRESSES, Aimed, FusedBackend
@@ -59,7 +57,7 @@ class FusedLlBackend(FusedBackend):
         sent = self._sent.get(got.tokens) or self._sent_by(got.tokens)
         launch.fields.routers = sent.routers
         launch.fields.router_runs = sent.runs
-        launch.fields.ll_sent = sent.rows
+        launch.fields.sent = sent.rows
         self._enqueue("dispatch", launch)
         return got
 
@@ -69,7 +67,7 @@ class FusedLlBackend(FusedBackend):
         summed = self._summed.get(got.tokens)
         if summed is None:
             summed = self._summed[got.tokens] = self._summing_ll.arrive(self._back, ll.SUMMED, got.tokens).packed()
-        launch.fields.ll_summed = summed
+        launch.fields.summed = summed
         self._enqueue("combine", launch)
 
     def _sent_by(self, tokens: int) -> _Sent:
@@ -82,22 +80,16 @@ class FusedLlBackend(FusedBackend):
     def _ll_dispatch_launch(self, fp8: bool) -> Aimed:
         space, grid = self.workspace, self._sending_ll
         function = space.kernels.function(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces))
-        params = replace(
-            self._dispatch_params(dispatch.ALL_PARTS),
-            senders=grid.leaving,
-            placers=grid.arriving,
-            ll_placed=grid.arrive(self._there, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size),
-        )
+        sent = grid.leave(self._there, self._most_sent, self.spec.tokens)
+        placed = grid.arrive(self._there, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size)
+        params = self.build.dispatch_ll_params(grid, sent, placed)
         shape = grid.shape(ll.ll_shared_bytes(self.spec.experts, fp8))
-        return Aimed(Launch(function, shape, params), DispatchParams, DISPATCH_ADDRESSES)
+        return Aimed(Launch(function, shape, params), ll.DispatchLlParams, DISPATCH_ADDRESSES)
 
     def _ll_combine_launch(self) -> Aimed:
         space, grid = self.workspace, self._summing_ll
         function = space.kernels.function(ll.combine_ll_source(self.spec.dtype, space.traces))
-        params = replace(
-            self._combine_params(combine.ALL_PARTS),
-            reducers=grid.leaving,
-            summers=grid.arriving,
-            ll_reduced=grid.leave(self._back, ll.REDUCED, self.spec.tokens, self.world.size - 1),
-        )
-        return Aimed(Launch(function, grid.shape(), params), CombineParams, COMBINE_ADDRESSES)
+        reduced = grid.leave(self._back, ll.REDUCED, self.spec.tokens, self.world.size - 1)
+        summed = grid.arrive(self._back, ll.SUMMED, self.spec.tokens)
+        params = self.build.combine_ll_params(grid, reduced, summed, self._refusals.device_address())
+        return Aimed(Launch(function, grid.shape(), params), ll.CombineLlParams, COMBINE_ADDRESSES)

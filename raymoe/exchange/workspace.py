@@ -276,7 +276,7 @@ class Workspace:
         self.heap = world.allocate(workspace_layout(self.bounds, world.size), "exchange workspace", where="device")
         scratch = Scratch()
         own = self.heap.tensor("own")[_OWN.index("scratch")]
-        for word, value in ((0, scratch.bad_entry), (2, scratch.liar)):
+        for word, value in ((0, scratch.bad_entry), (2, scratch.bad_count)):
             own[word] = value - 2**64
         world.gpu.synchronise()
         self.kernels = Kernels(world.gpu)

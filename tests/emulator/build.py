@@ -23,7 +23,14 @@ _SHADOWS = HERE / "include" / "raymoe"
 _INCLUDE = re.compile(r'^#include "raymoe/(.+)"', re.MULTILINE)
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-gnu-unique", "-ffp-contract=off", "-fno-strict-aliasing")
 _RUNTIME_FLAGS = (*_FLAGS, "-O2", "-fno-semantic-interposition", "-Wl,-Bsymbolic", "-Wall", "-Wextra")
-_KERNEL_FLAGS = (*_FLAGS, "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function")
+_KERNEL_FLAGS = (
+    *_FLAGS,
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-invalid-offsetof",
+)
 # Every plain access is told first, to runtime/plain.cpp; the sanitizer's own library is not linked.
 _ACCESS_FLAGS = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 

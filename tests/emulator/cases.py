@@ -43,7 +43,7 @@ class Run:
             self.routings,
             seed=seed,
             prefix=seed % 2 == 0,
-            wide_ids=seed % 3 != 0,
+            wide_topk_idx=seed % 3 != 0,
             weighted=self.weighted,
         )
         with Emulator(self.ranks, self.most_steps, self.changes, self.torn_lines) as emulator:

@@ -185,7 +185,7 @@ PLANTED = {
     ),
     "one half of the lines": Planted(
         "ll",
-        (Change("rows_ll.cuh", "p.ll_rows[epoch & 1]", "p.ll_rows[0]"),),
+        (Change("rows_ll.cuh", "p.rows[epoch & 1]", "p.rows[0]"),),
         routings=("uniform",) * 6,
         form="pairs",
     ),

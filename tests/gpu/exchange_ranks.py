@@ -63,7 +63,7 @@ class Inputs:
     def __init__(self, case: Case, tokens: int, device: torch.device) -> None:
         spec, self.tokens = case.spec, tokens
         self.x = torch.zeros(tokens, spec.hidden, dtype=getattr(torch, spec.dtype), device=device)
-        ids = torch.int64 if case.wide_ids else torch.int32
+        ids = torch.int64 if case.wide_topk_idx else torch.int32
         self.ids = torch.full((tokens, spec.topk), -1, dtype=ids, device=device)
         self.weights = torch.zeros(tokens, spec.topk, device=device)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)

@@ -87,7 +87,7 @@ def edges(backend: str, size: int) -> list[Case]:
         ExchangeSpec(tokens=700, hidden=16, experts=4 * size, topk=2),
     ]
     cases = [Case(size, spec, backend, routing, seed) for seed, spec in enumerate(specs)]
-    cases[-2] = replace(cases[-2], routing=("uniform", "masked"), wide_ids=False, prefix=True)
+    cases[-2] = replace(cases[-2], routing=("uniform", "masked"), wide_topk_idx=False, prefix=True)
     return cases
 
 

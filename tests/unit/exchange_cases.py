@@ -34,7 +34,7 @@ class Case:
     prefix: bool = False  # send num_tokens < T'
     weighted: bool = True
     given: bool = False  # memory given by the caller
-    wide_ids: bool = True
+    wide_topk_idx: bool = True
 
 
 @dataclass
@@ -71,7 +71,8 @@ def batches(case: Case, step: int) -> list[Batch]:
         x = torch.from_numpy(rng.uniform(-2, 2, (tokens, spec.hidden))).to(getattr(torch, spec.dtype))
         weights = torch.from_numpy(rng.uniform(0.1, 1, (tokens, spec.topk)).astype(np.float32))
         count = int(rng.integers(0, tokens + 1)) if case.prefix else tokens
-        made.append(Batch(x, torch.from_numpy(ids.astype(np.int64 if case.wide_ids else np.int32)), weights, count))
+        ids = ids.astype(np.int64 if case.wide_topk_idx else np.int32)
+        made.append(Batch(x, torch.from_numpy(ids), weights, count))
     return made
 
 
@@ -149,7 +150,7 @@ def run_step(exchange: Exchange, case: Case, batch: Batch) -> Result:
     out = torch.full((capacity, spec.hidden), torch.nan, dtype=mine.x.dtype, device=device) if case.given else None
     into = torch.full_like(mine.x, torch.nan) if case.given else None
     count: Any = mine.num_tokens
-    if case.wide_ids:
+    if case.wide_topk_idx:
         count = torch.tensor([count], dtype=torch.int32, device=device)
     got = exchange.dispatch(mine.x, mine.ids, mine.weights, count, out=out if spec.layout == "expert" else None)
     x = expert_major(got)

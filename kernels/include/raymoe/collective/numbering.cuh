@@ -14,7 +14,7 @@ class Numbering {
           lane_(threadIdx.x % 32), totals_(shared), begins_(totals_ + p.memory.local),
           counters_(begins_ + p.memory.local), marks_(counters_ + warps_ * p.memory.local),
           before_(marks_ + warps_ * (p.memory.ranks + 1)), sums_(before_ + p.memory.ranks + 1),
-          ids_(p.memory.ids_of(p.kept, run_.source)) {}
+          topk_idx_(p.memory.topk_idx_of(p.kept, run_.source)) {}
 
     // How many entries each expert has, and how many of them are before this block's run.
     __device__ __forceinline__ void find_experts() {
@@ -52,7 +52,7 @@ class Numbering {
         }
         for (u32 first = run_.first; first < run_.last; first += blockDim.x) {
             const u32 token = first + threadIdx.x;
-            const u32 ways = token < run_.last ? ways_of(memory_, ids_, token, own) : 0;
+            const u32 ways = token < run_.last ? ways_of(memory_, topk_idx_, token, own) : 0;
             mark(ways, first_way);
             __syncthreads();
             for (u32 way = first_way; way <= memory_.ranks; ++way) {
@@ -81,7 +81,7 @@ class Numbering {
         for (u32 first = base + from; first < base + until; first += 32) {
             const u32 entry = first + lane_;
             const bool there = entry < base + until;
-            const u32 expert = local_of(memory_, ptx::load_4_if(there, ids_ + entry * 4ull, NOWHERE));
+            const u32 expert = local_of(memory_, ptx::load_4_if(there, topk_idx_ + entry * 4ull, NOWHERE));
             const u32 place = next_of(expert);
             if (there) {
                 place_entry(entry, expert != NOWHERE && fits_ ? place : NOWHERE);
@@ -225,7 +225,7 @@ class Numbering {
         __syncthreads();
         u32* mine = counters_ + warp_ * memory_.local;
         for (u32 entry = from + lane_; entry < until; entry += 32) {
-            const u32 expert = local_of(memory_, ptx::load_4(ids_ + entry * 4ull));
+            const u32 expert = local_of(memory_, ptx::load_4(topk_idx_ + entry * 4ull));
             if (expert != NOWHERE) {
                 atomicAdd(mine + expert, 1u);
             }
@@ -262,7 +262,7 @@ class Numbering {
         ptx::store_4(p_.kept + memory_.places + all * 4, place);
         if (place != NOWHERE) {
             ptx::store_4(p_.out_weights + place * 4ull,
-                         ptx::load_4(memory_.weights_of(p_.kept, run_.source) + entry * 4ull));
+                         ptx::load_4(memory_.topk_weights_of(p_.kept, run_.source) + entry * 4ull));
             if (p_.index != nullptr) {
                 const u64 token = static_cast<u64>(run_.source) * memory_.tokens + entry / memory_.topk;
                 ptx::store_8(p_.index + place * 8ull, ptx::load_4(p_.kept + memory_.row_of + token * 4));
@@ -280,7 +280,7 @@ class Numbering {
     u32* marks_;     // [way][warp]
     u32* before_;    // [way]
     u32* sums_;      // [warp]
-    const u8* ids_;
+    const u8* topk_idx_;
     u32 total_ = 0;
     bool fits_ = false;
 };

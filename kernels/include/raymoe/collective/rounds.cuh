@@ -37,8 +37,8 @@ struct DispatchRecord {
 };
 static_assert(sizeof(DispatchRecord) == 32 + 8 * MOST_RANKS, "");
 
-// One allocation for each dispatch, which begins with what all ranks told: for each source ids[T][K], then
-// weights[T][K], 4 bytes each. An id of NOWHERE is no expert.
+// One allocation for each dispatch, which begins with what all ranks told: for each source topk_idx[T][K], then
+// topk_weights[T][K], 4 bytes each. An id of NOWHERE is no expert.
 struct DispatchMemory {
     u64 record;  // offset of a DispatchRecord
     // u32[T][R]: where the sum of each token of this rank stands in what comes back, in rows of blocks that lie T + 1
@@ -56,10 +56,10 @@ struct DispatchMemory {
 
     __device__ __forceinline__ u64 entries() const { return static_cast<u64>(tokens) * topk; }
 
-    __device__ __forceinline__ u8* ids_of(u8* kept, u32 source) const { return kept + source * entries() * 8; }
+    __device__ __forceinline__ u8* topk_idx_of(u8* kept, u32 source) const { return kept + source * entries() * 8; }
 
-    __device__ __forceinline__ u8* weights_of(u8* kept, u32 source) const {
-        return ids_of(kept, source) + entries() * 4;
+    __device__ __forceinline__ u8* topk_weights_of(u8* kept, u32 source) const {
+        return topk_idx_of(kept, source) + entries() * 4;
     }
 
     __device__ __forceinline__ DispatchRecord* record_of(u8* kept) const {

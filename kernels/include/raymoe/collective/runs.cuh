@@ -40,11 +40,11 @@ __device__ __forceinline__ u32 local_of(const DispatchMemory& memory, u32 id) {
 }
 
 // Bit r: the token goes to rank r, only where it is this rank's `own`. Bit `ranks`: it comes here.
-__device__ __forceinline__ u32 ways_of(const DispatchMemory& memory, const u8* ids, u32 token, bool own) {
+__device__ __forceinline__ u32 ways_of(const DispatchMemory& memory, const u8* topk_idx, u32 token, bool own) {
     u32 ways = 0;
 #pragma unroll 4
     for (u32 k = 0; k < memory.topk; ++k) {
-        const u32 id = ptx::load_4(ids + (static_cast<u64>(token) * memory.topk + k) * 4);
+        const u32 id = ptx::load_4(topk_idx + (static_cast<u64>(token) * memory.topk + k) * 4);
         if (own && id != NOWHERE) {
             ways |= 1u << id / memory.local;
         }

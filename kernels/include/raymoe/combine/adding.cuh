@@ -12,9 +12,9 @@ namespace raymoe {
 constexpr u32 UNROLL = Crossed::BYTES > 16 ? 2 : 4;
 
 // Adds to `sums` what the experts made of a token, in the order of k. By a whole warp; `entry` is that of
-// CombineParams::entry, bit k of `hits` says that entry k is here.
+// CombineCall::entry, bit k of `hits` says that entry k is here.
 template <class Type>
-__device__ __forceinline__ void add_experts(const CombineParams& p, u64 entry, u32 hits, u32 first, u32 last,
+__device__ __forceinline__ void add_experts(const CombineCall& p, u64 entry, u32 hits, u32 first, u32 last,
                                             float (*sums)[Type::COUNT]) {
     auto term = [&](u32 k) {
         const u64 chosen = __shfl_sync(0xFFFFFFFF, entry, k);

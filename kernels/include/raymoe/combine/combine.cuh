@@ -31,10 +31,40 @@ struct RefusalRecord {
 };
 static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
 
-struct CombineParams {
+// The parameters that both kernels of a combine read: the tensors of a call, and sizes. It ends without padding, as
+// DispatchCall does.
+struct CombineCall {
     Peers peers;
     Watch watch;
 
+    const u8* expert_rows;  // [capacity][row_bytes]
+    const u8* home;         // of the dispatch: see DispatchCall
+    const u32* masks;
+    const Got* got;
+    u8* y;  // [tokens][row_bytes]
+
+    u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
+    Operation* operation;
+    RefusalRecord* record;
+
+    u32 slot_tokens;  // T, of each source
+    u32 tokens;       // T', rows of y
+    u32 topk;
+    u32 row_bytes;
+    u32 weighted;
+    u32 op;
+
+    // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on, or if it is
+    // not `wanted`.
+    __device__ __forceinline__ u64 entry(u32 source, u32 token, bool wanted = true) const {
+        const u32 k = threadIdx.x % 32;
+        const u64 first = (static_cast<u64>(source) * slot_tokens + token) * topk;
+        return ptx::load_8_if(wanted && k < topk, home + (first + k) * 8, NOWHERE);
+    }
+};
+
+// Of combine.cu. Those of combine_ll.cu: ll/sums_ll.cuh.
+struct CombineParams : CombineCall {
     // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2.
     u64 rows[2];      // slots: what rank d made of token t of the owner, at (d * slot_tokens + t) * slot_bytes
     u64 statuses[2];  // a Refusal for each rank, of which the ranks must say the same, and none may refuse
@@ -47,41 +77,19 @@ struct CombineParams {
     // Writer: rank d, at every rank, its own too; the epoch, after its status. Reader: the owner, acquiring.
     u64 heads;
 
-    // The regions of combine_ll.cu, likewise.
-    u64 ll_rows[2];
-    u64 ll_statuses[2];
-
-    const u8* expert_rows;  // [capacity][row_bytes]
-    const u8* home;         // of the dispatch: see DispatchParams
-    const u32* masks;
-    const Got* got;
-    u8* y;  // [tokens][row_bytes]
-
-    u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
-    Operation* operation;
-    RefusalRecord* record;
     // Items that lanes have taken, and behind that pieces that summers have; besides the first two of each, and 0 again
     // at the end of a run.
     u64* taken;
 
-    u32 arrival_stride;  // words of a rank
-    u32 ll_lines;       // lines of a rank
-    Dealing ll_reduced;  // sums for peers, to warps that reduce
-    Dealing ll_summed;   // rows of y, to warps that sum
-    u32 slot_tokens;
-    u32 tokens;  // T', rows of y
-    u32 topk;
-    u32 row_bytes;
     u32 wire_row_bytes;  // of a sum on its way, in whole 16 bytes
     u32 slot_bytes;      // of that, and with stamps of one for each piece
-    u32 weighted;
-    u32 op;
     u32 parts;
-    u32 reducers;      // blocks that sum this rank's experts' rows
-    u32 reducer_lanes;  // warps of each, with room for two pieces in shared memory of their own
-    u32 together;       // pieces of a lane whose words are stored behind one fence, at most MOST_TOGETHER
-    u32 summers;        // blocks that sum what the ranks have sent
-    u32 pieces;         // of a row: lanes and summers take pieces, so that few rows are work for many
+    u32 reducers;        // blocks that sum this rank's experts' rows
+    u32 reducer_lanes;   // warps of each, with room for two pieces in shared memory of their own
+    u32 together;        // pieces of a lane whose words are stored behind one fence, at most MOST_TOGETHER
+    u32 summers;         // blocks that sum what the ranks have sent
+    u32 pieces;          // of a row: lanes and summers take pieces, so that few rows are work for many
+    u32 arrival_stride;  // words of a rank
 
     __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
 
@@ -121,14 +129,6 @@ struct CombineParams {
     __device__ __forceinline__ u64 stamp_at(u32 piece) const {
         return wire_row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
     }
-
-    // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on, or if it is
-    // not `wanted`.
-    __device__ __forceinline__ u64 entry(u32 source, u32 token, bool wanted = true) const {
-        const u32 k = threadIdx.x % 32;
-        const u64 first = (static_cast<u64>(source) * slot_tokens + token) * topk;
-        return ptx::load_8_if(wanted && k < topk, home + (first + k) * 8, NOWHERE);
-    }
 };
 
 // What every block of a combine knows first.
@@ -140,7 +140,7 @@ struct CombineRun {
 // As `DispatchBeginning`.
 class CombineBeginning {
   public:
-    __device__ __forceinline__ explicit CombineBeginning(const CombineParams& p) {
+    __device__ __forceinline__ explicit CombineBeginning(const CombineCall& p) {
         const bool first = threadIdx.x == 0;
         if (first) {
             trace(p.trace, AT_START);
@@ -164,7 +164,7 @@ class CombineBeginning {
 
 // Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
 template <class Type>
-__device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stride) {
+__device__ inline void fill_with_nan(const CombineCall& p, u32 first, u32 stride) {
     for (u32 token = first; token < p.tokens; token += stride) {
         for (u64 at = threadIdx.x % 32 * 16; at < p.row_bytes; at += 32 * 16) {
             ptx::store_16(p.y + static_cast<u64>(token) * p.row_bytes + at, {Type::NANS, Type::NANS});
@@ -175,7 +175,7 @@ __device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stri
 // What this rank says with a combine of what a dispatch has left. All ranks compare what they have all said, so that
 // they come to the same verdict: nothing is read where one refuses, and where two combine different dispatches, or
 // one with weights and one without.
-__device__ __forceinline__ ptx::Bytes16 status_of(const CombineParams& p, const ptx::Bytes16& left) {
+__device__ __forceinline__ ptx::Bytes16 status_of(const CombineCall& p, const ptx::Bytes16& left) {
     const bool refuses = static_cast<u32>(left.low) != CAUSE_NONE;
     return {refuses ? left.low : static_cast<u64>(p.weighted) << 32, left.high};
 }
@@ -186,7 +186,7 @@ __device__ __forceinline__ bool is_refused(const ptx::Bytes16& mine, const ptx::
 
 // By one thread: this step is refused; `status(rank, word)` is a word of a rank's Refusal.
 template <class Status>
-__device__ inline void tell_host(const CombineParams& p, u64 epoch, Status status) {
+__device__ inline void tell_host(const CombineCall& p, u64 epoch, Status status) {
     for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
         u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
         ptx::store_relaxed_sys(into, status(rank, 0));

@@ -1,7 +1,6 @@
 // What the parts of a dispatch share: its parameters, and the words between ranks. dispatch.cu tells the protocol.
 #pragma once
 
-#include "raymoe/ll/dealing.cuh"
 #include "raymoe/base/peer.cuh"
 #include "raymoe/base/ptx.cuh"
 #include "raymoe/base/sync.cuh"
@@ -86,16 +85,88 @@ constexpr Id NO_ID{NOWHERE, NOWHERE};  // -1
 struct Scratch {
     u64 bad_entry;  // the first entry with an id out of range; ~0: none. Lowered by routers, read and reset at the end
     u64 needed;     // rows that did not fit; 0: they did. Written by the first placer, reset at the end
-    u64 liar;       // {source, expert} of the first told entry that its source's counts have no room for; ~0: none
+    u64 bad_count;  // {source, expert} of the first told entry that its source's count does not cover; ~0: none
     u32 routed;     // routers that are through; wraps
     u32 unused;
 };
 static_assert(sizeof(Scratch) == 32, "");
 
-struct DispatchParams {
+// The parameters that all kernels of a dispatch read: the tensors of a call, and sizes. It ends without padding, at a
+// multiple of 8 bytes, so the fields of a struct that inherits it follow directly, as in its Python twin. Pairs of u32
+// that a kernel reads together are one load where they begin at a multiple of 8.
+struct DispatchCall {
     Peers peers;
     Watch watch;
 
+    // What this rank sends.
+    const u8* x;             // [tokens][row_bytes]; already quantised: [tokens][hidden] 8-bit floats
+    const u8* x_scales;      // [tokens][blocks] f32 of rows that are already quantised, else null
+    const u8* topk_idx;      // [tokens][topk], i32 or i64
+    const u8* topk_weights;  // [tokens][topk] f32
+    const u32* num_tokens;   // null: all of them
+
+    // What this rank gets.
+    u8* out;              // [capacity][out_row_bytes], expert by expert
+    u8* scales;           // f32, that of block b of row i at b * scale_stride + i; null: rows are given dequantised
+    u8* out_weights;      // [capacity] f32
+    u32* expert_offsets;  // [local + 1]
+    u32* expert_counts;   // [local]
+    u8* index;            // [capacity] i64, the slot of each row; null with layout expert
+    u8* home;             // [ranks][slot_tokens][topk]: {position or ~0, weight}
+    u32* masks;           // [tokens]: ranks that token t was sent to
+    Got* got;
+
+    // Of this rank alone.
+    u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
+    Operation* operation;
+    Scratch* scratch;
+
+    u32 wide_topk_idx;  // topk_idx is i64
+    u32 tokens;         // T', rows of x
+    u32 slot_tokens;    // T, of each source
+    u32 topk;
+    u32 experts;
+    u32 local;          // experts a rank
+    u32 local_inverse;  // for `rank_of`
+    u32 row_bytes;
+    u32 out_row_bytes;
+    u32 zero_padding;
+    u32 hidden;
+    u32 scale_stride;
+    u32 alignment;
+    u32 capacity;
+    u32 op;
+    u32 unused;
+
+    // expert / local, without a division, which takes long where little else is to do. raymoe/device/dispatch.py says
+    // for which experts it is exact: for all that there may be.
+    __device__ __forceinline__ u32 rank_of(u32 expert) const { return expert * local_inverse >> 20; }
+
+    // expert % local
+    __device__ __forceinline__ u32 local_of(u32 expert) const { return expert - rank_of(expert) * local; }
+
+    __device__ __forceinline__ u32 blocks() const { return (hidden + BLOCK - 1) / BLOCK; }
+
+    // Of a row of x.
+    __device__ __forceinline__ u32 x_bytes() const { return FP8 && x_scales != nullptr ? hidden : row_bytes; }
+
+    // The number of an entry where it is wanted, else NO_ID. Only loads: many may be under way.
+    __device__ __forceinline__ Id id_if(bool wanted, u64 entry) const {
+        const u8* at = topk_idx + entry * (wide_topk_idx ? 8 : 4);
+        return {ptx::load_4_if(wanted, at, NO_ID.low), ptx::load_4_if(wanted && wide_topk_idx, at + 4, NO_ID.high)};
+    }
+
+    // The expert; below 0: none. Anything from `experts` on, or below -1, is out of range.
+    __device__ __forceinline__ long long number(const Id& id) const {
+        return wide_topk_idx ? static_cast<long long>(static_cast<u64>(id.high) << 32 | id.low)
+                             : static_cast<long long>(static_cast<int>(id.low));
+    }
+
+    __device__ __forceinline__ long long id(u64 entry) const { return number(id_if(true, entry)); }
+};
+
+// Of dispatch.cu, alltoallv.cu, announce.cu and pack.cu. Those of dispatch_ll.cu: ll/words_ll.cuh.
+struct DispatchParams : DispatchCall {
     // Offsets in every rank's heap, for each half where there are two; `half` is the epoch mod 2.
     u64 rows[2];    // slots: row t of source s at (s * slot_tokens + t) * slot_bytes
     u64 told[2];    // 8 bytes for each (source, token, k)
@@ -110,92 +181,34 @@ struct DispatchParams {
     // Reader: every placer of the owner, acquiring.
     u64 heads;
 
-    // The regions of dispatch_ll.cu, likewise. What is a source's is so for every exchange of the workspace.
-    u64 ll_rows[2];
-    u64 ll_told[2];
-    u64 ll_counts[2];
-
-    // What this rank sends.
-    const u8* x;            // [tokens][row_bytes]; already quantised: [tokens][hidden] 8-bit floats
-    const u8* x_scales;     // [tokens][blocks] f32 of rows that are already quantised, else null
-    const u8* ids;          // [tokens][topk], i32 or i64
-    const u8* weights;      // [tokens][topk] f32
-    const u32* num_tokens;  // null: all of them
-
-    // What this rank gets.
-    u8* out;          // [capacity][out_row_bytes], expert by expert
-    u8* scales;       // f32, that of block b of row i at b * scale_stride + i; null: rows are given dequantised
-    u8* out_weights;  // [capacity] f32
-    u32* expert_offsets;  // [local + 1]
-    u32* expert_counts;
-    u8* index;  // [capacity] i64, the slot of each row; null unless rank_layout
-    u8* home;   // [ranks][slot_tokens][topk]: {position or ~0, weight}
-    u32* masks;  // [tokens]: ranks that token t was sent to
-    Got* got;
-
     // Of this rank alone.
-    u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
-    Operation* operation;
-    Scratch* scratch;
     u64* taken;  // tokens that lanes have asked for, besides the first of each; 0 again at the end of a run
     u64* router_words;   // [routers]: the epoch for which router c has counted
     u32* router_counts;  // [routers][experts]
 
-    u64 half_slots;  // slot number of half 1's first; half 0 begins at 0
-    u64 zero_slot;   // a slot of zeros, which `index` names in gaps
-    u32 wide_ids;    // ids are i64
-    u32 tokens;      // T', rows of x
-    u32 slot_tokens;
-    u32 topk;
-    u32 experts;
-    u32 local;  // experts a rank
-    u32 local_inverse;  // for `rank_of`
-    u32 row_bytes;
-    u32 out_row_bytes;
+    u64 half_slots;      // slot number of half 1's first; half 0 begins at 0
+    u64 zero_slot;       // a slot of zeros, which `index` names in gaps
     u32 slot_bytes;
-    u32 hidden;
-    u32 scale_stride;
-    u32 alignment;
-    u32 capacity;
-    u32 zero_padding;
     u32 rank_layout;
-    u32 op;
     u32 parts;
-    u32 senders;        // blocks that send; the others route and place
-    u32 sender_lanes;   // warps of each
-    u32 sender_stages;  // of each lane's ring; where rows are quantised, of a block, for rows that leave
-    u32 together;       // rows of a lane whose words go behind one fence, at most MOST_TOGETHER; not of quantised rows
-    u32 at_once;        // rows of a source are announced by its senders' `done` alone
+    u32 senders;         // blocks that send; the others route and place
+    u32 sender_lanes;    // warps of each
+    u32 sender_stages;   // of each lane's ring; where rows are quantised, of a block, for rows that leave
+    u32 together;        // rows of a lane whose words go behind one fence, at most MOST_TOGETHER; not of quantised rows
+    u32 at_once;         // rows of a source are announced by its senders' `done` alone
     u32 arrival_stride;  // words of a source
-    u32 ll_lines;       // lines of a source
-    u32 ll_entries;     // told entries of a source, of few tokens
-    Dealing ll_sent;    // rows of x, to warps that send
-    Dealing ll_placed;  // rows of all ranks, to warps that place
-    u32 routers;        // of the placers, the first so many route
-    u32 router_runs;    // of 32 entries, that each of them has; of few tokens
-    u32 placers;
-    u32 placer_lanes;
-    u32 placer_stages;
+    u32 routers;         // of the placers, the first so many route
+    u32 placers;         // blocks that place
+    u32 placer_lanes;    // warps of each
+    u32 placer_stages;   // of each lane's ring
 
     __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
-
-    // expert / local, without a division, which takes long where little else is to do. raymoe/device/dispatch.py says
-    // for which experts it is exact: for all that there may be.
-    __device__ __forceinline__ u32 rank_of(u32 expert) const { return expert * local_inverse >> 20; }
-
-    // expert % local
-    __device__ __forceinline__ u32 local_of(u32 expert) const { return expert - rank_of(expert) * local; }
-
-    __device__ __forceinline__ u32 blocks() const { return (hidden + BLOCK - 1) / BLOCK; }
 
     // Where a placed row goes: to its place, and with layout rank to its slot, by number.
     __device__ __forceinline__ u8* place_at(u32 place) const {
         return rank_layout ? peers.slot(peers.rank, rows[0], place, slot_bytes)
                            : out + static_cast<u64>(place) * out_row_bytes;
     }
-
-    // Of a row of x.
-    __device__ __forceinline__ u32 x_bytes() const { return FP8 && x_scales != nullptr ? hidden : row_bytes; }
 
     // Ranks whose rows come through slots, and which hear of arrivals: `in_turn` of these many.
     __device__ __forceinline__ u32 heard() const { return OWN_FROM_X ? peers.ranks - 1 : peers.ranks; }
@@ -225,23 +238,9 @@ struct DispatchParams {
         return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(source) * MAX_DONE + sender, 8));
     }
 
-    // Of an entry where it is wanted, else NO_ID. Only loads: many may be under way.
-    __device__ __forceinline__ Id id_if(bool wanted, u64 entry) const {
-        const u8* at = ids + entry * (wide_ids ? 8 : 4);
-        return {ptx::load_4_if(wanted, at, NO_ID.low), ptx::load_4_if(wanted && wide_ids, at + 4, NO_ID.high)};
-    }
-
-    // The expert; below 0: none. Anything from `experts` on, or below -1, is out of range.
-    __device__ __forceinline__ long long number(const Id& id) const {
-        return wide_ids ? static_cast<long long>(static_cast<u64>(id.high) << 32 | id.low)
-                        : static_cast<long long>(static_cast<int>(id.low));
-    }
-
-    __device__ __forceinline__ long long id(u64 entry) const { return number(id_if(true, entry)); }
-
     // Those of `entry` and each `stride`-th one after it, -1 from `end` on. All loads are under way together.
     template <u32 COUNT>
-    __device__ __forceinline__ void ids_of(u64 entry, u32 stride, u64 end, long long (&into)[COUNT]) const {
+    __device__ __forceinline__ void topk_idx_of(u64 entry, u32 stride, u64 end, long long (&into)[COUNT]) const {
         Id loaded[COUNT];
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
@@ -259,7 +258,7 @@ struct DispatchParams {
         u32 mask = 0;
         for (u32 k = 0; k < topk; k += 8) {
             long long eight[8];
-            ids_of(first + k, 1, first + topk, eight);
+            topk_idx_of(first + k, 1, first + topk, eight);
 #pragma unroll
             for (u32 i = 0; i < 8; ++i) {
                 if (eight[i] >= 0 && eight[i] < experts) {
@@ -281,7 +280,7 @@ struct DispatchRun {
 // Loads it, and hands it to the block. What stands between the two is done while the loads are under way.
 class DispatchBeginning {
   public:
-    __device__ __forceinline__ explicit DispatchBeginning(const DispatchParams& p) : p_(p) {
+    __device__ __forceinline__ explicit DispatchBeginning(const DispatchCall& p) : p_(p) {
         const bool first = threadIdx.x == 0;
         if (first) {
             trace(p.trace, AT_START);
@@ -304,13 +303,13 @@ class DispatchBeginning {
     __device__ __forceinline__ bool refused() const { return asked_ > p_.tokens; }
 
   private:
-    const DispatchParams& p_;
+    const DispatchCall& p_;
     Before before_;
     u32 asked_;
 };
 
 // By a whole block.
-__device__ inline DispatchRun begin_dispatch(const DispatchParams& p) { return DispatchBeginning(p).run(); }
+__device__ inline DispatchRun begin_dispatch(const DispatchCall& p) { return DispatchBeginning(p).run(); }
 
 // By a whole block: until the heads of all ranks are of this epoch. False: a wait failed.
 __device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
@@ -322,11 +321,11 @@ __device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
 }
 
 // What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
-__device__ inline Refusal refusal_of(const DispatchParams& p, u64 epoch) {
+__device__ inline Refusal refusal_of(const DispatchCall& p, u64 epoch) {
     Scratch& scratch = *p.scratch;
     const u64 bad = ptx::load_relaxed_gpu(&scratch.bad_entry), needed = ptx::load_relaxed_gpu(&scratch.needed);
-    const u64 liar = ptx::load_relaxed_gpu(&scratch.liar);
-    scratch.bad_entry = scratch.liar = ~0ull;
+    const u64 bad_count = ptx::load_relaxed_gpu(&scratch.bad_count);
+    scratch.bad_entry = scratch.bad_count = ~0ull;
     scratch.needed = 0;
     if (p.num_tokens != nullptr && *p.num_tokens > p.tokens) {
         const int asked = static_cast<int>(*p.num_tokens);  // below 0 is refused too, and told as such
@@ -335,8 +334,8 @@ __device__ inline Refusal refusal_of(const DispatchParams& p, u64 epoch) {
     if (bad != ~0ull) {
         return {CAUSE_ID, static_cast<u32>(bad / p.topk), static_cast<u64>(p.id(bad))};
     }
-    if (liar != ~0ull) {
-        return {CAUSE_EXPERT, static_cast<u32>(liar >> 32), liar & 0xFFFFFFFF};
+    if (bad_count != ~0ull) {
+        return {CAUSE_EXPERT, static_cast<u32>(bad_count >> 32), bad_count & 0xFFFFFFFF};
     }
     return needed != 0 ? Refusal{CAUSE_CAPACITY, 0, needed} : Refusal{CAUSE_NONE, 0, epoch};
 }

@@ -9,14 +9,14 @@ namespace raymoe {
 class Places {
   public:
     // Shared memory: two words for each expert and one for each rank.
-    __device__ Places(const DispatchParams& p, u32* shared)
+    __device__ Places(const DispatchCall& p, u32* shared)
         : p_(p), counts_(shared), begins_(shared + p.experts), tokens_(begins_ + p.experts) {}
 
     // By a whole block. `told(source, expert)` gives what a source has for a local expert, and with p.local for an
     // expert how many tokens it has sent.
     template <class Told>
     __device__ __forceinline__ void find(Told told) {
-        const DispatchParams& p = p_;
+        const DispatchCall& p = p_;
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < p.experts + p.peers.ranks; i += THREADS) {
             const u32 source = i < p.experts ? p.rank_of(i) : i - p.experts;
@@ -47,7 +47,7 @@ class Places {
         __syncthreads();
     }
 
-    static __device__ __forceinline__ u32 shared_words(const DispatchParams& p) { return 2 * p.experts + MAX_RANKS; }
+    static __device__ __forceinline__ u32 shared_words(const DispatchCall& p) { return 2 * p.experts + MAX_RANKS; }
 
     __device__ __forceinline__ u32 total() const { return total_; }
 
@@ -83,7 +83,7 @@ class Places {
         }
         const u32 expert = told >> RANK_BITS, rank = told & RANK_MASK;
         if (expert >= p_.local || rank >= counts_[source * p_.local + expert]) {
-            ptx::atomic_min(&p_.scratch->liar, static_cast<u64>(source) << 32 | expert);
+            ptx::atomic_min(&p_.scratch->bad_count, static_cast<u64>(source) << 32 | expert);
             return NOWHERE;
         }
         return begins_[source * p_.local + expert] + rank;
@@ -140,22 +140,29 @@ class Places {
         return begin;
     }
 
-    const DispatchParams& p_;
+    const DispatchCall& p_;
     u32* counts_;  // [source][expert]
     u32* begins_;  // [source][expert]
     u32* tokens_;  // [source]
     u32 total_ = 0;
 };
 
-// One entry, which stands at `place` or nowhere: tells home, its weight and, with layout rank, its index. `slot` names
-// its row.
-__device__ __forceinline__ void plan_entry(const DispatchParams& p, u32 source, u64 entry, u64 told, u32 place,
-                                           u64 slot) {
+// What `index` holds; there is one with layout rank only.
+struct Index {
+    bool wanted;
+    u64 zero_slot;  // for gaps
+};
+constexpr Index NO_INDEX{false, 0};
+
+// One entry, which stands at `place` or nowhere: tells home, its weight and, if it is `indexed`, its index. `slot`
+// names its row.
+__device__ __forceinline__ void plan_entry(const DispatchCall& p, u32 source, u64 entry, u64 told, u32 place,
+                                           bool indexed, u64 slot) {
     u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entry) * 8;
     ptx::store_8(home, (told & ~0xFFFFFFFFull) | place);
     if (place != NOWHERE) {
         ptx::store_4(p.out_weights + place * 4ull, static_cast<u32>(told >> 32));
-        if (p.rank_layout) {
+        if (indexed) {
             ptx::store_8(p.index + place * 8ull, slot);
         }
     }
@@ -175,7 +182,7 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
         }
         for (u32 i = 0; i < 8 && first + i < p.topk; ++i) {
             const u32 place = where.place(source, static_cast<u32>(told[i]));
-            plan_entry(p, source, entries + first + i, told[i], place, slot);
+            plan_entry(p, source, entries + first + i, told[i], place, p.rank_layout, slot);
             if (place != NOWHERE) {
                 // With layout rank a row of this rank has one place, its slot, and one of a peer is there already.
                 if (!p.rank_layout) {
@@ -202,9 +209,15 @@ struct Gap {
     }
 };
 
-// Rows of zeros, with scales, in the gaps behind this placer's share of the experts.
-__device__ inline void zero_gaps(const DispatchParams& p, const Places& where, u32 placer) {
-    for (u32 expert = placer; expert < p.local; expert += p.placers) {
+// Which part of a work that blocks share is this one's. In dispatch_ll.cu SMs share it, by their first blocks.
+struct Share {
+    u32 number;
+    u32 blocks;
+};
+
+// Rows of zeros, with scales, in the gaps behind this block's share of the experts.
+__device__ inline void zero_gaps(const DispatchCall& p, const Places& where, Share share) {
+    for (u32 expert = share.number; expert < p.local; expert += share.blocks) {
         const Gap gap(where, expert);
         const u64 row = p.out_row_bytes, end = gap.end * row;
         for (u64 at = gap.begin * row + threadIdx.x * 16ull; at < end; at += THREADS * 16ull) {
@@ -218,31 +231,31 @@ __device__ inline void zero_gaps(const DispatchParams& p, const Places& where, u
     }
 }
 
-// Weights, index and, where asked, rows of this placer's share of the gaps. The index has no garbage behind the last
+// Weights, index and, where asked, rows of this block's share of the gaps. The index has no garbage behind the last
 // row either: who gathers by all of it would read outside the slots.
-__device__ inline void fill_gaps(const DispatchParams& p, const Places& where, u32 placer) {
-    if (p.rank_layout) {
-        for (u32 place = where.total() + placer * THREADS + threadIdx.x; place < p.capacity;
-             place += p.placers * THREADS) {
-            ptx::store_8(p.index + place * 8ull, p.zero_slot);
+__device__ inline void fill_gaps(const DispatchCall& p, const Places& where, Share share, Index index) {
+    if (index.wanted) {
+        for (u32 place = where.total() + share.number * THREADS + threadIdx.x; place < p.capacity;
+             place += share.blocks * THREADS) {
+            ptx::store_8(p.index + place * 8ull, index.zero_slot);
         }
     }
-    for (u32 expert = placer * WARPS + threadIdx.x / 32; expert < p.local; expert += p.placers * WARPS) {
+    for (u32 expert = share.number * WARPS + threadIdx.x / 32; expert < p.local; expert += share.blocks * WARPS) {
         const Gap gap(where, expert);
         for (u32 place = gap.begin + threadIdx.x % 32; place < gap.end; place += 32) {
             ptx::store_4(p.out_weights + place * 4ull, 0);
-            if (p.rank_layout) {
-                ptx::store_8(p.index + place * 8ull, p.zero_slot);
+            if (index.wanted) {
+                ptx::store_8(p.index + place * 8ull, index.zero_slot);
             }
         }
     }
-    if (p.zero_padding && !p.rank_layout) {
-        zero_gaps(p, where, placer);
+    if (p.zero_padding && !index.wanted) {
+        zero_gaps(p, where, share);
     }
 }
 
 // Nothing came: of a step that is refused, or by a rank that is poisoned.
-__device__ inline void place_nothing(const DispatchParams& p) {
+__device__ inline void place_nothing(const DispatchCall& p) {
     for (u32 expert = threadIdx.x; expert <= p.local; expert += THREADS) {
         p.expert_offsets[expert] = 0;
         if (expert < p.local) {
@@ -251,7 +264,7 @@ __device__ inline void place_nothing(const DispatchParams& p) {
     }
 }
 
-__device__ inline void tell_counts(const DispatchParams& p, const Places& where) {
+__device__ inline void tell_counts(const DispatchCall& p, const Places& where) {
     for (u32 expert = threadIdx.x; expert < p.local; expert += THREADS) {
         p.expert_offsets[expert] = where.begin(expert);
         p.expert_counts[expert] = where.count_of(expert);
@@ -263,9 +276,9 @@ __device__ inline void tell_counts(const DispatchParams& p, const Places& where)
 
 // What every placer does before it touches rows, with its share of the gaps. False: the rows do not fit; then none is
 // placed, and each goes home as zeros, that is, not at all.
-__device__ inline bool begin_placing(const DispatchParams& p, const Places& where, u32 placer) {
+__device__ inline bool begin_placing(const DispatchCall& p, const Places& where, Share share, Index index) {
     const bool fits = where.fits();
-    if (placer == 0) {
+    if (share.number == 0) {
         if (fits) {
             tell_counts(p, where);
         } else {
@@ -277,16 +290,16 @@ __device__ inline bool begin_placing(const DispatchParams& p, const Places& wher
         }
     }
     if (fits) {
-        fill_gaps(p, where, placer);
+        fill_gaps(p, where, share, index);
         return true;
     }
     const u64 entries = static_cast<u64>(p.peers.ranks) * p.slot_tokens * p.topk;
-    for (u64 i = placer * THREADS + threadIdx.x; i < entries; i += p.placers * THREADS) {
+    for (u64 i = share.number * THREADS + threadIdx.x; i < entries; i += share.blocks * THREADS) {
         ptx::store_8(p.home + i * 8, NOWHERE);
     }
-    for (u32 place = placer * THREADS + threadIdx.x; p.rank_layout && place < p.capacity;
-         place += p.placers * THREADS) {
-        ptx::store_8(p.index + place * 8ull, p.zero_slot);
+    for (u32 place = share.number * THREADS + threadIdx.x; index.wanted && place < p.capacity;
+         place += share.blocks * THREADS) {
+        ptx::store_8(p.index + place * 8ull, index.zero_slot);
     }
     return false;
 }

@@ -290,7 +290,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     where.find([&](u32 source, u32 expert) {
         return ptx::load_4(p.counts_at(p.peers.rank, half, source, expert));
     });
-    if (!begin_placing(p, where, placer)) {
+    if (!begin_placing(p, where, {placer, p.placers}, {p.rank_layout != 0, p.zero_slot})) {
         return;
     }
     const u32 lanes = p.placers * p.placer_lanes;

@@ -204,7 +204,7 @@ __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 bloc
 
 // By a whole warp: a row that is quantised already, in shared memory at `row`, and its scales become elements and
 // scales at `into`.
-__device__ __forceinline__ void take_quantised(const DispatchParams& p, u32 token, u32 row, u32 into) {
+__device__ __forceinline__ void take_quantised(const DispatchCall& p, u32 token, u32 row, u32 into) {
     for (u32 at = threadIdx.x % 32 * 16; at < p.hidden; at += 32 * 16) {
         ptx::shared_store_16(into + at, ptx::shared_load_16(row + at));
     }

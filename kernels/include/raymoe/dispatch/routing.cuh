@@ -65,11 +65,11 @@ class Router {
         }
         __syncthreads();
         for (u64 entry = begin_ + threadIdx.x % 32; entry < end_; entry += 32 * TOGETHER) {
-            long long ids[TOGETHER];
-            p_.ids_of(entry, 32, end_, ids);
+            long long topk_idx[TOGETHER];
+            p_.topk_idx_of(entry, 32, end_, topk_idx);
 #pragma unroll
             for (u32 i = 0; i < TOGETHER; ++i) {
-                const u32 expert = expert_of(ids[i]);
+                const u32 expert = expert_of(topk_idx[i]);
                 if (expert != NO_EXPERT) {
                     atomicAdd(counters() + expert, 1u);
                 }
@@ -130,20 +130,20 @@ class Router {
     __device__ __forceinline__ void number() {
         const u32 lane = threadIdx.x % 32;
         for (u64 first = begin_; first < end_; first += 32 * TOGETHER) {
-            long long ids[TOGETHER];
+            long long topk_idx[TOGETHER];
             u32 weights[TOGETHER];
-            p_.ids_of(first + lane, 32, end_, ids);
+            p_.topk_idx_of(first + lane, 32, end_, topk_idx);
 #pragma unroll
             for (u32 i = 0; i < TOGETHER; ++i) {
                 const u64 entry = first + 32 * i + lane;
-                weights[i] = ptx::load_4_if(entry < end_, p_.weights + entry * 4, 0);
+                weights[i] = ptx::load_4_if(entry < end_, p_.topk_weights + entry * 4, 0);
             }
 #pragma unroll
             for (u32 i = 0; i < TOGETHER; ++i) {
                 const u64 entry = first + 32 * i + lane;
-                const u32 expert = expert_of(ids[i]), number = next_of(expert);
+                const u32 expert = expert_of(topk_idx[i]), number = next_of(expert);
                 if (entry < end_) {
-                    tell(entry, ids[i], number, weights[i]);
+                    tell(entry, topk_idx[i], number, weights[i]);
                 }
             }
         }

@@ -19,7 +19,7 @@ class Tokens {
     __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
         tokens_ = tokens;
         token_ = lane;
-        ids_ = id_of(token_);
+        topk_idx_ = id_of(token_);
         ask();
     }
 
@@ -40,11 +40,11 @@ class Tokens {
             return false;
         }
         token = token_;
-        const long long id = p_.number(ids_);
+        const long long id = p_.number(topk_idx_);
         const bool real = id >= 0 && id < p_.experts;
         mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << p_.rank_of(static_cast<u32>(id)) : 0);
         token_ = p_.lanes() + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken_, 0));
-        ids_ = id_of(token_);
+        topk_idx_ = id_of(token_);
         ask();
         return true;
     }
@@ -60,9 +60,9 @@ class Tokens {
 
     const DispatchParams& p_;
     u32 tokens_ = 0;
-    u32 token_ = 0;      // comes next
-    Id ids_ = NO_ID;     // of it
-    u64 taken_ = 0;      // which token comes after it, when that is known
+    u32 token_ = 0;        // comes next
+    Id topk_idx_ = NO_ID;  // of it
+    u64 taken_ = 0;        // which token comes after it, when that is known
 };
 
 // By the thread that pushes the row: the epoch, at the end of what leaves.

@@ -18,10 +18,10 @@ constexpr u32 STAGE_BYTES = 2048;  // of a warp, for the words of a unit
 
 // What both sides know of the units of a row.
 struct QuantisedUnits {
-    const DispatchParams& p;
+    const DispatchLlParams& p;
     u32 stage;  // shared memory of this warp
 
-    __device__ __forceinline__ QuantisedUnits(const DispatchParams& p, u8* stages)
+    __device__ __forceinline__ QuantisedUnits(const DispatchLlParams& p, u8* stages)
         : p(p), stage(ptx::shared_address(stages) + threadIdx.x / 32 * STAGE_BYTES) {}
 
     __device__ __forceinline__ u32 blocks(u32 unit) const {
@@ -50,7 +50,7 @@ class QuantisedArriving {
   public:
     static constexpr bool BRIEF = false;
 
-    __device__ QuantisedArriving(const DispatchParams& p, u64 epoch, u8* stages)
+    __device__ QuantisedArriving(const DispatchLlParams& p, u64 epoch, u8* stages)
         : p_(p), epoch_(epoch), units_(p, stages) {}
 
     __device__ __forceinline__ void begin(const Arriving& row) {
@@ -157,7 +157,7 @@ class QuantisedArriving {
         return Type::pack(values);
     }
 
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     u64 epoch_;
     QuantisedUnits units_;
     u32 bytes_ = 0;

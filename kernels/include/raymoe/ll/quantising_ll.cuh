@@ -61,7 +61,7 @@ class QuantisedLeaving {
     // Whether there are registers for a unit that waits for the epoch.
     static constexpr bool EARLY = Type::BYTES < 4;
 
-    __device__ QuantisedLeaving(const DispatchParams& p, u8* stages) : p_(p), units_(p, stages) {}
+    __device__ QuantisedLeaving(const DispatchLlParams& p, u8* stages) : p_(p), units_(p, stages) {}
 
     __device__ __forceinline__ void begin(u32 token, u32 unit) {
         const u32 lane = threadIdx.x % 32, first = unit * UNIT_BLOCKS * BLOCK + lane * 4;
@@ -143,7 +143,7 @@ class QuantisedLeaving {
         }
     }
 
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     QuantisedUnits units_;
     Four<Type> four_[UNIT_BLOCKS];
     float scale_ = 1.0f;  // of block i of the unit, in thread i

@@ -13,7 +13,7 @@ namespace raymoe {
 class LlRouter {
   public:
     // Shared memory: `experts` counts, of what is before the run.
-    __device__ LlRouter(const DispatchParams& p, u32 number, u8* shared)
+    __device__ LlRouter(const DispatchLlParams& p, u32 number, u8* shared)
         : p_(p), begin_(number * p.router_runs * RUN), counts_(reinterpret_cast<u32*>(shared)) {}
 
     // Loads entries that may turn out not to be sent: the epoch and the number of tokens need not be known. The block
@@ -70,13 +70,13 @@ class LlRouter {
 
     // NO_EXPERT also where the id is out of range.
     __device__ __forceinline__ u32 expert_of(const Id& id) const {
-        return (id.high == 0 || !p_.wide_ids) && id.low < p_.experts ? id.low : NO_EXPERT;
+        return (id.high == 0 || !p_.wide_topk_idx) && id.low < p_.experts ? id.low : NO_EXPERT;
     }
 
     // By every warp: the entries of a run.
     __device__ __forceinline__ Run loaded(u32 first, u32 end) const {
         const bool real = first + lane() < end;
-        return {p_.id_if(real, first + lane()), ptx::load_4_if(real, p_.weights + (first + lane()) * 4, 0)};
+        return {p_.id_if(real, first + lane()), ptx::load_4_if(real, p_.topk_weights + (first + lane()) * 4, 0)};
     }
 
     // By a whole block: the entries before the first run.
@@ -87,21 +87,21 @@ class LlRouter {
         add(early_);
 #pragma unroll 1
         for (u32 entry = EARLY * THREADS + threadIdx.x; entry < begin_; entry += THREADS * MORE) {
-            Id ids[MORE];
+            Id topk_idx[MORE];
 #pragma unroll
             for (u32 i = 0; i < MORE; ++i) {
-                ids[i] = p_.id_if(entry + i * THREADS < begin_, entry + i * THREADS);
+                topk_idx[i] = p_.id_if(entry + i * THREADS < begin_, entry + i * THREADS);
             }
-            add(ids);
+            add(topk_idx);
         }
         __syncthreads();
     }
 
     template <u32 COUNT>
-    __device__ __forceinline__ void add(const Id (&ids)[COUNT]) {
+    __device__ __forceinline__ void add(const Id (&topk_idx)[COUNT]) {
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
-            const u32 expert = expert_of(ids[i]);
+            const u32 expert = expert_of(topk_idx[i]);
             if (expert != NO_EXPERT) {
                 atomicAdd(counts_ + expert, 1u);
             }
@@ -150,7 +150,7 @@ class LlRouter {
         }
     }
 
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     u32 begin_;           // its first entry
     u32* counts_;         // [experts], of what is before the run
     Run run_{NO_ID, 0};

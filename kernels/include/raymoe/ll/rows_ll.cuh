@@ -4,8 +4,8 @@
 // each in a way of their own. All loads of a unit are under way together.
 #pragma once
 
-#include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/ll/lines.cuh"
+#include "raymoe/ll/words_ll.cuh"
 
 namespace raymoe {
 
@@ -26,10 +26,10 @@ struct Arriving {
 };
 
 // Where a row's lines lie at a rank.
-__device__ __forceinline__ u8* ll_slot(const DispatchParams& p, u32 peer, u64 epoch, u32 source, u32 token,
-                                        u32 lines) {
-    const u64 line = static_cast<u64>(source) * p.ll_lines + static_cast<u64>(token) * lines;
-    return p.peers.slot(peer, p.ll_rows[epoch & 1], line, LINE_BYTES);
+__device__ __forceinline__ u8* ll_slot(const DispatchLlParams& p, u32 peer, u64 epoch, u32 source, u32 token,
+                                       u32 lines) {
+    const u64 line = static_cast<u64>(source) * p.lines + static_cast<u64>(token) * lines;
+    return p.peers.slot(peer, p.rows[epoch & 1], line, LINE_BYTES);
 }
 
 // The ranks of a mask, each rank beginning with the next one, so that none is served by all at once.
@@ -56,7 +56,7 @@ class PlainLeaving {
   public:
     static constexpr bool EARLY = true;
 
-    __device__ PlainLeaving(const DispatchParams& p, u8*) : p_(p), dealing_(p.ll_sent) {}
+    __device__ PlainLeaving(const DispatchLlParams& p, u8*) : p_(p), dealing_(p.sent) {}
 
     // Loads only: the epoch need not be known.
     __device__ __forceinline__ void begin(u32 token, u32 unit) {
@@ -88,7 +88,7 @@ class PlainLeaving {
     }
 
   private:
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     const Dealing& dealing_;
     ptx::Bytes16 value_[FEW_SENT] = {};
 };
@@ -98,8 +98,8 @@ class PlainArriving {
   public:
     static constexpr bool BRIEF = true;  // placing a unit is so little code that a copy of it is worth its instructions
 
-    __device__ PlainArriving(const DispatchParams& p, u64 epoch, u8*)
-        : p_(p), epoch_(epoch), dealing_(p.ll_placed) {}
+    __device__ PlainArriving(const DispatchLlParams& p, u64 epoch, u8*)
+        : p_(p), epoch_(epoch), dealing_(p.placed) {}
 
     __device__ __forceinline__ void begin(const Arriving& row) {
         const u32 count = dealing_.count(row.unit);
@@ -150,7 +150,7 @@ class PlainArriving {
     }
 
   private:
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     u64 epoch_;
     const Dealing& dealing_;
     u32 begin_ = 0;

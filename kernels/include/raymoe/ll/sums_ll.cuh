@@ -1,8 +1,9 @@
-// What the warps of combine_ll.cu do: those that sum what this rank's experts made of peers' tokens, and those that
-// add up what the ranks have sent.
+// The parameters of combine_ll.cu, and the work of its warps: some sum what this rank's experts made of peers' tokens,
+// the others add up what the ranks have sent.
 #pragma once
 
 #include "raymoe/combine/combine.cuh"
+#include "raymoe/ll/dealing.cuh"
 #include "raymoe/ll/lines.cuh"
 #include "raymoe/base/vectors.cuh"
 
@@ -16,15 +17,28 @@ namespace raymoe {
 #endif
 constexpr u32 RANKS_AT_A_TIME = 4;  // whose lines of a row of y are under way at a time
 
-__device__ __forceinline__ u8* line_slot(const CombineParams& p, u32 peer, u32 half, u32 rank, u32 token) {
-    const u64 line = static_cast<u64>(rank) * p.ll_lines + static_cast<u64>(token) * lines_of(p.row_bytes);
-    return p.peers.slot(peer, p.ll_rows[half], line, LINE_BYTES);
+struct CombineLlParams : CombineCall {
+    // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2. combine_ll.cu has the memory
+    // map. The lines of a rank begin at the same place for every exchange of a workspace.
+    u64 rows[2];
+    u64 statuses[2];
+
+    u32 lines;         // of a rank, in `rows`
+    Dealing reduced;   // sums for peers, to warps that reduce
+    Dealing summed;    // rows of y, to warps that sum
+    u32 leaving_sms;   // SMs that reduce
+    u32 arriving_sms;  // SMs that sum
+};
+
+__device__ __forceinline__ u8* line_slot(const CombineLlParams& p, u32 peer, u32 half, u32 rank, u32 token) {
+    const u64 line = static_cast<u64>(rank) * p.lines + static_cast<u64>(token) * lines_of(p.row_bytes);
+    return p.peers.slot(peer, p.rows[half], line, LINE_BYTES);
 }
 
 // By a whole warp: this rank's experts' rows of a token, `count` groups of them from `first` on, summed in the order of
 // k and rounded once. So many rows' loads are under way at a time.
 template <class Type, u32 GROUPS, u32 ROWS>
-__device__ __forceinline__ void sum_experts(const CombineParams& p, u64 entry, u32 hits, u32 first, u32 count,
+__device__ __forceinline__ void sum_experts(const CombineLlParams& p, u64 entry, u32 hits, u32 first, u32 count,
                                             ptx::Bytes16* into) {
     const Part part(first, p.row_bytes);
     float sums[GROUPS][Type::COUNT] = {};
@@ -66,8 +80,8 @@ __device__ __forceinline__ void sum_experts(const CombineParams& p, u64 entry, u
 template <class Type>
 class Reducer {
   public:
-    __device__ Reducer(const CombineParams& p, u32 warp, u32 warps)
-        : p_(p), dealing_(p.ll_reduced), at_(warp), warps_(warps) {}
+    __device__ Reducer(const CombineLlParams& p, u32 warp, u32 warps)
+        : p_(p), dealing_(p.reduced), at_(warp), warps_(warps) {}
 
     // Loads only: the epoch need not be known.
     __device__ __forceinline__ void begin() {
@@ -128,7 +142,7 @@ class Reducer {
         trace(p_.trace, AT_LAST_PUSH);
     }
 
-    const CombineParams& p_;
+    const CombineLlParams& p_;
     const Dealing& dealing_;
     u32 at_;
     u32 warps_;
@@ -141,8 +155,8 @@ class Reducer {
 template <class Type>
 class Summer {
   public:
-    __device__ Summer(const CombineParams& p, u32 warp, u32 warps)
-        : p_(p), dealing_(p.ll_summed), at_(warp), warps_(warps) {}
+    __device__ Summer(const CombineLlParams& p, u32 warp, u32 warps)
+        : p_(p), dealing_(p.summed), at_(warp), warps_(warps) {}
 
     // Loads only: the epoch need not be known.
     __device__ __forceinline__ void begin() {
@@ -255,7 +269,7 @@ class Summer {
         return rank;
     }
 
-    const CombineParams& p_;
+    const CombineLlParams& p_;
     const Dealing& dealing_;
     u32 at_;
     u32 warps_;

@@ -1,22 +1,40 @@
-// The words of dispatch_ll.cu: counts and told entries, each with its epoch beside it.
+// The parameters of dispatch_ll.cu, and its words: counts and told entries, each with its epoch beside it.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/ll/dealing.cuh"
 #include "raymoe/ll/lines.cuh"
 
 namespace raymoe {
 
-__device__ __forceinline__ u8* told_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u64 entry) {
-    return p.peers.slot(peer, p.ll_told[half], static_cast<u64>(source) * p.ll_entries + entry, 16);
+struct DispatchLlParams : DispatchCall {
+    // Offsets in every rank's heap, for each half; `half` is the epoch mod 2. dispatch_ll.cu has the memory map. The
+    // lines and told entries of a source begin at the same places for every exchange of a workspace.
+    u64 rows[2];
+    u64 told[2];
+    u64 counts[2];
+
+    u32 lines;         // of a source, in `rows`
+    u32 entries;       // of a source, in `told`
+    Dealing sent;      // rows of x, to warps that send
+    Dealing placed;    // rows of all ranks, to warps that place
+    u32 routers;       // of the SMs that place, the first so many route
+    u32 router_runs;   // of 32 entries, that each router has
+    u32 leaving_sms;   // SMs that send
+    u32 arriving_sms;  // SMs that place
+};
+
+__device__ __forceinline__ u8* told_word(const DispatchLlParams& p, u32 peer, u32 half, u32 source, u64 entry) {
+    return p.peers.slot(peer, p.told[half], static_cast<u64>(source) * p.entries + entry, 16);
 }
 
-__device__ __forceinline__ u8* count_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u32 expert) {
-    return p.peers.slot(peer, p.ll_counts[half], static_cast<u64>(source) * (p.local + 1) + expert, 16);
+__device__ __forceinline__ u8* count_word(const DispatchLlParams& p, u32 peer, u32 half, u32 source, u32 expert) {
+    return p.peers.slot(peer, p.counts[half], static_cast<u64>(source) * (p.local + 1) + expert, 16);
 }
 
 // Words that each say of which epoch they are.
 struct TellInWords {
-    const DispatchParams& p;
+    const DispatchLlParams& p;
     u64 epoch;
 
     __device__ __forceinline__ void entry(u32 peer, u64 entry, u64 value) const {
@@ -31,7 +49,7 @@ struct TellInWords {
 // The counts that this thread hands to `Places`, looked at on the way: they mostly come with the first row.
 class EarlyCounts {
   public:
-    __device__ EarlyCounts(const DispatchParams& p, u64 epoch) : p_(p), epoch_(epoch) {}
+    __device__ EarlyCounts(const DispatchLlParams& p, u64 epoch) : p_(p), epoch_(epoch) {}
 
     // Loads only, and whether this thread knows all its words by now.
     __device__ __forceinline__ bool look() {
@@ -65,7 +83,7 @@ class EarlyCounts {
         return count_word(p_, p_.peers.rank, epoch_ & 1, source, expert);
     }
 
-    const DispatchParams& p_;
+    const DispatchLlParams& p_;
     u64 epoch_;
     ptx::Bytes16 count_{0, 0};
     ptx::Bytes16 tokens_{0, 0};
