@@ -1,4 +1,4 @@
-"""A process beside a rank that does what the name of the job says, in place of another system."""
+"""A process that stands in for another system beside a rank. The job's name holds its script."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OPS = (("dispatch", "cold"), ("dispatch", "warm"))
 
 
 def main(fd: int) -> None:
-    line = Connection(fd)
-    order = line.recv()
+    pipe = Connection(fd)
+    order = pipe.recv()
     _, script, rank = order.job["name"].split(".")
     mine = order.rank == int(rank)
     if mine and script == "ends":
@@ -25,12 +25,12 @@ def main(fd: int) -> None:
         os._exit(3)
     if mine and script == "hangs":
         time.sleep(60)
-    line.send(Answer({"rank": order.rank}))
-    assert [descriptor["rank"] for descriptor in line.recv()] == [0, 1]
+    pipe.send(Answer({"rank": order.rank}))
+    assert [descriptor["rank"] for descriptor in pipe.recv()] == [0, 1]
     if mine and script == "refuses":
-        line.send(Answer(trouble="only 3 experts"))
+        pipe.send(Answer(trouble="only 3 experts"))
         return
-    line.send(
+    pipe.send(
         Answer(
             SystemFacts(
                 OPS, {"dispatch": "routing"}, {"graph": True, "sms": 8, "device": os.environ["NVSHMEM_DISABLE_NVLS"]}
@@ -38,11 +38,11 @@ def main(fd: int) -> None:
         )
     )
     for step in range(1000):
-        index, verify = line.recv()
+        index, verify = pipe.recv()
         assert index == step
         if mine and script == "crashes" and step == 3:
             os.abort()
         if mine and script == "lies" and verify:
-            line.send(Answer(trouble="its dispatch of step 2 was wrong: nothing came"))
+            pipe.send(Answer(trouble="its dispatch of step 2 was wrong: nothing came"))
             return
-        line.send(Answer((10.0 + order.rank, 8.0)))
+        pipe.send(Answer((10.0 + order.rank, 8.0)))

@@ -90,7 +90,7 @@ CAUGHT_BY = {
         "unit/test_channels.py::test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use",
         "gpu/test_channels.py::test_a_killed_peer_is_named",
         "gpu/test_known_defects.py::test_a_killed_peer_does_not_keep_nccl_for_ever",
-        "gang/test_faults.py::test_a_rank_that_stops_answering_is_the_culprit",
+        "gang/test_faults.py::test_a_rank_that_stops_answering_is_named_and_ends_the_run",
     ],
     "an order of sends and receives that blocks a ring": [
         f"{HERE}::test_a_ring_that_asks_to_receive_first",

@@ -10,13 +10,13 @@ from raymoe.report.results import Line
 from raymoe.report.tables import render
 from raymoe.workload.compare.nccl_bare import LEFT_OUT
 from raymoe.workload.memory_needed import device_bytes
-from tests.unit.lines import gpu_exchange, whole
+from tests.unit.lines import complete_line, gpu_exchange
 
 
 def bare(tokens: tuple[int, ...] = (128, 4096)) -> list[Line]:
     """Lines of the yardstick, made of those of a dispatch."""
     lines = [line for line in gpu_exchange("nccl_bare", 20.0, tokens) if line["op"] == "dispatch"]
-    return [whole(line | {"op": op, "leaves_out": why}) for op, why in LEFT_OUT.items() for line in lines]
+    return [complete_line(line | {"op": op, "leaves_out": why}) for op, why in LEFT_OUT.items() for line in lines]
 
 
 def test_each_call_has_a_table_and_says_what_it_leaves_out() -> None:

@@ -24,7 +24,7 @@ from raymoe.workload.inputs import (  # noqa: E402
 from raymoe.workload.memory_needed import device_bytes, spec_of  # noqa: E402
 from raymoe.workload.overlap import run as overlap_run  # noqa: E402
 from raymoe.workload.overlap.run import OPS, OverlapStep  # noqa: E402
-from tests.unit.lines import GPU_SHAPE, SETTING, whole  # noqa: E402
+from tests.unit.lines import GPU_SHAPE, SETTING, complete_line  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
 BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]"]
@@ -147,7 +147,7 @@ def lines_of(case: str, dispatch: tuple[float, float, float], product: float = 5
     keys = {**GPU_SHAPE, **SETTING, "workload": "overlap", "backend": "fused", "samples": 30, "l2": "cold"}
     keys |= {"device": "NVIDIA H200", "graph": False, "tokens": 4096, "verified": True, "max_error": 4e-3}
     return [
-        whole({**keys, "case": case, "op": op, "beside": other, "us_p50": time})
+        complete_line({**keys, "case": case, "op": op, "beside": other, "us_p50": time})
         for (op, other), time in zip(OPS, times, strict=True)
     ]
 

@@ -13,7 +13,7 @@ from raymoe.report.copies import CopyWay, ways_of
 from raymoe.report.directory import RunDirectory
 from raymoe.report.plots import write_plots
 from raymoe.report.results import Line
-from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
+from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange
 
 SIZES = (4096, 2**28)
 
@@ -22,7 +22,7 @@ def copies(protocol: str = "put", transport: str = "tma", pattern: str = "pairs"
     pairs = [(0, 1), (1, 0)] if pattern == "pairs" else [(None, None)]
     setting = {"workload": "p2p", "op": "copy", "ranks": 2, "device": "NVIDIA H200", "graph": True, "samples": 50}
     return [
-        whole(
+        complete_line(
             {
                 **setting,
                 "case": f"protocol={protocol}",

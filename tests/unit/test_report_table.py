@@ -8,7 +8,7 @@ from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
 from raymoe.report.results import Summary
 from raymoe.report.tables import overview, render
-from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
+from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange
 
 COMPARED = [line for backend, us in (("host", 500.0), ("collective", 1000.0)) for line in exchange_case(backend, us)]
 
@@ -58,10 +58,15 @@ def test_what_a_case_does_not_tell_is_a_column():
 
 
 def test_a_failed_check_and_a_missing_number_are_seen():
-    text = render([whole({"case": "default", "workload": "layer", "op": "step", "verified": False, "us_p50": 5.0})])
+    text = render(
+        [complete_line({"case": "default", "workload": "layer", "op": "step", "verified": False, "us_p50": 5.0})]
+    )
     assert "NO" in text
     text = render(
-        [whole({"case": c, "workload": "layer", "op": "step", "us_p50": u}) for c, u in (("a", 1.0), ("b", None))]
+        [
+            complete_line({"case": c, "workload": "layer", "op": "step", "us_p50": u})
+            for c, u in (("a", 1.0), ("b", None))
+        ]
     )
     assert cells(text.splitlines()[-1]) == ["b", "step", "-"]
 
@@ -101,7 +106,7 @@ def test_a_combine_of_larger_rows_than_those_of_dispatch_is_not_held_to_the_push
 
 def test_a_system_that_was_not_run_says_why_and_does_not_disturb_the_rest():
     reason = "rank 0: torch 2.11.0 finds no NVSHMEM: libnvshmem_host.so.3 is missing"
-    skipped = whole(
+    skipped = complete_line(
         {**SIDE_BY_SIDE[0], "case": "backend=nvshmem,tokens=128", "backend": "nvshmem", "op": "exchange"}
         | dict.fromkeys(("l2", "graph", "sms", "us_p50", "us_p99", "bytes_wire", "gbps_wire", "verified", "max_error"))
         | {"samples": 0, "skipped": reason}
