@@ -12,7 +12,7 @@ from raymoe import Channel  # noqa: E402
 from raymoe.errors import CaptureError, ConfigError, PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit.test_channel_example import said_by_the_example  # noqa: E402
+from tests.unit.test_channel_example import verified_by_the_example  # noqa: E402
 
 pytestmark = NEEDS_GPU
 
@@ -98,7 +98,7 @@ def test_two_ranks_by_nccl(ranks, protocol):
 
 @pytest.mark.skipif(GPUS < 2, reason=f"a rank takes a GPU of its own: 2, and there are {GPUS}")
 def test_the_example_runs_on_two_gpus():
-    assert said_by_the_example() == ["put by tma on cuda", "get by tma on cuda"]
+    assert verified_by_the_example() == ["put by tma on cuda", "get by tma on cuda"]
 
 
 def freed(world: World, transport: str) -> bool:
