@@ -28,23 +28,23 @@ CAUGHT_BY = {
     "an element stride from an integer division that truncates": [
         f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
         f"{ON_GPUS}::test_limits_of_the_contract",
-        "unit/test_plan.py::test_specs_that_cannot_be",
+        "unit/test_plan.py::test_impossible_specs_are_refused",
     ],
     "checks of shapes and counts dropped because of graphs": [
-        "unit/test_exchange_arguments.py::test_dispatch",
+        "unit/test_exchange_arguments.py::test_wrong_arguments_of_dispatch_are_refused",
         f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
     ],
     "a result of zeros that hides missing or duplicate rows": [
-        "unit/test_oracle.py::test_a_planted_fault_is_seen",
+        "unit/test_oracle.py::test_a_planted_fault_exceeds_the_bound",
         "unit/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
         f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
     ],
     "padding rows taken for tokens downstream": [
-        "unit/test_exchange.py::test_generated_cases",
+        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_drawn_cases",
     ],
     "a cached buffer reused for another dtype or width": [
-        "unit/test_exchange.py::test_two_exchanges_in_one_world",
+        "unit/test_exchange.py::test_two_exchanges_in_one_world_give_correct_results",
         f"{EMULATED}::test_exchanges_of_one_workspace_take_turns",
         f"{ON_GPUS}::test_exchanges_side_by_side",
     ],
@@ -53,7 +53,7 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_an_exchange_over_a_group_is_bound_to_the_group",
     ],
     "expert ids out of range that corrupt counts": [
-        "unit/test_exchange_faults.py::test_an_id_out_of_range_makes_all_raise_on_that_step",
+        "unit/test_exchange_faults.py::test_all_ranks_raise_on_an_id_out_of_range",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
         f"{ON_GPUS}::test_refused_data_is_told_by_all_and_the_next_step_works",
     ],
@@ -65,7 +65,7 @@ CAUGHT_BY = {
     ],
     "pointer tables not checked for size or device": [
         f"{HERE}::test_a_table_of_peers_is_as_long_as_kernels_know",
-        "unit/test_exchange_arguments.py::test_what_gpus_can_do",
+        "unit/test_exchange_arguments.py::test_a_backend_is_refused_with_what_the_gpus_lack",
         f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
@@ -77,18 +77,18 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_no_launch_is_larger_than_what_was_asked_for",
     ],
     "a capacity from the local token count, so that unequal ranks write out of bounds": [
-        "unit/test_exchange_arguments.py::test_ranks_that_ask_for_different_things_all_raise",
-        "unit/test_plan.py::test_the_worst_capacity_holds_the_worst",
+        "unit/test_exchange_arguments.py::test_all_ranks_raise_if_specs_or_backends_differ_or_are_impossible",
+        "unit/test_plan.py::test_the_worst_capacity_holds_the_worst_routings",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
         f"{ON_GPUS}::test_drawn_cases",
     ],
     "a smaller later call that fails on a larger cached buffer": [
-        "unit/test_exchange.py::test_generated_cases",
+        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
     ],
     "layers that share one buffer and overwrite saved activations": [
         "unit/test_exchange.py::test_several_dispatches_may_be_outstanding",
-        "unit/test_exchange_arguments.py::test_memory_for_rows",
+        "unit/test_exchange_arguments.py::test_depth_and_layout_decide_where_rows_arrive",
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "one byte a thread": [
@@ -97,8 +97,8 @@ CAUGHT_BY = {
     ],
     "counts exchanged twice": [f"{HERE}::test_a_combine_tells_no_counts"],
     "weights accepted and ignored": [
-        "unit/test_plan.py::test_sums_are_those_of_float64_rounded_once",
-        "unit/test_exchange.py::test_generated_cases",
+        "unit/test_plan.py::test_sums_equal_float64_sums_rounded_once",
+        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_drawn_cases",
     ],
     "only top-1": [
@@ -107,7 +107,7 @@ CAUGHT_BY = {
     ],
     "metadata keys deleted under a slow rank": [
         "unit/test_world.py::test_swaps_hold_at_any_pace",
-        "unit/test_exchange.py::test_dispatches_and_combines_in_any_order_at_any_pace",
+        "unit/test_exchange.py::test_dispatches_and_combines_in_any_order_give_correct_sums",
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "a first call inside capture": [
