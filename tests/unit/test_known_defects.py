@@ -45,7 +45,7 @@ CAUGHT_BY = {
     ],
     "an option value that is ignored because of upper or lower case": [
         "unit/test_config_problems.py::test_a_problem_is_reported_with_its_line_key_and_value",
-        "unit/test_transport_choice.py::test_a_spec_that_cannot_be_is_an_error",
+        "unit/test_transport_choice.py::test_an_impossible_channel_spec_is_refused",
         "gpu/test_channels.py::test_what_cannot_be_is_refused_and_both_values_are_named",
     ],
     "a size that is cast to 32 bits": [

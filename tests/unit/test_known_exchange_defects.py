@@ -49,7 +49,7 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_exchanges_side_by_side",
     ],
     "a context bound to the global group while the caller passed a sub-group": [
-        "unit/test_world_group.py::test_an_exchange_over_a_group_is_bound_to_the_group",
+        "unit/test_world_group.py::test_an_exchange_over_a_group_uses_only_its_ranks",
         f"{ON_GPUS}::test_an_exchange_over_a_group_is_bound_to_the_group",
     ],
     "expert ids out of range that corrupt counts": [
@@ -60,7 +60,7 @@ CAUGHT_BY = {
     "64-bit slots written by 32-bit operations": [f"{HERE}::test_epochs_have_more_than_32_bits"],
     "a reset that races the next signal": [
         "unit/test_transport_words.py::test_no_interleaving_loses_or_doubles_a_signal",
-        "unit/test_protocol_explorer.py::test_three_epochs_in_any_order_of_operations",
+        "unit/test_protocol_explorer.py::test_the_protocol_holds_for_three_epochs_in_any_order",
         f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
     ],
     "pointer tables not checked for size or device": [
@@ -106,7 +106,7 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_limits_of_the_contract",
     ],
     "metadata keys deleted under a slow rank": [
-        "unit/test_world.py::test_swaps_hold_at_any_pace",
+        "unit/test_world.py::test_swaps_are_correct_at_any_pace",
         "unit/test_exchange.py::test_dispatches_and_combines_in_any_order_give_correct_sums",
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],

@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md that are computed and not measured are what the code computes."""
+"""The figures in docs/performance.md that were not measured equal what the code computes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raymoe.exchange.workspace import Bounds, workspace_layout
 PAGE = (Path(__file__).parents[2] / "docs" / "performance.md").read_text().partition("## Scale, on paper")[2]
 HIDDEN, TOPK, MIB = 7168, 8, 2**20
 EXPERTS = {4: 256, 8: 256, 16: 256, 72: 288}
-SLACK = 0.01  # words and pads may come and go
+SLACK = 0.01  # words and padding may change
 
 
 def table(first: str) -> list[list[float]]:
-    """The numbers in the rows of the table whose head begins so."""
+    """Return the numbers in the rows of the table whose head begins with `first`."""
     rows = PAGE[PAGE.index(first) :].split("\n\n")[0].splitlines()[2:]
     return [[float(re.sub(r"[^0-9.]", "", cell)) for cell in row.strip("|").split("|")] for row in rows]
 
@@ -28,28 +28,28 @@ def spec_of(ranks: int, tokens: int, capacity: int | str = "worst", wire: str | 
 
 
 def ranks_named(ranks: int) -> float:
-    """How many ranks a token goes to, on average, where each set of experts is as likely as any other."""
+    """Return the mean number of ranks that a token goes to, if all sets of experts are equally likely."""
     experts, local = EXPERTS[ranks], EXPERTS[ranks] // ranks
     return ranks * (1 - comb(experts - local, TOPK) / comb(experts, TOPK))
 
 
-def test_memory():
+def test_the_memory_table_holds_the_computed_sizes():
     rows = table("| ranks | tokens | heap |")
     assert [(int(ranks), int(tokens)) for ranks, tokens, *_ in rows] == [(r, t) for t in (4096, 128) for r in EXPERTS]
     for row in rows:
         ranks, tokens = int(row[0]), int(row[1])
         spec = spec_of(ranks, tokens)
-        room = tokens * TOPK * 5 // 4 + EXPERTS[ranks] // ranks * 15
+        capacity_rows = tokens * TOPK * 5 // 4 + EXPERTS[ranks] // ranks * 15
         want = [
             workspace_layout(Bounds.of(spec), ranks).nbytes / MIB,
             spec.rows(ranks) * spec.row_bytes / MIB,
-            spec_of(ranks, tokens, room).rows(ranks) * spec.row_bytes / MIB,
+            spec_of(ranks, tokens, capacity_rows).rows(ranks) * spec.row_bytes / MIB,
             100 * ranks_named(ranks) / ranks,
         ]
         assert row[2:] == pytest.approx(want, rel=SLACK, abs=0.6)
 
 
-def test_what_crosses_the_link():
+def test_the_table_of_sent_rows_holds_the_computed_traffic():
     for row in table("| ranks | rows sent a token |"):
         ranks, tokens = int(row[0]), 4096
         sent = ranks_named(ranks) * (ranks - 1) / ranks
