@@ -33,7 +33,7 @@ CAUGHT_BY = {
     ],
     "a program, module or memory that leaks when compiling, loading or looking up fails": [
         "unit/test_jit.py::test_a_compile_error_holds_log_and_command_and_leaves_no_files",
-        "unit/test_kernels_load.py::test_a_load_that_fails_leaves_nothing_and_is_not_remembered",
+        "unit/test_kernels_load.py::test_a_failed_load_leaves_no_module_and_can_be_retried",
         "unit/test_cuda_ipc.py::test_an_allocation_that_fails_half_way_frees_all_memory",
         "gpu/test_jit_gpu.py::test_a_load_that_fails_leaves_nothing",
     ],
@@ -41,7 +41,7 @@ CAUGHT_BY = {
         "unit/test_jit.py::test_a_failure_is_raised_in_all_waiting_threads_and_a_retry_compiles",
         "unit/test_jit.py::test_a_killed_writer_leaves_no_cache_entry",
         "unit/test_jit.py::test_a_damaged_cache_entry_is_compiled_again_and_replaced",
-        "unit/test_kernels_load.py::test_a_load_that_fails_leaves_nothing_and_is_not_remembered",
+        "unit/test_kernels_load.py::test_a_failed_load_leaves_no_module_and_can_be_retried",
     ],
     "an option value that is ignored because of upper or lower case": [
         "unit/test_config_problems.py::test_a_problem_is_reported_with_its_line_key_and_value",
@@ -65,7 +65,7 @@ CAUGHT_BY = {
         "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
     ],
     "a module that is cached for the process and used on another GPU": [
-        "unit/test_kernels_load.py::test_every_gpu_gets_a_module_of_its_own",
+        "unit/test_kernels_load.py::test_every_gpu_has_its_own_module",
         "gpu/test_jit_gpu.py::test_every_gpu_of_the_process_has_its_own",
         "gpu/test_jit_gpu.py::test_code_for_another_gpu_is_refused_and_not_kept",
     ],
@@ -82,7 +82,7 @@ CAUGHT_BY = {
         "gpu/test_cuda_ipc.py::test_an_exporter_that_is_killed_while_mapped",
     ],
     "bulk stores taken as arrived when only their source was read": [
-        "unit/test_kernels_compile.py::test_a_flag_comes_after_stores_that_have_arrived_not_after_stores_that_were_read",
+        "unit/test_kernels_compile.py::test_a_flag_is_stored_after_the_bulk_stores_have_arrived",
         "gpu/test_copy_gpu.py::test_a_signal_never_comes_before_the_bytes",
     ],
     "an endless wait for a dead peer": [

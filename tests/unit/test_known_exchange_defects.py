@@ -1,6 +1,6 @@
-"""What exchanges of this kind have got wrong before, and which test would catch it here.
+"""Known defects of similar exchanges, and the tests that would catch them here.
 
-The list is checked as that of `test_known_defects.py` is. Tests that no other file has a place for are below it.
+The list is checked like the one in `test_known_defects.py`. Tests that fit in no other file are below it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="no C++ compiler 
 
 CAUGHT_BY = {
     "an element stride from an integer division that truncates": [
-        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
         f"{ON_GPUS}::test_limits_of_the_contract",
         "unit/test_plan.py::test_impossible_specs_are_refused",
     ],
@@ -45,7 +45,7 @@ CAUGHT_BY = {
     ],
     "a cached buffer reused for another dtype or width": [
         "unit/test_exchange.py::test_two_exchanges_in_one_world_give_correct_results",
-        f"{EMULATED}::test_exchanges_of_one_workspace_take_turns",
+        f"{EMULATED}::test_two_exchanges_of_one_workspace_are_correct_in_turns",
         f"{ON_GPUS}::test_exchanges_side_by_side",
     ],
     "a context bound to the global group while the caller passed a sub-group": [
@@ -61,19 +61,19 @@ CAUGHT_BY = {
     "a reset that races the next signal": [
         "unit/test_transport_words.py::test_no_interleaving_loses_or_doubles_a_signal",
         "unit/test_protocol_explorer.py::test_the_protocol_holds_for_three_epochs_in_any_order",
-        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
     ],
     "pointer tables not checked for size or device": [
-        f"{HERE}::test_a_table_of_peers_is_as_long_as_kernels_know",
+        f"{HERE}::test_a_table_of_too_few_or_too_many_peers_is_refused",
         "unit/test_exchange_arguments.py::test_a_backend_is_refused_with_what_the_gpus_lack",
         f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
-        f"{EMULATED}::test_a_planted_bug_is_found",
+        f"{EMULATED}::test_a_planted_fault_is_found",
         f"{ON_GPUS}::test_a_second_of_replays_by_late_ranks",
     ],
     "grids sized by the worst case": [
-        f"{EMULATED}::test_no_launch_is_larger_than_what_was_asked_for",
+        f"{EMULATED}::test_no_launch_has_more_blocks_than_the_given_sms",
         f"{ON_GPUS}::test_no_launch_is_larger_than_what_was_asked_for",
     ],
     "a capacity from the local token count, so that unequal ranks write out of bounds": [
@@ -92,17 +92,17 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "one byte a thread": [
-        "unit/test_kernels_compile.py::test_moves_bytes_by_bulk_copies",
-        "unit/test_kernels_compile.py::test_moves_rows_in_pieces_of_16_bytes",
+        "unit/test_kernels_compile.py::test_bulk_kernels_move_bytes_by_bulk_copies",
+        "unit/test_kernels_compile.py::test_kernels_without_bulk_copies_move_pieces_of_16_bytes",
     ],
-    "counts exchanged twice": [f"{HERE}::test_a_combine_tells_no_counts"],
+    "counts exchanged twice": [f"{HERE}::test_a_combine_sends_no_counts"],
     "weights accepted and ignored": [
         "unit/test_plan.py::test_sums_equal_float64_sums_rounded_once",
         "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_drawn_cases",
     ],
     "only top-1": [
-        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
         f"{ON_GPUS}::test_limits_of_the_contract",
     ],
     "metadata keys deleted under a slow rank": [
@@ -119,12 +119,12 @@ CAUGHT_BY = {
 
 
 @pytest.mark.parametrize("defect", CAUGHT_BY)
-def test_the_tests_that_would_catch_it_are_there(defect: str) -> None:
+def test_every_test_named_for_a_defect_exists(defect: str) -> None:
     assert not missing(CAUGHT_BY[defect])
 
 
 @pytest.mark.parametrize("ranks", [0, MAX_RANKS + 1])
-def test_a_table_of_peers_is_as_long_as_kernels_know(ranks: int) -> None:
+def test_a_table_of_too_few_or_too_many_peers_is_refused(ranks: int) -> None:
     with pytest.raises(ConfigError, match=f"rank 0 of {ranks}; kernels reach 1 to {MAX_RANKS} ranks"):
         Peers.of([4096] * ranks, rank=0)
 
@@ -138,7 +138,7 @@ def in_steps(emulator: Emulator, kind: str, routings: tuple[str, ...]) -> tuple[
 @NEEDS_COMPILER
 @pytest.mark.parametrize("kind", KINDS)
 def test_epochs_have_more_than_32_bits(kind: str) -> None:
-    """Runs 2^32 - 1 to 2^32 + 2: whatever keeps half of a word waits for ever, or takes an old row for a new one."""
+    """Runs 2^32 - 1 to 2^32 + 2. Code that keeps half of a word waits for ever, or takes an old row for a new one."""
     with Emulator(3) as emulator:
         spaces, steps = in_steps(emulator, kind, ("uniform", "masked", "none", "skewed"))
         for space in spaces:
@@ -153,15 +153,15 @@ def test_epochs_have_more_than_32_bits(kind: str) -> None:
 
 
 def told(space: Workspace) -> dict[str, torch.Tensor]:
-    """What sources have told of their rows."""
+    """Return the regions in which sources announce their rows."""
     names = [placed.region.name for placed in space.heap.layout.placed]
     return {name: space.heap.tensor(name).clone() for name in names if name.endswith(("counts", "told"))}
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_combine_tells_no_counts(kind: str) -> None:
-    """Slots are known from the dispatch, so nothing of it is told again."""
+def test_a_combine_sends_no_counts(kind: str) -> None:
+    """The slots are known from the dispatch, so its counts are not sent again."""
     with Emulator(2) as emulator:
         spaces, steps = in_steps(emulator, kind, ("uniform",))
         results = [Result(*[torch.zeros(0).numpy()] * 2, [], [], torch.zeros(0).numpy()) for _ in spaces]
