@@ -89,7 +89,7 @@ def test_a_file_without_read_permission_is_refused(tmp_path, monkeypatch):
     def denied(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("raymoe.config.files.os.open", denied)  # the tests may run as root, who may read every file
+    monkeypatch.setattr("raymoe.config.files.os.open", denied)  # root, as which tests may run, can read every file
     assert str(refused(config)) == f"{config}: cannot be read: Permission denied"
 
 

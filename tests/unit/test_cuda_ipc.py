@@ -322,7 +322,7 @@ def test_memory_is_freed_after_the_last_tensor_that_needs_it(node: Node) -> None
     assert len(node.calls_of("free")) == 1
 
 
-# What goes wrong
+# Failures
 
 
 @pytest.mark.parametrize("call", ["allocate", "zero", "synchronise", "export"])

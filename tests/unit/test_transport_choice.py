@@ -118,7 +118,7 @@ H200, A100 = GpuFacts("NVIDIA H200", (9, 0)), GpuFacts("NVIDIA A100", (8, 0))
 
 
 def world_of(gpus: list[GpuFacts], rank: int) -> SimpleNamespace:
-    """Return a rank of a world on these GPUs, whose swaps give what such ranks would send."""
+    """Return a rank of a world on these GPUs, whose swaps return the values of such ranks."""
 
     def swap(mine: object, what: str) -> list[object]:
         return list(gpus) if what == "channels: gpus" else [mine] * len(gpus)

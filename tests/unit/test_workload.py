@@ -280,7 +280,7 @@ def test_a_case_for_another_number_of_ranks_is_refused(pool: RankPool) -> None:
 
 
 def slow_third_step(world: World) -> list[list[float]]:
-    """Measure steps of which rank 1 is slow in step 2, the first after two warm-up steps."""
+    """Measure steps after two warm-up steps; rank 1 is slow in the first measured step, step 2."""
 
     def do_step(index: int, *, verify: bool) -> Step:
         return Step(
