@@ -1,5 +1,5 @@
-# Two commands matter: `make run` and `make test`. Each does all the set-up (a virtual environment in .venv) the first
-# time; a stamp file makes the second call instant. Another interpreter: `make PYTHON=/path/to/python3.12 run`.
+# The two main commands are `make run` and `make test`. The first call creates a virtual environment in .venv. Later
+# calls find its stamp file and skip that. To choose an interpreter: `make PYTHON=/path/to/python3.12 run`.
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -15,17 +15,17 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 .DELETE_ON_ERROR:
 .PHONY: help setup run test check lint types unit perf soak sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
 
-help: ## this list
+help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
 
-setup: $(STAMP) ## create .venv and install everything into it
+setup: $(STAMP) ## create .venv and install everything in it
 
-run: $(STAMP) ## set up, then run configs/quickstart.yaml (another: CONFIG=host_exchange)
+run: $(STAMP) ## set up, then run configs/quickstart.yaml (another config: CONFIG=host_exchange)
 	$(BIN)/raymoe run $(CONFIG)
 
-test: check unit ## set up, then ruff, mypy and every test
+test: check unit ## set up, then run ruff, mypy and all tests
 
-check: lint types ## ruff and mypy only
+check: lint types ## run ruff and mypy only
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -34,37 +34,37 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP) ## the tests only (a part: PYTEST="tests/unit -k plan")
+unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan")
 	$(BIN)/pytest $(PYTEST)
 
-perf: $(STAMP) ## the speeds that the docs promise, as ratios (wants an idle machine)
+perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf
 
-soak: $(STAMP) ## ten thousand replays of every exchange by ranks that are late (GPUs), the explorer's largest cases
+soak: $(STAMP) ## run long tests: 10,000 replays of every exchange with delayed ranks (GPUs), the explorer's largest cases
 	$(BIN)/pytest -m soak tests/gpu tests/unit
 
-# Each case runs tens of times slower under these tools; every run has a deadline of its own, in the test.
-sanitize: $(STAMP) ## exchanges and copies under compute-sanitizer: memcheck, synccheck, racecheck (one GPU)
+# faulthandler_timeout is off, because these tools slow a case tens of times. The test gives each run its own deadline.
+sanitize: $(STAMP) ## run exchanges and copies under compute-sanitizer: memcheck, synccheck, racecheck (one GPU)
 	$(BIN)/pytest -m sanitize -o faulthandler_timeout=0 tests/gpu/test_sanitizer.py
 
-exchange-stamped: $(STAMP) ## the exchange's tests on GPUs, every slot stamped with its run, which who reads it checks
+exchange-stamped: $(STAMP) ## run the exchange's tests on GPUs; each slot carries its epoch, and every reader checks it
 	RAYMOE_STAMPS=1 $(BIN)/pytest -m "gpu and not soak and not perf" tests/gpu/test_exchange_gpu.py
 
-exchange-full: $(STAMP) ## the shape of every model, up to 8192 tokens, skewed and in fp8 (four GPUs)
+exchange-full: $(STAMP) ## run every model's shape up to 8192 tokens, uniform and skewed, bfloat16 and fp8 (four GPUs)
 	@set -e; for model in $(MODELS); do \
 	  echo $${model}_full >&2; $(BIN)/raymoe run $$model --set name=$${model}_full $(FULL); \
 	  echo $${model}_fp8 >&2; $(BIN)/raymoe run $$model --set name=$${model}_fp8 $(FULL) $(FP8); \
 	done
 
-bench-exchange: $(STAMP) ## the benchmark of the exchange, in bfloat16 and in fp8 (four GPUs)
+bench-exchange: $(STAMP) ## run the benchmark of the exchange, in bfloat16 and fp8 (four GPUs)
 	$(BIN)/raymoe run bench_exchange
 	$(BIN)/raymoe run bench_exchange_fp8
 
-fmt: $(STAMP) ## rewrite the sources as ruff wants them
+fmt: $(STAMP) ## fix and format the sources with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-hooks: $(STAMP) ## run ruff and mypy at every git commit
+hooks: $(STAMP) ## install git hooks that run ruff and mypy at every commit
 	$(BIN)/pre-commit install
 
 wheel: $(STAMP) ## build dist/raymoe-*.whl
@@ -74,13 +74,13 @@ clean: ## remove caches and builds; .venv and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and .venv too
+distclean: clean ## clean, and remove .venv too
 	rm -rf $(VENV)
 
-# `test` runs its two halves in order even under -j, so that the tests' summary is the last thing printed.
+# Under -j too, `test` runs `check` before `unit`, so that the tests' summary is printed last.
 unit: | $(if $(filter test,$(MAKECMDGOALS)),check)
 
-# An existing .venv is kept when its interpreter works and is new enough, and made anew when not.
+# An existing .venv is kept if its interpreter works and is new enough. Otherwise it is created again.
 $(STAMP): pyproject.toml constraints.txt
 	@set -e; \
 	if [ -x $(BIN)/python ] && $(BIN)/python -c '$(NEWEST)' 2>/dev/null && $(BIN)/python -m pip --version >/dev/null 2>&1; then :; else \
@@ -90,7 +90,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  done; \
 	  if [ -z "$$python" ]; then \
 	    found=$$($(or $(PYTHON),python3) --version 2>&1 || true); \
-	    echo "raymoe needs Python 3.11 or newer, found: $${found:-none}; install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; \
+	    echo "raymoe needs Python 3.11 or newer, found: $${found:-none}; install it, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; \
 	  fi; \
 	  if ! "$$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then \
 	    echo "$$python cannot make a virtual environment: it has no ensurepip; install it (Debian and Ubuntu: the package python3-venv), or name another Python: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; \

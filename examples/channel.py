@@ -1,8 +1,8 @@
-"""Messages between two ranks, put and get: eager on CPU ranks, and captured in a CUDA graph on GPUs.
+"""Send messages between two ranks, by put and by get: captured in a CUDA graph on GPUs, eager on CPU ranks.
 
     torchrun --nproc-per-node 2 examples/channel.py
 
-Each process takes a GPU of its own where the machine has enough, else all are CPU ranks.
+If the machine has enough GPUs, each process takes its own; otherwise all are CPU ranks.
 """
 
 import os
@@ -12,21 +12,21 @@ import torch.distributed as dist
 
 import raymoe
 
-STEPS, NUMBERS = 10, 1 << 18
+STEPS, FLOATS = 10, 1 << 18
 
 
-def talk(world: raymoe.World, protocol: str) -> str:
-    """Ranks 0 and 1 send one another a message in each step, and so do ranks 2 and 3, and so on."""
+def exchange_messages(world: raymoe.World, protocol: str) -> str:
+    """Swap messages between ranks 0 and 1, ranks 2 and 3, and so on; return the transport."""
     peer = world.rank ^ 1
-    message = torch.zeros(NUMBERS, device=world.device)
-    seen = torch.zeros_like(message)
+    message = torch.zeros(FLOATS, device=world.device)
+    copied = torch.zeros_like(message)
 
     def step() -> None:
-        with channel.together():  # both ends send and receive, in an order that cannot block
+        with channel.together():  # both peers send and receive, in an order that cannot deadlock
             channel.send(message)
             received = channel.receive(message.shape, message.dtype)
-        seen.copy_(received)
-        channel.release()  # the peer may send the next one
+        copied.copy_(received)
+        channel.release()  # the peer may send its next message
 
     with raymoe.Channel(world, peer, message.nbytes, protocol) as channel:
         step()
@@ -37,11 +37,11 @@ def talk(world: raymoe.World, protocol: str) -> str:
                 step()
             run = graph.replay
         for number in range(STEPS):
-            message.fill_(1000 * world.rank + number)  # what a replay reads is what is there then
+            message.fill_(1000 * world.rank + number)  # a replay sends the values of this moment
             run()
             expected = 1000 * peer + number
-            if not bool((seen == expected).all()):
-                raise SystemExit(f"rank {world.rank}: step {number} of {protocol} did not bring {expected}")
+            if not bool((copied == expected).all()):
+                raise SystemExit(f"rank {world.rank}: step {number} of {protocol} did not deliver {expected}")
         channel.check()
         return channel.transport
 
@@ -53,11 +53,10 @@ def main() -> None:
     dist.init_process_group("nccl" if gpus else "gloo")
     with raymoe.World.of() as world:
         for protocol in ("put", "get"):
-            transport = talk(world, protocol)
+            transport = exchange_messages(world, protocol)
             if world.rank == 0:
-                print(
-                    f"{protocol} by {transport} on {world.device.type}: {STEPS} steps of {4 * NUMBERS} bytes, verified"
-                )
+                done = f"{STEPS} steps of {4 * FLOATS} bytes"
+                print(f"{protocol} by {transport} on {world.device.type}: {done}, verified")
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""Dispatch and combine inside Ray actors of your own: captured steps on GPUs, eager ones on CPU ranks.
+"""Dispatch and combine inside your own Ray actors: captured in a CUDA graph on GPUs, eager on CPU ranks.
 
     python examples/ray_actors.py
 
-Each actor takes a GPU of its own where the cluster has enough, else all are CPU ranks. Ray places the actors on one
-host and lets them meet; no step goes through it.
+If the cluster has enough GPUs, each actor takes its own; otherwise all are CPU ranks. Ray places the actors on one host
+and lets them meet. No step uses Ray.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Engine:
             batch = Batch(world.device, seed=rank)
             step = batch.captured(exchange) if world.device.type == "cuda" else lambda: batch.step(exchange)
             for number in range(STEPS):
-                batch.fill(seed=rank + RANKS * number)  # a replay reads what is in the captured tensors then
+                batch.fill(seed=rank + RANKS * number)  # a replay reads the captured tensors' values of this moment
                 step()
                 exchange.check()
                 batch.verify()
@@ -36,7 +36,7 @@ class Engine:
 
 
 class Batch:
-    """Tokens of one rank, the experts that each goes to, and what comes back."""
+    """The tokens of one rank, the experts of each token, and the result."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.x = torch.empty(SPEC.tokens, SPEC.hidden, dtype=torch.bfloat16, device=device)
@@ -54,14 +54,14 @@ class Batch:
 
     def step(self, exchange: raymoe.Exchange) -> None:
         got = exchange.dispatch(self.x, self.topk_idx, self.topk_weights)
-        # Expert e multiplies its rows by e + 1. A model has a grouped product here, which takes the same offsets.
-        places = torch.arange(len(got.x), dtype=torch.int32, device=got.x.device)
-        expert = torch.bucketize(places, got.expert_offsets[1:], right=True)
-        first = exchange.world.rank * len(got.expert_counts)
-        exchange.combine(got.x * (first + expert + 1)[:, None], got, out=self.y)
+        # Expert e multiplies its rows by e + 1. A model has a grouped GEMM here, which takes the same offsets.
+        rows = torch.arange(len(got.x), dtype=torch.int32, device=got.x.device)
+        local_expert = torch.bucketize(rows, got.expert_offsets[1:], right=True)
+        first_expert = exchange.world.rank * len(got.expert_counts)
+        exchange.combine(got.x * (first_expert + local_expert + 1)[:, None], got, out=self.y)
 
     def captured(self, exchange: raymoe.Exchange) -> Callable[[], None]:
-        self.step(exchange)  # a warm-up: torch loads its kernels at a first call
+        self.step(exchange)  # warm-up: torch loads its kernels at the first call
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # Ray's threads may call CUDA too
@@ -76,13 +76,14 @@ class Batch:
 def main() -> None:
     ray.init()
     bundle = {"CPU": 0.5, "GPU": 1 if ray.cluster_resources().get("GPU", 0) >= RANKS else 0}
-    together = placement_group([bundle] * RANKS, strategy="STRICT_PACK")  # ranks map one another's memory: one host
-    ray.get(together.ready(), timeout=60)
+    # On one host, since ranks map one another's memory.
+    group = placement_group([bundle] * RANKS, strategy="STRICT_PACK")
+    ray.get(group.ready(), timeout=60)
     engines = [
         Engine.options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle["GPU"],
-            scheduling_strategy=PlacementGroupSchedulingStrategy(together, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         ).remote()
         for rank in range(RANKS)
     ]

@@ -1,8 +1,9 @@
-"""Dispatch and combine inside Ray Train: one line makes a world of the workers of a `TorchTrainer`.
+"""Dispatch and combine inside Ray Train: one line makes a world from the workers of a `TorchTrainer`.
 
     python examples/ray_train.py
 
-Workers have a GPU each where the cluster has enough, else they are CPU ranks. STRICT_PACK places them on one host.
+If the cluster has enough GPUs, each worker has its own; otherwise all are CPU ranks. STRICT_PACK places them on one
+host.
 """
 
 import tempfile
@@ -19,21 +20,21 @@ SPEC = raymoe.ExchangeSpec(tokens=128, hidden=256, experts=8, topk=2)
 
 
 def train_loop() -> list[object]:
-    """Run on every worker, whose process group Ray Train has made; it hands on what rank 0 returns."""
+    """Run on every worker, with the process group that Ray Train made. Ray Train returns the value of rank 0."""
     with raymoe.World.of() as world, raymoe.Exchange(world, SPEC) as exchange:
         torch.manual_seed(world.rank)
         for _ in range(STEPS):
             x = torch.randn(SPEC.tokens, SPEC.hidden, dtype=torch.bfloat16, device=world.device)
             topk_weights, topk_idx = torch.rand(SPEC.tokens, SPEC.experts, device=world.device).topk(SPEC.topk)
             got = exchange.dispatch(x, topk_idx, topk_weights)
-            # Expert e multiplies its rows by e + 1. A model has a grouped product here, which takes the same offsets.
-            places = torch.arange(len(got.x), dtype=torch.int32, device=world.device)
-            expert = torch.bucketize(places, got.expert_offsets[1:], right=True)
-            first = world.rank * len(got.expert_counts)
-            y = exchange.combine(got.x * (first + expert + 1)[:, None], got)
+            # Expert e multiplies its rows by e + 1. A model has a grouped GEMM here, which takes the same offsets.
+            rows = torch.arange(len(got.x), dtype=torch.int32, device=world.device)
+            local_expert = torch.bucketize(rows, got.expert_offsets[1:], right=True)
+            first_expert = world.rank * len(got.expert_counts)
+            y = exchange.combine(got.x * (first_expert + local_expert + 1)[:, None], got)
             exchange.check()
-            want = x.float() * (topk_weights * (topk_idx + 1)).sum(1, keepdim=True)
-            torch.testing.assert_close(y.float(), want, rtol=0.02, atol=0.02)
+            expected = x.float() * (topk_weights * (topk_idx + 1)).sum(1, keepdim=True)
+            torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
         return world.swap(f"rank {world.rank} on {world.device}: {STEPS} steps by {exchange.backend}, verified", "done")
 
 

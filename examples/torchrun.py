@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/torchrun.py
 
-Each process takes a GPU of its own where the machine has enough, else all are CPU ranks.
+If the machine has enough GPUs, each process takes its own; otherwise all are CPU ranks.
 """
 
 import os
@@ -17,11 +17,11 @@ SPEC = raymoe.ExchangeSpec(tokens=128, hidden=256, experts=8, topk=2)
 
 
 def experts(exchange: raymoe.Exchange, got: raymoe.Dispatched) -> torch.Tensor:
-    """Expert e multiplies its rows by e + 1. A model has a grouped product here, which takes the same offsets."""
-    places = torch.arange(len(got.x), dtype=torch.int32, device=got.x.device)
-    expert = torch.bucketize(places, got.expert_offsets[1:], right=True)
-    first = exchange.world.rank * len(got.expert_counts)
-    return got.x * (first + expert + 1)[:, None]
+    """Multiply the rows of expert e by e + 1. A model has a grouped GEMM here, which takes the same offsets."""
+    rows = torch.arange(len(got.x), dtype=torch.int32, device=got.x.device)
+    local_expert = torch.bucketize(rows, got.expert_offsets[1:], right=True)
+    first_expert = exchange.world.rank * len(got.expert_counts)
+    return got.x * (first_expert + local_expert + 1)[:, None]
 
 
 def main() -> None:
@@ -32,14 +32,14 @@ def main() -> None:
     with raymoe.World.of() as world, raymoe.Exchange(world, SPEC) as exchange:
         torch.manual_seed(world.rank)
         for step in range(STEPS):
-            tokens = SPEC.tokens - 10 * world.rank - step  # ranks may have different numbers of them
+            tokens = SPEC.tokens - 10 * world.rank - step  # ranks may have different numbers of tokens
             x = torch.randn(tokens, SPEC.hidden, dtype=torch.bfloat16, device=world.device)
             topk_weights, topk_idx = torch.rand(tokens, SPEC.experts, device=world.device).topk(SPEC.topk)
             got = exchange.dispatch(x, topk_idx, topk_weights)
             y = exchange.combine(experts(exchange, got), got)
             exchange.check()
-            want = x.float() * (topk_weights * (topk_idx + 1)).sum(1, keepdim=True)
-            torch.testing.assert_close(y.float(), want, rtol=0.02, atol=0.02)
+            expected = x.float() * (topk_weights * (topk_idx + 1)).sum(1, keepdim=True)
+            torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.02)
         print(f"rank {world.rank} on {world.device}: {STEPS} steps by {exchange.backend}, verified\n", end="")
     dist.destroy_process_group()
 

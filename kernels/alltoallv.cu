@@ -7,9 +7,9 @@
 
 #define BLOCK_WARPS 16  // one block fills a multiprocessor, as in a combine
 
-#include "raymoe/dispatch.cuh"
-#include "raymoe/sending.cuh"
-#include "raymoe/storing.cuh"
+#include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/dispatch/sending.cuh"
+#include "raymoe/dispatch/storing.cuh"
 
 extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     alltoallv(const __grid_constant__ raymoe::DispatchParams p) {

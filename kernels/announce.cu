@@ -8,8 +8,8 @@
 
 #define BLOCK_WARPS 1
 
-#include "raymoe/dispatch.cuh"
-#include "raymoe/sending.cuh"
+#include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/dispatch/sending.cuh"
 
 extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     announce(const __grid_constant__ raymoe::DispatchParams p) {

@@ -22,12 +22,12 @@
 //
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives NaN.
 
-#include "raymoe/combine.cuh"
-#include "raymoe/ptx.cuh"
-#include "raymoe/reducing.cuh"
-#include "raymoe/summing.cuh"
-#include "raymoe/sync.cuh"
-#include "raymoe/vectors.cuh"
+#include "raymoe/combine/combine.cuh"
+#include "raymoe/base/ptx.cuh"
+#include "raymoe/combine/reducing.cuh"
+#include "raymoe/combine/summing.cuh"
+#include "raymoe/base/sync.cuh"
+#include "raymoe/base/vectors.cuh"
 
 #ifndef ROW_TYPE
 #define ROW_TYPE Bf16  // of vectors.cuh: what rows are made of

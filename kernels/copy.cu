@@ -24,11 +24,11 @@
 //
 // Dynamic shared memory: the ring (ring.cuh). 128 threads a block; the grid is resident all at once.
 
-#include "raymoe/lanes.cuh"
-#include "raymoe/ptx.cuh"
-#include "raymoe/ring.cuh"
-#include "raymoe/sync.cuh"
-#include "raymoe/unaligned.cuh"
+#include "raymoe/copy/lanes.cuh"
+#include "raymoe/base/ptx.cuh"
+#include "raymoe/base/ring.cuh"
+#include "raymoe/base/sync.cuh"
+#include "raymoe/copy/unaligned.cuh"
 
 namespace raymoe {
 

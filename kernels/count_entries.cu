@@ -5,7 +5,7 @@
 
 #define ANY_GPU
 
-#include "raymoe/runs.cuh"
+#include "raymoe/collective/runs.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) count_entries(const __grid_constant__ raymoe::CountParams p) {
     using namespace raymoe;

@@ -28,13 +28,13 @@
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and says that
 // nothing came.
 
-#include "raymoe/dispatch.cuh"
-#include "raymoe/placing.cuh"
-#include "raymoe/ptx.cuh"
-#include "raymoe/quantised_sending.cuh"
-#include "raymoe/routing.cuh"
-#include "raymoe/sending.cuh"
-#include "raymoe/sync.cuh"
+#include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/dispatch/placing.cuh"
+#include "raymoe/base/ptx.cuh"
+#include "raymoe/dispatch/quantised_sending.cuh"
+#include "raymoe/dispatch/routing.cuh"
+#include "raymoe/dispatch/sending.cuh"
+#include "raymoe/base/sync.cuh"
 
 namespace raymoe {
 

@@ -9,7 +9,7 @@
 
 #define ANY_GPU
 
-#include "raymoe/numbering.cuh"
+#include "raymoe/collective/numbering.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) number_entries(const __grid_constant__ raymoe::NumberParams p) {
     using namespace raymoe;

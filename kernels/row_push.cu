@@ -12,10 +12,10 @@
 // Memory, the same offsets on every rank: `slots`, [R][tokens] rows; `arrived`, a word for each rank, 128 bytes apart.
 // Dynamic shared memory: the ring (ring.cuh), a row a stage. 32 threads a block; the grid is resident all at once.
 
-#include "raymoe/peer.cuh"
-#include "raymoe/ptx.cuh"
-#include "raymoe/ring.cuh"
-#include "raymoe/sync.cuh"
+#include "raymoe/base/peer.cuh"
+#include "raymoe/base/ptx.cuh"
+#include "raymoe/base/ring.cuh"
+#include "raymoe/base/sync.cuh"
 
 namespace raymoe {
 

@@ -5,7 +5,7 @@
 
 #define ANY_GPU
 
-#include "raymoe/ptx.cuh"
+#include "raymoe/base/ptx.cuh"
 
 namespace raymoe {
 

@@ -6,9 +6,9 @@
 
 #define ANY_GPU
 
-#include "raymoe/rounds.cuh"
-#include "raymoe/terms.cuh"
-#include "raymoe/vectors.cuh"
+#include "raymoe/collective/rounds.cuh"
+#include "raymoe/base/terms.cuh"
+#include "raymoe/base/vectors.cuh"
 
 #ifndef ROW_TYPE
 #define ROW_TYPE Bf16

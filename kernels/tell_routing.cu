@@ -5,7 +5,7 @@
 
 #define ANY_GPU
 
-#include "raymoe/rounds.cuh"
+#include "raymoe/collective/rounds.cuh"
 
 namespace raymoe {
 

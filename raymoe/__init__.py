@@ -1,11 +1,11 @@
 """Expert-parallel Mixture-of-Experts work on a Ray cluster.
 
-The library, for programs of your own: `errors device memory net transport exchange moe`.
-The harness, for `raymoe run`: `config workload gang report doctor`, `cli.py` and `run.py`. It imports the library, and
-the library knows nothing of it.
+The library, for your own programs: `errors device memory net transport exchange moe`.
+The harness, for `raymoe run`: `config workload gang report doctor`, `cli.py` and `run.py`. The harness imports the
+library, and the library never imports the harness.
 
-Importing this package loads neither torch nor ray nor any CUDA library: names arrive when first used (PEP 562).
-`__init__.pyi` says to type checkers what the names are.
+Importing this package loads neither torch nor ray nor any CUDA library: each name is loaded at its first use (PEP 562).
+`__init__.pyi` declares the names for type checkers.
 """
 
 import importlib

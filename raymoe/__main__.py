@@ -1,4 +1,4 @@
-"""`python -m raymoe` is the `raymoe` command."""
+"""Runs the `raymoe` command for `python -m raymoe`."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""The commands, and how they end. Each imports what it needs when it runs: a mistake in a config is told at once."""
+"""Defines the commands and their exit codes.
+
+Each command imports what it needs when it runs, so that a mistake in a config is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A file, or the name of a packaged config.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key; may be repeated.")]
 
-# Typer has click inside or beside it, depending on its version; found this way it is the right one.
+# Typer bundles click or depends on it, by version. This finds the class that Typer uses.
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
 
 app = typer.Typer(
@@ -36,12 +39,12 @@ app = typer.Typer(
 def run(
     config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="A file, or a packaged config's name.")] = None,
     sets: Sets = None,
-    address: Annotated[str | None, typer.Option(help="HOST:PORT of a Ray head, or auto; else RAY_ADDRESS.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run directory; else one below runs/.")] = None,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of a Ray head, or auto. Default: RAY_ADDRESS.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run directory. Default: one in runs/.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
-    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Go on with the run in DIR.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in DIR.")] = None,
 ) -> int:
-    """Run a config on a Ray cluster, or on a Ray of its own where none is named."""
+    """Run a config, on a named Ray cluster or on a local Ray."""
     from raymoe.run import Request
     from raymoe.run import run as execute
 
@@ -51,15 +54,15 @@ def run(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    plots: Annotated[bool, typer.Option("--plots", help="Also draw copies, into plots/ of each run.")] = False,
+    plots: Annotated[bool, typer.Option("--plots", help="Also draw figures into plots/ of each run.")] = False,
 ) -> None:
-    """Print how runs ended, and one table of their results."""
+    """Print how runs ended, and tables of their results."""
     import shutil
 
     from raymoe.report.tables import overview
 
     width = shutil.get_terminal_size((100, 24)).columns
-    say(overview(runs, terminal=sys.stdout.isatty(), width=width))
+    print_result(overview(runs, terminal=sys.stdout.isatty(), width=width))
     if plots:
         _draw(runs)
 
@@ -67,10 +70,10 @@ def report(
 @app.command()
 def doctor(
     tune: Annotated[
-        bool, typer.Option("--tune", help="Measure the transports between these GPUs, for auto to choose by.")
+        bool, typer.Option("--tune", help="Measure the transports between the GPUs; transport auto uses the result.")
     ] = False,
 ) -> int:
-    """Tell what this machine can do, check by check, and why not; fails where quickstart cannot run."""
+    """Check what this machine can do, and say why not. Fails if quickstart cannot run."""
     if tune:
         return _tune()
     from contextlib import closing
@@ -79,24 +82,24 @@ def doctor(
 
     with closing(examine()) as lines:
         for line in lines:
-            say(f"{line}\n")
+            print_result(f"{line}\n")
     return 0
 
 
 @app.command()
 def validate(config: Config, sets: Sets = None) -> None:
-    """Check a config, and tell everything that is wrong with it."""
+    """Check a config, and print all its problems."""
     job = _load(config, sets)
     cases = len(job.cases())
-    say(f"{config} is valid: {job.workload} on {job.world.ranks} ranks, {cases} case{'s' * (cases > 1)}\n")
+    print_result(f"{config} is valid: {job.workload} on {job.world.ranks} ranks, {cases} case{'s' * (cases > 1)}\n")
 
 
 @app.command()
 def show(config: Config, sets: Sets = None) -> None:
-    """Print a config resolved: parents, settings and defaults filled in."""
+    """Print a config with parents, settings and defaults applied."""
     from raymoe.config import to_yaml
 
-    say(to_yaml(_load(config, sets).resolved()))
+    print_result(to_yaml(_load(config, sets).resolved()))
 
 
 @app.command()
@@ -106,28 +109,28 @@ def schema() -> None:
 
     from raymoe.config import job_schema
 
-    say(json.dumps(job_schema(), indent=2) + "\n")
+    print_result(json.dumps(job_schema(), indent=2) + "\n")
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         from raymoe import __version__
 
-        say(f"raymoe {__version__}\n")
+        print_result(f"raymoe {__version__}\n")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Say the version.", is_eager=True, callback=_say_version)
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     pass
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and give its exit code. The last line on stderr of a failure is one sentence, unwrapped."""
+    """Run a command and return its exit code. After a failure the last line on stderr is one unwrapped sentence."""
     try:
         return _invoke(sys.argv[1:] if argv is None else list(argv))
     except UsageError as error:
@@ -140,27 +143,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         stopped = Stopped(signal.SIGINT)
         return _ended(str(stopped), stopped.exit_code)
-    except Exception as error:  # noqa: BLE001  (a bug: its traceback is wanted, and the one sentence after it)
+    except Exception as error:  # noqa: BLE001  (a bug: print its traceback, then the sentence)
         traceback.print_exc()
         return _ended(f"a bug in raymoe: {type(error).__name__}: {error}", 1)
 
 
-def say(text: str) -> None:
-    """Print a command's result."""
+def print_result(text: str) -> None:
+    """Print a command's result on stdout."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # What could not be written is still buffered: without this, Python would try again at exit and fail anew.
+        # The text is still buffered. Without this, Python would write it again at exit, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # whoever closed the pipe had enough
+        if not isinstance(error, BrokenPipeError):  # a reader that closes the pipe early is no failure
             raise CannotWrite(f"the output cannot be written: {error.strerror}") from error
 
 
 def _invoke(arguments: list[str]) -> int:
     command = typer.main.get_command(app)
     try:
-        # Not app(): that would print errors in its own way, and turn an interrupt into an exit code without a line.
+        # Not app(), which prints errors in its own format, and ends an interrupt without a sentence.
         with command.make_context("raymoe", arguments) as context:
             return command.invoke(context) or 0
     except typer.Exit as error:
@@ -168,7 +171,7 @@ def _invoke(arguments: list[str]) -> int:
 
 
 def _tune() -> int:
-    """An ordinary run into a directory that is thrown away; its lines become the table of this machine."""
+    """Measure the transports of this machine in a run whose directory is deleted, and save the table for `auto`."""
     from tempfile import TemporaryDirectory
 
     from raymoe.doctor import tune
@@ -179,14 +182,14 @@ def _tune() -> int:
     print(f"measuring copies between {gpus} GPUs; this takes about half a minute", file=sys.stderr, flush=True)
     job = _load(tune.CONFIG, [f"world.ranks={gpus}"])
     with TemporaryDirectory(prefix="raymoe-tune-") as folder:
-        # A Ray of its own: a cluster might place the ranks on another machine than the one that keeps the table.
+        # A local Ray, because a cluster could place the ranks on a machine other than the one that keeps the table.
         code = run(Request(tune.CONFIG, (f"world.ranks={gpus}",), address="local", out=Path(folder), quiet=True))
         if code:
             return code
         lines = Record.read(Path(folder)).lines
     table = tune.table_of(lines, job)
-    say(tune.told(tune.times_of(lines, job), table))
-    say(f"auto goes by this on every {table.gpu} that reads {table.save()}\n")
+    print_result(tune.report(tune.times_of(lines, job), table))
+    print_result(f"auto uses this table on every {table.gpu} that reads {table.save()}\n")
     return 0
 
 
@@ -196,8 +199,8 @@ def _draw(runs: Sequence[Path]) -> None:
 
     for run in runs:
         drawn = write_plots(run, Record.read(run).lines)
-        found = f"{len(drawn)} files in {drawn[0].parent}" if drawn else f"nothing to draw in {run}: it has no copies"
-        say(f"{found}\n")
+        nothing = f"nothing to draw in {run}: no copies, and no exchanges of GPU ranks over tokens or SMs"
+        print_result(f"{len(drawn)} files in {drawn[0].parent}\n" if drawn else f"{nothing}\n")
 
 
 def _load(config: str, sets: list[str] | None) -> Job:
@@ -207,7 +210,7 @@ def _load(config: str, sets: list[str] | None) -> Job:
 
 
 def _usage(error: typer.BadParameter) -> str:
-    """A usage error's sentence, after the usage itself."""
+    """Print the usage, and return the sentence of a usage error."""
     command = "raymoe"
     if error.ctx is not None:
         print(error.ctx.get_usage(), file=sys.stderr)

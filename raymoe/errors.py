@@ -1,7 +1,7 @@
-"""The errors of raymoe, for programs that use the library: `except raymoe.errors.PeerTimeout as error`.
+"""Defines the errors of raymoe: `except raymoe.errors.PeerTimeout as error`.
 
-All of them are `RaymoeError`. The message is one sentence: what was asked, what was found, what to do. All survive
-pickling with their attributes, so a Ray actor or a worker process can raise them to its caller.
+All of them are `RaymoeError`. The message is one sentence: what was asked, what was found, what to do. They keep their
+attributes when pickled, so a Ray actor or a worker process can raise them to its caller.
 
 >>> import pickle
 >>> timeout = PeerTimeout(op="dispatch", epoch=7, peer=1, expected=7, seen=6, waited_s=30.0, rank=0)
@@ -9,7 +9,7 @@ pickling with their attributes, so a Ray actor or a worker process can raise the
 'rank 0 waited 30.0 s for rank 1 in dispatch (epoch 7): expected 7, seen 6'
 """
 
-# ruff: noqa: N818  (the names say what happened: a rank died, a peer timed out)
+# ruff: noqa: N818  (names without Error, because they say what happened: a rank died, a peer timed out)
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ __all__ = [
 
 
 class RaymoeError(Exception):
-    """A failure with a known cause. On its own it stands for a rank's own exception."""
+    """A failure with a known cause. Raised as this class itself, it reports an exception of a rank."""
 
     exit_code: int = 1
 
     def __reduce__(self) -> tuple[Callable[..., RaymoeError], tuple[object, ...]]:
-        # An exception pickles by calling its class with `args`, which fails wherever __init__ takes something else.
+        # By default pickle calls the class with `args`, which fails if __init__ takes other parameters.
         return _restore, (type(self), self.args, dict(self.__dict__))
 
 
@@ -54,7 +54,7 @@ def _restore(kind: type[RaymoeError], args: tuple[object, ...], state: dict[str,
 
 
 class ConfigError(RaymoeError, ValueError):
-    """A job, a command line or an argument that cannot be right. `problems` holds each one of a file."""
+    """A wrong job, command line or argument. `problems` lists all problems of a config."""
 
     exit_code = 2
 
@@ -64,7 +64,7 @@ class ConfigError(RaymoeError, ValueError):
 
 
 class ClusterError(RaymoeError):
-    """No Ray cluster: none answers at the address given, or a local one does not start."""
+    """No Ray cluster: none answers at the given address, or a local Ray does not start."""
 
     exit_code = 3
 
@@ -76,11 +76,11 @@ class PlacementError(RaymoeError):
 
 
 class WiringError(RaymoeError):
-    """Ranks that cannot become peers: their descriptors disagree, or a peer's memory cannot be reached."""
+    """Ranks cannot become peers: their descriptors disagree, or a rank cannot reach a peer's memory."""
 
 
 class RankDied(RaymoeError):
-    """The process of a rank is gone."""
+    """The process of a rank has ended."""
 
     exit_code = 4
 
@@ -91,7 +91,7 @@ class RankDied(RaymoeError):
 
 @dataclass(eq=False)
 class PeerTimeout(RaymoeError):
-    """A wait for a peer ran out of time. `rank` is the one that waited, `expected` and `seen` are epochs."""
+    """A wait for a peer ran out of time. `rank` waited for `peer`; `expected` and `seen` are epochs."""
 
     exit_code = 5
 
@@ -104,9 +104,9 @@ class PeerTimeout(RaymoeError):
     rank: int = -1
 
     def __post_init__(self) -> None:
-        who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
+        waiter = f"rank {self.rank}" if self.rank >= 0 else "this rank"
         super().__init__(
-            f"{who} waited {self.waited_s:.1f} s for rank {self.peer} in {self.op} (epoch {self.epoch}): "
+            f"{waiter} waited {self.waited_s:.1f} s for rank {self.peer} in {self.op} (epoch {self.epoch}): "
             f"expected {self.expected}, seen {self.seen}"
         )
 
@@ -115,7 +115,7 @@ class PeerTimeout(RaymoeError):
 
 
 class NotAnswering(RaymoeError):
-    """A rank whose process is there but reports nothing."""
+    """The process of a rank is alive but reports nothing."""
 
     exit_code = 5
 
@@ -125,25 +125,25 @@ class NotAnswering(RaymoeError):
 
 
 class WrongResult(RaymoeError):
-    """What came out is further from the oracle than the dtype allows."""
+    """The result differs from the oracle's by more than the dtype allows."""
 
     exit_code = 6
 
 
 class DataRefused(RaymoeError):
-    """Input that an exchange does not carry: an id out of range, more rows than the capacity. The next step works."""
+    """An exchange refused its input: an id out of range, or more rows than the capacity. The next step works."""
 
     exit_code = 7
 
 
 class CannotWrite(RaymoeError):
-    """A result that could not be written; the message names the path and the system's reason."""
+    """A result could not be written. The message names the path and the system's reason."""
 
     exit_code = 8
 
 
 class Aborted(RaymoeError):
-    """A rank was told to stop: some other is the cause. `peer` is the one it waited for at that moment, if it did."""
+    """A rank was told to stop and is not the cause itself. `peer` is the rank that it was waiting for, if any."""
 
     def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
@@ -160,7 +160,7 @@ class Stopped(RaymoeError):
 
 
 class CudaError(RaymoeError):
-    """A driver call that failed; `code` is the driver's number, 0 where it never came to a call."""
+    """A CUDA driver call failed. `code` is the driver's error number, or 0 if no call was made."""
 
     def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
@@ -168,18 +168,18 @@ class CudaError(RaymoeError):
 
 
 class CudaMissing(CudaError):
-    """No binding, no driver or no GPU."""
+    """CUDA is missing: the Python bindings, the driver or a GPU."""
 
 
 class CaptureError(CudaError):
-    """What was asked cannot be done while a stream is being captured, or it broke the capture."""
+    """An operation is not possible while a stream is captured, or it broke the capture."""
 
 
-_SHOWN = 80  # characters of a value that a report repeats
+_SHOWN = 80  # characters of a value that an error message repeats
 
 
 def shown(text: str) -> str:
-    r"""Text from a user's file made fit for one line of a report.
+    r"""Make text from a user's file fit for one line of an error message.
 
     >>> shown("a\nb"), shown("x" * 200) == "x" * 80 + "…"
     ('a\\nb', True)
@@ -190,7 +190,7 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """`where` is a file as the user named it, or `--set a.b=c`; `line` is None where a line means nothing.
+    """One problem of a config. `where` is the file as the user named it, or `--set a.b=c`; `line` may be None.
 
     >>> print(Problem("x.yaml", 4, "shape.hiden", "1024", "unknown key", "did you mean 'hidden'?"))
     x.yaml: line 4, shape.hiden = 1024: unknown key, did you mean 'hidden'?
@@ -206,14 +206,14 @@ class Problem:
     hint: str | None = None
 
     @property
-    def told(self) -> str:
-        """Line, key and value, what is wrong and what to do: everything but the place's name."""
-        # A setting is its own key and value.
+    def text(self) -> str:
+        """The whole message except `where`: line, key and value, reason and hint."""
+        # The name of a `--set` has its key and value already.
         key = "" if self.where.startswith(f"--set {self.key}=") else self.key
         asked = f"{key} = {self.value}" if key and self.value is not None else key
         place = ", ".join(part for part in (f"line {self.line}" if self.line else "", asked) if part)
-        told = f"{self.reason}, {self.hint}" if self.hint else self.reason
-        return f"{place}: {told}" if place else told
+        reason = f"{self.reason}, {self.hint}" if self.hint else self.reason
+        return f"{place}: {reason}" if place else reason
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.told}" if self.where else self.told
+        return f"{self.where}: {self.text}" if self.where else self.text

@@ -1,7 +1,7 @@
-"""One execution of a job, with a directory: what `raymoe run` does.
+"""Executes a job and writes its run directory: the work of `raymoe run`.
 
-This process holds the run directory and the terminal; `gang.main_process` keeps the driver below it, whose messages
-become lines in results.jsonl and progress on stderr.
+This process holds the run directory and the terminal. `gang.main_process` runs the driver in a child process; its
+messages become lines in results.jsonl and progress on stderr.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Request:
 
 
 def run(request: Request) -> int:
-    """Carry the request out; returns the exit code. The last line on stderr says why where it is not 0."""
+    """Execute a request and return the exit code. If it is not 0, the last line on stderr says why."""
     job, directory = _open(request)
     with directory:
         outcome = _run(job, directory, request)
@@ -52,22 +52,22 @@ def run(request: Request) -> int:
 def _open(request: Request) -> tuple[Job, RunDirectory]:
     if request.resume is not None:
         if request.config is not None or request.sets or request.out is not None:
-            raise ConfigError("--resume DIR goes on with the run in DIR as it is; leave CONFIG, --set and --out out")
+            raise ConfigError("--resume DIR continues the run in DIR unchanged; give no CONFIG, --set or --out with it")
         directory = RunDirectory.resume(request.resume)
         return Job.from_resolved(directory.read_config()), directory
     if request.config is None:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
     job = load_job(request.config, request.sets)
     if choose(request.address) is None:
-        check_memory(job.world.ranks, bytes_per_rank(job))  # of a cluster, the node that is chosen checks its own
+        check_memory(job.world.ranks, bytes_per_rank(job))  # in a cluster, the chosen node checks its own memory
     directory = RunDirectory.create(request.out, job.name)
     directory.write_config(job.resolved())
     return job, directory
 
 
 @dataclass
-class Scribe:
-    """Writes down what the driver tells, and shows it."""
+class Recorder:
+    """Writes the driver's messages into the run directory, and shows progress."""
 
     directory: RunDirectory
     progress: ProgressBar
@@ -76,16 +76,16 @@ class Scribe:
     generations: list[Generation] = field(default_factory=list)
     _ready_s: float | None = None
 
-    def hear(self, news: Message) -> None:
-        match news:
+    def receive(self, message: Message) -> None:
+        match message:
             case Connected(address, seconds):
-                where = f"the Ray cluster at {address}" if address else "a Ray of our own"
-                self.progress.doing(f"{where} is up after {seconds:.1f} s, placing ranks")
+                ray = f"the Ray cluster at {address}" if address else "a local Ray"
+                self.progress.doing(f"{ray} is up after {seconds:.1f} s, placing ranks")
             case Ready(generation, seconds, ranks):
                 self._ready_s = round(seconds, 3)
                 self.directory.write_environment({**self.facts, "generation": generation, "ranks": list(ranks)})
-                where = ", ".join(f"rank {rank['rank']} pid {rank['pid']}" for rank in ranks)
-                self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({where})")
+                pids = ", ".join(f"rank {rank['rank']} pid {rank['pid']}" for rank in ranks)
+                self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({pids})")
             case Progressed(case, done, total):
                 self.progress.step(case, done, total)
             case CaseDone(case, generation, lines):
@@ -95,13 +95,13 @@ class Scribe:
                     [complete(line, run=run, generation=generation, commit=commit) for line in lines]
                 )
                 self.progress.case_done(case)
-                for why in dict.fromkeys(line["skipped"] for line in lines if line.get("skipped")):
-                    self.progress.note(f"{case} is skipped: {why}")
-            case GenerationEnded(generation, cause, culprit, message, restarting):
+                for reason in dict.fromkeys(line["skipped"] for line in lines if line.get("skipped")):
+                    self.progress.note(f"{case} is skipped: {reason}")
+            case GenerationEnded(generation, cause, culprit, explanation, restarting):
                 self.generations.append(Generation(self._ready_s, cause, culprit))
                 self._ready_s = None
                 if restarting:
-                    self.progress.note(f"generation {generation}: {message}; starting the gang again")
+                    self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
 
 
 def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
@@ -110,11 +110,11 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
     with ProgressBar(sys.stderr, len(cases), len(directory.finished()), request.quiet) as progress:
         for notice in [*directory.notices, f"results go to {directory.path}"]:
             progress.note(notice)
-        scribe = Scribe(directory, progress, facts)
+        recorder = Recorder(directory, progress, facts)
         try:
             directory.write_environment(facts)
-            outcome = run_in_child(_driver(job, directory, request), scribe.hear)
-            summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), scribe.generations)
+            outcome = run_in_child(_driver(job, directory, request), recorder.receive)
+            summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), recorder.generations)
             directory.write_summary(summary)
             if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):
                 from raymoe.report.plots import write_plots  # matplotlib takes half a second to load
@@ -130,7 +130,7 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
 
 
 def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
-    """What the child process does. Ray is imported there and nowhere else."""
+    """Make the work of the child process. Only the child imports Ray."""
 
     def work(tell: Tell, stopped: Stopped) -> RunOutcome:
         from raymoe.gang.driver import Driver, RunOrder

@@ -1,6 +1,6 @@
-"""The job that the user asked for: typed YAML, sweeps, units.
+"""Reads a job from YAML: typed sections, sizes with units, sweeps, and every mistake explained.
 
-Read first: `sections.py` (every key), `job.py` (the job and its cases), `check.py` (from a file to a job).
+Read first: `sections.py` (every key), `job.py` (the job and its cases), `check.py` (a file becomes a job).
 """
 
 from raymoe.config.check import load_job

@@ -1,4 +1,4 @@
-"""What pydantic found, in words for whoever wrote the config."""
+"""Explains pydantic's errors in words for the author of the config."""
 
 from __future__ import annotations
 
@@ -10,36 +10,34 @@ from pydantic_core import ErrorDetails
 
 from raymoe.config.job import Job
 from raymoe.config.sections import Section
-from raymoe.config.yaml_tree import Entry, surprise
+from raymoe.config.yaml_tree import Entry, yaml11_hint
 from raymoe.errors import ConfigError, Problem
-
-# The name that a misspelt one was probably meant to be.
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The closest of `names`, if any is close.
+    """Find the name that a misspelt one probably means; None if no name is close.
 
     >>> nearest("hiden", ["tokens", "hidden"]), nearest("xyz", ["tokens", "hidden"])
     ('hidden', None)
     >>> nearest("wait", ["ranks", "wait_timeout_s"])
     'wait_timeout_s'
     """
-    import difflib  # here because a config without mistakes has no use for it
+    import difflib  # imported here because only a config with mistakes needs it
 
-    same = {other.lower().replace("-", "_"): other for other in names}
+    by_normalised = {each.lower().replace("-", "_"): each for each in names}
     wanted = name[:100].lower().replace("-", "_")
-    close = difflib.get_close_matches(wanted, same, n=1, cutoff=0.6)
-    close += [other for other in same if len(wanted) >= 4 and other.startswith(wanted[:4])]
-    return same[close[0]] if close else None
+    close = difflib.get_close_matches(wanted, by_normalised, n=1, cutoff=0.6)
+    close += [each for each in by_normalised if len(wanted) >= 4 and each.startswith(wanted[:4])]
+    return by_normalised[close[0]] if close else None
 
 
-# The tree of a job's keys, read off its models.
+# The tree of a job's keys, read from its models.
 
 KeyTree = dict[str, Any]  # name -> the KeyTree below it, empty for a value
 
 
 def key_tree(section: type[Section] = Job) -> KeyTree:
-    """Every key of a job, sections with theirs inside.
+    """Give all keys of a job as a tree; a section holds its own keys.
 
     >>> key_tree()["exchange"]["wire"]
     {'dispatch': {}, 'combine': {}}
@@ -52,7 +50,7 @@ def key_tree(section: type[Section] = Job) -> KeyTree:
 
 
 def leaves(tree: KeyTree, prefix: str = "") -> Iterator[str]:
-    """Every dotted key that holds a value.
+    """Give every dotted key that holds a value.
 
     >>> list(leaves({"name": {}, "wire": {"dispatch": {}}}))
     ['name', 'wire.dispatch']
@@ -84,46 +82,50 @@ Path = tuple[str, ...]
 
 
 def explained(root: Entry, errors: list[ErrorDetails], keys: KeyTree) -> Iterator[tuple[Path, Problem]]:
-    """Every error once, with the path of its key. `keys` are the valid ones. Nothing may be missing."""
+    """Give each error once, with the path of its key. `keys` are the valid keys. No required key may be missing."""
     paths = [_path(root, error["loc"]) for error in errors]
     for path, error in zip(paths, errors, strict=True):
-        # A list with a bad item is also reported as too short, since the item is missing from what was understood.
-        if error["type"] == "too_short" and any(other[: len(path)] == path and other != path for other in paths):
+        # pydantic drops a bad item from its list, and then also reports the list as too short.
+        if error["type"] == "too_short" and any(each[: len(path)] == path and each != path for each in paths):
             continue
         entry = root.find(path)
-        yield path, (entry or root).problem(".".join(path), *_words(error, entry or root, path, keys))
+        yield path, (entry or root).problem(".".join(path), *_reason_and_hint(error, entry or root, path, keys))
 
 
 def unknown(path: Path, keys: KeyTree) -> tuple[str, str]:
-    """An unknown key and the valid one that was probably meant: one beside it, or one with its name elsewhere."""
-    beside = keys
+    """Give reason and hint for an unknown key.
+
+    The hint is the section that has a key of this name, else a similar key of the same section, else all its keys.
+    """
+    siblings = keys
     for part in path[:-1]:
-        beside = beside.get(part, {})
+        siblings = siblings.get(part, {})
     leaf = path[-1].rpartition(".")[2]
-    homes = [section for section, _, name in (key.rpartition(".") for key in leaves(keys)) if section and name == leaf]
-    if homes:
-        return "unknown key", f"write {leaf} below {' or '.join(homes)}"
-    if near := nearest(path[-1], beside):
+    split = [key.rpartition(".") for key in leaves(keys)]
+    sections = [section for section, _, name in split if section and name == leaf]
+    if sections:
+        return "unknown key", f"write {leaf} below {' or '.join(sections)}"
+    if near := nearest(path[-1], siblings):
         return "unknown key", f"did you mean '{near}'?"
-    if beside:
-        return "unknown key", f"valid here: {', '.join(beside)}"
-    return "unknown key", "it has nothing below it"
+    if siblings:
+        return "unknown key", f"valid here: {', '.join(siblings)}"
+    return "unknown key", f"{'.'.join(path[:-1])} has no keys"
 
 
 def _path(root: Entry, location: tuple[int | str, ...]) -> Path:
-    """The keys of a location, up to where the tree ends: pydantic adds steps of its own behind."""
+    """Give the keys of a location, up to the end of the tree. pydantic appends names of its own after them."""
     path: list[str] = []
     entry: Entry | None = root
     for step in map(str, location):
-        inside = entry.child(step) if entry else None
-        if inside is None and not (entry and isinstance(entry.value, dict)):
+        child = entry.child(step) if entry else None
+        if child is None and not (entry and isinstance(entry.value, dict)):
             break
         path.append(step)
-        entry = inside
+        entry = child
     return tuple(path)
 
 
-def _words(error: ErrorDetails, entry: Entry, path: Path, keys: KeyTree) -> tuple[str, str | None]:
+def _reason_and_hint(error: ErrorDetails, entry: Entry, path: Path, keys: KeyTree) -> tuple[str, str | None]:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return unknown(path, keys)
@@ -134,8 +136,8 @@ def _words(error: ErrorDetails, entry: Entry, path: Path, keys: KeyTree) -> tupl
     if kind in _WANTED:
         return f"{_WANTED[kind]} is wanted", _hint(kind, entry) or f"found {_found(entry)}"
     if kind in _BOUNDS:
-        words, bound = _BOUNDS[kind]
-        return f"{entry.shown()} {words} {context[bound]}", None
+        relation, bound = _BOUNDS[kind]
+        return f"{entry.shown()} {relation} {context[bound]}", None
     if kind == "too_short":
         return "the list is empty", "give one value or more"
     if kind == "string_pattern_mismatch":
@@ -145,7 +147,7 @@ def _words(error: ErrorDetails, entry: Entry, path: Path, keys: KeyTree) -> tupl
 
 def _not_one_of(expected: str, entry: Entry) -> tuple[str, str | None]:
     choices = re.findall("'([^']*)'", expected)
-    reason = f"not one of {', '.join(choices)}" if len(choices) > 1 else f"{choices[0]} is the one value here"
+    reason = f"not one of {', '.join(choices)}" if len(choices) > 1 else f"only {choices[0]} is allowed here"
     near = nearest(str(entry.value), choices) if isinstance(entry.value, str) else None
     return reason, f"did you mean '{near}'?" if near else None
 
@@ -153,9 +155,9 @@ def _not_one_of(expected: str, entry: Entry) -> tuple[str, str | None]:
 def _hint(kind: str, entry: Entry) -> str | None:
     value = entry.value
     if isinstance(value, str) and entry.text is not None:
-        return surprise(entry.text)
+        return yaml11_hint(entry.text)
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):
-        return "take the quotes away"
+        return "remove the quotes"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     return "put it in quotes" if kind == "string_type" and isinstance(value, bool | int | float) else None
@@ -173,7 +175,7 @@ def _found(entry: Entry) -> str:
 
 
 def report(file: str, problems: Iterable[Problem]) -> ConfigError:
-    """The error for a file's problems: in the file's order, then its parents', then those of settings.
+    """Make one error of all problems. Those of the file come first, then those of its parents, then those of `--set`.
 
     >>> str(report("x.yaml", [Problem("x.yaml", 4, "shape.hiden", "8", "unknown key", "did you mean 'hidden'?")]))
     "x.yaml has 1 problem: line 4, shape.hiden = 8: unknown key, did you mean 'hidden'?"
@@ -188,8 +190,8 @@ def report(file: str, problems: Iterable[Problem]) -> ConfigError:
 
     problems.sort(key=order)
     first = problems[0]
-    told = first.told if first.where == file else f"{first.where}: {first.told}"
+    text = first.text if first.where == file else f"{first.where}: {first.text}"
     if len(problems) > 1:
-        return ConfigError(f"{file} has {len(problems)} problems; the first is {told}", problems)
-    whole = first.where == file and not first.line and not first.key
-    return ConfigError(f"{file}: {told}" if whole else f"{file} has 1 problem: {told}", problems)
+        return ConfigError(f"{file} has {len(problems)} problems; the first is {text}", problems)
+    of_whole_file = first.where == file and not first.line and not first.key
+    return ConfigError(f"{file}: {text}" if of_whole_file else f"{file} has 1 problem: {text}", problems)

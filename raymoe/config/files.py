@@ -1,4 +1,4 @@
-"""Reads config files, merges a file over its parents, and puts every `--set` on top."""
+"""Reads config files, merges a file over its parents, and applies every `--set`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from raymoe.config.yaml_tree import Entry, Source, compose, merge
 from raymoe.errors import ConfigError, Problem, shown
 from raymoe.packaged import packaged_config, packaged_names
 
-# A config's text off the disk, with every way in which a path can be something else.
+# Reading: the text of a config, or an error for a path that is no config.
 
 MAX_BYTES = 64 * 1024
 
 
 def find_config(config: str) -> Path:
-    """A path that exists is a file; anything else is the name of a packaged config."""
+    """Find the file of a config: a path that exists, else the packaged config of that name."""
     path = Path(config)
     try:
         path.stat()
@@ -33,9 +33,9 @@ def find_config(config: str) -> Path:
 
 
 def read_config(path: Path, name: str) -> str:
-    """The text of a config, of which `name` is how the user knows it."""
+    """Read the text of a config. Errors call it `name`."""
     try:
-        # Not blocking: a FIFO without a writer would hang here, before it is known not to be a file.
+        # Non-blocking, because opening a FIFO without a writer would hang before `_read` can refuse it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise _unreadable(name, _reason(error)) from error
@@ -51,7 +51,7 @@ def read_config(path: Path, name: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        reason = f"not UTF-8: the byte {data[error.start]:#04x} starts no character"
+        reason = f"not UTF-8: the byte {data[error.start]:#04x} begins no valid character"
         raise refused(Problem(name, line, "", None, reason)) from error
 
 
@@ -66,13 +66,13 @@ def _read(descriptor: int, name: str) -> bytes:
     data = b""
     while block := os.read(descriptor, MAX_BYTES):
         data += block
-        if len(data) > MAX_BYTES:  # it grew since, or (below /proc) never told its size
-            raise _unreadable(name, f"has more than {MAX_BYTES} bytes, the most that a config has")
+        if len(data) > MAX_BYTES:  # the file has grown since fstat, or is below /proc, where fstat gives no size
+            raise _unreadable(name, f"has more than {MAX_BYTES} bytes, the limit of a config")
     return data
 
 
 def refused(problem: Problem) -> ConfigError:
-    """The error of a config that cannot be read any further."""
+    """Make the error of a config that cannot be read further."""
     return ConfigError(str(problem), [problem])
 
 
@@ -89,23 +89,23 @@ def _unknown(config: str) -> ConfigError:
 
     names = packaged_names()
     near = nearest(Path(config).name.removesuffix(".yaml"), names)
-    choice = f"did you mean '{near}'?" if near else f"packaged are {_listed(names) or 'none'}"
+    choice = f"did you mean '{near}'?" if near else f"choose from {_listed(names) or 'none'}"
     return _unreadable(shown(config) or "''", f"neither a file nor a packaged config, {choice}")
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names in a row, without those that extend another.
+    """List names; count those that extend another name instead of listing them.
 
     >>> _listed(["p2p", "p2p_host", "p2p_host_large", "quickstart"])
     'p2p, quickstart, and 2 variants of these'
     """
-    first = [name for name in names if not any(name.startswith(f"{other}_") for other in names)]
-    more = len(names) - len(first)
+    short = [name for name in names if not any(name.startswith(f"{each}_") for each in names)]
+    more = len(names) - len(short)
     variants = f", and {more} variant{'s' * (more > 1)} of these" if more else ""
-    return ", ".join(first) + variants
+    return ", ".join(short) + variants
 
 
-# The one tree of a job: a file over its parents, and every `--set` over them all.
+# Merging: a file over its parents, and every `--set` over the result.
 
 MAX_PARENTS = 16
 SET_LEVEL = MAX_PARENTS + 1
@@ -113,23 +113,23 @@ SET_LEVEL = MAX_PARENTS + 1
 
 @dataclass
 class Layers:
-    """The merged tree and the problems of reading it. `whole` is False where a layer is missing from the tree."""
+    """The merged tree and the problems found so far. `complete` is False if a layer could not be read."""
 
     file: str
     root: Entry
     problems: list[Problem] = field(default_factory=list)
-    whole: bool = True
+    complete: bool = True
 
 
 def layered(path: Path, sets: Sequence[str]) -> Layers:
-    """A file, its parents and the settings over them; ConfigError where the file itself cannot be read."""
+    """Merge a file, its parents and the settings. Raises ConfigError if the file itself cannot be read."""
     layers = _file(path, (), MAX_PARENTS)
     for text in sets:
         try:
             entry, problems = _set(text)
         except ConfigError as error:
             layers.problems += error.problems
-            layers.whole = False
+            layers.complete = False
             continue
         layers.problems += problems
         layers.root = merge(layers.root, entry)
@@ -140,7 +140,7 @@ def _file(path: Path, children: tuple[Path, ...], level: int) -> Layers:
     source = Source(_named(path), path.absolute().parent, level)
     root, problems = compose(read_config(path, source.name), source)
     if root is None or root.value is None:
-        raise refused(Problem(source.name, None, "", None, "is empty, a config says at least its workload"))
+        raise refused(Problem(source.name, None, "", None, "is empty, a config needs at least a workload"))
     if not isinstance(root.value, dict):
         raise refused(root.problem("", "a mapping is wanted at the top"))
     own = {key: entry for key, entry in root.value.items() if key != "defaults"}
@@ -150,12 +150,13 @@ def _file(path: Path, children: tuple[Path, ...], level: int) -> Layers:
     try:
         below = _file(_parent(defaults, (*children, path)), (*children, path), level - 1)
     except ConfigError as error:
-        return Layers(source.name, layers.root, problems + list(error.problems), whole=False)
-    return Layers(source.name, merge(below.root, layers.root), problems + below.problems, below.whole)
+        return Layers(source.name, layers.root, problems + list(error.problems), complete=False)
+    return Layers(source.name, merge(below.root, layers.root), problems + below.problems, below.complete)
 
 
 def _parent(entry: Entry, chain: tuple[Path, ...]) -> Path:
-    """The file that `defaults` names, refused where it cannot be one. `chain` ends with the file that names it."""
+    """Find the file that `defaults` names, or refuse it. `chain` holds the files from the child to the one that names
+    it."""
     if not isinstance(entry.value, str) or not entry.value or "\0" in entry.value:
         raise refused(entry.problem("defaults", "the path of one parent is wanted"))
     parent = Path(os.path.normpath(chain[-1].parent / entry.value))
@@ -172,16 +173,17 @@ def _parent(entry: Entry, chain: tuple[Path, ...]) -> Path:
 
 
 def _set(text: str) -> tuple[Entry, list[Problem]]:
-    """`a.b=c` as a tree with one leaf. Below `matrix` the rest of the path is one key: matrix.shape.tokens=[1,2]."""
+    """Read `a.b=c` as a tree with one leaf. After `matrix.` the rest is one key: matrix.shape.tokens=[1,2]."""
     source = Source(f"--set {shown(text)}", Path.cwd(), SET_LEVEL)
     dotted, equals, value = text.partition("=")
     parts = dotted.split(".", 1 if dotted.startswith("matrix.") else -1)
     if not equals or len(parts) > 4 or not all(part and part == part.strip() for part in parts):
         raise refused(Problem(source.name, None, "", None, "a key and a value are wanted, as in --set world.ranks=2"))
     if parts[0] == "defaults":
-        raise refused(Problem(source.name, None, "", None, "only a file has a parent"))
+        raise refused(Problem(source.name, None, "", None, "only a config file can name a parent"))
     if len(value) > MAX_BYTES:
-        raise refused(Problem(source.name, None, "", None, f"{len(value)} characters, at most {MAX_BYTES} are read"))
+        reason = f"the value has {len(value)} characters, at most {MAX_BYTES} are allowed"
+        raise refused(Problem(source.name, None, "", None, reason))
     leaf, problems = compose(value, source)
     entry = _without_lines(leaf or Entry(None, source, text=""))
     for part in reversed(parts):
@@ -199,6 +201,6 @@ def _without_lines(entry: Entry) -> Entry:
 
 
 def _named(path: Path) -> str:
-    """A path as short as it can be said from here."""
+    """Shorten a path: relative if it is below the working directory."""
     here = Path.cwd()
     return shown(str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path))

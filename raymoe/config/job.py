@@ -1,4 +1,4 @@
-"""A job, its cases, and which of its keys have a meaning."""
+"""Defines a job, its cases, and which of its keys mean something."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from raymoe.config.sections import (
 from raymoe.config.yaml_tree import Scalar
 from raymoe.errors import ConfigError
 
-# The combinations of a matrix, on plain values.
+# The combinations of a matrix, as plain values.
 
 MAX_CASES = 1000
 
 
 def size(matrix: Mapping[str, Sequence[Scalar]]) -> int:
-    """How many cases there are."""
+    """Count the cases of a matrix."""
     return math.prod(len(values) for values in matrix.values())
 
 
 def combinations(base: dict[str, Any], matrix: Mapping[str, Sequence[Scalar]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and values of every case: the values of `base`, with one of each key of the matrix put in.
+    """Give name and values of every case: `base`, with one value for each key of the matrix.
 
     >>> base = {"shape": {"tokens": 1, "topk": 2}, "workload": "layer"}
     >>> for name, plain in combinations(base, {"workload": ["layer"], "shape.tokens": [128, 512]}):
@@ -49,29 +49,29 @@ def combinations(base: dict[str, Any], matrix: Mapping[str, Sequence[Scalar]]) -
         plain = base
         for key, value in zip(matrix, values, strict=True):
             plain = put(plain, key, value)
-        yield ",".join(f"{label}={said(value)}" for label, value in zip(labels, values, strict=True)), plain
+        yield ",".join(f"{label}={yaml_text(value)}" for label, value in zip(labels, values, strict=True)), plain
 
 
 def put(plain: dict[str, Any], dotted: str, value: object) -> dict[str, Any]:
-    """A copy of `plain` with one key changed; what is not on the way to it is shared."""
+    """Copy `plain` with one key changed. Sections without that key are shared with the copy."""
     first, _, rest = dotted.partition(".")
     return {**plain, first: put(plain.get(first) or {}, rest, value) if rest else value}
 
 
-def said(value: Scalar) -> str:
-    """A value as YAML says it."""
+def yaml_text(value: Scalar) -> str:
+    """Write a value as YAML does."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# Which keys mean something only where another key has a certain value.
+# Keys that mean something only if another key has a certain value.
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """`key` means something only where `decider` is one of `values`.
+    """`key` means something only if `decider` is one of `values`.
 
-    A section for another workload may stand in a file, so that one file can be the parent of several. A key that is
-    `strict` may not: whoever gives an alpha to uniform routing expects something that does not happen.
+    A config may hold sections of other workloads, so that it can be the parent of several configs. A `strict` key
+    without meaning is refused: a user who gives uniform routing an alpha expects it to work.
     """
 
     key: str
@@ -98,20 +98,20 @@ MEANINGS = (
 )
 
 
-def deciding(plain: dict[str, Any], meaning: Meaning) -> list[Any]:
-    """The values that the decider takes, over all cases."""
+def decider_values(plain: dict[str, Any], meaning: Meaning) -> list[Any]:
+    """List the values that the decider takes in all cases."""
     swept = plain.get("matrix", {}).get(meaning.decider)
     return list(swept) if swept else [find(plain, meaning.decider)]
 
 
 def meaningful(plain: dict[str, Any]) -> dict[str, Any]:
-    """A job's values without the keys that mean nothing in any of its cases, and without empty mappings.
+    """Copy a job's values without empty mappings and without the keys that mean nothing in any case.
 
     >>> meaningful({"workload": "layer", "routing": {"kind": "hot", "alpha": 1.0, "share": 0.5}, "p2p": {}})
     {'workload': 'layer', 'routing': {'kind': 'hot', 'share': 0.5}}
     """
     for meaning in MEANINGS:
-        if not set(deciding(plain, meaning)) & set(meaning.values):
+        if not set(decider_values(plain, meaning)) & set(meaning.values):
             plain = without(plain, meaning.key.split("."))
     return _pruned(plain)
 
@@ -122,7 +122,7 @@ def _pruned(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def find(plain: dict[str, Any], dotted: str) -> Any:
-    """The value of a dotted key, None if it is not there."""
+    """Give the value of a dotted key, or None if it is missing."""
     value: Any = plain
     for part in dotted.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -130,27 +130,24 @@ def find(plain: dict[str, Any], dotted: str) -> Any:
 
 
 def without(plain: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """A copy of `plain` without one key; what is not on the way to it is shared. Lists go as a whole.
+    """Copy `plain` without one key. Sections without that key are shared; a path into a list removes the whole list.
 
     >>> without({"p2p": {"bytes": [1, "x"], "pattern": "pairs"}}, ["p2p", "bytes", "1"])
     {'p2p': {'pattern': 'pairs'}}
     """
     first, *rest = path
-    inner = plain.get(first)
-    if rest and isinstance(inner, dict):
-        return {**plain, first: without(inner, rest)}
+    section = plain.get(first)
+    if rest and isinstance(section, dict):
+        return {**plain, first: without(section, rest)}
     return {key: value for key, value in plain.items() if key != first}
-
-
-# A job: what the user asked for, checked.
 
 
 class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """The job's name, part of its run directory's; the file's unless said."""
+    """Name of the job. Its run directories begin with this name. Default: the name of the config file."""
     workload: Literal["p2p", "exchange", "overlap", "layer"]
-    """What a step is: messages between two ranks, dispatch and combine, each of these beside a matrix product, or a
-    whole MoE layer."""
+    """The work of a step: messages between ranks (p2p), dispatch and combine (exchange), these two beside a matrix
+    product (overlap), or a whole MoE layer (layer)."""
     world: WorldSection = WorldSection()
     shape: ShapeSection = ShapeSection()
     routing: RoutingSection = RoutingSection()
@@ -159,28 +156,28 @@ class Job(Section):
     p2p: P2pSection = P2pSection()
     overlap: OverlapSection = OverlapSection()
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)
-    """Keys with the values that they take in turn: one case for each combination."""
+    """Keys, each with a list of values. Every combination of values is one case."""
 
     def resolved(self) -> dict[str, Any]:
-        """Every key that means something in this job, as plain values. `from_resolved` gives the same job back."""
+        """Give every key that means something in this job, as plain values. `from_resolved` reads them back."""
         return meaningful(self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
     def from_resolved(cls, resolved: dict[str, Any]) -> Job:
-        """The job that `resolved` came from."""
-        from raymoe.config.rules import broken
+        """Make the job again from the values that `resolved` gave."""
+        from raymoe.config.rules import broken_rules
 
         try:
             job = cls.model_validate(resolved)
-            said = [str(wrong) for case in job.cases() for wrong in broken(case.job)]
+            problems = [str(wrong) for case in job.cases() for wrong in broken_rules(case.job)]
         except ValidationError as error:
-            said = [f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}" for wrong in error.errors()]
-        if said:
-            raise ConfigError(f"not a resolved job: {'; '.join(said)}")
+            problems = [f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}" for wrong in error.errors()]
+        if problems:
+            raise ConfigError(f"not a resolved job: {'; '.join(problems)}")
         return job
 
     def cases(self) -> tuple[Case, ...]:
-        """The job once for each combination of the matrix, in file order, the last key changing fastest."""
+        """Give one case for each combination of the matrix, in file order; the last key changes fastest."""
         if not self.matrix:
             return (Case("default", 0, self),)
         base = self.model_dump(exclude={"matrix"})
@@ -190,18 +187,15 @@ class Job(Section):
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of the matrix; `job` has its values and no matrix of its own."""
+    """One combination of the matrix. `job` has its values and no matrix."""
 
     name: str
     index: int
     job: Job
 
 
-# Whether a job's ranks are on GPUs or on CPUs, as far as the job itself says so.
-
-
 def kind_of_ranks(job: Job) -> str | None:
-    """`cuda` or `cpu`; None where either would do, and what there is decides.
+    """Tell from a job alone whether its ranks are on `cuda` or `cpu`; None if either is possible.
 
     >>> exchange = {"name": "x", "workload": "exchange"}
     >>> kind_of_ranks(Job(**exchange, matrix={"exchange.backend": ("host", "collective")}))
@@ -224,7 +218,7 @@ def _kind_of_backends(job: Job) -> str | None:
     on_cpus = [name for name in backends if name in CPU_BACKENDS]
     if on_gpus and on_cpus:
         raise ConfigError(
-            f"exchange.backend is {on_gpus[0]}, of GPU ranks, in one case and {on_cpus[0]}, of CPU ranks, in another, "
-            "and a gang is of one kind; start a run for each"
+            f"exchange.backend needs GPU ranks in one case ({on_gpus[0]}) and CPU ranks in another ({on_cpus[0]}), "
+            "but all cases run in one gang; start a run for each"
         )
     return "cuda" if on_gpus else "cpu" if on_cpus else None

@@ -1,4 +1,4 @@
-"""What one key's value asks of another's. Each rule sees one case, never a matrix."""
+"""Rules between the values of different keys. Each rule checks one case, never a matrix."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from raymoe.exchange.spec import MOST_ROWS
 if TYPE_CHECKING:
     from raymoe.config.job import Job
 
-_ROW_BYTES = 16  # rows move in pieces of 16 bytes
+_ROW_BYTES = 16  # the size of a row is a multiple of this
 
 MOE = ("exchange", "overlap", "layer")
 ON_GPUS = ("exchange", "overlap")
-"""Of these, the ones with GPU ranks."""
+"""The workloads of MOE that can have GPU ranks."""
 
 GPU_TRANSPORTS = frozenset({"copy_engine", "tma", "collective"})
 SMS_TRANSPORTS = frozenset({"auto", "tma"})
 OTHER_SYSTEMS: frozenset[str] = frozenset(get_args(OtherSystem))
-"""What they cannot do is told in their results and is no fault of the job: a benchmark goes on with the next case."""
+"""No rule refuses a case that such a system cannot run. Its result line gives the reason, and the run continues."""
 
 BESIDE = frozenset({"auto", "fused", "staged", "allgather"})
-"""Backends that run beside a matrix product: those whose operations never wait on the host."""
+"""Backends that can run beside a matrix product, because their operations never wait on the host."""
 
 GPU_BACKENDS = frozenset({"fused", "staged", "row_push", "nccl_bare"}) | OTHER_SYSTEMS
 CPU_BACKENDS = frozenset({"host"})
@@ -33,7 +33,7 @@ FLOAT8, FLOAT8_BACKENDS = "float8_e4m3", frozenset({"auto", "fused", "staged", "
 
 @dataclass(frozen=True)
 class Rule:
-    """`check` gives (what is wrong, what to do), or None. `keys` are those it reads, the most telling one first."""
+    """`check` gives (reason, hint), or None if the rule holds. `keys` are those that it reads, the main one first."""
 
     workloads: tuple[str, ...]
     keys: tuple[str, ...]
@@ -41,8 +41,8 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Broken:
-    """A rule that a job breaks."""
+class BrokenRule:
+    """A rule that a job breaks, with the reason and what to do."""
 
     rule: Rule
     reason: str
@@ -52,11 +52,11 @@ class Broken:
         return f"{self.rule.keys[0]}: {self.reason}, {self.hint}"
 
 
-def broken(job: Job) -> Iterator[Broken]:
-    """The rules that a job without a matrix breaks."""
+def broken_rules(job: Job) -> Iterator[BrokenRule]:
+    """Find the rules that a job without a matrix breaks."""
     for rule in RULES:
         if job.workload in rule.workloads and (found := rule.check(job)):
-            yield Broken(rule, *found)
+            yield BrokenRule(rule, *found)
 
 
 def _experts_divide(job: Job) -> tuple[str, str] | None:
@@ -64,8 +64,8 @@ def _experts_divide(job: Job) -> tuple[str, str] | None:
     if experts % ranks == 0:
         return None
     below, above = experts // ranks * ranks, -(-experts // ranks) * ranks
-    would = f"{below} or {above}" if below else str(above)
-    return f"{experts} experts do not divide among {ranks} ranks", f"{would} would"
+    possible = f"{below} or {above}" if below else str(above)
+    return f"{experts} experts do not divide among {ranks} ranks", f"{possible} would"
 
 
 def _topk_fits(job: Job) -> tuple[str, str] | None:
@@ -74,7 +74,7 @@ def _topk_fits(job: Job) -> tuple[str, str] | None:
     return f"topk {job.shape.topk} is more than the {job.shape.experts} experts", f"at most {job.shape.experts}"
 
 
-def _rows_are_whole(job: Job) -> tuple[str, str] | None:
+def _rows_are_multiples_of_16_bytes(job: Job) -> tuple[str, str] | None:
     size = DTYPE_BYTES[job.shape.dtype]
     row = job.shape.hidden * size
     if row % _ROW_BYTES == 0:
@@ -92,19 +92,19 @@ def _rows_can_be_counted(job: Job) -> tuple[str, str] | None:
     rows = -(-rows // job.exchange.alignment) * job.exchange.alignment
     if rows <= MOST_ROWS:
         return None
-    return f"up to {rows} rows on a rank, offsets count to {MOST_ROWS}", "fewer tokens, ranks or topk"
+    return f"a rank may receive {rows} rows, offsets count to {MOST_ROWS}", "take fewer tokens, ranks or topk"
 
 
-def _capacity_can_do(job: Job) -> tuple[str, str] | None:
-    """All ids lead somewhere, so R*T*K rows are spread over R ranks, and some rank receives T*K of them or more."""
+def _capacity_suffices(job: Job) -> tuple[str, str] | None:
+    """No id is masked, so R ranks receive R*T*K rows together, and at least one receives T*K or more."""
     routing, rows = job.routing, job.shape.tokens * job.shape.topk
     if job.exchange.capacity == "worst" or routing.masked > 0 or routing.ragged or routing.kind == "trace":
         return None
     if job.exchange.capacity >= rows:
         return None
     return (
-        f"capacity {job.exchange.capacity} overflows however rows are spread, some rank receives at least {rows}",
-        f"at least {rows}, or worst",
+        f"capacity {job.exchange.capacity} overflows with any routing, since one rank receives at least {rows} rows",
+        f"write {rows} or more, or worst",
     )
 
 
@@ -123,7 +123,7 @@ def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
     if job.exchange.backend not in FLOAT8_BACKENDS:
         return (
             f"backend {job.exchange.backend} has no {FLOAT8}",
-            "fused and staged have, the others send the dtype itself",
+            "fused and staged have it, the others send the shape's dtype",
         )
     return None
 
@@ -133,7 +133,7 @@ def _backends_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tup
         backend = job.exchange.backend
         if job.world.device != device or backend not in wrong:
             return None
-        return f"{backend} is no backend of {device} ranks", "auto is one of any"
+        return f"{backend} is no backend of {device} ranks", "auto chooses one that is"
 
     return check
 
@@ -141,19 +141,19 @@ def _backends_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tup
 def _layers_have_no_gpu_backend(job: Job) -> tuple[str, str] | None:
     if job.exchange.backend not in GPU_BACKENDS:
         return None
-    return f"backend {job.exchange.backend} is between GPU ranks, which workload layer has not yet", "auto would do"
+    return f"backend {job.exchange.backend} needs GPU ranks, and workload layer has none yet", "write auto"
 
 
-def _only_staged_copies(job: Job) -> tuple[str, str] | None:
+def _only_staged_has_transports(job: Job) -> tuple[str, str] | None:
     asked = job.exchange
     if asked.transport == "auto":
         return None
     if job.workload not in ON_GPUS or job.world.device == "cpu":
         return "CPU ranks have no copy engine", "write auto or leave it out"
     if asked.backend not in ("auto", "staged"):
-        return f"backend {asked.backend} moves rows in its own way", f"backend staged takes {asked.transport}"
+        return f"backend {asked.backend} has no choice of transport", f"backend staged takes {asked.transport}"
     if asked.wire.dispatch == FLOAT8:
-        return f"a copy does not make {FLOAT8} of rows", "leave wire or transport out"
+        return f"the copy engine cannot convert rows to {FLOAT8}", "leave wire or transport out"
     return None
 
 
@@ -166,13 +166,13 @@ def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
 def _nccl_is_not_captured(job: Job) -> tuple[str, str] | None:
     if job.steps.graph is not True or job.exchange.backend != "collective" or job.world.device != "cuda":
         return None
-    return "backend collective waits on the host, no CUDA graph can hold that", "write auto or false"
+    return "backend collective waits on the host, so no CUDA graph can capture it", "write auto or false"
 
 
 def _trace_is_named(job: Job) -> tuple[str, str] | None:
     if job.routing.kind != "trace" or job.routing.file is not None:
         return None
-    return "kind trace without a file", "name a .npy file of expert ids in routing.file"
+    return "kind trace needs a file", "name a .npy file of expert ids in routing.file"
 
 
 def _peers_exist(job: Job) -> tuple[str, str] | None:
@@ -188,10 +188,10 @@ def _pairs_exist(job: Job) -> tuple[str, str] | None:
     return f"there is no rank {last} among {job.world.ranks} ranks", f"ranks are 0 to {job.world.ranks - 1}"
 
 
-def _gpus_can_do_it(job: Job) -> tuple[str, str] | None:
+def _gpu_ranks_are_possible(job: Job) -> tuple[str, str] | None:
     if job.world.device != "cuda":
         return None
-    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; exchange and p2p have"
+    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; exchange, overlap and p2p have some"
 
 
 def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
@@ -203,20 +203,20 @@ def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
 def _sharing_needs_gpus(job: Job) -> tuple[str, str] | None:
     if not job.world.share_gpu or job.world.device == "cuda":
         return None
-    return f"a GPU is to be shared and device is {job.world.device}", "write device: cuda"
+    return f"only GPU ranks can share a GPU, and device is {job.world.device}", "write device: cuda"
 
 
 def _transports_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tuple[str, str] | None]:
     def check(job: Job) -> tuple[str, str] | None:
-        other = [name for name in job.p2p.transports if name in wrong]
-        if job.world.device != device or not other:
+        misplaced = [name for name in job.p2p.transports if name in wrong]
+        if job.world.device != device or not misplaced:
             return None
-        return f"{other[0]} is no transport of {device} ranks", "auto is one of any"
+        return f"{misplaced[0]} is no transport of {device} ranks", "auto chooses one that is"
 
     return check
 
 
-def _something_takes_sms(job: Job) -> tuple[str, str] | None:
+def _a_transport_takes_sms(job: Job) -> tuple[str, str] | None:
     if job.p2p.sms == "auto":
         return None
     if job.world.device == "cpu":
@@ -232,30 +232,30 @@ def _overlap_is_between_gpus(job: Job) -> tuple[str, str] | None:
     return "workload overlap has no CPU ranks", "write cuda or auto"
 
 
-def _runs_beside(job: Job) -> tuple[str, str] | None:
+def _can_run_beside_a_product(job: Job) -> tuple[str, str] | None:
     if job.exchange.backend in BESIDE:
         return None
-    return f"{job.exchange.backend} is not run beside a product", f"{', '.join(sorted(BESIDE))} are"
+    return f"backend {job.exchange.backend} cannot run beside a matrix product", f"{', '.join(sorted(BESIDE))} can"
 
 
 def _overlap_is_eager(job: Job) -> tuple[str, str] | None:
     if job.steps.graph is not True:
         return None
-    return "an overlap is timed without graphs, behind a stream that is held", "write auto or false"
+    return "workload overlap is timed without CUDA graphs, on a stream that the host holds", "write auto or false"
 
 
 RULES = (
     Rule(("overlap",), ("world.device", "workload"), _overlap_is_between_gpus),
-    Rule(("overlap",), ("exchange.backend", "workload"), _runs_beside),
+    Rule(("overlap",), ("exchange.backend", "workload"), _can_run_beside_a_product),
     Rule(("overlap",), ("steps.graph", "workload"), _overlap_is_eager),
-    Rule(("layer",), ("world.device", "workload"), _gpus_can_do_it),
+    Rule(("layer",), ("world.device", "workload"), _gpu_ranks_are_possible),
     Rule((*MOE, "p2p"), ("steps.graph", "world.device"), _graph_needs_gpus),
     Rule((*MOE, "p2p"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
     Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),
     Rule(MOE, ("shape.topk", "shape.experts"), _topk_fits),
-    Rule(MOE, ("shape.hidden", "shape.dtype"), _rows_are_whole),
+    Rule(MOE, ("shape.hidden", "shape.dtype"), _rows_are_multiples_of_16_bytes),
     Rule(
         MOE,
         ("shape.tokens", "shape.topk", "world.ranks", "shape.experts", "exchange.alignment"),
@@ -264,7 +264,7 @@ RULES = (
     Rule(
         MOE,
         ("exchange.capacity", "shape.tokens", "shape.topk", "routing.kind", "routing.masked", "routing.ragged"),
-        _capacity_can_do,
+        _capacity_suffices,
     ),
     Rule(MOE, ("exchange.wire.dispatch", "shape.dtype"), _dispatch_sends_the_dtype),
     Rule(
@@ -278,12 +278,12 @@ RULES = (
     Rule(
         MOE,
         ("exchange.transport", "exchange.backend", "exchange.wire.dispatch", "world.device", "workload"),
-        _only_staged_copies,
+        _only_staged_has_transports,
     ),
     Rule(MOE, ("exchange.sms", "world.device", "workload"), _sms_need_gpus),
     Rule(("exchange",), ("steps.graph", "exchange.backend", "world.device"), _nccl_is_not_captured),
     Rule(MOE, ("routing.kind", "routing.file"), _trace_is_named),
-    Rule(("p2p",), ("p2p.sms", "p2p.transports", "world.device"), _something_takes_sms),
+    Rule(("p2p",), ("p2p.sms", "p2p.transports", "world.device"), _a_transport_takes_sms),
     Rule(("p2p",), ("world.ranks",), _peers_exist),
     Rule(("p2p",), ("p2p.pairs", "world.ranks"), _pairs_exist),
 )

@@ -1,4 +1,4 @@
-"""The matrix of a tree: its keys looked up, its values typed and checked as those of the real keys."""
+"""Reads the matrix of a config: looks up its keys, and checks each value as the key itself would be checked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from raymoe.config.job import MAX_CASES, Job, find, size
 from raymoe.config.yaml_tree import Entry, Scalar
 from raymoe.errors import Problem
 
-# Where a trace is: named relative to the config that names it, kept as an absolute path from then on.
-
 
 def absolute(entry: Entry, file: str) -> str:
-    """The path of a trace that an entry names.
+    """Make a trace's path absolute; in the config it is relative to the file that names it.
 
     >>> from pathlib import Path
     >>> from raymoe.config.yaml_tree import Source
@@ -29,27 +27,28 @@ def absolute(entry: Entry, file: str) -> str:
 
 
 LISTS = ("p2p.transports", "p2p.bytes", "p2p.pairs")
+"""Keys whose value is a list already."""
 
 
 @dataclass
 class Sweep:
-    """`values` are those of the matrix without the wrong ones, `places` their entries, `bad` the keys with problems."""
+    """The matrix: `values` has its valid values, `entries` where these were written, `bad_keys` the keys in error."""
 
     values: dict[str, list[Scalar]] = field(default_factory=dict)
-    places: dict[str, list[Entry]] = field(default_factory=dict)
+    entries: dict[str, list[Entry]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    bad: set[str] = field(default_factory=set)
+    bad_keys: set[str] = field(default_factory=set)
 
-    def place(self, key: str, job: Job) -> Entry | None:
-        """The entry of the value that a case's job has for a key of the matrix."""
+    def entry(self, key: str, job: Job) -> Entry | None:
+        """Find the entry that gave a case's job its value for a key of the matrix."""
         if key not in self.values:
             return None
         value = find(job.model_dump(), key)
-        return self.places[key][self.values[key].index(value)] if value in self.values[key] else None
+        return self.entries[key][self.values[key].index(value)] if value in self.values[key] else None
 
 
 def read_matrix(root: Entry) -> Sweep:
-    """The matrix of a tree, with its problems."""
+    """Read the matrix of a config's tree, with all its problems."""
     sweep = Sweep()
     entry = root.child("matrix")
     if entry is None:
@@ -63,12 +62,12 @@ def read_matrix(root: Entry) -> Sweep:
             sweep.problems.append(wrong)
         else:
             _read_values(sweep, key, values)
-            sweep.problems += _overruled(root, key)
+            sweep.problems += _set_twice(root, key)
         if len(sweep.problems) > before:
-            sweep.bad.add(key)
+            sweep.bad_keys.add(key)
     if (cases := size(sweep.values)) > MAX_CASES:
         sweep.problems.append(entry.problem("matrix", f"{cases} cases, at most {MAX_CASES} are run"))
-        sweep.bad |= set(sweep.values)
+        sweep.bad_keys |= set(sweep.values)
         sweep.values.clear()
     return sweep
 
@@ -78,9 +77,9 @@ def _key_problem(key: str, values: Entry) -> Problem | None:
         return values.problem(f"matrix.{key}", reason, hint)
 
     if key.partition(".")[0] == "world":
-        return wrong("a matrix is not over world, all its cases run in one gang", "start a run for each")
+        return wrong("a matrix cannot vary world, since its cases run in one gang", "start a run for each value")
     if key in LISTS:
-        return wrong("not a key for a matrix, it takes a list itself", f"list the values in {key}")
+        return wrong("a matrix cannot vary this key, since it takes a list itself", f"list the values in {key}")
     if key not in (choices := sweepable(key_tree())):
         by_leaf = {choice.rpartition(".")[2]: choice for choice in choices}
         leaf = nearest(key.rpartition(".")[2], by_leaf)
@@ -94,7 +93,7 @@ def _key_problem(key: str, values: Entry) -> Problem | None:
 
 
 def sweepable(tree: KeyTree) -> list[str]:
-    """The keys that a matrix may name: one value each, and not the world's, which is the same for all cases."""
+    """List the keys that a matrix may vary: those with one value, without world, which all cases share."""
     return [key for key in leaves(tree) if key not in (*LISTS, "name", "matrix") and not key.startswith("world.")]
 
 
@@ -113,11 +112,11 @@ def _read_values(sweep: Sweep, key: str, values: Entry) -> None:
             kept[repr(value)] = value, item
     if kept:
         sweep.values[key] = [value for value, _ in kept.values()]
-        sweep.places[key] = [item for _, item in kept.values()]
+        sweep.entries[key] = [item for _, item in kept.values()]
 
 
 def _typed(key: str, item: Entry) -> tuple[Scalar | None, list[Problem]]:
-    """An item as the value of its real key."""
+    """Check an item of the matrix as a value of its key, and convert it."""
     tree = item
     for part in reversed(key.split(".")):
         tree = Entry({part: tree}, item.source)
@@ -132,11 +131,11 @@ def _typed(key: str, item: Entry) -> tuple[Scalar | None, list[Problem]]:
     return absolute(item, value) if key == "routing.file" else value, []
 
 
-def _overruled(root: Entry, key: str) -> list[Problem]:
-    """A --set on a key of the matrix would do nothing."""
+def _set_twice(root: Entry, key: str) -> list[Problem]:
+    """Find each --set on a key of the matrix: it would have no effect."""
     path = tuple(key.split("."))
     return [
-        entry.problem(key, f"the matrix goes over {key}", f"say --set matrix.{key}=[...] instead")
+        entry.problem(key, f"the matrix already varies {key}", f"use --set matrix.{key}=[...] instead")
         for given, entry in root.leaves()
         if entry.source.level == SET_LEVEL and given[: len(path)] == path[: len(given)]
     ]

@@ -1,4 +1,4 @@
-"""A resolved job as YAML that reads back as the same job."""
+"""Writes a resolved job as YAML that reads back as the same job, and the JSON Schema of a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymoe.config.yaml_tree import resolve
 
 
 def to_yaml(resolved: dict[str, Any]) -> str:
-    """One section a line, text in quotes where it would read as something else.
+    """Write a resolved job as YAML, one section a line. Text is quoted if it would read as another type.
 
     >>> print(to_yaml({"name": "1e3", "world": {"ranks": 2, "cpus": 0.5}}), end="")
     name: '1e3'
@@ -23,7 +23,7 @@ def to_yaml(resolved: dict[str, Any]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML quotes what YAML 1.1 reads as something else; `1e3` is only in YAML 1.2 a number, and here."""
+    """Quotes as PyYAML does, and also text such as `1e3`: a number for `resolve` and YAML 1.2, but not for YAML 1.1."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -33,16 +33,14 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-# The JSON Schema of a config, for editors.
-
-
 def job_schema() -> dict[str, Any]:
-    """What a config may hold. A parent may hold what is required, so a config with `defaults` requires nothing."""
+    """Make the JSON Schema of a config, for editors. A config with `defaults` needs no `workload`: its parent may have
+    one."""
     schema = Job.model_json_schema()
     properties = schema["properties"]
     parent = {
         "type": "string",
-        "description": "A config to start from, relative to this one: maps merge, lists replace.",
+        "description": "Path of a parent config, relative to this one. Maps merge, lists replace those of the parent.",
     }
     swept = {key: {"type": "array", "minItems": 1, "items": _at(schema, key)} for key in sweepable(key_tree())}
     matrix = {**properties.pop("matrix"), "properties": swept, "additionalProperties": False}
@@ -64,9 +62,9 @@ def job_schema() -> dict[str, Any]:
 
 
 def _at(schema: dict[str, Any], key: str) -> Any:
-    """The schema of one key's values."""
+    """Give the schema of one key's values."""
     *sections, leaf = key.split(".")
-    home = schema
+    holder = schema
     for section in sections:
-        home = schema["$defs"][f"{section.capitalize()}Section"]
-    return find(home, f"properties.{leaf}")
+        holder = schema["$defs"][f"{section.capitalize()}Section"]
+    return find(holder, f"properties.{leaf}")

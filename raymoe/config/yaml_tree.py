@@ -1,6 +1,6 @@
-"""YAML text as a tree of entries, each with the file and line that it came from.
+"""Reads YAML text as a tree of entries that know their file and line.
 
-The YAML is what `yaml.safe_load` accepts, without the surprises of YAML 1.1.
+It reads what `yaml.safe_load` accepts, but resolves plain scalars by simpler rules than YAML 1.1.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import yaml
 
 from raymoe.errors import ConfigError, Problem, shown
 
-# What a plain YAML scalar means here: YAML 1.1 without its surprises.
+# Plain scalars.
 #
-# `yaml.safe_load` reads `on` as true, `010` as 8, `1:30` as 90 and `1e-3` as text. Here numbers look like numbers and
-# everything else is text, so that a surprise becomes a type error, with the hint that `surprise` gives.
+# `yaml.safe_load` reads `on` as true, `010` as 8, `1:30` as 90 and `1e-3` as text. Here `1e-3` is a number and the
+# others are text, so they become type errors with the hint that `yaml11_hint` gives.
 
 Scalar = bool | int | float | str
 
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _SWITCH = {"yes": "true", "y": "true", "on": "true", "no": "false", "n": "false", "off": "false"}
-# Digits are bounded because Python refuses to convert more than 4300 of them; no key takes a number of 400 digits.
+# Bounded, because Python refuses to convert more than 4300 digits. No key takes a number of 400 digits.
 _INT = re.compile(r"[-+]?(0|[1-9](_?[0-9]){0,400})")
 _HEX = re.compile(r"0x[0-9a-fA-F]{1,400}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,400}|[0-9]{1,400}(\.[0-9]{0,400})?)([eE][-+]?[0-9]{1,9})?")
@@ -35,7 +35,7 @@ _SEXAGESIMAL = re.compile(r"[0-9]{1,9}(:[0-5]?[0-9]){1,3}")
 
 
 def resolve(text: str) -> Scalar | None:
-    """The value of a plain (unquoted) scalar.
+    """Give the value of a plain (unquoted) scalar.
 
     >>> [resolve(text) for text in ("12", "1e-3", "1_000", "true", "on", "010", "1:30", "2026-11-21", "~")]
     [12, 0.001, 1000, True, 'on', '010', '1:30', '2026-11-21', None]
@@ -48,7 +48,7 @@ def resolve(text: str) -> Scalar | None:
         return int(text)
     if _HEX.fullmatch(text):
         return int(text, 16)
-    # A leading zero of a whole number is the octal of YAML 1.1, so such a number is neither that nor a decimal.
+    # A whole number with a leading zero is octal in YAML 1.1. It is text here, neither octal nor decimal.
     if _FLOAT.fullmatch(text) and not _LEADING_ZERO.fullmatch(text):
         return float(text)
     if not_finite := _NOT_FINITE.fullmatch(text):
@@ -56,10 +56,10 @@ def resolve(text: str) -> Scalar | None:
     return text
 
 
-def surprise(text: str) -> str | None:
-    """What to write instead, where YAML 1.1 would have read something else into a text.
+def yaml11_hint(text: str) -> str | None:
+    """Say what to write instead of a text that YAML 1.1 reads as a number or a boolean; None for other text.
 
-    >>> surprise("on"), surprise("1:30"), surprise("010"), surprise("fine")
+    >>> yaml11_hint("on"), yaml11_hint("1:30"), yaml11_hint("010"), yaml11_hint("fine")
     ('write true', 'write 90 if minutes were meant', 'write 10, or 8 if octal was meant', None)
     """
     if text.lower() in _SWITCH:
@@ -67,7 +67,7 @@ def surprise(text: str) -> str | None:
     if zero := _LEADING_ZERO.fullmatch(text):
         digits = zero[2].lstrip("0") or "0"
         if len(digits) > 20 or not set(digits) <= set("01234567"):
-            return "take the leading zero away"
+            return "remove the leading zero"
         return f"write {zero[1]}{digits}, or {zero[1]}{int(digits, 8)} if octal was meant"
     if _SEXAGESIMAL.fullmatch(text):
         total = 0
@@ -77,15 +77,15 @@ def surprise(text: str) -> str | None:
     return None
 
 
-# A configuration as a tree that knows where each of its values was written.
+# The tree of entries.
 
-MAX_NODES = 20_000  # of one document, with its aliases written out
+MAX_NODES = 20_000  # values of one document, with aliases expanded
 MAX_DEPTH = 20
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or one `--set`. `level` says who overrides whom; paths in values are relative to `folder`."""
+    """A file, or one `--set`. A higher `level` overrides a lower one. Paths in values are relative to `folder`."""
 
     name: str
     folder: Path
@@ -94,9 +94,9 @@ class Source:
 
 @dataclass(frozen=True)
 class Entry:
-    """A value and its place.
+    """A value and where it was written.
 
-    `text` is what was written, for a scalar without quotes; `nodes` counts the values in here, aliases written out.
+    `text` is the source text of an unquoted scalar. `nodes` counts the values inside, with aliases expanded.
     """
 
     value: Scalar | list[Entry] | dict[str, Entry] | None
@@ -106,7 +106,7 @@ class Entry:
     nodes: int = 1
 
     def plain(self) -> object:
-        """The value without places."""
+        """Give the value without sources and lines."""
         if isinstance(self.value, dict):
             return {key: entry.plain() for key, entry in self.value.items()}
         if isinstance(self.value, list):
@@ -114,7 +114,7 @@ class Entry:
         return self.value
 
     def child(self, key: str) -> Entry | None:
-        """The entry of a mapping's key or a list's index, if there."""
+        """Give the entry at a mapping's key or a list's index, or None."""
         if isinstance(self.value, dict):
             return self.value.get(key)
         if isinstance(self.value, list) and key.isdecimal() and int(key) < len(self.value):
@@ -122,14 +122,14 @@ class Entry:
         return None
 
     def find(self, path: Iterable[str]) -> Entry | None:
-        """The entry that keys lead to, if it was given."""
+        """Follow keys from here to an entry; None if it was not given."""
         entry: Entry | None = self
         for key in path:
             entry = entry.child(key) if entry else None
         return entry
 
     def leaves(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
-        """Every value that is not a mapping, with its keys."""
+        """Give every value that is not a mapping, with the keys that lead to it."""
         if not isinstance(self.value, dict):
             yield path, self
             return
@@ -137,11 +137,11 @@ class Entry:
             yield from entry.leaves((*path, key))
 
     def problem(self, key: str, reason: str, hint: str | None = None) -> Problem:
-        """What is wrong here."""
+        """Make a problem of this entry."""
         return Problem(self.source.name, self.line, shown(key), self.shown(), reason, hint)
 
     def shown(self) -> str | None:
-        """The value as a report repeats it; None for a section or nothing at all, which would say nothing."""
+        """Format the value for an error message; None for a section or an empty value."""
         if isinstance(self.value, dict) or self.text == "":
             return None
         if isinstance(self.value, list):
@@ -152,7 +152,7 @@ class Entry:
 
 
 def merge(below: Entry, above: Entry) -> Entry:
-    """`above` over `below`: mappings merge key by key, anything else is replaced."""
+    """Merge `above` over `below`: mappings key by key; anything else is replaced."""
     if not isinstance(below.value, dict) or not isinstance(above.value, dict):
         return above
     merged = dict(below.value)
@@ -161,9 +161,8 @@ def merge(below: Entry, above: Entry) -> Entry:
     return Entry(merged, above.source, above.line)
 
 
-# YAML text to entries: what `yaml.safe_load` accepts, minus its surprises, plus the line of every value.
-#
-# Works on the parser's events, so that depth, size and aliases are bounded before anything is built.
+# From YAML text to entries. This works on the parser's events, to check depth, size and aliases before it builds
+# anything.
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -171,7 +170,10 @@ _TEXT_TAGS = ("!", "tag:yaml.org,2002:str")
 
 
 def compose(text: str, source: Source) -> tuple[Entry | None, list[Problem]]:
-    """The document in `text` (None if there is none) and its problems; ConfigError where it cannot be read at all."""
+    """Read the document in `text` (None if there is none) and list its problems.
+
+    Raises ConfigError if the text cannot be read at all.
+    """
     composer = _Composer(source)
     if bad := _FORBIDDEN.search(text):
         line = text.count("\n", 0, bad.start()) + 1
@@ -192,7 +194,7 @@ class _Composer:
         self.problems: list[Problem] = []
         self._source = source
         self._nodes = 0
-        self._anchors: dict[str, Entry | None] = {}  # None while the anchored value is still being read
+        self._anchors: dict[str, Entry | None] = {}  # None until the anchored value is complete
 
     def refuse(self, line: int | None, reason: str) -> NoReturn:
         problem = Problem(self._source.name, line, "", None, reason)
@@ -203,7 +205,7 @@ class _Composer:
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
                 if root is not None:
-                    self.refuse(_line(event), "a second document, one is read")
+                    self.refuse(_line(event), "a second document, but a config is one document")
                 root = self._node(next(events), events, "", 0)
         return root
 
@@ -237,7 +239,7 @@ class _Composer:
     def _count(self, event: Any, nodes: int) -> None:
         self._nodes += nodes
         if self._nodes > MAX_NODES:
-            self.refuse(_line(event), f"more than {MAX_NODES} values once its aliases are written out")
+            self.refuse(_line(event), f"more than {MAX_NODES} values with aliases expanded")
 
     def _scalar(self, event: Any, key: str) -> Entry:
         if event.implicit[0]:
@@ -249,23 +251,23 @@ class _Composer:
 
     def _sequence(self, event: Any, events: Iterator[Any], key: str, depth: int) -> Entry:
         items: list[Entry] = []
-        for inner in events:
-            if isinstance(inner, yaml.SequenceEndEvent):
+        for child in events:
+            if isinstance(child, yaml.SequenceEndEvent):
                 break
-            items.append(self._node(inner, events, f"{key}.{len(items)}", depth + 1))
+            items.append(self._node(child, events, f"{key}.{len(items)}", depth + 1))
         return self._collected(event, items, items, key)
 
     def _mapping(self, event: Any, events: Iterator[Any], key: str, depth: int) -> Entry:
         given: dict[str, Entry] = {}
-        below: list[Entry] = []  # what merge keys bring in; given keys win over it
-        for inner in events:
-            if isinstance(inner, yaml.MappingEndEvent):
+        merged: list[Entry] = []  # mappings of merge keys (<<); keys given here override theirs
+        for child in events:
+            if isinstance(child, yaml.MappingEndEvent):
                 break
-            name = self._node(inner, events, key, depth + 1)
+            name = self._node(child, events, key, depth + 1)
             dotted = f"{key}.{name.text or name.value}" if key else str(name.text or name.value)
             value = replace(self._node(next(events), events, dotted, depth + 1), line=name.line)
             if name.text == "<<":
-                below += self._merged(value, dotted)
+                merged += self._mappings_of(value, dotted)
             elif not isinstance(name.value, str):
                 reason = f"the key {name.shown() or '{…}'} is not text"
                 self.problems.append(replace(value.problem(key, reason, "put it in quotes"), value=None))
@@ -274,20 +276,20 @@ class _Composer:
                 self.problems.append(value.problem(dotted, "duplicate key", first))
             else:
                 given[name.value] = value
-        for mapping in below:
+        for mapping in merged:
             assert isinstance(mapping.value, dict)
             given = {**mapping.value, **given}
         return self._collected(event, given, list(given.values()), key)
 
-    def _merged(self, value: Entry, dotted: str) -> list[Entry]:
+    def _mappings_of(self, value: Entry, dotted: str) -> list[Entry]:
         mappings = value.value if isinstance(value.value, list) else [value]
         if all(isinstance(entry.value, dict) for entry in mappings):
             return mappings
         self.problems.append(value.problem(dotted, "only a mapping, or a list of them, can be merged in"))
         return []
 
-    def _collected(self, event: Any, value: list[Entry] | dict[str, Entry], inner: list[Entry], key: str) -> Entry:
-        entry = Entry(value, self._source, _line(event), nodes=1 + sum(child.nodes for child in inner))
+    def _collected(self, event: Any, value: list[Entry] | dict[str, Entry], children: list[Entry], key: str) -> Entry:
+        entry = Entry(value, self._source, _line(event), nodes=1 + sum(child.nodes for child in children))
         if not event.implicit and event.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
             self.problems.append(_tagged(entry, key, event.tag))
         return entry
@@ -295,7 +297,7 @@ class _Composer:
 
 def _tagged(entry: Entry, key: str, tag: str) -> Problem:
     written = shown(tag.replace("tag:yaml.org,2002:", "!!"))
-    return entry.problem(key, f"the tag {written} is not read", "take it away")
+    return entry.problem(key, f"the tag {written} is not allowed", "remove it")
 
 
 def _line(event: Any) -> int:

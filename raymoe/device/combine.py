@@ -22,7 +22,7 @@ ALL_PARTS = REDUCE | SUM
 
 @dataclass(frozen=True)
 class RefusalRecord(Params):
-    """Twin of the struct in kernels/include/raymoe/combine.cuh."""
+    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh."""
 
     epoch: U64
     unused: U64
@@ -31,7 +31,7 @@ class RefusalRecord(Params):
 
 @dataclass(frozen=True)
 class CombineParams(Params):
-    """Twin of the struct in kernels/include/raymoe/combine.cuh, where the fields are described."""
+    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh, where the fields are described."""
 
     peers: Peers
     watch: Watch
@@ -40,8 +40,8 @@ class CombineParams(Params):
     arrivals: U64
     done: U64
     heads: U64
-    few_rows: Halves
-    few_statuses: Halves
+    ll_rows: Halves
+    ll_statuses: Halves
     expert_rows: Address
     home: Address
     masks: Address
@@ -52,9 +52,9 @@ class CombineParams(Params):
     record: Address
     taken: Address
     arrival_stride: U32
-    few_lines: U32
-    few_reduced: Dealing
-    few_summed: Dealing
+    ll_lines: U32
+    ll_reduced: Dealing
+    ll_summed: Dealing
     slot_tokens: U32
     tokens: U32
     topk: U32

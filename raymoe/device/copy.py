@@ -12,7 +12,7 @@ from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.structs import STRUCTS, Watch
 from raymoe.errors import ConfigError
 
-# What a ring of bulk copies (kernels/include/raymoe/ring.cuh) takes of a block's shared memory.
+# What a ring of bulk copies (kernels/include/raymoe/base/ring.cuh) takes of a block's shared memory.
 
 MAX_STAGE_BYTES = (1 << 20) - 16
 """A barrier counts at most 2^20 - 1 bytes a phase."""

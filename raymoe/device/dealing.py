@@ -1,4 +1,4 @@
-"""How the rows of few tokens are dealt out to warps: the structs of kernels/include/raymoe/dealing.cuh."""
+"""How the rows of few tokens are dealt out to warps: the structs of kernels/include/raymoe/ll/dealing.cuh."""
 
 from __future__ import annotations
 

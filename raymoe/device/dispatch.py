@@ -74,7 +74,7 @@ def local_inverse(local: int) -> int:
 
 @dataclass(frozen=True)
 class DispatchParams(Params):
-    """Twin of the struct in kernels/include/raymoe/dispatch.cuh, where the fields are described."""
+    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, where the fields are described."""
 
     peers: Peers
     watch: Watch
@@ -84,9 +84,9 @@ class DispatchParams(Params):
     arrivals: U64
     done: U64
     heads: U64
-    few_rows: Halves
-    few_told: Halves
-    few_counts: Halves
+    ll_rows: Halves
+    ll_told: Halves
+    ll_counts: Halves
     x: Address
     x_scales: Address
     ids: Address
@@ -133,10 +133,10 @@ class DispatchParams(Params):
     together: U32
     at_once: U32
     arrival_stride: U32
-    few_lines: U32
-    few_entries: U32
-    few_sent: Dealing
-    few_placed: Dealing
+    ll_lines: U32
+    ll_entries: U32
+    ll_sent: Dealing
+    ll_placed: Dealing
     routers: U32
     router_runs: U32
     placers: U32

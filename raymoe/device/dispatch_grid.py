@@ -203,7 +203,7 @@ by 54 senders of 3 lanes, 223 by 32 of 4, 213 by 24 of 4, 237 by 24 of 3, 236 by
 FEWEST_FP8_SENDERS, FP8_SENDERS, FP8_SENDERS_OF_ONE_WAY, FP8_BLOCKS = 24, 32, 76, 132
 FP8_SENDER_LANES, MOST_FP8_SENDER_LANES, MOST_LEAVING, LEAVING_QUEUE = 4, 6, 12, 32
 LINK_BYTES_A_US, PLACED_BYTES_A_US, LANE_US = 345_000, 13_900, 5.3
-"""MOST_LEAVING and LEAVING_QUEUE as in leaving_stages.cuh. What a sender quantises goes to as many ranks as have an
+"""MOST_LEAVING and LEAVING_QUEUE as in quantised_stages.cuh. What a sender quantises goes to as many ranks as have an
 expert of the token, so the more these are, the fewer senders fill the links: of 4096 tokens of 7168 bfloat16, top-8, on
 four GPUs 20 to 36 senders take 263 us; on two, where placers are what is short, 24 take 197, 32 175, 40 182.
 

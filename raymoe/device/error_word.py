@@ -1,7 +1,7 @@
 """How a wait on the GPU is bounded, ended early by the host, and told of afterwards.
 
 One `ErrorWord` for everything that is poisoned together: the operations of a workspace. Its words, and who writes and
-reads them in which order, are described in kernels/include/raymoe/sync.cuh.
+reads them in which order, are described in kernels/include/raymoe/base/sync.cuh.
 
 - **Once failed, failed for ever.** The record and the poison word are written once; a new generation has new ones.
 - **The host may look at any time**, from any thread, and waits for nothing: the words are in its own memory.

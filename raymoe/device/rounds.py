@@ -27,7 +27,7 @@ SPREAD_VECTORS = 128
 
 @dataclass(frozen=True)
 class DispatchMemory(Params):
-    """Twin of the struct in kernels/include/raymoe/rounds.cuh: where a dispatch's memory has what."""
+    """Twin of the struct in kernels/include/raymoe/collective/rounds.cuh: where a dispatch's memory has what."""
 
     record: U64
     home: U64
@@ -87,7 +87,7 @@ class Sizes:
         return self.local + self.ranks + 1
 
     def numbering_bytes(self, warps: int) -> int:
-        """Shared memory of a block that numbers; kernels/include/raymoe/numbering.cuh lays it out."""
+        """Shared memory of a block that numbers; kernels/include/raymoe/collective/numbering.cuh lays it out."""
         return 4 * ((warps + 2) * self.local + (warps + 1) * (self.ranks + 1) + warps)
 
     def numbering_warps(self, most: int = THREADS // 32) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.errors import ConfigError
 
-# Twin of the struct in kernels/include/raymoe/peer.cuh.
+# Twin of the struct in kernels/include/raymoe/base/peer.cuh.
 
 MAX_RANKS = 16
 
@@ -34,7 +34,7 @@ class Peers(Params):
         return cls((*bases, *[0] * (MAX_RANKS - len(bases))), rank, len(bases))
 
 
-# Twins of the structs in kernels/include/raymoe/sync.cuh, where each word's writer, reader and order are told.
+# Twins of the structs in kernels/include/raymoe/base/sync.cuh, where each word's writer, reader and order are told.
 
 FAILURE_TIMEOUT = 1
 FAILURE_ABORTED = 2

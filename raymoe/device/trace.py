@@ -1,4 +1,4 @@
-"""What the points of kernels/include/raymoe/trace.cuh are called and mean, and what a kernel's times say."""
+"""What the points of kernels/include/raymoe/base/trace.cuh are called and mean, and what a kernel's times say."""
 
 from __future__ import annotations
 

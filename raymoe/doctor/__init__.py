@@ -1,4 +1,4 @@
-"""What this machine can do and why not: each file is a group of checks, its probe apart from its judgement.
+"""Report what this machine can do, and why not. Each file is a group of checks: a probe and its `judge_` functions.
 
-A probe runs in a child process and tells plain values; a judgement turns them into a line and touches nothing.
+A probe runs in a child process and returns plain values. A `judge_` function turns them into a line, and does no more.
 """

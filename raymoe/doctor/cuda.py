@@ -1,4 +1,4 @@
-"""What the CUDA driver says when it is really started: peer access, and whether a stream can write and wait."""
+"""Start the CUDA driver; check peer access, and that a stream can write a word and wait for it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 from raymoe.device.driver import bindings, call
 from raymoe.device.gpu import Gpu
-from raymoe.doctor.finding import Finding, Machine, absent, count, fail, gpus_of, ok
+from raymoe.doctor.finding import Finding, Machine, count, fail, gpus_of, nothing_to_check, ok
 from raymoe.errors import CudaError, CudaMissing
 
-_MARK = 0x5EED
+_TEST_VALUE = 0x5EED
 _WAIT_S = 5.0
-_NO_DEVICE = 100
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 
 
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
-    """`missing` where there is no driver; else its version, and `error` or what the GPUs of this process can do."""
+    """Return `missing` if there is no driver; else its `version`, and either `error` or `gpus` and `peers`."""
     doing("loading the driver")
     try:
         version = int(call("cuDriverGetVersion"))
     except CudaMissing as error:
         return {"missing": str(error)}
-    told: dict[str, object] = {"version": [version // 1000, version % 1000 // 10]}
+    values: dict[str, object] = {"version": [version // 1000, version % 1000 // 10]}
     try:
         doing("starting CUDA")
         call("cuInit", 0)
@@ -33,11 +33,11 @@ def probe(doing: Callable[[str], None]) -> dict[str, object]:
             [mine == other or bool(call("cuDeviceCanAccessPeer", handles[mine], handles[other])) for other in gpus]
             for mine in gpus
         ]
-        return {**told, "gpus": [_gpu(index, doing) for index in gpus], "peers": peers}
+        return {**values, "gpus": [_gpu(index, doing) for index in gpus], "peers": peers}
     except CudaError as error:
         if error.code == _NO_DEVICE:
-            return {**told, "gpus": [], "peers": []}
-        return {**told, "error": str(error), "code": error.code}
+            return {**values, "gpus": [], "peers": []}
+        return {**values, "error": str(error), "code": error.code}
 
 
 def _gpu(index: int, doing: Callable[[str], None]) -> dict[str, object]:
@@ -57,7 +57,7 @@ def _gpu(index: int, doing: Callable[[str], None]) -> dict[str, object]:
 
 
 def _stream_memory_operations(gpu: Gpu) -> str:
-    """Empty, or why a stream of this GPU cannot write a word and wait for it."""
+    """Let a stream of this GPU write a word and wait for it; return why that failed, or an empty string."""
     driver = bindings()
     with gpu.current():
         word = call("cuMemAlloc", 256)
@@ -65,13 +65,13 @@ def _stream_memory_operations(gpu: Gpu) -> str:
         try:
             call("cuMemsetD32", word, 0, 64)
             call("cuCtxSynchronize")
-            call("cuStreamWriteValue32", stream, word, _MARK, 0)
+            call("cuStreamWriteValue32", stream, word, _TEST_VALUE, 0)
             equal = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
-            call("cuStreamWaitValue32", stream, word, _MARK, equal)
+            call("cuStreamWaitValue32", stream, word, _TEST_VALUE, equal)
             deadline = time.monotonic() + _WAIT_S
             while driver.cuStreamQuery(stream)[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
                 if time.monotonic() > deadline:
-                    return f"the stream waits for a value that it wrote {_WAIT_S:g} s ago"
+                    return f"the stream still waits for a value that it wrote {_WAIT_S:g} s ago"
                 time.sleep(0.001)
             found = ctypes.c_uint32()
             call("cuMemcpyDtoH", ctypes.addressof(found), word, 4)
@@ -79,12 +79,12 @@ def _stream_memory_operations(gpu: Gpu) -> str:
             return str(error)
         call("cuStreamDestroy", stream)
         call("cuMemFree", word)
-    return "" if found.value == _MARK else f"{_MARK:#x} was written and {found.value:#x} is there"
+    return "" if found.value == _TEST_VALUE else f"{_TEST_VALUE:#x} was written, {found.value:#x} found"
 
 
 def judge_peer_access(machine: Machine) -> Finding:
     name = "peer access"
-    if finding := absent(machine, name):
+    if finding := nothing_to_check(machine, name):
         return finding
     peers = machine.probes["cuda"].values["peers"]
     pairs = [(mine, other) for mine in range(len(peers)) for other in range(len(peers)) if mine != other]
@@ -96,19 +96,17 @@ def judge_peer_access(machine: Machine) -> Finding:
     return fail(
         name,
         f"{len(cut)} of {count(len(pairs), 'ordered pair')} cannot: GPU {', '.join(cut[:4])}{', …' * (len(cut) > 4)}",
-        "GPUs must share NVLink or a PCIe root complex, with MIG off and, in virtual machines, peer access passed on; "
-        "name those that do by CUDA_VISIBLE_DEVICES",
+        "GPUs need NVLink or a common PCIe root complex, MIG off and, in a virtual machine, peer access passed "
+        "through; select such GPUs with CUDA_VISIBLE_DEVICES",
     )
 
 
 def judge_stream_memory_operations(machine: Machine) -> Finding:
     name = "stream memory ops"
-    if finding := absent(machine, name):
+    if finding := nothing_to_check(machine, name):
         return finding
     gpus = gpus_of(machine)
     wrong = [f"GPU {index}: {gpu['stream']}" for index, gpu in enumerate(gpus) if gpu["stream"]]
     if wrong:
-        return fail(
-            name, wrong[0], "without them the copy engine cannot signal; a driver of branch 580 or newer has them"
-        )
+        return fail(name, wrong[0], "the copy engine needs them to signal; driver 580 or newer has them")
     return ok(name, f"a stream wrote a word and waited for it, on {count(len(gpus), 'GPU')}")

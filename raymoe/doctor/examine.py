@@ -1,4 +1,4 @@
-"""All checks in order, and what they mean for the config that a newcomer runs first."""
+"""Run all checks in order, and decide whether the first config of a new user can run here."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from raymoe.doctor.probes import BOUNDS, Probes
 from raymoe.doctor.tensors import judge_torch
 from raymoe.errors import PlacementError
 
-# What the findings mean for a config: whether it can run here, and why not.
+# The verdict: whether a config can run here, and why not.
 
 ON_GPUS = ("exchange", "overlap", "p2p")
-"""Workloads that `world.device: auto` runs on GPU ranks where there are GPUs; the others run on CPU ranks for now."""
+"""Workloads that `world.device: auto` runs on GPU ranks if there are GPUs; the others run on CPU ranks."""
 _KIND = {"cpu": "CPU", "cuda": "GPU"}
 
 
 def device_of(machine: Machine) -> Device:
-    """Where the ranks of the config would run."""
+    """Return the kind of ranks that the config would run on."""
     needs = machine.needs
     if needs.device == "auto":
         return "cuda" if needs.workload in ON_GPUS and gpus_of(machine) else "cpu"
@@ -33,21 +33,21 @@ def device_of(machine: Machine) -> Device:
 
 
 def verdict(findings: Sequence[Finding], machine: Machine) -> str:
-    """The last line; PlacementError, whose sentence it is, where the config cannot run here."""
+    """Return the last line; raise PlacementError with its text if the config cannot run here."""
     config, ranks, gpus = machine.needs.config, machine.needs.ranks, len(gpus_of(machine))
     device = device_of(machine)
-    wrong = [finding for finding in findings if device in finding.blocks]
-    if wrong:
-        first, more = wrong[0], len(wrong) - 1
+    blocking = [finding for finding in findings if device in finding.blocks]
+    if blocking:
+        first, more = blocking[0], len(blocking) - 1
         others = f" (and {count(more, 'more check')} failed)" if more else ""
-        said = f"{first.name}: {first.found}; {first.way_out}"
-        raise PlacementError(f"{config} cannot run here on {_KIND[device]} ranks: {said}{others}")
+        reason = f"{first.name}: {first.found}; {first.way_out}"
+        raise PlacementError(f"{config} cannot run here on {_KIND[device]} ranks: {reason}{others}")
     if device == "cuda" and gpus < ranks:
         asked = f"it asks for {ranks} GPU ranks and {count(gpus, 'GPU')} can be seen"
         raise PlacementError(f"{config} cannot run here: {asked}; lower world.ranks, or use a larger machine")
-    blocked = [finding.name for finding in findings if "cuda" in finding.blocks]
-    aside = f"; GPU ranks cannot: {', '.join(blocked)}" if blocked and device == "cpu" else ""
-    return f"{config} can run here, on {ranks} {_KIND[device]} ranks{aside}"
+    blocking_gpus = [finding.name for finding in findings if "cuda" in finding.blocks]
+    without_gpus = f"; GPU ranks cannot: {', '.join(blocking_gpus)}" if blocking_gpus and device == "cpu" else ""
+    return f"{config} can run here, on {ranks} {_KIND[device]} ranks{without_gpus}"
 
 
 DEFAULT = "quickstart"
@@ -69,23 +69,23 @@ CHECKS: tuple[Callable[[Machine], Finding], ...] = (
 
 
 def examine(config: str = DEFAULT, bounds: Mapping[str, float] = BOUNDS) -> Generator[str, None, None]:
-    """The lines to print, each when its check is done. PlacementError at the end where the config cannot run here."""
+    """Yield the lines to print, each when its check is done. Raise PlacementError if the config cannot run."""
     needs = needs_of(load_job(config), config)
     findings = []
     with closing(Probes(bounds)) as probes:
         machine = Machine(probes, needs)
         for check in CHECKS:
-            findings.append(_judged(check, machine))
+            findings.append(_judge(check, machine))
             yield findings[-1].line()
         yield verdict(findings, machine)
 
 
-def _judged(check: Callable[[Machine], Finding], machine: Machine) -> Finding:
+def _judge(check: Callable[[Machine], Finding], machine: Machine) -> Finding:
     try:
         return check(machine)
-    except Exception as error:  # noqa: BLE001  (a driver may tell what nobody foresaw; the other checks still count)
+    except Exception as error:  # noqa: BLE001  (a driver may return unexpected values; the other checks still count)
         name = check.__name__.removeprefix("judge_")
-        return warn(name, f"this check broke: {type(error).__name__}: {error}", "a bug in raymoe, worth reporting")
+        return warn(name, f"this check raised {type(error).__name__}: {error}", "please report this bug in raymoe")
 
 
 def needs_of(job: Job, config: str) -> Needs:

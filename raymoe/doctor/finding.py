@@ -1,4 +1,4 @@
-"""The finding of a check, one line of `raymoe doctor`, and the facts that several checks share."""
+"""The finding of a check, which is one line of `raymoe doctor`, and facts that several checks use."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# What a check found: one line of `raymoe doctor`.
-
 Device = Literal["cpu", "cuda"]
 NAME_WIDTH = len("stream memory ops")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A line. `blocks` holds the kinds of ranks that cannot run because of it: none unless it is a `fail`."""
+    """A line of `raymoe doctor`. `blocks` are the kinds of ranks that cannot run because of a `fail`."""
 
     level: Literal["ok", "warn", "fail"]
     name: str
@@ -27,8 +25,8 @@ class Finding:
         >>> Finding("warn", "/dev/shm", "64 MiB", "give it more, as --shm-size=1g").line()
         'warn  /dev/shm           64 MiB; give it more, as --shm-size=1g'
         """
-        said = " ".join(f"{self.found}; {self.way_out}".removesuffix("; ").split())
-        return f"{self.level:<4}  {self.name:<{NAME_WIDTH}}  {said}"
+        text = " ".join(f"{self.found}; {self.way_out}".removesuffix("; ").split())
+        return f"{self.level:<4}  {self.name:<{NAME_WIDTH}}  {text}"
 
 
 def ok(name: str, found: str) -> Finding:
@@ -48,7 +46,7 @@ EVERY_RANK: tuple[Device, ...] = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class ProbeOutcome:
-    """What a probe told. `trouble` says why it did not tell all: it hung, crashed or raised."""
+    """The values that a probe returned. `trouble` says why some are missing: it hung, crashed or raised."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     trouble: str = ""
@@ -56,7 +54,7 @@ class ProbeOutcome:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a config asks of the machine that it runs on."""
+    """The needs of a config: where it runs, on how many ranks, with how much memory."""
 
     config: str
     workload: str
@@ -67,17 +65,17 @@ class Needs:
 
 @dataclass(frozen=True)
 class Machine:
-    """All that judgements look at. Outside of tests the values come when they are first looked at."""
+    """The input of the `judge_` functions. Outside of tests, to read the outcome of a probe waits for it."""
 
     probes: Mapping[str, ProbeOutcome]
     needs: Needs
 
 
-# What several judgements ask of a machine.
+# Facts that several checks use.
 
 NO_DRIVER = "none: no NVIDIA driver"
 CUDA_NEEDED = (13, 0)
-"""What kernels are compiled for; a driver that serves less does not load them."""
+"""The CUDA version that kernels are compiled for; an older driver does not load them."""
 
 
 def count(number: int, noun: str) -> str:
@@ -89,7 +87,7 @@ def count(number: int, noun: str) -> str:
 
 
 def no_driver(machine: Machine) -> bool:
-    """Neither CUDA nor NVML is installed. A driver that is there and does not answer is another matter."""
+    """Return whether neither CUDA nor NVML is installed; False for a driver that is installed but does not answer."""
     return "missing" in machine.probes["cuda"].values and "missing" in machine.probes["nvml"].values
 
 
@@ -104,13 +102,13 @@ def too_old(machine: Machine) -> bool:
 
 
 def gpus_of(machine: Machine) -> Sequence[Any]:
-    """The GPUs that a process of ours sees, as the CUDA driver told."""
+    """Return the GPUs that the CUDA driver shows to this process."""
     found: Sequence[Any] = machine.probes["cuda"].values.get("gpus", ())
     return found
 
 
-def absent(machine: Machine, name: str) -> Finding | None:
-    """The line of a check that has nothing to look at; why CUDA does not start is told by the check `driver`."""
+def nothing_to_check(machine: Machine, name: str) -> Finding | None:
+    """Return the line of a check that has no GPU to check, or None. The check `driver` says why CUDA does not start."""
     if no_driver(machine):
         return ok(name, NO_DRIVER)
     if too_old(machine) or "gpus" not in machine.probes["cuda"].values:

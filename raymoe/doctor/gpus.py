@@ -1,4 +1,4 @@
-"""The driver, the GPUs, what connects them and what they are capable of."""
+"""The driver, the GPUs, the links between them, and whether they have TMA."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from raymoe.doctor.finding import (
     NO_DRIVER,
     Finding,
     Machine,
-    absent,
     count,
     cuda_version,
     fail,
     gpus_of,
     no_driver,
+    nothing_to_check,
     ok,
     too_old,
     warn,
 )
 
 INSTALL = "install NVIDIA driver 580 or newer"
-# What the driver says when it cannot start, and what helps.
-START = {
-    802: "the NVSwitch fabric is not up: start the service nvidia-fabricmanager, of the driver's own version",
-    803: "the libcuda in use is not the one of the loaded driver: reboot after an update, or mend LD_LIBRARY_PATH",
-    804: "libcuda is of a cuda-compat package that this GPU does not take: take it out of LD_LIBRARY_PATH",
-    46: "another process holds the GPU alone: end it, or `nvidia-smi -c DEFAULT`",
-    2: "the GPU's memory is full: see nvidia-smi for who holds it",
+# CUDA's errors at its start, and what to do.
+START_ERRORS = {
+    802: "the NVSwitch fabric is not up: start the service nvidia-fabricmanager in the driver's version",
+    803: "libcuda does not match the loaded driver: reboot after an update, or correct LD_LIBRARY_PATH",
+    804: "libcuda is from a cuda-compat package that this GPU does not support: remove it from LD_LIBRARY_PATH",
+    46: "another process has exclusive use of the GPU: end it, or run `nvidia-smi -c DEFAULT`",
+    2: "the GPU's memory is full: nvidia-smi lists the processes that use it",
 }
 GBPS_PER_LINK = {1: 20, 2: 25, 3: 25, 4: 25, 5: 50}
-"""In one direction, by the version of NVLink: 18 links of NVLink 4 are 450 GB/s."""
+"""GB/s per direction, by NVLink version: 18 links of NVLink 4 have 450 GB/s."""
 
 
 def judge_driver(machine: Machine) -> Finding:
@@ -45,54 +45,56 @@ def judge_driver(machine: Machine) -> Finding:
         return ok(name, f"{NO_DRIVER}; CPU ranks need none")
     version = cuda_version(machine)
     driver = nvml.values.get("driver")
-    said = f"{driver or 'of unknown version'}{'' if version is None else f', CUDA {version[0]}.{version[1]}'}"
-    source = f"NVML by {nvml.values['source']}" if "source" in nvml.values else f"no NVML: {_why_not(nvml)}"
-    said += f" ({source})"
+    found = f"{driver or 'of unknown version'}{'' if version is None else f', CUDA {version[0]}.{version[1]}'}"
+    source = f"NVML by {nvml.values['source']}" if "source" in nvml.values else f"no NVML: {_reason(nvml)}"
+    found += f" ({source})"
     if too_old(machine):
         needed = ".".join(map(str, CUDA_NEEDED))
-        way_out = f"{INSTALL}, or on a data-centre GPU the package cuda-compat-13-0"
-        return fail(name, f"{said}, too old for kernels of CUDA {needed}", way_out)
+        way_out = f"{INSTALL}, or the package cuda-compat-13-0 on a data-centre GPU"
+        return fail(name, f"{found}, too old for kernels of CUDA {needed}", way_out)
     if "missing" in cuda.values:
         return fail(
             name,
-            f"{said}; {cuda.values['missing']}",
+            f"{found}; {cuda.values['missing']}",
             "a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the driver's libcuda.so.1",
         )
     trouble = cuda.trouble or cuda.values.get("error")
     if trouble:
-        way_out = START.get(cuda.values.get("code", 0), "`nvidia-smi` and `dmesg | grep -i nvrm` may tell why; reboot")
-        return fail(name, f"{said}; CUDA does not start: {trouble}", way_out)
+        unknown = "`nvidia-smi` and `dmesg | grep -i nvrm` may show why; reboot"
+        way_out = START_ERRORS.get(cuda.values.get("code", 0), unknown)
+        return fail(name, f"{found}; CUDA does not start: {trouble}", way_out)
     if "source" not in nvml.values:
-        return warn(name, said, "CUDA works; what connects the GPUs cannot be told")
-    return ok(name, said)
+        return warn(name, found, "CUDA works, but without NVML the links between GPUs are unknown")
+    return ok(name, found)
 
 
-def _why_not(outcome: Any) -> str:
-    return str(outcome.trouble or outcome.values.get("missing") or "it told nothing")
+def _reason(outcome: Any) -> str:
+    return str(outcome.trouble or outcome.values.get("missing") or "it returned nothing")
 
 
 def judge_gpus(machine: Machine) -> Finding:
     name = "GPUs"
     if no_driver(machine):
         return ok(name, NO_DRIVER)
-    there: list[Any] = machine.probes["nvml"].values.get("gpus", [])
-    seen = gpus_of(machine)
-    if there and not seen and (not machine.probes["cuda"].trouble and not too_old(machine)):
-        hides = machine.probes["host"].values.get("visible")
-        why = "" if hides is None else f" (CUDA_VISIBLE_DEVICES={hides!r})"
-        return warn(name, f"{_named(there)}; none is visible to CUDA{why}", "unset CUDA_VISIBLE_DEVICES")
-    if finding := absent(machine, name):
-        return finding if not there else Finding(finding.level, name, f"{_named(there)}; {finding.found}")
-    found = _named(there) if len(there) == len(seen) else f"{_named(seen)}, of {len(there)} on this machine"
-    hidden = int(machine.probes["nvml"].values.get("host_gpus") or 0) - len(there)
-    if there and hidden > 0:
-        found += f"; {hidden} more of this host {'is' if hidden == 1 else 'are'} kept from us by a device cgroup"
+    installed: list[Any] = machine.probes["nvml"].values.get("gpus", [])
+    visible = gpus_of(machine)
+    if installed and not visible and (not machine.probes["cuda"].trouble and not too_old(machine)):
+        setting = machine.probes["host"].values.get("visible")
+        why = "" if setting is None else f" (CUDA_VISIBLE_DEVICES={setting!r})"
+        return warn(name, f"{_describe(installed)}; none is visible to CUDA{why}", "unset CUDA_VISIBLE_DEVICES")
+    if finding := nothing_to_check(machine, name):
+        return finding if not installed else Finding(finding.level, name, f"{_describe(installed)}; {finding.found}")
+    all_visible = len(installed) == len(visible)
+    found = _describe(installed) if all_visible else f"{_describe(visible)}, of {len(installed)} on this machine"
+    hidden = int(machine.probes["nvml"].values.get("host_gpus") or 0) - len(installed)
+    if installed and hidden > 0:
+        found += f"; {hidden} more of this host {'is' if hidden == 1 else 'are'} hidden by a device cgroup"
     return ok(name, found)
 
 
-def _named(gpus: Any) -> str:
+def _describe(gpus: Any) -> str:
     """
-    >>> _named([{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150754820096}] * 4)
+    >>> _describe([{"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150754820096}] * 4)
     '4 × NVIDIA H200 (sm_90, 140 GiB)'
     """
     kinds = Counter((gpu["name"], _details(gpu)) for gpu in gpus)
@@ -100,14 +102,14 @@ def _named(gpus: Any) -> str:
 
 
 def _details(gpu: Any) -> str:
-    known = []
+    details = []
     if gpu.get("capability"):
-        known.append("sm_" + "".join(map(str, gpu["capability"])))
+        details.append("sm_" + "".join(map(str, gpu["capability"])))
     if gpu.get("memory_bytes"):
-        known.append(f"{gpu['memory_bytes'] / 2**30:.0f} GiB")
+        details.append(f"{gpu['memory_bytes'] / 2**30:.0f} GiB")
     if gpu.get("mig"):
-        known.append("MIG on")
-    return f" ({', '.join(known)})" if known else ""
+        details.append("MIG on")
+    return f" ({', '.join(details)})" if details else ""
 
 
 def judge_nvlink(machine: Machine) -> Finding:
@@ -116,7 +118,7 @@ def judge_nvlink(machine: Machine) -> Finding:
         return ok(name, NO_DRIVER)
     values = machine.probes["nvml"].values
     if "topology" not in values:
-        return warn(name, f"not known, since NVML does not answer: {_why_not(machine.probes['nvml'])}", "see driver")
+        return warn(name, f"unknown, since NVML does not answer: {_reason(machine.probes['nvml'])}", "see driver")
     rows: list[list[str]] = values["topology"]
     words = Counter(word for mine, row in enumerate(rows) for other, word in enumerate(row) if other > mine)
     if not words:
@@ -125,12 +127,11 @@ def judge_nvlink(machine: Machine) -> Finding:
     if not slow and len(words) == 1:
         (word,) = words
         return ok(name, f"{word} between every two of {len(rows)} GPUs{_speed(values['gpus'], word)}")
-    said = ", ".join(f"{word} between {count(number, 'pair')}" for word, number in sorted(words.items()))
+    found = ", ".join(f"{word} between {count(number, 'pair')}" for word, number in sorted(words.items()))
     if not slow:
-        return ok(name, said)
-    return warn(
-        name, said, "pairs without NVLink go over PCIe, at a tenth of its speed; name others by CUDA_VISIBLE_DEVICES"
-    )
+        return ok(name, found)
+    way_out = "pairs without NVLink use PCIe, at a tenth of its speed; select other GPUs with CUDA_VISIBLE_DEVICES"
+    return warn(name, found, way_out)
 
 
 def _links(gpus: Any) -> str:
@@ -152,7 +153,7 @@ def _speed(gpus: Any, word: str) -> str:
 
 def judge_tma(machine: Machine) -> Finding:
     name = "TMA"
-    if finding := absent(machine, name):
+    if finding := nothing_to_check(machine, name):
         return finding
     gpus = gpus_of(machine)
     without = [index for index, gpu in enumerate(gpus) if tuple(gpu["capability"]) < (9, 0)]
@@ -160,4 +161,4 @@ def judge_tma(machine: Machine) -> Finding:
         return ok(name, f"sm_90 or newer, on {count(len(gpus), 'GPU')}")
     first = gpus[without[0]]
     found = f"GPU {', '.join(map(str, without))} cannot: {first['name']} is sm_{''.join(map(str, first['capability']))}"
-    return warn(name, found, "use transports copy_engine and collective there; the tma kernels need sm_90 or newer")
+    return warn(name, found, "use the transports copy_engine and collective there; the tma kernels need sm_90 or newer")

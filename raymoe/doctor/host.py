@@ -1,4 +1,4 @@
-"""The machine without its GPUs: shared memory, /proc, memory, and what surrounds this process."""
+"""The host: shared memory, /proc, memory, and the container or Slurm job of this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, fail, ok, warn
 from raymoe.errors import RaymoeError
 
 SHM_NEEDED = 128 * 2**20
-"""The object store of a Ray of our own (100 MiB), and room for what NCCL and torch put beside it."""
+"""The object store of a local Ray (100 MiB), and space for NCCL and torch."""
 
-_BYTES = 1 << 16
-_TRIED_S = 30.0
-_PEER = """
+_TEST_BYTES = 1 << 16
+_PEER_S = 30.0
+_PEER_PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from raymoe.memory.host_shm import map_peer
@@ -29,9 +29,10 @@ def probe(doing: Callable[[str], None]) -> dict[str, object]:
     from raymoe.workload.memory_needed import available_memory
 
     doing("looking at /dev/shm")
-    told: dict[str, object] = {"shm": _shm(Path("/dev/shm")), "available_bytes": available_memory(), **_surroundings()}
+    values: dict[str, object] = {"shm": _shm(Path("/dev/shm")), "available_bytes": available_memory()}
+    values |= _surroundings()
     doing("mapping the memory of another process")
-    return {**told, "memfd": _map_a_peer()}
+    return {**values, "memfd": _map_a_peer()}
 
 
 def _shm(path: Path) -> dict[str, object]:
@@ -44,40 +45,40 @@ def _shm(path: Path) -> dict[str, object]:
 
 
 def _map_a_peer() -> str:
-    """What CPU ranks do with one another: empty, or why it does not work."""
+    """Let another process map and write memory of this one, as CPU ranks do; return an error or an empty string."""
     import json
 
     from raymoe.memory.host_shm import own
 
     try:
-        segment = own("doctor", _BYTES)
+        segment = own("doctor", _TEST_BYTES)
     except (OSError, RaymoeError) as error:
         return str(error)
-    command = [sys.executable, "-P", "-c", _PEER, json.dumps(sys.path), json.dumps(segment.descriptor())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TRIED_S, check=False)
+    command = [sys.executable, "-P", "-c", _PEER_PROGRAM, json.dumps(sys.path), json.dumps(segment.descriptor())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PEER_S, check=False)
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:]
         return last[0].rpartition("Error: ")[2] if last else f"the other process ended with code {done.returncode}"
     found = bytes(segment.view(0, 4))
-    return "" if found == b"seen" else f"the other process wrote b'seen', and {found!r} is there"
+    return "" if found == b"seen" else f"the other process wrote b'seen', {found!r} found"
 
 
 def _surroundings() -> dict[str, object]:
     environment = os.environ
-    given = environment.get("SLURM_GPUS_ON_NODE", "")
-    in_step = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" in environment
+    slurm_gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    in_slurm = "SLURM_STEP_ID" in environment or "SLURM_JOB_ID" in environment
     return {
         "container": _container(environment),
         "wsl": "microsoft" in os.uname().release.lower(),
-        "slurm_gpus": int(given) if given.isdigit() else 0 if in_step else None,
+        "slurm_gpus": int(slurm_gpus) if slurm_gpus.isdigit() else 0 if in_slurm else None,
         "nvidia_on_pci": _nvidia_on_pci(Path("/sys/bus/pci/devices")),
         "visible": environment.get("CUDA_VISIBLE_DEVICES"),
     }
 
 
 def _container(environment: Mapping[str, str]) -> str | None:
-    marks = {"Kubernetes": "KUBERNETES_SERVICE_HOST", "Singularity": "SINGULARITY_CONTAINER"}
-    for kind, variable in {**marks, "Apptainer": "APPTAINER_CONTAINER"}.items():
+    variables = {"Kubernetes": "KUBERNETES_SERVICE_HOST", "Singularity": "SINGULARITY_CONTAINER"}
+    for kind, variable in {**variables, "Apptainer": "APPTAINER_CONTAINER"}.items():
         if variable in environment:
             return kind
     files = {"Docker": "/.dockerenv", "Podman": "/run/.containerenv"}
@@ -85,7 +86,7 @@ def _container(environment: Mapping[str, str]) -> str | None:
 
 
 def _nvidia_on_pci(devices: Path) -> int:
-    """GPUs on the PCI bus, whether or not a driver is loaded: of NVIDIA, and of a display class."""
+    """Count NVIDIA's devices of a display class on the PCI bus, with or without a loaded driver."""
     found = 0
     for device in devices.glob("*"):
         vendor, kind = device / "vendor", device / "class"
@@ -98,18 +99,18 @@ def judge_shm(machine: Machine) -> Finding:
     name = "/dev/shm"
     outcome = machine.probes["host"]
     if "shm" not in outcome.values:
-        return fail(name, f"not known: {outcome.trouble}", "`df -h /dev/shm` may tell more", EVERY_RANK)
+        return fail(name, f"unknown: {outcome.trouble}", "`df -h /dev/shm` may show why", EVERY_RANK)
     shm = outcome.values["shm"]
     if not shm["there"]:
-        return fail(name, "not there, and Ray needs it", "`mount -t tmpfs tmpfs /dev/shm`", EVERY_RANK)
+        return fail(name, "missing, and Ray needs it", "`mount -t tmpfs tmpfs /dev/shm`", EVERY_RANK)
     found = f"{_size(shm['free_bytes'])} of {_size(shm['total_bytes'])} free"
     if not shm["writable"]:
-        return fail(name, f"{found}, not writable for this user", "`sudo chmod 1777 /dev/shm`", EVERY_RANK)
+        return fail(name, f"{found}, not writable by this user", "`sudo chmod 1777 /dev/shm`", EVERY_RANK)
     if shm["free_bytes"] < SHM_NEEDED:
         return warn(
             name,
-            f"{found}; Ray moves its object store to /tmp, and NCCL may fail, below {_size(SHM_NEEDED)}",
-            "remove what others left there, or start the container with --shm-size=1g",
+            f"{found}; below {_size(SHM_NEEDED)} Ray moves its object store to /tmp, and NCCL may fail",
+            "delete files that other programs left there, or start the container with --shm-size=1g",
         )
     return ok(name, found)
 
@@ -117,23 +118,23 @@ def judge_shm(machine: Machine) -> Finding:
 def judge_memfd(machine: Machine) -> Finding:
     name = "memfd and /proc"
     outcome = machine.probes["host"]
-    wrong = outcome.values.get("memfd", outcome.trouble)
-    if not wrong:
-        return ok(name, "a process mapped and wrote the memory of another, as CPU ranks do")
+    reason = outcome.values.get("memfd", outcome.trouble)
+    if not reason:
+        return ok(name, "one process mapped and wrote the memory of another, as CPU ranks do")
     way_out = "all ranks must run as one user, with memfd_create allowed and /proc mounted without hidepid"
-    return fail(name, f"no: {wrong}", way_out, ("cpu",))
+    return fail(name, f"no: {reason}", way_out, ("cpu",))
 
 
 def judge_memory(machine: Machine) -> Finding:
     name, needs = "memory", machine.needs
     outcome = machine.probes["host"]
     available = outcome.values.get("available_bytes")
-    wanted = f"{needs.config} takes {_size(needs.ranks * needs.bytes_per_rank)} on {needs.ranks} ranks"
+    needed = f"{needs.config} takes {_size(needs.ranks * needs.bytes_per_rank)} on {needs.ranks} ranks"
     if available is None:
-        return warn(name, f"not known: {outcome.trouble}", wanted)
-    found = f"{_size(available)} available; {wanted}"
+        return warn(name, f"unknown: {outcome.trouble}", needed)
+    found = f"{_size(available)} available; {needed}"
     if available < needs.ranks * needs.bytes_per_rank:
-        return fail(name, found, "end what else runs here, or lower world.ranks or shape.tokens", EVERY_RANK)
+        return fail(name, found, "end other programs, or lower world.ranks or shape.tokens", EVERY_RANK)
     return ok(name, found)
 
 

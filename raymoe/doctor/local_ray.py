@@ -1,4 +1,4 @@
-"""Ray: the cluster that RAY_ADDRESS names, else one of our own, reached in the way in which a run does."""
+"""Ray: connect to the cluster that RAY_ADDRESS names, or start a local Ray, in the same way as a run does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, count, fail, gpus_of, ok, warn
 from raymoe.errors import RaymoeError
 
-# A program rather than a function, since only `gang` imports ray, and `gang` is beside this folder, not below it.
-_TRY = """
+# A program, not a function: only `gang` imports ray, and this folder may not import `gang`.
+_PROGRAM = """
 import json, sys, time
 sys.path[:] = json.loads(sys.argv[1])
 from raymoe.gang.address import choose
@@ -28,23 +28,24 @@ except RaymoeError as error:
 seconds = time.perf_counter() - began
 ray.get(ray.remote(lambda: 0).options(num_cpus=0).remote(), timeout=60)
 gpus = int(ray.cluster_resources().get("GPU", 0))
-print("told", json.dumps({"version": ray.__version__, "where": where, "seconds": seconds, "gpus": gpus}), flush=True)
+print("result", json.dumps({"version": ray.__version__, "where": where, "seconds": seconds, "gpus": gpus}), flush=True)
 ray.shutdown()
 """
 
 
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
-    """Its version, where it is, how long it took to get there, and the GPUs that it counts."""
+    """Return Ray's version, its address, the seconds until it was up, and the number of GPUs that it counts."""
     environment = dict(os.environ)
     address = environment.get("RAY_ADDRESS") or "local"
     if address == "local":
         environment.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray leaves one in the user's home
-    doing("starting a Ray of our own" if address == "local" else f"connecting to {address}")
-    command = [sys.executable, "-P", "-c", _TRY, json.dumps(sys.path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # bound by the child's
+    doing("starting a local Ray" if address == "local" else f"connecting to {address}")
+    command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
+    # No timeout here: the bound of the probe's own process applies.
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
-        if line.startswith("told "):
-            return dict(json.loads(line.removeprefix("told ")))
+        if line.startswith("result "):
+            return dict(json.loads(line.removeprefix("result ")))
     last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
     raise RaymoeError(last[0].strip() if last else f"it ended with code {done.returncode}")
 
@@ -54,13 +55,13 @@ def judge_ray(machine: Machine) -> Finding:
     outcome = machine.probes["ray"]
     if outcome.trouble:
         way_out = "raymoe needs 'ray[default]>=2.56,<3', a writable /tmp/ray, and RAY_ADDRESS unset or reachable"
-        found, _, its_own = outcome.trouble.rpartition("; ")  # an error of ours ends with the way out
-        return fail(name, f"no: {found or outcome.trouble}", its_own if found else way_out, EVERY_RANK)
+        found, _, advice = outcome.trouble.rpartition("; ")  # an error of raymoe ends with its own advice
+        return fail(name, f"no: {found or outcome.trouble}", advice if found else way_out, EVERY_RANK)
     values = outcome.values
-    place = "a Ray of our own was up" if values["where"] is None else f"the cluster at {values['where']} answered"
+    place = "a local Ray was up" if values["where"] is None else f"the cluster at {values['where']} answered"
     found = f"{values['version']}; {place} in {values['seconds']:.1f} s and ran a task"
     gpus = len(gpus_of(machine))
     if values["where"] is None and gpus > values["gpus"]:
         found += f"; it counts {count(values['gpus'], 'GPU')}, CUDA {gpus}"
-        return warn(name, found, "Ray places GPU ranks by its own count: CUDA_VISIBLE_DEVICES and NVML must agree")
+        return warn(name, found, "Ray places GPU ranks by its own count, so CUDA_VISIBLE_DEVICES and NVML must agree")
     return ok(name, found + (f", with {count(values['gpus'], 'GPU')}" if values["gpus"] else ""))

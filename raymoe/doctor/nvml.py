@@ -1,4 +1,4 @@
-"""The probe of NVML: by one of its bindings, else in what nvidia-smi prints."""
+"""The probe of NVML: by one of its Python bindings, else by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raymoe.device.nvml import WAYS, Library
 
-# What nvidia-smi prints, read: the way left where no binding of NVML works.
+# Reading nvidia-smi's output, where no binding of NVML works.
 
 _FIELDS = ("name", "uuid", "memory.total", "compute_cap", "mig.mode.current", "driver_version")
 QUERY = (f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
@@ -18,7 +18,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def machine_of(gpus: str, topology: str) -> dict[str, object]:
-    """What `nvidia-smi` says to QUERY and to `topo -m`, in the form in which NVML's bindings tell it.
+    """Convert what `nvidia-smi` prints for QUERY and for `topo -m` into the values that NVML's bindings give.
 
     >>> machine_of("NVIDIA H200, GPU-1, 143771, 9.0, Disabled, 580.95.05", "")["driver"]
     '580.95.05'
@@ -48,14 +48,14 @@ def machine_of(gpus: str, topology: str) -> dict[str, object]:
 
 
 def matrix_of(printed: str) -> list[list[str]]:
-    r"""The part of `nvidia-smi topo -m` that is about pairs of GPUs.
+    r"""Return the rows and columns of `nvidia-smi topo -m` that are GPUs.
 
     >>> matrix_of("\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV18\tPIX\t0-47\nGPU1\tNV18\t X \tSYS\t0-47\n")
     [['X', 'NV18'], ['NV18', 'X']]
     """
     rows = [re.split(r"\t+", line.strip()) for line in _COLOUR.sub("", printed).splitlines()]
     rows = [[word.strip() for word in row] for row in rows if re.fullmatch(r"GPU\d+", row[0].strip()) and len(row) > 1]
-    # The header's first cell is empty, so it begins with GPU0 too; its second cell is then GPU1 or a title.
+    # The stripped header begins with GPU0 too, since its first cell is empty. It is the one row without an X.
     rows = [row for row in rows if any(word == "X" for word in row)]
     return [row[1 : len(rows) + 1] for row in rows]
 
@@ -68,7 +68,7 @@ _SMI_S = 20.0
 
 
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
-    """`source`, `driver`, `gpus` and `topology` (rows of NV18, PIX, …); or `missing`, with each way's reason."""
+    """Return `source`, `driver`, `gpus` and `topology` (rows of NV18, PIX, …); or `missing`, with all reasons."""
     reasons = []
     for way in WAYS:
         doing(f"asking {way.module}")
@@ -99,6 +99,6 @@ def _smi(*arguments: str) -> str:
 
 
 def _host_gpus() -> int | None:
-    """GPUs of the driver, those included that a device cgroup or a container's runtime keeps from us where it tells."""
+    """Count the driver's GPUs in /proc, also those that a device cgroup or the container runtime hides from CUDA."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else None

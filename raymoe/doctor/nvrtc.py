@@ -1,4 +1,4 @@
-"""The run-time compiler: a real kernel compiled, nothing kept."""
+"""NVRTC, the run-time compiler: compile a kernel, and keep nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ARCH = "sm_90a"
 
 
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
-    """Its version, the architectures that it knows, and how long the copy kernel took."""
+    """Return NVRTC's version, the architectures that it knows, and the time to compile the copy kernel."""
     doing("loading NVRTC")
     from raymoe.device.copy import COPY
     from raymoe.device.jit import Compiler, Cubins, nvrtc_version
@@ -42,8 +42,8 @@ def judge_nvrtc(machine: Machine) -> Finding:
     outcome = machine.probes["nvrtc"]
     if outcome.trouble:
         if no_driver(machine):
-            return warn(name, f"no: {outcome.trouble}", "CPU ranks need none")
-        way_out = "pip install 'cuda-python>=13,<14' 'nvidia-cuda-nvrtc>=13,<14', and no other NVRTC in LD_LIBRARY_PATH"
+            return warn(name, f"no: {outcome.trouble}", "CPU ranks do not need it")
+        way_out = "pip install 'cuda-python>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'; no other NVRTC in LD_LIBRARY_PATH"
         return fail(name, f"no: {outcome.trouble}", way_out)
     values = outcome.values
     version = ".".join(map(str, values["version"]))

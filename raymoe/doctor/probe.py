@@ -1,4 +1,4 @@
-"""Where a child of the doctor begins: one probe by its name, whose values go back as lines of JSON."""
+"""The program of a child of the doctor: run one probe by its name, and send its values back as lines of JSON."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(name: str, fd: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the doctor be killed, this ends too
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # if the doctor is killed, this process ends too
     os.set_inheritable(fd, False)
 
     def send(**message: object) -> None:
         os.write(fd, (json.dumps(message) + "\n").encode())
 
     try:
-        send(told=PROBES[name](lambda what: send(doing=what)))
-    except Exception as error:  # noqa: BLE001  (whatever a probe meets is what it has to tell)
-        send(trouble=sentence(error))
+        send(values=PROBES[name](lambda activity: send(doing=activity)))
+    except Exception as error:  # noqa: BLE001  (every error of a probe is its outcome)
+        send(trouble=one_line(error))
 
 
-def sentence(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """
-    >>> sentence(ModuleNotFoundError("No module named 'ray'"))
+    >>> one_line(ModuleNotFoundError("No module named 'ray'"))
     "ModuleNotFoundError: No module named 'ray'"
     """
     from raymoe.errors import RaymoeError
 
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return said if isinstance(error, RaymoeError) and said else f"{type(error).__name__}: {said}".removesuffix(": ")
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return text if isinstance(error, RaymoeError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")

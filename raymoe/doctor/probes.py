@@ -1,4 +1,4 @@
-"""Runs the probes of one examination, each in a process of its own that may hang or crash."""
+"""Run the probes of one examination, each in its own child process, which may hang or crash."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 from raymoe.doctor.finding import ProbeOutcome
 
-# A probe in a process of its own, which may hang, crash or leave processes behind and takes nothing down with it.
+# One probe in a child process.
 #
-# - **A deadline from outside.** When it has passed, every process of the child's session is killed. One that the kernel
-#   will not end (it sleeps inside a broken driver) is left where it is: nothing ever waits for it without a bound.
-# - **A channel of its own.** A probe answers through a descriptor that nobody else knows, because libraries print to
-#   both standard streams. Of these the last line is kept, for a probe that ends without a word.
-# - **Nothing left over.** A child ends with its parent, and what it started ends when its outcome is taken.
+# - **Deadline.** After it the parent kills every process of the child's session. A process that sleeps inside a broken
+#   driver cannot be killed; the parent waits for it only for a bounded time, and leaves it.
+# - **Answers.** A probe answers through a file descriptor of its own, because libraries print to both standard streams.
+#   Their last line is reported for a probe that ends without an answer.
+# - **Clean-up.** A child ends with its parent, and the processes that it started end when its outcome is taken.
 
-# The child imports from where its parent does; -P keeps the working directory out of the way until then.
+# The child gets the import path of its parent; until then -P keeps the working directory out of it.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from raymoe.doctor.probe import main; main(sys.argv[2], int(sys.argv[3]))"
@@ -31,24 +31,25 @@ _KILL_S = 2.0
 
 
 class Child:
-    """`outcome` waits for what the probe tells, at most until its deadline; then, or by `end`, the child is gone."""
+    """One probe in its process, which runs until `outcome` or `end` is called."""
 
     def __init__(self, probe: str, bound_s: float, program: str = _PROGRAM) -> None:
         self.bound_s = bound_s
         self._deadline = time.monotonic() + bound_s
-        self._told = os.memfd_create("told")
-        self._printed = os.memfd_create("printed")
-        command = [sys.executable, "-P", "-c", program, json.dumps(sys.path), probe, str(self._told)]
+        self._answers = os.memfd_create("answers")
+        self._output = os.memfd_create("output")
+        command = [sys.executable, "-P", "-c", program, json.dumps(sys.path), probe, str(self._answers)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=self._printed,
-            stderr=self._printed,
-            pass_fds=[self._told],
+            stdout=self._output,
+            stderr=self._output,
+            pass_fds=[self._answers],
             start_new_session=True,
         )
 
     def outcome(self) -> ProbeOutcome:
+        """Wait for the probe, at most until its deadline, and end the child."""
         in_time = True
         try:
             self._process.wait(timeout=max(0.0, self._deadline - time.monotonic()))
@@ -56,16 +57,16 @@ class Child:
             in_time = False
         code = self._process.returncode
         gone = self.end()
-        told, printed = _content(self._told), _content(self._printed)
+        answers, output = _content(self._answers), _content(self._output)
         ending = _ending(code) if in_time else f"no answer within {self.bound_s:g} s"
         if not gone:
             ending += f", and process {self._process.pid} cannot be killed: it sleeps in the kernel"
-        return understood(told, ending, printed)
+        return outcome_of(answers, ending, output)
 
     def end(self) -> bool:
-        """Kill what is left of the child and of what it started; False where the kernel does not let it go."""
+        """Kill the child and all that it started; return False if the child cannot be killed."""
         for pid in _session(self._process.pid):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended while we looked
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
         try:
             self._process.wait(timeout=_KILL_S)
@@ -74,30 +75,30 @@ class Child:
         return True
 
 
-def understood(told: str, ending: str, printed: str) -> ProbeOutcome:
-    r"""The outcome in what a child told: lines of JSON, of which the last with `told` counts.
+def outcome_of(answers: str, ending: str, output: str) -> ProbeOutcome:
+    r"""Parse the outcome from a child's answers, lines of JSON: the first with `values` or `trouble` counts.
 
-    >>> understood('{"doing": "starting CUDA"}\n{"told": {"gpus": 4}}\n', "", "")
+    >>> outcome_of('{"doing": "starting CUDA"}\n{"values": {"gpus": 4}}\n', "", "")
     ProbeOutcome(values={'gpus': 4}, trouble='')
-    >>> understood('{"doing": "starting CUDA"}\n', "ended by SIGSEGV", "").trouble
+    >>> outcome_of('{"doing": "starting CUDA"}\n', "ended by SIGSEGV", "").trouble
     'ended by SIGSEGV while starting CUDA'
-    >>> understood("", "ended with code 1", "x\nImportError: no ray\n").trouble
+    >>> outcome_of("", "ended with code 1", "x\nImportError: no ray\n").trouble
     'ended with code 1: ImportError: no ray'
     """
     doing = ""
-    for line in told.splitlines():
+    for line in answers.splitlines():
         try:
             message = json.loads(line)
         except ValueError:
-            continue  # cut short by its end
+            continue  # cut off when the child ended
         doing = message.get("doing", doing)
         if "trouble" in message:
             return ProbeOutcome(trouble=message["trouble"])
-        if "told" in message:
-            return ProbeOutcome(message["told"])
-    last = next((line.strip() for line in reversed(printed.splitlines()) if line.strip()), "")
+        if "values" in message:
+            return ProbeOutcome(message["values"])
+    last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
     return ProbeOutcome(
-        trouble=(ending or "ended without a word") + (f" while {doing}" if doing else "") + (last and f": {last}")
+        trouble=(ending or "ended without an answer") + (f" while {doing}" if doing else "") + (last and f": {last}")
     )
 
 
@@ -117,7 +118,7 @@ def _content(fd: int) -> str:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session. Whoever was orphaned in it is still one of them."""
+    """Return the processes of a session; orphans stay in it."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -127,22 +128,22 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-# The probes of one examination, beside one another.
+# All probes of one examination, which run at the same time.
 
-# Seconds that a probe may take: from the start of the command, or from when it is looked at where it starts later.
+# Seconds that a probe may take from its start.
 BOUNDS = {"host": 60.0, "nvml": 60.0, "cuda": 60.0, "ipc": 60.0, "nvrtc": 60.0, "torch": 90.0, "ray": 150.0}
-LATER = {"ipc"}  # where a GPU takes one process at a time, this one and `cuda` would be in each other's way
+STARTED_WHEN_READ = {"ipc"}  # it must not run beside `cuda` on a GPU that takes one process at a time
 
 
 class Probes(Mapping[str, ProbeOutcome]):
-    """What the probes tell. To look at one waits for it, at most until its bound."""
+    """The outcomes of the probes. Reading one waits for it, at most until its bound."""
 
     def __init__(self, bounds: Mapping[str, float] = BOUNDS) -> None:
         self._bounds = bounds
         self._children: dict[str, Child] = {}
         self._outcomes: dict[str, ProbeOutcome] = {}
         for name in bounds:
-            if name not in LATER:
+            if name not in STARTED_WHEN_READ:
                 self._start(name)
 
     def __getitem__(self, name: str) -> ProbeOutcome:
@@ -159,7 +160,7 @@ class Probes(Mapping[str, ProbeOutcome]):
         return len(self._bounds)
 
     def close(self) -> None:
-        """End what is still running."""
+        """End the probes that still run."""
         for name, child in self._children.items():
             if name not in self._outcomes:
                 child.end()

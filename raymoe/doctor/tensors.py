@@ -1,4 +1,4 @@
-"""torch: whether it loads, and whether it was built for the GPUs that are here."""
+"""torch: check that it loads, and that its build fits the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def judge_torch(machine: Machine) -> Finding:
     if gpus and not values["cuda"]:
         return fail(name, found, "GPU ranks need torch with CUDA: pip install 'torch>=2.9' from the default index")
     if gpus > values["gpus"]:
-        return warn(name, f"{found}; it sees {values['gpus']} of {gpus} GPUs", "a torch built for this driver may")
+        return warn(name, f"{found}; it sees {values['gpus']} of {gpus} GPUs", "install a torch built for this driver")
     return ok(name, found)

@@ -1,6 +1,6 @@
-"""Which transport serves which size on this machine: the lines of a run of configs/tune.yaml, made into a table.
+"""Find the faster transport for each size on this machine: make a table of the lines of a run of configs/tune.yaml.
 
-The command runs that config as it runs any other; what is here comes before the run and after it.
+`raymoe doctor --tune` runs that config like any other. These functions do the work before and after the run.
 """
 
 from __future__ import annotations
@@ -20,82 +20,85 @@ if TYPE_CHECKING:
     from raymoe.transport.choice import Table
 
 CONFIG = "tune"
-FEWEST_GPUS = 2
+MIN_GPUS = 2
 
 Line = Mapping[str, object]
-Place = tuple[str, str, int]
+Copy = tuple[str, str, int]
 """Pattern, protocol and bytes."""
 
 
 def gpus_to_tune() -> int:
-    """How many GPUs this process sees; PlacementError where they are too few to have a peer."""
+    """Return how many GPUs this process sees; raise PlacementError if there are fewer than two."""
     with closing(Probes({"cuda": BOUNDS["cuda"]})) as probes:
-        return enough(probes["cuda"])
+        return count_gpus(probes["cuda"])
 
 
-def enough(cuda: ProbeOutcome) -> int:
-    """The number of GPUs in what the probe of CUDA told.
+def count_gpus(cuda: ProbeOutcome) -> int:
+    """Return the number of GPUs in the outcome of the CUDA probe; raise PlacementError if there are fewer than two.
 
-    >>> enough(ProbeOutcome({"gpus": [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]}))
+    >>> count_gpus(ProbeOutcome({"gpus": [{"name": "NVIDIA H200"}, {"name": "NVIDIA H200"}]}))
     2
     """
     gpus: Sequence[Mapping[str, object]] | None = cuda.values.get("gpus")
-    if gpus is not None and len(gpus) >= FEWEST_GPUS:
+    if gpus is not None and len(gpus) >= MIN_GPUS:
         return len(gpus)
-    trouble = cuda.values.get("error") or cuda.trouble or "its probe told of no GPU"
+    trouble = cuda.values.get("error") or cuda.trouble or "its probe reported no GPU"
     if gpus is not None:
         why = f"this process sees {count(len(gpus), 'GPU')}; use a machine with more, or unset CUDA_VISIBLE_DEVICES"
     elif "missing" in cuda.values:
         why = "there is no NVIDIA driver here; use a machine with GPUs"
     else:
-        why = f"CUDA does not start: {trouble}; raymoe doctor tells more"
-    raise PlacementError(f"asked to measure copies between {FEWEST_GPUS} GPUs or more, and {why}")
+        why = f"CUDA does not start: {trouble}; run `raymoe doctor` for more"
+    raise PlacementError(f"asked to measure copies between {MIN_GPUS} GPUs or more, and {why}")
 
 
-def times_of(lines: Iterable[Line], job: Job) -> dict[Place, dict[str, float]]:
-    """Median microseconds of a message by each transport, over all pairs of ranks where they were measured one by one.
+def times_of(lines: Iterable[Line], job: Job) -> dict[Copy, dict[str, float]]:
+    """Return the microseconds of each copy by each transport; pairs measured one by one give their median.
 
-    A result line does not say its protocol; the case that it belongs to does.
+    The protocol comes from the case of a line, since a result line has none.
     """
     protocols = _protocols(job)
-    found: dict[Place, dict[str, list[float]]] = {}
+    measured: dict[Copy, dict[str, list[float]]] = {}
     for line in lines:
-        place = str(line["pattern"]), protocols[str(line["case"])], int(str(line["bytes"]))
-        found.setdefault(place, {}).setdefault(str(line["transport"]), []).append(float(str(line["us_p50"])))
-    return {place: {way: median(us) for way, us in ways.items()} for place, ways in found.items()}
+        copy = str(line["pattern"]), protocols[str(line["case"])], int(str(line["bytes"]))
+        measured.setdefault(copy, {}).setdefault(str(line["transport"]), []).append(float(str(line["us_p50"])))
+    return {copy: {name: median(us) for name, us in times.items()} for copy, times in measured.items()}
 
 
 def table_of(lines: Sequence[Line], job: Job) -> Table:
-    """The table that all lines of the run speak for, put and get together."""
-    from raymoe.transport.choice import Table, measured  # loads torch
+    """Make the table of transports from all lines of the run, for put and get together."""
+    from raymoe.transport.choice import Table, table_from_results  # loads torch
 
-    wrong = [line for line in lines if line["verified"] is not True]
-    if wrong or not lines:
-        said = f"case {wrong[0]['case']} has a line that is not verified" if wrong else "the run gave no lines"
-        raise WrongResult(f"raymoe doctor --tune writes no table: {said}")
+    unverified = [line for line in lines if line["verified"] is not True]
+    if unverified or not lines:
+        case = unverified[0]["case"] if unverified else None
+        reason = f"case {case} has a line that is not verified" if unverified else "the run gave no lines"
+        raise WrongResult(f"raymoe doctor --tune writes no table: {reason}")
     protocols = _protocols(job)
     gpu = str(lines[0]["device"])
     rules = [
         rule
         for protocol in dict.fromkeys(protocols.values())
-        for rule in measured([line for line in lines if protocols[str(line["case"])] == protocol], protocol, gpu).rules
+        for rule in table_from_results(
+            [line for line in lines if protocols[str(line["case"])] == protocol], protocol, gpu
+        ).rules
     ]
     return Table(gpu, tuple(rules))
 
 
-def told(times: Mapping[Place, Mapping[str, float]], table: Table) -> str:
-    """What was found, size by size, and what `auto` makes of it."""
-    ways = list(dict.fromkeys(way for found in times.values() for way in found))
-    rows = [["pattern", "protocol", "bytes", *(f"{way} us" for way in ways), "auto"]]
-    for (pattern, protocol, nbytes), found in times.items():
-        cells = [f"{found[way]:.1f}" if way in found else "-" for way in ways]
+def report(times: Mapping[Copy, Mapping[str, float]], table: Table) -> str:
+    """Format the times of each size, and the transport that `auto` chooses for it."""
+    transports = list(dict.fromkeys(name for by_transport in times.values() for name in by_transport))
+    rows = [["pattern", "protocol", "bytes", *(f"{name} us" for name in transports), "auto"]]
+    for (pattern, protocol, nbytes), by_transport in times.items():
+        cells = [f"{by_transport[name]:.1f}" if name in by_transport else "-" for name in transports]
         rows.append([pattern, protocol, format_size(nbytes), *cells, table.pick(pattern, protocol, nbytes)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = range(2, 3 + len(ways))
+    numbers = range(2, 3 + len(transports))  # columns aligned to the right
     text = [
         "  ".join(
-            cell.rjust(widths[place]) if place in numbers else cell.ljust(widths[place])
-            for place, cell in enumerate(row)
+            cell.rjust(widths[column]) if column in numbers else cell.ljust(widths[column])
+            for column, cell in enumerate(row)
         ).rstrip()
         for row in rows
     ]
@@ -103,7 +106,7 @@ def told(times: Mapping[Place, Mapping[str, float]], table: Table) -> str:
 
 
 def thresholds(table: Table) -> list[str]:
-    """One line for each pattern and protocol.
+    """Return a line for each pattern and protocol: from which size `auto` takes which transport.
 
     >>> from raymoe.transport.choice import BUILT_IN
     >>> thresholds(BUILT_IN)[0].startswith("pairs put: tma")

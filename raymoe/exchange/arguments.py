@@ -75,8 +75,8 @@ class Arguments:
         self._x = Form("x", H, (dtype,), step)
         self._x_values = Form("x", H, (torch.float8_e4m3fn,), step)
         self._scales = Form("scales", spec.scales, (torch.float32,))
-        self._ids = Form("topk_idx", K, (torch.int32, torch.int64))
-        self._weights = Form("topk_weights", K, (torch.float32,))
+        self._topk_idx = Form("topk_idx", K, (torch.int32, torch.int64))
+        self._topk_weights = Form("topk_weights", K, (torch.float32,))
         self._out = Form("out", H, (output,), step)
         self._rows = Form("rows", H, (dtype,), step)
         self._y = Form("out", H, (dtype,), step)
@@ -90,10 +90,10 @@ class Arguments:
         n = rows.shape[0]
         if n > self._spec.tokens:
             raise ConfigError(f"x has {n} rows; this exchange was made for at most {self._spec.tokens} tokens a rank")
-        ids, weights = self._tensor(self._ids, topk_idx, n), self._tensor(self._weights, topk_weights, n)
+        idx, weights = self._tensor(self._topk_idx, topk_idx, n), self._tensor(self._topk_weights, topk_weights, n)
         if scales is not None:
             scales = _detached(self._tensor(self._scales, scales, n))
-        return Tokens(_detached(rows), ids, _detached(weights), self._count(num_tokens, n), scales)
+        return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales)
 
     def _quantised(self, x: object) -> tuple[object, object | None]:
         """A pair of values and scales, taken apart; anything else has no scales."""

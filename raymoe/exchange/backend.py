@@ -56,8 +56,8 @@ class Tokens:
     """What one rank hands over to a dispatch: on its world's device, of the spec's dtypes and shapes, contiguous."""
 
     x: torch.Tensor  # [T', H]
-    ids: torch.Tensor  # [T', K] int32 or int64, global
-    weights: torch.Tensor  # [T', K] float32
+    topk_idx: torch.Tensor  # [T', K] int32 or int64, global
+    topk_weights: torch.Tensor  # [T', K] float32
     num_tokens: torch.Tensor | None
     """int32[1] on the device: how many of the T' tokens are there. On CPUs it is checked, on GPUs not. None: all."""
     scales: torch.Tensor | None = None
@@ -105,8 +105,8 @@ class InHalves(Protocol):
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """Put the rows on their way."""
 
-    def dispatch_receive(self, got: Dispatched) -> None:
-        """Wait for rows and put them where they belong."""
+    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
+        """Wait for rows and put them where they belong. `tokens` are those that `dispatch_send` was given."""
 
     def combine_send(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """Put the sums of `rows` on their way."""

@@ -9,7 +9,7 @@ import torch
 from raymoe.device import combine, dispatch, dispatch_grid
 from raymoe.device.combine import CombineGrid, CombineParams
 from raymoe.device.dealing import NOTHING_DEALT
-from raymoe.device.dispatch import MAX_DONE, STAMP_BYTES, DispatchParams
+from raymoe.device.dispatch import STAMP_BYTES, DispatchParams
 from raymoe.device.dispatch_grid import DispatchGrid, Rows
 from raymoe.device.structs import Peers
 from raymoe.errors import ConfigError
@@ -63,15 +63,15 @@ class Build:
         """Where the slots of dispatch lie."""
         return "dispatch_blocks" if self.spec.by_copy_engine else "dispatch_rows"
 
-    def grids(self, asked: int | None) -> tuple[DispatchGrid, CombineGrid]:
-        """Launches of at most `asked` blocks, or as many as all GPUs have room for: the same on all ranks, because who
-        reads a lane's words must know how many lanes there are."""
+    def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
+        """Launches of at most one block on each of `sms` SMs. They are the same on all ranks, because the reader of a
+        lane's words must know how many lanes there are."""
         spec, world = self.spec, self.space.world
         gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
         warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
-        gpus: list[tuple[int, ...]] = world.swap((gpu.sms, gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
-        least_sms, least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
-        sms, room = min(asked or least_sms, least_sms, MAX_DONE), least_shared - STATIC_SHARED
+        gpus: list[tuple[int, ...]] = world.swap((gpu.shared_bytes, warps), "grids")  # type: ignore[assignment]
+        least_shared, warps = (min(facts) for facts in zip(*gpus, strict=True))
+        room = least_shared - STATIC_SHARED
         placed = spec.layout == "expert"
         rows = Rows(
             self.slot_bytes,
@@ -98,9 +98,9 @@ class Build:
         elements, behind = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
         return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
 
-    def _few(self, region: str) -> tuple[int, int]:
+    def _ll(self, region: str) -> tuple[int, int]:
         """The halves of a region that a workspace has if one of its specs has few tokens."""
-        return self.space.halves(region) if self.space.bounds.few_entries else (0, 0)
+        return self.space.halves(region) if self.space.bounds.ll_entries else (0, 0)
 
     def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
         """Those of a launch of these parts; a call sets the addresses that are 0 here."""
@@ -115,9 +115,9 @@ class Build:
             arrivals=space.offset("dispatch_arrivals"),
             done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
-            few_rows=self._few("few_dispatch_rows"),
-            few_told=self._few("few_told"),
-            few_counts=self._few("few_counts"),
+            ll_rows=self._ll("ll_dispatch_rows"),
+            ll_told=self._ll("ll_told"),
+            ll_counts=self._ll("ll_counts"),
             **dict.fromkeys(("x", "x_scales", "ids", "weights", "num_tokens", "out", "scales", "out_weights"), 0),
             **dict.fromkeys(
                 ("expert_offsets", "expert_counts", "index", "home", "masks", "got", "wide_ids", "tokens"), 0
@@ -152,10 +152,10 @@ class Build:
             together=grid.together,
             at_once=0,
             arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
-            few_lines=space.bounds.few_lines,
-            few_entries=space.bounds.few_entries,
-            few_sent=NOTHING_DEALT,
-            few_placed=NOTHING_DEALT,
+            ll_lines=space.bounds.ll_lines,
+            ll_entries=space.bounds.ll_entries,
+            ll_sent=NOTHING_DEALT,
+            ll_placed=NOTHING_DEALT,
             routers=grid.routers,
             router_runs=0,
             placers=grid.placers,
@@ -174,8 +174,8 @@ class Build:
             arrivals=space.offset("combine_arrivals"),
             done=space.offset("combine_done"),
             heads=space.offset("combine_heads"),
-            few_rows=self._few("few_combine_rows"),
-            few_statuses=self._few("few_statuses"),
+            ll_rows=self._ll("ll_combine_rows"),
+            ll_statuses=self._ll("ll_statuses"),
             **dict.fromkeys(("expert_rows", "home", "masks", "got", "y", "tokens", "weighted"), 0),
             parts=parts,
             trace=space.trace_of("combine"),
@@ -183,9 +183,9 @@ class Build:
             record=record,
             taken=space.own("combine_taken"),
             arrival_stride=space.bounds.pieces,
-            few_lines=space.bounds.few_lines,
-            few_reduced=NOTHING_DEALT,
-            few_summed=NOTHING_DEALT,
+            ll_lines=space.bounds.ll_lines,
+            ll_reduced=NOTHING_DEALT,
+            ll_summed=NOTHING_DEALT,
             slot_tokens=spec.tokens,
             topk=spec.topk,
             row_bytes=spec.row_bytes,

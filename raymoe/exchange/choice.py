@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from raymoe.device.dispatch import RANK_BITS
+from raymoe.device.dispatch import MAX_DONE, RANK_BITS
 from raymoe.device.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Backend
@@ -41,16 +41,28 @@ class Wish:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What matters of a rank's GPU; nothing of a CPU rank."""
+    """The facts of a rank's GPU that decide; a CPU rank has none."""
 
     gpu: str = ""
     name: str = ""
     capability: tuple[int, int] = (0, 0)
     nccl: bool = False
+    sms: int = 0
 
 
-def choose(world: World, spec: ExchangeSpec, wish: Wish) -> str:
-    """The name of the backend to use. Collective: all ranks get the same or all raise."""
+@dataclass(frozen=True)
+class Choice:
+    """What all ranks agreed on."""
+
+    backend: str
+    sms: int = 0
+    """The SMs that the kernels of `fused` and `staged` may take on each GPU."""
+    lines: bool = False
+    """Whether `fused` carries rows in lines (raymoe/exchange/fused_ll.py)."""
+
+
+def choose(world: World, spec: ExchangeSpec, wish: Wish) -> Choice:
+    """Choose the backend, and the SMs that it takes. Collective: all ranks get the same or all raise."""
     problem = _impossible(world, spec, wish)
     asked = {} if problem else asdict(spec)
     asked |= {"backend": wish.backend, "sms": wish.sms, "workspace": wish.workspace is not None}
@@ -72,8 +84,20 @@ def choose(world: World, spec: ExchangeSpec, wish: Wish) -> str:
     reasons = [refusal(name, device, spec, facts) for name in names]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
-            return name
+            return _chosen(name, world, spec, wish, facts)
     raise ConfigError(f"backend {wish.backend} asked for and {reasons[0]}")
+
+
+def _chosen(name: str, world: World, spec: ExchangeSpec, wish: Wish, facts: Sequence[RankFacts]) -> Choice:
+    """Turn `sms` into a number, and decide how `fused` carries rows."""
+    if name not in KERNEL_BACKENDS:
+        return Choice(name)
+    from raymoe.exchange.workspace import Links, is_ll
+
+    limit = None if wish.sms == "auto" else int(wish.sms)
+    most = min(MAX_DONE, *(found.sms for found in facts))
+    lines = name == "fused" and is_ll(spec, limit) and world.shared(Links).lines
+    return Choice(name, most if limit is None else min(limit, most), lines)
 
 
 def _candidates(device: str, spec: ExchangeSpec) -> tuple[str, ...]:
@@ -107,10 +131,11 @@ def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFact
     return _no_kernels(name, spec, facts) if name in KERNEL_BACKENDS else None
 
 
-def make(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
+def make(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
     # Imported here: neither torch.distributed nor CUDA is loaded for a job that does not use it.
+    name = choice.backend
     if world.device.type == "cuda":
-        return _make_on_gpu(name, world, spec, wish)
+        return _make_on_gpu(choice, world, spec, workspace)
     from raymoe.exchange.cpu import OnCpu
 
     if name == "collective":
@@ -126,7 +151,8 @@ def make(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
     return OnCpu(world, spec, HostSlots(world, spec))
 
 
-def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
+def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
+    name, sms = choice.backend, choice.sms
     if name == "collective":
         from raymoe.exchange.nccl import NcclCollective, NcclRounds
         from raymoe.exchange.nccl_kernels import GpuLauncher
@@ -142,17 +168,15 @@ def _make_on_gpu(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Bac
     if name == "staged" and spec.by_copy_engine:
         from raymoe.exchange.staged import CopiedBackend
 
-        return CopiedBackend(world, spec, wish.workspace, wish.sms)
+        return CopiedBackend(world, spec, workspace, sms)
     if name == "staged":
         from raymoe.exchange.staged import StagedBackend
 
-        return StagedBackend(world, spec, wish.workspace, wish.sms)
-    from raymoe.exchange.few import FewBackend
+        return StagedBackend(world, spec, workspace, sms)
     from raymoe.exchange.fused import FusedBackend
-    from raymoe.exchange.workspace import Links, is_few
+    from raymoe.exchange.fused_ll import FusedLlBackend
 
-    few = is_few(spec, wish.sms) and world.shared(Links).lines
-    return (FewBackend if few else FusedBackend)(world, spec, wish.workspace, wish.sms)
+    return (FusedLlBackend if choice.lines else FusedBackend)(world, spec, workspace, sms)
 
 
 def _impossible(world: World, spec: object, wish: Wish) -> ConfigError | None:
@@ -164,7 +188,7 @@ def _impossible(world: World, spec: object, wish: Wish) -> ConfigError | None:
         kind = "CPU" if device == "cpu" else "GPU"
         return ConfigError(f"backend is {wish.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")
     if wish.sms != "auto" and (type(wish.sms) is not int or wish.sms < 1):
-        return ConfigError(f"sms is {wish.sms!r}; it is 'auto' or a number of multiprocessors, at least 1")
+        return ConfigError(f"sms is {wish.sms!r}; it is 'auto' or a number of SMs, at least 1")
     if device == "cpu" and (wish.workspace is not None or wish.sms != "auto"):
         return ConfigError("a workspace or a number of sms asked for on CPU ranks; both are for GPUs: leave them out")
     try:
@@ -180,7 +204,7 @@ def _facts(world: World) -> RankFacts:
     from torch import distributed
 
     nccl = distributed.is_available() and distributed.is_nccl_available()
-    return RankFacts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl)
+    return RankFacts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl, world.gpu.sms)
 
 
 def _no_nccl(facts: Sequence[RankFacts]) -> str | None:

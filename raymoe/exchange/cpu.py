@@ -180,8 +180,8 @@ class OnCpu:
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         n = len(tokens.x) if tokens.num_tokens is None else int(tokens.num_tokens.item())
-        ids, weights = tokens.ids.numpy()[:n], tokens.weights.numpy()[:n]
-        sending = Sending.of(ids, weights, self._size, self._spec.experts)
+        topk_idx, topk_weights = tokens.topk_idx.numpy()[:n], tokens.topk_weights.numpy()[:n]
+        sending = Sending.of(topk_idx, topk_weights, self._size, self._spec.experts)
         arrived = self._carrier.dispatch(tokens.x, sending)
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)

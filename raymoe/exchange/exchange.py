@@ -73,10 +73,11 @@ class Exchange:
         self.world, self.spec = world, spec
         world.unclosed.free()
         wish = Wish(backend, workspace, sms)
-        self.backend = choose(world, spec, wish)
+        choice = choose(world, spec, wish)
+        self.backend = choice.backend
         self._arguments = Arguments(spec, world.size, world.device)
         self._own = _own_rows(world, spec)
-        self._backend = make(self.backend, world, spec, wish)
+        self._backend = make(choice, world, spec, workspace)
         # Whose rows each block of the exchange's own memory holds: that of the last dispatch that was given it.
         self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
@@ -84,6 +85,8 @@ class Exchange:
         self._poison: RaymoeError | None = None
         self._poisoning = _Poisoning(self)
         self._dispatched: Dispatched | None = None
+        self._tokens: Tokens | None = None
+        """What the dispatch that is in halves was given."""
         self._sent: Sent | None = None
         self._closed = False
         self._workspace: Workspace | None = getattr(self._backend, "workspace", None)
@@ -141,16 +144,17 @@ class Exchange:
         that the result holds nothing, and `x`, `topk_idx` and `topk_weights` stay as they are."""
         halves = self._halves("dispatch_send")
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
-        self._dispatched = self._dispatch(halves.dispatch_send, tokens, out)
+        self._dispatched, self._tokens = self._dispatch(halves.dispatch_send, tokens, out), tokens
         return self._dispatched
 
     @one_at_a_time
     def dispatch_receive(self, got: Dispatched) -> Dispatched:
         """The second half: wait for the rows, on the device, and put them where they belong. Gives `got`."""
         halves = self._halves("dispatch_receive", got)
+        assert self._tokens is not None
         with self._poisoning:
-            halves.dispatch_receive(got)
-        self._dispatched = None
+            halves.dispatch_receive(got, self._tokens)
+        self._dispatched = self._tokens = None
         return got
 
     @one_at_a_time

@@ -46,7 +46,7 @@ class FusedBackend:
 
     capturable = True
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         self.world, self.spec = world, spec
         refuse(spec)
         self._own_workspace = workspace is None
@@ -55,7 +55,7 @@ class FusedBackend:
             raise ConfigError("the workspace belongs to another world; make one of this exchange's own world")
         self.build = Build.of(self.workspace, spec)
         gpu, stamped = world.gpu, self.workspace.stamped
-        self.dispatch_grid, self.combine_grid = self._grids(None if sms == "auto" else int(sms))
+        self.dispatch_grid, self.combine_grid = self._grids(sms)
         # Blocks go to multiprocessors that have none, as long as there are some.
         self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest()))
         kernels = self.workspace.kernels
@@ -76,22 +76,22 @@ class FusedBackend:
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._enqueue("dispatch", self._aimed(got, dispatch.ALL_PARTS))
+        self._enqueue("dispatch", self._aimed(got, tokens, dispatch.ALL_PARTS))
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """The half that puts rows on their way. What it gives holds nothing before `dispatch_receive`."""
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._enqueue("dispatch", self._aimed(got, dispatch.ROUTE | dispatch.SEND))
+        self._enqueue("dispatch", self._aimed(got, tokens, dispatch.ROUTE | dispatch.SEND))
         self.workspace.sent("dispatch", self)
         return got
 
-    def dispatch_receive(self, got: Dispatched) -> None:
+    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
         """The half that waits for rows and places them."""
         self.workspace.begin_second_half("dispatch", self)
-        self._lend(got)
-        self._enqueue("dispatch", self._aimed(got, dispatch.PLACE))
+        self._lend(got, tokens)
+        self._enqueue("dispatch", self._aimed(got, tokens, dispatch.PLACE))
         self.workspace.received("dispatch")
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class FusedBackend:
         if self._own_workspace:
             self.workspace.close()
 
-    def _grids(self, sms: int | None) -> tuple[DispatchGrid, CombineGrid]:
+    def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
         return self.build.grids(sms)
 
     def _dispatch_parts(self) -> tuple[int, ...]:
@@ -163,8 +163,8 @@ class FusedBackend:
         memory = torch.empty(self._metadata.nbytes // 4, dtype=torch.int32, device=self.world.device)
         x = self._slot_view if out is None else out
         assert x is not None
-        home = Home(memory, memory.data_ptr(), self._metadata, tokens, self.workspace.stream())
-        return KernelDispatched.over(x, self._new_scales(), home, self)
+        home = Home(memory, memory.data_ptr(), self._metadata, self.workspace.stream())
+        return KernelDispatched.over(x, self._new_scales(), tokens.x.shape[0], home, self)
 
     def _new_scales(self) -> torch.Tensor | None:
         """Those of raw rows: block after block, as DeepGEMM takes them. With layout rank they stay in the slots too."""
@@ -173,32 +173,32 @@ class FusedBackend:
         whole = torch.empty(self.spec.scales, self.build.scale_stride, dtype=torch.float32, device=self.world.device)
         return whole.T[: self.build.capacity]
 
-    def _lend(self, got: Dispatched) -> None:
+    def _lend(self, got: Dispatched, tokens: Tokens) -> None:
         """For the second half of a dispatch, which may be enqueued on another stream than the first."""
         home = got._home
         assert isinstance(home, Home)
         if home.stream != self.workspace.stream():
-            lend(home.memory, home.tokens.num_tokens, got.scales if self._slot_scales is None else None)
+            lend(home.memory, tokens.num_tokens, got.scales if self._slot_scales is None else None)
 
     def _enqueue(self, op: str, *launches: Launch) -> None:
         """On the current stream."""
         sms = launches[0].sms if len(launches) == 1 else max(launch.sms for launch in launches)
         self.workspace.enqueue(op, sms, launches)
 
-    def _aimed(self, got: Dispatched, parts: int) -> Launch:
+    def _aimed(self, got: Dispatched, tokens: Tokens, parts: int) -> Launch:
         """The launch of these parts of a dispatch, at the tensors of this call."""
-        return self._aim(self._dispatches[parts], got)
+        return self._aim(self._dispatches[parts], got, tokens)
 
-    def _aim(self, aimed: Aimed, got: Dispatched) -> Launch:
+    def _aim(self, aimed: Aimed, got: Dispatched, tokens: Tokens) -> Launch:
         home, at = got._home, self._metadata.at
         assert isinstance(home, Home)
-        tokens, memory = home.tokens, home.address
+        memory = home.address
         slots = self._slot_view is not None
         aimed.set_addresses(
             tokens.x.data_ptr(),
             0 if tokens.scales is None else tokens.scales.data_ptr(),
-            tokens.ids.data_ptr(),
-            tokens.weights.data_ptr(),
+            tokens.topk_idx.data_ptr(),
+            tokens.topk_weights.data_ptr(),
             0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr(),
             0 if slots else got.x.data_ptr(),
             0 if slots or got.scales is None else got.scales.data_ptr(),
@@ -211,7 +211,7 @@ class FusedBackend:
             memory + at["got"],
         )
         fields = aimed.launch.fields
-        fields.wide_ids = tokens.ids.dtype is torch.int64
+        fields.wide_ids = tokens.topk_idx.dtype is torch.int64
         fields.tokens = got.tokens
         return aimed.launch
 

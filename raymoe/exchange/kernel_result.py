@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from raymoe.device.dispatch import Got
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched
 from raymoe.memory.layout import ALIGNMENT, round_up
 
 _VIEWS = ("weights", "expert_offsets", "expert_counts", "index")
@@ -65,12 +65,11 @@ class Metadata:
 
 @dataclass(slots=True)
 class Home:
-    """What a dispatch keeps on the device for its combine, and its tokens: a receive that comes later reads them."""
+    """The metadata of a dispatch on the device, which its combine reads."""
 
     memory: torch.Tensor
     address: int
     metadata: Metadata
-    tokens: Tokens
     stream: int
     """Where the dispatch was enqueued, by the driver's number. Torch gives `memory` only to that stream again."""
 
@@ -89,9 +88,9 @@ class KernelDispatched(Dispatched):
     """Its `weights`, `expert_offsets`, `expert_counts` and `index` are made when first asked for."""
 
     @classmethod
-    def over(cls, x: torch.Tensor, scales: torch.Tensor | None, home: Home, owner: object) -> Self:
+    def over(cls, x: torch.Tensor, scales: torch.Tensor | None, tokens: int, home: Home, owner: object) -> Self:
         got = cls.__new__(cls)  # the dataclass's own would want all tensors now
-        got.x, got.scales, got.tokens = x, scales, home.tokens.x.shape[0]
+        got.x, got.scales, got.tokens = x, scales, tokens
         got._home, got._owner = home, owner
         return got
 

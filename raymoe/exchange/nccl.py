@@ -18,7 +18,7 @@ from raymoe.exchange.refusal import NO_REFUSAL, Refusal, raise_first, status_of
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import CLOSING_S, World
-from raymoe.net.nccl import NcclGroup, OtherThread
+from raymoe.net.nccl import BackgroundWait, NcclGroup
 
 # Memory of what a captured call allocates.
 
@@ -88,7 +88,7 @@ class NcclRounds:
 
     def wait_for_all(self, op: str) -> None:
         """Until the device is done, also with replays on other streams."""
-        self._until(op, OtherThread(self._world.gpu.synchronise).over, self._group_lags)
+        self._until(op, BackgroundWait(self._world.gpu.synchronise).done, self._group_lags)
 
     def close(self, together: bool) -> None:
         """With the world; `together` if all ranks close now. A rank that has left already delays it by 2 s."""

@@ -260,10 +260,10 @@ class RoundKernels:
         self._tell(
             stream,
             kept=kept,
-            ids=tokens.ids,
-            weights=tokens.weights,
+            ids=tokens.topk_idx,
+            weights=tokens.topk_weights,
             num_tokens=tokens.num_tokens,
-            wide_ids=int(tokens.ids.dtype == torch.int64),
+            wide_ids=int(tokens.topk_idx.dtype == torch.int64),
             given=tokens.x.shape[0],
         )
 

@@ -32,21 +32,21 @@ from raymoe.memory.world import World
 class StagedBackend(FusedBackend):
     """Each launch does one kind of work, and has as many blocks as all kinds together have in `fused`."""
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         super().__init__(world, spec, workspace, sms)
         self._mover = self._moving_launch()
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._enqueue("dispatch", *self._sending(got), self._aimed(got, dispatch.PLACE))
+        self._enqueue("dispatch", *self._sending(got, tokens), self._aimed(got, tokens, dispatch.PLACE))
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """The stages before the last one."""
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._enqueue("dispatch", *self._sending(got))
+        self._enqueue("dispatch", *self._sending(got, tokens))
         self.workspace.sent("dispatch", self)
         return got
 
@@ -55,8 +55,8 @@ class StagedBackend(FusedBackend):
         halves = (self._summing(rows, got, weighted, out, part) for part in (combine.REDUCE, combine.SUM))
         self._enqueue("combine", *halves)
 
-    def _sending(self, got: Dispatched) -> tuple[Launch, ...]:
-        return self._aimed(got, dispatch.ROUTE), self._aim(self._mover, got)
+    def _sending(self, got: Dispatched, tokens: Tokens) -> tuple[Launch, ...]:
+        return self._aimed(got, tokens, dispatch.ROUTE), self._aim(self._mover, got, tokens)
 
     def _moving_launch(self) -> Aimed:
         """Who moves the rows."""
@@ -81,7 +81,7 @@ class StagedBackend(FusedBackend):
         stages = [self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.SEND, dispatch.PLACE)]
         return [*stages, *(self.combine_grid.shape(part) for part in (combine.REDUCE, combine.SUM))]
 
-    def _grids(self, sms: int | None) -> tuple[DispatchGrid, CombineGrid]:
+    def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = super()._grids(sms)
         blocks = summing.reducers + summing.summers
         if not self.build.fp8:
@@ -106,7 +106,7 @@ class StagedBackend(FusedBackend):
 class CopiedBackend(StagedBackend):
     """A dispatch routes, packs, copies, announces and places; a combine is that of `staged`."""
 
-    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int | str) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         super().__init__(world, spec, workspace, sms)
         announce = self.workspace.kernels.function(ANNOUNCE)
         self._announcers = {
@@ -122,28 +122,27 @@ class CopiedBackend(StagedBackend):
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        telling = self._telling(got, dispatch.SEND | dispatch.PLACE)
-        self._run(
-            *self._sending(got), lambda stream: self._copy(got, stream), telling, self._aimed(got, dispatch.PLACE)
-        )
+        telling = self._telling(got, tokens, dispatch.SEND | dispatch.PLACE)
+        placing = self._aimed(got, tokens, dispatch.PLACE)
+        self._run(*self._sending(got, tokens), lambda stream: self._copy(got, stream), telling, placing)
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """Up to the copies, which go on beside what is enqueued next."""
         self.workspace.begin("dispatch")
         got = self._new(tokens, out)
-        self._run(*self._sending(got))
+        self._run(*self._sending(got, tokens))
         with self._beside() as side:
             self._copy(got, side)
-            self._telling(got, dispatch.SEND)(side)
+            self._telling(got, tokens, dispatch.SEND)(side)
         self.workspace.sent("dispatch", self)
         return got
 
-    def dispatch_receive(self, got: Dispatched) -> None:
+    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
         self.workspace.begin_second_half("dispatch", self)
         self._join()
-        self._lend(got)
-        self._run(self._telling(got, dispatch.PLACE), self._aimed(got, dispatch.PLACE))
+        self._lend(got, tokens)
+        self._run(self._telling(got, tokens, dispatch.PLACE), self._aimed(got, tokens, dispatch.PLACE))
         self.workspace.received("dispatch")
 
     def _run(self, *steps: Callable[[int], None]) -> None:
@@ -155,8 +154,8 @@ class CopiedBackend(StagedBackend):
         for target in self._targets if got.tokens else ():
             self._copy_bytes(target, self._source, got.tokens * self.build.slot_bytes, stream)
 
-    def _telling(self, got: Dispatched, parts: int) -> Launch:
-        return self._aim(self._announcers[parts], got)
+    def _telling(self, got: Dispatched, tokens: Tokens, parts: int) -> Launch:
+        return self._aim(self._announcers[parts], got, tokens)
 
     def _copy_bytes(self, into: int, source: int, nbytes: int, stream: int) -> None:
         with self.world.gpu.current():

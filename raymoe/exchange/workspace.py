@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from raymoe.device.combine import MOST_PIECES, most_pieces
 from raymoe.device.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
-from raymoe.device.few import LINE_BYTES, quantised_lines, row_lines
+from raymoe.device.ll import LINE_BYTES, quantised_lines, row_lines
 from raymoe.device.nvml import nvlinked
 from raymoe.device.trace import BLOCKS_A_SM, TRACE_POINTS, timeline
 from raymoe.errors import ConfigError
@@ -71,15 +71,17 @@ travel in lines. 1024 tokens of 7168 bfloat16 took 71 us each way so, and 90 wit
 tokens 77 and 79 for 80 and 87, 1024 142 and 144 for 137 and 146."""
 
 
-def is_few(spec: ExchangeSpec, sms: int | str = "auto") -> bool:
+def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
     """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert, sums in their own dtype.
+
+    `sms` limits its kernels to so many SMs; None leaves them all.
 
     >>> from dataclasses import replace
     >>> spec = ExchangeSpec(tokens=1024, hidden=7168, experts=256, topk=8)
-    >>> is_few(spec), is_few(spec, sms=64), is_few(replace(spec, tokens=2048)), is_few(replace(spec, layout="rank"))
+    >>> is_ll(spec), is_ll(spec, sms=64), is_ll(replace(spec, tokens=2048)), is_ll(replace(spec, layout="rank"))
     (True, False, False, False)
     """
-    most = FEW_BYTES if sms == "auto" else min(FEW_BYTES, int(sms) * FEW_BYTES_OF_SM)
+    most = FEW_BYTES if sms is None else min(FEW_BYTES, sms * FEW_BYTES_OF_SM)
     small = spec.tokens <= FEW_TOKENS and spec.tokens * spec.row_bytes <= most
     retypes = spec.combine_wire != spec.dtype
     return small and spec.layout == "expert" and not spec.by_copy_engine and not retypes
@@ -97,7 +99,7 @@ def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
     return round_up(slot_bytes, SLOT_LINE) if lined else slot_bytes
 
 
-def few_lines(spec: ExchangeSpec) -> int:
+def ll_lines(spec: ExchangeSpec) -> int:
     """Lines of a row of this spec, in the direction in which it has more."""
     quantised = quantised_lines(spec.hidden) if spec.dispatch_wire == FP8 else 0
     return max(row_lines(spec.row_bytes), quantised)
@@ -110,7 +112,7 @@ class Bounds:
     >>> spec = ExchangeSpec(tokens=128, hidden=7168, experts=256, topk=8)
     >>> Bounds.of(spec)  # doctest: +NORMALIZE_WHITESPACE
     Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, pieces=2400,
-           row_bytes=14336, few_entries=1024, few_lines=15360, block=(0, 0), lines=True)
+           row_bytes=14336, ll_entries=1024, ll_lines=15360, block=(0, 0), lines=True)
     """
 
     tokens: int
@@ -123,9 +125,9 @@ class Bounds:
     pieces: int
     """Of one rank's rows in a combine, in whole lines of words."""
     row_bytes: int
-    few_entries: int
+    ll_entries: int
     """Of (token, k) of one rank, of the specs that have few tokens; 0 where none has."""
-    few_lines: int
+    ll_lines: int
     """Lines of the rows of one rank, of these specs."""
     block: tuple[int, int] = (0, 0)
     """Tokens, and bytes of a row, of the specs whose rows go by the copy engine: one for all. Their slots lie apart
@@ -149,8 +151,8 @@ class Bounds:
             max(spec.tokens * (spec.home_row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
             round_up(max(most_pieces(spec.tokens) for spec in specs), WORD_STRIDE),
             max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
-            max(lines * is_few(spec) * spec.tokens * spec.topk for spec in specs),
-            max(lines * is_few(spec) * spec.tokens * few_lines(spec) for spec in specs),
+            max(lines * is_ll(spec) * spec.tokens * spec.topk for spec in specs),
+            max(lines * is_ll(spec) * spec.tokens * ll_lines(spec) for spec in specs),
             blocks[0] if blocks else (0, 0),
             lines,
         )
@@ -216,7 +218,7 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             # Room for both halves, for the gap between them and for the row of zeros, in rows of any of the specs.
             Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),
             Region("combine_rows", (2, ranks * bounds.combine_bytes), "uint8"),
-            *(_few_regions(bounds, ranks) if bounds.few_entries else ()),
+            *(_ll_regions(bounds, ranks) if bounds.ll_entries else ()),
             *(_block_regions(bounds, ranks) if bounds.block[0] else ()),
         ]
     )
@@ -228,15 +230,15 @@ def _block_regions(bounds: Bounds, ranks: int) -> list[Region]:
     return [Region("dispatch_blocks", ((ranks * tokens + 1) * slot_bytes,), "uint8")]
 
 
-def _few_regions(bounds: Bounds, ranks: int) -> list[Region]:
-    """Of kernels/dispatch_few.cu and combine_few.cu: words of 16 bytes and lines of 128, each with its epoch."""
-    lines = ranks * bounds.few_lines
+def _ll_regions(bounds: Bounds, ranks: int) -> list[Region]:
+    """Of kernels/dispatch_ll.cu and combine_ll.cu: words of 16 bytes and lines of 128, each with its epoch."""
+    lines = ranks * bounds.ll_lines
     return [
-        Region("few_counts", (2, bounds.experts + ranks, 2), "int64"),
-        Region("few_statuses", (2, ranks, 2, 2), "int64"),
-        Region("few_told", (2, ranks * bounds.few_entries, 2), "int64"),
-        Region("few_dispatch_rows", (2, lines, LINE_BYTES), "uint8"),
-        Region("few_combine_rows", (2, lines, LINE_BYTES), "uint8"),
+        Region("ll_counts", (2, bounds.experts + ranks, 2), "int64"),
+        Region("ll_statuses", (2, ranks, 2, 2), "int64"),
+        Region("ll_told", (2, ranks * bounds.ll_entries, 2), "int64"),
+        Region("ll_dispatch_rows", (2, lines, LINE_BYTES), "uint8"),
+        Region("ll_combine_rows", (2, lines, LINE_BYTES), "uint8"),
     ]
 
 
@@ -388,7 +390,7 @@ class Workspace:
 
 def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, order: StreamOrder, kernels: Kernels) -> None:
     """Close what a workspace had that was dropped. Peers are not waited for: they may still use theirs."""
-    heap.let_go()
+    heap.unmap_peers()
     watchdog.close()
     error.close()
     order.close()

@@ -1,4 +1,4 @@
-"""Becoming a Ray driver: of a cluster that somebody runs, or of a Ray of our own."""
+"""Make this process a Ray driver, on an existing cluster or on a local Ray."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from raymoe.errors import ClusterError
 from raymoe.gang.address import reachable
 from raymoe.gang.messages import Bounded
 
-CONNECT_S = 20.0  # reaching a cluster that exists, once its port has answered
-START_S = 90.0  # starting a Ray of our own; 5 s on an idle machine
-OBJECT_STORE_BYTES = 100 * 2**20  # descriptors and result lines are all that goes through it
+CONNECT_S = 20.0  # to connect to an existing cluster, after its port has answered
+START_S = 90.0  # to start a local Ray, which takes 5 s on an idle machine
+OBJECT_STORE_BYTES = 100 * 2**20  # it carries only descriptors and result lines
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where to run. `address` None: a Ray of our own with at least `cpus` CPUs."""
+    """The Ray to run on. If `address` is None: a local Ray with `cpus` CPUs."""
 
     address: str | None
     cpus: int
 
     def bound(self) -> Bounded:
-        """How long `connect` may take, and what to say past that: it can hang in C++, out of reach of any signal."""
+        """Return the time limit of `connect` and its message. `ray.init` can hang in C++, where no signal ends it."""
         if self.address is None:
             logs = "see /tmp/ray/session_latest/logs"
-            return Bounded(START_S, 3, f"asked for a Ray of our own, and it was not up after {START_S:g} s; {logs}")
-        asked = f"asked for the Ray cluster at {self.address}, and was not let in within {CONNECT_S:g} s"
-        return Bounded(CONNECT_S, 3, f"{asked}; is a Ray head of this Ray's version there?{_hint()}")
+            return Bounded(START_S, 3, f"asked for a local Ray, and it was not up after {START_S:g} s; {logs}")
+        asked = f"asked for the Ray cluster at {self.address}, and ray.init did not connect within {CONNECT_S:g} s"
+        return Bounded(CONNECT_S, 3, f"{asked}; check that a head of Ray {ray.__version__} runs there{_token_hint()}")
 
     def connect(self) -> None:
-        """Be this process's Ray driver from here on."""
-        handler = signal.getsignal(signal.SIGTERM)  # ray.init puts its own in this place
+        """Call `ray.init`; keep the SIGTERM handler that this process had."""
+        handler = signal.getsignal(signal.SIGTERM)  # ray.init replaces it
         options: dict[str, Any] = {
             "namespace": "raymoe",
             "logging_level": "error",
-            "log_to_driver": False,  # ranks answer in values; their files are under `ray logs`
+            "log_to_driver": False,  # ranks return their results; `ray logs` has what they print
         }
         try:
             if self.address is None:
@@ -57,16 +57,16 @@ class Cluster:
         except ClusterError:
             raise
         except (RuntimeError, OSError, ValueError, RayError) as error:
-            where = f"the Ray cluster at {self.address}{_hint()}" if self.address else "a Ray of our own"
+            where = f"the Ray cluster at {self.address}{_token_hint()}" if self.address else "a local Ray"
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ClusterError(f"asked for {where}, and ray.init said: {reason}") from error
+            raise ClusterError(f"asked for {where}, and ray.init failed: {reason}") from error
         finally:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _hint() -> str:
-    """The way out of the one refusal that Ray does not name: a head that asks for a token, a client that sends none."""
+def _token_hint() -> str:
+    """Explain a refusal that Ray does not explain: the head asks for a token, and this process sends none."""
     token = Path.home() / ".ray" / "auth_token"
     if "RAY_AUTH_MODE" in os.environ or not token.exists():
         return ""
-    return f" (there is a token in {token}: if that cluster asks for one, set RAY_AUTH_MODE=token)"
+    return f" (if that cluster asks for a token, set RAY_AUTH_MODE=token to send the one in {token})"

@@ -1,7 +1,7 @@
-"""The acting half of the supervisor: sees what happens in Ray, asks `decide`, does what it says.
+"""Carry out a run: wait for events from Ray, ask `supervisor.decide`, carry out its actions.
 
-Runs in a process of its own under `main_process.py`, so that nothing that Ray's C++ does to it can lose a result, a
-message or an exit code. It writes no file and no terminal line: it tells the main process.
+The driver runs in a child process of `main_process.py`, so a crash or a hang in Ray's C++ loses no result, message or
+exit code. It writes no file and nothing to the terminal: it sends messages to the main process.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from raymoe.gang.gang import Gang
 from raymoe.gang.messages import Bounded, CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
 from raymoe.gang.placement import Reservation, place
 
-LOOK_S = 0.1  # how long one look at Ray may take; bounds how late a stop is seen
+EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """What to run, and where."""
+    """The job to run, and the cluster to run it on."""
 
     job: Job
-    run: str  # the name of the run directory: names actors and metrics
+    run: str  # name of the run directory, part of the names of actors and metrics
     address: str | None
     finished: frozenset[str] = frozenset()
 
 
 @dataclass
 class Driver:
-    """One run, from `ray.init` to `ray.shutdown`. `stopped` gives the signal that asked to stop, or None."""
+    """A run, from `ray.init` to `ray.shutdown`. `stopped` returns the signal that asked to stop, or None."""
 
     order: RunOrder
     tell: Callable[[Message], None]
@@ -49,7 +49,7 @@ class Driver:
     gang: Gang | None = None
     state: sv.State = field(init=False)
     stop_seen: bool = False
-    shown: tuple[str, int, int] | None = None
+    progress_sent: tuple[str, int, int] | None = None
     generation_began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -58,14 +58,14 @@ class Driver:
         self.finished |= self.order.finished
 
     def run(self) -> RunOutcome:
-        """Everything. Raises nothing that it can name."""
+        """Carry out the whole run. A RaymoeError becomes the outcome."""
         try:
             self._connect()
             self._place()
             while self.state.phase is not sv.Phase.OVER:
                 generation = self.state.generation
-                for event in self._look():
-                    if self.state.generation == generation:  # what is left tells of ranks that are gone
+                for event in self._next_events():
+                    if self.state.generation == generation:  # else the event is of a rank that is gone
                         self._on(event)
         except RaymoeError as error:
             return RunOutcome(error.exit_code, str(error))
@@ -83,43 +83,44 @@ class Driver:
         self.tell(Connected(cluster.address, time.monotonic() - began))
 
     def _place(self) -> None:
-        self.reservation = place(self.order.job, self._is_stopped)
+        self.reservation = place(self.order.job, self._check_stop)
         if self.reservation is not None:
             self._on(sv.Placed())
 
-    def _is_stopped(self) -> bool:
-        """Take note of a signal that asked to stop; once is enough."""
+    def _check_stop(self) -> bool:
+        """Return whether a signal asked to stop; tell the supervisor the first time."""
         signum = self.stopped()
         if signum is not None and not self.stop_seen:
             self.stop_seen = True
             self._on(sv.StopAsked(signum, signal.Signals(signum).name))
         return signum is not None
 
-    def _look(self) -> list[sv.Event]:
-        """Everything that can have happened, after at most LOOK_S."""
-        self._is_stopped()
-        events = [] if self.gang is None else self.gang.look(LOOK_S)
-        self._pass_on_cases()
+    def _next_events(self) -> list[sv.Event]:
+        """Wait for events, at most EVENTS_S. The last one is always a Tick."""
+        self._check_stop()
+        events = [] if self.gang is None else self.gang.wait_for_events(EVENTS_S)
+        self._send_progress()
         return [*events, sv.Tick()]
 
-    def _pass_on_cases(self) -> None:
+    def _send_progress(self) -> None:
+        """Send the main process the cases that are finished and the progress of rank 0."""
         if self.gang is None:
             return
         for case, lines in self.gang.take_finished():
             self.finished.add(case)
             self.tell(CaseDone(case, self.state.generation, lines))
-        if self.gang.progress is not None and self.gang.progress != self.shown:
-            self.shown = self.gang.progress
-            self.tell(Progressed(*self.shown))
+        if self.gang.progress is not None and self.gang.progress != self.progress_sent:
+            self.progress_sent = self.gang.progress
+            self.tell(Progressed(*self.progress_sent))
 
     def _on(self, event: sv.Event) -> None:
         before = self.state
         self.state, actions = sv.decide(before, event, time.monotonic())
         if isinstance(event, sv.Wired) and self.gang is not None:
-            self.tell(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.whereabouts()))
+            self.tell(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.describe_ranks()))
         if before.phase is sv.Phase.CLEARING and self.state.phase is not before.phase and before.verdict is not None:
-            verdict, again = before.verdict, self.state.phase is not sv.Phase.OVER
-            self.tell(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, again))
+            verdict, restarting = before.verdict, self.state.phase is not sv.Phase.OVER
+            self.tell(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, restarting))
             self.generation_began = time.monotonic()
         for action in actions:
             self._act(action)
@@ -144,7 +145,7 @@ class Driver:
                 self._on(sv.Cleared())
 
     def _leave(self) -> None:
-        """Give back what was taken from the cluster; Ray would do it too, but later."""
+        """Release the reservation and leave the cluster. Ray would do it too, but later."""
         if not ray.is_initialized():
             return
         if self.reservation is not None:

@@ -1,7 +1,7 @@
-"""The ranks of one generation, seen from the driver: what was asked of each, and what has come back.
+"""The ranks of one generation, as the driver sees them: the calls to each rank, and their answers.
 
-`look` turns Ray's answers into the supervisor's events; the other methods carry its actions out. Nothing is decided
-here.
+`wait_for_events` turns Ray's answers into the supervisor's events. The other methods carry out its actions. Every
+decision is the supervisor's.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.config import Job
 from raymoe.gang import supervisor as sv
-from raymoe.gang.placement import Reservation, Seat, order
+from raymoe.gang.placement import Location, Reservation, bundles_by_rank
 from raymoe.gang.processes import crash_report, end_ranks
-from raymoe.gang.rank import Line, RankActor, Seating, Status
+from raymoe.gang.rank import Line, RankActor, RankSettings, Status
 from raymoe.workload.memory_needed import bytes_per_rank, device_bytes_per_rank
 
-POLL_S = 0.2  # how often each rank is asked where it is
-START_S = 60.0  # for the first rank of a generation to answer: process start, import of torch
-MARGIN_S = 5.0  # on top of world.wait_timeout_s before an unanswered call counts as a rank that is stuck
-NAME_TAKEN_S = 5.0  # how long the name of a rank that died may still be taken
-CLOSE_S = 3.0
+POLL_S = 0.2  # between two polls of a rank
+START_S = 60.0  # extra time for the first answer to a call, which may start a process and import torch
+MARGIN_S = 5.0  # extra time after world.wait_timeout_s, until a rank that does not answer counts as stuck
+NAME_TAKEN_S = 5.0  # for Ray to free the actor name of a rank that died
+CLOSE_S = 3.0  # for all ranks to close; then they are killed
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that is under way: `what` of `rank`."""
+    """A call to a rank that has not answered yet."""
 
-    what: str
+    method: str
     rank: int
 
 
 class Gang:
-    """One generation of ranks. Begins to start them when made."""
+    """One generation of ranks. The constructor begins to start them."""
 
     def __init__(self, job: Job, run: str, reservation: Reservation, generation: int) -> None:
         self.job, self.run_name, self.reservation, self.generation = job, run, reservation, generation
         self.size = job.world.ranks
-        self.seats: dict[int, Seat] = {}
+        self.locations: dict[int, Location] = {}
         self.descriptors: dict[int, dict[str, Any]] = {}
         self.progress: tuple[str, int, int] | None = None
         self._calls: dict[ray.ObjectRef[Any], Call] = {}
         self._polls: dict[int, tuple[ray.ObjectRef[Any], float]] = {}
         self._next_poll = 0.0
-        self._failed = False  # a call of this round came back without an answer
+        self._failed = False  # a rank failed in the current call
         self._asked_at = time.monotonic()
         self._first_answer: float | None = None
-        self._cursor = 0
+        self._cursor = 0  # finished cases taken from rank 0
         self._finished: list[tuple[str, tuple[Line, ...]]] = []
         self._start(list(range(self.size)))
 
     # Actions.
 
     def _start(self, bundles: list[int]) -> None:
-        """Create the actor of every rank i in bundle bundles[i]."""
+        """Create the actor of rank i in bundle bundles[i], for every rank."""
         self.bundles = bundles
         self.actors = [self._create(rank, bundle) for rank, bundle in enumerate(bundles)]
-        self._ask("sit", lambda rank: (bundles[rank],))
+        self._ask("locate", lambda rank: (bundles[rank],))
 
     def _create(self, rank: int, bundle: int) -> Any:
         options = RankActor.options(
@@ -72,72 +72,73 @@ class Gang:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self.reservation.group, placement_group_bundle_index=bundle, placement_group_capture_child_tasks=False
             ),
-            # Ray runs workers at nice 15, and what the job's own runtime_env says of it does not arrive at actors.
+            # Ray runs workers at nice 15. A value in the job's runtime_env does not reach actors.
             runtime_env={"env_vars": {"RAY_worker_niceness": "0"}},
         )
         deadline = time.monotonic() + NAME_TAKEN_S
         while True:
             try:
                 return options.remote(self.run_name, rank)
-            except ValueError:  # the rank of the last generation still holds the name
+            except ValueError:  # a dead rank of the last generation still holds the name
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
     def wire(self) -> None:
-        """Hand every rank all descriptors."""
-        everyone = ray.put([self.descriptors[rank] for rank in range(self.size)])
-        self._ask("wire", lambda _: (everyone,))
+        """Give every rank the descriptors of all."""
+        descriptors = ray.put([self.descriptors[rank] for rank in range(self.size)])
+        self._ask("wire", lambda _: (descriptors,))
 
     def run(self, finished: Iterable[str]) -> None:
-        """The one long call of every rank."""
+        """Start the one long call of every rank."""
         resolved, done = ray.put(self.job.resolved()), sorted(finished)
         self._ask("run", lambda _: (resolved, done))
 
     def abort(self, reason: str) -> None:
-        """Ask every rank to stop waiting. Nobody waits for the answers: what each `run` says follows from them."""
+        """Ask every rank to stop waiting, without waiting for answers: the effect shows when `run` returns."""
         for rank, actor in enumerate(self.actors):
             actor.abort.options(name=f"rank{rank} abort").remote(reason)
 
     def close(self) -> None:
-        """Let the ranks unmap and free in order; whoever is not done after CLOSE_S is killed with the rest."""
+        """Let the ranks unmap and free their memory in order, for at most CLOSE_S."""
         refs = [actor.close.options(name=f"rank{rank} close").remote() for rank, actor in enumerate(self.actors)]
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_S)
 
     def kill(self) -> list[int]:
-        """End every process of this generation, stopped ones too. Returns the ranks that could not be ended."""
+        """End every process of this generation, also stopped ones; return the ranks that could not be ended."""
         for actor in self.actors:
             ray.kill(actor)
         self._calls.clear()
         self._polls.clear()
-        return sorted(end_ranks(self.seats))
+        return sorted(end_ranks(self.locations))
 
-    def _ask(self, what: str, arguments: Callable[[int], tuple[object, ...]]) -> None:
+    def _ask(self, method: str, arguments: Callable[[int], tuple[object, ...]]) -> None:
+        """Call a method of every rank."""
         self._calls.clear()
         self._failed = False
         for rank, actor in enumerate(self.actors):
-            ref = getattr(actor, what).options(name=f"rank{rank} {what}").remote(*arguments(rank))
-            self._calls[ref] = Call(what, rank)
+            ref = getattr(actor, method).options(name=f"rank{rank} {method}").remote(*arguments(rank))
+            self._calls[ref] = Call(method, rank)
         self._asked_at, self._first_answer = time.monotonic(), None
 
-    def whereabouts(self) -> tuple[dict[str, object], ...]:
-        """Where each rank lives, for environment.json and for whoever wants to look at one."""
+    def describe_ranks(self) -> tuple[dict[str, object], ...]:
+        """Return process, node and GPU of each rank, for environment.json and for a user who wants to inspect one."""
         return tuple(
-            {"rank": rank, "pid": seat.process[0], "node": seat.node, "gpu": seat.gpu}
-            for rank, seat in sorted(self.seats.items())
+            {"rank": rank, "pid": location.process[0], "node": location.node, "gpu": location.gpu}
+            for rank, location in sorted(self.locations.items())
         )
 
-    # What has happened.
+    # Events.
 
-    def look(self, seconds: float) -> list[sv.Event]:
-        """Everything that has come back, waiting at most `seconds` for the first of it."""
-        self._poll_where_due()
+    def wait_for_events(self, seconds: float) -> list[sv.Event]:
+        """Wait at most `seconds` for an answer; return the events in all answers that are there."""
+        self._send_due_polls()
         polls = {ref: rank for rank, (ref, _) in self._polls.items()}
         waiting = [*self._calls, *polls]
         events: list[sv.Event] = []
         if waiting:
             ready, _ = ray.wait(waiting, num_returns=1, timeout=seconds)
-            if ready:  # take all that is there, not one a look
+            if ready:  # take all answers that are there, not only one
                 ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
             for ref in ready:
                 if ref in polls:
@@ -146,10 +147,10 @@ class Gang:
                     events += self._on_answer(self._calls.pop(ref), ref)
         else:
             time.sleep(seconds)
-        return events or self._overdue()
+        return events or self._find_overdue()
 
     def take_finished(self) -> list[tuple[str, tuple[Line, ...]]]:
-        """Cases that rank 0 finished since the last call, whole."""
+        """Return the cases that rank 0 finished since the last call, each with all its lines."""
         taken, self._finished = self._finished, []
         return taken
 
@@ -159,30 +160,30 @@ class Gang:
         if event is not None:
             self._failed = True
             return [event]
-        if call.what == "run":
-            # What rank 0 finished after its last poll comes before the news that it is done.
+        if call.method == "run":
+            # Cases that rank 0 finished after its last poll come before the event that it is done.
             return [*(self._last_poll() if call.rank == 0 else []), sv.Finished(call.rank)]
-        if call.what == "sit":
-            self.seats[call.rank] = answer
-        elif call.what == "open":
+        if call.method == "locate":
+            self.locations[call.rank] = answer
+        elif call.method == "open":
             self.descriptors[call.rank] = answer
-        # Where one rank gave no answer, there is nothing to go on with: its seat or descriptor is missing.
-        return [] if self._calls or self._failed else self._all_answered(call.what)
+        # After a failure the next call cannot be made: the location or descriptor of a rank is missing.
+        return [] if self._calls or self._failed else self._on_all_answered(call.method)
 
-    def _all_answered(self, what: str) -> list[sv.Event]:
-        if what == "sit":
-            ranks = order([self.seats[rank] for rank in range(self.size)])
-            if ranks != self.bundles:  # rare. A name is fixed at creation, so the ranks are created anew
+    def _on_all_answered(self, method: str) -> list[sv.Event]:
+        if method == "locate":
+            bundles = bundles_by_rank([self.locations[rank] for rank in range(self.size)])
+            if bundles != self.bundles:  # rare; an actor's name is fixed, so all are created again in the right order
                 self.kill()
-                self.seats.clear()
-                self._start(ranks)
+                self.locations.clear()
+                self._start(bundles)
                 return []
             world = self.job.world
             nbytes = device_bytes_per_rank if self.reservation.device == "cuda" else bytes_per_rank
             self._ask(
                 "open",
                 lambda rank: (
-                    Seating(
+                    RankSettings(
                         rank=rank,
                         size=self.size,
                         generation=self.generation,
@@ -195,85 +196,87 @@ class Gang:
                 ),
             )
             return []
-        return [sv.Started()] if what == "open" else [sv.Wired()]
+        return [sv.Started()] if method == "open" else [sv.Wired()]
 
     def _read(self, call: Call, ref: ray.ObjectRef[Any]) -> tuple[Any, sv.Event | None]:
+        """Return the answer, or the event that there is none."""
         try:
             answer = ray.get(ref)
         except RayActorError:
-            return None, sv.Lost(call.rank, self._how_lost(call))
-        except RayError as error:  # the call itself could not be made: no raymoe on that node, another version
+            return None, sv.Lost(call.rank, self._death_message(call))
+        except RayError as error:  # Ray could not make the call: raymoe is missing on that node, or another version
             reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
-            message = f"rank {call.rank} could not {call.what}: {reason}"
+            message = f"Ray could not call `{call.method}` of rank {call.rank}: {reason}"
             return None, sv.Failed(call.rank, sv.Failure(type(error).__name__, 1, message, traceback=str(error)))
         if isinstance(answer, sv.Failure):
             return None, sv.Failed(call.rank, answer)
         return answer, None
 
-    def _how_lost(self, call: Call) -> str:
-        seat = self.seats.get(call.rank)
-        if seat is None or seat.errors is None:
-            pid = f" (pid {seat.process[0]})" if seat else ""
-            return f"rank {call.rank}{pid} died in `{call.what}`; `ray logs` has what it said"
-        here = seat.node == ray.get_runtime_context().get_node_id()
-        cause = crash_report(seat.errors) if here else None
-        why, where = cause or "without a word", seat.errors if here else f"{seat.errors} on its node"
-        return f"rank {call.rank} (pid {seat.process[0]}) died in `{call.what}`: {why}; its log: {where}"
+    def _death_message(self, call: Call) -> str:
+        location = self.locations.get(call.rank)
+        if location is None or location.stderr_file is None:
+            pid = f" (pid {location.process[0]})" if location else ""
+            return f"rank {call.rank}{pid} died in `{call.method}`; `ray logs` has its output"
+        here = location.node == ray.get_runtime_context().get_node_id()
+        report = crash_report(location.stderr_file) if here else None
+        cause = report or "it printed no cause"
+        log = location.stderr_file if here else f"{location.stderr_file} on its node"
+        return f"rank {call.rank} (pid {location.process[0]}) died in `{call.method}`: {cause}; its log: {log}"
 
     # Polls.
 
-    def _poll_where_due(self) -> None:
+    def _send_due_polls(self) -> None:
         now = time.monotonic()
-        if now < self._next_poll or not any(call.what == "run" for call in self._calls.values()):
+        if now < self._next_poll or not any(call.method == "run" for call in self._calls.values()):
             return
         self._next_poll = now + POLL_S
         for rank in range(self.size):
-            if rank not in self._polls:  # one that hangs is kept, not queued behind
-                cursor = self._cursor if rank == 0 else 1 << 30
-                self._polls[rank] = (self._ask_where(rank, cursor), now)
+            if rank not in self._polls:  # one poll at a time: its age tells how long the rank has not answered
+                cursor = self._cursor if rank == 0 else 1 << 30  # cases are taken from rank 0 alone
+                self._polls[rank] = (self._send_poll(rank, cursor), now)
 
-    def _ask_where(self, rank: int, cursor: int) -> ray.ObjectRef[Any]:
+    def _send_poll(self, rank: int, cursor: int) -> ray.ObjectRef[Any]:
         ref: ray.ObjectRef[Any] = self.actors[rank].poll.options(name=f"rank{rank} poll").remote(cursor)
         return ref
 
     def _on_poll(self, rank: int, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
         if self._polls.get(rank, (None,))[0] != ref:
-            return []  # `_last_poll` came in between and asked for the same again
+            return []  # `_last_poll` has asked for the same cases in the meantime
         del self._polls[rank]
         status, event = self._read(Call("poll", rank), ref)
         if event is None and rank == 0:
-            self._take(status)
+            self._record(status)
         return [] if event is None else [event]
 
     def _last_poll(self) -> list[sv.Event]:
+        """Take the last cases of rank 0, whose `run` has returned."""
         self._polls.pop(0, None)
-        ref = self._ask_where(0, self._cursor)
+        ref = self._send_poll(0, self._cursor)
         if not ray.wait([ref], timeout=MARGIN_S)[0]:
-            return [sv.Mute(0, "rank 0 finished and answers nothing any more; its process lives", 5)]
+            return [sv.NotAnswering(0, "rank 0 finished its cases and no longer answers; its process still runs", 5)]
         status, event = self._read(Call("poll", 0), ref)
         if event is None:
-            self._take(status)
+            self._record(status)
         return [] if event is None else [event]
 
-    def _take(self, status: Status) -> None:
+    def _record(self, status: Status) -> None:
         self._finished += status.finished
         self._cursor += len(status.finished)
         if status.case is not None and status.total:
             self.progress = (status.case, status.done, status.total)
 
-    def _overdue(self) -> list[sv.Event]:
-        """Ranks that should have answered by now."""
-        now, patience = time.monotonic(), self.job.world.wait_timeout_s + MARGIN_S
+    def _find_overdue(self) -> list[sv.Event]:
+        """Return the first rank that should have answered by now."""
+        now, limit_s = time.monotonic(), self.job.world.wait_timeout_s + MARGIN_S
         for rank, (_, asked) in self._polls.items():
-            if now - asked > patience:
-                return [
-                    sv.Mute(rank, f"rank {rank} has answered nothing for {now - asked:.0f} s; its process lives", 5)
-                ]
+            if now - asked > limit_s:
+                message = f"rank {rank} has not answered for {now - asked:.0f} s; its process still runs"
+                return [sv.NotAnswering(rank, message, 5)]
         for call in self._calls.values():
-            if call.what == "run":
+            if call.method == "run":
                 continue
-            late = self._first_answer is not None and now - self._first_answer > patience
-            if late or now - self._asked_at > START_S + patience:
-                message = f"rank {call.rank} did not {call.what} within {now - self._asked_at:.0f} s"
-                return [sv.Mute(call.rank, message, 5 if self.seats else 3)]
+            late = self._first_answer is not None and now - self._first_answer > limit_s
+            if late or now - self._asked_at > START_S + limit_s:
+                message = f"rank {call.rank} did not answer `{call.method}` within {now - self._asked_at:.0f} s"
+                return [sv.NotAnswering(call.rank, message, 5 if self.locations else 3)]
         return []

@@ -1,15 +1,15 @@
-"""The process that the user started: it keeps the driver, and outlives everything that the driver started.
+"""The process that the user started: it runs the driver in a child, and ends everything that the driver started.
 
-Ray installs a SIGTERM handler of its own inside `ray.init`, swallows exceptions raised while it waits, and leaves
-agents behind that outlive the driver by half a minute. So Ray lives in a child. The parent holds the signals, the files
-and the terminal; it is a child subreaper, so that every process that Ray starts on this machine becomes its own sooner
-or later and can be ended by pid.
+Ray runs in a child, because it replaces the SIGTERM handler inside `ray.init`, swallows exceptions raised while it
+waits, and leaves agents behind that outlive the driver by half a minute. The parent has the signals, the files and the
+terminal. It is a child subreaper: every process that Ray starts on this machine becomes its child sooner or later, and
+can be ended by pid.
 
 Invariants
 * The parent never imports Ray, starts no thread, and blocks only in one bounded `select`.
 * When `run_in_child` returns, no descendant of this process is left.
-* Whatever happens to the child (a crash in C++, a hang in `ray.init`), `run_in_child` returns a `RunOutcome`.
-* Whatever happens to the parent (SIGKILL), the child drains as if it had been asked to stop, and cleans up for it.
+* If the child crashes in C++ or hangs in `ray.init`, `run_in_child` still returns a `RunOutcome`.
+* If the parent is killed, the child drains as if it had been asked to stop, and ends its own descendants.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from types import FrameType
 
 from raymoe.gang.messages import Bounded, Message, RunOutcome
 
-STOP_S = 3.5  # from a signal to the child's last word, then everything is killed: a run is gone 5 s after SIGTERM
-REAP_S = 3.0
+STOP_S = 3.5  # from a signal to the child's outcome; then all is killed, so a run is gone 5 s after SIGTERM
+REAP_S = 3.0  # to kill and reap all descendants
 PR_SET_CHILD_SUBREAPER = 36
 
 Tell = Callable[[Message], None]
@@ -37,30 +37,30 @@ Stopped = Callable[[], int | None]
 Work = Callable[[Tell, Stopped], RunOutcome]
 
 
-def run_in_child(work: Work, hear: Callable[[Message], None]) -> RunOutcome:
-    """Run `work` in a child, pass on all it tells, and return how it ended; never leaves a process behind.
+def run_in_child(work: Work, on_message: Callable[[Message], None]) -> RunOutcome:
+    """Run `work` in a child, pass its messages to `on_message`, and return the outcome; leave no process behind.
 
-    `work` gets a function that tells news and one that gives the signal that asked to stop (None while there is none).
+    `work` gets two functions: one sends a message, the other returns the signal that asked to stop (None before that).
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    ours, theirs = Pipe(duplex=True)
+    parent_end, child_end = Pipe(duplex=True)
     with _Signals() as signals:
         sys.stdout.flush()
         sys.stderr.flush()
         child = os.fork()
         if child == 0:
-            ours.close()
-            _be_the_child(work, theirs)
-        theirs.close()
+            parent_end.close()
+            _run_child(work, child_end)
+        child_end.close()
         try:
-            return _listen(child, ours, signals, hear)
+            return _listen(child, parent_end, signals, on_message)
         finally:
             end_descendants(REAP_S)
-            ours.close()
+            parent_end.close()
 
 
 class _Signals:
-    """SIGINT and SIGTERM, noted and nothing else; `fileno` becomes readable when one arrives."""
+    """Record SIGINT and SIGTERM, without acting on them; `fileno` becomes readable when one arrives."""
 
     def __init__(self) -> None:
         self.first: int | None = None
@@ -91,32 +91,33 @@ class _Signals:
         os.read(self._read, 4096)
 
 
-def _listen(child: int, news: Connection, signals: _Signals, hear: Callable[[Message], None]) -> RunOutcome:
-    """The parent's loop: pass news on, pass a signal down, end the child where a bound is passed."""
+def _listen(child: int, pipe: Connection, signals: _Signals, on_message: Callable[[Message], None]) -> RunOutcome:
+    """Run the parent's loop: pass messages on and a signal down, until the child's outcome or a deadline."""
     bound, bound_ends = Bounded(None), float("inf")
-    stop_ends, told = float("inf"), False
+    stop_ends, stop_sent = float("inf"), False
     while True:
         ends = min(bound_ends, stop_ends)
         wait = None if ends == float("inf") else max(0.0, ends - time.monotonic())
-        ready, _, _ = select.select([news.fileno(), signals.fileno()], [], [], wait)
+        ready, _, _ = select.select([pipe.fileno(), signals.fileno()], [], [], wait)
         if signals.fileno() in ready:
             signals.drain()
-        if signals.first is not None and not told:
-            told, stop_ends = True, time.monotonic() + STOP_S
-            _send(news, signals.first)
-        elif signals.count > 1:  # asked twice: no more patience
+        if signals.first is not None and not stop_sent:
+            stop_sent, stop_ends = True, time.monotonic() + STOP_S
+            _send(pipe, signals.first)
+        elif signals.count > 1:  # a second signal: stop at once
             stop_ends = time.monotonic()
-        if news.fileno() in ready:
+        if pipe.fileno() in ready:
             try:
-                heard = news.recv()
+                message = pipe.recv()
             except (EOFError, ConnectionResetError):
                 return _stopped(signals.first) if signals.first is not None else _crashed(child)
-            if isinstance(heard, RunOutcome):
-                return heard if signals.first is None or heard.exit_code == 0 else _stopped(signals.first)
-            if isinstance(heard, Bounded):
-                bound, bound_ends = heard, float("inf") if heard.seconds is None else time.monotonic() + heard.seconds
+            if isinstance(message, RunOutcome):
+                return message if signals.first is None or message.exit_code == 0 else _stopped(signals.first)
+            if isinstance(message, Bounded):
+                bound = message
+                bound_ends = float("inf") if bound.seconds is None else time.monotonic() + bound.seconds
             else:
-                hear(heard)
+                on_message(message)
         elif time.monotonic() >= stop_ends and signals.first is not None:
             return _stopped(signals.first)
         elif time.monotonic() >= bound_ends:
@@ -127,7 +128,7 @@ def _send(pipe: Connection, signum: int) -> None:
     try:
         pipe.send(signum)
     except (BrokenPipeError, ConnectionResetError):
-        return  # it is gone already, which the next read tells
+        return  # the child is gone; the next read of the pipe says so
 
 
 def _stopped(signum: int) -> RunOutcome:
@@ -135,40 +136,40 @@ def _stopped(signum: int) -> RunOutcome:
 
 
 def _crashed(child: int) -> RunOutcome:
-    """The child went without a word."""
+    """Return the outcome of a child that closed its pipe without sending one."""
     deadline = time.monotonic() + REAP_S
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            return RunOutcome(1, f"the process that drives Ray {how} without a word; see /tmp/ray/session_latest/logs")
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return RunOutcome(1, f"the driver process {how} and gave no reason; see /tmp/ray/session_latest/logs")
         time.sleep(0.01)
-    return RunOutcome(1, "the process that drives Ray closed its pipe and lives on; it was killed")
+    return RunOutcome(1, "the driver process closed its pipe but did not end, so it was killed")
 
 
-def _be_the_child(work: Work, parent: Connection) -> None:
-    """Never returns. Stays out of the terminal's process group, so that Ctrl-C reaches the parent alone."""
+def _run_child(work: Work, parent: Connection) -> None:
+    """Run `work`, send its outcome and exit. Leaves the terminal's process group: Ctrl-C reaches only the parent."""
     os.setpgid(0, 0)
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # should the parent be killed, orphans of Ray come to us
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # if the parent is killed, Ray's orphans become children of this process
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)  # a stop comes through the pipe. Not SIG_IGN: Ray's processes would inherit it
-    asked: list[int] = []
+    received: list[int] = []
 
     def stopped() -> int | None:
-        if not asked and parent.poll():
+        if not received and parent.poll():
             try:
-                asked.append(parent.recv())
+                received.append(parent.recv())
             except (EOFError, ConnectionResetError):  # the parent is gone
-                asked.append(signal.SIGTERM)
-        return asked[0] if asked else None
+                received.append(signal.SIGTERM)
+        return received[0] if received else None
 
     try:
         outcome = work(parent.send, stopped)
-    except SystemExit:  # Ray's own SIGTERM handler, which is in place inside ray.init
+    except SystemExit:  # from Ray's SIGTERM handler, which is installed inside ray.init
         outcome = _stopped(signal.SIGTERM)
-    except BaseException as error:  # noqa: BLE001  the last frame of this process: everything must become an outcome
+    except BaseException as error:  # noqa: BLE001  the outermost frame of this process: every error becomes an outcome
         message = f"{type(error).__name__}: {error}"
         outcome = RunOutcome(1, f"the driver failed with {message}", traceback=traceback.format_exc())
     try:
@@ -178,7 +179,7 @@ def _be_the_child(work: Work, parent: Connection) -> None:
     except (BrokenPipeError, ConnectionResetError):
         end_descendants(REAP_S)
     finally:
-        os._exit(outcome.exit_code)  # not exit(): Ray's atexit hooks wait for processes that the parent ends
+        os._exit(outcome.exit_code)  # not sys.exit: Ray's atexit hooks would wait for processes that the parent ends
 
 
 def end_descendants(seconds: float) -> None:
@@ -199,7 +200,7 @@ def end_descendants(seconds: float) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Every process below `root`, from one reading of /proc."""
+    """Return every process below `root`, from one pass over /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

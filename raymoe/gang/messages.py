@@ -1,4 +1,4 @@
-"""What the driver process tells the process that keeps it: small picklable facts, in the order they happened."""
+"""Messages from the driver to the main process: small, picklable, in the order of what happened."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Bounded:
-    """The driver enters something that may hang in C++; after `seconds` it is ended with this exit code and message."""
+    """The driver's next call may hang in C++: after `seconds`, end the run with this exit code and message."""
 
-    seconds: float | None  # None: the last bound is lifted
+    seconds: float | None  # None: the call has returned
     exit_code: int = 1
     message: str = ""
 
 
 @dataclass(frozen=True)
 class Connected:
-    """Ray is up; `address` is None for a Ray of our own."""
+    """Ray is up. `address` is None for a local Ray."""
 
     address: str | None
     seconds: float
@@ -24,7 +24,7 @@ class Connected:
 
 @dataclass(frozen=True)
 class Ready:
-    """Every rank of a generation has proved its peers. `ranks` says where each one lives."""
+    """Every rank of a generation has mapped its peers and proved it. `ranks`: process, node and GPU of each."""
 
     generation: int
     seconds: float
@@ -33,7 +33,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progressed:
-    """Rank 0 is this far in a case."""
+    """Rank 0 has done `done` of `total` steps of a case."""
 
     case: str
     done: int
@@ -42,7 +42,7 @@ class Progressed:
 
 @dataclass(frozen=True)
 class CaseDone:
-    """A case is finished; its result lines, one an operation."""
+    """A case is finished. `lines` are its result lines, one for each operation."""
 
     case: str
     generation: int
@@ -51,7 +51,7 @@ class CaseDone:
 
 @dataclass(frozen=True)
 class GenerationEnded:
-    """A generation is over; `restarting` says whether another follows."""
+    """A generation has ended. `restarting`: another one follows."""
 
     generation: int
     cause: str
@@ -62,7 +62,7 @@ class GenerationEnded:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How the run ended: the exit code of the command and the one sentence that explains it."""
+    """The end of the run: the exit code of the command, and the sentence that explains it."""
 
     exit_code: int
     message: str

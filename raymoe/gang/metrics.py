@@ -1,6 +1,6 @@
-"""What a rank shows in Ray's metrics: steps, seconds a step, and the state it is in (prefix `ray_` when scraped).
+"""Ray metrics of a rank: its steps, the seconds per step, its state. Their names begin with `ray_` when scraped.
 
-Recorded once a block of steps, never inside one: a record costs about 2 us.
+They are recorded between blocks of steps, never inside a block: one record takes about 2 us.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class RankMetrics:
     def __init__(self, run: str, rank: int) -> None:
         tags = {"run": run, "rank": str(rank)}
         self._steps = Counter("raymoe_steps", "Steps done.", tag_keys=tuple(tags))
-        self._seconds = Histogram("raymoe_step_seconds", "Seconds a step.", STEP_BOUNDARIES_S, tag_keys=tuple(tags))
-        self._state = Gauge("raymoe_rank_state", "1 for the state a rank is in.", tag_keys=(*tags, "state"))
+        self._seconds = Histogram("raymoe_step_seconds", "Seconds per step.", STEP_BOUNDARIES_S, tag_keys=tuple(tags))
+        self._state = Gauge("raymoe_rank_state", "1 for the state that a rank is in.", tag_keys=(*tags, "state"))
         for metric in (self._steps, self._seconds, self._state):
             metric.set_default_tags(tags)
 
     def steps(self, count: int, seconds: float) -> None:
-        """`count` steps took `seconds` in all."""
+        """Record `count` steps that took `seconds` together."""
         if count > 0:
             self._steps.inc(count)
             self._seconds.observe(seconds / count)
 
     def state(self, now: str) -> None:
-        """The rank is in state `now`, and in no other."""
+        """Record that the rank is in state `now` and in no other."""
         for name in STATES:
             self._state.set(1.0 if name == now else 0.0, tags={"state": name})

@@ -1,4 +1,4 @@
-"""Where the ranks go: one bundle a rank, all on one node, and a sentence for the user where that cannot be."""
+"""Place the ranks: one bundle for each rank, all on one node, or an error that says why that is impossible."""
 
 from __future__ import annotations
 
@@ -17,43 +17,44 @@ from raymoe.errors import PlacementError
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What a started actor says of where it sits. `process` is (pid, start time): a pid alone may be reused."""
+class Location:
+    """The place of a started actor. `process` is (pid, start time), since a pid may be reused."""
 
     bundle: int
     node: str
-    gpu: str | None  # as Ray names it: mostly a number, a UUID where the node was started with UUIDs
+    gpu: str | None  # Ray's name of it: a number, or a UUID on a node that was started with UUIDs
     process: tuple[int, int]
-    errors: str | None = None  # the file of its standard error
+    stderr_file: str | None = None
 
 
-def order(seats: Sequence[Seat]) -> list[int]:
-    """Bundles in the order of their ranks: by node, then by GPU, then by bundle.
+def bundles_by_rank(locations: Sequence[Location]) -> list[int]:
+    """Order bundles by node, then by GPU, then by bundle: the first becomes the bundle of rank 0.
 
-    Ray gives bundles to GPUs in no promised order; neighbours in rank should be neighbours on the board.
+    Ray promises no order of bundles on GPUs, and consecutive ranks should have consecutive GPUs.
 
-    >>> order([Seat(0, "n1", "10", (1, 1)), Seat(1, "n0", "2", (2, 1)), Seat(2, "n1", "9", (3, 1))])
+    >>> places = [("n1", "10"), ("n0", "2"), ("n1", "9")]
+    >>> bundles_by_rank([Location(bundle, node, gpu, (1, 1)) for bundle, (node, gpu) in enumerate(places)])
     [1, 2, 0]
     """
 
-    def place_of(seat: Seat) -> tuple[str, int, str, int]:
-        gpu = seat.gpu or ""
-        return seat.node, int(gpu) if gpu.isdigit() else -1, gpu, seat.bundle
+    def sort_key(location: Location) -> tuple[str, int, str, int]:
+        gpu = location.gpu or ""
+        return location.node, int(gpu) if gpu.isdigit() else -1, gpu, location.bundle
 
-    return [seat.bundle for seat in sorted(seats, key=place_of)]
+    return [location.bundle for location in sorted(locations, key=sort_key)]
 
 
 def device_for(job: Job) -> str:
-    """`cuda` or `cpu` for this job on this cluster.
+    """Return `cuda` or `cpu` for this job on this cluster.
 
-    `auto` looks at whether there are GPUs at all, never at whether there are enough: a run that was meant for GPUs and
-    found too few fails to be placed, and does not give CPU figures.
+    Where the job allows both, it is `cuda` if the cluster has any GPU, even too few. The run then fails to be placed,
+    rather than measure CPU ranks where GPU ranks were meant.
     """
     return kind_of_ranks(job) or ("cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu")
 
 
 def bundle_for(world: WorldSection, device: str) -> dict[str, float]:
-    """What one rank asks of Ray.
+    """Return the resources of one rank.
 
     >>> shared = WorldSection(ranks=4, device="cuda", share_gpu=True)
     >>> bundle_for(WorldSection(ranks=4, cpus=0.5), "cpu"), bundle_for(shared, "cuda")
@@ -66,7 +67,7 @@ def bundle_for(world: WorldSection, device: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A bundle for each rank, all of one node, that every generation of a gang uses."""
+    """A bundle for each rank, all on one node. Every generation of a gang uses it."""
 
     group: PlacementGroup
     bundle: dict[str, float]
@@ -74,13 +75,14 @@ class Reservation:
 
 
 def place(job: Job, stopped: Callable[[], bool]) -> Reservation | None:
-    """Reserve a place on one node for the ranks of a job; None where `stopped` turned true meanwhile.
+    """Reserve bundles on one node for the ranks of a job; return None if `stopped` became true meanwhile.
 
-    A request that no node could ever hold fails at once; one that must wait for others to finish waits as long as the
-    job says.
+    A request that no node can hold fails at once. One that must wait for other jobs waits up to
+    `world.placement_timeout_s`.
     """
     ranks, timeout_s, device = job.world.ranks, job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device)
+    asked = _request(ranks, bundle)
     group: PlacementGroup = placement_group([bundle] * ranks, strategy="STRICT_PACK")
     deadline = time.monotonic() + timeout_s
     while not group.wait(timeout_seconds=0.1):
@@ -89,24 +91,24 @@ def place(job: Job, stopped: Callable[[], bool]) -> Reservation | None:
         scheduling = placement_group_table(group)["stats"]["scheduling_state"]
         if scheduling == "INFEASIBLE":
             raise PlacementError(
-                f"{_asked(ranks, bundle)}, which no node of this cluster can hold ({_found()}); "
+                f"{asked}, which no node of this cluster can hold ({_capacity()}); "
                 "lower world.ranks or world.cpus, or use a larger node"
             )
         if time.monotonic() > deadline:
             raise PlacementError(
-                f"{_asked(ranks, bundle)}, and the cluster had no room for it within {timeout_s:g} s ({_found()}); "
+                f"{asked}, and the cluster had no room for it within {timeout_s:g} s ({_capacity()}); "
                 "wait for other jobs to end or raise world.placement_timeout_s"
             )
     return Reservation(group, bundle, device)
 
 
-def _asked(ranks: int, bundle: dict[str, float]) -> str:
+def _request(ranks: int, bundle: dict[str, float]) -> str:
     each = ", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()))
     return f"asked for {ranks} ranks with {each} each on one node"
 
 
-def _found() -> str:
-    """The nodes' resources, as `largest node: 2 of 4 CPU, 0 of 8 GPU free; 3 nodes`."""
+def _capacity() -> str:
+    """Describe the nodes: `largest of 3 nodes has 4 CPU, 8 GPU; free in the cluster: 2 of 4 CPU, 0 of 8 GPU`."""
     nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
     largest = max(nodes, key=lambda node: (node["Resources"].get("GPU", 0), node["Resources"].get("CPU", 0)))
     free = ray.available_resources()

@@ -1,4 +1,4 @@
-"""Ends processes for good, and reads what a dead process left on its standard error."""
+"""Read the cause of a crash from a process's standard error, and end processes."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raymoe.gang.placement import Seat
+from raymoe.gang.placement import Location
 
-# What a process that died left where its standard error went.
+# Crash reports.
 
-READ_BYTES = 1 << 20
-LONGEST = 200
-SAYS = (
-    r"what\(\): +(?P<why>.+)",  # a C++ exception that nobody caught
-    r"Fatal Python error: (?P<why>.+)",
-    r"\*\*\* (?P<why>SIG\w+) received",
+READ_BYTES = 1 << 20  # at the end of the file
+MAX_CAUSE_CHARS = 200
+CAUSE_PATTERNS = (
+    r"what\(\): +(?P<cause>.+)",  # an uncaught C++ exception
+    r"Fatal Python error: (?P<cause>.+)",
+    r"\*\*\* (?P<cause>SIG\w+) received",
 )
-"""Lines that say why a process ends, those that say more first."""
+"""Lines that say why a process ended, the most specific first."""
 
 
-def standard_error() -> str | None:
-    """The file that this process's goes to; None where it is a terminal or a pipe."""
+def stderr_file() -> str | None:
+    """Return the file that receives this process's standard error, or None if that is a terminal or a pipe."""
     path = Path("/proc/self/fd/2").readlink()
     return str(path) if path.is_file() else None
 
 
 def cause_in(text: str) -> str | None:
-    """Why the process that printed this ended, if it said so.
+    """Find in a process's output why it ended, or return None.
 
     >>> cause_in("*** SIGABRT received at time=17 ***\\nFatal Python error: Aborted\\n")
     'Aborted'
     >>> cause_in("loading shards\\n") is None
     True
     """
-    for pattern in SAYS:
+    for pattern in CAUSE_PATTERNS:
         found = re.search(pattern, text)
         if found:
-            why = found["why"].strip()
-            return why if len(why) <= LONGEST else f"{why[: LONGEST - 3]}..."
+            cause = found["cause"].strip()
+            return cause if len(cause) <= MAX_CAUSE_CHARS else f"{cause[: MAX_CAUSE_CHARS - 3]}..."
     return None
 
 
 def crash_report(path: str) -> str | None:
-    """The cause in the end of a file; None where there is none, or no such file here."""
+    """Find the cause of a crash at the end of a file; return None if there is none or the file is missing."""
     try:
         with Path(path).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
@@ -58,36 +58,35 @@ def crash_report(path: str) -> str | None:
         return None
 
 
-# Ends processes for good.
-#
-# `ray.kill` asks a process to leave; one that is stopped (SIGSTOP) cannot, and would hold its memory for 5 s more.
+# Ending processes. `ray.kill` asks a process to exit. A process stopped by SIGSTOP cannot, and would hold its memory
+# for 5 s more.
 
 Process = tuple[int, int]  # (pid, start time in clock ticks): never reused
-GRACE_S = 0.3  # for those that `ray.kill` reached
-GONE_S = 3.0
+GRACE_S = 0.3  # for processes to exit by themselves after `ray.kill`
+END_S = 3.0  # until `end` gives up
 
 
-def end_ranks(seats: Mapping[int, Seat]) -> set[int]:
-    """End these ranks' processes wherever they are; returns the ranks that are still there."""
-    left: set[int] = set()
+def end_ranks(locations: Mapping[int, Location]) -> set[int]:
+    """End these ranks' processes on every node; return the ranks whose processes still run."""
+    alive_ranks: set[int] = set()
     here = ray.get_runtime_context().get_node_id()
-    for node in {seat.node for seat in seats.values()}:
-        ranks = {rank: seat.process for rank, seat in seats.items() if seat.node == node}
+    for node in {location.node for location in locations.values()}:
+        ranks = {rank: location.process for rank, location in locations.items() if location.node == node}
         if node == here:
             alive = end(ranks.values())
         else:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(num_cpus=0)(end).options(scheduling_strategy=there, name="end ranks")
-            alive = ray.get(task.remote(list(ranks.values())), timeout=GRACE_S + GONE_S + 10)
-        left |= {rank for rank, process in ranks.items() if process in alive}
-    return left
+            on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(num_cpus=0)(end).options(scheduling_strategy=on_node, name="end ranks")
+            alive = ray.get(task.remote(list(ranks.values())), timeout=GRACE_S + END_S + 10)
+        alive_ranks |= {rank for rank, process in ranks.items() if process in alive}
+    return alive_ranks
 
 
 def end(processes: Iterable[Process]) -> list[Process]:
-    """Kill what is still there after a short grace; returns what could not be ended in time."""
+    """Give processes GRACE_S to exit, then kill them; return those that still run after END_S."""
     alive, began = [p for p in processes if is_alive(p)], time.monotonic()
     killed = False
-    while alive and time.monotonic() - began < GONE_S:
+    while alive and time.monotonic() - began < END_S:
         if not killed and time.monotonic() - began > GRACE_S:
             for pid, _ in alive:
                 try:
@@ -101,7 +100,7 @@ def end(processes: Iterable[Process]) -> list[Process]:
 
 
 def is_alive(process: Process) -> bool:
-    """True while the very process runs; a zombie has let go of everything."""
+    """Return whether this process runs. A zombie does not: it holds no memory any more."""
     pid, began = process
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -111,5 +110,5 @@ def is_alive(process: Process) -> bool:
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in clock ticks since boot: with its pid, a name that is never reused."""
+    """Return when a process began, in clock ticks since boot; together with its pid this is never reused."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,9 +1,9 @@
-"""One rank: a Ray actor on one GPU or its share of the CPUs, one long `run()`, and a control thread that stays free.
+"""A rank: a Ray actor on one GPU or its share of the CPUs, with one long `run()` and a control thread that stays free.
 
-Two-phase start: the constructor does nothing that can fail or take long; `sit` tells where Ray put the actor, and only
-when all have told does `open` import torch and make memory, so that ranks can be numbered by where they sit. Calls of
-the default group all run on one thread, always the same one, which is what CUDA wants. No method raises: a Ray
-traceback wrapped around an error would hide it, so a failure comes back as a value.
+- **Start in two phases.** The constructor does nothing that can fail or take long, and `locate` returns where Ray
+  placed the actor. Ranks are numbered by their locations; only then does `open` import torch and make memory.
+- **One thread.** All calls of the default concurrency group run on the same thread, as CUDA wants.
+- **No method raises.** Ray would wrap the error in a traceback of its own, so a failure is returned as a value.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import ray
 
 from raymoe.config import Job
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
-from raymoe.gang.placement import Seat
-from raymoe.gang.processes import standard_error, start_time
+from raymoe.gang.placement import Location
+from raymoe.gang.processes import start_time, stderr_file
 from raymoe.gang.supervisor import Failure
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ Line = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Seating:
-    """What a rank must know before it can open its memory."""
+class RankSettings:
+    """All that a rank needs to know to open its memory."""
 
     rank: int
     size: int
@@ -41,12 +41,12 @@ class Seating:
     threads: int
     device: str
     share_gpu: bool
-    nbytes: int  # that each rank needs: of its GPU's memory, or of the host's on CPU ranks
+    nbytes: int  # memory that each rank needs: of its GPU, or of the host for CPU ranks
 
 
 @dataclass(frozen=True)
 class Status:
-    """A rank's answer to a poll: where it is, and the cases finished since `cursor`."""
+    """A rank's answer to a poll: its state and progress, and the cases finished since `cursor`."""
 
     state: str
     case: str | None
@@ -65,7 +65,7 @@ class _Progress:
 
 
 class Rank:
-    """What the actor does; a plain class, so that tests can drive it without Ray."""
+    """The methods of the actor. A plain class, so that tests can call it without Ray."""
 
     def __init__(self, run: str, index: int) -> None:
         self.run_name, self.index = run, index
@@ -76,65 +76,67 @@ class Rank:
     def __repr__(self) -> str:
         return f"Rank({self.index}, {self.run_name})"
 
-    def sit(self, bundle: int) -> Seat:
-        """Where Ray put this actor."""
+    def locate(self, bundle: int) -> Location:
+        """Return where Ray placed this actor."""
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         process = (os.getpid(), start_time(os.getpid()))
-        return Seat(bundle, context.get_node_id(), gpus[0] if gpus else None, process, standard_error())
+        return Location(bundle, context.get_node_id(), gpus[0] if gpus else None, process, stderr_file())
 
-    def open(self, seating: Seating) -> dict[str, Any] | Failure:
-        """Import torch, make this rank's memory, and tell peers how to reach it."""
-        return self._safely(lambda: self._open(seating))
+    def open(self, settings: RankSettings) -> dict[str, Any] | Failure:
+        """Import torch and make this rank's memory; return its descriptor, which tells peers how to reach it."""
+        return self._safely(lambda: self._open(settings))
 
     def wire(self, descriptors: Sequence[Mapping[str, Any]]) -> Failure | None:
-        """Map every peer and prove that what is written there arrives."""
+        """Map every peer's memory, and prove that writes into it arrive."""
         return self._safely(lambda: self._wire(descriptors))
 
     def run(self, resolved: Mapping[str, Any], finished: Collection[str]) -> Failure | None:
-        """Run every case that is not finished yet."""
+        """Run every case that is not in `finished`."""
         return self._safely(lambda: self._run(resolved, finished))
 
     def close(self) -> Failure | None:
-        """Unmap, meet the others once more, free."""
+        """Unmap the peers' memory, wait for all ranks to do so, free the own memory."""
         return self._safely(lambda: self.world.close() if self.world is not None else None)
 
     @ray.method(concurrency_group="control")
     def poll(self, cursor: int) -> Status:
-        """Where this rank is, and what it finished since `cursor` cases. Touches no device."""
+        """Return state and progress, and the finished cases after the first `cursor`. Touches no device."""
         now = self.progress
         return Status(now.state, now.case, now.done, now.total, tuple(now.finished[cursor:]))
 
     @ray.method(concurrency_group="control")
     def abort(self, reason: str) -> None:
-        """End whatever this rank waits for; its `run` then comes back with `Aborted`."""
+        """End any wait of this rank; its `run` then returns the failure `Aborted`."""
         if self.world is not None:
             self.world.abort(reason)
 
-    def _open(self, seating: Seating) -> dict[str, Any]:
+    def _open(self, settings: RankSettings) -> dict[str, Any]:
         import torch
 
         from raymoe.gang.metrics import RankMetrics
         from raymoe.memory.world import World
         from raymoe.workload.memory_needed import check_device_memory, check_memory
 
-        if seating.rank == 0 and seating.device == "cpu":  # for all: they are on one node
-            check_memory(seating.size, seating.nbytes)
-        torch.set_num_threads(seating.threads)
-        self.metrics = RankMetrics(self.run_name, seating.rank)
+        if settings.rank == 0 and settings.device == "cpu":  # once for all ranks, which are on one node
+            check_memory(settings.size, settings.nbytes)
+        torch.set_num_threads(settings.threads)
+        self.metrics = RankMetrics(self.run_name, settings.rank)
         self._enter("wiring")
         self.world = World.open(
-            seating.rank,
-            seating.size,
-            generation=seating.generation,
+            settings.rank,
+            settings.size,
+            generation=settings.generation,
             name=self.run_name,
-            timeout_s=seating.wait_timeout_s,
-            device=seating.device,
-            share_gpu=seating.share_gpu,
+            timeout_s=settings.wait_timeout_s,
+            device=settings.device,
+            share_gpu=settings.share_gpu,
         )
-        if seating.device == "cuda":
-            gpu, sharers = torch.cuda.get_device_properties(self.world.device), seating.size if seating.share_gpu else 1
-            check_device_memory(sharers, seating.nbytes, f"the {gpu.name} of rank {seating.rank}", gpu.total_memory)
+        if settings.device == "cuda":
+            gpu = torch.cuda.get_device_properties(self.world.device)
+            ranks_on_gpu = settings.size if settings.share_gpu else 1
+            name = f"the {gpu.name} of rank {settings.rank}"
+            check_device_memory(ranks_on_gpu, settings.nbytes, name, gpu.total_memory)
         return dict(self.world.descriptor())
 
     def _wire(self, descriptors: Sequence[Mapping[str, Any]]) -> None:
@@ -151,7 +153,7 @@ class Rank:
             if metrics is not None:
                 metrics.steps(progress.done - now.done, progress.seconds)
             now.done, now.total = progress.done, progress.total
-            world.waiter.check()  # an abort ends a rank that computes as surely as one that waits
+            world.waiter.check()  # so that an abort also ends a rank that computes and never waits
 
         for case in Job.from_resolved(dict(resolved)).cases():
             if case.name in finished:
@@ -174,12 +176,12 @@ class Rank:
     def _safely(self, call: Callable[[], T]) -> T | Failure:
         try:
             return call()
-        except Exception as error:  # noqa: BLE001  whatever a rank raises is news for the driver
+        except Exception as error:  # noqa: BLE001  every error of a rank goes to the driver
             self._enter("failed")
             return self._failure(error)
 
     def _failure(self, error: Exception) -> Failure:
-        """The error as a value. One that only tells of a wait also tells whom it waited for."""
+        """Return the error as a value. A wait that failed also names the peer that it waited for."""
         peer = error.peer if isinstance(error, PeerTimeout | Aborted) else None
         known = isinstance(error, RaymoeError)
         message = str(error) if known else f"rank {self.index} raised {type(error).__name__}: {error}"
@@ -192,6 +194,6 @@ class Rank:
         )
 
 
-# `Any`: Ray's own annotations know neither concurrency groups nor the methods of an actor.
+# `Any`: Ray's annotations cover neither concurrency groups nor the methods of an actor.
 _remote: Any = ray.remote
 RankActor: Any = _remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(Rank)

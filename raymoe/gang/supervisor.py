@@ -1,7 +1,7 @@
-"""What the driver decides when something happens to the gang: `decide(state, event, now) -> (state, actions)`.
+"""Decide what to do when something happens to the gang: `decide(state, event, now) -> (state, actions)`.
 
-No Ray, no clock, no process in here: `driver.py` turns what it sees into events and carries the actions out. A
-generation ends with a verdict; only the loss of a process lets the next generation start.
+These are pure functions: `driver.py` reports events and carries out actions. A generation ends with a verdict. Only the
+loss of a process lets the next generation start.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-LAST_WORDS_S = 1.5  # how long ranks may take to answer an abort before they are killed
+ABORT_ANSWER_S = 1.5  # for ranks to report after an abort, before they are killed
 
 
 class Phase(Enum):
-    """Where the gang is."""
+    """The phase of a gang."""
 
     PLACING = "placing"  # Ray was asked for one bundle a rank, all on one node; nothing runs yet.
-    STARTING = "starting"  # Actors are being created; each tells its node, its GPUs and its process.
-    WIRING = "wiring"  # Descriptors are swapped, every rank maps its peers and proves them.
+    STARTING = "starting"  # Actors are created, report their locations and open their memory.
+    WIRING = "wiring"  # Every rank gets all descriptors, maps its peers and proves the mappings.
     RUNNING = "running"  # Every rank is inside its one long run().
-    ENDING = "ending"  # Something happened: waits were aborted, last words are collected for a short while.
-    CLEARING = "clearing"  # Ranks are being ended; the next generation waits until their processes are gone.
+    ENDING = "ending"  # A failure or a stop: waits are aborted, and ranks may report for ABORT_ANSWER_S.
+    CLEARING = "clearing"  # Processes are being ended; the next generation starts when they are gone.
     OVER = "over"  # Nothing is left to do.
 
 
@@ -30,7 +30,7 @@ WITH_RANKS = (Phase.STARTING, Phase.WIRING, Phase.RUNNING, Phase.ENDING)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank's call ended badly, in its own words. `peer` is the rank it was waiting for, where it waited."""
+    """The error that a rank reports. `peer` is the rank that it waited for, if it waited."""
 
     kind: str
     exit_code: int
@@ -39,14 +39,14 @@ class Failure:
     traceback: str | None = None
 
     @property
-    def may_follow(self) -> bool:
-        """True where it may be a mere consequence: a peer did not come, or its memory could not be mapped."""
+    def may_be_consequence(self) -> bool:
+        """Return whether another rank may be the cause: a peer did not come, or its memory could not be mapped."""
         return self.kind in ("PeerTimeout", "Aborted", "WiringError")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a generation ended."""
+    """The reason that a generation ended."""
 
     exit_code: int
     message: str
@@ -58,25 +58,25 @@ class Verdict:
 
 @dataclass(frozen=True)
 class State:
-    """What a decision rests on. `words` are the failures heard this generation, `done` the ranks that finished."""
+    """The state of the gang. `failures` are those reported in this generation, `done` the ranks that finished."""
 
     ranks: int
     restarts_left: int
     phase: Phase = Phase.PLACING
     generation: int = 0
-    words: Mapping[int, Failure] = field(default_factory=dict)
+    failures: Mapping[int, Failure] = field(default_factory=dict)
     done: frozenset[int] = frozenset()
-    gone: frozenset[int] = frozenset()  # ranks without a process, or that answer nothing
-    verdict: Verdict | None = None  # None in ENDING: it follows from `words` once they are in
-    until: float = 0.0  # when ENDING stops waiting for last words
+    gone: frozenset[int] = frozenset()  # ranks that died or do not answer
+    verdict: Verdict | None = None  # None in ENDING: `blame` finds it when the failures are in
+    ends_at: float = 0.0  # when ENDING stops waiting for reports
 
     @property
     def silent(self) -> frozenset[int]:
-        """Ranks that said nothing in this generation: neither a result nor a failure."""
-        return frozenset(range(self.ranks)) - self.done - self.words.keys() - self.gone
+        """Ranks that are not gone and reported neither a result nor a failure in this generation."""
+        return frozenset(range(self.ranks)) - self.done - self.failures.keys() - self.gone
 
 
-# Events: what the driver saw.
+# Events, which the driver reports.
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Mute:
-    """A rank whose process lives but that answers nothing; `exit_code` 3 before it ever ran, 5 after."""
+class NotAnswering:
+    """A rank whose process runs but does not answer. `exit_code`: 3 if no rank has answered so far, else 5."""
 
     rank: int
     message: str
@@ -136,26 +136,28 @@ class Tick: ...
 class Cleared: ...
 
 
-Event = Placed | Unplaceable | Started | Wired | Finished | Failed | Lost | Mute | StopAsked | Tick | Cleared
+Event = Placed | Unplaceable | Started | Wired | Finished | Failed | Lost | NotAnswering | StopAsked | Tick | Cleared
 
 
-# Actions: what the driver does next.
+# Actions, which the driver carries out.
 
 
 class Action(Enum):
     START = "start"  # create the actors of state.generation
-    WIRE = "wire"  # swap descriptors, map, prove
-    RUN = "run"  # one long run() a rank, from the first unfinished case
-    ABORT = "abort"  # tell every rank that can hear it to stop waiting
-    CLOSE = "close"  # all is done: ranks unmap, free and leave in order
-    KILL = "kill"  # end every process of the generation, stopped ones by force
+    WIRE = "wire"  # give every rank all descriptors; each maps its peers and proves the mappings
+    RUN = "run"  # start the one long run() of every rank, from the first unfinished case
+    ABORT = "abort"  # ask every rank to stop waiting
+    CLOSE = "close"  # all cases are done: ranks unmap and free in order
+    KILL = "kill"  # end every process of the generation, also those stopped by SIGSTOP
 
 
 Decision = tuple[State, tuple[Action, ...]]
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
-    """The whole policy. Events that mean nothing in a phase leave the state as it is (a late reply, for one).
+    """Return the next state and the actions to carry out.
+
+    An event that means nothing in a phase, such as a late reply, leaves the state as it is.
 
     >>> state = State(ranks=2, restarts_left=1, phase=Phase.RUNNING)
     >>> state, actions = decide(state, Lost(1, "rank 1 was killed"), now=10.0)
@@ -172,7 +174,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
         return state, ()
     match event:
         case StopAsked(signum, name):
-            verdict = Verdict(128 + signum, f"stopped by {name}; what was finished is kept", "stopped")
+            verdict = Verdict(128 + signum, f"stopped by {name}; finished cases are kept", "stopped")
             if state.phase is Phase.PLACING:
                 return replace(state, phase=Phase.OVER, verdict=verdict), ()
             if state.phase is Phase.CLEARING:
@@ -188,27 +190,27 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return replace(state, phase=Phase.RUNNING), (Action.RUN,)
         case Cleared() if state.phase is Phase.CLEARING:
             return _next_generation(state)
-        case Finished(rank) | Failed(rank) | Lost(rank) | Mute(rank) if state.phase in WITH_RANKS:
-            return _heard(state, rank, event, now)
-        case Tick() if state.phase is Phase.ENDING and now >= state.until:
+        case Finished(rank) | Failed(rank) | Lost(rank) | NotAnswering(rank) if state.phase in WITH_RANKS:
+            return _on_rank_event(state, rank, event, now)
+        case Tick() if state.phase is Phase.ENDING and now >= state.ends_at:
             return _clear(state)
     return state, ()
 
 
-def _heard(state: State, rank: int, event: Event, now: float) -> Decision:
-    """News of one rank: note it, then end the generation, or go on collecting last words."""
+def _on_rank_event(state: State, rank: int, event: Event, now: float) -> Decision:
+    """Note the event of a rank; then go on, end the generation, or wait for more reports."""
     verdict: Verdict | None = None
     match event:
         case Finished():
             state = replace(state, done=state.done | {rank})
         case Failed(_, failure):
-            state = replace(state, words={**state.words, rank: failure})
-            if not failure.may_follow:
+            state = replace(state, failures={**state.failures, rank: failure})
+            if not failure.may_be_consequence:
                 verdict = Verdict(failure.exit_code, failure.message, failure.kind, rank, traceback=failure.traceback)
         case Lost(_, message):
             state = replace(state, gone=state.gone | {rank})
             verdict = Verdict(4, message, "RankDied", rank, restartable=True)
-        case Mute(_, message, exit_code):
+        case NotAnswering(_, message, exit_code):
             state = replace(state, gone=state.gone | {rank})
             verdict = Verdict(exit_code, message, "NotAnswering", rank)
 
@@ -218,15 +220,15 @@ def _heard(state: State, rank: int, event: Event, now: float) -> Decision:
                 return state, ()
             return replace(state, phase=Phase.CLEARING, verdict=Verdict(0, "done")), (Action.CLOSE, Action.KILL)
         return _end(state, verdict, now)
-    if state.verdict is None and verdict is not None:  # a cause has turned up for those who only waited
+    if state.verdict is None and verdict is not None:  # the cause of the failures so far
         state = replace(state, verdict=verdict)
     return (state, ()) if state.silent else _clear(state)
 
 
 def _end(state: State, verdict: Verdict | None, now: float) -> Decision:
-    """Begin to end a generation. A verdict of None is found when the last words are in."""
-    until = state.until if state.phase is Phase.ENDING else now + LAST_WORDS_S
-    state = replace(state, phase=Phase.ENDING, verdict=verdict, until=until)
+    """Begin to end a generation. If `verdict` is None, `blame` finds it when the failures are in."""
+    ends_at = state.ends_at if state.phase is Phase.ENDING else now + ABORT_ANSWER_S
+    state = replace(state, phase=Phase.ENDING, verdict=verdict, ends_at=ends_at)
     if not state.silent:
         return _clear(state)
     return state, (Action.ABORT,)
@@ -238,33 +240,33 @@ def _clear(state: State) -> Decision:
 
 
 def blame(state: State) -> Verdict:
-    """All failures may be consequences: name the rank that was waited for and that said nothing itself.
+    """Find the culprit where every failure may be a consequence: a rank that others waited for and that did not report.
 
     >>> waits = {0: Failure("PeerTimeout", 5, "rank 0 waited 2.0 s for rank 2", peer=2),
     ...          1: Failure("Aborted", 1, "told to stop", peer=0)}
-    >>> blame(State(ranks=3, restarts_left=1, words=waits)).culprit
+    >>> blame(State(ranks=3, restarts_left=1, failures=waits)).culprit
     2
 
-    Where every rank spoke (one was late, not gone), the chain of waits is followed to the rank that waits for nobody.
+    If every rank reported, one was late. The chain of waits leads to it: the rank that waited for no other.
 
     >>> waits[2] = Failure("Aborted", 1, "told to stop", peer=None)
-    >>> blame(State(ranks=3, restarts_left=1, words=waits)).culprit
+    >>> blame(State(ranks=3, restarts_left=1, failures=waits)).culprit
     2
     """
-    rank, first = min(state.words.items(), key=lambda item: (item[1].kind == "Aborted", item[0]))
+    rank, first = min(state.failures.items(), key=lambda item: (item[1].kind == "Aborted", item[0]))
     if first.kind == "WiringError":
         return Verdict(first.exit_code, first.message, first.kind, rank)
-    awaited = [word.peer for word in state.words.values() if word.peer is not None]
+    awaited = [failure.peer for failure in state.failures.values() if failure.peer is not None]
     culprits = [peer for peer in awaited if peer in state.silent or peer in state.gone]
     if culprits:
         culprit = max(sorted(set(culprits)), key=culprits.count)
     else:
         culprit = rank
         for _ in range(state.ranks):
-            word = state.words.get(culprit)
-            if word is None or word.peer is None:
+            failure = state.failures.get(culprit)
+            if failure is None or failure.peer is None:
                 break
-            culprit = word.peer
+            culprit = failure.peer
     return Verdict(5, f"{first.message}; the culprit is rank {culprit}", "PeerTimeout", culprit)
 
 

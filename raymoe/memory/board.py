@@ -1,18 +1,19 @@
-"""The notice board of a world: every member posts a small message and reads everybody's.
+"""The notice board of a world: in each round every rank posts a small message and reads the messages of all ranks.
 
-Memory map of a control heap (one per rank, the same on all):
+Memory map of the board's heap (one per rank, the same layout on all):
 
-- `proof [R]`: word r is written once by rank r, while the world is wired, and read by the owner (see `world.py`).
-- `arrived [R]`: word r is written by rank r (a plain 64-bit store into this heap) and read by the owner. It holds the
-  epoch of the last round in which rank r has posted; it only grows.
-- `mail [2][MAIL]`: written by the owner, read by everybody. Round e uses half e mod 2: a header, the name of the round,
-  the message.
+- `proof [R]`: rank r writes word r once, while the world is wired. The owner reads it (`wiring.prove`).
+- `arrived [R]`: rank r writes word r by a plain 64-bit store into this heap. The owner reads it. The word holds the
+  epoch of the last round in which rank r has posted, and only grows.
+- `mail [2][MAIL]`: the owner writes it, all ranks read it. Round e uses buffer e mod 2. A buffer holds a header, the
+  name of the round and the message.
 
-Order: mail, fence, `arrived` at every peer; a reader loads `arrived`, fences, loads the mail.
+Order: the writer stores the mail, fences, then stores `arrived` at every peer. A reader loads `arrived`, fences, then
+loads the mail.
 
-A half is never overwritten before all have read it. Round e+2 writes the half of round e; its writer has left round
-e+1, so it has seen e+1 from every peer, and a peer posts e+1 only when it has left round e, its reading done. For the
-same reason a peer may be one round ahead of its reader, never two, and comparisons are >=.
+No buffer is overwritten before all ranks have read it. Round e+2 writes the buffer of round e. Its writer has left
+round e+1, so it has seen e+1 from every peer. A peer posts e+1 only after it has left round e, its reading done. So a
+peer may be one round ahead of its reader, never two, and comparisons are >=.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from raymoe.memory.wait import Waiter
 
 MAX_MESSAGE = 64 * 1024
 _MAX_NAME = 256
-_HEADER = struct.Struct("<qqqqq")  # epoch, rank, bytes of the name, bytes of the message, 1 if the message is a refusal
+_HEADER = struct.Struct("<qqqqq")  # epoch, rank, bytes of the name, bytes of the message, 1 if the message is an error
 _MAIL = _HEADER.size + _MAX_NAME + MAX_MESSAGE
 
 
@@ -36,7 +37,7 @@ def board_layout(size: int) -> Layout:
 
 
 class Board:
-    """Rounds in which all members take part, in one order."""
+    """Rounds in which all ranks take part, in one order."""
 
     def __init__(self, heap: Heap, rank: int, size: int, waiter: Waiter) -> None:
         self._rank = rank
@@ -47,23 +48,23 @@ class Board:
         self._mail = [heap.bytes("mail", peer, 0, 2 * _MAIL) for peer in range(size)]
 
     def meet(self, what: str, message: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
-        """Post `message`, wait for all, give the messages in rank order.
+        """Post `message`, wait for all ranks, return their messages in rank order.
 
-        A member that cannot post (its message is too long) posts a refusal instead, so that all raise in this round.
+        `what` names the round. A rank whose message is too long posts an error instead, so that all raise.
         """
-        refusal = len(message) > MAX_MESSAGE
-        if refusal:
+        too_long = len(message) > MAX_MESSAGE
+        if too_long:
             message = f"{len(message)} bytes posted in {what}; a message holds at most {MAX_MESSAGE}".encode()
         self._waiter.check()
         self._epoch += 1
-        self._post(what.encode(errors="replace")[:_MAX_NAME], message, refusal)
+        self._post(what.encode(errors="replace")[:_MAX_NAME], message, too_long)
         for peer in range(len(self._mail)):
             self._waiter.for_epoch(what, self._arrived, peer, self._epoch, timeout_s=timeout_s)
         return [self._read(what, peer) for peer in range(len(self._mail))]
 
-    def _post(self, name: bytes, message: bytes, refusal: bool) -> None:
+    def _post(self, name: bytes, message: bytes, is_error: bool) -> None:
         mail, start = self._mail[self._rank], self._epoch % 2 * _MAIL
-        _HEADER.pack_into(mail, start, self._epoch, self._rank, len(name), len(message), refusal)
+        _HEADER.pack_into(mail, start, self._epoch, self._rank, len(name), len(message), is_error)
         start += _HEADER.size
         mail[start : start + len(name)] = name
         mail[start + len(name) : start + len(name) + len(message)] = message
@@ -73,18 +74,21 @@ class Board:
 
     def _read(self, what: str, peer: int) -> bytes:
         mail, start = self._mail[peer], self._epoch % 2 * _MAIL
-        epoch, rank, name_bytes, message_bytes, refusal = _HEADER.unpack_from(mail, start)
+        epoch, rank, name_bytes, message_bytes, is_error = _HEADER.unpack_from(mail, start)
         if (epoch, rank) != (self._epoch, peer):
-            raise WiringError(f"the mail of rank {peer}, round {self._epoch}, reads as rank {rank}, round {epoch}")
+            raise WiringError(
+                f"the mail of rank {peer} in round {self._epoch} has a header of rank {rank}, round {epoch}; "
+                "make a new world"
+            )
         start += _HEADER.size
         name = bytes(mail[start : start + name_bytes])
         if name != what.encode(errors="replace")[:_MAX_NAME]:
-            there = name.decode(errors="replace")
+            other = name.decode(errors="replace")
             raise ConfigError(
-                f"rank {self._rank} is in {what} while rank {peer} is in {there}; all must keep one order"
+                f"rank {self._rank} is in {what} while rank {peer} is in {other}; all ranks must call in one order"
             )
         start += name_bytes
         message = bytes(mail[start : start + message_bytes])
-        if refusal:
+        if is_error:
             raise ConfigError(f"rank {peer}: {message.decode()}")
         return message

@@ -1,18 +1,18 @@
 """Heaps in device memory that other processes on this machine can map, by the 64-byte handles of CUDA IPC.
 
-A segment is one `cuMemAlloc` of its own, a multiple of 2 MiB: smaller ones may share a block with strangers, and it is
-the block that a peer maps; torch's allocator hands out pieces, and pieces of memory that cannot be exported at all
-(expandable segments). Its lifetime is held by three invariants:
+A segment is one `cuMemAlloc` of its own, a multiple of 2 MiB. A smaller allocation may share its block with others, and
+a peer maps the whole block. Torch's allocator hands out pieces of a block, and expandable segments cannot be exported.
+Three invariants govern the lifetime of a segment:
 
-- **Zeroed, then published.** The memory is zeroed and the device synchronised before the handle exists outside, so no
-  peer's first flag is wiped out by a zero that was still under way.
-- **Unmapped, then freed.** A rank frees its memory only after every peer has told that its mapping is closed; freeing
-  what a peer maps is undefined. A peer that is dead tells nothing: then the memory is left to the end of this process.
-- **No invalidation of what is ours.** A tensor over a rank's own memory keeps it, after `close` too. A tensor over a
-  peer's memory cannot: it is dead when its heap is closed, as is every address that was given to a kernel.
+- **Zeroed, then published.** The memory is zeroed and the device synchronised before the handle leaves this process.
+  So no zeroing that is still under way overwrites a peer's first flag.
+- **Unmapped, then freed.** A rank frees its memory only after every peer has said that its mapping is closed. Freeing
+  memory that a peer maps is undefined. A dead peer says nothing: then the memory stays until this process ends.
+- **Own tensors stay valid.** A tensor over a rank's own memory keeps that memory, after `close` too. A tensor over a
+  peer's memory is invalid once its heap is closed, and so is every address that was given to a kernel.
 
-When a process ends, however it ends, the driver closes its mappings and frees its memory; the memory of one that was
-killed can take a moment, so `own` asks again for a while before it gives up.
+When a process ends, in any way, the driver closes its mappings and frees its memory. After a kill that can take a
+moment, so `own` retries for a while before it gives up.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ HANDLE_BYTES = 64
 GRANULE = 2 * 1024 * 1024
 
 RETRY_S = 4.0
-"""How long memory that is not there is asked for again; less than any peer's patience."""
+"""How long an allocation that found too little memory is retried; shorter than the default timeout of peers' waits."""
 
 _LONGEST_PAUSE_S = 0.25
 _FIELDS = {"kind": str, "handle": bytes, "nbytes": int}
 
 _OUT_OF_MEMORY = 2
-_SUSPECTS = {
+_CAUSES = {
     1: "it is of another machine, or the ranks are in separate IPC namespaces (containers need --ipc=host)",
     101: "the exporter's GPU is hidden from this process by a device cgroup (Slurm: ConstrainDevices) or container",
     205: "its owner has freed it, or this process is out of address space",
@@ -49,17 +49,17 @@ _SUSPECTS = {
     304: "the ranks are in separate IPC or PID namespaces (containers need --ipc=host and --pid=host)",
     400: "its owner has freed it or is gone, or the ranks are in separate IPC namespaces",
     801: "MIG slices and WSL have no CUDA IPC; use whole GPUs",
-    803: "the driver library and the kernel's driver differ; a container brought its own, or an update needs a reboot",
+    803: "the driver library and the kernel's driver differ: a container has its own, or an update needs a reboot",
 }
-_USUAL = "MIG, separate IPC namespaces (--ipc=host), device cgroups and an old driver each forbid it"
+_OTHER_CAUSES = "MIG, separate IPC namespaces (--ipc=host), device cgroups and an old driver each forbid it"
 
 
 class Owner:
-    """What tensors over own memory refer to. While one lives the memory is not freed."""
+    """Tensors over a rank's own memory refer to this object. While it lives the memory is not freed."""
 
 
 class DeviceSegment:
-    """Device memory of one rank: its own, where there is a handle to give away, or a mapping of a peer's."""
+    """Device memory: this rank's own, which has a handle, or a mapping of a peer's, which has none."""
 
     def __init__(self, device: GpuMemory, address: int, nbytes: int, handle: bytes | None = None) -> None:
         self._device = device
@@ -74,16 +74,18 @@ class DeviceSegment:
         return not self._closed
 
     def descriptor(self) -> dict[str, object]:
-        """What a peer needs to map this memory: plain values only."""
+        """Return what a peer needs to map this memory, as plain values."""
         if self._handle is None or self._closed:
-            raise WiringError("only memory of one's own that is not closed can be exported")
+            raise WiringError(
+                "a descriptor of a closed segment or of a peer's was asked for; only open own memory has one"
+            )
         return {"kind": KIND, "handle": self._handle, "nbytes": self.nbytes}
 
     def unpublish(self) -> None:
-        """Nothing: a handle cannot be called back. That it opens once only is `DeviceMemory`'s care."""
+        """Do nothing: a handle cannot be called back. `DeviceMemory` refuses to open one twice."""
 
     def close(self) -> None:
-        """Close the mapping; or, where this is our own and every peer has closed its mapping, free the memory."""
+        """Close the mapping of a peer's memory, or free own memory, which every peer must have unmapped before."""
         if self._closed:
             return
         self._closed = True
@@ -91,7 +93,7 @@ class DeviceSegment:
             self._device.unmap(self.address)
         else:
             weakref.finalize(self.owner, self._device.free, self.address).atexit = False
-            self.owner = None  # runs it now, unless a tensor still needs the memory
+            self.owner = None  # frees the memory now, unless a tensor still needs it
 
 
 class DeviceMemory:
@@ -103,7 +105,7 @@ class DeviceMemory:
         self._known: weakref.WeakValueDictionary[bytes, DeviceSegment] = weakref.WeakValueDictionary()
 
     def own(self, name: str, nbytes: int) -> DeviceSegment:
-        """New memory, zeroed to its end before anybody else can know of it."""
+        """Allocate memory and zero all of it before its handle exists."""
         size = round_up(nbytes, GRANULE)
         address = self._allocate(name, size)
         try:
@@ -123,20 +125,20 @@ class DeviceMemory:
         handle, nbytes = descriptor["handle"], int(str(descriptor["nbytes"]))
         assert isinstance(handle, bytes)
         if len(handle) != HANDLE_BYTES:
-            raise WiringError(f"a handle of {len(handle)} bytes; those of CUDA IPC have {HANDLE_BYTES}")
+            raise WiringError(f"a handle of {len(handle)} bytes; handles of CUDA IPC have {HANDLE_BYTES}")
         if nbytes < GRANULE or nbytes % GRANULE:
             raise WiringError(f"device memory of {nbytes} bytes; it comes in multiples of {GRANULE}")
         known = self._known.get(handle)
         if known is not None and known.is_open:
-            whose = "this rank's own" if known.owner is not None else "mapped here already"
-            raise WiringError(f"a peer gave a handle that is {whose}; every rank gives its own, once")
+            which = "this rank's own" if known.owner is not None else "mapped here already"
+            raise WiringError(f"a peer gave a handle that is {which}; every rank gives its own, once")
         try:
             address = self.device.map(handle)
         except CudaError as error:
-            suspect = _SUSPECTS.get(error.code, _USUAL)
+            cause = _CAUSES.get(error.code, _OTHER_CAUSES)
             raise WiringError(
                 f"a peer's memory of {nbytes} bytes could not be mapped on GPU {self.device.uuid}: {error}; "
-                f"{suspect}; raymoe doctor tells more"
+                f"{cause}; raymoe doctor tells more"
             ) from error
         return self._remember(handle, DeviceSegment(self.device, address, nbytes))
 
@@ -157,7 +159,8 @@ class DeviceMemory:
                 if nbytes > total or time.monotonic() + pause > deadline:
                     raise PlacementError(
                         f"{name} asks for {nbytes} bytes of device memory; {free} of {total} are free on GPU "
-                        f"{self.device.uuid}; make the shape smaller, or end what holds the rest (nvidia-smi lists it)"
+                        f"{self.device.uuid}; make the shape smaller, or end the processes that hold the rest "
+                        "(nvidia-smi lists them)"
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -166,9 +169,9 @@ class DeviceMemory:
         try:
             return self.device.export(address)
         except CudaError as error:
-            suspect = _SUSPECTS.get(error.code, _USUAL)
+            cause = _CAUSES.get(error.code, _OTHER_CAUSES)
             raise WiringError(
-                f"{name} on GPU {self.device.uuid} could not be exported: {error}; {suspect}; raymoe doctor tells more"
+                f"{name} on GPU {self.device.uuid} could not be exported: {error}; {cause}; raymoe doctor tells more"
             ) from error
 
 
@@ -177,10 +180,7 @@ _WORD_BYTES = 8
 
 
 class GpuMemory:
-    """The driver's calls that heaps need, on one GPU of this process. Tests have one that keeps a diary.
-
-    Any thread may call: each call makes the context its own while it lasts.
-    """
+    """The driver's calls that heaps need, on one GPU of this process. Any thread may call: a call sets the context."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -189,9 +189,11 @@ class GpuMemory:
 
     @classmethod
     def open(cls, ordinal: int = 0) -> GpuMemory:
-        """The `ordinal`-th of the GPUs that this process sees; torch and the driver number them alike."""
+        """Open a GPU by its number among those that this process sees. Torch and the driver number them alike."""
         if torch.version.cuda is None:
-            raise CudaMissing(f"GPU ranks asked for with torch {torch.__version__}, which knows no CUDA; install one")
+            raise CudaMissing(
+                f"GPU ranks were asked for with torch {torch.__version__}, which has no CUDA; install a torch with CUDA"
+            )
         return cls(Gpu.open(ordinal))
 
     def allocate(self, nbytes: int) -> int:
@@ -201,7 +203,7 @@ class GpuMemory:
         self._call("cuMemFree", address)
 
     def available(self) -> tuple[int, int]:
-        """Bytes free, and bytes in all."""
+        """Return the bytes that are free, and all bytes."""
         free, total = self._call("cuMemGetInfo")
         return int(free), int(total)
 
@@ -213,7 +215,7 @@ class GpuMemory:
 
     def export(self, address: int) -> bytes:
         handle = self._call("cuIpcGetMemHandle", address)
-        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)  # the binding shows no field
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)  # the binding gives no access to the bytes
 
     def map(self, handle: bytes) -> int:
         given = bindings().CUipcMemHandle()
@@ -224,7 +226,7 @@ class GpuMemory:
         self._call("cuIpcCloseMemHandle", address)
 
     def write(self, address: int, value: int) -> None:
-        """Store a 64-bit word; it may still be under way until `synchronise`."""
+        """Store a 64-bit word. The store may be under way until `synchronise`."""
         word = ctypes.c_int64(value)
         self._call("cuMemcpyHtoD", address, ctypes.addressof(word), _WORD_BYTES)
 
@@ -234,7 +236,7 @@ class GpuMemory:
         return word.value
 
     def close(self) -> None:
-        """Give up the context. Tensors that outlive this have torch's hold on it."""
+        """Release the context. Tensors that outlive this keep it through torch."""
         self.gpu.close()
 
     def _call(self, name: str, *arguments: object) -> Any:

@@ -1,16 +1,16 @@
 """Heaps in host memory that other processes on this machine can map.
 
-A segment is a `memfd`: memory with no name, reached by a peer through `/proc/<pid>/fd/<n>` while its owner keeps the
-descriptor open. Its lifetime is held by three invariants:
+A segment is a `memfd`: memory without a path in a file system. A peer opens it through `/proc/<pid>/fd/<n>` while its
+owner keeps the file descriptor open. Three invariants govern the lifetime of a segment:
 
-- **Nothing to leave behind.** There is no path in a file system. When the last mapping is gone, with the process that
-  had it at the latest, the kernel frees the memory, however the processes ended.
-- **No invalidation.** A tensor or a view over a segment keeps the mapping alive, after `close` too: `close` gives up
-  this object's hold and nothing else. The size is sealed, so a mapped page cannot vanish under its reader.
-- **A door that closes.** `unpublish` closes the owner's descriptor once all peers have mapped; from then on no other
-  process can reach the memory. Peers that have mapped it lose nothing.
+- **Nothing is left behind.** The kernel frees the memory when the last mapping is gone, in any case when the last
+  process that mapped it has ended.
+- **Tensors stay valid.** A tensor or a view over a segment keeps the mapping, after `close` too. The size is sealed, so
+  a mapped page cannot vanish under its reader.
+- **The memory becomes private.** `unpublish` closes the owner's file descriptor after all peers have mapped. From then
+  on no other process can map the memory. The peers keep their mappings.
 
-The memory is reserved when it is made, so a machine that has too little says so then and not in the middle of a step.
+The memory is reserved when it is made. So a machine with too little memory fails then, not in the middle of a step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Mapping: TypeAlias = "ctypes.Array[ctypes.c_ubyte]"
 
 
 class HostSegment:
-    """Memory of one rank, mapped here; `descriptor` is None in a peer and after `unpublish`."""
+    """Memory of one rank, mapped here. In a peer, and after `unpublish`, it has no descriptor."""
 
     def __init__(self, buffer: Mapping, nbytes: int, fd: int | None = None) -> None:
         self._buffer: Mapping | None = buffer
@@ -59,7 +59,7 @@ class HostSegment:
     @property
     def buffer(self) -> Mapping:
         if self._buffer is None:
-            raise WiringError("this segment is closed; ask for its tensors before closing it")
+            raise WiringError("this segment is closed; take tensors from it before closing it")
         return self._buffer
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -68,9 +68,9 @@ class HostSegment:
         return memoryview(self.buffer).cast("B")[offset : offset + nbytes]
 
     def descriptor(self) -> dict[str, object]:
-        """What a peer needs to map this memory: plain values only."""
+        """Return what a peer needs to map this memory, as plain values."""
         if self._fd is None:
-            raise WiringError("this segment cannot be mapped any more; descriptors are taken before unpublish()")
+            raise WiringError("this segment cannot be mapped any more; take its descriptor before unpublish()")
         try:
             return self._described(self._fd)
         except OSError as error:
@@ -99,7 +99,7 @@ class HostSegment:
 
 
 def own(name: str, nbytes: int) -> HostSegment:
-    """New zeroed memory, 0600, reserved at once."""
+    """Make zeroed memory of mode 0600, reserved at once."""
     try:
         _refuse_if_too_large(name, nbytes)
         fd = os.memfd_create(memory_label(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -116,7 +116,7 @@ def own(name: str, nbytes: int) -> HostSegment:
 
 
 def memory_label(name: str) -> str:
-    """A name that the kernel takes for shared memory. It is seen in /proc/<pid>/maps and is no address.
+    """Turn `name` into a label that the kernel accepts. The label is for readers of /proc/<pid>/maps only.
 
     >>> memory_label("raymoe-experts-board"), memory_label("a\\0b/c")
     ('raymoe-experts-board', 'a_b_c')
@@ -132,13 +132,13 @@ def memory_label(name: str) -> str:
 
 
 def map_peer(descriptor: dict[str, object]) -> HostSegment:
-    """Map the memory that a peer's descriptor names, after checking that it is that memory still."""
+    """Map the memory that a peer's descriptor names, after checking that the descriptor is still valid."""
     check_fields(descriptor, _FIELDS)
     pid, nbytes = int(str(descriptor["pid"])), int(str(descriptor["nbytes"]))
     try:
         _check_same_machine(descriptor)
         if start_time(pid) != descriptor["started"]:
-            raise WiringError(f"process {pid} is not the one that exported its heap: another has its number now")
+            raise WiringError(f"process {pid} is not the one that exported the heap: another process has its pid now")
         fd = os.open(str(descriptor["path"]), os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError) as error:
         raise WiringError(f"process {pid} is gone or has withdrawn its heap ({descriptor['path']})") from error
@@ -146,7 +146,7 @@ def map_peer(descriptor: dict[str, object]) -> HostSegment:
         raise WiringError(
             f"{descriptor['path']} may not be opened; all ranks of a host must run as one user"
         ) from error
-    except OSError as error:  # its number is a socket's now, or this process has too many files open
+    except OSError as error:  # the file descriptor is a socket now, or this process has too many files open
         raise WiringError(
             f"the heap of process {pid} could not be opened ({descriptor['path']}): {error.strerror}"
         ) from error
@@ -166,7 +166,7 @@ def map_peer(descriptor: dict[str, object]) -> HostSegment:
 
 
 def check_fields(descriptor: dict[str, object], fields: dict[str, type]) -> None:
-    """Refuse a descriptor that is cut short or holds something else than it should."""
+    """Refuse a descriptor that lacks one of `fields` or holds a value of another type."""
     for name, kind in fields.items():
         if name not in descriptor:
             raise WiringError(f"a descriptor without {name!r}; it has {', '.join(descriptor) or 'nothing'}")
@@ -176,13 +176,13 @@ def check_fields(descriptor: dict[str, object], fields: dict[str, type]) -> None
 
 
 def start_time(pid: int) -> int:
-    """When a process began, in clock ticks since boot: it tells a process from a later one of the same number."""
+    """Return when a process began, in clock ticks since boot. It differs between two processes with the same pid."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return int(stat.rpartition(")")[2].split()[19])
 
 
 def _map(fd: int, nbytes: int) -> Mapping:
-    """All of a file, mapped and present. Python's own `mmap` would keep a descriptor, a second door to the memory."""
+    """Map a whole file and make its pages present. Python's `mmap` would keep a file descriptor open."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -192,7 +192,7 @@ def _map(fd: int, nbytes: int) -> Mapping:
     if address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapping = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Views and tensors refer to `mapping`, so this runs when the last of them is gone; at exit the kernel does it.
+    # Views and tensors refer to `mapping`, so munmap runs when the last of them is gone. At exit the kernel unmaps.
     weakref.finalize(mapping, libc.munmap, address, nbytes).atexit = False
     return mapping
 
@@ -201,14 +201,20 @@ def _check_same_machine(descriptor: dict[str, object]) -> None:
     if descriptor["kind"] != KIND:
         raise WiringError(f"a heap of kind {descriptor['kind']}; CPU ranks map {KIND}")
     if descriptor["boot_id"] != _boot_id():
-        raise WiringError(f"a heap of boot {descriptor['boot_id']}; this machine is boot {_boot_id()}: one host only")
+        raise WiringError(
+            f"a heap of a machine with boot id {descriptor['boot_id']}; this one has {_boot_id()}: put all ranks on "
+            "one host"
+        )
     if descriptor["pid_ns"] != _pid_namespace():
         mine, other = _pid_namespace(), descriptor["pid_ns"]
-        raise WiringError(f"a heap in PID namespace {other}; this rank is in {mine} and sees no /proc of it")
+        raise WiringError(
+            f"a heap of a process in PID namespace {other}; this rank is in {mine} and cannot see its /proc: put all "
+            "ranks in one (containers need --pid=host)"
+        )
 
 
 def _refuse_if_too_large(name: str, nbytes: int) -> None:
-    # Reserving more than there is would call the kernel's out-of-memory killer, which names nobody.
+    # Reserving more than is available would start the kernel's out-of-memory killer, which names no cause.
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024

@@ -12,17 +12,17 @@ from raymoe.errors import ConfigError
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "uint8": 1}
 
 ALIGNMENT = 128
-"""Of every region, in bytes: two regions share no cache line, nor the pair of lines that a core fetches together."""
+"""Of every region, in bytes. Two regions share no cache line, nor the pair of lines that a core fetches together."""
 
 WORD_STRIDE = ALIGNMENT // 8
-"""Words of different writers lie this many 64-bit words apart."""
+"""Distance between words of different writers, in 64-bit words."""
 
 GRANULE = 4096
-"""The size of a whole heap is a multiple of this."""
+"""The size of a heap is a multiple of this many bytes."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`.
+    """Round `value` up to a multiple of `multiple`.
 
     >>> [round_up(value, 16) for value in (0, 1, 16, 17)]
     [0, 16, 16, 32]
@@ -32,7 +32,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Region:
-    """A named piece of a heap. Words (flags) are a region of shape (writers, WORD_STRIDE) and dtype int64."""
+    """A named piece of a heap. A region of words (flags) has shape (writers, WORD_STRIDE) and dtype int64."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,13 +50,13 @@ class Region:
 
     @classmethod
     def words(cls, name: str, writers: int) -> Region:
-        """One 64-bit word per writer, 128 bytes apart."""
+        """Lay out one 64-bit word per writer, 128 bytes apart."""
         return cls(name, (writers, WORD_STRIDE), "int64")
 
 
 @dataclass(frozen=True)
 class PlacedRegion:
-    """A region and where it begins."""
+    """A region and its offset in the heap, in bytes."""
 
     region: Region
     offset: int
@@ -64,7 +64,7 @@ class PlacedRegion:
 
 @dataclass(frozen=True)
 class Layout:
-    """All regions of a heap, in order. Two ranks may be peers only if the hashes of their layouts agree."""
+    """All regions of a heap, in order. Two ranks can be peers only if the hashes of their layouts are equal."""
 
     placed: tuple[PlacedRegion, ...]
     nbytes: int
@@ -79,7 +79,7 @@ class Layout:
             placed.append(PlacedRegion(region, end))
             end = round_up(end + region.nbytes, ALIGNMENT)
         if not placed:
-            raise ConfigError("a layout with no regions; it needs at least one")
+            raise ConfigError("a layout with no regions was asked for; it needs at least one")
         return cls(tuple(placed), round_up(end, GRANULE))
 
     def find(self, name: str) -> PlacedRegion:
@@ -93,7 +93,7 @@ class Layout:
         return self.find(name).region
 
     def table(self) -> list[dict[str, object]]:
-        """Plain rows for `environment.json`."""
+        """Return the regions as plain values, one dict for each."""
         return [
             {
                 "region": placed.region.name,

@@ -1,4 +1,4 @@
-"""Who a rank is, what it asks for, and whether the descriptors of all fit together."""
+"""The identity and options of one rank, and the check that the descriptors of all ranks agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raymoe.packaged import packaged_folder
 SOURCES, KERNELS = Path(raymoe.__file__).parent, packaged_folder("kernels")
 
 LONGEST_WAIT_S = 1e6
-"""Waits of kernels count nanoseconds in 64 bits, and Ray's count milliseconds; this fits both."""
+"""Kernels count a wait's nanoseconds in 64 bits, and Ray counts milliseconds. This limit fits both."""
 
 _DEVICE = re.compile(r"cpu|cuda(?::([0-9]{1,4}))?")
 
@@ -36,7 +36,7 @@ _OWN = {"rank": int, "gpu": str, "share_gpu": bool, "host": str, "boot_id": str}
 
 
 def code_hash(sources: Path = SOURCES, kernels: Path | None = KERNELS) -> str:
-    """Hash this package's Python and its kernels: ranks that run different code under one version are not peers.
+    """Hash this package's Python files and kernels, so that ranks with different code of one version do not wire.
 
     Takes about 5 ms, once for each world.
 
@@ -52,7 +52,7 @@ def code_hash(sources: Path = SOURCES, kernels: Path | None = KERNELS) -> str:
 
 
 def _files(sources: Path, kernels: Path | None) -> Iterator[tuple[str, Path]]:
-    """Every file that ranks must have in common, by its name in a source tree."""
+    """List the files that must be the same on all ranks, each with its name in a source tree."""
     for path in sorted(sources.rglob("*.py")):
         yield f"raymoe/{path.relative_to(sources)}", path
     if kernels is not None:
@@ -61,7 +61,7 @@ def _files(sources: Path, kernels: Path | None) -> Iterator[tuple[str, Path]]:
 
 
 class Options(TypedDict, total=False):
-    """What `World.open` takes besides rank and size; `Member` has the meanings and what holds where one is left out."""
+    """Options of `World.open` besides rank and size. `Member` has their meanings and defaults."""
 
     generation: int
     name: str
@@ -80,9 +80,9 @@ class Member:
     name: str = "world"
     timeout_s: float = 30.0
     device: str = "cpu"
-    """`cpu`, `cuda:1` for the second of the GPUs that this process sees, or `cuda` for the first."""
+    """`cpu`, `cuda` for the first GPU that this process sees, or `cuda:1` for the second."""
     share_gpu: bool = False
-    """On every rank: ranks may be on one GPU. For tests of right and wrong, never for speed. Means nothing on CPUs."""
+    """Set on every rank, it lets ranks share a GPU. For tests of correctness, never for timing. CPU ranks ignore it."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or type(self.size) is not int:
@@ -98,11 +98,13 @@ class Member:
                 f"timeout_s is {self.timeout_s!r}; waits need a number of seconds above 0, {LONGEST_WAIT_S:.0f} at most"
             )
         if type(self.device) is not str or not _DEVICE.fullmatch(self.device):
-            raise ConfigError(f"device is {self.device!r}; a world is on cpu, cuda or a GPU by its number, cuda:1")
+            raise ConfigError(
+                f"device is {self.device!r}; a world is on cpu, cuda or a GPU by its number, such as cuda:1"
+            )
 
     @property
     def ordinal(self) -> int | None:
-        """The GPU's number among those that this process sees; None on the CPU.
+        """Return the GPU's number among those that this process sees; None on the CPU.
 
         >>> Member(0, 1, device="cuda:3").ordinal, Member(0, 1, device="cuda").ordinal, Member(0, 1).ordinal
         (3, 0, None)
@@ -112,11 +114,11 @@ class Member:
 
     @property
     def kind(self) -> str:
-        """`cpu` or `cuda`: the part of `device` that all ranks have in common."""
+        """Return `cpu` or `cuda`: the part of `device` that is the same on all ranks."""
         return self.device.partition(":")[0]
 
     def in_group(self, ranks: Sequence[int], serial: int) -> Member | None:
-        """Who this rank is in a group of ranks of its world; None where it is not in it.
+        """Make the member that this rank is in a group of its world's ranks; None if it is not in the group.
 
         >>> member = Member(rank=2, size=4).in_group([3, 2], serial=1)
         >>> (member.rank, member.size, member.name) if member else None
@@ -125,8 +127,8 @@ class Member:
         known = range(self.size)
         if not ranks or len(set(ranks)) != len(ranks) or any(type(r) is not int or r not in known for r in ranks):
             raise ConfigError(
-                f"a group of ranks {list(ranks)} asked for in a world of {self.size}; a group has at least one rank, "
-                f"each once, of 0 to {self.size - 1}"
+                f"a group of ranks {list(ranks)} was asked for in a world of {self.size}; a group has at least one "
+                f"rank, names each once, and ranks are 0 to {self.size - 1}"
             )
         if self.rank not in ranks:
             return None
@@ -134,10 +136,10 @@ class Member:
 
 
 def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, object]) -> None:
-    """Raise unless these are the descriptors of all ranks of this very world, in rank order, `mine` among them."""
+    """Raise unless `descriptors` come from all ranks of one world, in rank order, with `mine` among them."""
     rank, size = mine["rank"], mine["size"]
     if len(descriptors) != size:
-        raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; every rank gives one")
+        raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; each rank gives one")
     for other in descriptors:
         check_fields(other, _AGREED | _OWN)
     _check_host(descriptors)
@@ -155,7 +157,7 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
 
 
 def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
-    """Refuse ranks of several hosts. Each boot of a machine has an id of its own; host names may repeat.
+    """Refuse ranks on several hosts. Boot ids tell hosts apart, because host names may repeat.
 
     >>> _check_host([{"host": "a", "boot_id": "1"}, {"host": "b", "boot_id": "2"}, {"host": "a", "boot_id": "1"}])
     ... # doctest: +ELLIPSIS
@@ -177,14 +179,14 @@ def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
 
 
 def _check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
-    alone = [rank for rank, other in enumerate(descriptors) if not other["share_gpu"]]
+    not_sharing = [str(rank) for rank, other in enumerate(descriptors) if not other["share_gpu"]]
     seen: dict[object, int] = {}
     for rank, other in enumerate(descriptors):
         first = seen.setdefault(other["gpu"], rank)
-        if first != rank and alone:
-            who = "no rank" if len(alone) == len(descriptors) else f"all ranks but {', '.join(map(str, alone))}"
+        if first != rank and not_sharing:
+            sharing = "no rank" if len(not_sharing) == len(descriptors) else f"all ranks but {', '.join(not_sharing)}"
             raise WiringError(
                 f"ranks {first} and {rank} are both on GPU {other['gpu']}; give each rank one of its own (num_gpus=1 "
                 "in Ray, torch.cuda.set_device(LOCAL_RANK) under torchrun), or set share_gpu on every rank to share "
-                f"one for a test ({who} set it)"
+                f"one for a test ({sharing} set it)"
             )

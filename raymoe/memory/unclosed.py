@@ -1,4 +1,4 @@
-"""Releases what was dropped without `close`, with a warning."""
+"""Release what belongs to objects that were dropped without `close`, with a warning."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ Release = Callable[[], object]
 
 
 class Unclosed:
-    """Those of one rank of a world.
+    """The dropped objects of one rank.
 
     >>> class Owner: ...
     >>> unclosed, owner = Unclosed(), Owner()
-    >>> forget = unclosed.watch(owner, "an owner", lambda: print("let go"), at_once=False)
-    >>> with warnings.catch_warnings(record=True) as told:
+    >>> end_watch = unclosed.watch(owner, "an owner", lambda: print("released"), at_once=False)
+    >>> with warnings.catch_warnings(record=True) as caught:
     ...     warnings.simplefilter("always")
     ...     del owner
-    >>> str(told[0].message)
+    >>> str(caught[0].message)
     'an owner was dropped without close(); close it, or use it in a with statement'
     >>> unclosed.free()
-    let go
+    released
     """
 
     def __init__(self) -> None:
-        self._found: deque[Release] = deque()
+        self._pending: deque[Release] = deque()
 
     def watch(self, owner: object, name: str, *releases: Release, at_once: bool) -> Callable[[], object]:
         """Call `releases` after `owner` is gone: at once, or with the next `free`.
 
-        They must not refer to the owner. The result is to be called by the owner's `close`, which makes this void.
+        They must not refer to the owner. The owner's `close` calls the result, which ends the watch.
         """
-        finalizer = weakref.finalize(owner, _dropped, name, releases, None if at_once else self._found)
-        finalizer.atexit = False  # the kernel and the driver free what a process held
+        finalizer = weakref.finalize(owner, _dropped, name, releases, None if at_once else self._pending)
+        finalizer.atexit = False  # at exit the kernel and the driver free everything
         return finalizer.detach
 
     def free(self) -> None:
-        """Release what was dropped since the last time."""
-        while self._found:
-            release = self._found.popleft()
-            with suppress(RaymoeError):  # it goes with the process then, and the caller has a task of its own
+        """Release what was dropped since the last call."""
+        while self._pending:
+            release = self._pending.popleft()
+            with suppress(RaymoeError):  # the caller did not ask for this; what stays is freed with the process
                 release()
 
 

@@ -1,8 +1,8 @@
-"""The one bounded wait of CPU ranks, and the fence that goes with it.
+"""The bounded wait of CPU ranks, and the fence that goes with it.
 
-A wait ends in one of three ways: the word has come, the deadline has passed (`PeerTimeout`), or somebody in this
-process asked this rank to stop (`Aborted`). It never spins: there may be more ranks than cores, and the peer that is
-waited for may need this very core. So it yields a few times, then sleeps.
+A wait ends in one of three ways: the word has come, the deadline has passed (`PeerTimeout`), or a thread of this
+process told this rank to stop (`Aborted`). It never spins: there may be more ranks than cores, and the awaited peer may
+need this core. So it yields a few times, then sleeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raymoe.memory.layout import WORD_STRIDE
 
 _YIELDS = 4
 _SLEEP_S = 50e-6
-_LONGEST_SLEEP_S = 500e-6  # an abort must end a wait within about a millisecond
+_MAX_SLEEP_S = 500e-6  # an abort must end a wait within about a millisecond
 
 _MEMBARRIER_NUMBER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
 _GLOBAL_EXPEDITED = 1 << 1
@@ -27,9 +27,9 @@ _REGISTER_GLOBAL_EXPEDITED = 1 << 2
 
 
 class Words:
-    """A row of 64-bit words, one per writer, each on cache lines of its own.
+    """A row of 64-bit words, one per writer, 128 bytes apart.
 
-    A load or a store of one is a single aligned access, so a reader sees the old value or the new one, never a mixture.
+    A load or a store is one aligned access, so a reader sees the old value or the new one, never a mixture.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -46,44 +46,46 @@ class Words:
 
 
 class Waiter:
-    """All waits of one rank. Any thread may call `abort` and read `waiting`; the rank's own thread waits."""
+    """The waits of one rank. Any thread may call `abort` and read `waiting`; the rank's own thread waits."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
         self.waiting: tuple[str, int] | None = None
+        """The operation and the peer of the wait that is going on."""
         self.reason: str | None = None
+        """Why this rank was told to stop; None if it was not."""
         self._listeners: list[Callable[[str], None]] = []
-        self._lock = threading.Lock()  # between `abort` and `on_abort`: no listener is missed, none is told twice
+        self._lock = threading.Lock()  # between `abort` and `on_abort`: each listener is called once
         self.fence = _choose_fence()
 
     def abort(self, reason: str) -> None:
-        """End the wait that is going on, if there is one, and every later one."""
+        """End the current wait, if there is one, and every later one."""
         with self._lock:
-            told, self._listeners = self._listeners, []
+            listeners, self._listeners = self._listeners, []
             self.reason = reason
-        for listener in told:
+        for listener in listeners:
             listener(reason)
 
     def on_abort(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Have waits that are not ours (a kernel's) told of an abort, by the thread that aborts; now if it has been.
+        """Call `listener` on an abort, in the thread that aborts, or now if the abort has been. For waits of kernels.
 
-        Gives what takes the listener back.
+        Returns a function that removes the listener.
         """
         with self._lock:
             if self.reason is None:
                 self._listeners.append(listener)
-                return lambda: self._forget(listener)
+                return lambda: self._remove(listener)
         listener(self.reason)
         return lambda: None
 
-    def _forget(self, listener: Callable[[str], None]) -> None:
+    def _remove(self, listener: Callable[[str], None]) -> None:
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
     def check(self, peer: int | None = None) -> None:
-        """Raise `Aborted` where this rank was told to stop; `peer` is the one it waits for."""
+        """Raise `Aborted` if this rank was told to stop. `peer` is the peer that it waits for."""
         if self.reason is not None:
             raise Aborted(f"rank {self.rank} was told to stop: {self.reason}", peer)
 
@@ -97,7 +99,7 @@ class Waiter:
         timeout_s: float | None = None,
         index: int | None = None,
     ) -> None:
-        """Wait until the word of `peer` (or that at `index`) is at least `epoch`. A peer may be one operation ahead."""
+        """Wait until the word of `peer` (or that at `index`) is at least `epoch`: a peer may be one operation ahead."""
         at = peer if index is None else index
         seen = words[at]
         if seen < epoch:
@@ -107,10 +109,10 @@ class Waiter:
             seen = words[at]
             if not arrived:
                 raise PeerTimeout(op, epoch, peer, epoch, seen, time.monotonic() - start, self.rank)
-        self.fence()  # orders the load of the word before the loads of what it announced
+        self.fence()  # orders the load of the word before the loads of the announced data
 
     def until(self, op: str, peer: int, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `ready()`; False if that was not so within `timeout_s`."""
+        """Wait until `ready()`. False if `timeout_s` passed before."""
         start = time.monotonic()
         pauses = 0
         sleep = _SLEEP_S
@@ -126,29 +128,31 @@ class Waiter:
                     return False
                 time.sleep(sleep)
                 if pauses > 40:
-                    sleep = min(sleep * 1.1, _LONGEST_SLEEP_S)
+                    sleep = min(sleep * 1.1, _MAX_SLEEP_S)
             return True
         finally:
             self.waiting = None
 
 
 def _choose_fence() -> Callable[[], None]:
-    """What must stand between the stores of a payload and the store of its flag, and between the loads of the two.
+    """Return the fence between the stores of a payload and of its flag, and between the loads of the two.
 
-    x86-64 keeps stores in order and loads in order, and libc ends its streaming copies with a fence of its own.
-    Elsewhere `membarrier` makes every running thread of every registered process pass a full barrier, which orders both
-    ends.
+    x86-64 keeps stores in order and loads in order, and libc ends its streaming copies with a fence. So it needs none.
+    Elsewhere `membarrier` makes every running thread of every registered process pass a full barrier, which orders the
+    writer and the reader.
     """
     machine = platform.machine()
     if machine in ("x86_64", "AMD64"):
         return _no_fence
     number = _MEMBARRIER_NUMBER.get(machine)
     if number is None:
-        raise WiringError(f"no known memory fence for CPU ranks on {machine}; x86_64, aarch64 and riscv64 have one")
+        raise WiringError(
+            f"CPU ranks were asked for on {machine}, which has no known memory fence; use x86_64, aarch64 or riscv64"
+        )
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     if syscall(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:
         reason = os.strerror(ctypes.get_errno())
-        raise WiringError(f"CPU ranks on {machine} need membarrier (Linux 4.16 or later), which said: {reason}")
+        raise WiringError(f"CPU ranks on {machine} need membarrier (Linux 4.16 or later), which failed: {reason}")
 
     def membarrier() -> None:
         if syscall(number, _GLOBAL_EXPEDITED, 0, 0) != 0:

@@ -1,19 +1,19 @@
-"""The host's eye on waits that the GPU cannot bound by itself: those by stream memory operations.
+"""Bound the waits of stream memory operations from the host, because the GPU cannot bound them.
 
 For each word that a stream waits for there is a pair of 32-bit words in host memory, `{waiting, marked}`, 8 bytes:
 
-- `waiting`  written by the stream: 1 before the wait, 0 after it
-- `marked`   written 1 by the watchdog when it sees `waiting`, and 0 by the stream after the wait
+- `waiting`: the stream writes 1 before the wait and 0 after it.
+- `marked`: the watchdog writes 1 when it sees `waiting`; the stream writes 0 after the wait.
 
-Both words after the wait are one 64-bit store. A mark that is still there, with `waiting` 1 each time that the watchdog
-looked, says that no wait for this word has ended since, so it is one and the same. (A wait may end between the look and
-the mark, which then stays, and speaks for the next wait: too early by at most one look.) No count is needed, which a
-captured stream memory operation could not keep.
+After the wait the stream clears both words by one 64-bit store. While `marked` stays 1 and each poll finds `waiting` 1,
+no wait for this word has ended: it is still the same one. (A wait may end between the poll and the mark. The mark then
+counts for the next wait, too early by at most one poll.) So no count is needed, which a captured stream memory
+operation could not keep.
 
-Where a wait has lasted too long, or this rank was told to stop, the watchdog stores the awaited value into this rank's
-own word, on a stream of its own, so that the stream goes on to its end and the host gets to raise. From then on every
-wait ends at once. What the freed stream then still moves and signals was baked into it and cannot be called back, which
-is why the failure is final for all these channels: their peers hear of it by the world, or wait in vain themselves.
+Where a wait lasts too long, or this rank was told to stop, the watchdog stores the awaited value into this rank's own
+word, on a stream of its own. Then the waiting stream runs to its end and the host can raise. From then on every wait
+ends at once. The copies and signals that are left in the stream cannot be taken back. So the failure is final for all
+these channels: their peers learn of it through the world, or their own waits time out.
 """
 
 from __future__ import annotations
@@ -29,35 +29,37 @@ from raymoe.device.gpu import HostWords
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.memory.world import World
 
-LOOK_S, LOOK_AFTER_FAILURE_S = 0.01, 0.001
+POLL_S, POLL_AFTER_FAILURE_S = 0.01, 0.001
 
 
 @dataclass
 class WatchedWord:
-    """One word that streams of this rank wait for to be 1."""
+    """A word of this rank that its streams wait for until it is 1."""
 
     op: str
     peer: int
     address: int
     since: float | None = None
+    """When the watchdog first saw the current wait, on the monotonic clock."""
 
 
 class Watchdog:
-    """A thread that looks after the waits of some channels on one rank until it is closed."""
+    """A thread that bounds the waits of some channels on one rank until it is closed."""
 
     def __init__(
-        self, world: World, guarded: list[WatchedWord] | None = None, on_abort: Callable[[str], None] | None = None
+        self, world: World, watched: list[WatchedWord] | None = None, on_abort: Callable[[str], None] | None = None
     ) -> None:
+        """`on_abort` is called once, from the thread, after this rank was told to stop."""
         self._world, self._gpu = world, world.gpu
-        self._guarded = guarded or []
+        self._watched = watched or []
         self._on_abort = on_abort
         self._failure: RaymoeError | None = None
         self._ending = threading.Event()
-        self._host = HostWords(self._gpu, max(1, len(self._guarded)))
-        self._halves = (ctypes.c_uint32 * (2 * len(self._host.words))).from_buffer(self._host.words)
+        self._host = HostWords(self._gpu, max(1, len(self._watched)))
+        self._pairs = (ctypes.c_uint32 * (2 * len(self._host.words))).from_buffer(self._host.words)
         drv = bindings()
         with self._gpu.current():
-            # Streams of one priority may share a hardware queue, and stand behind the very wait that is to be ended.
+            # Streams of one priority may share a hardware queue: the store would stand behind the wait that it ends.
             _, highest = call("cuCtxGetStreamPriorityRange")
             flags = drv.CUstream_flags.CU_STREAM_NON_BLOCKING
             self._stream = int(call("cuStreamCreateWithPriority", flags, highest))
@@ -65,16 +67,16 @@ class Watchdog:
         self._thread.start()
 
     def host_address(self, index: int) -> int:
-        """Where the GPU finds the pair of the `index`-th guarded word."""
+        """Return the address, for the GPU, of the pair of the watched word `index`."""
         return self._host.device_address(index)
 
     def check(self) -> None:
-        """Raise where a wait was ended by this."""
+        """Raise if the watchdog has ended a wait."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """When no stream uses the words any more."""
+        """End the thread and free the words. No stream may use them any more."""
         if self._ending.is_set():
             return
         self._ending.set()
@@ -85,32 +87,32 @@ class Watchdog:
         self._host.close()
 
     def _run(self) -> None:
-        told = False
-        while not self._ending.wait(LOOK_AFTER_FAILURE_S if self._failure else LOOK_S):
+        abort_seen = False
+        while not self._ending.wait(POLL_AFTER_FAILURE_S if self._failure else POLL_S):
             reason = self._world.waiter.reason
-            if reason is not None and not told:
-                told = True
+            if reason is not None and not abort_seen:
+                abort_seen = True
                 if self._on_abort is not None:
                     self._on_abort(reason)
             now = time.monotonic()
-            for index, wait in enumerate(self._guarded):
-                self._look(index, wait, now, reason)
+            for index, word in enumerate(self._watched):
+                self._poll(index, word, now, reason)
 
-    def _look(self, index: int, wait: WatchedWord, now: float, reason: str | None) -> None:
-        waiting, marked = self._halves[2 * index], self._halves[2 * index + 1]
+    def _poll(self, index: int, word: WatchedWord, now: float, reason: str | None) -> None:
+        waiting, marked = self._pairs[2 * index], self._pairs[2 * index + 1]
         if not waiting:
-            wait.since = None
+            word.since = None
             return
-        if wait.since is None or not marked:
-            wait.since = now
-            self._halves[2 * index + 1] = 1
-        waited = now - wait.since
+        if word.since is None or not marked:
+            word.since = now
+            self._pairs[2 * index + 1] = 1
+        waited = now - word.since
         if self._failure is None:
             me = self._world.rank
             if reason is not None:
-                self._failure = Aborted(f"rank {me} was told to stop in {wait.op}: {reason}", wait.peer)
+                self._failure = Aborted(f"rank {me} was told to stop in {word.op}: {reason}", word.peer)
             elif waited >= self._world.timeout_s:
-                self._failure = PeerTimeout(wait.op, 0, wait.peer, 1, 0, waited, me)
+                self._failure = PeerTimeout(word.op, 0, word.peer, 1, 0, waited, me)
         if self._failure is not None:
             with self._gpu.current():
-                call("cuStreamWriteValue32", self._stream, wait.address, 1, 0)
+                call("cuStreamWriteValue32", self._stream, word.address, 1, 0)

@@ -1,4 +1,4 @@
-"""How ranks come to share memory: each makes its own, all swap descriptors, each maps its peers and proves it."""
+"""Share memory between ranks: each rank makes its own, all swap descriptors, each maps its peers and proves it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Protocol, TypeVar
 from raymoe.errors import RaymoeError, WiringError
 from raymoe.memory.layout import Layout
 
-# What ranks do one after the other and judge together: above all, prove their mappings to one another.
+# Acting together
 
 
-class Meeting(Protocol):
+class Collectives(Protocol):
     """The part of a world that is needed here."""
 
     rank: int
@@ -27,52 +27,50 @@ class Meeting(Protocol):
     def agree(self, problem: RaymoeError | None, what: str) -> None: ...
 
 
-def act_together(meeting: Meeting, act: Callable[[], None], what: str) -> None:
-    """Act, then raise on all ranks if any could not."""
+def act_together(world: Collectives, act: Callable[[], None], what: str) -> None:
+    """Call `act`, then raise on all ranks if it failed on any."""
     problem: RaymoeError | None = None
     try:
         act()
     except RaymoeError as error:
         problem = error
-    meeting.agree(problem, what)
+    world.agree(problem, what)
 
 
 def prove(
-    meeting: Meeting, what: str, write: Callable[[int, int], None], read: Callable[[int], int], serial: int = 0
+    world: Collectives, what: str, write: Callable[[int, int], None], read: Callable[[int], int], serial: int = 0
 ) -> None:
-    """Show that each mapping is the memory of the rank it is taken for.
+    """Prove that each mapping leads to the memory of the rank that it is used for.
 
-    Rank r writes a number that names both r and p into slot r of peer p. Two mappings taken for one another put those
-    numbers in each other's place, and the owners see it. `serial` tells one proof of a world from another.
+    Rank r writes a number made of r and p into proof word r of peer p. If two mappings are swapped, each number lands
+    at the wrong owner, which sees it. `serial` tells one proof of a world from another.
     """
-    ranks = range(meeting.size)
+    ranks = range(world.size)
 
     def number(writer: int, owner: int) -> int:
-        return ((meeting.generation + 1 << 24) + serial) * meeting.size**2 + writer * meeting.size + owner
+        return ((world.generation + 1 << 24) + serial) * world.size**2 + writer * world.size + owner
 
-    def give() -> None:
+    def write_proofs() -> None:
         for peer in ranks:
-            write(peer, number(meeting.rank, peer))
+            write(peer, number(world.rank, peer))
 
-    def judge() -> None:
+    def check_proofs() -> None:
         for peer in ranks:
-            found, expected = read(peer), number(peer, meeting.rank)
+            found, expected = read(peer), number(peer, world.rank)
             if found != expected:
                 raise WiringError(
-                    f"{what}: rank {peer} wrote {found} into the memory of rank {meeting.rank}; {expected} was due"
+                    f"{what}: rank {peer} wrote {found} into the memory of rank {world.rank}; {expected} was expected"
                 )
 
-    act_together(meeting, give, f"{what}: proof")
-    act_together(meeting, judge, f"{what}: verdict")
+    act_together(world, write_proofs, f"{what}: write proofs")
+    act_together(world, check_proofs, f"{what}: check proofs")
 
 
-# How ranks that have a board come to share memory: each makes its own, all swap descriptors, each maps its peers.
-#
-# `host_shm` (a module) and `cuda_ipc.DeviceMemory` (an object) are the two sources of such memory.
+# Sharing memory. `host_shm` (a module) and `cuda_ipc.DeviceMemory` (an object) make the segments.
 
 
 class Segment(Protocol):
-    """Memory of one rank: its own, which a peer maps by the descriptor, or a mapping of a peer's."""
+    """Memory of this rank, which a peer maps by its descriptor, or a mapping of a peer's memory."""
 
     nbytes: int
 
@@ -88,48 +86,51 @@ S_co = TypeVar("S_co", bound=Segment, covariant=True)
 
 
 class SegmentSource(Protocol[S_co]):
-    """Makes segments. Each call gives a whole one or raises and leaves nothing behind; own memory is zeroed."""
+    """Makes segments. A call that raises leaves nothing behind. Own memory is zeroed."""
 
     def own(self, name: str, nbytes: int) -> S_co: ...
 
     def map_peer(self, descriptor: dict[str, object]) -> S_co: ...
 
 
-def share(meeting: Meeting, source: SegmentSource[S], layout: Layout, what: str) -> list[S]:
-    """A segment for this layout on every rank, mapped by all, in rank order. Either all ranks get it or all raise."""
+def share(world: Collectives, source: SegmentSource[S], layout: Layout, what: str) -> list[S]:
+    """Make a segment on every rank and map all; return them in rank order. Either all ranks get them or all raise."""
     own: S | None = None
     mine: tuple[dict[str, object], str] | None = None
     problem: RaymoeError | None = None
     try:
-        own = source.own(f"raymoe-{meeting.name}-{what}"[:200], layout.nbytes)
+        own = source.own(f"raymoe-{world.name}-{what}"[:200], layout.nbytes)
         mine = own.descriptor(), layout.hash
     except RaymoeError as error:
         problem = error
-    theirs = meeting.swap(mine, f"{what}: memory")
+    theirs = world.swap(mine, f"{what}: memory")
     segments: list[S] = []
     try:
         for peer, other in enumerate(theirs):
             if own is not None and isinstance(other, tuple):
                 if other[1] != layout.hash:
-                    raise WiringError(f"{what}: layout {other[1]} on rank {peer}, {layout.hash} on rank {meeting.rank}")
-                segments.append(own if peer == meeting.rank else source.map_peer(other[0]))
+                    raise WiringError(
+                        f"{what}: layout {other[1]} on rank {peer}, {layout.hash} on rank {world.rank}; all ranks must "
+                        "ask for one layout"
+                    )
+                segments.append(own if peer == world.rank else source.map_peer(other[0]))
     except RaymoeError as error:
         problem = error
     try:
-        meeting.agree(problem, f"{what}: mapping")
+        world.agree(problem, f"{what}: mapping")
     except RaymoeError:
-        _undo(meeting, [segment for segment in segments if segment is not own], own, what)
+        _undo(world, [segment for segment in segments if segment is not own], own, what)
         raise
     assert own is not None
     own.unpublish()
     return segments
 
 
-def _undo(meeting: Meeting, mapped: list[S], own: S | None, what: str) -> None:
-    """All mappings go before any memory does. Where the ranks cannot meet any more, it goes with the process."""
+def _undo(world: Collectives, mapped: list[S], own: S | None, what: str) -> None:
+    """Close all mappings on all ranks, then free. If the ranks cannot meet any more, the process frees at its end."""
     for segment in mapped:
         segment.close()
-    with suppress(RaymoeError):  # the caller raises the cause of all this
-        meeting.barrier(f"{what}: undone")
+    with suppress(RaymoeError):  # the caller raises the cause
+        world.barrier(f"{what}: undone")
         if own is not None:
             own.close()

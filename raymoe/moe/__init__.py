@@ -1,1 +1,1 @@
-"""The Mixture-of-Experts layer around an exchange: router, experts, and the weights of experts."""
+"""The Mixture-of-Experts layer around an exchange: router, experts and their weights."""

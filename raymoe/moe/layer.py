@@ -16,37 +16,36 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.weights import ExpertShape, expert_weights, generator
 
-# Which experts a token goes to, decided by the token itself.
-
 
 class Router(nn.Module):
-    """Linear, softmax over all experts, the K largest, renormalised to sum to one. Scores are float32 whatever x is:
-    two experts that differ by less than a bfloat16 step must not swap places from machine to machine."""
+    """Chooses a token's experts: linear, softmax over all experts, the K largest, renormalised to sum to one.
+
+    Scores are float32 for any dtype of x. In bfloat16, experts with close scores could swap places from machine to
+    machine.
+    """
 
     def __init__(self, hidden: int, experts: int, topk: int, source: torch.Generator | None = None) -> None:
         super().__init__()
         if not 1 <= topk <= experts:
-            raise ConfigError(f"a router over {experts} experts was asked for the best {topk}: ask for 1 to {experts}")
+            raise ConfigError(f"a router over {experts} experts was asked for the best {topk}; ask for 1 to {experts}")
         self.topk = topk
         weight = torch.randn(experts, hidden, generator=source) * hidden**-0.5
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x[T', H] -> ids int64[T', K], best first, and weights float32[T', K]."""
+        """Map x[T', H] to ids int64[T', K], best first, and weights float32[T', K]."""
         scores = nn.functional.linear(x.float(), self.weight).softmax(dim=-1)
         weights, ids = scores.topk(self.topk, dim=-1)
         return ids, weights / weights.sum(dim=-1, keepdim=True)
 
 
-# The experts of one rank, over rows that lie expert by expert.
-
-
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a CPU multiplies in. Rows keep their own, and weights are rounded to that first, so that this
-    choice changes results by no more than rounding.
+    """Choose the dtype in which a CPU multiplies rows of `dtype`.
 
-    Measured on one core of an AMD EPYC with AVX512_BF16 (torch 2.13, 256 x 1024 -> 1024, 2026-11-21): bfloat16 219
-    GFLOP/s, float32 99, float16 21; with AVX2 only, bfloat16 falls to 22 and float32 stays.
+    Weights are rounded to `dtype` before, so the choice changes results by rounding only.
+
+    Rates in GFLOP/s on one core of an AMD EPYC (torch 2.13, 256 x 1024 -> 1024, 2026-11-21): with AVX512_BF16 bfloat16
+    219, float32 99, float16 21; with AVX2 only bfloat16 22, float32 the same.
     """
     if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return dtype
@@ -54,9 +53,9 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Experts(nn.Module):
-    """SwiGLU experts: down(silu(gate(x)) * up(x)) with the weights of the expert that the row lies under.
+    """The SwiGLU experts of one rank: each row of expert e gives down(silu(gate(x)) * up(x)) with the weights of e.
 
-    `experts` are the numbers of this rank's experts in the gang; their weights follow from (seed, number).
+    `experts` are the global numbers of this rank's experts. Their weights depend on (seed, number) alone.
     """
 
     def __init__(self, experts: Sequence[int], shape: ExpertShape, seed: int = 0) -> None:
@@ -68,7 +67,7 @@ class Experts(nn.Module):
         self.down = self._frozen([weights.down for weights in made])
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """x[C, H] -> rows[C, H]. Local expert i has `counts[i]` rows from `offsets[i]` on; other rows are unspecified.
+        """Map x[C, H] to rows[C, H]. Local expert i has `counts[i]` rows from `offsets[i]` on; others are unspecified.
 
         >>> experts = Experts([0, 1], ExpertShape(hidden=8, ffn=4, dtype=torch.float32))
         >>> x = torch.randn(32, 8)
@@ -83,7 +82,7 @@ class Experts(nn.Module):
         return rows
 
     def one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """The rows of one local expert."""
+        """Apply one local expert to its rows."""
         gate, up = nn.functional.linear(x.to(self.arithmetic), self.gate_up[expert]).chunk(2, dim=-1)
         return nn.functional.linear(nn.functional.silu(gate) * up, self.down[expert])
 
@@ -91,14 +90,11 @@ class Experts(nn.Module):
         return nn.Parameter(torch.stack(weights).to(self.arithmetic), requires_grad=False)
 
 
-# The layer: router, exchange and experts put together.
-
-
 class MoELayer(nn.Module):
-    """A Mixture-of-Experts layer whose experts are spread over the ranks of a world; every rank calls it in step.
+    """A Mixture-of-Experts layer whose experts are spread over the ranks of a world. All ranks call it in one order.
 
-    The weights follow from the seed: every rank has the same router, and expert e is the same wherever it lives.
-    Forward only: nothing here has gradients yet.
+    The weights depend on the seed alone: every rank has the same router, and expert e is the same on any rank.
+    Forward only: the layer has no gradients.
 
     >>> with World.open(rank=0, size=1) as world:
     ...     world.wire([world.descriptor()])
@@ -116,22 +112,22 @@ class MoELayer(nn.Module):
         self.experts = Experts(range(world.rank * local, (world.rank + 1) * local), shape, seed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x[T', H] -> y[T', H], each token through the experts that the router chooses for it."""
+        """Map x[T', H] to y[T', H]: each token passes through the experts that the router chooses for it."""
         if x.requires_grad and torch.is_grad_enabled():
-            raise ConfigError("x requires grad and MoELayer has no backward yet: call it under torch.no_grad()")
+            raise ConfigError("x requires grad and MoELayer has no backward; call it under torch.no_grad()")
         with torch.no_grad():
             ids, weights = self.router(x)
             return self.routed(x, ids, weights)
 
     @torch.no_grad()
     def routed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Dispatch, experts, combine, for a routing that was decided elsewhere."""
+        """Dispatch, apply the experts and combine, for a given routing."""
         got = self.exchange.dispatch(x, ids, weights)
         rows = self.experts(expert_major(got), got.expert_offsets, got.expert_counts)
         return self.exchange.combine(rows, got)
 
     def close(self, together: bool = True) -> None:
-        """Give up the exchange's memory; all ranks do."""
+        """Close the exchange. All ranks call this, unless one has failed (`together=False`)."""
         self.exchange.close(together)
 
     def __enter__(self) -> Self:
@@ -144,5 +140,5 @@ class MoELayer(nn.Module):
 
 
 def expert_major(got: Dispatched) -> torch.Tensor:
-    """The rows of a dispatch expert by expert, copied out of the slots if they are still there."""
+    """Return the rows of a dispatch in expert-major order, copied if they are in the slots."""
     return got.x if got.index is None else got.x[got.index]

@@ -1,4 +1,4 @@
-"""The weights of an expert as a function of (seed, expert), so that any rank can make any expert's."""
+"""Seeded random numbers, and the weights of experts made from them, which any rank can make again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-# Random numbers that every rank can draw again, whoever drew them first.
-
 
 def generator(purpose: str, *key: int, device: torch.device | None = None) -> torch.Generator:
-    """A generator of its own for each (purpose, key): streams of neighbouring ranks and steps have nothing in common.
+    """Make a generator from (purpose, key). Generators of different keys are independent.
 
-    On a GPU the same key draws other numbers than on a CPU, and the same ones again on every GPU.
+    Every CPU draws the same numbers for a key. Every GPU draws the same numbers, which differ from those of a CPU.
 
     >>> a, b = generator("tokens", 0, 1), generator("tokens", 0, 1)
     >>> bool(torch.equal(torch.rand(4, generator=a), torch.rand(4, generator=b)))
@@ -24,13 +22,12 @@ def generator(purpose: str, *key: int, device: torch.device | None = None) -> to
     return torch.Generator(device or torch.device("cpu")).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-# The weights of an expert as a function of (seed, expert), so that any rank can make any expert's.
-
-
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`gate_up`[2F, H] (gate first) and `down`[H, F], rows are outputs: oneDNN is 200 times slower on bfloat16 with the
-    other order where the CPU has no bfloat16 instructions."""
+    """`gate_up`[2F, H] (gate first) and `down`[H, F]. Rows are outputs.
+
+    With columns as outputs, oneDNN is 200 times slower on bfloat16 if the CPU has no bfloat16 instructions.
+    """
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -46,7 +43,7 @@ class ExpertShape:
 
 
 def expert_weights(shape: ExpertShape, seed: int, expert: int) -> ExpertWeights:
-    """Normal weights that keep unit variance through each product.
+    """Draw normal weights that keep unit variance through each product.
 
     >>> made = expert_weights(ExpertShape(hidden=8, ffn=4, dtype=torch.bfloat16), seed=0, expert=3)
     >>> list(made.gate_up.shape), list(made.down.shape), made.down.dtype

@@ -1,1 +1,1 @@
-"""Existing engines between the ranks of a world, with waits that end: NCCL between GPUs, Gloo between CPU ranks."""
+"""Collectives of other libraries between the ranks of a world, with bounded waits: NCCL on GPUs, Gloo on CPUs."""

@@ -1,9 +1,10 @@
-"""Gloo collectives between the ranks of a world, with waits that end like ours.
+"""Gloo collectives between the ranks of a world, with bounded waits.
 
-The process group is private: the process-wide default group is the user's. It listens on the loopback address alone.
+The process group is private: the process-wide default group belongs to the user. It listens on the loopback address
+only.
 
-Gloo cannot tell who did not come. So each rank writes the number of the collective that it enters into a word at every
-peer, and a wait that fails names the first peer whose word lags behind. The words carry no data and order nothing.
+Gloo cannot name a rank that is missing. So each rank writes the number of the collective that it enters into a word at
+every peer. A wait that fails names the first peer whose word lags behind. The words carry no data and order nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from raymoe.errors import PeerTimeout, RaymoeError, WiringError
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
 
-_SLICE = timedelta(milliseconds=20)  # how long an abort can go unnoticed; Gloo itself wakes the waiter when it is done
-_SLICE_OVER = "Operation timed out!"  # what torch says when a wait ends before its work does, which is no failure
-gloo: Any = dist  # torch's stubs leave out most of what a private group needs
+_SLICE = timedelta(milliseconds=20)  # of one wait; limits the delay of an abort. Gloo wakes the waiter when it is done
+_SLICE_OVER = "Operation timed out!"  # torch's message when the slice ends before the work does: not a failure
+gloo: Any = dist  # torch's stubs lack most of what a private group needs
 _c10d: Any = distributed_c10d
 _LOOPBACK = "127.0.0.1"
 
 
 class Gloo:
-    """A private process group. After a failed wait it is of no further use."""
+    """A private process group. After a failed wait it cannot be used any more."""
 
     def __init__(self, world: World) -> None:
         if not dist.is_available() or not dist.is_gloo_available():
-            raise WiringError("this torch was built without Gloo; CPU ranks have backend host, which needs none")
+            raise WiringError("Gloo was asked for and this torch was built without it; CPU ranks can use backend host")
         self._world = world
         self._entered = 0
         layout = Layout.of([Region.words("entered", world.size)])
@@ -45,27 +46,32 @@ class Gloo:
         self._group: Any = self._connect(timedelta(seconds=world.timeout_s))
 
     def all_to_all(
-        self, op: str, out: torch.Tensor, rows: torch.Tensor, taking: Sequence[int] = (), giving: Sequence[int] = ()
+        self, op: str, out: torch.Tensor, rows: torch.Tensor, received: Sequence[int] = (), sent: Sequence[int] = ()
     ) -> Callable[[], None]:
-        """Start it: `giving[r]` rows to rank r, `taking[r]` from it, equal shares unless said. The result waits."""
-        taking, giving = list(taking), list(giving)
-        return self._start(op, lambda group: group.alltoall_base(out, rows, taking, giving, gloo.AllToAllOptions()))
+        """Start to send `sent[r]` rows to rank r and receive `received[r]` from it, by default equal shares.
+
+        Returns a function that waits for the end.
+        """
+        received, sent = list(received), list(sent)
+        return self._start(op, lambda group: group.alltoall_base(out, rows, received, sent, gloo.AllToAllOptions()))
 
     def all_gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+        """Start to gather `mine` of all ranks into `out`. Returns a function that waits for the end."""
         return self._start(op, lambda group: group._allgather_base(out, mine, _c10d.AllgatherOptions()))
 
     def close(self, together: bool) -> None:
+        """Close the group. `together` if all ranks close now; else it is abandoned."""
         if self._group is not None and together:
-            self._world.barrier("gloo: idle")  # nobody hangs up on a peer that still reads
+            self._world.barrier("gloo: idle")  # no rank disconnects from a peer that still reads
             self._group = None
-            self._world.barrier("gloo: gone")  # every store writes to the file when it goes
+            self._world.barrier("gloo: gone")  # every store writes to the file when it is destroyed
             if self._file is not None:
                 os.close(self._file)
         self._abandon()
         self._heap.close()
 
     def _connect(self, timeout: timedelta) -> Any:
-        """Meet over a file of rank 0 that has no name (a TCP store looks names up, which can take a resolver's 5 s)."""
+        """Connect through a file of rank 0 without a path: a TCP store looks up host names, which can take 5 s."""
         world, group, problem = self._world, None, None
         path = world.swap(f"/proc/{os.getpid()}/fd/{self._file}", "gloo: store")[0]
         try:
@@ -104,7 +110,7 @@ class Gloo:
     def _done(self, work: dist.Work, op: str, start: float) -> bool:
         try:
             if work.is_completed():
-                work.wait()  # gives the outcome, also of a work that was completed just after its slice had ended
+                work.wait()  # raises if the work failed, also if it completed just after the slice had ended
             else:
                 work.wait(_SLICE)
             return True
@@ -118,15 +124,15 @@ class Gloo:
             raise PeerTimeout(op, self._entered, peer, self._entered, seen, waited, self._world.rank) from error
 
     def _lagging(self) -> int:
-        """The first peer that has not entered this collective; the next rank if all have."""
+        """Return the first peer that has not entered this collective; the next rank if all have."""
         words, me, size = self._words[self._world.rank], self._world.rank, self._world.size
-        others = [(me + step) % size for step in range(1, size)] or [me]
-        return next((peer for peer in others if words[peer] < self._entered), others[0])
+        peers = [(me + step) % size for step in range(1, size)] or [me]
+        return next((peer for peer in peers if words[peer] < self._entered), peers[0])
 
     def _abandon(self) -> None:
-        """Let the group go without its destructor, which waits for peers in what is still under way.
+        """Drop the group without its destructor, which waits for peers in collectives that are under way.
 
-        The process has failed by then and is about to end; what is leaked here, and the store's file, last until then.
+        The group is leaked until the process ends, and with it the store's file. The process has failed by then.
         """
         group, self._group = self._group, None
         if group is not None:
@@ -134,7 +140,7 @@ class Gloo:
 
 
 def _nameless_file() -> int:
-    """A file that is gone with its last user; peers reach it through /proc."""
+    """Make a file without a path, which vanishes with its last user. Peers open it through /proc."""
     fd = os.memfd_create("raymoe-gloo-store", os.MFD_CLOEXEC)
     os.fchmod(fd, 0o600)
     return fd

@@ -1,7 +1,12 @@
-"""A private NCCL communicator of a world, by NCCL's own C functions: the process-wide default group is the user's.
+"""A private NCCL communicator of a world, by the C functions of the NCCL library that torch brings.
 
-NCCL bounds no wait and cannot name the rank that did not come. So each rank writes how many exchanges it has entered
-with a peer into a word at that peer; a wait that took too long names the first peer whose word lags behind.
+It is private because the process-wide default group belongs to the user. Torch's process group is not used:
+
+- It adds checks, events and a watchdog to each call. An all-to-all of two ranks kept the host for about 100 us there.
+- Its watchdog ends the process when a wait takes too long. Here a late wait raises.
+
+NCCL bounds no wait and cannot name a rank that is missing. So each rank writes into a word at each peer how many
+exchanges it has entered with that peer. A wait that takes too long names the first peer whose word lags behind.
 """
 
 from __future__ import annotations
@@ -21,10 +26,7 @@ from raymoe.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import World
 
-# NCCL by its own C functions, in the library that torch brings.
-#
-# Torch's process group does the same calls behind checks, events and a watchdog: an all-to-all of two ranks kept the
-# host for about 100 us there. Its watchdog also ends the process when a wait takes too long, where ours raises.
+# The C functions
 
 ID_BYTES = 128
 _UINT8, _SUM = 1, 0
@@ -37,22 +39,23 @@ class _Id(ctypes.Structure):
 
 @functools.cache
 def library() -> Any:
-    """`libnccl.so.2`: the one that torch has loaded, or the one that is installed beside it."""
-    beside = Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnccl.so.2")
+    """Load `libnccl.so.2`: the one that torch has loaded, or the one that is installed beside torch."""
+    beside_torch = Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnccl.so.2")
     reasons = []
-    for name in ("libnccl.so.2", *map(str, beside)):
+    for name in ("libnccl.so.2", *map(str, beside_torch)):
         try:
             found = ctypes.CDLL(name)
         except OSError as error:
             reasons.append(str(error))
             continue
-        return _declared(found)
+        return _with_signatures(found)
     raise WiringError(
-        f"NCCL was asked for and its library cannot be loaded ({'; '.join(reasons)}); install torch with it"
+        f"NCCL was asked for and its library cannot be loaded ({'; '.join(reasons)}); install a torch with NCCL"
     )
 
 
-def _declared(found: Any) -> Any:
+def _with_signatures(nccl: Any) -> Any:
+    """Declare the types of the functions in the library."""
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     arguments = {
         "ncclGetUniqueId": [ctypes.POINTER(_Id)],
@@ -67,86 +70,84 @@ def _declared(found: Any) -> Any:
         "ncclReduceScatter": [pointer, pointer, size, number, number, pointer, pointer],
     }
     for name, types in arguments.items():
-        function = getattr(found, name)
+        function = getattr(nccl, name)
         function.argtypes, function.restype = types, number
-    found.ncclGetErrorString.argtypes, found.ncclGetErrorString.restype = [number], ctypes.c_char_p
-    found.ncclGetLastError.argtypes, found.ncclGetLastError.restype = [pointer], ctypes.c_char_p
-    return found
+    nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [number], ctypes.c_char_p
+    nccl.ncclGetLastError.argtypes, nccl.ncclGetLastError.restype = [pointer], ctypes.c_char_p
+    return nccl
 
 
 def new_id() -> bytes:
-    """What the ranks of one communicator meet by; one of them makes it."""
+    """Make the id by which the ranks of one communicator find one another; one of them makes it."""
     identity = _Id()
     _check("ncclGetUniqueId", library().ncclGetUniqueId(ctypes.byref(identity)))
     return bytes(identity.bytes)
 
 
 class Communicator:
-    """One rank's end. Addresses are of this GPU; everything is enqueued on the stream that is given."""
+    """One rank's end. Addresses are on this GPU; every call enqueues on the given stream."""
 
     def __init__(self, identity: bytes, rank: int, size: int) -> None:
-        """Returns when all ranks have come. The GPU is torch's current device."""
+        """Connect on torch's current device. Returns after all ranks have called it."""
         self._nccl = library()
-        made = ctypes.c_void_p()
-        given = _Id((ctypes.c_uint8 * ID_BYTES).from_buffer_copy(identity))
-        _check("ncclCommInitRank", self._nccl.ncclCommInitRank(ctypes.byref(made), size, given, rank))
-        self._made: ctypes.c_void_p | None = made
+        handle = ctypes.c_void_p()
+        unique_id = _Id((ctypes.c_uint8 * ID_BYTES).from_buffer_copy(identity))
+        _check("ncclCommInitRank", self._nccl.ncclCommInitRank(ctypes.byref(handle), size, unique_id, rank))
+        self._handle: ctypes.c_void_p | None = handle
 
     def exchange(
         self, sends: Iterable[tuple[int, int, int]], receives: Iterable[tuple[int, int, int]], stream: int
     ) -> None:
-        """One group of sends and receives: (rank, address, bytes) each."""
-        nccl, made = self._nccl, self._made
+        """Enqueue one group of sends and receives, each a (rank, address, bytes)."""
+        nccl, handle = self._nccl, self._handle
         _check("ncclGroupStart", nccl.ncclGroupStart())
-        codes = [nccl.ncclSend(address, nbytes, _UINT8, rank, made, stream) for rank, address, nbytes in sends]
-        codes += [nccl.ncclRecv(address, nbytes, _UINT8, rank, made, stream) for rank, address, nbytes in receives]
+        codes = [nccl.ncclSend(address, nbytes, _UINT8, rank, handle, stream) for rank, address, nbytes in sends]
+        codes += [nccl.ncclRecv(address, nbytes, _UINT8, rank, handle, stream) for rank, address, nbytes in receives]
         codes.append(nccl.ncclGroupEnd())
         for code in codes:
-            _check("a group of ncclSend and ncclRecv", code, made)
+            _check("a group of ncclSend and ncclRecv", code, handle)
 
     def all_gather(self, out: int, mine: int, nbytes: int, stream: int) -> None:
-        """`mine` of all ranks, in rank order, into `out`, of which it may be this rank's part."""
-        code = self._nccl.ncclAllGather(mine, out, nbytes, _UINT8, self._made, stream)
-        _check("ncclAllGather", code, self._made)
+        """Gather `mine` of all ranks, in rank order, into `out`. `mine` may be this rank's part of `out`."""
+        code = self._nccl.ncclAllGather(mine, out, nbytes, _UINT8, self._handle, stream)
+        _check("ncclAllGather", code, self._handle)
 
     def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor, stream: int) -> None:
-        """The sum over ranks of block r of `blocks` into `out` of rank r."""
+        """Add block r of `blocks` over all ranks, into `out` of rank r."""
         kind, count = _TYPES[out.dtype], out.numel()
-        code = self._nccl.ncclReduceScatter(blocks.data_ptr(), out.data_ptr(), count, kind, _SUM, self._made, stream)
-        _check("ncclReduceScatter", code, self._made)
+        code = self._nccl.ncclReduceScatter(blocks.data_ptr(), out.data_ptr(), count, kind, _SUM, self._handle, stream)
+        _check("ncclReduceScatter", code, self._handle)
 
     def abort(self) -> None:
-        """End the kernels of this rank, also those that wait for ever."""
-        made, self._made = self._made, None
-        if made is not None:
-            _check("ncclCommAbort", self._nccl.ncclCommAbort(made))
+        """End the kernels of this rank, also those that wait without end."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            _check("ncclCommAbort", self._nccl.ncclCommAbort(handle))
 
     def close(self) -> None:
-        """By all ranks, when their streams are done."""
-        made, self._made = self._made, None
-        if made is not None:
-            _check("ncclCommDestroy", self._nccl.ncclCommDestroy(made))
+        """Destroy the communicator. All ranks call this, after their streams are done."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            _check("ncclCommDestroy", self._nccl.ncclCommDestroy(handle))
 
 
 def _check(what: str, code: int, communicator: ctypes.c_void_p | None = None) -> None:
     if code == 0:
         return
     nccl = library()
-    said = [nccl.ncclGetErrorString(code), nccl.ncclGetLastError(communicator)]
-    reason = "; ".join(text.decode(errors="replace").strip() for text in said if text)
+    texts = [nccl.ncclGetErrorString(code), nccl.ncclGetLastError(communicator)]
+    reason = "; ".join(text.decode(errors="replace").strip() for text in texts if text)
     raise WiringError(f"{what} failed: {reason}; NCCL_DEBUG=INFO tells more")
 
 
-# A private NCCL communicator of a world: the process-wide default group is the user's.
-#
-# NCCL bounds no wait and cannot tell who did not come, so each rank writes how many exchanges it has entered with a
-# peer into a word at that peer; a wait that took too long names the first peer whose word lags behind.
+# The group of a world
 
-CONNECT_S = 60.0  # at least: it takes seconds, however short the waits are that follow
+CONNECT_S = 60.0
+"""Least time limit to connect, which takes seconds. The world's timeout may be far shorter."""
 
 
-class OtherThread:
-    """A wait that nothing can bound, made where it holds nobody up."""
+class BackgroundWait:
+    """A wait that cannot be bounded, made on a thread of its own, so that the caller can give up."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
@@ -154,8 +155,8 @@ class OtherThread:
         self._thread = threading.Thread(target=self._run, name="raymoe device wait", daemon=True)
         self._thread.start()
 
-    def over(self) -> bool:
-        """Whether it has ended; raises what it ended with."""
+    def done(self) -> bool:
+        """Whether the wait has ended. Raises its exception if it raised one."""
         if self._thread.is_alive():
             return False
         if self._error is not None:
@@ -165,16 +166,18 @@ class OtherThread:
     def _run(self) -> None:
         try:
             self._wait()
-        except Exception as error:  # noqa: BLE001  raised by `over`
+        except Exception as error:  # noqa: BLE001  raised by `done`
             self._error = error
 
 
 class NcclGroup:
-    """Made and closed by all ranks of a world, used by its members: all of them, unless `members` names some.
+    """A communicator between the members of a world. All ranks make and close it, the members use it.
 
-    After `abort` it is of no further use. Whoever exchanges with nobody for long should be no member: where two of four
-    members sent one way, NCCL stood still at the ninth message (NCCL 2.28.9, 4 KiB, 4x H200, 2026-11-21); all four to
-    all four, or two between themselves, went on.
+    All ranks are members unless `members` names some. After `abort` it cannot be used any more.
+
+    A rank that exchanges with no member for long should not be one. NCCL stopped at the ninth message when two of four
+    members sent one way. All four to all four, or two in a group of their own, went on (NCCL 2.28.9, 4 KiB, 4x H200,
+    2026-11-21).
     """
 
     def __init__(self, world: World, members: Sequence[int] | None = None) -> None:
@@ -189,36 +192,39 @@ class NcclGroup:
         self._communicator: Communicator | None = self._connect()
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """One NCCL group of sends and receives, by peer, on the current stream. Peers that are not named do nothing."""
+        """Enqueue one NCCL group of sends and receives, by peer, on the current stream. Other peers take no part."""
         communicator = self._enter(sends.keys() | receives.keys())
         with on(self.world.device):
-            communicator.exchange(self._given(sends), self._given(receives), self._stream())
+            communicator.exchange(self._operations(sends), self._operations(receives), self._stream())
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """`mine` of all members, in rank order, into `out`, on the current stream; it may be a part of `out`."""
+        """Gather `mine` of all members, in rank order, into `out`, on the current stream. It may be a part of `out`."""
         communicator = self._enter(self.members)
         with on(self.world.device):
             communicator.all_gather(out.data_ptr(), mine.data_ptr(), mine.nbytes, self._stream())
 
     def reduce_scatter(self, out: torch.Tensor, blocks: torch.Tensor) -> None:
-        """The sum over members of block r of `blocks` into `out` of member r, on the current stream."""
+        """Add block r of `blocks` over all members, into `out` of member r, on the current stream."""
         communicator = self._enter(self.members)
         with on(self.world.device):
             communicator.reduce_scatter(out, blocks, self._stream())
 
     def lagging(self, peers: Sequence[int]) -> tuple[int, int, int]:
-        """The first peer that has entered fewer exchanges with us than we with it, or the first; its and our count."""
-        found = [(peer, self._words[self.world.rank][peer], self._entered[peer]) for peer in peers]
-        return next((each for each in found if each[1] < each[2]), found[0])
+        """Return the peer that holds up this rank, its count of exchanges with this rank, and this rank's count.
+
+        It is the first peer with the lower count, or the first of all if none has one.
+        """
+        counts = [(peer, self._words[self.world.rank][peer], self._entered[peer]) for peer in peers]
+        return next((each for each in counts if each[1] < each[2]), counts[0])
 
     def abort(self) -> None:
-        """End NCCL's kernels, also those that wait for ever."""
+        """End NCCL's kernels, also those that wait without end."""
         communicator, self._communicator, self._aborted = self._communicator, None, True
         if communicator is not None:
             communicator.abort()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Waits for its members, as long as the world's waits may take unless said."""
+        """Meet all ranks and destroy the communicator. The wait takes at most the world's timeout unless given."""
         torch.cuda.synchronize(self.world.device)
         if not self._aborted:
             self.world.barrier("nccl: idle", timeout_s)
@@ -231,14 +237,14 @@ class NcclGroup:
         if self._communicator is None:
             why = "is aborted or closed" if self.world.rank in self.members else f"is of ranks {self.members} alone"
             raise WiringError(f"rank {self.world.rank} was to exchange by an NCCL group that {why}; make a new one")
-        if not capturing(self.world.device):  # a replay enters nothing
+        if not capturing(self.world.device):  # a replay does not count
             for peer in peers:
                 self._entered[peer] += 1
                 self._words[peer][self.world.rank] = self._entered[peer]
         return self._communicator
 
-    def _given(self, rows: Mapping[int, torch.Tensor]) -> list[tuple[int, int, int]]:
-        """Member, address and bytes of each that has any."""
+    def _operations(self, rows: Mapping[int, torch.Tensor]) -> list[tuple[int, int, int]]:
+        """List member, address and bytes of each tensor that is not empty."""
         return [(self._places[rank], each.data_ptr(), each.nbytes) for rank, each in rows.items() if each.nbytes]
 
     def _stream(self) -> int:
@@ -246,7 +252,7 @@ class NcclGroup:
         return stream
 
     def _connect(self) -> Communicator | None:
-        """Meet by an identity of the first member, and send once between every two: a capture could not connect."""
+        """Connect by an id of the first member, and exchange a byte between any two: a capture could not connect."""
         world, made, problem = self.world, None, None
         me = self._places.get(world.rank)
         try:
@@ -254,52 +260,52 @@ class NcclGroup:
         except WiringError as error:
             problem, identity = error, b""
         first = self.members[0]
-        told = world.swap(identity, "nccl: identity")[first]
+        identity_of_first = world.swap(identity, "nccl: identity")[first]
         world.agree(problem, "nccl: identity made")
         try:
             if me is not None:
-                assert isinstance(told, bytes)
-                made = self._meet(told, me)
+                assert isinstance(identity_of_first, bytes)
+                made = self._make_communicator(identity_of_first, me)
         except (RaymoeError, RuntimeError) as error:
             reason = (str(error).splitlines() or ["no reason given"])[0]
             problem = WiringError(f"NCCL did not connect: {reason}")
         world.agree(problem, "nccl: connected")
         return made
 
-    def _meet(self, identity: bytes, me: int) -> Communicator:
-        """A communicator that has sent and received. NCCL waits without end for a member that has died."""
+    def _make_communicator(self, identity: bytes, me: int) -> Communicator:
+        """Make a communicator that is connected. Bounded, because NCCL waits without end for a member that has died."""
         world, made = self.world, []
 
-        def meet() -> None:
+        def connect() -> None:
             with torch.cuda.device(world.device):
                 made.append(Communicator(identity, me, len(self.members)))
-                self._touch(made[0])
+                self._exchange_a_byte(made[0])
 
-        others = [rank for rank in self.members if rank != world.rank]
-        longest, met = max(CONNECT_S, world.timeout_s), OtherThread(meet)
-        if not world.waiter.until("nccl: connect", (others or self.members)[0], met.over, longest):
-            raise WiringError(f"its ranks {', '.join(map(str, self.members))} did not all come within {longest:g} s")
+        peers = [rank for rank in self.members if rank != world.rank]
+        limit_s, connection = max(CONNECT_S, world.timeout_s), BackgroundWait(connect)
+        if not world.waiter.until("nccl: connect", (peers or self.members)[0], connection.done, limit_s):
+            raise WiringError(f"its ranks {', '.join(map(str, self.members))} did not all come within {limit_s:g} s")
         return made[0]
 
-    def _touch(self, made: Communicator) -> None:
-        """A byte to every member and from it."""
+    def _exchange_a_byte(self, communicator: Communicator) -> None:
+        """Send a byte to every member and receive one from it."""
         size, device = len(self.members), self.world.device
         out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
         peers = [place for place in range(size) if self.members[place] != self.world.rank]
         bytes_to, bytes_from = ([(place, each.data_ptr() + place, 1) for place in peers] for each in (out, into))
-        made.exchange(bytes_to, bytes_from, self._stream())
+        communicator.exchange(bytes_to, bytes_from, self._stream())
         torch.cuda.synchronize(device)
 
 
 def _refuse_what_nccl_cannot(world: World) -> None:
     problem: RaymoeError | None = None
     if not dist.is_available() or not dist.is_nccl_available():
-        problem = ConfigError("collective asked for and this torch was built without NCCL; take tma or copy_engine")
+        problem = ConfigError("collective was asked for and this torch was built without NCCL; use tma or copy_engine")
     gpus = [str(uuid) for uuid in world.swap(world.gpu.uuid, "nccl: gpus")]
     for rank, uuid in enumerate(gpus):
         if gpus.index(uuid) != rank and problem is None:
             problem = ConfigError(
-                f"collective asked for and ranks {gpus.index(uuid)} and {rank} share GPU {uuid}; NCCL wants one GPU a "
-                "rank, so take tma or copy_engine, or leave share_gpu out"
+                f"collective was asked for and ranks {gpus.index(uuid)} and {rank} share GPU {uuid}; NCCL needs one "
+                "GPU a rank: use tma or copy_engine, or leave share_gpu out"
             )
     world.agree(problem, "nccl: possible")

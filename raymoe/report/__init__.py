@@ -1,4 +1,4 @@
-"""A run directory, and what is made of it: tables and plots.
+"""Writes and reads run directories, and makes tables and plots of their results.
 
-Read first: `results.py` (the keys of a result line), `directory.py` (who writes what), `tables.py`.
+Read first: `results.py` (the keys of a result line), `directory.py` (which files a run writes), `tables.py`.
 """

@@ -1,9 +1,9 @@
-"""Which columns the table of a set of result lines has, and what stands in them."""
+"""Chooses the columns of a table of result lines, and fills its cells."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raymoe.report.copies import gave
+from raymoe.report.copies import measured_link_gbps
 from raymoe.report.results import Line
 
 
@@ -15,7 +15,8 @@ class Column:
 
 
 def byte_size(value: object) -> str:
-    """
+    """Write a number of bytes with a unit and up to four digits.
+
     >>> byte_size(512), byte_size(4096), byte_size(3 * 2**19), byte_size(268435456)
     ('512 B', '4 KiB', '1.5 MiB', '256 MiB')
     """
@@ -35,8 +36,8 @@ def _fixed(digits: int) -> Callable[[object], str]:
     return lambda value: f"{float(str(value)):,.{digits}f}"
 
 
-# What a line is about. A column that is the same in every line moves to the caption, one that the name of the case
-# tells already is left out.
+# Settings of a line, with their headers. A setting that is the same in every line goes to the caption. One that the
+# name of the case has already gets no column.
 SETTINGS = {
     "op": "op",
     "backend": "backend",
@@ -66,12 +67,12 @@ SETTINGS = {
 NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms"}
 EXCHANGES = ("dispatch", "combine", "exchange")
 YARDSTICK = "row_push"
-"""A backend that is none: what it gives is the limit that the others are held to."""
+"""This backend only pushes rows. Its GB/s are the limit for the other backends."""
 
-# The job's own word for a setting, where it differs from the key of the result line.
+# Config keys (last part) that differ from the key of the result line.
 WORD_IN_CASE = {"routing": "kind", "wire": "dispatch"}
 
-# us_min, us_max and samples stay in results.jsonl: the table fits 100 columns.
+# The table leaves out us_min, us_max and samples, to fit 100 columns.
 MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "us_p50": ("p50 us", _fixed(1)),
     "us_p99": ("p99 us", _fixed(1)),
@@ -92,30 +93,31 @@ def show(key: str, value: object) -> str:
 
 
 def columns_of(lines: Sequence[Line]) -> list[Column]:
-    """The columns of these lines, from the left: what differs between them, then what was measured."""
+    """Make the columns of these lines: first the settings that differ, then the measurements."""
     columns = []
     for key in ("run", "case"):
         if len({line[key] for line in lines}) > 1:
             columns.append(Column(key, [str(line[key]) for line in lines]))
     for key, header in SETTINGS.items():
-        if key == "op" or (_varies(lines, key) and not _told_by_case(lines, key)):
+        if key == "op" or (_varies(lines, key) and not _named_by_case(lines, key)):
             columns.append(Column(header, [show(key, line[key]) for line in lines], right=key in NUMERIC))
-    for key, (header, form) in MEASURES.items():
+    for key, (header, formatted) in MEASURES.items():
         values = [line[key] for line in lines]
         if any(value is not None for value in values):
-            columns.append(Column(header, ["-" if value is None else form(value) for value in values], right=True))
+            cells = ["-" if value is None else formatted(value) for value in values]
+            columns.append(Column(header, cells, right=True))
     for header, shares in (("of push", shares_of_push(lines)), ("of link", shares_of_link(lines))):
         if any(shares):
             columns.append(Column(header, [f"{each:.0%}" if each else "-" for each in shares], right=True))
-    if any(ratios := compare(lines)):
+    if any(ratios := speedups(lines)):
         columns.append(Column("vs slowest", [f"{each:.2f}x" if each else "-" for each in ratios], right=True))
     if any(line["leaves_out"] or line["skipped"] for line in lines):
-        columns.append(Column("leaves out", [_left_out(line) for line in lines]))
+        columns.append(Column("leaves out", [_leaves_out(line) for line in lines]))
     return columns
 
 
 def caption_of(lines: Sequence[Line]) -> str:
-    """What all lines share: `exchange: ranks 4, tokens 512, dtype bfloat16`."""
+    """Name the settings that all lines share: `exchange: ranks 4, tokens 512, dtype bfloat16`."""
     shared = [
         f"{header} {show(key, lines[0][key])}"
         for key, header in SETTINGS.items()
@@ -124,23 +126,25 @@ def caption_of(lines: Sequence[Line]) -> str:
     return f"{lines[0]['workload']}: {', '.join(shared)}"
 
 
-def compare(lines: Sequence[Line]) -> list[float | None]:
-    """How many times as fast each line is as the slowest line that does the same by another backend or transport.
+def speedups(lines: Sequence[Line]) -> list[float | None]:
+    """Divide the slowest time of the same settings by each line's time.
+
+    None where no other backend or transport has the line's settings.
 
     >>> from raymoe.report.results import complete
     >>> def line(backend, op, us):
     ...     measured = {"case": backend, "backend": backend, "op": op, "us_p50": us}
     ...     return complete(measured, run="a-b", generation=0, commit=None)
-    >>> compare([line("host", "dispatch", 50.0), line("collective", "dispatch", 100.0), line("host", "combine", 9.0)])
+    >>> speedups([line("host", "dispatch", 50.0), line("collective", "dispatch", 100.0), line("host", "combine", 9.0)])
     [2.0, 1.0, None]
     """
-    same = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph", "sms")), "run"]
+    shared = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph", "sms")), "run"]
     groups: dict[tuple[object, ...], list[Line]] = {}
     for line in lines:
-        groups.setdefault(tuple(line[key] for key in same), []).append(line)
+        groups.setdefault(tuple(line[key] for key in shared), []).append(line)
     result: list[float | None] = []
     for line in lines:
-        group = groups[tuple(line[key] for key in same)]
+        group = groups[tuple(line[key] for key in shared)]
         rivals = {(each["backend"], each["transport"]) for each in group}
         times = [float(str(each["us_p50"])) for each in group if each["us_p50"]]
         comparable = len(rivals) > 1 and line["us_p50"]
@@ -149,8 +153,10 @@ def compare(lines: Sequence[Line]) -> list[float | None]:
 
 
 def shares_of_push(lines: Sequence[Line]) -> list[float | None]:
-    """What share each line's GB/s are of those of row_push with as many tokens: what the links give to rows of this
-    size and number, at 128 tokens less than at 4096. A combine that sends rows of another size has no such limit.
+    """Divide each line's GB/s by those of row_push with the same settings.
+
+    row_push measures what the links give for rows of this size and number: less at 128 tokens than at 4096. A combine
+    with rows of another size has no such limit.
 
     >>> from raymoe.report.results import complete
     >>> def line(backend, op, gbps):
@@ -160,36 +166,36 @@ def shares_of_push(lines: Sequence[Line]) -> list[float | None]:
     >>> shares_of_push(lines)
     [0.75, None, None]
     """
-    same = [*(key for key in SETTINGS if key not in ("op", "backend", "transport", "graph", "sms")), "run"]
+    shared = [*(key for key in SETTINGS if key not in ("op", "backend", "transport", "graph", "sms")), "run"]
     limits = {
-        tuple(line[key] for key in same): float(str(line["gbps_wire"]))
+        tuple(line[key] for key in shared): float(str(line["gbps_wire"]))
         for line in lines
         if line["backend"] == YARDSTICK and line["gbps_wire"]
     }
     shares: list[float | None] = []
     for line in lines:
-        limit = limits.get(tuple(line[key] for key in same)) if pushes_such_rows(line) else None
+        limit = limits.get(tuple(line[key] for key in shared)) if sends_dispatch_rows(line) else None
         known = limit and line["gbps_wire"] and line["backend"] != YARDSTICK
         shares.append(float(str(line["gbps_wire"])) / limit if known and limit else None)
     return shares
 
 
-def pushes_such_rows(line: Line) -> bool:
-    """Whether the rows of this line are as large as those of the case's dispatch: `wire` names two dtypes where those
-    of combine are others."""
+def sends_dispatch_rows(line: Line) -> bool:
+    """Whether the rows of this line are as large as those of the case's dispatch. If combine has another dtype, `wire`
+    names both, with a slash between them."""
     return line["op"] == "dispatch" or "/" not in str(line["wire"])
 
 
 def shares_of_link(lines: Sequence[Line]) -> list[float | None]:
-    """What share each line's GB/s are of the most that links of such a machine were seen to give, whatever the size."""
-    limits = [gave(line["device"]) if line["op"] in EXCHANGES else None for line in lines]
+    """Divide each line's GB/s by the highest rate measured on such links, for any size."""
+    limits = [measured_link_gbps(line["device"]) if line["op"] in EXCHANGES else None for line in lines]
     return [
         float(str(line["gbps_wire"])) / limit if limit and line["gbps_wire"] else None
         for line, limit in zip(lines, limits, strict=True)
     ]
 
 
-def _left_out(line: Line) -> str:
+def _leaves_out(line: Line) -> str:
     return f"skipped: {line['skipped']}" if line["skipped"] else show("leaves_out", line["leaves_out"])
 
 
@@ -197,6 +203,6 @@ def _varies(lines: Sequence[Line], key: str) -> bool:
     return len({line[key] for line in lines}) > 1
 
 
-def _told_by_case(lines: Sequence[Line], key: str) -> bool:
+def _named_by_case(lines: Sequence[Line], key: str) -> bool:
     word = WORD_IN_CASE.get(key, key)
     return all(f"{word}={line[key]}" in str(line["case"]).split(",") for line in lines)

@@ -1,4 +1,4 @@
-"""Result lines of copies between ranks, sorted by transport, protocol and pattern: the subjects of figures."""
+"""Groups the result lines of copies for figures, and lists the speeds of GPU links."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from raymoe.report.results import Line
 
-# In one direction, of all links of a GPU together, by the name that the driver gives it.
+# GB/s in one direction over all links of a GPU, by the GPU's name in the driver.
 LINKS = (
     (r"NVIDIA (H200|H100 80GB HBM3|H20)", 450.0, "NVLink 4 ×18"),
     (r"NVIDIA A100-SXM.*", 300.0, "NVLink 3 ×12"),
     (r"NVIDIA G?B[23]00.*", 900.0, "NVLink 5 ×18"),
 )
-# What a GPU's links were seen to give at most in one direction while all GPUs sent: the copy engine's pushes, 4x H200,
-# 2026-11-21. No exchange on this machine can be faster.
-GAVE = ((r"NVIDIA H200", 381.0),)
-_TOLD_ELSEWHERE = {"transports", "bytes", "pattern", "graph", "protocol"}
+# The highest GB/s measured in one direction over a GPU's links while all GPUs sent: pushes by the copy engine,
+# 4x H200, 2026-11-21. No exchange on this machine can be faster.
+MEASURED_LINKS = ((r"NVIDIA H200", 381.0),)
+_SHOWN_ELSEWHERE = {"transports", "bytes", "pattern", "graph", "protocol"}
 _COPY = ("pattern", "src", "dst", "bytes")
 
 
@@ -27,13 +27,14 @@ class CopyWay:
 
     transport: str
     protocol: str = ""
-    """put or get; empty where that is not known."""
+    """put or get; empty if unknown."""
     details: tuple[str, ...] = ()
-    """What else sets it apart from the others."""
+    """Further settings that distinguish it from other ways."""
 
     @property
     def label(self) -> str:
-        """
+        """The name of this way in a legend.
+
         >>> CopyWay("tma", "get", ("8 SMs",)).label
         'tma pull (8 SMs)'
         """
@@ -42,67 +43,68 @@ class CopyWay:
 
 
 def ways_of(copies: Sequence[Line], protocol: str = "") -> dict[CopyWay, list[Line]]:
-    """The lines by the way they went. Two lines of a way never tell of the same copy: more is told apart until then.
+    """Group the lines by the way of the copy.
 
-    `protocol` is the job's, for lines whose case does not name one.
+    Keys are added to the ways until no two lines of a way are of the same copy. `protocol` is that of the job, for
+    lines whose case does not name one.
     """
     with_graph = len({line["graph"] for line in copies}) > 1
-    told_apart: list[str] = []
+    extra_keys: list[str] = []
     found: dict[CopyWay, list[Line]] = {}
-    for another in ("", "sms", "ranks", "device", "run", "generation"):
-        told_apart += [another] if another else []
+    for key_to_add in ("", "sms", "ranks", "device", "run", "generation"):
+        extra_keys += [key_to_add] if key_to_add else []
         found = {}
         for line in copies:
             words = dict(word.partition("=")[::2] for word in str(line["case"]).split(",") if "=" in word)
-            details = [f"{key} {value}" for key, value in words.items() if key not in _TOLD_ELSEWHERE]
+            details = [f"{key} {value}" for key, value in words.items() if key not in _SHOWN_ELSEWHERE]
             details += [("graph" if line["graph"] else "eager")] * with_graph
-            details += [f"{line[key]} SMs" if key == "sms" else f"{key} {line[key]}" for key in told_apart]
+            details += [f"{line[key]} SMs" if key == "sms" else f"{key} {line[key]}" for key in extra_keys]
             way = CopyWay(str(line["transport"]), words.get("protocol", protocol), tuple(details))
             found.setdefault(way, []).append(line)
-        told = [(way, *(line[key] for key in _COPY)) for way, lines in found.items() for line in lines]
-        if len(set(told)) == len(told):
+        copies_of_ways = [(way, *(line[key] for key in _COPY)) for way, lines in found.items() for line in lines]
+        if len(set(copies_of_ways)) == len(copies_of_ways):
             break
     return found
 
 
 def link_of(device: object) -> tuple[float, str] | None:
-    """GB/s in one direction of a GPU's links, and their name; None where that is not known.
+    """Give the nominal GB/s in one direction of a GPU's links, and their name; None if unknown.
 
     >>> link_of("NVIDIA H200"), link_of("NVIDIA H100 PCIe"), link_of("cpu")
     ((450.0, 'NVLink 4 ×18'), None, None)
     """
-    return next(((gbps, name) for form, gbps, name in LINKS if re.fullmatch(form, str(device))), None)
+    return next(((gbps, name) for pattern, gbps, name in LINKS if re.fullmatch(pattern, str(device))), None)
 
 
-def gave(device: object) -> float | None:
-    """GB/s that the links of a GPU of this kind were seen to give at most; None where nobody has looked.
+def measured_link_gbps(device: object) -> float | None:
+    """Give the highest GB/s measured on the links of such a GPU; None if nobody measured them.
 
-    >>> gave("NVIDIA H200"), gave("NVIDIA H100 80GB HBM3")
+    >>> measured_link_gbps("NVIDIA H200"), measured_link_gbps("NVIDIA H100 80GB HBM3")
     (381.0, None)
     """
-    return next((most for form, most in GAVE if re.fullmatch(form, str(device))), None)
+    return next((most for pattern, most in MEASURED_LINKS if re.fullmatch(pattern, str(device))), None)
 
 
 def gbps(line: Line) -> float:
-    given = line["gbps_wire"]
-    return float(str(given)) if given is not None else whole(line, "bytes") / us(line) / 1e3
+    recorded = line["gbps_wire"]
+    return float(str(recorded)) if recorded is not None else integer(line, "bytes") / us(line) / 1e3
 
 
 def us(line: Line) -> float:
     return float(str(line["us_p50"]))
 
 
-def whole(line: Line, key: str) -> int:
+def integer(line: Line, key: str) -> int:
     return int(str(line[key]))
 
 
-def measured(lines: Sequence[Line]) -> str:
-    """How the lines were measured, in the words of a figure's title.
+def how_measured(lines: Sequence[Line]) -> str:
+    """Say how the lines were measured, for a figure's title.
 
-    >>> measured([{"samples": 50, "graph": True}])
+    >>> how_measured([{"samples": 50, "graph": True}])
     'p50 of 50 samples of the slowest rank, CUDA graph'
     """
-    samples = sorted({whole(line, "samples") for line in lines if line["samples"] is not None})
+    samples = sorted({integer(line, "samples") for line in lines if line["samples"] is not None})
     many = f"{samples[0]}–{samples[-1]}" if len(samples) > 1 else "".join(map(str, samples))
     graphs = {bool(line["graph"]) for line in lines}
     how = "CUDA graph" if graphs == {True} else "eager" if graphs == {False} else "CUDA graph or eager"
@@ -110,19 +112,20 @@ def measured(lines: Sequence[Line]) -> str:
 
 
 def machine(lines: Sequence[Line]) -> str:
-    """What the lines were measured on, and where they are from.
+    """Name the ranks, GPUs and runs of the lines, for a figure's title.
 
     >>> machine([{"ranks": 4, "device": "NVIDIA H200", "run": run} for run in ("one", "one", "two", "three")])
     '4 ranks on NVIDIA H200 · run one and 2 more'
     """
     ranks = "/".join(str(each) for each in dict.fromkeys(line["ranks"] for line in lines))
     devices = " and ".join(dict.fromkeys(str(line["device"]) for line in lines))
-    first, *others = dict.fromkeys(str(line["run"]) for line in lines)
-    return f"{ranks} ranks on {devices} · run {first}" + (f" and {len(others)} more" if others else "")
+    first, *more = dict.fromkeys(str(line["run"]) for line in lines)
+    return f"{ranks} ranks on {devices} · run {first}" + (f" and {len(more)} more" if more else "")
 
 
 def three_digits(value: float) -> str:
-    """
+    """Write a number with about three digits.
+
     >>> three_digits(381.4), three_digits(21.46), three_digits(0.0571)
     ('381', '21.5', '0.057')
     """

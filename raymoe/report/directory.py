@@ -1,8 +1,8 @@
-"""The directory of a run: config.yaml, environment.json, results.jsonl and summary.json.
+"""Writes the directory of a run: config.yaml, environment.json, results.jsonl and summary.json.
 
-- Every file is replaced whole, so a run killed at any point leaves its finished cases and nothing half written.
-- One live process writes: a lock that ends with its holder.
-- The first line of config.yaml names the run; by it a directory is known as one of ours.
+- Files are replaced atomically: a run that is killed leaves its finished cases and no partial file.
+- One process writes at a time. It holds a lock that ends with the process.
+- The first line of config.yaml names the run. A directory without that line is not a run directory.
 """
 
 from __future__ import annotations
@@ -25,22 +25,31 @@ from typing import Self
 
 from raymoe.config import to_yaml
 from raymoe.errors import CannotWrite, ConfigError
-from raymoe.report.results import CONFIG, ENVIRONMENT, MARK, RESULTS, SUMMARY, Generation, Line, Record, Summary, encode
-
-# A file is written whole or not at all, and a failure says which path and why.
+from raymoe.report.results import (
+    CONFIG,
+    ENVIRONMENT,
+    FIRST_LINE,
+    RESULTS,
+    SUMMARY,
+    Generation,
+    Line,
+    Record,
+    Summary,
+    encode,
+)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Puts `content` at `path`: a reader sees the old file or the new one, also after a kill or on a full disk."""
+    """Replace `path` by `content`. A reader sees the old file or the new one, even after a kill or on a full disk."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())  # else a crash soon after may leave the new name with no content
+            os.fsync(file.fileno())  # without it, a crash soon after could leave an empty file at the new name
         temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # the first error is the one to tell; the remains are hidden and harmless
+        with contextlib.suppress(OSError):  # report the first error; a leftover hidden file is harmless
             temporary.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
@@ -50,16 +59,14 @@ def cannot_write(path: Path, error: OSError) -> CannotWrite:
     return CannotWrite(f"cannot write {path}: {reason}; make room there or name another place with --out")
 
 
-# At most one live process writes to a run directory.
-
-# A file system without locks (some network mounts) answers with one of these; it can still hold results.
-UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+# File systems without locks (some network mounts) return one of these. They can still hold results.
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class DirectoryLock:
-    """Holds `<directory>/.lock` by flock until `close()` or death, whichever is first; there is no stale lock.
+    """An flock on `<directory>/.lock`, held until `close()` or the end of the process, so it is never stale.
 
-    The file itself stays: removing it could take it from under a process that has just opened it.
+    The file is never removed, because another process could have opened it a moment before.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -72,7 +79,7 @@ class DirectoryLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in UNSUPPORTED:
+            if error.errno in NO_LOCKS:
                 self.supported = False
                 return
             holder = self._read_holder()
@@ -100,17 +107,17 @@ class DirectoryLock:
             raise cannot_write(path, error) from error
 
 
-# Where the directory of a run goes when the command line leaves it open.
+# The place of a run directory.
 
-# The one variable that Ray 2.60 gives to the entrypoint of a job (ray/dashboard/modules/job/job_supervisor.py) and to
-# nothing else that starts on its own; RAY_ADDRESS is also what a person sets by hand.
+# Ray 2.60 sets this variable for the entrypoint of a job only (ray/dashboard/modules/job/job_supervisor.py).
+# RAY_ADDRESS would not do, because users set it as well.
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 @dataclass(frozen=True)
 class Place:
     path: Path
-    given: bool  # by --out; else a name of ours, new for every run
+    given: bool  # by --out; otherwise a new name for every run
     notice: str | None = None
 
 
@@ -119,31 +126,36 @@ def under_ray_job() -> bool:
 
 
 def new_run_id(name: str) -> str:
-    """The job's name, the time and four letters: what a run is called in its results and in Ray."""
+    """Make the name of a run, in its results and in Ray: the job's name, the time and four random letters."""
     now = datetime.datetime.now(datetime.UTC)
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
     return f"{_as_file_name(name)}-{now:%Y%m%dT%H%M%SZ}-{letters}"
 
 
 def place_for(out: Path | None, run: str) -> Place:
-    """Under a Ray job the working directory is a copy that Ray deletes, so results never go below it by accident."""
+    """Choose the place of a run directory.
+
+    Never inside the working directory of a Ray job, unless `out` says so: Ray deletes it when the job ends.
+    """
     if out is None:
         if not under_ray_job():
             return Place(Path("runs").absolute() / run, given=False)
         path = Path.home() / "raymoe_runs" / run
         return Place(
-            path, given=False, notice=f"Ray deletes the working directory of a job, so results go to {path} (or --out)"
+            path,
+            given=False,
+            notice=f"Ray deletes the working directory of a job, so results go to {path} (--out changes this)",
         )
     if under_ray_job() and not out.is_absolute():
         raise ConfigError(
-            f"--out {out} is relative, and Ray deletes the working directory of a job when it ends; "
+            f"--out {out} is relative, but Ray deletes the working directory when a job ends; "
             f"give an absolute path, such as --out {Path.home() / 'raymoe_runs' / out.name}"
         )
     return Place(out.absolute(), given=True)
 
 
 def _as_file_name(name: str) -> str:
-    """Letters, digits, dot, dash and underscore, at most 64 of them, and no leading dot.
+    """Replace other characters than letters, digits, `.`, `-` and `_`, and cut to 64. No leading dot remains.
 
     >>> _as_file_name("H100 sweep/second"), _as_file_name("..")
     ('H100-sweep-second', 'run')
@@ -152,12 +164,15 @@ def _as_file_name(name: str) -> str:
 
 
 class RunDirectory:
-    """Made by `create` or `resume`; `run` is the name of this run in its results, whatever the directory is called."""
+    """A run directory that this process writes, from `create` or `resume`.
+
+    `run` is the name of the run in its results. The directory may have another name.
+    """
 
     def __init__(self, path: Path, run: str, lock: DirectoryLock, notices: Sequence[str] = ()) -> None:
         self.path = path
         self.run = run
-        self.notices = list(notices)  # sentences for the person who started the run
+        self.notices = list(notices)  # sentences for the user
         if not lock.supported:
             self.notices.append(f"{path} is on a file system without locks: start no second run there")
         self._lock = lock
@@ -166,7 +181,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, out: Path | None, name: str) -> Self:
-        """A new run of the job `name`, in `out` or in a place of its own; refuses one that holds results."""
+        """Make the directory of a new run of job `name`, at `out` if given. Refuses a directory that holds results."""
         run = new_run_id(name)
         place = place_for(out, run)
         try:
@@ -176,23 +191,23 @@ class RunDirectory:
                 raise cannot_write(place.path, NotADirectoryError(error.errno, "it is a file")) from error
             raise cannot_write(place.path, error) from error
         lock = DirectoryLock(place.path)
-        held = [name for name in (CONFIG, ENVIRONMENT, RESULTS, SUMMARY) if (place.path / name).exists()]
-        if held:
+        existing = [name for name in (CONFIG, ENVIRONMENT, RESULTS, SUMMARY) if (place.path / name).exists()]
+        if existing:
             lock.close()
             raise ConfigError(
-                f"--out {place.path} already holds {', '.join(held)}; "
-                f"go on with that run by --resume {place.path}, or name another directory"
+                f"--out {place.path} already holds {', '.join(existing)}; "
+                f"continue that run with --resume {place.path}, or name another directory"
             )
         return cls(place.path, run, lock, [place.notice] if place.notice else [])
 
     @classmethod
     def resume(cls, path: Path) -> Self:
-        """Goes on with a run: its finished cases count, and its generations stay in the summary written at the end."""
+        """Continue a run. Its finished cases are kept, and its generations stay in the summary written at the end."""
         path = path.absolute()
-        run = Record.read(path).run  # before the lock, which would leave a file in a directory that is none of ours
+        run = Record.read(path).run  # before the lock, whose file would stay in a directory that is no run directory
         directory = cls(path, run, DirectoryLock(path))
         try:
-            record = Record.read(path)  # again, now that nobody else writes
+            record = Record.read(path)  # again, because another process could write until the lock was held
             directory._lines = record.lines
             directory._earlier = record.generations
         except ConfigError:
@@ -201,13 +216,13 @@ class RunDirectory:
         return directory
 
     def write_config(self, resolved: Mapping[str, object]) -> None:
-        write_atomically(self.path / CONFIG, f"{MARK}{self.run}\n{to_yaml(dict(resolved))}")
+        write_atomically(self.path / CONFIG, f"{FIRST_LINE}{self.run}\n{to_yaml(dict(resolved))}")
 
     def read_config(self) -> dict[str, object]:
         return Record.read(self.path).config
 
     def write_environment(self, environment: Mapping[str, object]) -> None:
-        """Also takes away the summary of a run that goes on: from here it tells of an end that is no longer one."""
+        """Write environment.json, and remove summary.json: a resumed run has not ended."""
         write_atomically(self.path / ENVIRONMENT, _pretty(environment))
         try:
             (self.path / SUMMARY).unlink(missing_ok=True)
@@ -215,15 +230,15 @@ class RunDirectory:
             raise cannot_write(self.path / SUMMARY, error) from error
 
     def add_case(self, lines: Sequence[Line]) -> None:
-        """Adds one finished case, all of its lines at once."""
+        """Add all lines of one finished case."""
         cases = {line["case"] for line in lines}
         if len(cases) != 1:
             raise ValueError(f"add_case takes the lines of one case, got {len(lines)} lines of {len(cases)} cases")
         if cases <= self.finished():
             raise ValueError(f"case {cases.pop()!r} is already in {self.path / RESULTS}")
-        together = [*self._lines, *lines]
-        write_atomically(self.path / RESULTS, "".join(map(encode, together)))
-        self._lines = together
+        all_lines = [*self._lines, *lines]
+        write_atomically(self.path / RESULTS, "".join(map(encode, all_lines)))
+        self._lines = all_lines
 
     def finished(self) -> set[str]:
         return {str(line["case"]) for line in self._lines}

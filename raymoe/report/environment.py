@@ -1,4 +1,4 @@
-"""What a run ran on: versions, host, processor, memory and the commit of the code."""
+"""Records the environment of a run: versions, host, processor, memory and the commit of the code."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ SOURCES = Path(raymoe.__file__).resolve().parent.parent
 
 
 def environment() -> dict[str, object]:
-    """For environment.json. Reads files and package metadata only: nothing heavy is imported."""
+    """Collect the facts for environment.json. It reads files and package metadata, and imports no package."""
     return {
         "raymoe": raymoe.__version__,
         "commit": commit(),
@@ -33,7 +33,7 @@ def environment() -> dict[str, object]:
 
 
 def commit(sources: Path = SOURCES) -> str | None:
-    """The commit of the sources, `-dirty` when they differ from it; None for an installed copy or without git."""
+    """Give the commit of the sources, with `-dirty` if they were changed; None for an installed copy or without git."""
     if not (sources / ".git").exists():
         return None
     command = ["git", "-C", str(sources), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -45,19 +45,21 @@ def commit(sources: Path = SOURCES) -> str | None:
 
 
 def processor(lines: Iterable[str]) -> str:
-    """
+    """Find the processor's name in /proc/cpuinfo, else give the architecture.
+
     >>> processor(["processor : 0", "model name : Some CPU @ 2 GHz", "processor : 1"])
     'Some CPU @ 2 GHz'
     """
     for line in lines:
         key, _, value = line.partition(":")
-        if key.strip() == "model name":  # x86-64; aarch64 gives no such line
+        if key.strip() == "model name":  # x86-64 only; aarch64 has no such line
             return value.strip()
     return platform.machine()
 
 
 def total_memory(lines: Iterable[str]) -> int | None:
-    """
+    """Find the machine's memory in /proc/meminfo, in bytes.
+
     >>> total_memory(["MemTotal:       24689152 kB", "MemFree: 1 kB"])
     25281691648
     """
@@ -68,7 +70,7 @@ def total_memory(lines: Iterable[str]) -> int | None:
 
 
 def _memory_limit() -> int | None:
-    """Of the container, where there is one (cgroup v2); `max` means none."""
+    """Read the container's memory limit in bytes (cgroup v2); None without one (`max`)."""
     text = _read("/sys/fs/cgroup/memory.max").strip()
     return int(text) if text.isdigit() else None
 

@@ -1,8 +1,8 @@
-"""Figures of what the links of a machine gave: the matrix of all pairs, and curves over the size of a message; and of
-exchanges, which `exchange_plots.py` draws.
+"""Draws copies over the links of a machine: a matrix of all pairs of ranks, and curves over the size of a message.
+`exchange_plots.py` draws exchanges.
 
-Each is written as PNG and as SVG; the same lines give the same SVG, byte for byte. Figures are made without pyplot, and
-matplotlib's settings are as they were afterwards: this can be called from a program that draws figures of its own.
+Each figure is written as PNG and as SVG. The same lines give the same SVG, byte for byte. This code uses no pyplot and
+restores matplotlib's settings, so a program that draws its own figures can call it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ from matplotlib.ticker import NullLocator
 
 from raymoe.errors import ConfigError
 from raymoe.report.columns import byte_size
-from raymoe.report.copies import CopyWay, gbps, link_of, measured, three_digits, us, ways_of, whole
+from raymoe.report.copies import CopyWay, gbps, how_measured, integer, link_of, three_digits, us, ways_of
 from raymoe.report.directory import cannot_write, write_atomically
-from raymoe.report.drawing import COLOURS, MARKERS, STYLE, headed, link_line, new_figure, rendered
+from raymoe.report.drawing import COLOURS, MARKERS, STYLE, new_figure, nominal_limit, rendered, set_title
 from raymoe.report.exchange_plots import exchange_figures, sms_figures, timeline_figures
 from raymoe.report.results import Line, Record
 
 FOLDER = "plots"
 LATENCY_BYTES = 256 * 1024
-"""Up to here the time of a message says more than its bandwidth."""
+"""Up to this size a message's time matters more than its bandwidth."""
 
-PANELS_ABREAST = 3
+PANELS_IN_A_ROW = 3
 
 
 def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
-    """Draw what can be drawn of these lines into `plots/` of a run's directory: copies, and exchanges between GPUs over
-    tokens, over multiprocessors, and where their time goes. Gives the files, none where there is nothing of either."""
+    """Draw these lines into `plots/` of a run's directory, and return the files.
+
+    There are figures of copies, and of exchanges between GPUs: over tokens, over SMs, and where their time goes.
+    """
     copies = [line for line in lines if line["op"] == "copy" and line["us_p50"] and line["bytes"]]
     folder = directory / FOLDER
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
-        of_copies = figures(ways_of(copies, _protocol(directory)))
+        of_copies = copy_figures(ways_of(copies, _protocol(directory)))
         drawn = chain(of_copies, exchange_figures(lines), sms_figures(lines), timeline_figures(lines))
         for stem, figure in drawn:
             try:
@@ -56,13 +58,13 @@ def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
     return written
 
 
-def figures(ways: Mapping[CopyWay, Sequence[Line]]) -> Iterator[tuple[str, Figure]]:
-    """Each figure with the stem of its file: curves for each pattern, then for each size the matrices of all ways."""
-    lines = [line for those in ways.values() for line in those]
+def copy_figures(ways: Mapping[CopyWay, Sequence[Line]]) -> Iterator[tuple[str, Figure]]:
+    """Draw copies, each figure with its file's stem: curves for each pattern, then matrices for each size."""
+    lines = [line for of_way in ways.values() for line in of_way]
     for pattern in sorted({str(line["pattern"]) for line in lines}):
         yield f"curves-{re.sub(r'[^a-z_]', '-', pattern)}", _curves(_only(ways, "pattern", pattern), pattern)
-    pairs = {way: [line for line in those if line["src"] is not None] for way, those in ways.items()}
-    for size in sorted({whole(line, "bytes") for those in pairs.values() for line in those}):
+    pairs = {way: [line for line in of_way if line["src"] is not None] for way, of_way in ways.items()}
+    for size in sorted({integer(line, "bytes") for of_way in pairs.values() for line in of_way}):
         yield f"matrix-{byte_size(size).replace(' ', '')}", _matrices(_only(pairs, "bytes", size), size)
 
 
@@ -72,29 +74,30 @@ def _only(ways: Mapping[CopyWay, Sequence[Line]], key: str, value: object) -> di
 
 
 def _matrices(ways: Mapping[CopyWay, Sequence[Line]], size: int) -> Figure:
-    """One panel a way, all in the same colours, so that they can be compared."""
-    lines = [line for those in ways.values() for line in those]
-    ranks = 1 + max(whole(line, end) for line in lines for end in ("src", "dst"))
+    """Draw one panel for each way, on one colour scale, so that they can be compared."""
+    lines = [line for of_way in ways.values() for line in of_way]
+    ranks = 1 + max(integer(line, end) for line in lines for end in ("src", "dst"))
     most, link = max(map(gbps, lines)), link_of(lines[0]["device"])
-    # Against the link where it is in sight, so that small differences look small; a short message fills no link.
+    # Scale to the link's limit, so that small differences look small. Short messages stay far below it: scale to their
+    # own highest value.
     scale = link[0] if link and most > link[0] / 2 else most
-    across = min(len(ways), PANELS_ABREAST)
-    down = math.ceil(len(ways) / across)
+    columns = min(len(ways), PANELS_IN_A_ROW)
+    rows = math.ceil(len(ways) / columns)
     side = 1.0 + 0.62 * ranks
-    figure = new_figure(max(across * side + 1.2, 6.4), down * (side + 0.3) + 1.1)
-    panels = figure.subplots(down, across, squeeze=False)
+    figure = new_figure(max(columns * side + 1.2, 6.4), rows * (side + 0.3) + 1.1)
+    panels = figure.subplots(rows, columns, squeeze=False)
     image = None
-    for axes, (way, those) in zip(panels.flat, ways.items(), strict=False):
-        image = _matrix(axes, those, ranks, scale)
+    for axes, (way, of_way) in zip(panels.flat, ways.items(), strict=False):
+        image = _matrix(axes, of_way, ranks, scale)
         axes.set_title(way.label + _who_moves(way), fontsize=9.5)
     for axes in panels.flat[len(ways) :]:
         axes.set_visible(False)
     if image is not None:
         full = f", of {scale:.0f} by {link[1]}" if link and scale == link[0] else ""
-        bar = figure.colorbar(image, ax=panels, shrink=0.8, aspect=30 * down, pad=0.02)
+        bar = figure.colorbar(image, ax=panels, shrink=0.8, aspect=30 * rows, pad=0.02)
         bar.set_label(f"GB/s from row to column{full}")
         bar.outline.set_visible(False)
-    headed(figure, f"{byte_size(size)} from rank to rank, one pair at a time", measured(lines), lines)
+    set_title(figure, f"{byte_size(size)} from rank to rank, one pair at a time", how_measured(lines), lines)
     return figure
 
 
@@ -107,9 +110,9 @@ def _who_moves(way: CopyWay) -> str:
 def _matrix(axes: Axes, lines: Sequence[Line], ranks: int, scale: float) -> AxesImage:
     grid = [[math.nan] * ranks for _ in range(ranks)]
     for line in lines:
-        row, column = whole(line, "src"), whole(line, "dst")
+        row, column = integer(line, "src"), integer(line, "dst")
         grid[row][column] = gbps(line)
-        short = whole(line, "bytes") <= LATENCY_BYTES
+        short = integer(line, "bytes") <= LATENCY_BYTES
         text = three_digits(gbps(line)) + (f"\n{three_digits(us(line))} µs" if short else "")
         colour = "white" if gbps(line) < 0.55 * scale else "black"
         axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=8)
@@ -125,23 +128,23 @@ def _matrix(axes: Axes, lines: Sequence[Line], ranks: int, scale: float) -> Axes
 
 
 def _curves(ways: Mapping[CopyWay, Sequence[Line]], pattern: str) -> Figure:
-    """Bandwidth over all sizes, and the time of a copy over the small ones."""
-    lines = [line for those in ways.values() for line in those]
-    sizes = sorted({whole(line, "bytes") for line in lines})
+    """Draw bandwidth over all sizes, and the time of a copy over the small ones."""
+    lines = [line for of_way in ways.values() for line in of_way]
+    sizes = sorted({integer(line, "bytes") for line in lines})
     short = [size for size in sizes if size <= LATENCY_BYTES]
-    across = 2 if short else 1
-    figure = new_figure(5.3 * across + 0.4, 4.7 + 0.2 * math.ceil(len(ways) / 3))
-    bandwidth = figure.add_subplot(1, across, 1)
-    _draw(bandwidth, ways, sizes, of=gbps)
+    columns = 2 if short else 1
+    figure = new_figure(5.3 * columns + 0.4, 4.7 + 0.2 * math.ceil(len(ways) / 3))
+    bandwidth = figure.add_subplot(1, columns, 1)
+    _draw(bandwidth, ways, sizes, quantity=gbps)
     bandwidth.set_ylim(bottom=0)
     bandwidth.set_ylabel("GB/s, one direction" if pattern == "pairs" else "GB/s, one direction of the busiest port")
     for full, name in {link for line in lines if (link := link_of(line["device"]))}:
-        link_line(bandwidth, full, name)
+        nominal_limit(bandwidth, full, name)
     if short:
-        latency = figure.add_subplot(1, across, 2)
-        _draw(latency, ways, short, of=us)
+        latency = figure.add_subplot(1, columns, 2)
+        _draw(latency, ways, short, quantity=us)
         latency.set_ylabel("time of a copy, µs")
-        times = [us(line) for line in lines if whole(line, "bytes") <= LATENCY_BYTES]
+        times = [us(line) for line in lines if integer(line, "bytes") <= LATENCY_BYTES]
         if max(times) > 20 * min(times):
             latency.set_yscale("log")
             latency.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -151,31 +154,31 @@ def _curves(ways: Mapping[CopyWay, Sequence[Line]], pattern: str) -> Figure:
     title = {"pairs": "Copies, one pair at a time", "all_to_all": "Copies, every rank to every other at once"}
     several = len({(line["src"], line["dst"]) for line in lines}) > 1
     spread = "\nlines: the median pair; bands: from the slowest pair to the fastest" * several
-    headed(figure, title.get(pattern, pattern), measured(lines) + spread, lines)
+    set_title(figure, title.get(pattern, pattern), how_measured(lines) + spread, lines)
     return figure
 
 
-def _draw(axes: Axes, ways: Mapping[CopyWay, Sequence[Line]], sizes: Sequence[int], of: Any) -> None:
-    """A line a way over the sizes; where several pairs were measured, their median and, behind it, their range."""
+def _draw(axes: Axes, ways: Mapping[CopyWay, Sequence[Line]], sizes: Sequence[int], quantity: Any) -> None:
+    """Draw a line for each way over the sizes: the median of its pairs, and behind it a band over their range."""
     colours: dict[object, int] = {}
     for way, lines in ways.items():
-        # Push and pull of the same transport share a colour; pull is dashed, with hollow marks.
-        place = colours.setdefault((way.transport, way.details), len(colours))
-        colour, pull = COLOURS[place % len(COLOURS)], way.protocol == "get"
-        values = {size: [of(line) for line in lines if line["bytes"] == size] for size in sizes}
-        there = [size for size in sizes if values[size]]
+        # Push and pull of a transport have the same colour. Pull is dashed, with hollow marks.
+        index = colours.setdefault((way.transport, way.details), len(colours))
+        colour, pull = COLOURS[index % len(COLOURS)], way.protocol == "get"
+        values = {size: [quantity(line) for line in lines if line["bytes"] == size] for size in sizes}
+        measured = [size for size in sizes if values[size]]
         axes.plot(
-            there,
-            [median(values[size]) for size in there],
+            measured,
+            [median(values[size]) for size in measured],
             color=colour,
             linestyle=(0, (4, 2)) if pull else "solid",
-            marker=MARKERS[place % len(MARKERS)],
+            marker=MARKERS[index % len(MARKERS)],
             markersize=5,
             markerfacecolor="white" if pull else colour,
             label=way.label,
         )
-        low, high = ([end(values[size]) for size in there] for end in (min, max))
-        axes.fill_between(there, low, high, color=colour, alpha=0.18, linewidth=0)
+        low, high = ([end(values[size]) for size in measured] for end in (min, max))
+        axes.fill_between(measured, low, high, color=colour, alpha=0.18, linewidth=0)
     step = 1 + (len(sizes) - 1) // 11
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes[::step], [byte_size(size) for size in sizes[::step]])
@@ -187,7 +190,7 @@ def _draw(axes: Axes, ways: Mapping[CopyWay, Sequence[Line]], sizes: Sequence[in
 
 
 def _protocol(directory: Path) -> str:
-    """Of the run's config; empty for a directory without one."""
+    """Read the protocol from the run's config; empty without a config."""
     try:
         section = Record.read(directory).config.get("p2p")
     except ConfigError:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one bar on a terminal, a plain line now and then elsewhere. All on stderr."""
+"""Shows the progress of a run on stderr: a bar on a terminal, else a plain line now and then."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-LINE_S = 5.0  # at most one plain line of progress in this time, so that a job's log stays readable
+SECONDS_BETWEEN_LINES = 5.0  # at least, of plain progress lines, so that a job's log stays readable
 
 
 class ProgressBar:
-    """Progress over `cases` cases. Draws only when told something: there is no thread behind it."""
+    """Progress over `cases` cases. It draws only in calls of its methods and has no thread."""
 
     def __init__(self, stream: TextIO, cases: int, finished: int = 0, quiet: bool = False) -> None:
         self._stream, self._cases, self._finished, self._quiet = stream, cases, finished, quiet
@@ -42,7 +42,7 @@ class ProgressBar:
             self._bar.stop()
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._quiet:
             return
         if self._bar is not None:
@@ -51,27 +51,27 @@ class ProgressBar:
         else:
             print(text, file=self._stream, flush=True)
 
-    def doing(self, what: str) -> None:
-        """What goes on now, before there are steps to count."""
+    def doing(self, text: str) -> None:
+        """Show the current activity, before there are steps to count."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=what)
+            self._bar.update(self._task, description=text)
             self._bar.refresh()
         else:
-            self.note(what)
+            self.note(text)
 
     def step(self, case: str, done: int, total: int) -> None:
-        """`done` of `total` steps of a case."""
+        """Show that `done` of `total` steps of a case are done."""
         text = f"case {self._finished + 1}/{self._cases} {case}: step {done}/{total}"
         if self._bar is not None and self._task is not None:
-            share = self._finished + (done / total if total else 0.0)
-            self._bar.update(self._task, description=text, completed=share)
+            completed = self._finished + (done / total if total else 0.0)
+            self._bar.update(self._task, description=text, completed=completed)
             self._bar.refresh()
-        elif time.monotonic() - self._last_line >= LINE_S:
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             self.note(text)
 
     def case_done(self, case: str) -> None:
-        """A case is finished and written."""
+        """Show that a case is finished and written."""
         self._finished += 1
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=float(self._finished))

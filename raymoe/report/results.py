@@ -1,4 +1,4 @@
-"""Result lines, summary.json, and reading both back from a run directory."""
+"""Defines result lines and summary.json, and reads both back from a run directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 
 from raymoe.errors import ConfigError
 
-# One line of results.jsonl: which keys it has, in which order, and how it is written and read back.
+# Lines of results.jsonl: their keys in order, and how they are written and read back.
 
 KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
@@ -25,13 +25,14 @@ KEYS = (
 )
 
 LATER_KEYS = frozenset({"beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline"})
-"""Keys that lines of earlier versions do not have. They are read as null."""
+"""Keys that lines of earlier versions lack. They are read as null."""
 
 Line = dict[str, object]
 
 
 def complete(measured: Mapping[str, object], *, run: str, generation: int, commit: str | None) -> Line:
-    """The whole line in the order of `KEYS`: what a rank measured, what only the driver knows, null for the rest.
+    """Make a complete line, in the order of `KEYS`, from a rank's measurements and the driver's facts. Other keys are
+    null.
 
     >>> line = complete({"case": "default", "op": "copy"}, run="a-b", generation=0, commit=None)
     >>> list(line) == list(KEYS), line["case"], line["run"], line["hidden"]
@@ -55,28 +56,28 @@ def complete(measured: Mapping[str, object], *, run: str, generation: int, commi
 
 
 def encode(line: Line) -> str:
-    """A line of results.jsonl, line end included; refuses a line that `complete` has not made whole."""
+    """Write a line of results.jsonl, with its line end. Refuses a line that is not from `complete`."""
     if list(line) != list(KEYS):
         raise ValueError(f"a result line must have the keys of results.jsonl in their order, found {list(line)}")
     return json.dumps(line, allow_nan=False) + "\n"
 
 
 def decode(text: str) -> Line:
-    """Reads a line back; ValueError when it is none of ours (json.JSONDecodeError is one too)."""
+    """Read a line back. Raises ValueError if it is not a result line (json.JSONDecodeError is a ValueError too)."""
     line = json.loads(text)
     if not isinstance(line, dict) or set(line) | LATER_KEYS != set(KEYS):
         raise ValueError("not a result line of raymoe: its keys are not those of results.jsonl")
     return {key: line.get(key) for key in KEYS}
 
 
-# summary.json: how a run ended, in a form that a script can read.
+# summary.json: how a run ended, for scripts.
 
 STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One gang: how long it took to be ready (null: it never was), and why it ended before its time."""
+    """One gang: seconds until it was ready (null: never), the cause of an early end, and the rank at fault."""
 
     ready_s: float | None = None
     cause: str | None = None
@@ -85,7 +86,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Summary:
-    """`cases` maps every case of the job, in its order, to `done` or `not done`."""
+    """The content of summary.json. `cases` maps every case of the job, in its order, to `done` or `not done`."""
 
     status: str
     exit_code: int
@@ -102,7 +103,8 @@ class Summary:
         finished: Collection[str],
         generations: Iterable[Generation] = (),
     ) -> Summary:
-        """
+        """Make the summary of a run with this exit code.
+
         >>> Summary.of(143, "stopped by SIGTERM", ["a", "b"], {"a"}).as_dict()["cases"]
         {'a': 'done', 'b': 'not done'}
         """
@@ -111,7 +113,7 @@ class Summary:
         return cls(status, exit_code, message, marks, tuple(generations))
 
     def after(self, earlier: Iterable[Generation]) -> Summary:
-        """The same end of a run that began with the generations of an earlier process (`--resume`)."""
+        """Put the generations of earlier processes before those of this one (`--resume`)."""
         return dataclasses.replace(self, generations=(*earlier, *self.generations))
 
     def as_dict(self) -> dict[str, object]:
@@ -119,7 +121,7 @@ class Summary:
 
 
 def generations_of(document: object) -> tuple[Generation, ...]:
-    """The generations in a summary.json read back; ValueError when it is none of ours."""
+    """Read the generations of a summary.json. Raises ValueError if it is not a summary."""
     rows = document.get("generations") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("not a summary of raymoe: it has no list of generations")
@@ -127,15 +129,15 @@ def generations_of(document: object) -> tuple[Generation, ...]:
     return tuple(Generation(**{name: row.get(name) for name in names}) for row in rows)
 
 
-# A run directory as it lies on disk, read without taking its lock: for `--resume` and for `raymoe report`.
+# Reading a run directory without its lock, for `--resume` and `raymoe report`.
 
 CONFIG, ENVIRONMENT, RESULTS, SUMMARY = "config.yaml", "environment.json", "results.jsonl", "summary.json"
-MARK = "# raymoe run "
+FIRST_LINE = "# raymoe run "  # of config.yaml; the name of the run follows
 
 
 @dataclass(frozen=True)
 class Record:
-    """`summary` is None while the run goes on, and for ever when it was killed."""
+    """The content of a run directory. `summary` is None while the run goes on, or if it was killed."""
 
     path: Path
     run: str
@@ -146,9 +148,9 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """ConfigError, naming the file and the line, for a directory that is no run's or was damaged."""
+        """Read a run directory. Raises ConfigError, with file and line, if it is none or is damaged."""
         text = _text(path / CONFIG) if path.is_dir() else None
-        if text is None or not text.startswith(MARK):
+        if text is None or not text.startswith(FIRST_LINE):
             found = "no such directory" if not path.exists() else "not a directory" if not path.is_dir() else None
             raise ConfigError(
                 f"{path} is no run directory: {found or f'it has no {CONFIG} that a run wrote'}; "
@@ -164,7 +166,7 @@ class Record:
         summary = _summary(path / SUMMARY)
         return cls(
             path=path,
-            run=head.removeprefix(MARK).strip(),
+            run=head.removeprefix(FIRST_LINE).strip(),
             config=config,
             lines=_lines(path / RESULTS),
             summary=summary,
@@ -187,7 +189,7 @@ def _lines(path: Path) -> list[Line]:
         try:
             lines.append(decode(text))
         except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is damaged: {error}; mend or remove that line") from error
+            raise ConfigError(f"{path}, line {number} is damaged: {error}; repair or remove that line") from error
     return lines
 
 
@@ -199,5 +201,5 @@ def _summary(path: Path) -> dict[str, object] | None:
         document = json.loads(text)
         generations_of(document)
     except ValueError as error:
-        raise ConfigError(f"{path} is damaged: {error}; mend or remove it") from error
+        raise ConfigError(f"{path} is damaged: {error}; repair or remove it") from error
     return dict(document)

@@ -1,4 +1,4 @@
-"""The tables at the end of a run: results, exchanges side by side, beside a product, over tokens, and time lines."""
+"""Makes the tables of a run: results, backends side by side, overlap with a product, linear fits, and timelines."""
 
 from __future__ import annotations
 
@@ -20,66 +20,69 @@ from raymoe.report.columns import (
     shares_of_link,
     show,
 )
-from raymoe.report.copies import gave, us
+from raymoe.report.copies import measured_link_gbps, us
 from raymoe.report.results import Line, Record
 
-# Exchanges side by side: for each operation a small table, tokens downwards, backends across.
+# Exchanges side by side: a small table for each operation, with a row for each number of tokens and a column for each
+# backend.
 
-_ACROSS = ("op", "backend", "transport", "tokens", "sms", "l2", "graph")
+_WITHIN_A_GROUP = ("op", "backend", "transport", "tokens", "sms", "l2", "graph")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Lines of one operation that differ in tokens, in backend and in what goes with that, and in the L2 cache."""
+    """Lines of one operation that differ only in the keys of `_WITHIN_A_GROUP`."""
 
     op: str
     setting: str
-    """What sets the group apart from others, as `wire float8_e4m3, routing zipf`; empty where nothing does."""
+    """Settings that differ from other groups, as `wire float8_e4m3, routing zipf`; empty if there are none."""
     lines: list[Line]
-    told: frozenset[str]
+    named_keys: frozenset[str]
+    """Config keys that `setting`, the rows or the backend's name show already."""
 
     def label(self, line: Line) -> str:
-        """The backend of a line, and whatever else the name of its case tells of it.
+        """Name the backend of a line, with the further settings that its case names.
 
         >>> group = Group("dispatch", "", [], frozenset({"backend", "tokens"}))
         >>> group.label({"backend": "fused", "case": "backend=fused,tokens=8,sms=24"})
         'fused sms=24'
         """
         words = [word for word in str(line["case"]).split(",") if "=" in word]
-        return " ".join([str(line["backend"]), *(word for word in words if word.partition("=")[0] not in self.told)])
+        further = (word for word in words if word.partition("=")[0] not in self.named_keys)
+        return " ".join([str(line["backend"]), *further])
 
 
 def groups_of(lines: Sequence[Line]) -> list[Group]:
-    """The exchanges between GPUs among these lines; none where there is one count of tokens only."""
+    """Group the exchanges between GPUs among these lines. Empty if all have the same number of tokens."""
     lines = [line for line in lines if line["workload"] == "exchange" and line["us_p50"] and line["l2"]]
     if len({line["tokens"] for line in lines}) < 2:
         return []
-    differing = [key for key in SETTINGS if key not in _ACROSS and len({line[key] for line in lines}) > 1]
-    told = frozenset({"backend", "tokens", *(WORD_IN_CASE.get(key, key) for key in differing)})
+    differing = [key for key in SETTINGS if key not in _WITHIN_A_GROUP and len({line[key] for line in lines}) > 1]
+    named_keys = frozenset({"backend", "tokens", *(WORD_IN_CASE.get(key, key) for key in differing)})
     found: dict[tuple[str, str], list[Line]] = {}
     for line in lines:
         setting = ", ".join(f"{SETTINGS[key]} {show(key, line[key])}" for key in differing)
         found.setdefault((str(line["op"]), setting), []).append(line)
-    return [Group(op, setting, group, told) for (op, setting), group in found.items()]
+    return [Group(op, setting, group, named_keys) for (op, setting), group in found.items()]
 
 
-def tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
-    """Title and columns of each table; none where there is one backend only.
+def side_by_side(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
+    """Make the tables that compare backends, each with its title; none if there is only one backend.
 
-    A cell is `us (GB/s, share)`: the median time of the slowest rank, what passed the busiest port in it, and what
-    share that is of the most that such links were seen to give, where that is known.
+    A cell is `us (GB/s, share)`: the median time of the slowest rank, the rate at the busiest port, and its share of
+    the highest rate measured on such links, if that is known.
     """
     if len({line["backend"] for line in lines}) < 2:
         return
     for group in groups_of(lines):
         setting = f", {group.setting}" if group.setting else ""
         for l2 in dict.fromkeys(str(line["l2"]) for line in group.lines):
-            limits = {most for line in group.lines if (most := gave(line["device"]))}
+            limits = {most for line in group.lines if (most := measured_link_gbps(line["device"]))}
             share = f", of {limits.pop():.0f}" if len(limits) == 1 else ""
-            yield f"{group.op}, {l2} L2{setting}: us (GB/s{share})", _columns(group, l2)
+            yield f"{group.op}, {l2} L2{setting}: us (GB/s{share})", _backend_columns(group, l2)
 
 
-def _columns(group: Group, l2: str) -> list[Column]:
+def _backend_columns(group: Group, l2: str) -> list[Column]:
     tokens = sorted({int(str(line["tokens"])) for line in group.lines})
     cells: dict[str, dict[int, str]] = {}
     wire: dict[int, str] = {}
@@ -103,14 +106,14 @@ def _cell(line: Line) -> str:
     return f"{us:,.1f}{rate}"
 
 
-# Exchanges beside a matrix product: what each costs the other, and what the two save by running at once.
+# Exchanges beside a matrix product: how much each slows the other, and how much time running both at once saves.
 
 PRODUCT = "product"
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One case's times, in microseconds: an operation and a product, each alone, each beside the other, and both."""
+class OverlapTimes:
+    """Microseconds of an operation and a product in one case: each alone, each beside the other, and both."""
 
     case: str
     alone: float
@@ -118,19 +121,20 @@ class Pair:
     beside: float
     product_beside: float
     both: float
+    """Until the last of the two ends."""
 
     @property
     def saved(self) -> float:
-        """Of the time that the two take one after the other, the share that running them at once saves.
+        """The share of the time one after the other that running both at once saves.
 
-        >>> Pair("sms=24", alone=500.0, product=500.0, beside=550.0, product_beside=600.0, both=600.0).saved
+        >>> OverlapTimes("sms=24", alone=500.0, product=500.0, beside=550.0, product_beside=600.0, both=600.0).saved
         0.4
         """
         return 1 - self.both / (self.alone + self.product)
 
 
-def pairs_of(lines: Sequence[Line], op: str) -> list[Pair]:
-    """The cases that ran this operation beside a product, in their order."""
+def overlap_times(lines: Sequence[Line], op: str) -> list[OverlapTimes]:
+    """Give the times of each case that ran this operation beside a product."""
     wanted = {
         "alone": (op, None),
         "product": (PRODUCT, None),
@@ -138,67 +142,68 @@ def pairs_of(lines: Sequence[Line], op: str) -> list[Pair]:
         "product_beside": (PRODUCT, op),
         "both": (f"{op}+{PRODUCT}", None),
     }
-    of_case: dict[tuple[object, object], dict[tuple[object, object], float]] = {}
+    by_case: dict[tuple[object, object], dict[tuple[object, object], float]] = {}
     for line in lines:
         if line["workload"] == "overlap" and line["us_p50"]:
-            of_case.setdefault((line["run"], line["case"]), {})[line["op"], line["beside"]] = us(line)
+            by_case.setdefault((line["run"], line["case"]), {})[line["op"], line["beside"]] = us(line)
     return [
-        Pair(str(case), **{name: times[key] for name, key in wanted.items()})
-        for (_, case), times in of_case.items()
+        OverlapTimes(str(case), **{name: times[key] for name, key in wanted.items()})
+        for (_, case), times in by_case.items()
         if all(key in times for key in wanted.values())
     ]
 
 
 def overlaps(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
-    """A table for each operation; its title names the case in which both are done first."""
+    """Make a table for each operation. Its title names the case in which both together take the least time."""
     for op in ("dispatch", "combine"):
-        pairs = pairs_of(lines, op)
-        if not pairs:
+        cases = overlap_times(lines, op)
+        if not cases:
             continue
-        best = min(pairs, key=lambda pair: pair.both)
+        best = min(cases, key=lambda case: case.both)
         yield (
-            f"{op} beside a product, us: alone, beside, slower by; both are done first with {best.case}",
+            f"{op} beside a product, us: alone, beside, slower by; both finish first with {best.case}",
             [
-                Column("case", [pair.case for pair in pairs]),
-                *_slowed(op, [(pair.alone, pair.beside) for pair in pairs]),
-                *_slowed(PRODUCT, [(pair.product, pair.product_beside) for pair in pairs]),
-                Column("both", [f"{pair.both:,.1f}" for pair in pairs], right=True),
-                Column("saved", [f"{pair.saved:.0%}" for pair in pairs], right=True),
+                Column("case", [case.case for case in cases]),
+                *_slowdown_columns(op, [(case.alone, case.beside) for case in cases]),
+                *_slowdown_columns(PRODUCT, [(case.product, case.product_beside) for case in cases]),
+                Column("both", [f"{case.both:,.1f}" for case in cases], right=True),
+                Column("saved", [f"{case.saved:.0%}" for case in cases], right=True),
             ],
         )
 
 
-def _slowed(name: str, times: Sequence[tuple[float, float]]) -> Iterator[Column]:
+def _slowdown_columns(name: str, times: Sequence[tuple[float, float]]) -> Iterator[Column]:
     yield Column(name, [f"{alone:,.1f}" for alone, _ in times], right=True)
     yield Column("beside", [f"{beside:,.1f}" for _, beside in times], right=True)
     yield Column("slower", [f"{beside / alone - 1:+.0%}" for alone, beside in times], right=True)
 
 
-# Time against tokens where there are many: a straight line through what was measured, and how far from it that is.
+# Time against tokens: a straight line through the points of many tokens, and their distance from it.
 
 FROM_TOKENS = 2048
-"""Below, what does not depend on tokens is a large part of the time, and rows travel in another way (`is_few`)."""
+"""With fewer tokens, fixed costs are a large part of the time, and `fused` may use other kernels (`is_ll`)."""
 
 LEAST_POINTS = 3
 LINEAR = 0.03
-"""Of the time: where nothing is further from the line, time is called linear in tokens."""
+"""Time is called linear in tokens if no point is further from the line than this share of its time."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """`us = at_none + each * tokens`, by least squares, and the point that is furthest from it."""
+    """`us = us_at_zero + us_per_token * tokens` by least squares, and the largest distance of a point from it."""
 
-    at_none: float
-    each: float
+    us_at_zero: float
+    us_per_token: float
     furthest_us: float
     furthest: float
-    """Of the time that was measured there, a share."""
+    """The same distance as a share of the time measured at that point."""
 
     @classmethod
     def of(cls, points: Sequence[tuple[int, float]]) -> Fit:
-        """
+        """Fit a line to (tokens, us).
+
         >>> fit = Fit.of([(1024, 112.4), (2048, 214.8), (4096, 419.6)])
-        >>> round(fit.at_none, 1), round(fit.each, 3), round(abs(fit.furthest_us), 6), fit.linear
+        >>> round(fit.us_at_zero, 1), round(fit.us_per_token, 3), round(abs(fit.furthest_us), 6), fit.linear
         (10.0, 0.1, 0.0, True)
         >>> Fit.of([(1024, 100.0), (2048, 300.0), (4096, 400.0)]).linear
         False
@@ -206,11 +211,11 @@ class Fit:
         mean_tokens = sum(tokens for tokens, _ in points) / len(points)
         mean_us = sum(us for _, us in points) / len(points)
         spread = sum((tokens - mean_tokens) ** 2 for tokens, _ in points)
-        each = sum((tokens - mean_tokens) * (us - mean_us) for tokens, us in points) / spread
-        at_none = mean_us - each * mean_tokens
-        off = [(us - at_none - each * tokens, us) for tokens, us in points]
-        furthest, there = max(off, key=lambda pair: abs(pair[0]) / pair[1])
-        return cls(at_none, each, furthest, abs(furthest) / there)
+        slope = sum((tokens - mean_tokens) * (us - mean_us) for tokens, us in points) / spread
+        at_zero = mean_us - slope * mean_tokens
+        distances = [(us - at_zero - slope * tokens, us) for tokens, us in points]
+        furthest, measured_us = max(distances, key=lambda pair: abs(pair[0]) / pair[1])
+        return cls(at_zero, slope, furthest, abs(furthest) / measured_us)
 
     @property
     def linear(self) -> bool:
@@ -218,8 +223,10 @@ class Fit:
 
 
 def fits(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
-    """A table of the lines through the cold times of each operation and backend from FROM_TOKENS on; none where no
-    backend was measured at three counts of tokens or more."""
+    """Make a table of the fits to the cold times of each operation and backend, from FROM_TOKENS on.
+
+    A fit needs LEAST_POINTS different numbers of tokens. Without fits there is no table.
+    """
     many = [line for line in lines if line["l2"] == "cold" and int(str(line["tokens"] or 0)) >= FROM_TOKENS]
     rows = [(group, label, fit) for group in groups_of(many) for label, fit in _fits_of(group)]
     if not rows:
@@ -229,8 +236,8 @@ def fits(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
         [
             Column("op", [", ".join(filter(None, (group.op, group.setting))) for group, _, _ in rows]),
             Column("backend", [label for _, label, _ in rows]),
-            Column("us at 0", [f"{fit.at_none:.1f}" for *_, fit in rows], right=True),
-            Column("us per 1024", [f"{1024 * fit.each:.2f}" for *_, fit in rows], right=True),
+            Column("us at 0", [f"{fit.us_at_zero:.1f}" for *_, fit in rows], right=True),
+            Column("us per 1024", [f"{1024 * fit.us_per_token:.2f}" for *_, fit in rows], right=True),
             Column("off by us", [f"{fit.furthest_us:+.1f}" for *_, fit in rows], right=True),
             Column("off by", [f"{fit.furthest:.1%}" for *_, fit in rows], right=True),
             Column("linear", ["yes" if fit.linear else "NO" for *_, fit in rows], right=True),
@@ -247,12 +254,12 @@ def _fits_of(group: Group) -> Iterator[tuple[str, Fit]]:
             yield label, Fit.of(sorted(by_tokens.items()))
 
 
-# Where the time of a traced operation goes: when blocks came to which point of its kernel.
+# Timelines: when the blocks of a traced operation reached each point of its kernel.
 
 
 @dataclass(frozen=True)
-class Reached:
-    """A point, and the microseconds after the start at which the first, the median and the last block came to it."""
+class PointTimes:
+    """Microseconds after the start at which the first, the median and the last block reached a point."""
 
     point: str
     first: float
@@ -260,18 +267,18 @@ class Reached:
     last: float
 
 
-def reached(line: Line) -> list[Reached]:
-    """In the order of time; empty where a line has no timeline."""
-    told: Any = line["timeline"]
-    return [Reached(*each) for each in told or ()]
+def timeline_of(line: Line) -> list[PointTimes]:
+    """Give the points of a line's timeline in the order of time; empty if the line has none."""
+    recorded: Any = line["timeline"]
+    return [PointTimes(*each) for each in recorded or ()]
 
 
 def timelines(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
-    """A table for each line with a timeline. Its title also says how long the operation takes by the clock of its
-    steps, launch included."""
+    """Make a table for each line with a timeline. Its title also has the operation's time from the timed steps, launch
+    included."""
     runs = {line["run"] for line in lines}
     for line in lines:
-        points = reached(line)
+        points = timeline_of(line)
         if not points:
             continue
         known = POINTS.get(str(line["op"]), {})
@@ -289,26 +296,25 @@ def timelines(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
         )
 
 
-# The table at the end of a run: drawn by rich on a terminal, plain ASCII of one line a row elsewhere.
+# The text of the tables: drawn by rich on a terminal, plain ASCII with one line a row elsewhere.
 
 
 def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -> str:
-    """The text of the table, one part for each workload; empty when there is no line. It ends with a line end.
+    """Make the text of all tables, a part for each workload. It ends with a line end, or is empty without lines.
 
-    Exchanges that were measured by several backends over several counts of tokens follow side by side, and straight
-    lines through their times; exchanges beside a product, with what each cost the other; where the time of traced ones
-    goes.
+    After the results of a workload come, where the lines have them: backends side by side, linear fits, overlap with a
+    product, and timelines.
     """
     parts = []
     for workload in dict.fromkeys(line["workload"] for line in lines):
-        part = [line for line in lines if line["workload"] == workload]
-        columns = columns_of(part)
-        caption = textwrap.fill(caption_of(part), max(width, 40), subsequent_indent="  ", break_on_hyphens=False)
-        # rich would fold or cut what does not fit; a row that runs over the edge still says everything.
+        of_workload = [line for line in lines if line["workload"] == workload]
+        columns = columns_of(of_workload)
+        caption = textwrap.fill(caption_of(of_workload), max(width, 40), subsequent_indent="  ", break_on_hyphens=False)
+        # rich folds or cuts rows that do not fit. A plain row may pass the edge, but is complete.
         fit = sum(size + 2 for size in _widths(columns)) <= width
         parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fit else _plain(columns)}")
-        others = (*tables(part), *fits(part), *overlaps(part), *timelines(part))
-        parts += [f"{title}\n{_plain(other)}" for title, other in others]
+        further = (*side_by_side(of_workload), *fits(of_workload), *overlaps(of_workload), *timelines(of_workload))
+        parts += [f"{title}\n{_plain(its_columns)}" for title, its_columns in further]
     return "\n".join(parts)
 
 
@@ -317,7 +323,7 @@ def _widths(columns: Sequence[Column]) -> list[int]:
 
 
 def _plain(columns: Sequence[Column]) -> str:
-    """One line a row, never wrapped or cut: a log is searched by line."""
+    """Write one line a row, never wrapped or cut, so that a log can be searched by line."""
     widths = _widths(columns)
     rows = [[column.header for column in columns], ["-" * width for width in widths]]
     rows += [list(row) for row in zip(*(column.cells for column in columns), strict=True)]
@@ -348,21 +354,22 @@ def _drawn(columns: Sequence[Column], width: int) -> str:
     return capture.get()
 
 
-# `raymoe report RUN...`: how each run ended, and one table of all their results.
-
-
 def overview(paths: Sequence[Path], *, terminal: bool = False, width: int = 100) -> str:
-    """The text to print. ConfigError when a path is no run directory."""
+    """Make the text of `raymoe report RUN...`: how each run ended, and the tables of all their results.
+
+    Raises ConfigError if a path is no run directory.
+    """
     records = [Record.read(path) for path in paths]
-    heads = "".join(f"{_headline(record)}\n" for record in records)
+    headlines = "".join(f"{_headline(record)}\n" for record in records)
     lines = [line for record in records for line in record.lines]
-    return heads + ("\n" + render(lines, terminal=terminal, width=width) if lines else "")
+    return headlines + ("\n" + render(lines, terminal=terminal, width=width) if lines else "")
 
 
 def _headline(record: Record) -> str:
     cases = len({line["case"] for line in record.lines})
-    done = f"{cases} finished case{'' if cases == 1 else 's'}"
-    if record.summary is None:
-        return f"{record.run}: not ended (running, or killed), {done}"
-    message = f": {record.summary['message']}" if record.summary.get("message") else ""
-    return f"{record.run}: {record.summary.get('status')}, exit code {record.summary.get('exit_code')}, {done}{message}"
+    finished = f"{cases} finished case{'' if cases == 1 else 's'}"
+    summary = record.summary
+    if summary is None:
+        return f"{record.run}: not ended (running, or killed), {finished}"
+    message = f": {summary['message']}" if summary.get("message") else ""
+    return f"{record.run}: {summary.get('status')}, exit code {summary.get('exit_code')}, {finished}{message}"

@@ -1,4 +1,4 @@
-"""Messages of one size between this rank and one peer, both ways: `raymoe.Channel`, over `Channels`."""
+"""`raymoe.Channel`: messages of one size between this rank and one peer, both ways. It uses `Channels`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from raymoe.transport.spec import ChannelSpec
 if TYPE_CHECKING:
     from raymoe.net.nccl import NcclGroup
 
-MOST_BYTES = 1 << 40
-"""Of one message. More than any GPU has, and far from where sizes overflow."""
+MAX_BYTES = 1 << 40
+"""Of one message: more than the memory of any GPU, and small enough that no size overflows."""
 
 
 class Channel:
     """Sends messages of exactly `nbytes` bytes to one peer, and receives messages of that size from it, in order.
 
     - **Making one is collective.** All ranks of the world make it, with the same `nbytes`, `protocol` and `transport`.
-      Each names its own `peer`, who names it in turn. A rank that takes no part names None. Sending and receiving is
-      between the two ends alone. Each rank has memory for one message.
+      Each names its own `peer`, which names it in turn. A rank that takes no part names None. Only the two ends send
+      and receive. Each rank has memory for one message.
     - **`protocol`.** With `put` the sender writes into the receiver's memory. With `get` the receiver reads from the
       sender's.
     - **`transport`.** Between GPUs `tma` (a kernel, sm_90 and newer), `copy_engine` (no SM), `collective` (NCCL) or
-      `auto`. Between CPU ranks `host`, which `auto` stands for.
-    - **One message a direction.** A `send` waits until the peer has released the message before. So a receiver calls
-      `release` once it has read a message, and a rank that sends and receives in one step does both `together`.
-    - **On GPUs nothing waits on the host.** Calls are enqueued on the current stream, and failures show in `check`. All
+      `auto`. Between CPU ranks `host` or `auto`, which mean the same.
+    - **One message a direction.** A `send` waits until the peer has released the previous message. So a receiver calls
+      `release` after it has read a message. A rank that sends and receives in one step does both `together`.
+    - **On GPUs nothing waits on the host.** Calls are enqueued on the current stream, and `check` raises failures. All
       operations of one direction follow one another in one stream; a caller that uses another stream orders it behind
       the first.
     - **Capturable.** Calls can be captured in a CUDA graph, which may be replayed until `close`. The graph holds the
-      address of the message. What a graph receives by `put` is released in a graph too.
+      address of the message. A message that a graph receives by `put` must be released in a graph too.
 
     One thread at a time uses a channel. `world.close` closes it too.
 
@@ -64,7 +64,7 @@ class Channel:
     [[10.0, 11.0, 12.0, 13.0], [0.0, 1.0, 2.0, 3.0]]
     """
 
-    @torch.inference_mode(False)  # memory that is made in inference mode could not be written to outside of it
+    @torch.inference_mode(False)  # tensors that are made in inference mode could not be written to outside of it
     def __init__(
         self, world: World, peer: int | None, nbytes: int, protocol: str = "put", transport: str = "auto"
     ) -> None:
@@ -76,10 +76,10 @@ class Channel:
         self.world, self.peer, self.nbytes, self.protocol = world, peer, nbytes, protocol
         self._closed = False
         self._held_in_capture: bool | None = None
-        """Whether the message that is held was received inside a capture; None where none is held."""
-        self._kept: list[torch.Tensor] = []
-        self._landed: torch.Tensor | None = None
-        """Where messages land, once one has."""
+        """Whether the held message was received inside a capture; None if no message is held."""
+        self._captured_messages: list[torch.Tensor] = []
+        self._receive_buffer: torch.Tensor | None = None
+        """The memory of received messages; None before the first."""
         self._is_together = False
         with ExitStack() as undo:
             self._groups = _communicators(world, pairs, undo) if transport == "collective" else []
@@ -91,43 +91,43 @@ class Channel:
 
     @property
     def transport(self) -> str:
-        """The transport that is used, also where `auto` was asked for."""
+        """The transport in use, also if `auto` was asked for."""
         return self._channels.transport
 
     def send(self, message: torch.Tensor) -> None:
         """Send a contiguous tensor of `nbytes` bytes, of any dtype and shape, on the device of the world.
 
-        On a GPU the message may be overwritten by what follows on the same stream.
+        On a GPU, operations that follow on the same stream may overwrite the message.
         """
         peer = self._ready("send")
         flat = self._bytes_of(message)
-        if self._is_together and self._landed is not None and _overlap(flat, self._landed):
+        if self._is_together and self._receive_buffer is not None and _overlap(flat, self._receive_buffer):
             raise ConfigError(
-                "the message is in the memory where received messages land, which the peer may write to while all "
-                "that is asked for together is done; send a copy: call .clone()"
+                "the message is in the memory of received messages, which the peer may overwrite before a send in "
+                "together() has read it; send a copy: call .clone()"
             )
         self._channels.send(peer, flat)
         if capturing(self.world.device):
-            self._kept.append(flat)  # a replay reads it again
+            self._captured_messages.append(flat)  # a replay reads it again
 
     def receive(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Receive the next message, as a tensor of this dtype and shape; one dimension unless a shape is given.
 
-        The tensor is the memory in which messages land. It is valid until `release`, or else until the next `receive`,
-        which releases the message before. Copy what is needed for longer.
+        All messages are received into the same memory. The tensor is valid until `release`, or until the next
+        `receive`, which releases the previous message. Copy the data to keep it longer.
         """
         peer = self._ready("receive")
         view = self._view(shape, dtype)
         self._refuse_mixed("receive")
-        landed = self._landed = self._channels.receive(peer)
+        received = self._receive_buffer = self._channels.receive(peer)
         if self.protocol == "put":
             self._held_in_capture = capturing(self.world.device)
-        return landed.view(dtype).view(view)
+        return received.view(dtype).view(view)
 
     def release(self) -> None:
-        """Say that the message received last has been read, so that the peer may send the next.
+        """Tell the peer that the last received message has been read, so that it may send the next.
 
-        With `get` the message is a copy and nothing needs to be said. The same where no message is held.
+        With `get` the message is a copy, and this does nothing. It does nothing either if no message is held.
         """
         peer = self._ready("release")
         self._refuse_mixed("release")
@@ -136,12 +136,13 @@ class Channel:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Do all that is called inside at its end, in an order that cannot block: both ends may receive first.
+        """Do all calls made inside at the end, in an order that cannot block: both ends may receive first.
 
-        A message that is received inside is there after it, and is released after it. One that was received before is
-        sent as a copy, since its memory is given to the next. An exception undoes all of it.
+        A message that is received inside is there after the block, and is released after it. To send a message that was
+        received before, send a copy, because the next message overwrites it. After an exception none of the calls
+        happens.
         """
-        self._open("together")
+        self._refuse_if_closed("together")
         held = self._held_in_capture
         try:
             with self._channels.together():
@@ -155,31 +156,31 @@ class Channel:
             raise
 
     def check(self) -> None:
-        """Wait for the current stream, then raise what went wrong. `PeerTimeout` names the peer."""
-        self._open("check")
+        """Wait for the current stream, then raise if a call has failed. `PeerTimeout` names the peer."""
+        self._refuse_if_closed("check")
         if capturing(self.world.device):
             raise CaptureError("check waits for the device, which a capture cannot; call it after the replay")
         self._channels.synchronise()
 
     def close(self, together: bool = True) -> None:
-        """Give up memory and connections. With `collective` all ranks close, unless one has failed (`together=False`).
+        """Free memory and connections. With `collective` all ranks close, unless one has failed (`together=False`).
 
-        Tensors that were received and graphs with this channel's calls are invalid from then on.
+        Received tensors, and graphs with this channel's calls, are invalid from then on.
         """
         if self._closed:
             return
         self._closed = True
         self._open_channels.remove(self, self._groups)
-        with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
+        with ExitStack() as cleanup:  # runs from the last to the first, all of them even if one raises
             for group in self._groups:
-                leaving.callback(group.close)
-            leaving.callback(self._kept.clear)
-            leaving.callback(self._channels.close)
+                cleanup.callback(group.close)
+            cleanup.callback(self._captured_messages.clear)
+            cleanup.callback(self._channels.close)
             if not together or self._channels.broken is not None or self.world.waiter.reason is not None:
                 for group in self._groups:
                     group.abort()  # else closing it would wait for peers that do not come
             elif self._groups:
-                self._channels.synchronise()  # bounded, which NCCL's own wait is not
+                self._channels.synchronise()  # this wait is bounded, NCCL's own is not
 
     def __enter__(self) -> Self:
         return self
@@ -189,13 +190,13 @@ class Channel:
     ) -> None:
         self.close(together=error is None)
 
-    def _open(self, call: str) -> None:
+    def _refuse_if_closed(self, call: str) -> None:
         if self._closed:
             raise ConfigError(f"{call} on rank {self.world.rank}: this channel is closed; make a new one")
 
     def _ready(self, call: str) -> int:
-        """The peer; raises where the call cannot be made."""
-        self._open(call)
+        """Return the peer. Raises if the call cannot be made."""
+        self._refuse_if_closed(call)
         if self._channels.broken is not None:
             raise self._channels.broken
         if self.peer is None:
@@ -205,7 +206,7 @@ class Channel:
         return self.peer
 
     def _bytes_of(self, message: torch.Tensor) -> torch.Tensor:
-        """The message as flat bytes, after making sure that it is one."""
+        """Return the message as flat bytes, after a check that it can be sent."""
         if not isinstance(message, torch.Tensor):
             raise ConfigError(f"the message is a {type(message).__name__}; a tensor is needed")
         if type(message).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not _has_memory(message):
@@ -228,12 +229,12 @@ class Channel:
         return message.detach().view(-1).view(torch.uint8)
 
     def _view(self, shape: Sequence[int] | None, dtype: torch.dtype) -> tuple[int, ...]:
-        """The shape of a received message."""
+        """Return the shape of a received message."""
         if not isinstance(dtype, torch.dtype):
             raise ConfigError(f"dtype is {dtype!r}; a torch.dtype is needed")
         if shape is not None and not isinstance(shape, Sequence):
             raise ConfigError(
-                f"a message of shape {shape!r}; a row of whole numbers is needed, for example ({shape!r},)"
+                f"a message of shape {shape!r}; a sequence of whole numbers is needed, for example ({shape!r},)"
             )
         wanted = (self.nbytes // dtype.itemsize,) if shape is None else tuple(shape)
         if any(type(extent) is not int or extent < 0 for extent in wanted):
@@ -246,27 +247,29 @@ class Channel:
         return wanted
 
     def _refuse_mixed(self, call: str) -> None:
-        """A graph that released a message which it did not receive would do so at every replay: slots would be free
-        before they were read."""
+        """Refuse to receive and release a message partly inside a capture and partly outside.
+
+        A graph with the release alone would release at every replay, and so free slots before they were read.
+        """
         held, now = self._held_in_capture, capturing(self.world.device)
         if held is None or held == now:
             return
         if now:
             raise ConfigError(
-                f"{call} inside a capture, and a message is held that was received before it; call release() before "
-                "the capture begins"
+                f"{call} was called inside a capture while a message is held that was received before it; call "
+                "release() before the capture begins"
             )
         raise ConfigError(
-            f"{call} outside a capture, and a message is held that was received inside one; capture its release() "
-            "with it, or make a new channel"
+            f"{call} was called outside a capture while a message is held that was received inside one; capture its "
+            "release() with it, or make a new channel"
         )
 
 
 class _OpenChannels:
-    """What the channels of a world have not closed. The world closes it before the memory that it is in."""
+    """The channels of a world that are not closed. The world closes them before it frees their memory."""
 
     def __init__(self, _world: World) -> None:
-        self._channels: list[weakref.ref[Channel]] = []  # weak: a channel that nobody has any more may go
+        self._channels: list[weakref.ref[Channel]] = []  # weak, so that a dropped channel is collected
         self._groups: list[NcclGroup] = []
 
     def add(self, channel: Channel, groups: list[NcclGroup]) -> None:
@@ -278,28 +281,28 @@ class _OpenChannels:
         self._groups = [each for each in self._groups if each not in groups]
 
     def close(self, together: bool) -> None:
-        with ExitStack() as leaving:  # from the last to the first, all of them even if one raises
-            leaving.callback(self._abandon_groups)
+        with ExitStack() as cleanup:  # runs from the last to the first, all of them even if one raises
+            cleanup.callback(self._abandon_groups)
             for reference in self._channels:
                 if (channel := reference()) is not None:
-                    leaving.callback(channel.close, together)
+                    cleanup.callback(channel.close, together)
 
     def _abandon_groups(self) -> None:
-        """Of channels that were dropped: other ranks may have closed theirs."""
-        with ExitStack() as leaving:
+        """Abort the groups of dropped channels: other ranks may have closed theirs."""
+        with ExitStack() as cleanup:
             for group in self._groups:
-                leaving.callback(group.close)
-                leaving.callback(group.abort)
+                cleanup.callback(group.close)
+                cleanup.callback(group.abort)
 
 
 def pairs_of(peers: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
-    """Both directions between all ranks that name one another; `peers[r]` is whom rank r named.
+    """Return both directions between all ranks that name one another. `peers[r]` is the peer that rank r named.
 
     >>> pairs_of([1, 0, None, 4, 3])
     ((0, 1), (1, 0), (3, 4), (4, 3))
     >>> pairs_of([1, 2, 1])
     Traceback (most recent call last):
-    raymoe.errors.ConfigError: rank 0 names rank 1 as its peer and rank 1 names rank 2; both ends name one another
+    raymoe.errors.ConfigError: rank 0 names rank 1 as its peer and rank 1 names rank 2; both ends must name one another
     """
     ranks = range(len(peers))
     for rank, peer in enumerate(peers):
@@ -313,21 +316,22 @@ def pairs_of(peers: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
         if peers[peer] != rank:
             theirs = "none" if peers[peer] is None else f"rank {peers[peer]}"
             raise ConfigError(
-                f"rank {rank} names rank {peer} as its peer and rank {peer} names {theirs}; both ends name one another"
+                f"rank {rank} names rank {peer} as its peer and rank {peer} names {theirs}; both ends must name one "
+                "another"
             )
     pairs = tuple((rank, peer) for rank, peer in enumerate(peers) if peer is not None)
     if not pairs:
-        raise ConfigError("no rank names a peer; a channel has two ends")
+        raise ConfigError("no rank names a peer; a channel needs two ends")
     return pairs
 
 
 def _agreed_pairs(world: World, peer: object, nbytes: object, *kind: object) -> tuple[tuple[int, int], ...]:
-    """The pairs of ranks. Raises on all ranks unless what they asked for fits together."""
+    """Return the pairs of ranks. Raises on all ranks unless their arguments fit together."""
     problem: str | None = None
     if peer is not None and type(peer) is not int:
         problem = f"peer is {peer!r}; the number of a rank, or None, is needed"
-    elif type(nbytes) is not int or not 0 <= nbytes <= MOST_BYTES:
-        problem = f"nbytes is {nbytes!r}; a whole number from 0 to {MOST_BYTES} is needed"
+    elif type(nbytes) is not int or not 0 <= nbytes <= MAX_BYTES:
+        problem = f"nbytes is {nbytes!r}; a whole number from 0 to {MAX_BYTES} is needed"
     elif any(type(name) is not str for name in kind):
         problem = f"protocol and transport are {kind[0]!r} and {kind[1]!r}; names are needed"
     asked = (peer, {"nbytes": nbytes, "protocol": kind[0], "transport": kind[1]})
@@ -343,14 +347,14 @@ def _agreed_pairs(world: World, peer: object, nbytes: object, *kind: object) -> 
         for name, value in asked[1].items():
             if other[1][name] != value:
                 raise ConfigError(
-                    f"{name} is {other[1][name]!r} on rank {rank} and {value!r} on rank {world.rank}; all ranks make a "
-                    "channel with the same"
+                    f"{name} is {other[1][name]!r} on rank {rank} and {value!r} on rank {world.rank}; all ranks must "
+                    "give the same"
                 )
     return pairs_of(peers)
 
 
 def _communicators(world: World, pairs: Sequence[tuple[int, int]], undo: ExitStack) -> list[NcclGroup]:
-    """An NCCL communicator for each pair of ranks: in one of them all, idle pairs hold up the others (`NcclGroup`).
+    """Make an NCCL communicator for each pair of ranks: in a common one, idle pairs hold up the others (`NcclGroup`).
 
     All ranks of the world make all of them, in one order.
     """
@@ -366,10 +370,10 @@ def _communicators(world: World, pairs: Sequence[tuple[int, int]], undo: ExitSta
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two rows of bytes share one.
+    """Whether two flat tensors of bytes share memory.
 
-    >>> row = torch.zeros(8, dtype=torch.uint8)
-    >>> _overlap(row[:4], row[3:]), _overlap(row[:4], row[4:]), _overlap(row[4:4], row)
+    >>> flat = torch.zeros(8, dtype=torch.uint8)
+    >>> _overlap(flat[:4], flat[3:]), _overlap(flat[:4], flat[4:]), _overlap(flat[4:4], flat)
     (True, False, False)
     """
     start, end = max(a.data_ptr(), b.data_ptr()), min(a.data_ptr() + a.numel(), b.data_ptr() + b.numel())
@@ -377,7 +381,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether there are bytes at an address of the tensor's own: not so for a sparse, vmapped or freed one."""
+    """Whether the tensor has memory of its own. A sparse, vmapped or freed tensor has none."""
     try:
         return tensor.data_ptr() != 0 or tensor.numel() == 0 or tensor.device.type == "meta"
     except RuntimeError:

@@ -1,16 +1,18 @@
 """Channels: messages of one size from rank to rank, in order, by any transport, between CPU ranks or GPU ranks.
 
-With `put` the receiver says that a slot is free, the sender moves the message there and says so. With `get` the sender
-says that a message lies ready in its own slot, the receiver fetches it and says so. `spec.py` has the memory map.
+With `put` the receiver announces a free slot, and the sender moves the message there and announces it. With `get` the
+sender announces a message in its own slot, and the receiver fetches it and frees the slot. The memory map is in
+`spec.py`.
 
-On GPUs nothing here waits on the host: `send` and `receive` enqueue on the current stream. After a `send` in that
-stream's order the message may be overwritten; after a `receive` it may be read. What is captured into a CUDA graph has
-its addresses, size and slots baked; both ends must go through a channel's slots in the same order, so where one end
-replays a graph of n messages and the other does not, n is a multiple of the slots, or the slots are named. A captured
-receive is captured with its release.
+On GPUs nothing here waits on the host: `send` and `receive` enqueue on the current stream. In that stream's order the
+message may be overwritten after its `send`, and read after its `receive`.
 
-A rank that must send and receive in one step asks for both `together`, in any order: asked for one by one, a receive
-holds up the sends behind it, in a ring for ever.
+A CUDA graph holds the addresses, the size and the slots of the calls that it captured. Both ends must use a channel's
+slots in the same order. So if only one end replays a graph of n messages, n must be a multiple of the slots, or the
+calls must name their slots. A receive must be captured with its release.
+
+A rank that sends and receives in one step makes both calls `together`, in any order. One by one, a receive holds up the
+sends behind it, and in a ring of ranks that is a deadlock.
 """
 
 from __future__ import annotations
@@ -24,18 +26,15 @@ import torch
 
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.memory.world import World
-from raymoe.transport.choice import chosen
+from raymoe.transport.choice import choose_transport
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec, Lane, Mover, Requests, agree
 
 if TYPE_CHECKING:
     from raymoe.net.nccl import NcclGroup
 
 
-# From a transport's name to the thing that moves bytes. What GPU ranks need is imported for them alone.
-
-
 def open_mover(world: World, spec: ChannelSpec, transport: str, group: NcclGroup | None) -> Mover:
-    """The mover of this rank; all ranks open theirs together, by the same name."""
+    """Make this rank's mover for a transport; all ranks make theirs together. Only GPU ranks import GPU modules."""
     if transport == "host":
         from raymoe.transport.host import HostMover
 
@@ -56,29 +55,29 @@ def open_mover(world: World, spec: ChannelSpec, transport: str, group: NcclGroup
 __all__ = ["PROTOCOLS", "ChannelSpec", "Channels"]
 
 ABORT_S = 1.0
-"""How long a stream is given to end after this rank was told to stop."""
+"""How long a stream may go on after this rank was told to stop."""
 
 _PAUSE_S = 50e-6
 
 
 class Channels:
-    """All channels of a spec. Making them is collective; sending and receiving is between the two ends."""
+    """All channels of a spec. All ranks make them together; only the two ends of a channel send and receive."""
 
     def __init__(self, world: World, spec: ChannelSpec, group: NcclGroup | None = None) -> None:
-        """`group`, for transport collective: the caller's, who closes it; making one takes a second."""
+        """`group`, for transport collective, belongs to the caller, who closes it. Making one takes a second."""
         self.world, self.spec = world, spec
         agree(world, spec)
-        self._mover: Mover | None = open_mover(world, spec, chosen(world, spec), group)
+        self._mover: Mover | None = open_mover(world, spec, choose_transport(world, spec), group)
         self.transport, self.sms, self.capturable = self._mover.name, self._mover.sms, self._mover.capturable
-        """The transport that is used, the SMs that it takes on a rank, and whether a CUDA graph can hold it."""
-        self._sent: dict[tuple[int, int], int] = {}
+        """The transport in use, the SMs that it takes on a rank, and whether a CUDA graph can capture it."""
+        self._sent: dict[tuple[int, int], int] = {}  # messages by channel, without those that named their slot
         self._received: dict[tuple[int, int], int] = {}
         self._held: dict[int, Lane] = {}  # received and not released, the oldest first
         self._batch: Requests | None = None
         self.broken: RaymoeError | None = None
         name = f"channels by {self.transport} of rank {world.rank} of world {world.name!r}"
         at_once = world.device.type == "cpu"
-        self._forget = world.unclosed.watch(self, name, self._mover.abandon, at_once=at_once)
+        self._end_watch = world.unclosed.watch(self, name, self._mover.abandon, at_once=at_once)
 
     @property
     def nbytes(self) -> int:
@@ -86,73 +85,73 @@ class Channels:
         return self.spec.nbytes
 
     def send(self, destination: int, message: torch.Tensor, slot: int | None = None) -> None:
-        """Hand over one message, in the next slot unless one is named; waits until the one before there is released."""
+        """Send one message, in the next slot unless one is named. Waits until that slot's last message is released."""
         lane = self._lane(self._sent, (self.world.rank, destination), slot)
         self._add(Requests(sends=[(lane, self._flat(message))]))
         self._count(self._sent, lane, slot)
 
     def receive(self, source: int, slot: int | None = None) -> torch.Tensor:
-        """The next message from `source`, valid until it is released or its slot is received again."""
+        """Receive the next message from `source`. It is valid until it is released or its slot is received again."""
         lane = self._lane(self._received, (source, self.world.rank), slot)
-        self._add(Requests(releases=self._let_go(lane), receives=[lane]))
+        self._add(Requests(releases=self._take_held(lane), receives=[lane]))
         self._count(self._received, lane, slot)
         if self.spec.protocol == "put":
             self._held[lane.number] = lane
-        return self._shaped(self._open().received(lane))
+        return self._shaped(self._mover_in_use().received(lane))
 
     def release(self, source: int, slot: int | None = None) -> None:
-        """Done with the oldest message held from `source`, or the one in `slot`: its sender may send the next there."""
+        """Release the oldest held message from `source`, or the one in `slot`: its sender may send the next there."""
         pair = source, self.world.rank
         named = self.spec.lane(*pair, slot or 0)
         held = [lane for lane in self._held.values() if (lane.source, lane.destination) == pair]
         for lane in [lane for lane in held if slot is None or lane == named][:1]:
-            self._add(Requests(releases=self._let_go(lane)))
+            self._add(Requests(releases=self._take_held(lane)))
 
     def send_buffer(self, destination: int, slot: int | None = None) -> torch.Tensor:
-        """Where the next message with `get` is fetched from; one that is written here needs no copy when it is sent."""
+        """Return the slot of the next message with `get`. A message written here is sent without a copy."""
         pair = self.world.rank, destination
         lane = self.spec.lane(*pair, self._sent.get(pair, 0) % self.spec.slots if slot is None else slot)
         if self.spec.protocol != "get":
-            raise ConfigError("the slots of a put are the receivers'; write the message anywhere and send it")
-        return self._shaped(self._open().send_buffer(lane))
+            raise ConfigError("with put the slots are at the receivers; write the message anywhere and send it")
+        return self._shaped(self._mover_in_use().send_buffer(lane))
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is asked for inside happens at the end, in an order that cannot block; until then nothing is there."""
+        """Do all calls made inside at the end, in an order that cannot block. Before the end nothing has arrived."""
         if self._batch is not None:
-            raise ConfigError("channels are asked for things together already; once is enough")
+            raise ConfigError("together() was called inside together(); use one block")
         batch = self._batch = Requests()
         before = dict(self._sent), dict(self._received), dict(self._held)
         try:
             yield
         except BaseException:
-            self._sent, self._received, self._held = before  # nothing of it happens
+            self._sent, self._received, self._held = before  # none of the calls happens
             raise
         finally:
             self._batch = None
         self._run(batch)
 
     def check(self) -> None:
-        """Raise where a wait has failed: `PeerTimeout` names the peer."""
+        """Raise if a wait has failed. `PeerTimeout` names the peer."""
         if self.broken is not None:
             raise self.broken
         try:
-            self._open().check()
+            self._mover_in_use().check()
         except RaymoeError as error:
             self.broken = error
             raise
 
     def synchronise(self) -> None:
-        """Until the current stream is done, or a wait in it has failed."""
+        """Wait until the current stream is done. Raises if a wait in it has failed."""
         if self.world.device.type == "cuda":
             stream = torch.cuda.current_stream(self.world.device)
-            started, told = time.monotonic(), None
+            started, aborted_at = time.monotonic(), None
             while not stream.query():
                 self.check()
-                self._open().bound(time.monotonic() - started)
+                self._mover_in_use().check_deadline(time.monotonic() - started)
                 if self.world.waiter.reason is not None:
-                    told = told or time.monotonic()
-                    if time.monotonic() - told > ABORT_S:  # a wait of ours would have ended, and named its peer
+                    aborted_at = aborted_at or time.monotonic()
+                    if time.monotonic() - aborted_at > ABORT_S:  # a channel's wait would have ended and named its peer
                         break
                 time.sleep(_PAUSE_S)
         self.check()
@@ -161,7 +160,7 @@ class Channels:
     def close(self) -> None:
         mover, self._mover = self._mover, None
         if mover is not None:
-            self._forget()
+            self._end_watch()
             mover.close()
 
     def _add(self, batch: Requests) -> None:
@@ -178,8 +177,8 @@ class Channels:
         early = [lane for lane in batch.releases if lane in self._batch.receives]
         if early:
             raise ConfigError(
-                f"a message from rank {early[0].source} to be released together with its receive; nothing is there "
-                "before the end of what is asked for together, so release it after that"
+                f"a message from rank {early[0].source} to be released together with its receive; it arrives only at "
+                "the end of the block, so release it after that"
             )
         self._batch.releases += batch.releases
         self._batch.sends += batch.sends
@@ -188,15 +187,16 @@ class Channels:
     def _run(self, batch: Requests) -> None:
         self.check()
         try:
-            self._open().run(batch)
+            self._mover_in_use().run(batch)
         except ConfigError:
             raise
         except RaymoeError as error:
-            # Both ends count messages; whoever leaves in the middle of one has lost count.
+            # Both ends count messages, and a call that fails in the middle of one leaves its count wrong.
             self.broken = error
             raise
 
-    def _let_go(self, lane: Lane) -> list[Lane]:
+    def _take_held(self, lane: Lane) -> list[Lane]:
+        """Remove the lane from those with a held message; empty if it has none."""
         return [self._held.pop(lane.number)] if lane.number in self._held else []
 
     def _lane(self, counts: dict[tuple[int, int], int], pair: tuple[int, int], slot: int | None) -> Lane:
@@ -208,7 +208,8 @@ class Channels:
         pair = lane.source, lane.destination
         counts[pair] = counts.get(pair, 0) + (slot is None)
 
-    def _open(self) -> Mover:
+    def _mover_in_use(self) -> Mover:
+        """Return the mover. Raises if these channels or their world are closed."""
         if self._mover is None:
             raise ConfigError("these channels are closed; make new ones")
         if self.world.closed:
@@ -218,12 +219,14 @@ class Channels:
     def _flat(self, message: torch.Tensor) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, self.spec.dtype)
         if tuple(message.shape) != self.spec.shape or message.dtype != dtype:
-            there, here = f"{dtype} {list(self.spec.shape)}", f"{message.dtype} {list(message.shape)}"
-            raise ConfigError(f"{here} to be copied into {there}; both ends need one shape and dtype")
+            want, found = f"{dtype} {list(self.spec.shape)}", f"{message.dtype} {list(message.shape)}"
+            raise ConfigError(f"{found} to be copied into {want}; both ends need one shape and dtype")
         if message.device != self.world.device:
-            raise ConfigError(f"a message on {message.device}; these channels are between ranks on {self.world.device}")
+            raise ConfigError(
+                f"the message is on {message.device}; the ranks of these channels are on {self.world.device}"
+            )
         if not message.is_contiguous():
-            raise ConfigError(f"a message with strides {message.stride()}; only contiguous ones move, so copy it first")
+            raise ConfigError(f"the message has strides {message.stride()}; it must be contiguous: call .contiguous()")
         return message.view(-1).view(torch.uint8)
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Which transport `auto` stands for: by the pattern, the protocol and the bytes of a message.
+"""Choose the transport that `auto` stands for: by the pattern, the protocol and the bytes of a message.
 
-Everything is decided once, when channels are made, by rank 0's table for all ranks: two ends that each looked for
-themselves could look at different tables. A table that was measured on this machine (`raymoe doctor --tune` writes it)
-takes the place of the built-in one where it is of this kind of GPU.
+The choice is made once, when channels are made, by rank 0's table for all ranks: the tables of two ranks could differ.
+A table that was measured on this machine (`raymoe doctor --tune` writes it) replaces the built-in one if it is for this
+kind of GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 FILE, FORMAT = "transports.json", 1
 PATTERNS, CANDIDATES = ("pairs", "all_to_all"), ("copy_engine", "tma")
 TMA_CAPABILITY = (9, 0)
-"""Of a GPU: bulk copies exist from Hopper on."""
+"""Least compute capability: bulk copies exist from Hopper on."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class TransportRule:
-    """From `from_bytes` on, up to the next rule of the same pattern and protocol, `transport` is used."""
+    """Use `transport` from `from_bytes` on, up to the next rule of the same pattern and protocol."""
 
     pattern: str
     protocol: str
@@ -45,7 +45,8 @@ class TransportRule:
 
 @dataclass(frozen=True)
 class Table:
-    """
+    """The rules for one kind of GPU.
+
     >>> [BUILT_IN.pick("pairs", "put", nbytes) for nbytes in (0, 96 * MIB - 1, 96 * MIB, 2**40)]
     ['tma', 'tma', 'copy_engine', 'copy_engine']
     """
@@ -54,7 +55,11 @@ class Table:
     rules: tuple[TransportRule, ...]
 
     def pick(self, pattern: str, protocol: str, nbytes: int) -> str:
-        """Sizes below the smallest that a rule is for are served by that rule; a table may be for fewer patterns."""
+        """Pick the transport for a message.
+
+        A message smaller than all rules takes the rule with the least size. A pattern and protocol without a rule take
+        the built-in table.
+        """
         rules = [rule for rule in self.rules if (rule.pattern, rule.protocol) == (pattern, protocol)]
         if not rules:
             return BUILT_IN.pick(pattern, protocol, nbytes)
@@ -64,14 +69,14 @@ class Table:
         return max(reached, key=lambda rule: rule.from_bytes).transport
 
     def save(self, folder: Path | None = None) -> Path:
-        """Whole or not at all; beside the compiled kernels unless a folder is given."""
+        """Write the table atomically, beside the compiled kernels unless a folder is given. Returns the path."""
         path = (folder or cache_folder()) / FILE
         plain = {"format": FORMAT, "gpu": self.gpu, "rules": [vars(rule) for rule in self.rules]}
-        aside = path.with_name(f"{FILE}.{os.getpid()}")
+        temporary = path.with_name(f"{FILE}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(plain, indent=1) + "\n")
-            aside.replace(path)
+            temporary.write_text(json.dumps(plain, indent=1) + "\n")
+            temporary.replace(path)
         except OSError as error:
             raise CannotWrite(
                 f"the table of transports cannot be written to {path} ({error.strerror or error}); "
@@ -81,28 +86,32 @@ class Table:
 
     @classmethod
     def load(cls, folder: Path | None = None) -> Table | None:
-        """What was saved, or None. A file that cannot be right is an error that says how to be rid of it."""
+        """Read the saved table; None if there is none. A damaged file is an error, which names the file."""
         path = (folder or cache_folder()) / FILE
         try:
             plain = json.loads(path.read_text())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read ({error}); delete it, or measure anew") from error
+            raise ConfigError(
+                f"{path} cannot be read ({error}); delete it, or measure again by raymoe doctor --tune"
+            ) from error
         try:
             if plain["format"] != FORMAT:
-                raise ConfigError(f"format {plain['format']} where {FORMAT} is known")
+                raise ConfigError(f"its format is {plain['format']}, not {FORMAT}")
             return cls(str(plain["gpu"]), tuple(TransportRule(**rule) for rule in plain["rules"]))
         except (KeyError, TypeError, ConfigError) as error:
-            raise ConfigError(f"{path} is no table of transports ({error}); delete it, or measure anew") from error
+            raise ConfigError(
+                f"{path} is not a table of transports ({error}); delete it, or measure again by raymoe doctor --tune"
+            ) from error
 
 
 BUILT_IN = Table(
     "NVIDIA H200",
     (
-        # What goes by the copy engine takes 20 us more between two ranks and 30 to 40 more among four, for its stream
-        # memory operations. The kernel pushes 0.94 of what the engine does, and pulls 0.96 of it between two and 0.87
-        # among four. The thresholds are where these lines cross (4x H200, 2026-11-21).
+        # The copy engine takes 20 us more between two ranks and 30 to 40 us more among four, for its stream memory
+        # operations. The kernel pushes at 0.94 of the engine's rate. It pulls at 0.96 of it between two ranks and at
+        # 0.87 among four. The thresholds are the sizes where both take the same time (4x H200, 2026-11-21).
         TransportRule("pairs", "put", 0, "tma"),
         TransportRule("pairs", "put", 96 * MIB, "copy_engine"),
         TransportRule("pairs", "get", 0, "tma"),
@@ -115,31 +124,31 @@ BUILT_IN = Table(
 )
 
 
-def measured(lines: Iterable[Mapping[str, object]], protocol: str, gpu: str) -> Table:
-    """The table that result lines of workload p2p speak for; they do not name their protocol, so it is given.
+def table_from_results(lines: Iterable[Mapping[str, object]], protocol: str, gpu: str) -> Table:
+    """Make a table of the fastest transports in result lines of workload p2p, which do not name their protocol.
 
     >>> def line(transport, nbytes, us):
     ...     return {"op": "copy", "pattern": "pairs", "transport": transport, "bytes": nbytes, "us_p50": us}
     >>> lines = [line("tma", 4096, 3.0), line("copy_engine", 4096, 9.0), line("tma", 2**20, 8.0)]
     >>> lines += [line("copy_engine", 2**20, 7.0), line("tma", 2**21, 15.0), line("copy_engine", 2**21, 11.0)]
-    >>> [(rule.from_bytes, rule.transport) for rule in measured(lines, "put", "NVIDIA H100").rules]
+    >>> [(rule.from_bytes, rule.transport) for rule in table_from_results(lines, "put", "NVIDIA H100").rules]
     [(4096, 'tma'), (1048576, 'copy_engine')]
     """
     times: dict[tuple[str, int], dict[str, list[float]]] = {}
     for line in lines:
         if line["op"] == "copy" and line["transport"] in CANDIDATES and line["pattern"] in PATTERNS:
-            place = times.setdefault((str(line["pattern"]), int(str(line["bytes"]))), {})
-            place.setdefault(str(line["transport"]), []).append(float(str(line["us_p50"])))
+            by_transport = times.setdefault((str(line["pattern"]), int(str(line["bytes"]))), {})
+            by_transport.setdefault(str(line["transport"]), []).append(float(str(line["us_p50"])))
     rules: list[TransportRule] = []
-    for (pattern, nbytes), found in sorted(times.items()):
-        best = min(found, key=lambda transport: median(found[transport]))
+    for (pattern, nbytes), by_transport in sorted(times.items()):
+        best = min(by_transport, key=lambda transport: median(by_transport[transport]))
         if not rules or (rules[-1].pattern, rules[-1].transport) != (pattern, best):
             rules.append(TransportRule(pattern, protocol, nbytes, best))
     return Table(gpu, tuple(rules))
 
 
 def pattern_of(spec: ChannelSpec) -> str:
-    """Whether transfers share the port of a rank.
+    """Return `all_to_all` if any rank sends to, or receives from, several ranks, else `pairs`.
 
     >>> pattern_of(ChannelSpec(((0, 1), (1, 0)), (8,))), pattern_of(ChannelSpec(((0, 1), (2, 1)), (8,)))
     ('pairs', 'all_to_all')
@@ -150,16 +159,16 @@ def pattern_of(spec: ChannelSpec) -> str:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPU of a rank, as far as transports depend on it."""
+    """The facts about a rank's GPU that transports depend on."""
 
     name: str
     capability: tuple[int, int]
 
 
-def no_tma(gpus: Sequence[GpuFacts]) -> str | None:
-    """Why these ranks cannot have transport `tma`; None where they can.
+def why_no_tma(gpus: Sequence[GpuFacts]) -> str | None:
+    """Return the reason why these ranks cannot use transport `tma`; None if they can.
 
-    >>> no_tma([GpuFacts("NVIDIA H200", (9, 0)), GpuFacts("NVIDIA A100", (8, 0))])
+    >>> why_no_tma([GpuFacts("NVIDIA H200", (9, 0)), GpuFacts("NVIDIA A100", (8, 0))])
     'NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more'
     """
     for rank, gpu in enumerate(gpus):
@@ -169,30 +178,30 @@ def no_tma(gpus: Sequence[GpuFacts]) -> str | None:
     return None
 
 
-def possible(spec: ChannelSpec, gpus: Sequence[GpuFacts]) -> None:
-    """Raise where GPU ranks ask for `tma`, by its name or by a number of SMs, and cannot have it."""
-    reason = no_tma(gpus)
+def refuse_impossible_tma(spec: ChannelSpec, gpus: Sequence[GpuFacts]) -> None:
+    """Raise if GPU ranks ask for `tma`, by its name or by a number of SMs, and cannot use it."""
+    reason = why_no_tma(gpus)
     if reason is not None and spec.transport == "tma":
-        raise ConfigError(f"transport tma asked for; {reason}: take copy_engine, collective or auto")
+        raise ConfigError(f"transport tma was asked for; {reason}: take copy_engine, collective or auto")
     if reason is not None and spec.sms is not None:
         raise ConfigError(f"sms is {spec.sms}, which only transport tma takes; {reason}: leave sms out")
 
 
-def automatic(spec: ChannelSpec, table: Table, gpus: Sequence[GpuFacts]) -> str:
-    """The transport that `auto` stands for between GPUs: never one that a rank cannot have."""
+def pick_for_auto(spec: ChannelSpec, table: Table, gpus: Sequence[GpuFacts]) -> str:
+    """Pick the transport that `auto` stands for between GPUs: never one that a rank cannot use."""
     if spec.sms is not None:
         return "tma"
     picked = table.pick(pattern_of(spec), spec.protocol, spec.nbytes)
-    return "copy_engine" if picked == "tma" and no_tma(gpus) else picked
+    return "copy_engine" if picked == "tma" and why_no_tma(gpus) else picked
 
 
-def chosen(world: World, spec: ChannelSpec) -> str:
-    """The transport that these channels use, the same on all ranks."""
+def choose_transport(world: World, spec: ChannelSpec) -> str:
+    """Choose the transport of these channels, the same on all ranks."""
     if world.device.type == "cpu":
         return "host" if spec.transport == "auto" else spec.transport
     mine = GpuFacts(world.gpu.name, world.gpu.capability)
     gpus = [found for found in world.swap(mine, "channels: gpus") if isinstance(found, GpuFacts)]
-    possible(spec, gpus)  # all ranks look at the same GPUs, so all raise
+    refuse_impossible_tma(spec, gpus)  # all ranks check the same GPUs, so all raise
     if spec.transport != "auto":
         return spec.transport
     choice: str | None = None
@@ -202,7 +211,7 @@ def chosen(world: World, spec: ChannelSpec) -> str:
             table = Table.load()
             if table is None or table.gpu != world.gpu.name:
                 table = BUILT_IN
-            choice = automatic(spec, table, gpus)
+            choice = pick_for_auto(spec, table, gpus)
         except ConfigError as error:
             problem = error
     world.agree(problem, "channels: table")

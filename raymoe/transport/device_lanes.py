@@ -1,4 +1,4 @@
-"""What every transport between GPU heaps shares: where a lane's slot and words lie, landings, the order of peers."""
+"""The common part of transports between GPU heaps: addresses of slots and words, receive buffers, order of peers."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ _WORD_BYTES = WORD_STRIDE * 8
 
 
 class DeviceLanes:
-    """Addresses of one rank. Valid until `close`."""
+    """The addresses of slots and words, for this process. Valid until `close`."""
 
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         self.world, self.spec = world, spec
         self._heap = world.allocate(spec.layout("cuda"), "channels", where="device")
         self._buffer = self._heap.tensor("buffer")
-        self._landing: dict[int, torch.Tensor] = {}
+        self._receive_buffers: dict[int, torch.Tensor] = {}
         if spec.protocol == "get":
             for lane in spec.lanes:
                 if lane.destination == world.rank:
-                    shape = max(1, spec.nbytes)
-                    self._landing[lane.number] = torch.empty(shape, dtype=torch.uint8, device=world.device)
+                    nbytes = max(1, spec.nbytes)
+                    self._receive_buffers[lane.number] = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
 
     def word(self, name: str, lane: Lane, rank: int) -> int:
-        """The address, for this process, of a lane's word on `rank`."""
+        """Return the address of a lane's word on `rank`."""
         return self._heap.address(name, rank) + lane.number * _WORD_BYTES
 
     def slot(self, lane: Lane) -> int:
-        """The address, for this process, of a lane's slot, wherever it is."""
+        """Return the address of a lane's slot, on this rank or on a peer."""
         return self._heap.address("buffer", lane.owner) + lane.place * self.spec.stride
 
     def received(self, lane: Lane) -> torch.Tensor:
-        return self.send_buffer(lane) if self.spec.protocol == "put" else self._landing[lane.number][: self.spec.nbytes]
+        """Return the message that this rank receives: the slot with `put`, the receive buffer with `get`."""
+        if self.spec.protocol == "put":
+            return self.send_buffer(lane)
+        return self._receive_buffers[lane.number][: self.spec.nbytes]
 
     def send_buffer(self, lane: Lane) -> torch.Tensor:
-        """The slot, at its owner."""
+        """Return the slot, which this rank must own."""
         return self._buffer[lane.place, : self.spec.nbytes]
 
     def close(self) -> None:
@@ -48,8 +51,8 @@ class DeviceLanes:
 
 
 @dataclass(frozen=True)
-class Ordered:
-    """A batch as it is enqueued: all releases, then all sends, then all receives, peers in their turn."""
+class OrderedBatch:
+    """A batch in the order of enqueuing: all releases, then all sends, then all receives, each by `turn_of`."""
 
     releases: tuple[Lane, ...]
     sends: tuple[tuple[Lane, int], ...]
@@ -57,7 +60,7 @@ class Ordered:
     receives: tuple[Lane, ...]
 
     @classmethod
-    def of(cls, batch: Requests, world: World) -> Ordered:
+    def of(cls, batch: Requests, world: World) -> OrderedBatch:
         def turn(lane: Lane) -> int:
             return turn_of(lane, world.rank, world.size)
 
@@ -65,8 +68,8 @@ class Ordered:
         return cls(tuple(batch.releases), tuple(sends), tuple(sorted(batch.receives, key=turn)))
 
 
-class Enqueuing(ABC):
-    """Batches on the current stream. Transports say what is enqueued."""
+class GpuMover(ABC):
+    """Enqueues batches on the current stream. Each transport implements `enqueue`."""
 
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         self.lanes = DeviceLanes(world, spec)
@@ -76,11 +79,11 @@ class Enqueuing(ABC):
     def run(self, batch: Requests) -> None:
         stream = torch.cuda.current_stream(self.world.device).cuda_stream
         with self.world.gpu.current():
-            self.enqueue(Ordered.of(batch, self.world), stream)
+            self.enqueue(OrderedBatch.of(batch, self.world), stream)
 
     @abstractmethod
-    def enqueue(self, batch: Ordered, stream: int) -> None:
-        """Everything of a batch, in order, on a stream."""
+    def enqueue(self, batch: OrderedBatch, stream: int) -> None:
+        """Enqueue all of a batch, in order, on a stream."""
 
     def received(self, lane: Lane) -> torch.Tensor:
         return self.lanes.received(lane)
@@ -88,14 +91,14 @@ class Enqueuing(ABC):
     def send_buffer(self, lane: Lane) -> torch.Tensor:
         return self.lanes.send_buffer(lane)
 
-    def bound(self, waited_s: float) -> None:  # noqa: B027 - there is nothing to do, for any of them
-        """Kernels and the watchdog bound every wait already."""
+    def check_deadline(self, waited_s: float) -> None:  # noqa: B027 - no subclass has anything to do
+        """Do nothing: kernels and the watchdog bound every wait."""
 
     def close(self) -> None:
-        """Wait for the GPU, whose waits are all bounded, then let go."""
+        """Wait for the GPU, whose waits are all bounded, then free."""
         self._gpu.synchronise()
         self.lanes.close()
 
     def abandon(self) -> None:
-        """The same: no order of closing is asked for."""
+        """Close, which needs no other rank."""
         self.close()

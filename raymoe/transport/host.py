@@ -1,9 +1,11 @@
 """Messages between CPU ranks, copied through memory that both have mapped.
 
-The words `sent` and `taken` are 64-bit counts that only grow, one writer each. The sender waits for `taken` of the
-lane's message before (the slot is free), writes the slot, fences, stores `sent`. The receiver waits for `sent`, fences,
-reads; then it fences and stores `taken`: at once with `get`, which copies; at the release with `put`, which gives the
-slot itself.
+The words `sent` and `taken` are 64-bit counts that only grow, one writer each.
+
+- The sender waits for `taken` of the lane's previous message (the slot is free), writes the slot, fences and stores
+  `sent`.
+- The receiver waits for `sent`, fences and reads. Then it fences and stores `taken`. With `get`, which copies the
+  message, it does so at once. With `put`, which returns the slot itself, it does so at the release.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from raymoe.transport.spec import ChannelSpec, Lane, Requests
 
 
 class HostMover:
-    """Waits in the calling thread."""
+    """Moves messages between CPU ranks. It waits and copies in the calling thread."""
 
     name = "host"
     sms: int | None = None
@@ -28,7 +30,9 @@ class HostMover:
         self._taken = [self._heap.words("taken", rank) for rank in range(world.size)]
         self._buffer = [self._heap.tensor("buffer", rank) for rank in range(world.size)]
         mine = [lane for lane in spec.lanes if lane.destination == world.rank]
-        self._landing = {lane.number: torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu") for lane in mine}
+        self._receive_buffers = {
+            lane.number: torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu") for lane in mine
+        }
         self._messages_sent: dict[int, int] = {}
         self._messages_received: dict[int, int] = {}
 
@@ -41,7 +45,7 @@ class HostMover:
             self._receive(lane)
 
     def received(self, lane: Lane) -> torch.Tensor:
-        return self.send_buffer(lane) if self._spec.protocol == "put" else self._landing[lane.number]
+        return self.send_buffer(lane) if self._spec.protocol == "put" else self._receive_buffers[lane.number]
 
     def send_buffer(self, lane: Lane) -> torch.Tensor:
         return self._buffer[lane.owner][lane.place, : self._spec.nbytes]
@@ -49,8 +53,8 @@ class HostMover:
     def check(self) -> None:
         self._world.waiter.check()
 
-    def bound(self, waited_s: float) -> None:
-        """The waits themselves are bounded."""
+    def check_deadline(self, waited_s: float) -> None:
+        """Do nothing: the waits themselves are bounded."""
 
     def close(self) -> None:
         self._heap.close()
@@ -74,9 +78,9 @@ class HostMover:
         self._world.waiter.for_epoch("receive", words, lane.source, expected, index=lane.number)
         self._messages_received[lane.number] = expected
         if self._spec.protocol == "get":
-            self._landing[lane.number].copy_(self.send_buffer(lane))
+            self._receive_buffers[lane.number].copy_(self.send_buffer(lane))
             self._release(lane)
 
     def _release(self, lane: Lane) -> None:
-        self._world.waiter.fence()  # orders our loads of the message before the word that lets it be overwritten
+        self._world.waiter.fence()  # orders the loads of the message before the word that frees the slot
         self._taken[lane.source][lane.number] = self._messages_received.get(lane.number, 0)

@@ -1,11 +1,12 @@
-"""Messages between GPU ranks by NCCL's send and receive (`collective`): the transport to compare with.
+"""Messages between GPU ranks by NCCL's send and receive (`collective`), to compare the other transports with.
 
-What a batch asks for goes out as one NCCL group, so no order of asking blocks. `put` and `get` are the same here: NCCL
-moves bytes in its own way, through its own memory, and a slot is ordinary memory of the receiver.
+A batch goes out as one NCCL group, or as several if it has several messages for one peer. So no order of requests
+blocks. `put` and `get` are the same here: NCCL moves the bytes through its own memory, and a slot is ordinary memory of
+the receiver.
 
-NCCL bounds no wait. Each batch is followed by an event that `check` looks at; where the oldest is not over in time, the
-group is aborted, which ends its kernels. What was captured into a graph has no event: a replay is bounded where the
-host waits for it by `Channels.synchronise`.
+NCCL bounds no wait. Each batch is followed by an event, which `check` queries. If the oldest event does not come in
+time, the group is aborted, which ends its kernels. A captured batch has no event: its replay is bounded while the host
+waits for it in `Channels.synchronise`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _event: Any = torch.cuda.Event  # has no annotations
 
 
 def members_of(spec: ChannelSpec) -> tuple[int, ...]:
-    """The ranks that send or receive.
+    """Return the ranks that send or receive.
 
     >>> members_of(ChannelSpec(((3, 0), (0, 3), (3, 1)), (8,)))
     (0, 1, 3)
@@ -35,7 +36,7 @@ def members_of(spec: ChannelSpec) -> tuple[int, ...]:
 
 
 class NcclMover:
-    """Where no group is given it makes one, and closes it."""
+    """Moves messages by NCCL. If no group is given it makes one, and closes it."""
 
     name = "collective"
     sms: int | None = None
@@ -52,7 +53,7 @@ class NcclMover:
         self._slots = {lane.number: torch.empty(spec.nbytes, dtype=torch.uint8, device=world.device) for lane in mine}
 
     def run(self, batch: Requests) -> None:
-        """Releases need nothing: NCCL has its own credits, and a slot is overwritten only by our next receive."""
+        """Enqueue sends and receives. Releases need nothing: only this rank's next receive overwrites a slot."""
         assert self._group is not None
         sends: dict[int, list[torch.Tensor]] = {}
         receives: dict[int, list[torch.Tensor]] = {}
@@ -68,30 +69,33 @@ class NcclMover:
             )
             self._group.exchange(out, into)
         if (sends or receives) and not capturing(self._world.device):
-            over = _event()
-            over.record(torch.cuda.current_stream(self._world.device))
-            self._pending.append((time.monotonic(), over))
+            done = _event()
+            done.record(torch.cuda.current_stream(self._world.device))
+            self._pending.append((time.monotonic(), done))
 
     def received(self, lane: Lane) -> torch.Tensor:
         return self._slots[lane.number]
 
     def send_buffer(self, lane: Lane) -> torch.Tensor:
-        raise ConfigError(f"NCCL fetches nothing from rank {lane.source}; write the message anywhere and send it")
+        raise ConfigError(
+            f"a send buffer on rank {lane.source} was asked for; transport collective has none: write the message "
+            "anywhere and send it"
+        )
 
     def check(self) -> None:
         if capturing(self._world.device):
-            return  # to ask of an event would break a capture in torch's usual mode; a check after it asks
+            return  # a query of an event would break a capture in torch's default mode; a later check does it
         while self._pending and self._pending[0][1].query():
             self._pending.popleft()
         if self._pending:
-            self.bound(time.monotonic() - self._pending[0][0])
+            self.check_deadline(time.monotonic() - self._pending[0][0])
 
-    def bound(self, waited_s: float) -> None:
-        """End and raise where this is too long, or where this rank was told to stop."""
+    def check_deadline(self, waited_s: float) -> None:
+        """Abort the group and raise if the wait was too long or this rank was told to stop."""
         assert self._group is not None
         if waited_s < self._world.timeout_s and self._world.waiter.reason is None:
             return
-        if not self._peers:  # it waits for nobody by NCCL
+        if not self._peers:  # this rank waits for no peer by NCCL
             self._world.waiter.check()
             return
         peer, seen, mine = self._group.lagging(self._peers)
@@ -107,12 +111,12 @@ class NcclMover:
 
     def abandon(self) -> None:
         if self._owned is not None:
-            self._owned.abort()  # to end it in peace all ranks would have to meet
+            self._owned.abort()  # to close it, all ranks would have to meet
         self.close()
 
     def _to_self(self, messages: list[torch.Tensor], slots: list[torch.Tensor]) -> None:
-        """NCCL pairs a rank's messages to itself inside one group only; a plain copy does, where both ends are here."""
+        """Copy a rank's messages to itself, because NCCL pairs them only inside one group."""
         if len(messages) != len(slots):
-            raise ConfigError("with collective, a send to oneself and its receive are asked for together")
+            raise ConfigError("with collective, a send of a rank to itself and its receive go together() in one block")
         for message, slot in zip(messages, slots, strict=True):
             slot.copy_(message)

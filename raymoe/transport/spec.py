@@ -1,18 +1,18 @@
-"""Which ranks send which ranks messages of what size and how: what all ranks of some channels must agree on.
+"""The specification of channels, on which all ranks must agree: pairs of ranks, message size, protocol, transport.
 
-Pure arithmetic. A channel leads from one rank to another and has `slots` lanes. A lane carries one message at a time,
-has a buffer (the slot) and two words of its own, and shares nothing with any other lane: two messages are under way
-together exactly where they are on two lanes.
+Pure arithmetic. A channel leads from one rank to another and has `slots` lanes. A lane carries one message at a time.
+It has a buffer (the slot) and two words of its own, and shares nothing with any other lane. So two messages can be
+under way together only on two lanes.
 
 Memory map of the heap (the same on every rank; lane n is lane `n % slots` of channel `n // slots` of `pairs`):
 
-- `sent [lanes]`, at the receiver: written by the sender once the message may be received (or fetched).
-- `taken [lanes]`, at the sender: written by the receiver once it has done with the message.
-- `buffer [places]`, 128-byte aligned: with `put` at the receiver, written by the sender; with `get` at the sender, read
-  by the other. A rank has as many places as the rank that owns most.
-- on GPUs `sends`, `receives`, `releases` [lanes], of the rank itself: how often its kernels have done each.
+- `sent [lanes]`, at the receiver: the sender writes it when the message may be received (or fetched).
+- `taken [lanes]`, at the sender: the receiver writes it when it has finished with the message.
+- `buffer [places]`, 128-byte aligned. With `put` it is at the receiver, and the sender writes it. With `get` it is at
+  the sender, and the receiver reads it. Every rank has as many places as the rank that needs most.
+- `sends`, `receives`, `releases` [lanes], on GPUs: how often the kernels of this rank have done each.
 
-Whether the words are 64-bit counts or 0/1, and who orders what, is told by each transport.
+Each transport says whether its words are 64-bit counts or 0/1, and in which order they are written and read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from raymoe.memory.world import World
 PROTOCOLS = ("put", "get")
 TRANSPORTS = {"cpu": ("auto", "host"), "cuda": ("auto", "copy_engine", "tma", "collective")}
 WORDS, COUNTS = ("sent", "taken"), ("sends", "receives", "releases")
-MOST_SLOTS = 1024
+MAX_SLOTS = 1024
 
 
 @dataclass(frozen=True)
 class Lane:
-    """`place` is the slot's number among those of its owner."""
+    """One lane of a channel. `owner` is the rank that has its slot, `place` the number of the slot on that rank."""
 
     number: int
     source: int
@@ -46,7 +46,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """All ranks of the world must say the same.
+    """Channels of one kind. All ranks of the world must give the same.
 
     >>> spec = ChannelSpec(((0, 1), (2, 1), (1, 0)), shape=(16,))
     >>> [spec.lane(source, destination).place for source, destination in spec.pairs]  # at the receivers: put
@@ -66,10 +66,10 @@ class ChannelSpec:
     slots: int = 1
     """Messages of one channel that may be under way at a time."""
     sms: int | None = None
-    """SMs that a rank's transfers together may take, where the transport takes any; None: as many as serve it best."""
+    """SMs that all transfers of a rank may take together, if the transport takes any. None: the transport chooses."""
 
     def check(self, ranks: int, device: str) -> None:
-        """Raise where this cannot be, each option by its own name; there is no silent default."""
+        """Raise if this spec is impossible. The error names the option."""
         if self.protocol not in PROTOCOLS:
             raise ConfigError(f"protocol is {self.protocol!r}; it is one of {', '.join(PROTOCOLS)}")
         if self.transport not in TRANSPORTS[device]:
@@ -78,20 +78,23 @@ class ChannelSpec:
         if self.dtype not in ITEM_BYTES:
             raise ConfigError(f"dtype is {self.dtype!r}; it is one of {', '.join(ITEM_BYTES)}")
         if not all(extent >= 0 for extent in self.shape):
-            raise ConfigError(f"messages of shape {self.shape}; no dimension is below 0")
-        if not 1 <= self.slots <= MOST_SLOTS:
-            raise ConfigError(f"{self.slots} slots a channel; there are 1 to {MOST_SLOTS}")
+            raise ConfigError(f"messages of shape {self.shape} were asked for; no dimension may be below 0")
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ConfigError(f"{self.slots} slots a channel were asked for; a channel has 1 to {MAX_SLOTS}")
         if self.sms is not None and self.sms < 1:
             raise ConfigError(f"sms is {self.sms}; leave it out, or give at least 1")
         if self.sms is not None and self.transport not in ("auto", "tma"):
             raise ConfigError(f"sms is {self.sms} and transport {self.transport} takes no number of SMs; leave it out")
         if not self.pairs or len(set(self.pairs)) != len(self.pairs):
             raise ConfigError(
-                f"channels for the pairs {self.pairs}; each pair is named once, and there is at least one"
+                f"channels for the pairs {self.pairs} were asked for; name at least one, and each pair is named once"
             )
         for pair in self.pairs:
             if not all(0 <= rank < ranks for rank in pair):
-                raise ConfigError(f"a channel from rank {pair[0]} to rank {pair[1]} in a world of {ranks}")
+                raise ConfigError(
+                    f"a channel from rank {pair[0]} to rank {pair[1]} in a world of {ranks} was asked for; ranks are 0 "
+                    f"to {ranks - 1}"
+                )
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +116,7 @@ class ChannelSpec:
         return self.slots * max(owners.count(owner) for owner in owners)
 
     def owner(self, source: int, destination: int) -> int:
-        """Whose memory the slots of a channel are in."""
+        """Return the rank that has the slots of a channel in its memory."""
         return destination if self.protocol == "put" else source
 
     def lane(self, source: int, destination: int, slot: int = 0) -> Lane:
@@ -132,18 +135,19 @@ class ChannelSpec:
         words = [Region.words(name, lanes) for name in (WORDS if device == "cpu" else WORDS + COUNTS)]
         return Layout.of([*words, Region("buffer", (self.places, self.stride), "uint8")])
 
-    def movers(self) -> int:
-        """How many channels the busiest rank moves the bytes of, which share its SMs.
+    def busiest_channels(self) -> int:
+        """Count the channels of the rank that moves the bytes of most. They share its SMs.
 
-        >>> [ChannelSpec(((0, 1), (0, 2), (1, 0)), (8,), protocol=protocol).movers() for protocol in ("put", "get")]
-        [2, 1]
+        >>> puts, gets = (ChannelSpec(((0, 1), (0, 2), (1, 0)), (8,), protocol=protocol) for protocol in PROTOCOLS)
+        >>> puts.busiest_channels(), gets.busiest_channels()
+        (2, 1)
         """
-        ranks = [pair[0 if self.protocol == "put" else 1] for pair in self.pairs]
-        return max(ranks.count(rank) for rank in ranks)
+        movers = [pair[0 if self.protocol == "put" else 1] for pair in self.pairs]
+        return max(movers.count(rank) for rank in movers)
 
 
 def agree(world: World, spec: ChannelSpec) -> None:
-    """Raise on all ranks unless this spec can be and all gave the same."""
+    """Raise on all ranks unless the spec is possible and all ranks gave the same."""
     problem: RaymoeError | None = None
     try:
         spec.check(world.size, world.device.type)
@@ -156,23 +160,25 @@ def agree(world: World, spec: ChannelSpec) -> None:
         for key, value in mine.items():
             if problem is None and theirs[key] != value:
                 here = f"{value} on rank {world.rank}"
-                problem = ConfigError(
-                    f"{key} is {theirs[key]} on rank {rank} and {here}; both ends need one size and kind"
-                )
+                problem = ConfigError(f"{key} is {theirs[key]} on rank {rank} and {here}; all ranks must give one spec")
     world.agree(problem, "channels: agreed")
 
 
-# What channels ask of a transport.
+# The interface between channels and a transport
 
 
 @dataclass
 class Requests:
-    """Operations of one rank that were asked for together. Their order means nothing; each lane is in one list once.
+    """A batch: operations of one rank, in any order. Each lane is in each list once at most.
 
-    A transport enqueues all releases, then all sends, then all receives, one after another. So no order in which the
-    ranks ask can block them: releases wait for nothing, sends only for releases of messages of earlier batches, and
-    receives only for sends, which their senders have enqueued before any receive of the same batch. A send whose slot
-    is not released holds up the others of its batch.
+    A transport enqueues all releases, then all sends, then all receives, one after another. So no order of calls can
+    block the ranks:
+
+    - Releases wait for nothing.
+    - Sends wait only for releases of messages of earlier batches.
+    - Receives wait only for sends, which the senders have enqueued before any receive of their batch.
+
+    A send that waits for its slot holds up the other sends of its batch.
     """
 
     releases: list[Lane] = field(default_factory=list)
@@ -181,42 +187,44 @@ class Requests:
 
 
 class Mover(Protocol):
-    """Moves the messages of some channels for one rank. On GPUs everything is ordered by the current stream."""
+    """Moves the messages of some channels for one rank. On GPUs the current stream orders everything."""
 
     name: str
     sms: int | None
-    """SMs that a rank's transfers take together; None where the question makes no sense."""
+    """SMs that all transfers of a rank take together; None if that is unknown (NCCL) or there are none (CPU)."""
     capturable: bool
 
     def run(self, batch: Requests) -> None: ...
 
     def received(self, lane: Lane) -> torch.Tensor:
-        """What the receiver gets: always the same memory for a lane, flat bytes."""
+        """Return the memory of received messages as flat bytes: always the same memory for a lane."""
 
     def send_buffer(self, lane: Lane) -> torch.Tensor:
-        """Flat bytes at the sender: a message that already lies here is not copied once more before it is fetched."""
+        """Return the sender's slot as flat bytes. A message that is written here is sent without a copy."""
 
     def check(self) -> None:
-        """Raise where a wait has failed."""
+        """Raise if a wait has failed."""
 
-    def bound(self, waited_s: float) -> None:
-        """Where nothing else bounds a wait on the GPU: end it and raise if the host has waited too long for it."""
+    def check_deadline(self, waited_s: float) -> None:
+        """If nothing else bounds waits on the GPU: end the wait and raise if the host has waited too long."""
 
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """As `close`, alone: the other ranks may not close theirs now."""
+        """Close without the other ranks, which may not close theirs now."""
 
 
 def turn_of(lane: Lane, rank: int, size: int) -> int:
-    """When the peer of a lane has its turn: every rank begins with the one behind it.
+    """Return the turn of a lane's peer. Every rank begins with the next rank, so no two ranks send to the same peer.
 
-    So at any time each rank sends to another one, and no two to the same. Copy engines that pushed 64 to 256 MiB to
-    each of three peers in turns reached 376 to 389 GB/s a rank, side by side 191 to 232; pulls 362 to 384 and 192 to
-    230; kernels pushed 359 and 345 (4x H200, 2026-11-21).
+    Rates for 64 to 256 MiB to each of three peers, in GB/s a rank (4x H200, 2026-11-21):
 
-    >>> everybody = [Lane(0, 2, peer, peer, 0) for peer in range(4)]
-    >>> [lane.destination for lane in sorted(everybody, key=lambda lane: turn_of(lane, 2, 4))]
+    - Copy engines push 376 to 389 in turns, 191 to 232 side by side.
+    - Copy engines pull 362 to 384 in turns, 192 to 230 side by side.
+    - Kernels push 359 in turns, 345 side by side.
+
+    >>> lanes = [Lane(0, 2, peer, peer, 0) for peer in range(4)]
+    >>> [lane.destination for lane in sorted(lanes, key=lambda lane: turn_of(lane, 2, 4))]
     [3, 0, 1, 2]
     """
     peer = lane.destination if lane.source == rank else lane.source

@@ -1,18 +1,17 @@
 """Messages between GPU ranks by the copy kernel, which waits for the credit, moves the bytes and signals by itself.
 
-The words `sent` and `taken` are 64-bit counts that only grow, one writer each, compared by >=; what they carry is the
-number of a run, which each rank counts in its own memory (kernels/copy.cu). So a captured operation is as good as an
-eager one, in any mixture.
+The words `sent` and `taken` are 64-bit counts that only grow, one writer each, compared by >=. They hold the number of
+the operation, which each rank counts in its own memory (kernels/copy.cu). So captured and eager calls can be mixed.
 
-- send      waits for `taken` of the message before the last (lag 1: the slot is free at first), moves the message to
+- send      waits for `taken` of the lane's previous message (lag 1: at first the slot is free), moves the message to
             the slot, signals `sent`
-- receive   waits for `sent`; with get it then moves the slot's bytes to the landing and signals `taken`
+- receive   waits for `sent`; with get it then moves the slot's bytes to the receive buffer and signals `taken`
 - release   signals `taken`
 
-All of a batch goes out in one launch, up to 32 operations; more take more launches.
+A launch takes up to 32 operations. A larger batch takes more launches.
 
-A message need not be aligned: where it lies differently from its slot mod 16 the kernel moves it without bulk copies,
-which is right and slower.
+A message need not be aligned. If its address and its slot's differ mod 16, the kernel moves it without bulk copies,
+which is slower.
 """
 
 from __future__ import annotations
@@ -24,42 +23,46 @@ from raymoe.device.error_word import ErrorWord
 from raymoe.device.kernels import Kernels, Launch
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
-from raymoe.transport.device_lanes import Enqueuing, Ordered
+from raymoe.transport.device_lanes import GpuMover, OrderedBatch
 from raymoe.transport.spec import ChannelSpec, Lane
 
 SMS, RING = 16, Ring(12, 16384)
-"""SMs that a rank's large messages take, and the ring of each. Pulls by 16 SMs reach 370 GB/s one way, 333 both ways
-and among four, and no more than 372 and 335 by any number (4x H200, 64 and 256 MiB, 2026-11-21)."""
+"""SMs for the large messages of a rank, and the ring of each SM. Pulls by 16 SMs reach 370 GB/s one way, and 333 both
+ways and among four. By any number of SMs they reach at most 372 and 335 (4x H200, 64 and 256 MiB, 2026-11-21)."""
 
-FEW, RING_OF_FEW = 12, Ring(6, 32768)
-"""Fewer SMs than this take larger stages: one thread handles them all. An experiment whose thread took 0.5 us for each
-stage pushed 341 GB/s by 8 SMs with stages of 32 KiB and 247 with 16 KiB."""
+FEW_SMS, RING_OF_FEW_SMS = 12, Ring(6, 32768)
+"""Fewer SMs than this use larger stages, because one thread of a block handles all its stages. In an experiment that
+thread took 0.5 us for each stage: 8 SMs pushed 341 GB/s with stages of 32 KiB and 247 with 16 KiB."""
 
 PUSH_GBPS = 365
-"""What a rank's SMs are paced to while they push large messages. A link that is offered more than it takes gives less:
-where the SMs offered just enough they pushed 359 to 369 GB/s one way, both ways and among four GPUs, with a third more
-of them 305 to 312, with 131 of them 360 to 369 again. Paced to 360 they pushed 356, to 370 361 to 367, to 380 322 to
-360, with 16, 20 or 32 SMs alike (4x H200, 64 and 256 MiB, 2026-11-21; benchmarks/links_h200x4.txt)."""
+"""Pace of a rank's SMs while they push large messages. A link that is offered more than it can carry carries less.
+Measured in GB/s (4x H200, 64 and 256 MiB, 2026-11-21; benchmarks/links_h200x4.txt):
 
-SMALL = 16
-"""SMs for each message that is not large. One more does not help, and half of them cost a tenth (64 KiB to 1 MiB to
-each of three, 4x H200, 2026-11-21)."""
+- One way, both ways and among four GPUs: 359 to 369 with just enough SMs, 305 to 312 with a third more, 360 to 369 with
+  131 SMs.
+- With 16, 20 or 32 SMs alike: 356 paced to 360, 361 to 367 paced to 370, 322 to 360 paced to 380.
+"""
+
+SMS_OF_SMALL = 16
+"""SMs for each message that is not large. One more does not help, and half as many cost a tenth (64 KiB to 1 MiB to
+each of three peers, 4x H200, 2026-11-21)."""
 
 LARGE_BYTES = 8 << 20
-"""From here on messages of a batch go one after another, each by all SMs, and pushes are paced (`turn_of` says why).
-Smaller ones are through before the links fill, and go side by side."""
+"""From this size on, the messages of a batch go one after another, each by all SMs, and pushes are paced (see
+`turn_of`). Smaller messages are sent before the links fill, so they go side by side."""
 
-FINE_BYTES, FINE, COARSE = 128 << 10, Ring(4, 4096), Ring(4, 16384)
+FINE_RING_BYTES, FINE_RING, COARSE_RING = 128 << 10, Ring(4, 4096), Ring(4, 16384)
+"""Messages below this size use the fine ring."""
 
-MOST_SMS = 96
-"""For what goes side by side, unless a number is given."""
+MAX_SMS = 96
+"""SMs for all messages that go side by side, unless a number is given."""
 
-MOST_KEPT = 256
-"""Launches that are kept for batches like earlier ones."""
+MAX_CACHED_LAUNCHES = 256
+"""Batches whose launches are kept for later batches that are equal."""
 
 
 def spread_of(nbytes: int, messages: int, sms: int | None, pushes: bool) -> Spread:
-    """Blocks, each on an SM of its own, and the ring of each, for messages that are moved together.
+    """Choose the number of blocks, each on its own SM, and their rings, for messages that are moved together.
 
     >>> spread_of(0, 3, None, True) == Spread()
     True
@@ -69,48 +72,50 @@ def spread_of(nbytes: int, messages: int, sms: int | None, pushes: bool) -> Spre
     Spread(blocks=16, ring=Ring(stages=4, stage_bytes=16384), in_turn=False, gbps=0)
     >>> spread_of(1 << 30, 3, None, True)
     Spread(blocks=16, ring=Ring(stages=12, stage_bytes=16384), in_turn=True, gbps=365)
-    >>> [spread_of(nbytes, 3, 8, False).blocks for nbytes in (4096, 1 << 20, 1 << 30)]  # in turn it is all eight
+    >>> [spread_of(nbytes, 3, 8, False).blocks for nbytes in (4096, 1 << 20, 1 << 30)]  # large messages: all eight
     [1, 2, 8]
-    >>> spread_of(1 << 20, 8, 4, True).in_turn  # never more SMs than were given
+    >>> spread_of(1 << 20, 8, 4, True).in_turn  # never more SMs than given
     True
     """
     if nbytes == 0 or messages == 0:
         return Spread()
     if nbytes >= LARGE_BYTES:
         blocks = sms or SMS
-        return Spread(blocks, RING_OF_FEW if blocks < FEW else RING, messages > 1, PUSH_GBPS if pushes else 0)
-    ring = FINE if nbytes < FINE_BYTES else COARSE
-    useful, most = min(SMALL, -(-nbytes // ring.stage_bytes)), sms or MOST_SMS
-    in_turn = messages > most
-    return Spread(min(useful, most if in_turn else most // messages), ring, in_turn)
+        ring = RING_OF_FEW_SMS if blocks < FEW_SMS else RING
+        return Spread(blocks, ring, messages > 1, PUSH_GBPS if pushes else 0)
+    ring = FINE_RING if nbytes < FINE_RING_BYTES else COARSE_RING
+    useful, available = min(SMS_OF_SMALL, -(-nbytes // ring.stage_bytes)), sms or MAX_SMS
+    in_turn = messages > available
+    return Spread(min(useful, available if in_turn else available // messages), ring, in_turn)
 
 
-class TmaMover(Enqueuing):
-    """Launches are made once for a batch and its addresses, and kept for a while."""
+class TmaMover(GpuMover):
+    """Moves messages by the copy kernel. Launches are made once for a batch and its addresses, and cached."""
 
     name = "tma"
     capturable = True
 
     def __init__(self, world: World, spec: ChannelSpec) -> None:
         super().__init__(world, spec)
-        full = spread_of(spec.nbytes, spec.movers(), spec.sms, spec.protocol == "put")
-        self.sms: int | None = full.blocks * (1 if full.in_turn else spec.movers())
-        """SMs that move bytes; one more waits for what others move."""
+        channels = spec.busiest_channels()
+        spread = spread_of(spec.nbytes, channels, spec.sms, spec.protocol == "put")
+        self.sms: int | None = spread.blocks * (1 if spread.in_turn else channels)
+        """SMs that move bytes. One more serves lanes without bytes."""
         self._kernels = Kernels(world.gpu)
         self._error = ErrorWord(world.gpu, world.rank)
         self._watch = self._error.watch(world.timeout_s)
         self._watchdog = Watchdog(world, on_abort=self._error.abort)
         self._numbers = {name: self._error.number(name) for name in ("send", "receive", "release")}
-        self._kept: OrderedDict[Ordered, list[Launch]] = OrderedDict()
-        copy_launch(self._kernels, [CopyLane(0, 0, 0)])  # the kernel is there before any capture
+        self._cache: OrderedDict[OrderedBatch, list[Launch]] = OrderedDict()
+        copy_launch(self._kernels, [CopyLane(0, 0, 0)])  # loads the kernel before any capture
 
-    def enqueue(self, batch: Ordered, stream: int) -> None:
-        launches = self._kept.get(batch)
+    def enqueue(self, batch: OrderedBatch, stream: int) -> None:
+        launches = self._cache.get(batch)
         if launches is None:
-            launches = self._kept[batch] = self._launches(batch)
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(batch)
+            launches = self._cache[batch] = self._launches(batch)
+            if len(self._cache) > MAX_CACHED_LAUNCHES:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(batch)
         for launch in launches:
             launch(stream)
 
@@ -123,16 +128,16 @@ class TmaMover(Enqueuing):
         self._error.close()
         self._kernels.close()
 
-    def _launches(self, batch: Ordered) -> list[Launch]:
+    def _launches(self, batch: OrderedBatch) -> list[Launch]:
         lanes = [self._releasing(lane) for lane in batch.releases]
         lanes += [self._sending(lane, message) for lane, message in batch.sends]
         lanes += [self._receiving(lane) for lane in batch.receives]
         launches = []
         for start in range(0, len(lanes), LANES):
-            together = lanes[start : start + LANES]
-            moved = sum(lane.bytes > 0 for lane in together)
-            spread = spread_of(self.spec.nbytes, moved, self.spec.sms, self.spec.protocol == "put")
-            launches.append(copy_launch(self._kernels, together, spread, self._watch))
+            part = lanes[start : start + LANES]
+            messages = sum(lane.bytes > 0 for lane in part)
+            spread = spread_of(self.spec.nbytes, messages, self.spec.sms, self.spec.protocol == "put")
+            launches.append(copy_launch(self._kernels, part, spread, self._watch))
         return launches
 
     def _sending(self, lane: Lane, message: int) -> CopyLane:
@@ -140,7 +145,7 @@ class TmaMover(Enqueuing):
         return CopyLane(
             dst=slot,
             src=message,
-            bytes=self.spec.nbytes if message != slot else 0,  # 0: it lies in its slot already, or is empty
+            bytes=self.spec.nbytes if message != slot else 0,  # 0: the message is in its slot already, or is empty
             operation=self.lanes.word("sends", lane, self.world.rank),
             credit=self.lanes.word("taken", lane, lane.source),
             lag=1,

@@ -1,7 +1,7 @@
-"""What a rank does with a job: a folder for each workload, `compare/` for yardsticks and other systems.
+"""Run the cases of a job on a rank: a folder for each workload, `compare/` for yardsticks and other systems.
 
 Read first: `measure.py` (the loop of steps), `clock.py` (the time of an operation), `exchange/run.py` (a workload).
-`run_case` imports a workload when it is asked for: the driver loads no torch.
+`run_case` imports a workload only when a case needs it, because the driver loads no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ __all__ = ["Progress", "run_case"]
 def run_case(case: Case, world: World, progress: Callable[[Progress], None]) -> list[dict[str, object]]:
     """Run one case on this rank. All ranks of the world call it together and get the same result lines."""
     if case.job.world.ranks != world.size:
-        raise ConfigError(f"case {case.name} is for {case.job.world.ranks} ranks and this world has {world.size}")
+        raise ConfigError(
+            f"case {case.name} is for {case.job.world.ranks} ranks and this world has {world.size}; "
+            f"set world.ranks to {world.size}, or open a world of {case.job.world.ranks}"
+        )
     if case.job.workload == "p2p":
         from raymoe.workload.p2p.run import run_p2p
 

@@ -1,22 +1,23 @@
-"""How long an operation of all ranks takes on a stream, on a warm L2 cache and on a cold one.
+"""Time an operation of all ranks on a stream, with a warm L2 cache and with a cold one.
 
-A sample begins behind a barrier of all ranks in their streams, so that skew at the start is outside and waiting for one
-another inside, and ends on each rank when its part is done; the slowest rank's time counts. Cold: between the last
-thing that the stream did and the barrier, every line of the L2 cache is replaced by writing a buffer several times its
-size. Warm: the operation ran just before, with the same tokens.
+A sample begins behind a barrier of all ranks in their streams, and ends on each rank when its part is done. So it
+leaves out skew at the start, and includes waiting for one another. The slowest rank's time counts.
 
-One run is timed by two events around it. That is too coarse for a short operation, whose event records and launches are
-a part of what is measured, so a sample of `calls` runs is the time of a CUDA graph of all of them divided by `calls`:
+- warm    the operation ran just before, with the same tokens
+- cold    just before the barrier, a write to a buffer several times the size of the L2 cache replaces every line of it
+
+Two events around one run time it. They are too coarse for a short operation: event records and launches are a part of
+its time. So a sample of `calls` runs is the time of a CUDA graph of all of them, divided by `calls`:
 
 - warm    the runs one behind the other
-- cold    each run behind a flush and a barrier of its own, less the time of a graph that has the flushes and barriers
-          alone. Behind a barrier the ranks begin together and at the next one they wait for the slowest, so what the
-          difference leaves is the slowest rank's time from barrier to barrier, launch included. The flush does not
-          always take the same time: the median of the last few is taken off.
+- cold    each run behind a flush and a barrier of its own, less the time of a graph of the flushes and barriers alone.
+          Ranks begin together behind a barrier, and wait for the slowest at the next one. So the difference is the
+          slowest rank's time from barrier to barrier, launch included. Flushes do not all take the same time: the
+          median of the last few is subtracted.
 
-Where the host takes part in the operation there is no graph and the clock runs while the host works: warm `calls` runs
-in a row, cold one alone, behind a wait for the device. Then the host's time for a call is taken too (`host_us`): how
-long the caller is kept, whatever the GPU does.
+If the host takes part in the operation there is no graph, and the clock runs while the host works. A warm sample is
+`calls` runs in a row; a cold one is a single run behind a wait for the device. Then the host's time for a call is
+measured too (`host_us`): how long the call keeps its caller, whatever the GPU does.
 """
 
 from __future__ import annotations
@@ -43,17 +44,16 @@ from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
 from raymoe.workload.memory_needed import FLUSH_BYTES
 
-# Holds a stream while the host enqueues, so that a clock never runs while the GPU waits for the host.
-#
-# A wait by a stream memory operation on a word in host memory: no kernel, no SM.
-
 GATE_S = 5.0
-"""A stream holds about a thousand operations: enqueuing more blocks the host until the gate opens, which only another
-thread can do then."""
+"""Seconds until a gate opens by itself. A stream holds about a thousand operations: enqueuing more blocks the host
+until the gate opens, which only another thread can do then."""
 
 
 class Gate:
-    """For one stream at a time."""
+    """Hold a stream while the host enqueues, so that a clock never runs while the GPU waits for the host.
+
+    It holds one stream at a time. The wait is a stream memory operation on a word in host memory: no kernel, no SM.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -61,42 +61,43 @@ class Gate:
 
     @contextmanager
     def held(self, stream: int) -> Iterator[threading.Event]:
-        """What is enqueued on the stream inside begins when this ends, or after GATE_S: then the event is set, and
-        whatever was timed has waits of the host in it."""
-        late = threading.Event()
-        net = threading.Timer(GATE_S, self._open, [late])
-        net.daemon = True
+        """Hold back the work that is enqueued on the stream inside this context until the context ends.
+
+        After GATE_S the stream goes on by itself and the event is set: the time then includes waits for the host.
+        """
+        opened_late = threading.Event()
+        timer = threading.Timer(GATE_S, self._open, [opened_late])
+        timer.daemon = True
         equal = int(bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
         self._word.words[0] = 0
         with self._gpu.current():
             call("cuStreamWaitValue32", stream, self._word.device_address(), 1, equal)
-        net.start()
+        timer.start()
         try:
-            yield late
+            yield opened_late
         finally:
-            net.cancel()
+            timer.cancel()
             self._word.words[0] = 1
 
-    def _open(self, late: threading.Event) -> None:
-        late.set()
+    def _open(self, opened_late: threading.Event) -> None:
+        opened_late.set()
         self._word.words[0] = 1
 
     def close(self) -> None:
-        """Not before the stream is done."""
+        """Free the word. The stream must be done."""
         self._word.close()
 
-
-# A barrier of all ranks in their streams, for the start of a clock: no host takes part in it.
-#
-# Word r of `arrived` is written by rank r and read by the owner: how often rank r has come, a 64-bit count that only
-# grows. It is signalled and waited for by the copy kernel with 0 bytes, whose runs count themselves; so a barrier can
-# be captured. A rank that is one barrier ahead is as good, because comparisons are >=.
 
 _WORD_BYTES = WORD_STRIDE * 8
 
 
 class StreamBarrier:
-    """Made and closed by all ranks; each call is enqueued by all ranks."""
+    """A barrier of all ranks in their streams, for the start of a clock. No host takes part in it.
+
+    All ranks make it, close it and enqueue each call. Rank r writes word r of `arrived` and the owner reads it: a
+    64-bit count of the barriers that rank r has come to, which only grows. Copy kernels of 0 bytes signal it and wait
+    for it. Their runs count themselves, so a barrier can be captured. Comparisons are >=, so a rank may be one ahead.
+    """
 
     def __init__(self, world: World) -> None:
         names = ("arrived", "signals", "waits")
@@ -112,11 +113,11 @@ class StreamBarrier:
 
         signals, waits = [], []
         for step in range(1, world.size):
-            to, of = (world.rank + step) % world.size, (world.rank - step) % world.size
-            arrival = word("arrived", world.rank, to)
-            signals.append(CopyLane(0, 0, 0, word("signals", to), signal=arrival, op=op, peer=to))
-            waits.append(CopyLane(0, 0, 0, word("waits", of), credit=word("arrived", of), op=op, peer=of))
-        lanes = [*signals, *waits]  # whoever waited first would be waited for in vain
+            receiver, sender = (world.rank + step) % world.size, (world.rank - step) % world.size
+            arrival, credit = word("arrived", world.rank, receiver), word("arrived", sender)
+            signals.append(CopyLane(0, 0, 0, word("signals", receiver), signal=arrival, op=op, peer=receiver))
+            waits.append(CopyLane(0, 0, 0, word("waits", sender), credit=credit, op=op, peer=sender))
+        lanes = [*signals, *waits]  # signals first: ranks that all wait first wait for ever
         parts = [lanes[start : start + LANES] for start in range(0, len(lanes), LANES)]
         self._launches: list[Launch] = [copy_launch(self._kernels, part, watch=watch) for part in parts]
 
@@ -125,7 +126,7 @@ class StreamBarrier:
             launch(stream)
 
     def check(self) -> None:
-        """Raise where a rank did not come."""
+        """Raise an error if a rank did not come."""
         self._error.check()
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ Work = Callable[[], None]
 
 
 def calls_of(tokens: int) -> int:
-    """How many runs one sample is the mean of.
+    """Return how many runs one sample is the mean of.
 
     >>> calls_of(128), calls_of(4096)
     (20, 1)
@@ -155,18 +156,18 @@ def calls_of(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class TimedOp:
-    """An operation as it is timed: `calls` runs of it, warm and cold."""
+    """An operation that is ready to be timed: `calls` runs of it, warm and cold."""
 
     warm: Work
     cold: Work
 
 
 class OpClock:
-    """All ranks make one, use it for the same operations in one order, and close it.
+    """Times operations on a stream. All ranks make one, use it for the same operations in one order, and close it.
 
-    `settle` waits until the stream is done and raises where a wait in it has failed. With `captured` operations are
-    replayed from graphs, and the stream is held by a gate while the host enqueues, so that the clock never runs while
-    the GPU waits for the host.
+    `settle` waits until the stream is done, and raises an error if a wait in it has failed. With `captured`, operations
+    are replayed from graphs, and a gate holds the stream while the host enqueues: the clock never runs while the GPU
+    waits for the host.
     """
 
     def __init__(self, world: World, stream: Any, settle: Work, *, captured: bool, calls: int = 1) -> None:
@@ -181,8 +182,8 @@ class OpClock:
         self._flushes: Work | None = None
         self._flush_us: deque[float] = deque(maxlen=FLUSHES_KEPT)
         self.host_us: tuple[float, ...] = ()
-        """Of the last `us` without graphs: the microseconds that a call took on the host, cold and warm."""
-        self._work_us = 0.0
+        """Microseconds that a call took on the host in the last `us` without graphs, cold and warm."""
+        self._last_host_us = 0.0
 
     def timed(self, op: Work) -> TimedOp:
         """Make an operation ready to be timed. With graphs it is captured here: for the cold runs first, then warm."""
@@ -198,11 +199,11 @@ class OpClock:
 
         if self._flushes is None:
             self._flushes = self._graph_of(self._start_cold)
-        captured_first = self._graph_of(cold)
-        return TimedOp(self._graph_of(op), captured_first)
+        cold_graph = self._graph_of(cold)
+        return TimedOp(self._graph_of(op), cold_graph)
 
     def us(self, op: TimedOp) -> tuple[float, float]:
-        """Microseconds of one run, cold and warm, measured in this order: what is left is the last warm run's."""
+        """Return microseconds of one run, first cold, then warm. Memory then holds the results of the last warm run."""
         if not self.captured:
             return self._eager_us(op.warm)
         if self.calls == 1:
@@ -213,11 +214,11 @@ class OpClock:
         return cold / self.calls, self._us(op.warm) / self.calls
 
     def cold_us(self, work: Work) -> float:
-        """Microseconds of something that is enqueued eagerly while the stream is held, on a cold L2 cache."""
+        """Return microseconds of `work` on a cold L2 cache, enqueued eagerly while the stream is held."""
         return self._us(work, before=self._flush, held=True)
 
     def since_begin(self, event: Any) -> float:
-        """Microseconds from the start of the last sample's clock to an event that its work recorded."""
+        """Return microseconds from the start of the last sample's clock to an event that its work recorded."""
         return float(self._begin.elapsed_time(event)) * 1e3
 
     def close(self) -> None:
@@ -228,7 +229,7 @@ class OpClock:
         self._gate.close()
 
     def _us(self, work: Work, *, before: Work | None = None, held: bool = False) -> float:
-        """Microseconds of `work`; `before` runs ahead of the barrier, off the clock."""
+        """Return microseconds of `work`. `before` runs ahead of the barrier, off the clock."""
         stream = self._stream.cuda_stream
         with self._gate.held(stream) if self.captured or held else nullcontext():
             if before is not None:
@@ -237,7 +238,7 @@ class OpClock:
             self._begin.record(self._stream)
             started = perf_counter_ns()
             work()
-            self._work_us = (perf_counter_ns() - started) / 1e3
+            self._last_host_us = (perf_counter_ns() - started) / 1e3
             self._end.record(self._stream)
         try:
             self._settle()
@@ -246,9 +247,9 @@ class OpClock:
         return float(self._begin.elapsed_time(self._end)) * 1e3
 
     def _eager_us(self, op: Work) -> tuple[float, float]:
-        cold, host_cold = self._us(op, before=self._flush), self._work_us
+        cold, host_cold = self._us(op, before=self._flush), self._last_host_us
         warm = self._us(lambda: self._repeat(op), before=op)
-        self.host_us = host_cold, self._work_us / self.calls
+        self.host_us = host_cold, self._last_host_us / self.calls
         return cold, warm / self.calls
 
     def _repeat(self, op: Work) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of a step, and which experts they go to, made outside the clock."""
+"""Make the tokens of a step and choose their experts, outside the clock."""
 
 from __future__ import annotations
 
@@ -17,20 +17,9 @@ if TYPE_CHECKING:
     from raymoe.config import Job
 
 
-# Expert ids from a file: what a real router chose, replayed.
-#
-# The file is a numpy `.npy` array of integers (any integer type, no pickles), of shape
-#
-# - `[N, K]`: the same ids at every step, or
-# - `[S, N, K]`: step i, warm-up included, takes entry i mod S,
-#
-# where K is the job's top-k and N is either T (every rank takes all of them) or R * T (rank r takes rows r*T to
-# (r+1)*T). -1 means no expert. The weights are drawn at random, as for the other kinds.
-
-
 @dataclass(frozen=True)
 class TraceShape:
-    """What the job says that a trace must hold."""
+    """The numbers of a job that a trace must match."""
 
     ranks: int
     tokens: int
@@ -40,21 +29,30 @@ class TraceShape:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace in memory, already checked: `table` is int64[S, N, K]."""
+    """The expert ids that a real router chose, loaded from a file and checked: `table` is int64[S, N, K].
+
+    The file is a numpy `.npy` array of integers (any integer type, no pickles), of shape
+
+    - `[N, K]`: the same ids at every step, or
+    - `[S, N, K]`: step i, warm-up included, takes entry i mod S.
+
+    K is the job's top-k. N is T (every rank takes all rows) or R * T (rank r takes rows r*T to (r+1)*T). -1 means no
+    expert. The weights are drawn at random, as for the other kinds of routing.
+    """
 
     table: torch.Tensor
     shape: TraceShape
 
     @classmethod
     def load(cls, path: str, shape: TraceShape) -> Trace:
-        """Read and check the whole file. Every rank checks all of it, so that all of them refuse it or none."""
+        """Read and check the whole file. Every rank checks all of it, so that all ranks refuse it or none does."""
         table = _read(path)
         tokens, topk = table.shape[-2:] if table.ndim in (2, 3) else (0, 0)
         if topk != shape.topk or tokens not in (shape.tokens, shape.ranks * shape.tokens):
             raise ConfigError(
                 f"{path}: the job needs ids of shape [{shape.tokens} or {shape.ranks * shape.tokens}, {shape.topk}], "
-                f"with or without steps in front, and the file holds {list(table.shape)}: change shape.tokens and "
-                "shape.topk, or cut the file"
+                f"or a dimension of steps before these two; the file holds {list(table.shape)}: change shape.tokens "
+                "and shape.topk, or cut the file"
             )
         table = table.reshape(-1, tokens, topk)
         if table.size == 0:
@@ -68,7 +66,7 @@ class Trace:
         return cls(torch.from_numpy(table.astype(numpy.int64)), shape)
 
     def ids(self, rank: int, step: int) -> torch.Tensor:
-        """int64[T, K] of a rank at a step."""
+        """Return the ids of a rank at a step, int64[T, K]."""
         ids = self.table[step % self.table.shape[0]]
         if ids.shape[0] == self.shape.tokens:
             return ids
@@ -76,22 +74,17 @@ class Trace:
 
 
 def _read(path: str) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.signedinteger]]:
-    way_out = "save the ids with numpy.save, integers of shape [tokens, topk] or [steps, tokens, topk]"
+    advice = "save the ids with numpy.save, integers of shape [tokens, topk] or [steps, tokens, topk]"
     try:
         table = numpy.load(path, allow_pickle=False)
     except OSError as error:
-        raise ConfigError(f"{path}: the trace cannot be read ({error.strerror or error}): {way_out}") from error
+        raise ConfigError(f"{path}: the trace cannot be read ({error.strerror or error}): {advice}") from error
     except (ValueError, EOFError) as error:
-        raise ConfigError(f"{path}: not a .npy file ({error}): {way_out}") from error
+        raise ConfigError(f"{path}: not a .npy file ({error}): {advice}") from error
     if not isinstance(table, numpy.ndarray) or not numpy.issubdtype(table.dtype, numpy.integer):
         found = getattr(table, "dtype", type(table).__name__)
-        raise ConfigError(f"{path}: the trace holds {found} and must hold integers: {way_out}")
+        raise ConfigError(f"{path}: the trace holds {found} and must hold integers: {advice}")
     return table
-
-
-# Which experts a rank's tokens go to, and with what weights.
-#
-# Every draw is a function of (seed, rank, step) alone: runs repeat, and any rank can tell what another one drew.
 
 
 @dataclass(frozen=True)
@@ -104,18 +97,18 @@ class Draw:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a job's tokens are routed.
+    """How a job's tokens are routed. A draw depends on (seed, rank, step) alone: any rank can repeat any draw.
 
     - `uniform`: K distinct experts a token, each set equally likely.
-    - `zipf`: experts drawn without replacement, the i-th most popular in proportion to (i + 1) ** -alpha; the seed says
-      which experts are the popular ones.
-    - `hot`: the given share of a rank's tokens has one expert (the seed says which) as first choice; all other choices
+    - `zipf`: experts drawn without replacement, the i-th most popular (from 0) in proportion to (i + 1) ** -alpha; the
+      seed chooses the popular experts.
+    - `hot`: the given share of a rank's tokens has one expert (the seed chooses it) as first choice; all other choices
       are uniform.
-    - `trace`: ids from a file (see `raymoe.workload.inputs`).
+    - `trace`: ids from a file (see `Trace`).
 
-    The ids of a token are distinct (a trace's are what the file says). `masked` is the share of ids that become -1
-    after the draw; their weights stay as they were, so whoever uses the weight of a masked id is found out. With
-    `ragged`, ranks hold different token counts: one rank none, one rank all T, the others something between.
+    The ids of a token are distinct, except those of a trace, which are the file's. `masked` is the share of ids that
+    become -1 after the draw. Their weights stay, so that code that uses the weight of a masked id gives a wrong result.
+    With `ragged`, ranks hold different token counts: one rank none, one rank T, the others between 1 and T.
     """
 
     kind: str
@@ -132,7 +125,7 @@ class Routing:
 
     @classmethod
     def of(cls, job: Job) -> Routing:
-        """The routing that a job asks for."""
+        """Return the routing that a job asks for."""
         asked, shape = job.routing, job.shape
         return cls(
             kind=str(asked.kind),
@@ -149,7 +142,7 @@ class Routing:
         )
 
     def tokens_of(self, rank: int) -> int:
-        """T' of a rank: T, or this rank's count where they are ragged.
+        """Return T' of a rank: T, or the rank's own count if ranks are ragged.
 
         >>> ragged = Routing("uniform", seed=0, ranks=4, tokens=64, experts=8, topk=2, ragged=True)
         >>> sorted(ragged.tokens_of(rank) for rank in range(4))[::3]
@@ -166,7 +159,7 @@ class Routing:
         return int(counts[rank])
 
     def draw(self, rank: int, step: int) -> Draw:
-        """The ids and weights of a rank's tokens at a step."""
+        """Draw the ids and weights of a rank's tokens at a step."""
         tokens = self.tokens_of(rank)
         source = generator("routing", self.seed, rank, step)
         scores = torch.randn(tokens, self.topk, generator=source).softmax(dim=-1)
@@ -190,7 +183,7 @@ class Routing:
 
     @property
     def recorded(self) -> int:
-        """How many different steps a trace holds; 0 for the kinds that are drawn."""
+        """The number of different steps in a trace; 0 for the kinds that are drawn."""
         return len(self._trace.table) if self.kind == "trace" else 0
 
     @cached_property
@@ -212,14 +205,12 @@ class Routing:
         return Trace.load(self.file, TraceShape(self.ranks, self.tokens, self.topk, self.experts))
 
 
-# Tokens for a step, made outside the clock.
-
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one rank brings to one step: `x`[T', H] with |x| <= 1, and where its tokens go."""
+    """The tokens of one rank at one step, `x`[T', H] with |x| <= 1, and their routing."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -227,8 +218,9 @@ class Batch:
 
 
 class Inputs:
-    """One rank's batches. Timed steps take turns with a few that were made in advance; a verified step gets tokens that
-    were never seen before, so that nothing left over from another step can be right.
+    """One rank's batches. Timed steps take turns with a few batches that were made in advance.
+
+    A verified step gets new tokens, so that data left over from another step cannot be right.
 
     >>> routing = Routing("uniform", seed=0, ranks=2, tokens=4, experts=8, topk=2)
     >>> inputs = Inputs(routing, rank=1, hidden=8, dtype=torch.bfloat16)
@@ -244,7 +236,7 @@ class Inputs:
         dtype: torch.dtype,
         device: torch.device = _CPU,
     ) -> None:
-        """The batches are on `device`; `draws`, which the routing of a batch is taken from, are on the CPU."""
+        """Make the batches on `device`. `draws`, the source of their routing, are on the CPU."""
         self.routing, self.rank, self.hidden, self.dtype, self.device = routing, rank, hidden, dtype, device
         self.draws = draws_of(routing, rank)
         self._placed = [(draw.ids.to(device), draw.weights.to(device)) for draw in self.draws]
@@ -252,13 +244,13 @@ class Inputs:
         self.rows = [self._draw("tokens", step) for step in range(batches)]
 
     def at(self, step: int, *, fresh: bool = False) -> Batch:
-        """The batch of a step."""
+        """Return the batch of a step."""
         ids, weights = self._placed[step % len(self._placed)]
         x = self.fresh_of(self.rank, step) if fresh else self.rows[step % len(self.rows)]
         return Batch(x, ids, weights)
 
     def fresh_of(self, rank: int, step: int) -> torch.Tensor:
-        """The fresh tokens that a rank, this or another, has at a step: the same where devices are of one kind."""
+        """Return the fresh tokens of any rank at a step. They are the same on all devices of one kind."""
         return self._draw("fresh tokens", step, rank)
 
     def _draw(self, purpose: str, step: int, rank: int | None = None) -> torch.Tensor:
@@ -269,5 +261,5 @@ class Inputs:
 
 
 def draws_of(routing: Routing, rank: int) -> list[Draw]:
-    """The draws that a rank's steps take turns with."""
+    """Return the draws that a rank's steps take turns with."""
     return [routing.draw(rank, step) for step in range(routing.recorded or BATCHES)]

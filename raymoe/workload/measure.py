@@ -1,9 +1,9 @@
-"""The loop that every workload runs in: warm up, time, verify, tell how far it is.
+"""Run the loop of every workload: warm up, time, verify and report progress.
 
-A workload gives one function that does a step and says how long each of its operations took on this rank. A sample is
-the time of the slowest rank, so ranks swap their times after each block of steps. A block is long enough to keep the
-swap out of the way and short enough to keep the progress alive; the ranks agree on its length because all of them see
-the same times.
+A workload gives one function that does a step and returns how long each of its operations took on this rank. A sample
+is the time of the slowest rank, so ranks swap their times after each block of steps. A block takes BLOCK_SECONDS: long
+enough to make the swaps cheap, short enough to report progress often. All ranks see the same times, so all choose the
+same length for the next block.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from raymoe.errors import PeerTimeout, WrongResult
 from raymoe.memory.world import World
 from raymoe.workload.traffic import Traffic
 
-# What a list of times says.
+# Statistics of a list of times.
 
 
 def percentile(times: Sequence[float], percent: float) -> float:
-    """The smallest time that at least `percent` of all times do not exceed: always one that was measured.
+    """Return the smallest measured time that at least `percent` of all times do not exceed.
 
     >>> percentile([5.0, 1.0, 3.0], 50), percentile([5.0, 1.0, 3.0], 99), percentile(range(1, 201), 99)
     (3.0, 5.0, 198)
@@ -34,7 +34,7 @@ def percentile(times: Sequence[float], percent: float) -> float:
 
 
 def spread(us: Sequence[float]) -> dict[str, object]:
-    """The keys of a result line that tell of times in microseconds.
+    """Return the keys of a result line about times in microseconds.
 
     >>> spread([4.0, 2.0])
     {'samples': 2, 'us_p50': 3.0, 'us_p99': 4.0, 'us_min': 2.0, 'us_max': 4.0}
@@ -49,7 +49,7 @@ def spread(us: Sequence[float]) -> dict[str, object]:
 
 
 def on_wire(total: float, busiest: float, us: float) -> dict[str, object]:
-    """The keys that tell of bytes: `total` crossed between ranks, `busiest` in one direction of one rank's port.
+    """Return the keys about bytes: `total` between all ranks, `busiest` in one direction of one rank's port.
 
     >>> on_wire(total=4e6, busiest=1e6, us=100.0)
     {'bytes_wire': 4000000, 'gbps_wire': 10.0}
@@ -60,22 +60,22 @@ def on_wire(total: float, busiest: float, us: float) -> dict[str, object]:
 
 
 BLOCK_SECONDS = 0.2
-LONGEST_BLOCK = 1024  # steps; their times travel in one message of the world's board, 64 KiB at most
+LONGEST_BLOCK = 1024  # steps; ranks swap their times in one message of at most 64 KiB on the world's board
 VERIFY_EVERY = 50
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step on one rank: microseconds of each operation, and the error found where it was verified."""
+    """One step on one rank: microseconds of each operation, and the error if the step was verified."""
 
     us: tuple[float, ...]
     error: float | None = None
     host_us: tuple[float, ...] = ()
-    """Of the calls on the host, where that is another time and is known."""
+    """Microseconds of each call on the host, if they were measured beside the GPU's."""
 
 
 StepTimes = tuple[tuple[float, ...], tuple[float, ...]]
-"""Of one step on one rank: `us` and `host_us`."""
+"""`us` and `host_us` of one step on one rank."""
 
 
 class DoStep(Protocol):
@@ -108,12 +108,11 @@ class Steps:
 
 @dataclass
 class Measured:
-    """The samples of each operation in microseconds, slowest rank, and the largest error; None where nothing was
-    verified."""
+    """Samples of each operation in microseconds, of the slowest rank, and the largest error (None: not verified)."""
 
     us: list[list[float]] = field(default_factory=list)
     host_us: list[list[list[float]]] = field(default_factory=list)
-    """Of the calls on the host, by operation and rank: a rank's call waits for no other rank, so each has its own."""
+    """Microseconds of calls on the host, by operation and rank. A call waits for no other rank, so each has its own."""
     max_error: float | None = None
 
     @property
@@ -121,15 +120,15 @@ class Measured:
         return None if self.max_error is None else True
 
 
-def measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, float], None], what: str) -> Measured:
-    """Run all steps. `tell` is called after each block with the steps done so far and the block's seconds."""
+def measure(world: World, steps: Steps, do_step: DoStep, report: Callable[[int, float], None], label: str) -> Measured:
+    """Run all steps. After each block, call `report` with the number of steps done and the block's seconds."""
     with aborting(world):
-        return _measure(world, steps, do_step, tell, what)
+        return _measure(world, steps, do_step, report, label)
 
 
 @contextmanager
 def aborting(world: World) -> Iterator[None]:
-    """Where a peer is gone, nothing that is closed on the way out shall wait for it once more."""
+    """Abort the world if a peer did not come, so that nothing that is closed then waits for that peer again."""
     try:
         yield
     except PeerTimeout as error:
@@ -137,7 +136,7 @@ def aborting(world: World) -> Iterator[None]:
         raise
 
 
-def _measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, float], None], what: str) -> Measured:
+def _measure(world: World, steps: Steps, do_step: DoStep, report: Callable[[int, float], None], label: str) -> Measured:
     measured = Measured()
     done, block = 0, 1
     while done < steps.total:
@@ -148,28 +147,28 @@ def _measure(world: World, steps: Steps, do_step: DoStep, tell: Callable[[int, f
             step = do_step(index, verify=steps.verified(index))
             mine.append((step.us, step.host_us))
             if steps.verified(index):
-                _judge(world, step.error, index - steps.warmup, steps.bound, measured, what)
+                _check_error(world, step.error, index - steps.warmup, steps.bound, measured, label)
         seconds = perf_counter() - started
-        by_step, longest = _times_of_all(world, mine, seconds, what)
+        by_step, longest = _times_of_all(world, mine, seconds, label)
         for all_ranks in by_step[max(0, steps.warmup - done) :]:
             _add(measured, all_ranks)
         done += block
-        tell(done, seconds)
+        report(done, seconds)
         block = max(1, min(LONGEST_BLOCK, int(block * BLOCK_SECONDS / longest)))
     return measured
 
 
 def _times_of_all(
-    world: World, mine: list[StepTimes], seconds: float, what: str
+    world: World, mine: list[StepTimes], seconds: float, label: str
 ) -> tuple[list[tuple[StepTimes, ...]], float]:
-    """All ranks' times of each step of a block, and the longest that a rank took for the block."""
-    answers = world.swap((seconds, mine), f"{what}: samples")
+    """Return all ranks' times of each step of a block, and the seconds that the slowest rank took for the block."""
+    answers = world.swap((seconds, mine), f"{label}: samples")
     all_ranks: list[list[StepTimes]] = [answer[1] for answer in answers]  # type: ignore[index]
     return list(zip(*all_ranks, strict=True)), max(answer[0] for answer in answers)  # type: ignore[index]
 
 
 def _add(measured: Measured, all_ranks: tuple[StepTimes, ...]) -> None:
-    """Take one step's times into the samples."""
+    """Add the times of one step to the samples."""
     us = [max(op) for op in zip(*(us for us, _ in all_ranks), strict=True)]
     host_us = list(zip(*(host_us for _, host_us in all_ranks), strict=True))
     measured.us = measured.us or [[] for _ in us]
@@ -181,34 +180,34 @@ def _add(measured: Measured, all_ranks: tuple[StepTimes, ...]) -> None:
             samples.append(sample)
 
 
-def _judge(world: World, error: float | None, step: int, bound: float, measured: Measured, what: str) -> None:
-    """Every rank hears every rank's error, so that all of them stop on the same step."""
-    errors = [float(str(each)) for each in world.swap(error, f"{what}: verify")]
+def _check_error(world: World, error: float | None, step: int, bound: float, measured: Measured, label: str) -> None:
+    """Raise on all ranks if the error of any is above the bound. They swap errors, so all stop at the same step."""
+    errors = [float(str(each)) for each in world.swap(error, f"{label}: verify")]
     worst = max(errors)
     if not worst <= bound:
         rank = errors.index(worst)
         raise WrongResult(
-            f"{what}: step {step} on rank {rank} has an error of {worst:.3g} and {bound:.3g} is the bound: "
-            "data was lost, mixed up or changed on the way, and the times of this case mean nothing"
+            f"{label}: step {step} on rank {rank} has an error of {worst:.3g}, and the bound is {bound:.3g}: "
+            "data was lost, mixed up or changed on the way, so the times of this case mean nothing"
         )
     measured.max_error = max(worst, measured.max_error or 0.0)
 
 
-# What several runs of an operation on all ranks say of when blocks came to which point of its kernel.
+# Timelines: when the blocks of a kernel come to its points, over several runs on all ranks.
 
 SAMPLES = 9
 
 Times = Mapping[str, tuple[float, float, float]]
-"""Of each point, the microseconds after the start at which the first, the median and the last block came to it."""
+"""By point: microseconds after the start at which the first, the median and the last block came to it."""
 
 Timeline = list[list[str | float]]
-"""The same in a result line: [point, first, median, last], in the order of time."""
+"""The same in a result line: [point, first, median, last], in order of time."""
 
 
-def typical(samples: Sequence[Times]) -> Times:
-    """The medians over the samples that came to a point at all.
+def median_times(samples: Sequence[Times]) -> Times:
+    """Return the medians for each point, over the samples in which blocks came to it.
 
-    >>> typical([{"start": (0.0, 1.0, 2.0)}, {"start": (0.0, 3.0, 9.0), "end": (4.0, 5.0, 6.0)}])
+    >>> median_times([{"start": (0.0, 1.0, 2.0)}, {"start": (0.0, 3.0, 9.0), "end": (4.0, 5.0, 6.0)}])
     {'start': (0.0, 2.0, 5.5), 'end': (4.0, 5.0, 6.0)}
     """
     found = {}
@@ -218,11 +217,11 @@ def typical(samples: Sequence[Times]) -> Times:
     return found
 
 
-def of_slowest(ranks: Sequence[Times]) -> Timeline:
-    """That of the rank whose last block came last to its last point.
+def timeline_of_slowest(ranks: Sequence[Times]) -> Timeline:
+    """Return the timeline of the slowest rank: the one with the latest time of a last block.
 
     >>> quick = {"start": (0.0, 0.0, 0.1), "end": (5.0, 6.0, 7.0)}
-    >>> of_slowest([quick, {"end": (4.0, 6.03, 8.26), "start": (0.0, 0.1, 0.2)}, quick])
+    >>> timeline_of_slowest([quick, {"end": (4.0, 6.03, 8.26), "start": (0.0, 0.1, 0.2)}, quick])
     [['start', 0.0, 0.1, 0.2], ['end', 4.0, 6.0, 8.3]]
     """
     slowest = max(ranks, key=lambda times: max(last for *_, last in times.values()))
@@ -230,15 +229,14 @@ def of_slowest(ranks: Sequence[Times]) -> Timeline:
     return [[point, *(round(us, 1) for us in times)] for point, times in in_order]
 
 
-# What a case's result lines have in common.
+# Keys that the result lines of a case share.
 
 Line = dict[str, object]
 
 
-def result_line(case: Case, op: str, traffic: Traffic, measured: Measured, place: int) -> Line:
-    """The line of one operation, whose samples are `measured.us[place]`; keys that do not apply are left to the caller
-    or out."""
-    times = spread(measured.us[place])
+def result_line(case: Case, op: str, traffic: Traffic, measured: Measured, index: int) -> Line:
+    """Return the line of the operation with samples `measured.us[index]`. The caller adds keys or replaces them."""
+    times = spread(measured.us[index])
     return {
         "case": case.name,
         "workload": case.job.workload,
@@ -254,7 +252,7 @@ def result_line(case: Case, op: str, traffic: Traffic, measured: Measured, place
 
 
 def shape_keys(case: Case, backend: str) -> Line:
-    """The keys that workloads with an exchange add."""
+    """Return the keys that workloads with an exchange add."""
     shape, exchange = case.job.shape, case.job.exchange
     dispatch, combine = (way or shape.dtype for way in (exchange.wire.dispatch, exchange.wire.combine))
     return {

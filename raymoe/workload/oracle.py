@@ -1,11 +1,11 @@
-"""What a step should have given, computed the slow and obvious way.
+"""Compute the right result of a step in the slow and obvious way.
 
-Nothing here knows how rows travel: no plan, no slots, no exchange. A rank takes its own tokens, their ids and weights,
-and what each expert does to a row, and sums in float64. Experts do very different things to a row, none of them linear
-through zero, so a row that went to the wrong expert, came twice, came not at all or carries another's weight shows.
+The oracle knows no plan, no slots and no exchange. A rank takes its own tokens, their ids and weights, applies the
+experts to them and sums in float64. Experts are very different functions, and none is linear through zero. So an error
+shows if a row went to the wrong expert, came twice, did not come, or has the weight of another row.
 
-The error of a result is max |y - want| / sum_k |w_k * row_k|: relative to what was added up, since the sum itself may
-cancel to nothing. A token with no expert has no such scale and must be zero exactly.
+The error of a result is max |y - want| / sum_k |w_k * row_k|. It is relative to the terms of the sum, because the sum
+itself may cancel to zero. A token with no expert has no such scale and must be exactly zero.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from raymoe.workload.inputs import Batch
 from raymoe.workload.memory_needed import PIECE_BYTES
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Of an exchange alone."""
+"""The largest error allowed for an exchange alone, by dtype."""
 
 FLOAT8_BOUND = 6e-2
-"""Of an exchange whose rows cross as float8_e4m3 on their way to the experts."""
+"""The largest error allowed for an exchange that sends rows to the experts as float8_e4m3."""
 
 LAYER_SLACK = 6
-"""A layer may be this many times further off, with `by_row`: an element of an expert's row is a sum that may cancel, so
-only the row's largest element says what its rounding errors are relative to. To the exchange's two roundings come that
-of the row and four inside an expert (gate, up, silu, product), which average out over F products. The largest errors
-seen over many seeds in bfloat16: 0.8e-2 at H=1024, F=512, and 2.9e-2 at H=8, F=4, where little averages out."""
+"""The error allowed for a layer, measured with `by_row`, as a multiple of the error allowed for an exchange.
+
+An element of an expert's row is a sum that may cancel, so rounding errors are relative to the row's largest element.
+To the exchange's two roundings a layer adds that of the row and four inside an expert (gate, up, silu, product), which
+average out over F products. The largest errors seen over many seeds in bfloat16: 0.8e-2 at H=1024, F=512, and 2.9e-2 at
+H=8, F=4, where little averages out."""
 
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 """(expert, x float64[N, H]) -> rows float64[N, H]."""
 
 
 def bound_of(spec: ExchangeSpec) -> float:
-    """Of an exchange of this spec: that of the coarser of the dtypes to which its sums are rounded on their way.
+    """Return the error allowed for an exchange: that of the coarsest dtype to which its rows or sums are rounded.
 
     >>> bound_of(ExchangeSpec(8, 64, 4, 2, dtype="float32", wire={"combine": "bfloat16"}))
     0.01
@@ -49,13 +51,13 @@ def bound_of(spec: ExchangeSpec) -> float:
 
 @dataclass(frozen=True)
 class Want:
-    """`y` and `scale`, both float64[T', H]: the right result, and what errors are measured against."""
+    """The right result `y`, and the `scale` that errors are relative to, both float64[T', H]."""
 
     y: torch.Tensor
     scale: torch.Tensor
 
     def error_of(self, found: torch.Tensor) -> float:
-        """The largest relative error; infinite for NaN, and for anything but zero where nothing was added up.
+        """Return the largest relative error. Infinite for NaN, and for a nonzero element where nothing was added up.
 
         >>> want = Want(torch.tensor([[2.0, 0.0]]), torch.tensor([[4.0, 0.0]]))
         >>> want.error_of(torch.tensor([[3.0, 0.0]])), want.error_of(torch.tensor([[2.0, 0.1]]))
@@ -69,7 +71,7 @@ class Want:
 
 
 def want(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: Rows, *, by_row: bool = False) -> Want:
-    """Sum over k of w_k * rows(id_k, x), for each of a rank's tokens. `by_row` measures a row by its largest element.
+    """Sum w_k * rows(id_k, x) over k for each token of a rank. With `by_row`, a row's scale is its largest element.
 
     >>> x, ids = torch.ones(1, 2), torch.tensor([[3, -1]])
     >>> want(x, ids, torch.tensor([[0.5, 0.5]]), lambda expert, x: x + expert).y.tolist()
@@ -89,27 +91,26 @@ def want(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: Rows, 
 
 
 def error_of(found: torch.Tensor, batch: Batch, rows: Rows, *, by_row: bool = False) -> float:
-    """The largest relative error of what came back for a batch."""
+    """Return the largest relative error of `found`, the result for a batch."""
     if found.shape != batch.x.shape:
         return torch.inf
     piece = max(1, PIECE_BYTES // (8 * found.shape[1]))
     worst = 0.0
     for start in range(0, len(found), piece):
         part = slice(start, start + piece)
-        due = want(batch.x[part], batch.ids[part], batch.weights[part], rows, by_row=by_row)
-        worst = max(worst, due.error_of(found[part]))
+        expected = want(batch.x[part], batch.ids[part], batch.weights[part], rows, by_row=by_row)
+        worst = max(worst, expected.error_of(found[part]))
     return worst
 
 
 @dataclass(frozen=True)
 class AffineExperts:
-    """Every expert is x -> a * x + b, rounded to `dtype`, with `a` and `b` of its own for each column.
+    """Experts x -> a * x + b, rounded to `dtype`. Each expert has its own `a` and `b` for each column.
 
     For |x| <= 1 the elements of a row lie between 1 and 4 in size (0.5 <= |a| <= 1, 2 <= |b| <= 3), so that each
-    rounding on the way is relative to what is added up. There are two, each rank's sum and the result, which makes
-    2 * 2**-8 < 1e-2 at most where both are bfloat16, 2 * 2**-11 < 2e-3 where both are float16. Where rows cross as
-    float8_e4m3, an element of x is off by 1/28 at most before (half of the 32 that numbers up to 448 lie apart), which
-    makes 5e-2 in all.
+    rounding on the way is relative to the terms of the sum. There are two: each rank's sum and the result. They add at
+    most 2 * 2**-8 < 1e-2 if both are bfloat16, and 2 * 2**-11 < 2e-3 if both are float16. If rows cross as float8_e4m3,
+    an element of x is off by at most 1/28 before (numbers up to 448 lie 32 apart: half of that), 5e-2 in all.
     """
 
     hidden: int

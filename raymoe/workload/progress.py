@@ -1,4 +1,4 @@
-"""The progress of a case. Apart from the rest, because the driver listens to it and loads no torch."""
+"""The progress of a case, in a module of its own because the driver imports it and loads no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """`done` of `total` steps of a case, the last of them in a block that took `seconds`."""
+    """`done` of `total` steps of a case are done; the last block of them took `seconds`."""
 
     done: int
     total: int
@@ -16,7 +16,7 @@ class Progress:
 
 
 def step_listener(progress: Callable[[Progress], None], total: int, before: int = 0) -> Callable[[int, float], None]:
-    """A listener for one of several loops that make a case of `total` steps; `before` were done by earlier ones.
+    """Return a listener for one of the loops of a case of `total` steps; earlier loops did `before` of them.
 
     >>> step_listener(print, total=100, before=50)(10, 0.2)
     Progress(done=60, total=100, seconds=0.2)

@@ -1,4 +1,4 @@
-"""How many bytes a step has to move between ranks, whatever backend moves them."""
+"""Count the bytes that a step must move between ranks, by its spec and routing, whatever backend moves them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymoe.workload.inputs import Draw
 
 
 def rows_for(ids: torch.Tensor, ranks: int, experts: int) -> list[int]:
-    """How many of these tokens each rank needs: a token counts once for a rank, however many experts it has there.
+    """Return how many of these tokens each rank needs. A token counts once for a rank, even with several experts there.
 
     >>> rows_for(torch.tensor([[0, 1], [1, 2], [-1, 3]]), ranks=2, experts=4)
     [2, 2]
@@ -24,15 +24,15 @@ def rows_for(ids: torch.Tensor, ranks: int, experts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes between ranks: `total` of the gang, and `busiest`, the most that pass one rank's port in one direction."""
+    """Bytes between ranks: `total` of all ranks, and `busiest`, the most through one rank's port in one direction."""
 
     total: float
     busiest: float
 
 
 @dataclass(frozen=True)
-class Traffics:
-    """The traffic of an exchange: combine sends rows the other way, `both` is one after the other."""
+class ExchangeTraffic:
+    """The traffic of an exchange. Combine sends rows the other way; `both` is one after the other."""
 
     dispatch: Traffic
     combine: Traffic
@@ -40,7 +40,7 @@ class Traffics:
 
     @property
     def by_op(self) -> dict[str, Traffic]:
-        """By what result lines call the operations."""
+        """The traffic by the operation's name in result lines."""
         return {"dispatch": self.dispatch, "combine": self.combine, "exchange": self.both}
 
     @classmethod
@@ -50,29 +50,32 @@ class Traffics:
         row_bytes: int,
         home_bytes: int | None = None,
         home_rows: Sequence[Sequence[float]] | None = None,
-    ) -> Traffics:
-        """`rows[s][d]` rows go from rank s to rank d; what a rank sends to itself crosses nothing.
+    ) -> ExchangeTraffic:
+        """Count the bytes when `rows[s][d]` rows go from rank s to rank d. Rows that stay on their rank do not count.
 
-        A row has `row_bytes`, scales included, and `home_bytes` on its way back; the same unless said. As many rows
+        A row has `row_bytes`, scales included, and `home_bytes` on its way back (default: `row_bytes`). As many rows
         come back as went, unless `home_rows[s][d]` says how many rank d sends home to rank s.
 
-        >>> Traffics.of([[5, 3], [1, 5]], row_bytes=10).both
+        >>> ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=10).both
         Traffic(total=80, busiest=40)
-        >>> Traffics.of([[5, 3], [1, 5]], row_bytes=5, home_bytes=10)
-        Traffics(dispatch=Traffic(total=20, busiest=15), combine=Traffic(total=40, busiest=30), \
+        >>> ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=5, home_bytes=10)
+        ExchangeTraffic(dispatch=Traffic(total=20, busiest=15), combine=Traffic(total=40, busiest=30), \
 both=Traffic(total=60, busiest=35))
-        >>> Traffics.of([[9, 9], [9, 9]], row_bytes=10, home_rows=[[5, 3], [1, 5]]).both
+        >>> ExchangeTraffic.of([[9, 9], [9, 9]], row_bytes=10, home_rows=[[5, 3], [1, 5]]).both
         Traffic(total=220, busiest=120)
         """
         there = _through_ports(rows, row_bytes)
         back = _through_ports(home_rows or rows, row_bytes if home_bytes is None else home_bytes)
-        # A port sends with dispatch what it receives with combine.
-        both = [(out + home_out, into + home_in) for (out, into), (home_in, home_out) in zip(there, back, strict=True)]
-        return cls(*(Traffic(sum(out for out, _ in ports), max(map(max, ports))) for ports in (there, back, both)))
+        # `back` counts in the direction of dispatch: a port receives with combine what it sent with dispatch.
+        both = [
+            (sent + home_sent, received + home_received)
+            for (sent, received), (home_received, home_sent) in zip(there, back, strict=True)
+        ]
+        return cls(*(Traffic(sum(sent for sent, _ in ports), max(map(max, ports))) for ports in (there, back, both)))
 
 
 def _through_ports(rows: Sequence[Sequence[float]], row_bytes: int) -> list[tuple[float, float]]:
-    """Of each rank, the bytes that it sends and those that are sent to it.
+    """Return the bytes that each rank sends, and those that it receives.
 
     >>> _through_ports([[5, 3], [1, 5]], row_bytes=10)
     [(30, 10), (10, 30)]
@@ -87,12 +90,12 @@ def _through_ports(rows: Sequence[Sequence[float]], row_bytes: int) -> list[tupl
     ]
 
 
-def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Traffics:
-    """The traffic of an average step, of which these are this rank's."""
+def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> ExchangeTraffic:
+    """Return the traffic of an average step. `draws` are this rank's; all ranks call this together."""
     counts = [rows_for(draw.ids, world.size, spec.experts) for draw in draws]
     mean = [sum(to_peer) / len(counts) for to_peer in zip(*counts, strict=True)]
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
-    told: list[tuple[list[float], float]] = world.swap((mean, tokens), "traffic")  # type: ignore[assignment]
-    needed = [to_peer for to_peer, _ in told]
-    sent = [[tokens] * world.size for _, tokens in told] if spec.by_copy_engine else needed
-    return Traffics.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)
+    answers: list[tuple[list[float], float]] = world.swap((mean, tokens), "traffic")  # type: ignore[assignment]
+    needed = [to_peer for to_peer, _ in answers]
+    sent = [[tokens] * world.size for _, tokens in answers] if spec.by_copy_engine else needed
+    return ExchangeTraffic.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)

@@ -35,7 +35,7 @@ _OF_ROUNDS = {
 
 def left_out() -> Iterator[Change]:
     """Every statement that orders something."""
-    for path in sorted([*KERNELS.glob("*.cu"), *(KERNELS / "include" / "raymoe").glob("*.cuh")]):
+    for path in sorted(KERNELS.rglob("*.cu*")):
         if path.name in ("ptx.cuh", "row_push.cu"):
             continue
         text = re.sub(r"//.*", "", path.read_text())
@@ -58,9 +58,9 @@ def attempts(change: Change | None, seed: int) -> list[Callable[[], object]]:
             ("fused", long_pieces, "pairs", {"tokens": 12, "hidden": 3000}),
             ("staged", small, "pairs", {}),
             ("copied", small, "pairs", {}),
-            ("few", small, "pairs", {}),
+            ("ll", small, "pairs", {}),
             ("fused", small, "pairs", {"wire": FP8, "tokens": 30, "hidden": 136}),
-            ("few", small, "pairs", {"wire": FP8, "tokens": 30, "hidden": 136}),
+            ("ll", small, "pairs", {"wire": FP8, "tokens": 30, "hidden": 136}),
             ("fused", small, "pairs", {"wire": FP8, "output": "raw", "tokens": 30, "hidden": 272}),
         ):
             run = Run(kind, 3, shape, form, spec, seed % 2 == 0, steps, True, changes, most)

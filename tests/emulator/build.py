@@ -19,6 +19,7 @@ from raymoe.device.jit import KernelSource
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "kernels"
 _HEADERS = KERNELS / "include" / "raymoe"
+_SHADOWS = HERE / "include" / "raymoe"
 _INCLUDE = re.compile(r'^#include "raymoe/(.+)"', re.MULTILINE)
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-fno-gnu-unique", "-ffp-contract=off", "-fno-strict-aliasing")
 _RUNTIME_FLAGS = (*_FLAGS, "-O2", "-fno-semantic-interposition", "-Wl,-Bsymbolic", "-Wall", "-Wextra")
@@ -94,10 +95,11 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
     texts = _texts(main)
     changed = False
     for change in changes:
-        if change.file in texts:
+        named = [name for name in texts if Path(name).name == change.file]
+        for name in named:
             changed = True
-            texts[change.file] = change.made_in(texts[change.file])
-        elif not any((folder / change.file).exists() for folder in (KERNELS, _HEADERS)):
+            texts[name] = change.made_in(texts[name])
+        if not named and not [*KERNELS.rglob(change.file)]:
             raise BuildError(f"there is no {change.file} to change")
     # A planted bug shows in a few runs, for which -O1 is not worth its time (dispatch.cu: 0.34 s against 0.18).
     flags = (*_KERNEL_FLAGS, *_ACCESS_FLAGS, "-O0" if changed else "-O1")
@@ -105,14 +107,14 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
     texts = {name: _without_cuda(text, numbers.__next__) for name, text in sorted(texts.items())}
     texts[main] += _entry(source.stem, texts[main]) + "".join(map(_layout, source.structs))
     defines = [f"-D{name}={value}" for name, value in source.defines]
-    shadows = {path.name: path.read_text() for path in (HERE / "include" / "raymoe").iterdir()}
+    shadows = {str(path.relative_to(_SHADOWS)): path.read_text() for path in _shadow_files()}
     runtime_path = _runtime_path()  # part of the identity: a kernel is linked to it
 
     def compile_into(folder: Path, library: Path) -> None:
-        headers = folder / "raymoe"
-        headers.mkdir()
         for name, text in (texts | shadows).items():
-            (folder / name if name == main else headers / name).write_text(text)
+            path = folder / name if name == main else folder / "raymoe" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
         unit, compiled = ["-x", "c++", "-c", str(folder / main)], str(folder / "unit.o")
         _run([*flags, f"-I{folder}", *defines, *unit, "-o", compiled])
         _run([*_KERNEL_FLAGS, compiled, str(runtime_path), "-o", str(library)])
@@ -125,15 +127,20 @@ def _texts(main: str) -> dict[str, str]:
     texts, waiting = {}, [main]
     while waiting:
         name = waiting.pop()
-        if name not in texts and name != "ptx.cuh":
+        if name not in texts and name != "base/ptx.cuh":
             texts[name] = ((KERNELS if name == main else _HEADERS) / name).read_text()
             waiting += _INCLUDE.findall(texts[name])
     return texts
 
 
+def _shadow_files() -> list[Path]:
+    """The headers that stand for those that a CPU cannot run."""
+    return sorted(path for path in _SHADOWS.rglob("*") if path.is_file())
+
+
 def _runtime_path() -> Path:
     files = sorted((HERE / "runtime").iterdir())
-    shadows = sorted((HERE / "include" / "raymoe").iterdir())
+    shadows = _shadow_files()
 
     def compile_into(folder: Path, library: Path) -> None:
         units = [str(path) for path in files if path.suffix == ".cpp"]

@@ -76,7 +76,7 @@ def refused(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
         steps.judge(first=2)
 
 
-KINDS = ("fused", "staged", "copied", "few")
+KINDS = ("fused", "staged", "copied", "ll")
 RUNS = {
     **{f"{kind} on {ranks}": Run(kind, ranks) for kind in KINDS for ranks in (1, 2, 3)},
     **{
@@ -86,7 +86,7 @@ RUNS = {
         for kind in KINDS
         for ranks in (5, 8)
     },
-    **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "copied", "few")},
+    **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "copied", "ll")},
     "halves of staged": Run("staged", 2, None, "halves", {"hidden": 1000}),
     **{f"pairs of {kind}": Run(kind, 3, form="pairs") for kind in KINDS},
     **{f"narrow {kind}": Run(kind, 3, narrow, spec={"tokens": 40}) for kind in ("fused", "staged")},
@@ -94,16 +94,16 @@ RUNS = {
     **{f"{kind}, grid of a GPU": Run(kind, shape=None, stamped=False) for kind in KINDS},
     **{f"{kind}, layout rank": Run(kind, 3, spec={"layout": "rank"}) for kind in ("fused", "staged", "copied")},
     "copied, layout rank, zeros in gaps": Run("copied", spec={"layout": "rank", "padding": "zero", "alignment": 8}),
-    **{f"{kind}, zeros in gaps": Run(kind, spec={"padding": "zero", "alignment": 8}) for kind in ("fused", "few")},
-    **{f"{kind}, 16 of 16": Run(kind, spec={"topk": 16, "experts": 16}) for kind in ("fused", "few")},
-    "few, routers of many runs": Run("few", spec={"hidden": 8, "tokens": 448, "topk": 16, "experts": 16}),
+    **{f"{kind}, zeros in gaps": Run(kind, spec={"padding": "zero", "alignment": 8}) for kind in ("fused", "ll")},
+    **{f"{kind}, 16 of 16": Run(kind, spec={"topk": 16, "experts": 16}) for kind in ("fused", "ll")},
+    "ll, routers of many runs": Run("ll", spec={"hidden": 8, "tokens": 448, "topk": 16, "experts": 16}),
     **{f"{kind}, 16 bytes": Run(kind, 3, spec={"hidden": 8, "alignment": 1}) for kind in KINDS},
     **{f"{kind}, 2000 bytes": Run(kind, spec={"hidden": 1000, "tokens": 9}) for kind in KINDS},
-    **{f"{kind}, float32": Run(kind, spec={"hidden": 20, "dtype": "float32"}) for kind in ("fused", "few")},
-    **{f"{kind}, float16": Run(kind, spec={"dtype": "float16"}, weighted=False) for kind in ("fused", "few")},
+    **{f"{kind}, float32": Run(kind, spec={"hidden": 20, "dtype": "float32"}) for kind in ("fused", "ll")},
+    **{f"{kind}, float16": Run(kind, spec={"dtype": "float16"}, weighted=False) for kind in ("fused", "ll")},
     **{
         f"{kind}, fp8 to {dtype}": Run(kind, spec={"wire": FP8, "dtype": dtype, "hidden": 264, "tokens": 9})
-        for kind in ("fused", "staged", "few")
+        for kind in ("fused", "staged", "ll")
         for dtype in ("bfloat16", "float16", "float32")
     },
     **{
@@ -135,7 +135,7 @@ RUNS = {
             ("fused", "rank"),
             ("staged", "expert"),
             ("staged", "rank"),
-            ("few", "expert"),
+            ("ll", "expert"),
         )
     },
 }

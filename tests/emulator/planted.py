@@ -30,7 +30,7 @@ class Planted:
             spec |= {"wire": "float8_e4m3", "output": "raw", "hidden": 272}
         if self.hidden is not None:
             spec |= {"tokens": 12, "hidden": self.hidden}
-        few_steps = 10_000_000 if self.quantised else 4_000_000  # good runs take less than half of that
+        ll_steps = 10_000_000 if self.quantised else 4_000_000  # good runs take less than half of that
         return Run(
             self.kind,
             self.ranks,
@@ -41,7 +41,7 @@ class Planted:
             self.routings,
             True,
             self.changes,
-            few_steps,
+            ll_steps,
         )
 
 
@@ -133,9 +133,11 @@ PLANTED = {
     "no quantised row's word is awaited": Planted(
         "fused",
         (
-            Change("leaving_stages.cuh", "said.await_before(turn);", ""),
-            Change("leaving_stages.cuh", "QUEUE = 32;", "QUEUE = 4;"),  # no longer than sayers are behind now and then
-            Change("leaving_stages.cuh", "MOST_STAGES = 12;", "MOST_STAGES = 2;"),
+            Change("quantised_stages.cuh", "said.await_before(turn);", ""),
+            Change(
+                "quantised_stages.cuh", "QUEUE = 32;", "QUEUE = 4;"
+            ),  # no longer than sayers are behind now and then
+            Change("quantised_stages.cuh", "MOST_STAGES = 12;", "MOST_STAGES = 2;"),
         ),
         quantised=True,
         shape=small,
@@ -143,14 +145,14 @@ PLANTED = {
     "slots are packed before the peers are through": _planted(
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
     ),
-    "lines of the epoch before": _planted("few", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
+    "lines of the epoch before": _planted("ll", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
     "pieces that summers took stay taken": _planted("fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="),
     "summers leave pieces out": _planted("fused", "summing.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"),
     "a router's runs are not counted": _planted(
-        "few", "few_routing.cuh", "                count_run();\n", quantised=True, shape=small
+        "ll", "routing_ll.cuh", "                count_run();\n", quantised=True, shape=small
     ),
     "entries before a router's own are not counted": _planted(
-        "few", "few_routing.cuh", ": counts_[expert] + before;", ": before;"
+        "ll", "routing_ll.cuh", ": counts_[expert] + before;", ": before;"
     ),
     "a thread is not handed what another one of its warp has acquired": _planted(
         "fused", "placing.cuh", "__syncwarp();  // hands what a thread has acquired", "//"
@@ -182,8 +184,8 @@ PLANTED = {
         "staged", "sending.cuh", "ptx::fence_acq_rel_sys();  // orders the rows before", "//", shape=small
     ),
     "one half of the lines": Planted(
-        "few",
-        (Change("few_rows.cuh", "p.few_rows[epoch & 1]", "p.few_rows[0]"),),
+        "ll",
+        (Change("rows_ll.cuh", "p.ll_rows[epoch & 1]", "p.ll_rows[0]"),),
         routings=("uniform",) * 6,
         form="pairs",
     ),
@@ -201,7 +203,7 @@ REFUSING = {
             "ptx::atomic_add_32(&operation->ticket, 1) % (last + 1) == last",
         ),
     ),
-    "few, a ticket of trouble that orders nothing": (
+    "ll, a ticket of trouble that orders nothing": (
         NEEDED_BY_ONE,
         Change("sync.cuh", "any || hands_over ? ptx::atomic_add_acq_rel", "false ? ptx::atomic_add_acq_rel"),
     ),

@@ -22,9 +22,9 @@ from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
 from raymoe.device.structs import ErrorRecord
-from raymoe.exchange.backend import Tokens
-from raymoe.exchange.few import FewBackend
+from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.staged import CopiedBackend, StagedBackend
@@ -226,13 +226,27 @@ class EmulatedBackend(FusedBackend):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._metadata = _apart(self._metadata)
+        self._sent_tokens: Tokens | None = None
+
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return super().dispatch(self._placed(tokens), out)
+
+    def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        self._sent_tokens = self._placed(tokens)
+        return super().dispatch_send(self._sent_tokens, out)
+
+    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:  # noqa: ARG002 - they were placed before
+        assert self._sent_tokens is not None
+        super().dispatch_receive(got, self._sent_tokens)
+
+    def _placed(self, tokens: Tokens) -> Tokens:
+        """The same tokens in memory of the machine."""
+        given = (getattr(tokens, field.name) for field in fields(tokens))
+        return Tokens(*(None if each is None else self._place(each, True) for each in given))  # type: ignore[arg-type]
 
     def _new(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """All in memory of the machine, full of NaN and absurd numbers."""
-        place = self._place
-        given = (getattr(tokens, field.name) for field in fields(tokens))
-        here = Tokens(*(None if each is None else place(each, True) for each in given))  # type: ignore[arg-type]
-        got = super()._new(here, out)
+        got = super()._new(tokens, out)
         home, metadata, gpu = got._home, self._metadata, cast(Any, self.world.gpu)
         assert isinstance(home, Home)
         arrays = [
@@ -241,7 +255,7 @@ class EmulatedBackend(FusedBackend):
         memory = gpu.emulator.memory(self.world.rank, metadata.nbytes, "metadata", arrays)
         home.memory, home.address = torch.from_numpy(memory.bytes).view(torch.int32), memory.address
         if got.scales is not None and self._slot_scales is None:
-            got.scales = place(got.scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
+            got.scales = self._place(got.scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
         return got
 
     def check(self) -> None:
@@ -309,7 +323,7 @@ def _bytes_at(address: int, nbytes: int) -> Any:
     return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
 
 
-class EmulatedFew(EmulatedBackend, FewBackend):
+class EmulatedLl(EmulatedBackend, FusedLlBackend):
     """Rows in lines."""
 
 
@@ -317,7 +331,7 @@ BACKENDS: dict[str, type[EmulatedBackend]] = {
     "fused": EmulatedBackend,
     "staged": EmulatedStaged,
     "copied": EmulatedCopied,
-    "few": EmulatedFew,
+    "ll": EmulatedLl,
 }
 
 
@@ -332,7 +346,7 @@ def backend(
     workspace: Workspace,
     spec: ExchangeSpec,
     shape: Callable[[Any, Any], Any] | None = None,
-    sms: int | str = "auto",
+    sms: int | None = None,
 ) -> EmulatedBackend:
     """`shape` changes the grids of dispatch and combine."""
     kind = BACKENDS[name]
@@ -341,13 +355,13 @@ def backend(
     def grids(self: Any, asked: Any) -> Any:
         return laid_out(self, asked) if shape is None else shape(*laid_out(self, asked))
 
-    modules = ("fused", "few", "staged")
+    modules = ("fused", "fused_ll", "staged")
     with ExitStack() as patched:
         for module in modules:
             patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
         patched.enter_context(mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords))
         patched.enter_context(mock.patch.object(kind, "_grids", grids))
-        return kind(workspace.world, spec, workspace, sms)
+        return kind(workspace.world, spec, workspace, workspace.world.gpu.sms if sms is None else sms)
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:

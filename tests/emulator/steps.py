@@ -72,7 +72,7 @@ class Steps:
         made = backend.new((rows, spec.hidden), batch.x.dtype, "expert rows")
         if form == "halves":
             got = backend.dispatch_send(tokens, out)
-            backend.dispatch_receive(got)
+            backend.dispatch_receive(got, tokens)
         else:
             got = backend.dispatch(tokens, out)
 

@@ -10,7 +10,7 @@ from tests.explorer.steps import Act, Step
 
 
 class LineKernel(Kernel):
-    """A dispatch_few or a combine_few."""
+    """A dispatch_ll or a combine_ll."""
 
     def roles(self) -> Roles:
         roles: Roles = {}

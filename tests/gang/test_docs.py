@@ -20,7 +20,7 @@ from tests.gang.conftest import REPO, Head, address_file
 from tests.python_path import python_path
 from tests.unit import library_page
 
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 WANT_GPUS = ("raymoe run p2p ", "raymoe run exchange_", "raymoe run bench_")
 ELSEWHERE = {
     "make run": "`make` set up this test run; the command itself is `raymoe run quickstart`, tested below",
@@ -57,7 +57,7 @@ def test_every_command_in_the_docs_is_run_by_a_test() -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
 def test_the_raymoe_commands_of_a_page_succeed(page: Path, tmp_path: Path, head: Head) -> None:
     lines = [line for line in commands(page) if line.startswith("raymoe ")]
     if any("my.yaml" in line for line in lines):

@@ -20,7 +20,7 @@ from raymoe.gang import supervisor as sv
 from raymoe.gang.driver import Driver, RunOrder
 from raymoe.gang.gang import Call, Gang
 from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunOutcome
-from raymoe.gang.placement import Seat
+from raymoe.gang.placement import Location
 from tests.gang import configs
 from tests.gang.conftest import Head, Start
 
@@ -39,7 +39,7 @@ def test_a_rank_killed_in_a_step_is_named_and_the_gang_restarts(start: Start, he
     time.sleep(0.1)
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
-    run.wait_for("rank 1 .* died .*: without a word; its log: .*; starting the gang again", seconds=10)
+    run.wait_for("rank 1 .* died .*: it printed no cause; its log: .*; starting the gang again", seconds=10)
     assert time.monotonic() - began < 3.0  # noticed, its log read, every process ended
     assert run.end() == 0, run.stderr()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
@@ -94,7 +94,7 @@ class FaultyDriver(Driver):
     def _act(self, action: sv.Action) -> None:
         if self.before is not None and action is self.before[0] and self.state.generation == self.generation:
             assert self.gang is not None
-            self.before[1](self.gang.seats[1].process[0])
+            self.before[1](self.gang.locations[1].process[0])
         super()._act(action)
 
 
@@ -141,7 +141,7 @@ class EarlyDeath(Driver):
 def test_a_rank_that_dies_before_it_reports_its_seat_is_named(
     head: Head, tmp_path: Path, restarts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sv, "LAST_WORDS_S", 4.0)  # so that the other ranks report their seats after the death
+    monkeypatch.setattr(sv, "ABORT_ANSWER_S", 4.0)  # so that the other ranks report their seats after the death
     config, received = configs.write(tmp_path, world__restarts=restarts), []
     driver = EarlyDeath(
         RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), received.append, lambda: None
@@ -156,18 +156,18 @@ def test_a_rank_that_dies_before_it_reports_its_seat_is_named(
         assert ended == [("RankDied", 1), ("done", None)]
     else:
         assert (outcome.exit_code, outcome.culprit) == (4, 1)
-        assert outcome.message.startswith("rank 1 died in `sit`")
+        assert outcome.message.startswith("rank 1 died in `locate`")
         assert ended == [("RankDied", 1)]
 
 
 def test_a_dead_rank_stops_the_next_call_in_any_order_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gang needs all seats to number the ranks, whichever rank answers last."""
-    answers = {0: Seat(0, "n", None, (1, 1)), 1: RayActorError(), 2: Seat(2, "n", None, (3, 1))}
+    answers = {0: Location(0, "n", None, (1, 1)), 1: RayActorError(), 2: Location(2, "n", None, (3, 1))}
     monkeypatch.setattr("raymoe.gang.gang.ray.get", lambda rank: raised(answers[rank]))
     for order in itertools.permutations(answers):
         gang = object.__new__(Gang)
-        gang.size, gang.seats, gang._failed, gang._first_answer = 3, {}, False, None
-        gang._calls = {rank: Call("sit", rank) for rank in answers}
+        gang.size, gang.locations, gang._failed, gang._first_answer = 3, {}, False, None
+        gang._calls = {rank: Call("locate", rank) for rank in answers}
         events = [event for rank in order for event in gang._on_answer(gang._calls.pop(rank), rank)]
         assert [type(event) for event in events] == [sv.Lost]
         assert events[0].rank == 1
@@ -191,7 +191,7 @@ def test_every_case_runs_once_when_a_rank_is_killed_between_cases(head: Head, tm
             if isinstance(item, CaseDone) and not killed:
                 killed.append(item.case)
                 assert driver.gang is not None
-                os.kill(driver.gang.seats[2].process[0], signal.SIGKILL)
+                os.kill(driver.gang.locations[2].process[0], signal.SIGKILL)
 
         driver.tell = kill_after_first
 

@@ -1,4 +1,4 @@
-"""A run from the command line to the run directory, on its own Ray and on a cluster."""
+"""A run from the command line to the run directory, on a local Ray and on a cluster."""
 
 from __future__ import annotations
 
@@ -108,13 +108,13 @@ def test_a_port_that_is_no_cluster_is_given_up_after_a_timeout(start: Start, tmp
     first = "from raymoe.gang import cluster; cluster.CONNECT_S = 4.0"
     run = start(configs.write(tmp_path), "--address", f"127.0.0.1:{silent_port}", first=first)
     assert run.end(15) == 3
-    assert f"127.0.0.1:{silent_port}, and was not let in within 4 s" in run.last_line()
+    assert f"127.0.0.1:{silent_port}, and ray.init did not connect within 4 s" in run.last_line()
 
 
 def test_a_heap_larger_than_memory_is_refused_before_ray_starts(start: Start, tmp_path: Path) -> None:
     run = start(configs.write(tmp_path, shape__tokens=4_000_000, shape__hidden=16384))
     assert run.end(10) == 3
-    assert "GiB" in run.last_line() and "Ray of our own" not in run.stderr()
+    assert "GiB" in run.last_line() and "local Ray" not in run.stderr()
 
 
 def test_a_heap_larger_than_memory_on_a_cluster_is_refused_by_its_node(

@@ -1,4 +1,4 @@
-"""What GPU tests share. They skip, and say why, where there is no GPU that raymoe's kernels run on."""
+"""Fixtures of the GPU tests. They skip, and say why, without a GPU that raymoe's kernels run on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gpu.copies import Copies
 if TYPE_CHECKING:
     from tests.gpu.ranks import GpuRanks
 
-LEAST = (9, 0)
+MIN_CAPABILITY = (9, 0)
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +26,9 @@ def gpu() -> Iterator[Gpu]:
         found = Gpu.open(0)
     except CudaMissing as error:
         pytest.skip(f"needs an NVIDIA GPU: {error}")
-    if found.capability < LEAST:
+    if found.capability < MIN_CAPABILITY:
         found.close()
-        pytest.skip(f"needs a GPU of compute capability {LEAST} (bulk copies): {found.name} has {found.capability}")
+        pytest.skip(f"needs compute capability {MIN_CAPABILITY} (bulk copies): {found.name} has {found.capability}")
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         found.close()
@@ -55,7 +55,7 @@ def kernels(gpu, compiler) -> Iterator[Kernels]:
 def error_word(gpu) -> Iterator[ErrorWord]:
     word = ErrorWord(gpu, rank=0)
     yield word
-    word.abort("the test is over")  # ends what a failed test may have left waiting
+    word.abort("the test is over")  # ends waits that a failed test may have left
     word.close()
 
 
@@ -66,9 +66,9 @@ def copies(kernels) -> Copies:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[GpuRanks]:
-    """One more than there are GPUs, and three at least."""
+    """Rank processes: one more than there are GPUs, and at least three."""
     from tests.gpu.ranks import GPUS, RANKS, GpuRanks, free_bytes
 
     with GpuRanks(max(RANKS, GPUS + 1)) as started:
-        started.run(RANKS, free_bytes)  # torch's own memory is there before anybody measures
+        started.run(RANKS, free_bytes)  # torch allocates its own memory before any test measures
         yield started

@@ -1,4 +1,4 @@
-"""Copies on a stream of their own, and the words that they wait for and write."""
+"""Launch copies on a stream of their own, with the words that they wait for and write."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Words:
         torch.cuda.synchronize()
 
     def ticket(self, index: int) -> int:
-        """Of an operation: what stands behind its epoch."""
+        """Return the ticket of an operation: the word behind its epoch."""
         return int(self._tensor[index, 1])
 
 
 class Copies:
-    """Makes launches of the copy kernel, of one lane each."""
+    """Makes launches of the copy kernel, each of one lane."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
         self.stream = torch.cuda.Stream()
 
     def of(self, into: torch.Tensor, source: torch.Tensor, *, blocks: int = 2, ring: Ring = DEFAULT) -> Launch:
-        """A plain copy of all of `source`."""
+        """Return a plain copy of all of `source`."""
         return copy_launch(self.kernels, [self.lane(into, source)], Spread(blocks, ring))
 
     def lane(self, into: torch.Tensor, source: torch.Tensor) -> CopyLane:
@@ -51,24 +51,24 @@ class Copies:
         return CopyLane(into.data_ptr(), source.data_ptr(), source.nbytes)
 
     def signalling(self, words: Words, operation: int, signal: int, copied: Launch | None = None) -> Launch:
-        """A copy that signals; without one, a signal alone."""
+        """Return a copy that signals; without `copied`, a signal alone."""
         return self._extended(copied, operation=words.at(operation), signal=words.at(signal))
 
     def waiting(self, words: Words, operation: int, credit: int, watch: Watch, copied: Launch | None = None) -> Launch:
-        """A copy that waits for its credit; without one, a wait alone."""
+        """Return a copy that waits for its credit; without `copied`, a wait alone."""
         return self._extended(copied, watch=watch, operation=words.at(operation), credit=words.at(credit))
 
     def _extended(self, copied: Launch | None, watch: Watch | None = None, **fields: object) -> Launch:
         return self.altered(copied or copy_launch(self.kernels, [CopyLane(0, 0, 0)]), watch, **fields)
 
     def altered(self, launch: Launch, watch: Watch | None = None, **fields: object) -> Launch:
-        """The same launch with other fields of its lane."""
+        """Return the same launch with other fields of its lane."""
         params = launch.params
         spread = Spread(max(1, params.movers), Ring(params.stages, params.stage_bytes))
         return copy_launch(self.kernels, [replace(params.lanes[0], **fields)], spread, watch or params.watch)
 
     def run(self, launch: Launch) -> None:
-        """After all that torch has enqueued; and awaited."""
+        """Run a launch after all that torch has enqueued, and wait for it."""
         torch.cuda.synchronize()
         launch(self.stream.cuda_stream)
         self.stream.synchronize()

@@ -1,5 +1,5 @@
-"""What ranks do in the tests of exchanges on GPUs. Only the public interface of `Exchange` is used, so that every
-backend is held to the same; most of it runs on CPU ranks too."""
+"""Functions that ranks run in the tests of exchanges on GPUs. They use only the public interface of `Exchange`, so that
+every backend passes the same tests. Most of them run on CPU ranks too."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.unit.exchange_cases import (
     spec_of,
 )
 
-NOT_THERE = 1_000_000
-"""The id in rows behind `num_tokens`: whoever reads it has read too far."""
+INVALID_ID = 1_000_000
+"""The id in rows behind `num_tokens`, which no code may read."""
 
 
 def run_cases(world: World, cases: list[Case]) -> list[list[Result]]:
@@ -46,19 +46,19 @@ def run_cases(world: World, cases: list[Case]) -> list[list[Result]]:
 
 
 def padded(batch: Batch, tokens: int) -> Batch:
-    """The batch in memory for so many tokens, of which `num_tokens` are there."""
-    more = tokens - len(batch.x)
+    """Return the batch in memory for `tokens` tokens; the rows behind `num_tokens` hold NaN and invalid ids."""
+    missing = tokens - len(batch.x)
     pad = torch.nn.functional.pad
     return Batch(
-        pad(batch.x, (0, 0, 0, more), value=torch.nan),
-        pad(batch.ids, (0, 0, 0, more), value=NOT_THERE),
-        pad(batch.weights, (0, 0, 0, more), value=torch.nan),
+        pad(batch.x, (0, 0, 0, missing), value=torch.nan),
+        pad(batch.ids, (0, 0, 0, missing), value=INVALID_ID),
+        pad(batch.weights, (0, 0, 0, missing), value=torch.nan),
         batch.num_tokens,
     )
 
 
 class Inputs:
-    """Tensors that captured calls read, loaded anew for every replay."""
+    """Tensors that captured calls read; each replay loads them again."""
 
     def __init__(self, case: Case, tokens: int, device: torch.device) -> None:
         spec, self.tokens = case.spec, tokens
@@ -80,7 +80,7 @@ class Inputs:
 
 
 def poison(got: Dispatched, *ys: torch.Tensor) -> None:
-    """What the last replay left must not be taken for what the next one brings. Slots are not ours to write to."""
+    """Poison the results of the last replay, so that they cannot pass for those of the next one; but not slots."""
     if got.index is None:
         got.x.fill_(torch.nan)
     else:
@@ -93,12 +93,12 @@ def poison(got: Dispatched, *ys: torch.Tensor) -> None:
 
 
 class Captures:
-    """Graphs of one exchange: a dispatch, what the experts do, a combine, and all three in one."""
+    """Graphs of one exchange: a dispatch, the experts' work, a combine, and all three in one."""
 
     def __init__(self, world: World, exchange: Exchange, case: Case, tokens: int) -> None:
         self.world, self.exchange, self.case = world, exchange, case
         self.inputs = Inputs(case, tokens, world.device)
-        self._pool: Any = torch.cuda.MemPool()  # temporaries of captured tensor operations are nobody else's
+        self._pool: Any = torch.cuda.MemPool()  # only captured tensor operations allocate from it
         self.graphs: list[Graph] = []
         self.got: Dispatched
         self.rows: torch.Tensor
@@ -149,26 +149,26 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
 KINDS = ("eager", "whole", "parts", "captured dispatch", "smaller")
 
 
-def replay(world: World, case: Case, kinds: list[str], pace: float = 0.0) -> list[Result]:
-    """The steps of a case, each in the way that `kinds` says. The first call to the exchange is inside a capture.
+def replay(world: World, case: Case, kinds: list[str], late_share: float = 0.0) -> list[Result]:
+    """Run the steps of a case, each of the kind that `kinds` gives. The first call to the exchange is inside a capture.
 
-    `smaller` is a second graph, for half as many tokens; its batches are cut. `pace` is the share of steps before which
-    this rank is late, by host or by device.
+    `smaller` is a second graph, for half as many tokens; its batches are cut. `late_share` is the share of steps before
+    which this rank is late, by host or by device.
     """
-    late, results = np.random.default_rng((case.seed, world.rank, 5)), []
+    rng, results = np.random.default_rng((case.seed, world.rank, 5)), []
     with own_stream(world.device), open_exchange(world, case) as exchange:
         full = Captures(world, exchange, case, case.spec.tokens)
         small = Captures(world, exchange, case, smaller(case.spec))
         replay_whole, replay_small = full.whole(), small.whole()
-        apart = Captures(world, exchange, case, case.spec.tokens)
-        dispatch, experts, combine = apart.parts()
+        in_parts = Captures(world, exchange, case, case.spec.tokens)
+        dispatch, experts, combine = in_parts.parts()
         for step, kind in enumerate(kinds):
             batch = batches(case, step)[world.rank]
-            delay(late, pace)
+            delay(rng, late_share)
             if kind == "eager":
                 results.append(run_step(exchange, case, batch))
                 continue
-            captures = {"whole": full, "smaller": small}.get(kind, apart)
+            captures = {"whole": full, "smaller": small}.get(kind, in_parts)
             captures.inputs.load(cut(batch, captures.inputs.tokens))
             poison(captures.got, captures.y, captures.rows)
             if kind == "whole":
@@ -177,14 +177,14 @@ def replay(world: World, case: Case, kinds: list[str], pace: float = 0.0) -> lis
                 replay_small()
             else:
                 dispatch()
-                delay(late, pace)
+                delay(rng, late_share)
                 experts()
                 if kind == "parts":
                     combine()
                 else:
-                    exchange.combine(apart.rows, apart.got, weighted=case.weighted, out=apart.y)
+                    exchange.combine(in_parts.rows, in_parts.got, weighted=case.weighted, out=in_parts.y)
             results.append(captures.result())
-        for captures in (full, small, apart):
+        for captures in (full, small, in_parts):
             captures.close()
     return results
 
@@ -206,62 +206,62 @@ def delay(rng: np.random.Generator, share: float) -> None:
 
 
 def dense_error(inputs: Inputs, y: torch.Tensor) -> torch.Tensor:
-    """How far y is off what a rank alone can tell it to be, relative to what was added up; nothing is waited for."""
+    """Return the largest error of y against a dense computation on this rank, relative to the terms, without a wait."""
     x, want = inputs.x.double(), torch.zeros(inputs.x.shape, dtype=torch.float64, device=y.device)
-    scale, there = torch.zeros_like(want), torch.arange(len(x), device=y.device) < inputs.count
+    scale, valid = torch.zeros_like(want), torch.arange(len(x), device=y.device) < inputs.count
     for k in range(inputs.ids.shape[1]):
         expert, weight = inputs.ids[:, k].double()[:, None], inputs.weights[:, k].double()[:, None]
         row = (x * (0.5 + expert / 8) + (expert - 2.25) / 4) * weight
-        row = torch.where((there & (inputs.ids[:, k] >= 0))[:, None], row, 0.0)
+        row = torch.where((valid & (inputs.ids[:, k] >= 0))[:, None], row, 0.0)
         want, scale = want + row, scale + row.abs()
     off = (y.double() - want).abs()
     return torch.where(off == 0, 0.0, off / scale).nan_to_num(nan=torch.inf).max()
 
 
 def soak(world: World, case: Case, steps: int) -> tuple[float, int]:
-    """Replays of two graphs and eager steps in random turns, ranks late at random; the worst error, and its step."""
-    turns, late = np.random.default_rng(case.seed), np.random.default_rng((case.seed, world.rank, 7))
+    """Mix replays of two graphs and eager steps at random, with late ranks; return the worst error and its step."""
+    turns, rng = np.random.default_rng(case.seed), np.random.default_rng((case.seed, world.rank, 7))
     drawn = [batches(case, step)[world.rank].on(world.device) for step in range(len(case.routing))]
     errors: list[torch.Tensor] = []
     with own_stream(world.device), open_exchange(world, case) as exchange:
         full = Captures(world, exchange, case, case.spec.tokens)
         replay_whole = full.whole()
-        apart = Captures(world, exchange, case, case.spec.tokens)
-        dispatch, experts, combine = apart.parts()
+        in_parts = Captures(world, exchange, case, case.spec.tokens)
+        dispatch, experts, combine = in_parts.parts()
         for step in range(steps):
             kind, batch = turns.integers(0, 10), drawn[int(turns.integers(len(drawn)))]
-            delay(late, 0.02)
-            captures = full if kind < 5 else apart
+            delay(rng, 0.02)
+            captures = full if kind < 5 else in_parts
             captures.inputs.load(batch)
             poison(captures.got, captures.y, captures.rows)
             if kind < 5:
                 replay_whole()
             elif kind < 9:
                 dispatch()
-                delay(late, 0.02)
+                delay(rng, 0.02)
                 experts()
                 combine()
             else:
-                got = apart.inputs.dispatch(exchange)
-                exchange.combine(apply_experts(exchange, got, expert_major(got)), got, out=apart.y)
+                got = in_parts.inputs.dispatch(exchange)
+                exchange.combine(apply_experts(exchange, got, expert_major(got)), got, out=in_parts.y)
             errors.append(dense_error(captures.inputs, captures.y))
             if step % 100 == 99:
                 exchange.check()
         exchange.check()
         found = torch.stack(errors)
-        for captures in (full, apart):
+        for captures in (full, in_parts):
             captures.close()
     return float(found.max()), int(found.argmax())
 
 
 def with_zeros(batch: Batch) -> Batch:
-    """The batch with a token of zeros, whose blocks have nothing to be scaled by."""
+    """Return the batch with a token of zeros, whose blocks have only 0 to scale by."""
     batch.x[:1] = 0
     return batch
 
 
 def quantised_steps(world: World, case: Case) -> list[Result]:
-    """Steps whose rows cross as fp8; what was asked for raw is multiplied with its scales here."""
+    """Run steps whose rows cross as fp8; raw output is multiplied by its scales here."""
     spec, results = case.spec, []
     with open_exchange(world, case) as exchange:
         for step in range(len(case.routing)):
@@ -273,7 +273,7 @@ def quantised_steps(world: World, case: Case) -> list[Result]:
                 if spec.layout == "expert":
                     assert got.scales.shape == (spec.rows(world.size), spec.scales)
                     assert got.scales.stride() == (1, -(-spec.rows(world.size) // 4) * 4)
-                values = expert_major(replace(got, x=got.x.view(torch.uint8)))  # as 8-bit floats they have no gather
+                values = expert_major(replace(got, x=got.x.view(torch.uint8)))  # torch has no gather for 8-bit floats
                 scales = expert_major(replace(got, x=got.scales)).repeat_interleave(FP8_BLOCK, 1)[:, : spec.hidden]
                 x = (values.view(got.x.dtype).float() * scales).to(batch.x.dtype)
             y = exchange.combine(apply_experts(exchange, got, x), got, weighted=case.weighted)
@@ -282,17 +282,17 @@ def quantised_steps(world: World, case: Case) -> list[Result]:
     return results
 
 
-def told_of_spec(world: World, case: Case) -> str:
-    """Why there is no exchange of this spec."""
+def error_of_spec(world: World, case: Case) -> str:
+    """Return the error of an exchange of this spec."""
     with pytest.raises(ConfigError) as caught:
         open_exchange(world, case)
     return str(caught.value)
 
 
-def multiprocessors(world: World, case: Case, asked: list[int | str]) -> list[tuple[int | None, int]]:
-    """What the launches of an exchange occupy, and what the GPU has."""
+def sms_of_launches(world: World, case: Case, requested: list[int | str]) -> list[tuple[int | None, int]]:
+    """Return the SMs that the launches of an exchange occupy, and those of the GPU, for each `sms` asked for."""
     found = []
-    for sms in asked:
+    for sms in requested:
         with open_exchange(world, case, sms=sms) as exchange:
             run_step(exchange, case, batches(case, 0)[world.rank])
             found.append((exchange.sms, world.gpu.sms))
@@ -300,7 +300,7 @@ def multiprocessors(world: World, case: Case, asked: list[int | str]) -> list[tu
 
 
 def in_halves(world: World, case: Case, captured: bool) -> list[Result]:
-    """Each operation in two halves, a product of matrices between them."""
+    """Run each operation in two halves, with a matrix product between them."""
     results, size = [], 1024
     with own_stream(world.device), open_exchange(world, case) as exchange:
         captures = Captures(world, exchange, case, case.spec.tokens)
@@ -315,7 +315,7 @@ def in_halves(world: World, case: Case, captured: bool) -> list[Result]:
             torch.mm(work, work)
             captures.y = exchange.combine_receive(sent)
 
-        enqueue()  # cuBLAS makes what it needs at its first product
+        enqueue()  # cuBLAS allocates at its first product
         step = captures.capture(enqueue) if captured else enqueue
         for index in range(len(case.routing)):
             inputs.load(batches(case, index)[world.rank])
@@ -326,8 +326,8 @@ def in_halves(world: World, case: Case, captured: bool) -> list[Result]:
     return results
 
 
-def collected_inside(world: World, case: Case) -> list[Result]:
-    """Steps of exchanges that are captured while what is left of the last one is collected: in a cycle, closed."""
+def collect_garbage_inside_captures(world: World, case: Case) -> list[Result]:
+    """Capture steps of an exchange while the garbage collector frees the last one, which is closed and in a cycle."""
     results = []
     with own_stream(world.device):
         for index in range(3):
@@ -346,8 +346,8 @@ def collected_inside(world: World, case: Case) -> list[Result]:
     return results
 
 
-def repeated(world: World, case: Case) -> list[bool]:
-    """The same step several times, another between."""
+def repeat_a_step(world: World, case: Case) -> list[bool]:
+    """Run the same step several times, with another between; return whether the results are the same bits."""
     same = []
     with open_exchange(world, case) as exchange:
         first = run_step(exchange, case, batches(case, 0)[world.rank])
@@ -359,7 +359,7 @@ def repeated(world: World, case: Case) -> list[bool]:
 
 
 def refuse_and_go_on(world: World, case: Case, fault: tuple[str, int]) -> tuple[dict[str, Any], Result]:
-    """A step that must be refused between two good ones: what was told, and what became of memory that was given."""
+    """Run a step that must be refused between two good ones; return its error and the state of its memory."""
     spec, device = case.spec, world.device
     with open_exchange(world, case) as exchange:
         run_step(exchange, case, batches(case, 0)[world.rank])
@@ -373,44 +373,46 @@ def refuse_and_go_on(world: World, case: Case, fault: tuple[str, int]) -> tuple[
         got = exchange.dispatch(batch.x, batch.ids, batch.weights, count, out=guarded[8 : 8 + rows])
         y = torch.ones_like(batch.x)
         exchange.combine(apply_experts(exchange, got, got.x), got, out=y)
-        told = ""
+        error_text = ""
         try:
             exchange.check()
         except DataRefused as error:
-            told = str(error)
-        exchange.check()  # once is enough
+            error_text = str(error)
+        exchange.check()  # the error is raised once
         outside = torch.cat([guarded[:8], guarded[8 + rows :]])
-        found = {"told": told, "nan": bool(y.isnan().all()), "outside": bool(outside.isnan().all())}
+        found = {"told": error_text, "nan": bool(y.isnan().all()), "outside": bool(outside.isnan().all())}
         found["counts"] = got.expert_counts.tolist()
         return found, run_step(exchange, case, batches(case, 2)[world.rank])
 
 
 def refuse_in_replay(world: World, case: Case) -> list[tuple[str, bool, bool]]:
-    """Steps 1 and 3 of five replays name an expert that is not there, on one rank: what was told, and whether y was NaN
-    all over or anywhere."""
+    """Replay five steps; on rank 0, steps 1 and 3 name an expert that does not exist.
+
+    Return for each step the error, whether all of y is NaN, and whether any of it is.
+    """
     found = []
     with own_stream(world.device), open_exchange(world, case) as exchange:
         captures = Captures(world, exchange, case, case.spec.tokens)
         step = captures.whole()
         for index in range(5):
-            batch, told = batches(case, index)[world.rank], ""
+            batch, error_text = batches(case, index)[world.rank], ""
             if index in (1, 3) and world.rank == 0:
                 batch.ids[0, 0] = case.spec.experts
             captures.inputs.load(batch)
             poison(captures.got)
-            captures.y.fill_(1)  # NaN is what a refused step must give
+            captures.y.fill_(1)  # not NaN, which a refused step must write
             step()
             try:
                 exchange.check()
             except DataRefused as error:
-                told = str(error)
-            found.append((told, bool(captures.y.isnan().all()), bool(captures.y.isnan().any())))
+                error_text = str(error)
+            found.append((error_text, bool(captures.y.isnan().all()), bool(captures.y.isnan().any())))
         captures.close()
     return found
 
 
-def outstanding(world: World, case: Case) -> list[np.ndarray]:
-    """Three dispatches into memory of their own, combined in another order."""
+def combine_in_another_order(world: World, case: Case) -> list[np.ndarray]:
+    """Run three dispatches into memory of their own, and combine them in another order."""
     with open_exchange(world, replace(case, spec=replace(case.spec, depth=0))) as exchange:
         gots, kept = [], []
         for step in range(3):
@@ -427,7 +429,7 @@ def outstanding(world: World, case: Case) -> list[np.ndarray]:
 
 
 def side_by_side(world: World, cases: list[Case], shared: bool) -> list[list[Result]]:
-    """Exchanges of different specs in turns: layers with one workspace, or each with its own on a stream of its own."""
+    """Run exchanges of different specs in turns: with one workspace, or each with its own on its own stream."""
     from raymoe.exchange.workspace import Workspace
 
     results: list[list[Result]] = [[] for _ in cases]
@@ -454,15 +456,15 @@ def side_by_side(world: World, cases: list[Case], shared: bool) -> list[list[Res
 
 
 def within_groups(world: World, groups: list[list[int]], case: Case) -> tuple[int, list[Result]]:
-    """Every group has an exchange of its own, all at the same time."""
+    """Run an exchange in each group, all at the same time."""
     made = [world.group(ranks) for ranks in groups]
     group = next(each for each in made if each is not None)
     return group.rank, run_case(group, case)
 
 
-def caller_mistakes(world: World, case: Case) -> list[str]:
-    """What each of these says; a good step goes between them, so none has left a trace."""
-    spec, device, said = case.spec, world.device, []
+def misuse_errors(world: World, case: Case) -> list[str]:
+    """Return the error of each mistake. A good step follows each, so none has left a trace."""
+    spec, device, errors = case.spec, world.device, []
     batch = batches(case, 0)[world.rank].on(device)
     wide = torch.zeros(spec.tokens * spec.hidden + 1, dtype=batch.x.dtype, device=device)[1:].view(spec.tokens, -1)
     with own_stream(device), open_exchange(world, case) as exchange:
@@ -477,13 +479,13 @@ def caller_mistakes(world: World, case: Case) -> list[str]:
             lambda: capture(world, lambda: Exchange(world, spec, case.backend.split()[-1])),
             lambda: capture(world, exchange.check),
         ]
-        for wrong in calls:
+        for mistake in calls:
             try:
-                wrong()
+                mistake()
             except (ConfigError, CaptureError) as error:
-                said.append(str(error))
+                errors.append(str(error))
             run_step(exchange, case, batches(case, 0)[world.rank])
-    return said
+    return errors
 
 
 def capture(world: World, enqueue: Callable[[], object]) -> None:
@@ -493,8 +495,8 @@ def capture(world: World, enqueue: Callable[[], object]) -> None:
 # Peers that do not come
 
 
-def one_leaves(world: World, case: Case, how: str) -> dict[str, Any]:
-    """Rank 1 is killed, stopped or does not come to the second step; what the others are told, and when."""
+def lose_rank_1(world: World, case: Case, how: str) -> dict[str, Any]:
+    """Let rank 1 be killed, stopped or late at the second step; return which errors the other ranks raise, and when."""
     exchange = open_exchange(world, case)
     run_step(exchange, case, batches(case, 0)[world.rank])
     processes = world.swap(os.getpid(), "processes")
@@ -518,25 +520,25 @@ def one_leaves(world: World, case: Case, how: str) -> dict[str, Any]:
             call()
     again = time.monotonic() - start
     exchange.close(together=False)
-    world.abort("the test is over")  # nothing is waited for on the way out
+    world.abort("the test is over")  # closing waits for no peer
     if how == "stopped" and world.rank == 0:
         os.kill(int(str(processes[1])), signal.SIGKILL)
     return {"peer": caught.value.peer, "rank": caught.value.rank, "waited": waited, "again": again}
 
 
-def told_to_stop(world: World, case: Case) -> float | None:
-    """Rank 1 does not come; somebody who knows tells rank 0. How long it took to get out."""
+def abort_a_wait(world: World, case: Case) -> float | None:
+    """Abort a wait of rank 0 for rank 1, which does not come; return the seconds from the abort to the error."""
     exchange = open_exchange(world, case)
     run_step(exchange, case, batches(case, 0)[world.rank])
     if world.rank == 1:
         time.sleep(3.0)
         exchange.close(together=False)
         return None
-    asked: list[float] = []
+    aborted_at: list[float] = []
 
     def stop() -> None:
         time.sleep(0.5)
-        asked.append(time.monotonic())
+        aborted_at.append(time.monotonic())
         world.abort("rank 1 died")
 
     batch, thread = batches(case, 1)[world.rank].on(world.device), threading.Thread(target=stop)
@@ -547,20 +549,22 @@ def told_to_stop(world: World, case: Case) -> float | None:
         exchange.check()
     except Aborted as caught:
         error = caught
-    took = time.monotonic() - asked[0] if asked else -1.0
+    elapsed = time.monotonic() - aborted_at[0] if aborted_at else -1.0
     thread.join(5)
     assert error is not None
     assert "rank 1 died" in str(error)
     exchange.close(together=False)
-    return took
+    return elapsed
 
 
 # Ranks that do not combine the same
 
 
 def mixed_combines(world: World, case: Case, kind: str) -> dict[str, Any]:
-    """Two dispatches are out, of unlike routing. The last rank combines the other one than its peers, or differs in
-    `weighted`; then all combine the second."""
+    """Let the last rank combine another dispatch than its peers, or differ in `weighted`.
+
+    Two dispatches of unlike routing are outstanding. Afterwards all ranks combine the second.
+    """
     with own_stream(world.device), open_exchange(world, replace(case, spec=replace(case.spec, depth=2))) as exchange:
         gots, rows = [], []
         for step in range(2):
@@ -571,11 +575,11 @@ def mixed_combines(world: World, case: Case, kind: str) -> dict[str, Any]:
         which = 1 if kind == "dispatch" and last else 0
         weighted = not (kind == "weighted" and last)
         refused = exchange.combine(rows[which], gots[which], weighted)
-        told = ""
+        error_text = ""
         try:
             exchange.check()
         except DataRefused as error:
-            told = str(error)
+            error_text = str(error)
         y = exchange.combine(rows[1], gots[1])
         exchange.check()
-        return {"told": told, "nan": bool(refused.isnan().all()), "y": y.float().cpu().numpy()}
+        return {"told": error_text, "nan": bool(refused.isnan().all()), "y": y.float().cpu().numpy()}

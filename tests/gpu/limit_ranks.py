@@ -1,4 +1,4 @@
-"""What ranks do in the tests of limits: rows that are hard to quantise, large heaps, steps that must be refused."""
+"""Functions that ranks run in tests of limits: rows that are hard to quantise, large heaps, steps to be refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.exchange_judge import odd_blocks
 
 
 def odd_rows(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A row that is hard to quantise, to the one expert of every rank: what comes from each rank, and its scales."""
+    """Send a row that is hard to quantise to each rank's one expert; return the rows that came and their scales."""
     spec, device = case.spec, world.device
     with open_exchange(world, case) as exchange:
         x = odd_blocks(getattr(torch, spec.dtype)).view(1, -1).to(device)
@@ -31,28 +31,28 @@ def odd_rows(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor | Non
 
 
 def far_rows(world: World, case: Case, steps: int) -> dict[str, Any]:
-    """Steps in which the first tokens and the last ones go to the next rank, and no other anywhere."""
+    """Run steps in which only the first two tokens and the last two go to an expert, on the next rank."""
     spec, device = case.spec, world.device
     dtype, tokens = getattr(torch, spec.dtype), spec.tokens
     sent = torch.tensor([0, 1, tokens - 2, tokens - 1], device=device)
     ids = torch.full((tokens, 1), -1, device=device)
     ids[sent] = (world.rank + 1) % world.size
     weights, x = torch.ones(tokens, 1, device=device), torch.zeros(tokens, spec.hidden, dtype=dtype, device=device)
-    alike = []
+    equal = []
     with open_exchange(world, case) as exchange:
         for step in range(steps):
             x[sent] = torch.randn(len(sent), spec.hidden, dtype=dtype, device=device)
             got = exchange.dispatch(x, ids, weights)
             y = exchange.combine(got.x, got)
             exchange.check()
-            alike.append(torch.equal(y[sent], x[sent]) and int(y.count_nonzero(dim=1).count_nonzero()) == len(sent))
+            equal.append(torch.equal(y[sent], x[sent]) and int(y.count_nonzero(dim=1).count_nonzero()) == len(sent))
             assert got.expert_counts.tolist() == [len(sent)], step
         backend: Any = exchange._backend
-        return {"bytes": backend.workspace.nbytes, "alike": alike}
+        return {"bytes": backend.workspace.nbytes, "alike": equal}
 
 
-def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, Any], Result]:
-    """Two dispatches, of which the last rank combines another than the others, or without weights; then a good step."""
+def combine_differently(world: World, case: Case, difference: str) -> tuple[dict[str, Any], Result]:
+    """Let the last rank combine another dispatch than its peers, or without weights; then run a good step."""
     spec, device = case.spec, world.device
     with open_exchange(world, case) as exchange:
         gots = []
@@ -60,25 +60,27 @@ def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, A
             batch = batches(case, step)[world.rank].on(device)
             out = torch.zeros(spec.rows(world.size), spec.hidden, dtype=batch.x.dtype, device=device)
             gots.append(exchange.dispatch(batch.x, batch.ids, batch.weights, out=out))
-        odd = world.rank == world.size - 1
-        got = gots[0 if odd and how == "dispatch" else 1]
+        is_last = world.rank == world.size - 1
+        got = gots[0 if is_last and difference == "dispatch" else 1]
         y = torch.ones(got.tokens, spec.hidden, dtype=got.x.dtype, device=device)
-        told = ""
+        error_text = ""
         try:
             rows = apply_experts(exchange, got, got.x)
-            exchange.combine(rows, got, weighted=not (odd and how == "weighted"), out=y)
+            exchange.combine(rows, got, weighted=not (is_last and difference == "weighted"), out=y)
             exchange.check()
         except DataRefused as error:
-            told = str(error)
-        exchange.check()  # it is told once
-        found = {"told": told, "nan": bool(y.isnan().all())}
+            error_text = str(error)
+        exchange.check()  # the error is raised once
+        found = {"told": error_text, "nan": bool(y.isnan().all())}
         return found, run_step(exchange, case, batches(case, 2)[world.rank])
 
 
 def replay_differently(world: World, case: Case) -> list[str]:
-    """Two captured steps. In the second round the last rank replays the combine of the first step, in the third all
-    combine what was dispatched last: what each round was told."""
-    told = []
+    """Replay two captured steps in three rounds; return the error of each round.
+
+    In the second round the last rank replays the combine of the first step. Otherwise all combine the last dispatch.
+    """
+    errors = []
     with own_stream(world.device), open_exchange(world, case) as exchange:
         steps = [Captures(world, exchange, case, case.spec.tokens) for _ in range(2)]
         parts = [each.parts() for each in steps]
@@ -87,28 +89,28 @@ def replay_differently(world: World, case: Case) -> list[str]:
                 captures.inputs.load(batches(case, round_)[world.rank])
                 dispatch()
                 experts()
-            odd = round_ == 1 and world.rank == world.size - 1
-            parts[0 if odd else 1][2]()
-            y = steps[0 if odd else 1].y
+            is_last = round_ == 1 and world.rank == world.size - 1
+            parts[0 if is_last else 1][2]()
+            y = steps[0 if is_last else 1].y
             try:
                 exchange.check()
-                told.append("" if bool(y.isfinite().all()) else "y is not finite")
+                errors.append("" if bool(y.isfinite().all()) else "y is not finite")
             except DataRefused as error:
-                told.append(str(error) if bool(y.isnan().all()) else "y is not NaN")
+                errors.append(str(error) if bool(y.isnan().all()) else "y is not NaN")
         for each in steps:
             each.close()
-    return told
+    return errors
 
 
 def sums_left_out(world: World, case: Case, silent: int) -> tuple[int, int, str, int] | None:
-    """A combine in which one rank says its status and sends no sum; whom the others name."""
+    """Run a combine in which one rank sends its status and no sums; return the wait that the others name."""
     exchange = open_exchange(world, case)
     run_step(exchange, case, batches(case, 0)[world.rank])
     batch = batches(case, 1)[world.rank].on(world.device)
     got = exchange.dispatch(batch.x, batch.ids, batch.weights)
     if world.rank == silent:
         forget_rows(got)
-    told = None
+    wait = None
     if world.rank == silent:
         exchange.combine(apply_experts(exchange, got, got.x), got)
         time.sleep(world.timeout_s + 2)
@@ -116,22 +118,22 @@ def sums_left_out(world: World, case: Case, silent: int) -> tuple[int, int, str,
         with pytest.raises(PeerTimeout) as caught:
             exchange.combine(apply_experts(exchange, got, got.x), got)
             exchange.check()
-        told = (caught.value.rank, caught.value.peer, caught.value.op, caught.value.epoch)
+        wait = (caught.value.rank, caught.value.peer, caught.value.op, caught.value.epoch)
     exchange.close(together=False)
-    world.abort("the test is over")  # nothing is waited for on the way out
-    return told
+    world.abort("the test is over")  # closing waits for no peer
+    return wait
 
 
 def forget_rows(got: Dispatched) -> None:
-    """Let the combine of this rank find that no tokens came here: the first words of the struct Got."""
+    """Zero the first words of the struct Got, so that the combine of this rank finds no tokens."""
     home = got._home
     assert isinstance(home, Home)
     begin, tokens = home.metadata.at["got"] // 4, home.metadata.nbytes_of("got") // 4
-    home.memory[begin : begin + tokens - 4] = 0  # behind them are 16 bytes of a status
+    home.memory[begin : begin + tokens - 4] = 0  # the last 16 bytes are a status
 
 
 def steps_of(world: World, cases: list[Case]) -> list[list[Result]]:
-    """All steps of each case."""
+    """Return the results of all steps of each case."""
     results = []
     for case in cases:
         with open_exchange(world, case) as exchange:

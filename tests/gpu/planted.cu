@@ -1,7 +1,7 @@
 // Mistakes that compute-sanitizer must find in a rank process, one for each of its tools; see sanitized_ranks.py.
 //
-// Each is harmless without the tool: what is written behind the words belongs to nobody, a barrier counts whoever comes,
-// wherever he stands, and nobody looks at what the race gives.
+// Each is harmless without the tool: the memory behind the words belongs to no other allocation, a barrier counts
+// threads that arrive at any of its instructions, and no test reads the result of the race.
 
 namespace raymoe {
 
@@ -34,7 +34,7 @@ extern "C" __global__ void divergent(const __grid_constant__ raymoe::Planted pla
   if (threadIdx.x < planted.count) planted.words[threadIdx.x] = seen[planted.count - 1 - threadIdx.x];
 }
 
-// racecheck: what another warp has stored, read with no barrier between.
+// racecheck: reads a value that another warp has stored, with no barrier between.
 extern "C" __global__ void unordered(const __grid_constant__ raymoe::Planted planted) {
   __shared__ unsigned int seen[kThreads];
   seen[threadIdx.x] = threadIdx.x;

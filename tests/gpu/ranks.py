@@ -1,7 +1,7 @@
-"""Rank processes for tests on real GPUs: one GPU for each where there are enough, else GPUs that several share.
+"""Rank processes for tests on real GPUs: one GPU for each rank if there are enough, else several ranks share one.
 
-Every rank is a process of its own, started by `GpuRanks`, killed at the end and never waited for without a limit. Where
-its own end matters, because a tool that looks at it writes then what it has found, it is given time for that first.
+`GpuRanks` starts each rank as a process, kills it at the end, and never waits for it without a limit. A process may get
+time to end by itself first, for a tool that reports when the process ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(GPUS == 0, reason=f"needs an NVIDIA GPU; torch {torch.__version__} sees none here"),
 ]
-"""What a file of such tests has as its `pytestmark`."""
+"""The `pytestmark` of a file of such tests."""
 
 
 class RankGone(Exception):  # noqa: N818 - it says what happened
@@ -39,10 +39,10 @@ class RankGone(Exception):  # noqa: N818 - it says what happened
 class GpuRanks:
     """`run(size, f, *args)` calls `f(world, *args)` on ranks of a new world, each in its process, pinned to a GPU.
 
-    Where any rank of a world has failed, the processes of all its ranks are started anew: a context may be left with
-    waits in its streams or with memory that a peer maps, and the next test must not pay for that.
+    If a rank of a world fails, the processes of all its ranks are started again. A context may still have waits in its
+    streams or memory that a peer maps, which must not affect the next test.
 
-    `grace_s`: how long processes have to end by themselves, after a failure too, before they are killed.
+    `grace_s`: seconds that processes have to end by themselves, after a failure too, before they are killed.
     """
 
     def __init__(self, size: int, grace_s: float = 0.0) -> None:
@@ -50,7 +50,7 @@ class GpuRanks:
         self._members = [_Process(rank) for rank in range(size)]
 
     def run(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
-        """The results in rank order; the first error is raised, and it tells of the others."""
+        """Return the results in rank order, or raise the first error, with notes about the others."""
         outcomes = self.outcomes(size, function, *args, **options)
         errors = [(rank, outcome) for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
         if errors:
@@ -61,7 +61,7 @@ class GpuRanks:
         return outcomes
 
     def outcomes(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
-        """The results, or the errors in their place. `options` are those of `World.open`."""
+        """Return the results, with errors in the place of missing ones. `options` are those of `World.open`."""
         deadline = time.monotonic() + DEADLINE_S
         options = {"device": "cuda", "share_gpu": size > GPUS, "timeout_s": 20.0, **options}
         members = self._members[:size]
@@ -76,13 +76,13 @@ class GpuRanks:
 
     def _outcomes(self, members: list[_Process], work: tuple[Any, ...], deadline: float) -> list[Any]:
         for rank, member in enumerate(members):
-            member.tell((rank, len(members), *work))
+            member.send((rank, len(members), *work))
         descriptors = [member.answer(deadline) for member in members]
         if any(isinstance(descriptor, BaseException) for descriptor in descriptors):
-            left_out = RankGone("not run: another rank could not open its world")
-            return [d if isinstance(d, BaseException) else left_out for d in descriptors]
+            not_run = RankGone("not run: another rank could not open its world")
+            return [d if isinstance(d, BaseException) else not_run for d in descriptors]
         for member in members:
-            member.tell(descriptors)
+            member.send(descriptors)
         return [member.answer(deadline) for member in members]
 
     def __enter__(self) -> GpuRanks:
@@ -94,29 +94,29 @@ class GpuRanks:
     def _end(self, members: list[_Process]) -> None:
         if self._grace_s:
             for member in members:
-                member.let_go()
+                member.close_pipe()
         deadline = time.monotonic() + self._grace_s
         for member in members:
             member.end(deadline)
 
 
 class _Process:
-    """One rank process, and our end of the pipe to it."""
+    """One rank process, and the test's end of the pipe to it."""
 
     def __init__(self, rank: int) -> None:
         context = multiprocessing.get_context("spawn")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, visible[rank % max(1, GPUS)]), daemon=True)
+        self._pipe, their_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(their_end, visible[rank % max(1, GPUS)]), daemon=True)
         self._process.start()
-        theirs.close()
+        their_end.close()
 
-    def tell(self, message: object) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its answer says that it is gone
+    def send(self, message: object) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `answer` reports that the process is gone
             self._pipe.send(message)
 
     def answer(self, deadline: float) -> Any:
-        """What it sent, or an error that says why there is nothing."""
+        """Return the answer of the process, or an error that says why there is none."""
         if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
             return RankGone(f"process {self._process.pid} did not answer within {DEADLINE_S} s")
         try:
@@ -128,8 +128,8 @@ class _Process:
             answer.add_note(trace)
         return answer
 
-    def let_go(self) -> None:
-        """There is no more work: a process that waits for some ends, as Python does."""
+    def close_pipe(self) -> None:
+        """Close the pipe: a process that waits for work then ends normally."""
         self._pipe.close()
 
     def end(self, deadline: float) -> None:
@@ -140,8 +140,8 @@ class _Process:
 
 
 def _serve(pipe: Connection, gpu: str) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # as Ray does; no context is there yet
-    with contextlib.suppress(EOFError, BrokenPipeError):  # let go, waiting for work or in the midst of it
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # as Ray does; before there is a context
+    with contextlib.suppress(EOFError, BrokenPipeError):  # the pipe was closed
         while True:
             rank, size, function, args, options = pipe.recv()
             try:
@@ -150,7 +150,7 @@ def _serve(pipe: Connection, gpu: str) -> None:
                 world.wire(pipe.recv())
                 outcome = (function(world, *args), "")
                 world.close()
-            except BaseException as error:  # noqa: BLE001 - the test judges it; pytest's own are no Exceptions
+            except BaseException as error:  # noqa: BLE001 - the test judges it; pytest's own errors are not Exceptions
                 outcome = (_sendable(error), traceback.format_exc())
             pipe.send(outcome)
 
@@ -158,13 +158,13 @@ def _serve(pipe: Connection, gpu: str) -> None:
 def _sendable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever an error's own pickling raises
+    except Exception:  # noqa: BLE001 - the pickling of an error may raise anything
         return AssertionError(f"{type(error).__name__}: {error}")
     return error
 
 
 def free_bytes(world: World) -> int:
-    """Of this rank's GPU, when torch has what it keeps for itself on all ranks."""
+    """Return the free bytes of this rank's GPU, when torch on all ranks holds only the memory that it keeps."""
     torch.zeros(1, device=world.device)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -5,11 +5,11 @@
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --copies
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitized plant memcheck
 
-Exit code 1 where a result is wrong. What the tool finds is the tool's report, which test_sanitizer.py reads. `plant`:
-the same rank processes make the mistake that the tool must find, else its silence about the cases says nothing.
+The exit code is 1 if a result is wrong. The tool reports its findings itself; test_sanitizer.py reads the report.
+`plant`: the same rank processes make a mistake that the tool must find, or its silence about the cases means nothing.
 
-`--exact`: each tensor is an allocation of its own, whose end memcheck knows; torch's cache hands out parts of large
-ones, behind which it sees nothing. What is captured cannot allocate and goes through the cache all the same.
+`--exact`: each tensor is an allocation of its own, and memcheck knows its end. torch's cache hands out parts of large
+allocations, and memcheck does not see accesses behind a part. Captured work cannot allocate, so it uses the cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.unit.exchange_cases import Case
 
 SIZE = 2
 WAIT_S, ANSWER_S, GRACE_S = 100.0, 240.0, 20.0
-"""Kernels run 10 to 100 times slower: how long a rank waits for a peer, we for a rank, and at last for its end."""
+"""Seconds that a rank waits for a peer, the test for a rank, and for its end. Kernels run 10 to 100 times slower."""
 NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 OFFSETS = [(0, 0), (5, 5), (15, 15), (3, 14), (8, 0), (0, 1), (12, 4)]
@@ -48,7 +48,7 @@ COPIES = [
 
 
 class PatientRanks(GpuRanks):
-    """Ranks whose waits last longer, and that end by themselves, so that the tool hears all of it."""
+    """Ranks with longer waits, which end by themselves, so that the tool can report everything."""
 
     def __init__(self) -> None:
         super().__init__(SIZE, grace_s=GRACE_S)
@@ -59,7 +59,7 @@ class PatientRanks(GpuRanks):
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to run; `run` raises where a result is wrong."""
+    """A case to run; `run` raises an error if a result is wrong."""
 
     name: str
     run: Callable[[GpuRanks], None]
@@ -67,12 +67,12 @@ class Step:
 
 
 def steps() -> list[Step]:
-    """All of them, the kinds mixed, so that a run that is cut short has seen something of each."""
+    """Return all cases with the kinds mixed, so that a run that is cut short has run some of each."""
     return mixed([copied(), exchanged(), quantised(), in_halves(), refused()])
 
 
 def mixed(kinds: Iterable[list[Step]]) -> list[Step]:
-    """Each kind spread evenly over the whole.
+    """Mix the kinds: spread the steps of each evenly over the whole.
 
     >>> a, b = ([Step(f"{kind}{index}", print) for index in range(count)] for kind, count in (("a", 4), ("b", 2)))
     >>> [step.name for step in mixed([a, b])]
@@ -94,7 +94,7 @@ def copied() -> list[Step]:
 
 
 def exchanged() -> list[Step]:
-    """Limits of the contract and drawn cases, backends in turns."""
+    """Return limits of the contract and drawn cases, backends in turns."""
     kinds = [[*exchange.edges(each, SIZE), *exchange.drawn(each, SIZE, seed=1, count=5)] for each in WITH_WORKSPACE]
     return [
         Step(name_of(case), partial(exchange.judge_all, cases=[case]))
@@ -108,7 +108,7 @@ def quantised() -> list[Step]:
     for spec in exchange.QUANTISED:
         for backend in exchange.QUANTISING:
             name = name_of(Case(SIZE, spec, backend, ()))
-            found.append(Step(name, partial(exchange.test_rows_that_cross_as_fp8, backend=backend, spec=spec)))
+            found.append(Step(name, partial(exchange.test_rows_cross_as_fp8, backend=backend, spec=spec)))
     return found
 
 
@@ -116,7 +116,7 @@ def in_halves() -> list[Step]:
     return [
         Step(
             f"{backend}: in halves{', captured' if captured else ''}",
-            partial(exchange.test_operations_in_halves, backend=backend, captured=captured),
+            partial(exchange.test_operations_run_in_halves, backend=backend, captured=captured),
             captured,
         )
         for captured in (False, True)
@@ -125,7 +125,7 @@ def in_halves() -> list[Step]:
 
 
 def refused() -> list[Step]:
-    judge = exchange.test_refused_data_is_told_by_all_and_the_next_step_works
+    judge = exchange.test_all_ranks_refuse_bad_data_and_the_next_step_works
     return [
         Step(f"{backend}: refused {fault[0]} {fault[1]}", partial(judge, backend=backend, fault=fault, says=says))
         for fault, says in exchange.FAULTS
@@ -155,7 +155,7 @@ def run_cases(exact: bool, seconds: float, wanted: list[Step]) -> int:
                     break
                 try:
                     step.run(ranks)
-                except BaseException:  # noqa: BLE001 - pytest's own are no Exceptions, and all say that it went wrong
+                except BaseException:  # noqa: BLE001 - pytest's own errors are not Exceptions; all mean a wrong result
                     print(f"WRONG {step.name}\n{traceback.format_exc()}", flush=True)
                     return 1
                 done += 1
@@ -166,7 +166,7 @@ def run_cases(exact: bool, seconds: float, wanted: list[Step]) -> int:
 
 @contextmanager
 def own_allocations(wanted: bool) -> Iterator[None]:
-    """Ranks that are started meanwhile have torch allocate each tensor by itself."""
+    """Let torch allocate each tensor by itself in ranks that are started inside this context."""
     with mock.patch.dict(os.environ, {NO_CACHE: "1"} if wanted else {}):
         if not wanted:
             os.environ.pop(NO_CACHE, None)
@@ -179,20 +179,20 @@ def run_plant(tool: str) -> int:
         outcomes = ranks.outcomes(SIZE, on_rank.plant, tool, case)
     for rank, outcome in enumerate(outcomes):
         print(f"rank {rank}: {on_rank.MISTAKES[tool]}: {outcome}", flush=True)
-    return 0  # whether the mistake was found is for the tool to say; its own exit code replaces only a 0
+    return 0  # the tool says if it found the mistake; its exit code replaces only a 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitized")
-    asked = parser.add_subparsers(dest="what", required=True)
-    cases = asked.add_parser("cases")
-    cases.add_argument("--exact", action="store_true", help="each tensor an allocation of its own")
-    cases.add_argument("--copies", action="store_true", help="the copy kernel alone")
-    cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long")
-    asked.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
+    commands = parser.add_subparsers(dest="what", required=True)
+    cases = commands.add_parser("cases")
+    cases.add_argument("--exact", action="store_true", help="make each tensor an allocation of its own")
+    cases.add_argument("--copies", action="store_true", help="run the copy kernel alone")
+    cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
+    commands.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
     options = parser.parse_args()
     if GPUS != 1:
-        print(f"ranks here share the one GPU that they see, and {GPUS} are visible: set CUDA_VISIBLE_DEVICES to one")
+        print(f"the ranks share one GPU, and {GPUS} are visible: set CUDA_VISIBLE_DEVICES to one GPU")
         return 2
     with mock.patch("tests.gpu.ranks.DEADLINE_S", ANSWER_S):
         if options.what == "plant":

@@ -1,4 +1,4 @@
-"""What ranks do under compute-sanitizer besides exchanges: copies between exactly sized memory, planted mistakes."""
+"""Functions that ranks run under compute-sanitizer besides exchanges: copies of exact sizes, planted mistakes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ POISON = 0xEE
 OPERATION_BYTES, WORD_BYTES = Operation.nbytes(), 8
 
 WORDS = 255
-"""1,020 bytes: what stands behind them up to the next 512 belongs to no other allocation."""
+"""1,020 bytes: the memory behind them, up to the next multiple of 512, belongs to no other allocation."""
 THREADS = 256
 
 
 @dataclass(frozen=True)
 class Planted(Params):
-    """Twin of the struct in planted.cu."""
+    """The struct of planted.cu."""
 
     words: Address
     count: U32
@@ -47,7 +47,7 @@ def planted_compiler(cubins: Cubins | None = None) -> Compiler:
 
 
 def plant(world: World, tool: str, case: Case) -> str:
-    """A step of an exchange, as the tool sees it in the cases, then the mistake; what the driver said to that."""
+    """Run a step of an exchange, as in the cases, and then the mistake; return the driver's error."""
     run_case(world, case)
     kernels = Kernels(world.gpu, planted_compiler())
     function = kernels.function(PLANTED, MISTAKES[tool])
@@ -55,17 +55,17 @@ def plant(world: World, tool: str, case: Case) -> str:
         try:
             Launch(function, Shape(1, THREADS), Planted(words, WORDS))(0)
             world.gpu.synchronise()
-        except CudaError as error:  # the tool may end a kernel that does what it must not
+        except CudaError as error:  # the tool may end a kernel that makes a mistake
             return str(error)
     kernels.close()
     return "no error"
 
 
 def copies(world: World, nbytes: int, ring: Ring, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Copies of so many bytes to and from each pair of offsets; the pairs that went wrong.
+    """Copy `nbytes` to and from each pair of offsets; return the pairs that went wrong.
 
-    Two lanes in a launch, the second with the offsets exchanged, every end and every word an allocation of its own that
-    ends where it ends: a byte read or written beyond is beyond the allocation.
+    A launch has two lanes, the second with the offsets exchanged. Every end and every word is an allocation of exactly
+    its size, so a byte read or written beyond the end is outside the allocation.
     """
     rng, wrong = np.random.default_rng(nbytes), []
     kernels, error_word = Kernels(world.gpu), ErrorWord(world.gpu, world.rank)
@@ -100,7 +100,7 @@ def copies(world: World, nbytes: int, ring: Ring, pairs: list[tuple[int, int]]) 
 
 @contextmanager
 def memory(gpu: Gpu, nbytes: int) -> Iterator[int]:
-    """Zeroed memory of the GPU, of exactly this size as the driver and its tools know it."""
+    """Allocate zeroed GPU memory, of exactly this size for the driver and its tools."""
     with gpu.current():
         address = int(call("cuMemAlloc", nbytes))
         call("cuMemsetD8", address, 0, nbytes)

@@ -1,4 +1,4 @@
-"""What compute-sanitizer has said: `python -m tests.gpu.sanitizer_report LOG...` tells it in short.
+"""Read the output of compute-sanitizer; `python -m tests.gpu.sanitizer_report LOG...` prints a summary.
 
 >>> report = Report.of('''
 ... ========= COMPUTE-SANITIZER
@@ -32,7 +32,7 @@ _PLACE = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """An access, or what went wrong, and where. `file` and `line` are of the innermost function, inlined or not."""
+    """An access or another mistake, and its place. `file` and `line` are of the innermost function, inlined or not."""
 
     access: str
     function: str
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one paragraph of the report: its first line, and every place that it names."""
+    """One paragraph of the report: its first line, and every place that it names."""
 
     says: str
     places: tuple[Place, ...]
@@ -54,10 +54,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that the tool has said of all processes."""
+    """All that the tool has reported about all processes."""
 
     summaries: int
-    """How many there are. Without one the tool has not come to its end."""
+    """Number of summaries. Without one, the tool has not come to its end."""
     total: int
     """Errors or hazards, as the summaries count them."""
     findings: tuple[Finding, ...]
@@ -68,34 +68,36 @@ class Report:
 
     @property
     def hazards(self) -> set[tuple[Place, Place]]:
-        """Of racecheck: an access, and each other that is not ordered with it, itself where no other is named."""
+        """Hazards of racecheck: an access and each access not ordered with it; itself, if the report names no other."""
         accesses = [[place for place in finding.places if place.access] for finding in self.findings]
         return {(first, other) for first, *others in filter(None, accesses) for other in others or [first]}
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """A line of the tool's that is neither its heading, nor a summary, nor empty, begins a finding or, indented,
-        goes on with one: so also whatever this reader does not know."""
+        """Read a report. A line of the tool begins a finding, or continues one if it is indented.
+
+        Headings, summaries and empty lines do not. So lines of an unknown kind are findings too.
+        """
         summaries, total, paragraphs = 0, 0, []
         for line in text.splitlines():
             if not line.startswith(PREFIX):
                 continue
-            said = line[len(PREFIX) :].removeprefix(" ")
-            if summary := _SUMMARY.match(said):
+            text_of_line = line[len(PREFIX) :].removeprefix(" ")
+            if summary := _SUMMARY.match(text_of_line):
                 summaries, total = summaries + 1, total + int(summary[1])
-            elif said.startswith(" ") and paragraphs:
-                paragraphs[-1].append(said.strip())
-            elif said.strip() not in ("", _HEADLINE):
-                paragraphs.append([said.strip()])
+            elif text_of_line.startswith(" ") and paragraphs:
+                paragraphs[-1].append(text_of_line.strip())
+            elif text_of_line.strip() not in ("", _HEADLINE):
+                paragraphs.append([text_of_line.strip()])
         return cls(summaries, total, tuple(Finding(lines[0], _places(lines)) for lines in paragraphs))
 
     def __str__(self) -> str:
         if not self.summaries:
-            return "the tool has said no summary: it, or what it ran, was ended before its time\n" + self._counted()
+            return "the tool printed no summary: it, or the program that it ran, was ended early\n" + self._counted()
         return f"{self.total} in {self.summaries} summaries\n" + self._counted()
 
     def _counted(self) -> str:
-        """Findings that say the same of the same places, once, the most frequent first."""
+        """Count equal findings with equal places, the most frequent first."""
         same = Counter((re.sub(r"0x[0-9a-f]+", "0x..", each.says), each.places) for each in self.findings)
         lines = []
         for (says, places), count in same.most_common():

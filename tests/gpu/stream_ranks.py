@@ -1,4 +1,4 @@
-"""On a rank: exchanges on several streams, some inside captures."""
+"""Functions that ranks run in tests of streams: exchanges on several streams, some inside captures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.exchange_cases import (
 )
 
 SLOW_CYCLES = 20_000_000
-"""About 10 ms of a stream: long enough for an operation that does not wait to overtake."""
+"""About 10 ms on a stream: long enough for an operation that does not wait to overtake."""
 
 
 def new_stream(world: World) -> Any:
@@ -33,8 +33,8 @@ def new_stream(world: World) -> Any:
     return make(world.device)
 
 
-class Stepping:
-    """One step of an exchange, enqueued on whichever stream is current."""
+class ExchangeStep:
+    """One step of an exchange; its methods enqueue on the current stream."""
 
     def __init__(self, exchange: Exchange, case: Case, step: int) -> None:
         self.exchange, self.case = exchange, case
@@ -62,123 +62,125 @@ class Stepping:
 
 
 def alternating(world: World, case: Case) -> list[Result]:
-    """The operations of a step on two streams in turn, one of which is slow. The caller orders what it reads itself,
-    and the library what its operations read and write."""
+    """Run the operations of a step on two streams in turn, one of them slow.
+
+    The caller orders its own reads; the library must order the reads and writes of its operations.
+    """
     streams, results = [new_stream(world) for _ in range(2)], []
     with open_exchange(world, case) as exchange:
         for step in range(len(case.routing)):
             first, second = streams[step % 2], streams[1 - step % 2]
-            stepping, again = Stepping(exchange, case, step), Stepping(exchange, case, step)
+            exchange_step, again = ExchangeStep(exchange, case, step), ExchangeStep(exchange, case, step)
             torch.cuda.synchronize(world.device)
             with torch.cuda.stream(first):
                 torch.cuda._sleep(SLOW_CYCLES)
-                stepping.dispatch()
-                stepping.experts()
+                exchange_step.dispatch()
+                exchange_step.experts()
             with torch.cuda.stream(second):
-                again.dispatch()  # of the same rows, into the same memory, behind the first
+                again.dispatch()  # of the same rows, into the same memory, after the first
                 again.experts()
                 torch.cuda._sleep(SLOW_CYCLES)
             second.wait_stream(first)
             with torch.cuda.stream(second):
-                stepping.combine()
+                exchange_step.combine()
             with torch.cuda.stream(first):
                 again.combine()
-            results.append(stepping.result())
-            assert torch.equal(stepping.y, again.y)
+            results.append(exchange_step.result())
+            assert torch.equal(exchange_step.y, again.y)
     return results
 
 
-def dropped_on_another_stream(world: World, case: Case) -> list[Any]:
-    """A combine waits on a second stream while the first one gives memory away and writes to all that it gets."""
+def free_on_another_stream(world: World, case: Case) -> list[Any]:
+    """Free memory on the first stream, and write to all that it gets, while a combine waits on a second stream."""
     first, second = (new_stream(world) for _ in range(2))
     with open_exchange(world, case) as exchange:
         ys = []
-        for _ in range(2):  # the first time connects and compiles
-            stepping = Stepping(exchange, case, 0)
+        for _ in range(2):  # the first pass connects and compiles
+            exchange_step = ExchangeStep(exchange, case, 0)
             torch.cuda.synchronize(world.device)
             with torch.cuda.stream(first):
-                stepping.dispatch()
-                stepping.experts()
+                exchange_step.dispatch()
+                exchange_step.experts()
             second.wait_stream(first)
             with torch.cuda.stream(second):
                 torch.cuda._sleep(SLOW_CYCLES)
-                stepping.combine()
-            del stepping.got
-            with torch.cuda.stream(first):  # of the sizes of what a dispatch allocates, and of others
+                exchange_step.combine()
+            del exchange_step.got
+            with torch.cuda.stream(first):  # of the sizes that a dispatch allocates, and of others
                 taken = [torch.full((512 << size,), 0x7F, dtype=torch.uint8, device=world.device) for size in range(12)]
             exchange.check()
             del taken
-            ys.append(stepping.y.float().cpu().numpy())
+            ys.append(exchange_step.y.float().cpu().numpy())
         return ys
 
 
-def captured_after_warm_up(world: World, case: Case) -> list[Result]:
-    """As torch's documentation says: warm up on a side stream, then `torch.cuda.graph`, two exchanges one by one."""
+def capture_after_warm_up(world: World, case: Case) -> list[Result]:
+    """Warm up two exchanges on a side stream, then capture each with `torch.cuda.graph`, as torch documents it."""
     results = []
     with ExitStack() as stack:
         exchanges = [stack.enter_context(open_exchange(world, case)) for _ in range(2)]
         graphs = []
         for exchange in exchanges:
-            stepping, side = Stepping(exchange, case, 0), new_stream(world)
+            exchange_step, side = ExchangeStep(exchange, case, 0), new_stream(world)
             side.wait_stream(torch.cuda.current_stream(world.device))
             with torch.cuda.stream(side):
-                stepping.dispatch()
-                stepping.experts()
-                stepping.combine()
+                exchange_step.dispatch()
+                exchange_step.experts()
+                exchange_step.combine()
             torch.cuda.current_stream(world.device).wait_stream(side)
             graph: Any = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                stepping.dispatch()
-                stepping.experts()
-                stepping.combine()
-            graphs.append((graph, stepping))
-        for graph, stepping in graphs:
-            stepping.y.fill_(torch.nan)
+                exchange_step.dispatch()
+                exchange_step.experts()
+                exchange_step.combine()
+            graphs.append((graph, exchange_step))
+        for graph, exchange_step in graphs:
+            exchange_step.y.fill_(torch.nan)
             graph.replay()
-            results.append(stepping.result())
+            results.append(exchange_step.result())
         del graphs, graph
     return results
 
 
-def captured_on_two_streams(world: World, case: Case) -> list[Result]:
-    """A dispatch and its combine on two streams of one capture, which the caller does not join in between."""
+def capture_on_two_streams(world: World, case: Case) -> list[Result]:
+    """Capture a dispatch and its combine on two streams that the caller does not join in between."""
     with open_exchange(world, case) as exchange:
-        stepping, side = Stepping(exchange, case, 0), new_stream(world)
-        stepping.dispatch()
-        stepping.experts()
-        rows = stepping.rows
+        exchange_step, side = ExchangeStep(exchange, case, 0), new_stream(world)
+        exchange_step.dispatch()
+        exchange_step.experts()
+        rows = exchange_step.rows
         torch.cuda.synchronize(world.device)
         graph: Any = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             side.wait_stream(torch.cuda.current_stream(world.device))
             torch.cuda._sleep(SLOW_CYCLES)
-            stepping.dispatch()
-            with torch.cuda.stream(side):  # nothing but the library orders it behind the dispatch
-                y = exchange.combine(rows, stepping.got, weighted=case.weighted)
+            exchange_step.dispatch()
+            with torch.cuda.stream(side):  # only the library orders it after the dispatch
+                y = exchange.combine(rows, exchange_step.got, weighted=case.weighted)
             torch.cuda.current_stream(world.device).wait_stream(side)
-        stepping.y = y
+        exchange_step.y = y
         y.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize(world.device)
-        stepping.rows, stepping.x = rows, expert_major(stepping.got)
-        found = stepping.result()
+        exchange_step.rows, exchange_step.x = rows, expert_major(exchange_step.got)
+        found = exchange_step.result()
         del graph
     return [found]
 
 
-def captured_while_busy(world: World, case: Case) -> str:
-    """What is said of a capture while an eager operation may still run on another stream; then it works."""
+def capture_while_busy(world: World, case: Case) -> str:
+    """Return the error of a capture while an eager operation may still run on another stream; then run a good step."""
     with open_exchange(world, case) as exchange:
-        stepping, busy = Stepping(exchange, case, 0), new_stream(world)
+        exchange_step, busy = ExchangeStep(exchange, case, 0), new_stream(world)
         torch.cuda.synchronize(world.device)
         with torch.cuda.stream(busy):
             torch.cuda._sleep(20 * SLOW_CYCLES)
-            stepping.dispatch()
+            exchange_step.dispatch()
         capturing, graph = new_stream(world), torch.cuda.CUDAGraph()
         with torch.cuda.stream(capturing):
             graph.capture_begin(capture_error_mode="thread_local")
             with pytest.raises(ConfigError) as refused:
-                stepping.dispatch()
+                exchange_step.dispatch()
             torch.zeros(1, device=world.device)
             graph.capture_end()
         del graph
@@ -187,20 +189,20 @@ def captured_while_busy(world: World, case: Case) -> str:
         return str(refused.value)
 
 
-def too_large_together(world: World, case: Case) -> tuple[str, int]:
-    """What is said where two exchanges with all SMs each are used on two streams. One rank, which waits for nobody."""
+def use_all_sms_twice(world: World, case: Case) -> tuple[str, int]:
+    """Return the error of two exchanges with all SMs each on two streams. There is one rank, so no peer to wait for."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(open_exchange(world, case)) for _ in range(2))
-        stepping, other = Stepping(first, case, 0), Stepping(second, case, 0)
+        exchange_step, other = ExchangeStep(first, case, 0), ExchangeStep(second, case, 0)
         torch.cuda.synchronize(world.device)
         streams = [new_stream(world) for _ in range(2)]
         with torch.cuda.stream(streams[0]):
             torch.cuda._sleep(20 * SLOW_CYCLES)
-            stepping.dispatch()
+            exchange_step.dispatch()
         with torch.cuda.stream(streams[1]), pytest.raises(ConfigError) as refused:
             other.dispatch()
         torch.cuda.synchronize(world.device)
-        with torch.cuda.stream(streams[1]):  # nothing runs any more
+        with torch.cuda.stream(streams[1]):  # no other operation runs now
             other.dispatch()
         torch.cuda.synchronize(world.device)
         for exchange in (first, second):
@@ -209,7 +211,7 @@ def too_large_together(world: World, case: Case) -> tuple[str, int]:
 
 
 def side_by_side(world: World, case: Case, rounds: int) -> list[list[Result]]:
-    """Two exchanges that fit on the GPU together, on two streams, enqueued in different orders on different ranks."""
+    """Run two exchanges that fit on the GPU together, on two streams, enqueued in an order that differs by rank."""
     sms = world.gpu.sms // 2
     found = []
     with ExitStack() as stack:
@@ -217,34 +219,34 @@ def side_by_side(world: World, case: Case, rounds: int) -> list[list[Result]]:
         streams = [new_stream(world) for _ in range(2)]
         for index in range(rounds):
             step = index % len(case.routing)
-            steps = [Stepping(exchange, case, step) for exchange in exchanges]
+            steps = [ExchangeStep(exchange, case, step) for exchange in exchanges]
             torch.cuda.synchronize(world.device)
             order = (0, 1) if (world.rank + index) % 2 else (1, 0)
-            for act in ("dispatch", "experts", "combine"):
-                for which in order:
-                    with torch.cuda.stream(streams[which]):
-                        getattr(steps[which], act)()
-            found.append([stepping.result() for stepping in steps])
+            for operation in ("dispatch", "experts", "combine"):
+                for exchange_index in order:
+                    with torch.cuda.stream(streams[exchange_index]):
+                        getattr(steps[exchange_index], operation)()
+            found.append([exchange_step.result() for exchange_step in steps])
     return found
 
 
 def in_a_green_context(world: World, case: Case) -> tuple[str, list[Result]]:
-    """What is said of an exchange of all SMs on a stream that has some of them; then one that fits works there."""
+    """Return the error of an exchange of all SMs on a stream with fewer SMs, and the results of one that fits there."""
     results = []
     with ExitStack() as stack:
         large = stack.enter_context(open_exchange(world, case))
         small = stack.enter_context(open_exchange(world, case, sms=16))
-        stepping = Stepping(large, case, 0)
+        exchange_step = ExchangeStep(large, case, 0)
         run_step(large, case, batches(case, 0)[world.rank])
         green: Any = torch.cuda.green_contexts.GreenContext.create(16, device_id=world.device.index)
         green.set_context()
         try:
             with pytest.raises(ConfigError) as refused:
-                stepping.dispatch()
+                exchange_step.dispatch()
             for step in range(len(case.routing)):
-                fitting = Stepping(small, case, step)
+                fitting = ExchangeStep(small, case, step)
                 torch.cuda._sleep(SLOW_CYCLES)
-                fitting.batch.x.mul_(1)  # an operation of torch's on the same stream before, and one behind
+                fitting.batch.x.mul_(1)  # an operation of torch on the same stream before, and one after
                 fitting.dispatch()
                 fitting.experts()
                 fitting.combine()
@@ -259,21 +261,21 @@ def in_a_green_context(world: World, case: Case) -> tuple[str, list[Result]]:
 
 
 def one_workspace(world: World, case: Case) -> list[Result]:
-    """Two exchanges of one workspace on two streams: in order, whatever they take."""
+    """Run two exchanges of one workspace on two streams: in order, no matter how many SMs they take."""
     results = []
     with Workspace(world, case.spec) as space, ExitStack() as stack:
         exchanges = [stack.enter_context(Exchange(world, case.spec, workspace=space)) for _ in range(2)]
         streams = [new_stream(world) for _ in range(2)]
         for step in range(len(case.routing)):
-            steps = [Stepping(exchange, case, step) for exchange in exchanges]
+            steps = [ExchangeStep(exchange, case, step) for exchange in exchanges]
             torch.cuda.synchronize(world.device)
-            for stream, stepping in zip(streams, steps, strict=True):
+            for stream, exchange_step in zip(streams, steps, strict=True):
                 with torch.cuda.stream(stream):
                     torch.cuda._sleep(SLOW_CYCLES)
-                    stepping.dispatch()
-                    stepping.experts()
-            for stream, stepping in zip(streams, steps, strict=True):
+                    exchange_step.dispatch()
+                    exchange_step.experts()
+            for stream, exchange_step in zip(streams, steps, strict=True):
                 with torch.cuda.stream(stream):
-                    stepping.combine()
+                    exchange_step.combine()
             results.append(steps[step % 2].result())
     return results

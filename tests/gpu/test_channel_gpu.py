@@ -1,4 +1,4 @@
-"""`raymoe.Channel` between GPU ranks: every transport, put and get, eager and captured by `torch.cuda.graph`."""
+"""Test `raymoe.Channel` between GPU ranks: every transport, put and get, eager and captured by `torch.cuda.graph`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ every_transport = pytest.mark.parametrize(
         "copy_engine",
         pytest.param(
             "collective",
-            marks=pytest.mark.skipif(GPUS < 4, reason=f"NCCL wants a GPU a rank: 4, and there are {GPUS}"),
+            marks=pytest.mark.skipif(GPUS < 4, reason=f"NCCL needs a GPU for each of 4 ranks; {GPUS} here"),
         ),
     ],
 )
@@ -39,7 +39,7 @@ def ranks() -> Iterator[GpuRanks]:
 
 
 def stepper(channel: Channel, message: torch.Tensor, seen: torch.Tensor, release: bool = True) -> Callable[[], None]:
-    """A step that sends `message` and brings the peer's into `seen`."""
+    """Return a step that sends `message` and copies the peer's into `seen`."""
 
     def step() -> None:
         with channel.together():
@@ -59,8 +59,8 @@ def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def talk(world: World, peers: list[int | None], protocol: str, transport: str) -> tuple[int, str]:
-    """How many steps brought something wrong, eager and replayed by turns that differ from rank to rank."""
+def wrong_steps(world: World, peers: list[int | None], protocol: str, transport: str) -> tuple[int, str]:
+    """Return how many steps brought a wrong message, and the transport. Each rank mixes eager steps and replays."""
     peer = peers[world.rank]
     wrong = 0
     with Channel(world, peer, 4 * NUMBERS, protocol, transport) as channel:
@@ -84,46 +84,46 @@ def talk(world: World, peers: list[int | None], protocol: str, transport: str) -
 @both_protocols
 @every_transport
 @pytest.mark.parametrize("peers", [[1, 0], [2, 3, 0, 1], [3, None, None, 0]], ids=str)
-def test_both_directions_eager_and_replayed(ranks, peers, transport, protocol):
-    found = ranks.run(len(peers), talk, peers, protocol, transport)
+def test_both_directions_work_eager_and_replayed(ranks, peers, transport, protocol):
+    found = ranks.run(len(peers), wrong_steps, peers, protocol, transport)
     assert [wrong for wrong, _ in found] == [0] * len(peers)
     assert {used for _, used in found} == {"tma" if transport == "auto" else transport}
 
 
 @both_protocols
-@pytest.mark.skipif(GPUS < 2, reason=f"NCCL wants a GPU a rank: 2, and there are {GPUS}")
-def test_two_ranks_by_nccl(ranks, protocol):
-    assert ranks.run(2, talk, [1, 0], protocol, "collective") == [(0, "collective")] * 2
+@pytest.mark.skipif(GPUS < 2, reason=f"NCCL needs a GPU for each of 2 ranks; {GPUS} here")
+def test_two_ranks_send_both_ways_by_nccl(ranks, protocol):
+    assert ranks.run(2, wrong_steps, [1, 0], protocol, "collective") == [(0, "collective")] * 2
 
 
-@pytest.mark.skipif(GPUS < 2, reason=f"a rank takes a GPU of its own: 2, and there are {GPUS}")
+@pytest.mark.skipif(GPUS < 2, reason=f"needs a GPU for each of 2 ranks; {GPUS} here")
 def test_the_example_runs_on_two_gpus():
     assert verified_by_the_example() == ["put by tma on cuda", "get by tma on cuda"]
 
 
-def freed(world: World, transport: str) -> bool:
-    """A replay sends a message that nobody but the graph refers to any more."""
+def replay_after_freeing_the_message(world: World, transport: str) -> bool:
+    """Replay a graph whose message has no other reference left; return whether the peer gets it."""
     with Channel(world, 1 - world.rank, 4 * NUMBERS, transport=transport) as channel:
         seen = torch.zeros(NUMBERS, dtype=torch.int32, device=world.device)
         message = torch.full_like(seen, 5 + world.rank)
         graph = captured(stepper(channel, message, seen))
         del message
-        others = [torch.full_like(seen, -1) for _ in range(8)]
+        fillers = [torch.full_like(seen, -1) for _ in range(8)]
         for _ in range(2):
             graph.replay()
         channel.check()
-        found = bool((seen == 6 - world.rank).all()) and len(others) == 8
+        found = bool((seen == 6 - world.rank).all()) and len(fillers) == 8
         del graph
         return found
 
 
 @pytest.mark.parametrize("transport", ["tma", "copy_engine"])
-def test_the_message_of_a_graph_is_kept(ranks, transport):
-    assert ranks.run(2, freed, transport) == [True, True]
+def test_a_graph_keeps_its_message(ranks, transport):
+    assert ranks.run(2, replay_after_freeing_the_message, transport) == [True, True]
 
 
-def without_release(world: World, protocol: str, transport: str) -> int:
-    """The next receive releases the message before, where both directions are asked for together."""
+def wrong_without_release(world: World, protocol: str, transport: str) -> int:
+    """Run steps without release, both directions together: the next receive must release the message before."""
     wrong = 0
     with Channel(world, 1 - world.rank, 4 * NUMBERS, protocol, transport) as channel:
         message = torch.zeros(NUMBERS, dtype=torch.int32, device=world.device)
@@ -139,13 +139,13 @@ def without_release(world: World, protocol: str, transport: str) -> int:
 
 @both_protocols
 @pytest.mark.parametrize("transport", ["tma", "copy_engine"])
-def test_a_receive_releases_the_message_before(ranks, transport, protocol):
-    assert ranks.run(2, without_release, protocol, transport) == [0, 0]
+def test_a_receive_releases_the_previous_message(ranks, transport, protocol):
+    assert ranks.run(2, wrong_without_release, protocol, transport) == [0, 0]
 
 
 def one_way(world: World, transport: str) -> list[float]:
-    """Messages that are freed and overwritten as soon as they are sent; from rank 0 to rank 1."""
-    heard = []
+    """Send messages from rank 0 to rank 1 that are overwritten and freed as soon as they are sent."""
+    received = []
     with Channel(world, 1 - world.rank, 1 << 20, transport=transport) as channel:
         for number in range(8):
             if world.rank == 0:
@@ -155,10 +155,10 @@ def one_way(world: World, transport: str) -> list[float]:
                 del message
             else:
                 got = channel.receive((1 << 18,), torch.float32)
-                heard += got.unique().tolist()
+                received += got.unique().tolist()
                 channel.release()
         channel.check()
-    return heard
+    return received
 
 
 @pytest.mark.parametrize("transport", ["tma", "copy_engine"])
@@ -166,29 +166,29 @@ def test_a_message_may_be_overwritten_after_its_send(ranks, transport):
     assert ranks.run(2, one_way, transport) == [[], [float(number) for number in range(8)]]
 
 
-def refused(world: World) -> list[str]:
-    """What is said to misuse; the channel goes on after each."""
-    said = []
+def misuse_errors(world: World) -> list[str]:
+    """Return the error of each misuse; the channel still works after each."""
+    errors = []
 
-    def note(kind: type[Exception], call: Callable[[], object]) -> None:
+    def expect(kind: type[Exception], call: Callable[[], object]) -> None:
         with pytest.raises(kind) as caught:
             call()
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
 
     channel = Channel(world, 1 - world.rank, 64)
     message = torch.zeros(16, device=world.device)
-    note(ConfigError, lambda: channel.send(torch.zeros(17, device=world.device)))
-    note(ConfigError, lambda: channel.send(torch.zeros(16)))
-    note(ConfigError, lambda: channel.receive((17,), torch.float32))
+    expect(ConfigError, lambda: channel.send(torch.zeros(17, device=world.device)))
+    expect(ConfigError, lambda: channel.send(torch.zeros(16)))
+    expect(ConfigError, lambda: channel.receive((17,), torch.float32))
     channel.send(message)
     channel.receive()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        note(ConfigError, channel.release)
-        note(ConfigError, channel.receive)
-        note(CaptureError, channel.check)
-        note(CaptureError, lambda: Channel(world, 1 - world.rank, 64))
+        expect(ConfigError, channel.release)
+        expect(ConfigError, channel.receive)
+        expect(CaptureError, channel.check)
+        expect(CaptureError, lambda: Channel(world, 1 - world.rank, 64))
         message.add_(0)
     channel.release()
     seen = torch.ones_like(message)
@@ -197,35 +197,35 @@ def refused(world: World) -> list[str]:
     channel.check()
     assert seen.tolist() == [7.0] * 16
     channel.close()
-    note(ConfigError, lambda: channel.send(message))
-    return said
+    expect(ConfigError, lambda: channel.send(message))
+    return errors
 
 
-def test_misuse_is_told_and_the_channel_goes_on(ranks):
-    for said in ranks.run(2, refused):
-        assert "the message has 68 bytes" in said[0] and "exactly 64" in said[0]
-        assert "the message is on cpu" in said[1]
-        assert "68 bytes" in said[2]
-        assert all("call release() before the capture begins" in sentence for sentence in said[3:5])
-        assert "after the replay" in said[5] and "make it before" in said[6]
-        assert "this channel is closed" in said[7]
+def test_misuse_is_refused_and_the_channel_still_works(ranks):
+    for errors in ranks.run(2, misuse_errors):
+        assert "the message has 68 bytes" in errors[0] and "exactly 64" in errors[0]
+        assert "the message is on cpu" in errors[1]
+        assert "68 bytes" in errors[2]
+        assert all("call release() before the capture begins" in sentence for sentence in errors[3:5])
+        assert "after the replay" in errors[5] and "make it before" in errors[6]
+        assert "this channel is closed" in errors[7]
 
 
-def unanswered(world: World, transport: str) -> str:
+def receive_without_a_send(world: World, transport: str) -> str:
     channel = Channel(world, 1 - world.rank, 64, transport=transport)
-    said = ""
+    error = ""
     if world.rank == 0:
         channel.receive()
         with pytest.raises(PeerTimeout) as caught:
             channel.check()
-        said = str(caught.value)
+        error = str(caught.value)
         with pytest.raises(PeerTimeout):
             channel.send(torch.zeros(16, device=world.device))
     channel.close(together=False)
-    return said
+    return error
 
 
 @pytest.mark.parametrize("transport", ["tma", "copy_engine"])
 def test_a_peer_that_does_not_send_is_named(ranks, transport):
-    said, _ = ranks.run(2, unanswered, transport, timeout_s=2.0)
-    assert "for rank 1 in receive" in said
+    error, _ = ranks.run(2, receive_without_a_send, transport, timeout_s=2.0)
+    assert "for rank 1 in receive" in error

@@ -1,4 +1,4 @@
-"""Channels between GPU ranks: every transport that ranks sharing a GPU can have, both protocols, eager and captured."""
+"""Test channels between GPU ranks: every transport that works on a shared GPU, both protocols, eager and captured."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ranks() -> Iterator[GpuRanks]:
         yield started
 
 
-def of(world: World, pairs: tuple, size: int, **options: Any) -> Channels:
+def open_channels(world: World, pairs: tuple, size: int, **options: Any) -> Channels:
     return Channels(world, ChannelSpec(pairs, (size,), **options))
 
 
@@ -47,16 +47,16 @@ def ring(world: World) -> tuple[tuple[tuple[int, int], ...], int, int]:
     return tuple((r, (r + 1) % size) for r in range(size)), (world.rank - 1) % size, (world.rank + 1) % size
 
 
-def around(world: World, receive_first: bool, options: dict[str, Any]) -> list[int]:
-    """Bytes that came wrong, for each size."""
+def wrong_around_a_ring(world: World, receive_first: bool, options: dict[str, Any]) -> list[int]:
+    """Send messages around a ring; return the number of wrong bytes for each size."""
     pairs, left, right = ring(world)
     wrong = []
     for size in SIZES:
-        channels = of(world, pairs, size, slots=2, **options)
+        channels = open_channels(world, pairs, size, slots=2, **options)
         memory = torch.zeros(size + 32, dtype=torch.uint8, device=world.device)
         found = 0
         for step in range(4):
-            message = memory[(0, 5, 16, 11)[step] :][:size]  # aligned as its slot, and not
+            message = memory[(0, 5, 16, 11)[step] :][:size]  # aligned like its slot, and not
             fill_drawn(message, world.rank, step)
             with channels.together():
                 if receive_first:
@@ -76,15 +76,15 @@ def around(world: World, receive_first: bool, options: dict[str, Any]) -> list[i
 @both_protocols
 @both_transports
 @pytest.mark.parametrize("receive_first", [False, True])
-def test_a_ring_in_either_order_of_asking(ranks, transport, protocol, receive_first):
+def test_a_ring_works_with_send_or_receive_first(ranks, transport, protocol, receive_first):
     options = {"transport": transport, "protocol": protocol}
-    assert ranks.run(RANKS, around, receive_first, options) == [[0] * len(SIZES)] * RANKS
+    assert ranks.run(RANKS, wrong_around_a_ring, receive_first, options) == [[0] * len(SIZES)] * RANKS
 
 
-def mixed(world: World, options: dict[str, Any]) -> int:
-    """Eager on some ranks while others replay, by turns."""
+def wrong_with_mixed_calls(world: World, options: dict[str, Any]) -> int:
+    """Run eager steps on some ranks while others replay, in turns; return the number of wrong bytes."""
     pairs, left, right = ring(world)
-    channels = of(world, pairs, 30_001, **options)
+    channels = open_channels(world, pairs, 30_001, **options)
     message = torch.zeros(30_001, dtype=torch.uint8, device=world.device)
     landed, wrong = {}, 0
 
@@ -114,14 +114,14 @@ def mixed(world: World, options: dict[str, Any]) -> int:
 @both_protocols
 @both_transports
 def test_graphs_and_eager_calls_mix(ranks, transport, protocol):
-    assert ranks.run(RANKS, mixed, {"transport": transport, "protocol": protocol}) == [0] * RANKS
+    assert ranks.run(RANKS, wrong_with_mixed_calls, {"transport": transport, "protocol": protocol}) == [0] * RANKS
 
 
-def everywhere(world: World, size: int, slots: int, options: dict[str, Any]) -> int:
-    """All ranks to all, themselves too, all slots full before anything is received; twice."""
+def wrong_from_all_to_all(world: World, size: int, slots: int, options: dict[str, Any]) -> int:
+    """Send from all ranks to all, themselves included, with all slots full before any receive; twice."""
     size_of_world = range(world.size)
     pairs = tuple((a, b) for a in size_of_world for b in size_of_world)
-    channels = of(world, pairs, size, slots=slots, **options)
+    channels = open_channels(world, pairs, size, slots=slots, **options)
     wrong = 0
     for turn in range(2):
         for slot in range(slots):
@@ -144,27 +144,27 @@ def everywhere(world: World, size: int, slots: int, options: dict[str, Any]) -> 
 
 @both_protocols
 @both_transports
-def test_many_channels_and_slots_at_once(ranks, transport, protocol):
+def test_many_channels_and_slots_work_at_once(ranks, transport, protocol):
     options = {"transport": transport, "protocol": protocol}
-    assert ranks.run(RANKS, everywhere, 70_001, 3, options) == [0] * RANKS
+    assert ranks.run(RANKS, wrong_from_all_to_all, 70_001, 3, options) == [0] * RANKS
 
 
-def twice(world: World, options: dict[str, Any]) -> int:
-    """Two sets of channels between the same ranks, on two streams at the same time."""
+def wrong_on_two_streams(world: World, options: dict[str, Any]) -> int:
+    """Use two sets of channels between the same ranks on two streams at the same time."""
     wrong = 0
-    sets = [of(world, ((0, 1),), 200_000, **options) for _ in range(2)]
+    sets = [open_channels(world, ((0, 1),), 200_000, **options) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in sets]
     messages = torch.zeros(2, 200_000, dtype=torch.uint8, device=world.device)
     for turn in range(4):
         order = (0, 1) if turn % 2 == world.rank else (1, 0)
-        for which in order if world.rank < 2 else ():
-            channels = sets[which]
-            with torch.cuda.stream(streams[which]):
+        for index in order if world.rank < 2 else ():
+            channels = sets[index]
+            with torch.cuda.stream(streams[index]):
                 if world.rank == 0:
-                    fill_drawn(messages[which], which, turn)
-                    channels.send(1, messages[which])
+                    fill_drawn(messages[index], index, turn)
+                    channels.send(1, messages[index])
                 else:
-                    wrong += wrong_bytes(channels.receive(0), which, turn)
+                    wrong += wrong_bytes(channels.receive(0), index, turn)
                     channels.release(0)
     for channels, stream in zip(sets, streams, strict=True):
         with torch.cuda.stream(stream):
@@ -177,20 +177,20 @@ def twice(world: World, options: dict[str, Any]) -> int:
 @both_protocols
 @both_transports
 def test_two_transfers_of_one_pair_do_not_mix(ranks, transport, protocol):
-    assert ranks.run(2, twice, {"transport": transport, "protocol": protocol}) == [0, 0]
+    assert ranks.run(2, wrong_on_two_streams, {"transport": transport, "protocol": protocol}) == [0, 0]
 
 
-def in_place(world: World, transport: str) -> int:
-    """With get, a message that is written into the slot is fetched from there."""
-    channels = of(world, ((0, 1),), 5000, transport=transport, protocol="get", slots=2)
+def wrong_from_slots(world: World, transport: str) -> int:
+    """With get, write messages into the slot, from which they are fetched; return the number of wrong bytes."""
+    channels = open_channels(world, ((0, 1),), 5000, transport=transport, protocol="get", slots=2)
     wrong = 0
     for turn in range(5):
         if world.rank == 0:
             channels.synchronise()
             world.barrier("taken")
-            room = channels.send_buffer(1)
-            fill_drawn(room, turn)
-            channels.send(1, room)
+            buffer = channels.send_buffer(1)
+            fill_drawn(buffer, turn)
+            channels.send(1, buffer)
         else:
             world.barrier("taken")
             wrong += wrong_bytes(channels.receive(0), turn)
@@ -200,12 +200,12 @@ def in_place(world: World, transport: str) -> int:
 
 
 @both_transports
-def test_a_message_in_its_slot_is_fetched_from_there(ranks, transport):
-    assert ranks.run(2, in_place, transport) == [0, 0]
+def test_get_fetches_a_message_from_its_slot(ranks, transport):
+    assert ranks.run(2, wrong_from_slots, transport) == [0, 0]
 
 
-def with_a_dead_peer(world: World, sends: bool, options: dict[str, Any]) -> str:
-    channels = of(world, ((0, 1), (1, 0)), 100_000, **options)
+def error_with_a_dead_peer(world: World, sends: bool, options: dict[str, Any]) -> str:
+    channels = open_channels(world, ((0, 1), (1, 0)), 100_000, **options)
     world.barrier("made")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -232,12 +232,12 @@ def with_a_dead_peer(world: World, sends: bool, options: dict[str, Any]) -> str:
 def test_a_killed_peer_is_named(transport, protocol, sends):
     with GpuRanks(2) as started:
         options = {"transport": transport, "protocol": protocol}
-        said = started.outcomes(2, with_a_dead_peer, sends, options, timeout_s=2.0)
-        assert "for rank 1" in str(said[0])
+        errors = started.outcomes(2, error_with_a_dead_peer, sends, options, timeout_s=2.0)
+        assert "for rank 1" in str(errors[0])
 
 
-def told_to_stop(world: World, transport: str) -> str:
-    channels = of(world, ((0, 1),), 1000, transport=transport)
+def aborted_wait(world: World, transport: str) -> str:
+    channels = open_channels(world, ((0, 1),), 1000, transport=transport)
     if world.rank == 0:
         world.barrier("stopped")
     else:
@@ -246,7 +246,7 @@ def told_to_stop(world: World, transport: str) -> str:
             channels.receive(0)
             channels.synchronise()
         assert caught.value.peer == 0
-        world.waiter.reason = None  # the other rank waits in a round
+        world.waiter.reason = None  # the other rank waits in a barrier
         world.barrier("stopped")
     with contextlib.suppress(Aborted):
         channels.close()
@@ -255,10 +255,10 @@ def told_to_stop(world: World, transport: str) -> str:
 
 @both_transports
 def test_an_abort_ends_a_wait(ranks, transport):
-    assert ranks.run(2, told_to_stop, transport) == ["closed"] * 2
+    assert ranks.run(2, aborted_wait, transport) == ["closed"] * 2
 
 
-def refusals(world: World) -> list[str]:
+def errors_of_specs(world: World) -> list[str]:
     odd = world.rank % 2
     specs = [
         {"transport": ("tma", "copy_engine")[odd]},
@@ -271,23 +271,23 @@ def refusals(world: World) -> list[str]:
     ]
     if world.size > GPUS:
         specs.append({"transport": "collective"})
-    said = []
+    errors = []
     for options in specs:
         with pytest.raises(ConfigError) as caught:
-            of(world, ((0, 1),), 16, **options)
-        said.append(str(caught.value))
-    channels = of(world, ((0, 1),), 16, transport="auto")
-    said.append(channels.transport)
+            open_channels(world, ((0, 1),), 16, **options)
+        errors.append(str(caught.value))
+    channels = open_channels(world, ((0, 1),), 16, transport="auto")
+    errors.append(channels.transport)
     channels.close()
-    return said
+    return errors
 
 
-def test_what_cannot_be_is_refused_and_both_values_are_named(ranks):
-    for said in ranks.run(2, refusals):
-        assert "tma" in said[0] and "copy_engine" in said[0]
-        assert "put" in said[1] and "get" in said[1]
-        assert "int32" in said[2] and "float32" in said[2]
-        assert "'TMA'" in said[3] and "'host'" in said[4]
-        assert "takes no number of SMs" in said[5] and "0 slots" in said[6]
-        assert said[-1] == "tma"
-        assert len(said) == 8 or "share GPU" in said[7]
+def test_invalid_specs_are_refused_with_both_values(ranks):
+    for errors in ranks.run(2, errors_of_specs):
+        assert "tma" in errors[0] and "copy_engine" in errors[0]
+        assert "put" in errors[1] and "get" in errors[1]
+        assert "int32" in errors[2] and "float32" in errors[2]
+        assert "'TMA'" in errors[3] and "'host'" in errors[4]
+        assert "takes no number of SMs" in errors[5] and "0 slots" in errors[6]
+        assert errors[-1] == "tma"
+        assert len(errors) == 8 or "share GPU" in errors[7]

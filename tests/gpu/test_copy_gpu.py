@@ -1,4 +1,4 @@
-"""The copy kernel: every byte, nothing but those bytes, and the words that go with them."""
+"""Test the copy kernel: it copies every byte, writes no other byte, and counts and signals right."""
 
 from dataclasses import replace
 
@@ -35,30 +35,30 @@ RINGS = [
 
 
 class Arena:
-    """A source of random bytes and a destination, each at any offset of a buffer with room before and after."""
+    """A source of random bytes and a destination, each at any offset of a buffer with guard bytes at both ends."""
 
     def __init__(self, nbytes: int) -> None:
         self.source = torch.randint(0, 256, (nbytes + 2 * GUARD,), dtype=torch.uint8, device="cuda")
         self.into = torch.empty_like(self.source)
 
-    def check(self, copies, size: int, into_at: int, source_at: int, **how) -> None:
+    def check(self, copies, size: int, into_at: int, source_at: int, **options) -> None:
         begin, end = GUARD + into_at, GUARD + into_at + size
         source = self.source[GUARD + source_at :][:size]
         self.into.random_(0, 256)
-        self.into[begin:end] = ~source  # the poison differs from the source in every byte, so none can look written
+        self.into[begin:end] = ~source  # poison that differs from the source in every byte, so none can look written
         want = self.into.clone()
         want[begin:end] = source
-        copies.run(copies.of(self.into[begin:end], source, **how))
+        copies.run(copies.of(self.into[begin:end], source, **options))
         if not torch.equal(self.into, want):
             wrong = torch.nonzero(self.into != want).flatten() - begin
             pytest.fail(
-                f"{size} bytes to {into_at} from {source_at} mod 16, {how}: {len(wrong)} bytes wrong, the first at "
+                f"{size} bytes to {into_at} from {source_at} mod 16, {options}: {len(wrong)} bytes wrong, the first at "
                 f"{int(wrong[0])}, the last at {int(wrong[-1])} of the copy"
             )
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_alignment_of_both_ends(copies, size):
+def test_copies_of_any_alignment_are_right(copies, size):
     arena = Arena(size + 16)
     for into_at in range(16):
         for source_at in range(16):
@@ -67,7 +67,7 @@ def test_every_alignment_of_both_ends(copies, size):
 
 @pytest.mark.parametrize("ring", RINGS, ids=lambda ring: f"{ring.stages}x{ring.stage_bytes}")
 @pytest.mark.parametrize("blocks", [1, 3, 8, 132])
-def test_around_a_stage_and_around_a_round_of_all_stages(copies, ring, blocks):
+def test_copies_about_as_large_as_the_stages_are_right(copies, ring, blocks):
     arena = Arena(40 * 5120 * 8 + 64)
     for whole in (ring.stage_bytes, ring.stages * ring.stage_bytes, ring.stages * ring.stage_bytes * min(blocks, 8)):
         for size in {max(0, whole + off) for off in (-17, -16, -1, 0, 1, 16, 17)}:
@@ -76,7 +76,7 @@ def test_around_a_stage_and_around_a_round_of_all_stages(copies, ring, blocks):
 
 
 @pytest.mark.parametrize(("into_at", "source_at"), [(0, 0), (8, 8), (15, 15), (0, 1), (15, 3), (4, 12)])
-def test_many_chunks(copies, into_at, source_at):
+def test_copies_of_many_chunks_are_right(copies, into_at, source_at):
     arena = Arena((64 << 20) + 16)
     arena.check(copies, 64 << 20, into_at, source_at, blocks=8, ring=Ring(12, 16384))
     arena.check(copies, (64 << 20) - 7, into_at, source_at, blocks=132, ring=Ring(8, 1024))
@@ -85,7 +85,7 @@ def test_many_chunks(copies, into_at, source_at):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("into_at", "source_at"), [(0, 0), (5, 5), (1, 2)])
-def test_more_than_two_and_four_gigabytes(gpu, copies, into_at, source_at):
+def test_copies_above_two_and_four_gigabytes_are_right(gpu, copies, into_at, source_at):
     free, _ = torch.cuda.mem_get_info()
     for size in ((2 << 30) + 12345, (4 << 30) + 6789):
         if free < 5 * size:
@@ -100,8 +100,8 @@ def test_more_than_two_and_four_gigabytes(gpu, copies, into_at, source_at):
         torch.cuda.empty_cache()
 
 
-def test_memory_of_the_host_is_as_good(copies):
-    """Ends that are not on this GPU: what a peer's memory is."""
+def test_host_memory_is_copied_too(copies):
+    """Copy from and to memory that is not on this GPU, as a peer's memory is not."""
     source = torch.randint(0, 256, (100_003,), dtype=torch.uint8).pin_memory()
     there = torch.zeros(100_003, dtype=torch.uint8).pin_memory()
     here = torch.zeros(100_003, dtype=torch.uint8, device="cuda")
@@ -111,7 +111,7 @@ def test_memory_of_the_host_is_as_good(copies):
     assert not there[:3].any()
 
 
-def test_the_signal_counts_the_runs_whatever_the_grid(copies):
+def test_the_signal_counts_runs_of_any_grid(copies):
     words, source = Words(2), torch.randint(0, 256, (70_000,), dtype=torch.uint8, device="cuda")
     into = torch.zeros_like(source)
     for run, blocks in enumerate((1, 8, 3, 132, 1, 2, 8), start=1):
@@ -120,7 +120,7 @@ def test_the_signal_counts_the_runs_whatever_the_grid(copies):
 
 
 def test_a_signal_never_comes_before_the_bytes(copies, error_word):
-    """A sender and a receiver on two streams, one buffer, 300 messages: put, with its credit."""
+    """Put 300 messages with credits through one buffer, from a sender to a receiver on two streams."""
     messages, size = 300, 50_000
     words = Words(5)
     sent, ready, credit, arrived, took = range(5)
@@ -132,7 +132,7 @@ def test_a_signal_never_comes_before_the_bytes(copies, error_word):
     copied = copies.of(buffer[5:], source[5:], blocks=4)
     put = copies.waiting(words, sent, credit, watch, copies.signalling(words, sent, arrived, copied))
     assert put.params.lanes[0].signal == words.at(arrived)
-    say_ready = copies.signalling(words, ready, credit)
+    signal_ready = copies.signalling(words, ready, credit)
     receive = copies.waiting(words, took, arrived, watch)
     sender, receiver = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -141,7 +141,7 @@ def test_a_signal_never_comes_before_the_bytes(copies, error_word):
             source.copy_(data[message])
             put(sender.cuda_stream)
         with torch.cuda.stream(receiver):
-            say_ready(receiver.cuda_stream)
+            signal_ready(receiver.cuda_stream)
             receive(receiver.cuda_stream)
             log[message].copy_(buffer)
     torch.cuda.synchronize()
@@ -150,8 +150,8 @@ def test_a_signal_never_comes_before_the_bytes(copies, error_word):
     assert [words[index] for index in range(5)] == [messages] * 5
 
 
-def test_get_in_graphs_and_eager_by_turns(gpu, copies, error_word):
-    """The receiver waits until the sender is ready, pulls, and says that it has taken."""
+def test_get_works_in_graphs_and_eager_in_turns(gpu, copies, error_word):
+    """The receiver waits until the sender is ready, pulls the message, and signals that it has taken it."""
     words, size = Words(4), 30_001
     pulled, offered, ready, taken = range(4)
     source = torch.zeros(size, dtype=torch.uint8, device="cuda")
@@ -165,16 +165,16 @@ def test_get_in_graphs_and_eager_by_turns(gpu, copies, error_word):
         Graph.capture(gpu, receiver.cuda_stream, lambda: get(receiver.cuda_stream)) as gets,
         Graph.capture(gpu, sender.cuda_stream, lambda: offer(sender.cuda_stream)) as offers,
     ):
-        for turn in range(40):
+        for round_ in range(40):
             data = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
             source.copy_(data)
             torch.cuda.synchronize()
-            gets.replay(receiver.cuda_stream) if turn % 2 else get(receiver.cuda_stream)
-            offers.replay(sender.cuda_stream) if turn % 3 else offer(sender.cuda_stream)
+            gets.replay(receiver.cuda_stream) if round_ % 2 else get(receiver.cuda_stream)
+            offers.replay(sender.cuda_stream) if round_ % 3 else offer(sender.cuda_stream)
             torch.cuda.synchronize()
             error_word.check()
             assert torch.equal(into, data)
-            assert words[taken] == turn + 1
+            assert words[taken] == round_ + 1
 
 
 def test_the_credit_may_be_behind_by_the_lag(copies, error_word):
@@ -200,13 +200,13 @@ def test_the_credit_may_be_behind_by_the_lag(copies, error_word):
         ({"bytes": -1}, "it holds 0 to"),
     ],
 )
-def test_what_cannot_be_right_is_refused(copies, fields, message):
+def test_invalid_lanes_are_refused(copies, fields, message):
     with pytest.raises(ConfigError, match=message):
         copy_launch(copies.kernels, [CopyLane(**{"dst": 0, "src": 0, "bytes": 0} | fields)])
 
 
 @pytest.mark.parametrize("count", [0, LANES + 1])
-def test_a_launch_has_its_lanes(copies, count):
+def test_a_launch_without_lanes_or_with_too_many_is_refused(copies, count):
     with pytest.raises(ConfigError, match=f"{count} lanes in one copy; there are 1 to {LANES}"):
         copy_launch(copies.kernels, [CopyLane(0, 0, 0)] * count)
 
@@ -214,29 +214,29 @@ def test_a_launch_has_its_lanes(copies, count):
 @pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("ring", [Ring(4, 256), Ring(12, 1024), Ring(1, 64)], ids=["4x256", "12x1024", "1x64"])
-def test_many_lanes_at_once(copies, ring, blocks, in_turn):
-    """Every kind of lane beside every other: aligned, with ends, shifted, of a few bytes, and signals alone."""
+def test_many_lanes_run_at_once(copies, ring, blocks, in_turn):
+    """Mix all kinds of lanes: aligned, with unaligned ends, shifted, of a few bytes, and signals alone."""
     sizes = [0, 1, 15, 16, 4096, 5003, 100_000, 40_000, 16 * 1024, 17, 0, 70_001] * 2
     words = Words(2 * len(sizes))
     source = torch.randint(0, 256, (sum(sizes) + 64 * len(sizes),), dtype=torch.uint8, device="cuda")
     for run in range(1, 4):
         into = torch.zeros_like(source)
         want = into.clone()
-        lanes, at = [], 0
-        for place, size in enumerate(sizes):
-            into_at, source_at = at + (0, 3, 8)[place % 3], at + (0, 3, 5)[place % 3]
+        lanes, start = [], 0
+        for index, size in enumerate(sizes):
+            into_at, source_at = start + (0, 3, 8)[index % 3], start + (0, 3, 5)[index % 3]
             lane = copies.lane(into[into_at:][:size], source[source_at:][:size])
             want[into_at:][:size] = source[source_at:][:size]
-            lanes.append(replace(lane, operation=words.at(2 * place), signal=words.at(2 * place + 1)))
-            at += -(-size // 16) * 16 + 32
+            lanes.append(replace(lane, operation=words.at(2 * index), signal=words.at(2 * index + 1)))
+            start += -(-size // 16) * 16 + 32
         copies.run(copy_launch(copies.kernels, lanes, Spread(blocks, ring, in_turn)))
         assert torch.equal(into, want)
         assert [words[index] for index in range(2 * len(sizes))] == [run] * (2 * len(sizes))
-        assert [words.ticket(2 * place) for place in range(len(sizes))] == [0] * len(sizes)
+        assert [words.ticket(2 * index) for index in range(len(sizes))] == [0] * len(sizes)
 
 
 def test_a_pace_is_kept_and_the_bytes_are_right(copies):
-    """A GPU alone copies ten times as fast; a pace that is not kept shows, and so does one that stands still."""
+    """A GPU alone copies ten times as fast, so both a pace that is not kept and a slower one show."""
     size, gbps = 64 << 20, 100
     source = torch.randint(0, 256, (2, size), dtype=torch.uint8, device="cuda")
     into = torch.zeros_like(source)
@@ -253,8 +253,8 @@ def test_a_pace_is_kept_and_the_bytes_are_right(copies):
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_what_is_moved_is_announced_while_a_later_lane_waits(copies, error_word, in_turn):
-    """Two ends in one GPU: each launch's second lane waits for what the other's first one says."""
+def test_a_lane_signals_while_a_later_lane_waits(copies, error_word, in_turn):
+    """Run two ends on one GPU: the second lane of each launch waits for the signal of the other launch's first lane."""
     size = 200_000
     words = Words(8)
     data = torch.randint(0, 256, (2, 2, size), dtype=torch.uint8, device="cuda")
@@ -271,7 +271,7 @@ def test_what_is_moved_is_announced_while_a_later_lane_waits(copies, error_word,
     for run in range(1, 21):
         into.zero_()
         torch.cuda.synchronize()
-        # Neither launch ends before the other has begun, so nothing is awaited between the two.
+        # Neither launch ends before the other has begun, so no wait may come between the two.
         launches[run % 2](other.cuda_stream)
         launches[1 - run % 2](copies.stream.cuda_stream)
         torch.cuda.synchronize()
@@ -281,15 +281,15 @@ def test_what_is_moved_is_announced_while_a_later_lane_waits(copies, error_word,
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_lanes_behind_one_that_waits_in_vain_say_nothing(copies, error_word, in_turn):
+def test_a_lane_that_times_out_and_lanes_behind_it_do_not_signal(copies, error_word, in_turn):
     words, size = Words(8), 50_000
     source, into = (
         torch.ones(3, size, dtype=torch.uint8, device="cuda"),
         torch.zeros(3, size, dtype=torch.uint8, device="cuda"),
     )
     lanes = [
-        replace(copies.lane(into[place], source[place]), operation=words.at(2 * place), signal=words.at(2 * place + 1))
-        for place in range(3)
+        replace(copies.lane(into[index], source[index]), operation=words.at(2 * index), signal=words.at(2 * index + 1))
+        for index in range(3)
     ]
     lanes[1] = replace(lanes[1], credit=words.at(7), peer=5)
     launch = copy_launch(copies.kernels, lanes, Spread(3, Ring(4, 4096), in_turn), error_word.watch(0.2))
@@ -299,7 +299,7 @@ def test_lanes_behind_one_that_waits_in_vain_say_nothing(copies, error_word, in_
     assert words[3] == 0 and not into[1].any()
     if in_turn:
         assert words[5] == 0 and not into[2].any()
-    assert [words.ticket(2 * place) for place in range(3)] == [0] * 3
-    copies.run(launch)  # all of it is poisoned now
+    assert [words.ticket(2 * index) for index in range(3)] == [0] * 3
+    copies.run(launch)  # the whole launch is poisoned now
     assert (words[1], words[3]) == (1, 0)
-    assert [words.ticket(2 * place) for place in range(3)] == [0] * 3
+    assert [words.ticket(2 * index) for index in range(3)] == [0] * 3

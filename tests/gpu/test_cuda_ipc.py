@@ -1,4 +1,4 @@
-"""Device memory between processes, on real GPUs: one for each rank where there are enough, else one that all share."""
+"""Test device memory between processes on real GPUs: one for each rank if there are enough, else ranks share them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.gpu.ranks import DEADLINE_S, GPUS, NEEDS_GPU, RANKS, GpuRanks, RankGo
 pytestmark = NEEDS_GPU
 
 ROWS = Layout.of([Region.words("flag", RANKS), Region("rows", (RANKS, 1 << 20), "bfloat16"), Region.words("zero", 9)])
-SLACK = 4 * GRANULE  # of what a driver may keep for itself
+SLACK = 4 * GRANULE  # memory that a driver may keep for itself
 
 
-# What one rank does
+# Functions that ranks run
 
 
 def write_to_all(world: World) -> dict[str, Any]:
@@ -61,10 +61,10 @@ def write_far(world: World) -> list[int]:
 
 
 def make_and_close(world: World, order: list[str], tensor_outlives: bool) -> None:
-    heaps = {what: world.allocate(ROWS, what, where="device") for what in ("first", "second")}
+    heaps = {name: world.allocate(ROWS, name, where="device") for name in ("first", "second")}
     kept = heaps["first"].tensor("rows") if tensor_outlives else None
-    for what in order if world.rank % 2 else reversed(order):
-        heaps[what].close()
+    for name in order if world.rank % 2 else reversed(order):
+        heaps[name].close()
     if kept is not None:
         assert float(kept.fill_(2).sum(dtype=torch.float64)) == 2 * kept.numel()
 
@@ -88,7 +88,7 @@ def use_after_a_peer_closed(world: World) -> float:
     rows = heap.tensor("rows")
     world.barrier("made")
     if world.rank == 0:
-        heap.close()  # waits its 2 s in vain, and frees nothing
+        heap.close()  # its wait of 2 s fails, and it frees nothing
         world.barrier("closed")
         world.barrier("written")
         return float(rows[1, 0])
@@ -111,11 +111,11 @@ def kill_a_peer(world: World, nbytes: int) -> dict[str, Any]:
     os.kill(pids[1], signal.SIGKILL)
     while _alive(pids[1]):
         time.sleep(0.005)
-    theirs = heap.tensor("rows", 1)
-    found: dict[str, Any] = {"read": int(theirs[-1])}
-    theirs[0] = 9
+    peer_rows = heap.tensor("rows", 1)
+    found: dict[str, Any] = {"read": int(peer_rows[-1])}
+    peer_rows[0] = 9
     torch.cuda.synchronize()
-    found["written"] = int(theirs[0])
+    found["written"] = int(peer_rows[0])
     try:
         world.barrier("lunch")
     except PeerTimeout as error:
@@ -124,7 +124,7 @@ def kill_a_peer(world: World, nbytes: int) -> dict[str, Any]:
     heap.close()
     world.close()
     found["closing_s"] = time.monotonic() - start
-    found["mine"] = int(torch.ones(4, device=world.device).sum())  # the context is sound
+    found["mine"] = int(torch.ones(4, device=world.device).sum())  # the context still works
     return found
 
 
@@ -164,17 +164,17 @@ def test_ranks_write_to_and_read_from_one_another(ranks: GpuRanks, size: int) ->
         assert found["nbytes"] % GRANULE == 0
 
 
-def test_a_region_behind_3_gib(ranks: GpuRanks) -> None:
+def test_a_region_at_an_offset_of_3_gib_is_right(ranks: GpuRanks) -> None:
     for rank, last in enumerate(ranks.run(RANKS, write_far)):
         assert last == [7 * writer + rank for writer in range(RANKS)]
 
 
-def test_three_generations_leave_nothing(ranks: GpuRanks) -> None:
+def test_three_generations_leave_no_memory_behind(ranks: GpuRanks) -> None:
     before = ranks.run(RANKS, free_bytes)
     for generation in range(3):
         ranks.run(RANKS, write_to_all, generation=generation)
     after = ranks.run(RANKS, free_bytes, generation=3)
-    assert all(abs(now - then) <= SLACK for now, then in zip(after, before, strict=True)), (before, after)
+    assert all(abs(new - old) <= SLACK for new, old in zip(after, before, strict=True)), (before, after)
 
 
 @pytest.mark.parametrize("order", [[], ["first"], ["first", "second"]])
@@ -183,7 +183,7 @@ def test_heaps_are_closed_in_any_order(ranks: GpuRanks, order: list[str], tensor
     before = ranks.run(RANKS, free_bytes)
     ranks.run(RANKS, make_and_close, order, tensor_outlives)
     after = ranks.run(RANKS, free_bytes)
-    assert all(abs(now - then) <= SLACK for now, then in zip(after, before, strict=True)), (before, after)
+    assert all(abs(new - old) <= SLACK for new, old in zip(after, before, strict=True)), (before, after)
 
 
 def test_own_memory_lives_as_long_as_its_tensors(ranks: GpuRanks) -> None:
@@ -194,41 +194,41 @@ def test_own_memory_lives_as_long_as_its_tensors(ranks: GpuRanks) -> None:
         assert held <= sharers * nbytes + SLACK
 
 
-def test_memory_outlives_a_close_that_came_too_early(ranks: GpuRanks) -> None:
+def test_memory_outlives_a_close_that_comes_too_early(ranks: GpuRanks) -> None:
     assert ranks.run(2, use_after_a_peer_closed) == [1.0, 1.0]
 
 
-def test_an_exporter_that_is_killed_while_mapped() -> None:
-    with GpuRanks(1) as one:  # this process makes no context
+def test_memory_of_a_killed_rank_stays_mapped_and_is_freed_later() -> None:
+    with GpuRanks(1) as one:  # the test process makes no context
         nbytes = one.run(1, free_bytes)[0] // 3
     with GpuRanks(2) as pair:
-        found, gone = pair.outcomes(2, kill_a_peer, nbytes, timeout_s=2.0)
-        assert isinstance(gone, RankGone)
+        found, killed = pair.outcomes(2, kill_a_peer, nbytes, timeout_s=2.0)
+        assert isinstance(killed, RankGone)
         print(found)
         assert found["said"].startswith("rank 0 waited")
         assert "for rank 1 in lunch" in found["said"]
         assert found["closing_s"] < 6
         assert (found["read"], found["written"], found["mine"]) == (2, 9, 4)
-    # The next generation asks for all that again, though the driver may still be busy with taking it from the dead.
+    # The next generation asks for the same memory, while the driver may still be freeing that of the killed rank.
     with GpuRanks(2) as pair:
         assert pair.run(2, fill_again, nbytes, generation=1) == [0, 0]
 
 
-def test_more_than_the_gpu_has(ranks: GpuRanks) -> None:
+def test_a_heap_larger_than_the_gpu_is_refused(ranks: GpuRanks) -> None:
     for outcome in ranks.outcomes(2, ask_for_too_much):
         assert isinstance(outcome, PlacementError | WiringError)
         assert "bytes of device memory" in str(outcome)
     assert ranks.run(2, write_to_all)[0]["clean"] == 0
 
 
-def test_a_handle_that_is_none(ranks: GpuRanks) -> None:
+def test_a_forged_handle_is_refused(ranks: GpuRanks) -> None:
     [outcome] = ranks.outcomes(1, forge_a_handle)
     assert isinstance(outcome, WiringError)
     print(outcome)
     assert "cuIpcOpenMemHandle failed: CUDA_ERROR_" in str(outcome)
 
 
-def test_two_ranks_on_one_gpu_must_say_so(ranks: GpuRanks) -> None:
+def test_two_ranks_on_one_gpu_need_share_gpu(ranks: GpuRanks) -> None:
     for outcome in ranks.outcomes(GPUS + 1, free_bytes, share_gpu=False):
         assert isinstance(outcome, WiringError)
         assert f"ranks 0 and {GPUS} are both on GPU" in str(outcome)

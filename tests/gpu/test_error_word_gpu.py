@@ -1,4 +1,4 @@
-"""Waits that fail: who waited for whom is told once, the rest is poisoned, and nothing is stored to peers."""
+"""Test waits that fail: one record names both ranks, later work is poisoned, and nothing is stored to peers."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ def words(source):
 
 @pytest.fixture
 def put(copies, words, source, into):
-    """Makes a put that waits at most so long; 4 blocks, all of which wait."""
+    """Return a function that makes a put with a bounded wait. It has 4 blocks, and all of them wait."""
 
     def make(error_word, timeout_s):
         copied = copies.signalling(words, OPERATION, SIGNAL, copies.of(into, source, blocks=4))
@@ -53,7 +53,7 @@ def seconds(stream, launch) -> float:
     return time.monotonic() - begin
 
 
-def test_a_wait_that_is_served_leaves_nothing(copies, error_word, put, words, source, into):
+def test_a_wait_that_succeeds_records_no_failure(copies, error_word, put, words, source, into):
     words[CREDIT] = 1
     seconds(copies.stream, put(error_word, 5.0))
     assert error_word.record() is None
@@ -63,12 +63,12 @@ def test_a_wait_that_is_served_leaves_nothing(copies, error_word, put, words, so
     assert (words[SIGNAL], words[OPERATION]) == (1, 1)
 
 
-def test_a_timeout_is_told_and_poisons(copies, error_word, put, words, into):
+def test_a_timeout_is_recorded_and_poisons_later_work(copies, error_word, put, words, into):
     assert error_word.number("get") == 0
     number = error_word.number("put")
     assert number == error_word.number("put") == 1
-    took = seconds(copies.stream, put(error_word, 0.2))
-    assert 0.15 < took < 2
+    elapsed = seconds(copies.stream, put(error_word, 0.2))
+    assert 0.15 < elapsed < 2
     found = error_word.record()
     assert (found.code, found.op, found.epoch, found.peer) == (FAILURE_TIMEOUT, number, 1, PEER)
     assert (found.expected, found.seen) == (1, 0)
@@ -78,14 +78,14 @@ def test_a_timeout_is_told_and_poisons(copies, error_word, put, words, into):
     assert not into.any()
     assert (words[SIGNAL], words[OPERATION], words.ticket(OPERATION)) == (0, 0, 0)
 
-    words[CREDIT] = 99  # it comes, too late: nothing may be stored any more
+    words[CREDIT] = 99  # the credit comes too late: nothing may be stored any more
     assert seconds(copies.stream, put(error_word, 5.0)) < 0.1
     assert not into.any()
     assert (words[SIGNAL], words[OPERATION], words.ticket(OPERATION)) == (0, 0, 0)
     assert error_word.record() == found
 
 
-def test_a_later_run_tells_its_own_epoch(copies, error_word, put, words):
+def test_a_later_run_records_its_own_epoch(copies, error_word, put, words):
     words[CREDIT] = 3
     for _ in range(4):
         seconds(copies.stream, put(error_word, 0.1))
@@ -123,8 +123,8 @@ def test_an_abort_before_the_wait_ends_it_too(copies, error_word, put):
         error_word.check()
 
 
-def test_the_others_of_a_workspace_leave_as_well(copies, error_word, put):
-    """One wait runs out; another of the same watch, with a minute to go, ends with it, and is not told of."""
+def test_a_timeout_ends_the_other_waits_of_its_workspace(copies, error_word, put):
+    """When one wait times out, another of the same watch with a minute left ends too, and is not recorded."""
     short, patient = put(error_word, 0.1), put(error_word, 60.0)
     other = torch.cuda.Stream()
     torch.cuda.synchronize()

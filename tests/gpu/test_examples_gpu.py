@@ -1,4 +1,4 @@
-"""The programs in examples/ on two GPUs."""
+"""Run the programs in examples/ on two GPUs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_on_two_gpus(name: str) -> None:
+def test_each_example_runs_on_two_gpus(name: str) -> None:
     if name == "ray_train.py" and importlib.util.find_spec("pyarrow") is None:
-        pytest.skip("needs ray[train], of which pyarrow is missing: pip install '.[examples]'")
+        pytest.skip("needs ray[train], and pyarrow is missing: pip install '.[examples]'")
     example = EXAMPLES[name]
-    with TemporaryDirectory(prefix="raymoe") as folder:  # a short path: Ray has sockets below it
+    with TemporaryDirectory(prefix="raymoe") as folder:  # a short path, because Ray makes sockets below it
         printed = run(example, Path(folder), RAY_ADDRESS="local", HOME=folder)
     assert len(set(results(example, printed, "cuda(?::[01])?"))) == example.lines, printed

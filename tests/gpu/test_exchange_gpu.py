@@ -1,7 +1,7 @@
-"""Exchanges between GPU ranks: every backend against the plan, exactly where rows are moved, and against the oracle
-where they are summed. As many ranks as there are GPUs; on a machine with one, two or three that share it.
+"""Test exchanges between GPU ranks. Moved rows of every backend must equal the plan; sums must agree with the oracle.
 
-Ranks that share a GPU take turns by time slices, about 5 ms a wait, so cases are small and many go through one world.
+There are as many ranks as GPUs, at most four; a single GPU has two or three ranks. Ranks that share a GPU take turns by
+time slices, about 5 ms a wait. So cases are small, and many go through one world.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ CAPTURABLE = (*WITH_WORKSPACE, "allgather")
 BACKENDS = (*CAPTURABLE, "collective")
 RANKS = max(2, min(4, GPUS))
 SIZES = sorted({1, 2, 3 if GPUS < 2 else RANKS})
-ELEMENTS = 150_000  # about so many of received rows are told to the judge, in each step, by each rank
+ELEMENTS = 150_000  # about the most elements of received rows that a rank sends to the judge in a step
 TIMEOUT_S = 5.0
 THREE_ROUNDINGS = (1 + 2**-8) ** 3 - 1
-"""Of bfloat16, to each of which a value that comes home is rounded: as an expert's, as a rank's sum, and as y."""
+"""The error of three roundings to bfloat16 on the way home: of the expert's row, of a rank's sum, and of y."""
 
 SMALL = ExchangeSpec(tokens=9, hidden=64, experts=2 * RANKS, topk=2, alignment=8)
 
@@ -49,7 +49,7 @@ def ranks() -> Iterator[GpuRanks]:
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name in ("allgather", "collective") and GPUS < 2:
-        pytest.skip(f"{name} is NCCL's, which wants a GPU for each rank: {GPUS} here")
+        pytest.skip(f"{name} uses NCCL, which needs a GPU for each rank: {GPUS} here")
     if name in WITH_WORKSPACE and torch.cuda.get_device_capability() < FUSED_CAPABILITY:
         pytest.skip(f"{name} needs compute capability {FUSED_CAPABILITY}: {torch.cuda.get_device_name()} is older")
     return name
@@ -57,17 +57,17 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def capturable(backend: str) -> str:
     if backend not in CAPTURABLE:
-        pytest.skip(f"{backend} waits for the host and cannot be captured; a test of its own says so")
+        pytest.skip(f"{backend} waits for the host and cannot be captured; another test checks the refusal")
     return backend
 
 
 def fits(size: int) -> int:
-    """Ranks of a world for backends that need a GPU each."""
+    """Return the ranks of a world for backends that need a GPU for each."""
     return min(size, GPUS)
 
 
 def edges(backend: str, size: int) -> list[Case]:
-    """One case for each limit of the contract."""
+    """Return one case for each limit of the contract."""
     routing = ("uniform", "repeated", "one", "none")
     specs = [
         ExchangeSpec(tokens=1, hidden=16384, experts=size, topk=1, dtype="float32"),
@@ -92,7 +92,7 @@ def edges(backend: str, size: int) -> list[Case]:
 
 
 def drawn(backend: str, size: int, seed: int, count: int) -> list[Case]:
-    """Cases of all kinds, always the same for a seed."""
+    """Draw cases of all kinds, always the same for a seed."""
     rng, cases = np.random.default_rng((seed, size)), []
     while len(cases) < count:
         experts = size * int(rng.integers(1, 10))
@@ -124,25 +124,25 @@ def judge_all(ranks: GpuRanks, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_limits_of_the_contract(ranks: GpuRanks, backend: str, size: int) -> None:
+def test_cases_at_the_limits_of_the_contract_are_right(ranks: GpuRanks, backend: str, size: int) -> None:
     judge_all(ranks, edges(backend, size))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("size", SIZES)
-def test_drawn_cases(ranks: GpuRanks, backend: str, size: int, seed: int) -> None:
+def test_drawn_cases_are_right(ranks: GpuRanks, backend: str, size: int, seed: int) -> None:
     judge_all(ranks, drawn(backend, size, seed, count=10))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_larger_case(ranks: GpuRanks, backend: str, dtype: str) -> None:
+def test_a_larger_case_is_right(ranks: GpuRanks, backend: str, dtype: str) -> None:
     spec = ExchangeSpec(tokens=512, hidden=1024, experts=8 * RANKS, topk=4, dtype=dtype)
     judge_all(ranks, [Case(RANKS, spec, backend, ("skewed", "masked"), seed=5)])
 
 
 QUANTISED = [
-    # The first three are few tokens, whose rows travel in lines; the others go through slots. 200 and 264 end in a
-    # block that is not full.
+    # The first three have few tokens, whose rows travel in lines; the others go through slots. Rows of 200 and 264 end
+    # in a block that is not full.
     ExchangeSpec(tokens=64, hidden=128, experts=3 * RANKS, topk=2, wire="float8_e4m3"),
     ExchangeSpec(tokens=40, hidden=200, experts=3 * RANKS, topk=2, wire="float8_e4m3"),
     ExchangeSpec(tokens=3, hidden=16384, experts=3 * RANKS, topk=2, wire="float8_e4m3"),
@@ -158,9 +158,9 @@ QUANTISED = [
 @pytest.mark.parametrize(
     "spec", QUANTISED, ids=lambda spec: f"{spec.output}-{spec.layout}-{spec.tokens}x{spec.hidden}-{spec.dtype}"
 )
-def test_rows_that_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) -> None:
+def test_rows_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) -> None:
     if backend not in QUANTISING:
-        pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal says so")
+        pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal refuses them")
     case = Case(RANKS, spec, backend, ("uniform", "masked", "one"), seed=spec.hidden)
     answers = ranks.run(RANKS, on_rank.quantised_steps, case)
     for step in range(len(case.routing)):
@@ -169,10 +169,10 @@ def test_rows_that_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpe
 
 def test_raw_rows_of_an_odd_width_are_refused(ranks: GpuRanks, backend: str) -> None:
     if backend not in QUANTISING:
-        pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal says so")
+        pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal refuses them")
     spec = replace(QUANTISED[1], output="raw")
-    for said in ranks.run(RANKS, on_rank.told_of_spec, Case(RANKS, spec, backend, ("uniform",))):
-        assert said == "output raw with hidden 200; rows of fp8 need a multiple of 16 elements"
+    for error in ranks.run(RANKS, on_rank.error_of_spec, Case(RANKS, spec, backend, ("uniform",))):
+        assert error == "output raw with hidden 200; rows of fp8 need a multiple of 16 elements"
 
 
 def kinds_of(seed: int, steps: int) -> list[str]:
@@ -182,7 +182,7 @@ def kinds_of(seed: int, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("size", SIZES)
-def test_replays_and_eager_steps_in_any_order(ranks: GpuRanks, backend: str, size: int, layout: str) -> None:
+def test_replays_and_eager_steps_mix_in_any_order(ranks: GpuRanks, backend: str, size: int, layout: str) -> None:
     spec = ExchangeSpec(tokens=19, hidden=104, experts=3 * size, topk=3, alignment=16, padding="zero", layout=layout)
     kinds = kinds_of(seed=size, steps=24)
     routing = tuple(ROUTINGS[step % len(ROUTINGS)] for step in range(len(kinds)))
@@ -199,7 +199,7 @@ def test_replays_and_eager_steps_in_any_order(ranks: GpuRanks, backend: str, siz
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_operations_in_halves(ranks: GpuRanks, backend: str, captured: bool) -> None:
+def test_operations_run_in_halves(ranks: GpuRanks, backend: str, captured: bool) -> None:
     if backend not in WITH_WORKSPACE:
         pytest.skip(f"{backend} has no operation in halves")
     case = Case(RANKS, SMALL, backend, ("uniform", "none", "one", "masked"), seed=12, prefix=True)
@@ -212,18 +212,18 @@ def test_operations_in_halves(ranks: GpuRanks, backend: str, captured: bool) -> 
 
 
 @pytest.mark.parametrize("tokens", [1, 4096])
-def test_no_launch_is_larger_than_what_was_asked_for(ranks: GpuRanks, backend: str, tokens: int) -> None:
+def test_no_launch_takes_more_sms_than_asked_for(ranks: GpuRanks, backend: str, tokens: int) -> None:
     if backend not in WITH_WORKSPACE:
         pytest.skip(f"{backend} launches NCCL's kernels and torch's")
     case = Case(RANKS, replace(SMALL, tokens=tokens), backend, ("none",), ragged=False)
-    asked = [4, 16, "auto"]
-    for found in ranks.run(RANKS, on_rank.multiprocessors, case, asked):
-        for want, (occupied, there) in zip(asked, found, strict=True):
+    requested = [4, 16, "auto"]
+    for found in ranks.run(RANKS, on_rank.sms_of_launches, case, requested):
+        for want, (occupied, available) in zip(requested, found, strict=True):
             assert occupied is not None
-            assert 1 <= occupied <= (there if want == "auto" else want)
+            assert 1 <= occupied <= (available if want == "auto" else want)
 
 
-def test_a_second_of_replays_by_late_ranks(ranks: GpuRanks, backend: str) -> None:
+def test_many_replays_with_late_ranks_are_right(ranks: GpuRanks, backend: str) -> None:
     steps = 100 if GPUS < 2 else 1000
     for worst, step in ranks.run(RANKS, on_rank.soak, soak_case(capturable(backend)), steps):
         assert worst <= THREE_ROUNDINGS, f"step {step}"
@@ -231,7 +231,7 @@ def test_a_second_of_replays_by_late_ranks(ranks: GpuRanks, backend: str) -> Non
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_ten_thousand_replays_by_late_ranks(ranks: GpuRanks, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_replays_with_late_ranks(ranks: GpuRanks, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.gpu.ranks.DEADLINE_S", 1700.0)
     for worst, step in ranks.run(RANKS, on_rank.soak, soak_case(capturable(backend)), 10_000):
         assert worst <= THREE_ROUNDINGS, f"step {step}"
@@ -245,12 +245,12 @@ def soak_case(backend: str) -> Case:
 def test_results_repeat_bit_for_bit(ranks: GpuRanks, backend: str) -> None:
     spec = ExchangeSpec(tokens=48, hidden=256, experts=4 * RANKS, topk=4, alignment=1)
     case = Case(RANKS, spec, backend, ("repeated", "skewed"), seed=3)
-    assert ranks.run(RANKS, on_rank.repeated, case) == [[True] * 3] * RANKS
+    assert ranks.run(RANKS, on_rank.repeat_a_step, case) == [[True] * 3] * RANKS
 
 
 def test_several_dispatches_may_be_outstanding(ranks: GpuRanks, backend: str) -> None:
     case = Case(RANKS, SMALL, backend, ("uniform", "masked", "repeated"), seed=11)
-    ys = ranks.run(RANKS, on_rank.outstanding, case)
+    ys = ranks.run(RANKS, on_rank.combine_in_another_order, case)
     for rank in range(RANKS):
         for step in range(3):
             judge_combine(case, batches(case, step)[rank], ys[rank][step])
@@ -267,11 +267,11 @@ ENGINE_LAYERS = [
     replace(SMALL, hidden=32, experts=RANKS, topk=1, dtype="float32"),
     replace(SMALL, experts=3 * RANKS, topk=3, dtype="float16", layout="rank"),
 ]
-"""Rows of one size: what the copy engine asks of those that share a workspace."""
+"""Rows of one size: the copy engine needs them for exchanges that share a workspace."""
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one workspace", "two streams"])
-def test_exchanges_side_by_side(ranks: GpuRanks, backend: str, shared: bool) -> None:
+def test_exchanges_run_side_by_side(ranks: GpuRanks, backend: str, shared: bool) -> None:
     if backend not in WITH_WORKSPACE:
         pytest.skip(f"{backend} has no workspace; NCCL's order of operations is one for all streams")
     specs = ENGINE_LAYERS if backend == ENGINE else LAYERS
@@ -312,47 +312,47 @@ FAULTS = [
     (("tokens", -1), f"num_tokens is -1 on rank {RANKS - 1}"),
     (("capacity", 0), f"rows, gaps included, came to rank {RANKS - 1}; its capacity is"),
 ]
-"""What one rank hands over that cannot be, and what all ranks say of it."""
+"""Data of one rank that must be refused, and the error that all ranks raise."""
 
 
 @pytest.mark.parametrize(
     ("fault", "says"), FAULTS, ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else ""
 )
-def test_refused_data_is_told_by_all_and_the_next_step_works(
+def test_all_ranks_refuse_bad_data_and_the_next_step_works(
     ranks: GpuRanks, backend: str, fault: tuple[str, int], says: str
 ) -> None:
     spec = replace(SMALL, capacity=RANKS * SMALL.tokens * SMALL.topk - 2) if fault[0] == "capacity" else SMALL
     middle = "one" if fault[0] == "capacity" else "uniform"
     case = Case(RANKS, spec, backend, ("masked", middle, "none"), seed=8, ragged=False)
-    told = []
+    error_texts = []
     for rank, (found, after) in enumerate(ranks.run(RANKS, on_rank.refuse_and_go_on, case, fault)):
-        told.append(found["told"])
+        error_texts.append(found["told"])
         assert says in found["told"]
-        assert found["nan"], "y of a refused step"
-        assert found["outside"], "memory around what was given"
+        assert found["nan"], "y of a refused step must be NaN"
+        assert found["outside"], "memory around the given memory was written"
         assert fault[0] != "capacity" or rank != RANKS - 1 or not any(found["counts"])
         judge_combine(case, batches(case, 2)[rank], after.y)
-    assert len(set(told)) == 1
+    assert len(set(error_texts)) == 1
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "weighted"])
-def test_ranks_that_do_not_combine_the_same_are_told(ranks: GpuRanks, backend: str, kind: str) -> None:
+def test_combines_that_differ_between_ranks_are_refused(ranks: GpuRanks, backend: str, kind: str) -> None:
     if backend not in ("collective", "allgather"):
-        pytest.skip(f"the kernels of {backend} have statuses of their own")
+        pytest.skip(f"the kernels of {backend} check statuses themselves")
     case = Case(RANKS, SMALL, backend, ("uniform", "masked"), seed=4)
     last = RANKS - 1
-    says = f"rank 0 combines its dispatch 1 and rank {last} its dispatch 2"
+    expected = f"rank 0 combines its dispatch 1 and rank {last} its dispatch 2"
     if kind == "weighted":
-        says = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with weighted=False"
+        expected = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with weighted=False"
     for rank, found in enumerate(ranks.run(RANKS, on_rank.mixed_combines, case, kind)):
-        assert found["told"].startswith(says)
+        assert found["told"].startswith(expected)
         assert found["nan"]
         judge_combine(case, batches(case, 1)[rank], found["y"])
 
 
-def test_what_is_left_of_a_closed_exchange_may_be_collected_inside_a_capture(ranks: GpuRanks, backend: str) -> None:
+def test_garbage_of_a_closed_exchange_may_be_freed_inside_a_capture(ranks: GpuRanks, backend: str) -> None:
     case = Case(RANKS, SMALL, capturable(backend), ("uniform", "masked", "one"), seed=3, prefix=True)
-    answers = ranks.run(RANKS, on_rank.collected_inside, case)
+    answers = ranks.run(RANKS, on_rank.collect_garbage_inside_captures, case)
     for step in range(len(case.routing)):
         sent = [on_rank.padded(batch, SMALL.tokens) for batch in batches(case, step)]
         for rank in range(RANKS):
@@ -360,17 +360,17 @@ def test_what_is_left_of_a_closed_exchange_may_be_collected_inside_a_capture(ran
             judge_combine(case, sent[rank], answers[rank][step].y)
 
 
-def test_refused_replays(ranks: GpuRanks, backend: str) -> None:
+def test_replays_of_bad_data_are_refused_and_good_ones_work(ranks: GpuRanks, backend: str) -> None:
     case = Case(RANKS, SMALL, capturable(backend), ("uniform",) * 5, seed=6, ragged=False)
     for steps in ranks.run(RANKS, on_rank.refuse_in_replay, case):
-        says = f"rank 0 asked for expert {SMALL.experts} for its token 0; ids are -1 to {SMALL.experts - 1}"
-        assert steps == [("", False, False), (says, True, True)] * 2 + [("", False, False)]
+        expected = f"rank 0 asked for expert {SMALL.experts} for its token 0; ids are -1 to {SMALL.experts - 1}"
+        assert steps == [("", False, False), (expected, True, True)] * 2 + [("", False, False)]
 
 
-def test_callers_mistakes_are_told_before_anything_is_sent(ranks: GpuRanks, backend: str) -> None:
+def test_misuse_is_refused_before_anything_is_sent(ranks: GpuRanks, backend: str) -> None:
     case = Case(RANKS, SMALL, backend, ("uniform",), seed=4, ragged=False)
     no_capture = "dispatch by collective cannot be captured"
-    says = [
+    expected = [
         "x is on cpu; this world's ranks are on cuda:0",
         "x begins 2 bytes behind a multiple of 16",
         "num_tokens is on cpu",
@@ -380,15 +380,15 @@ def test_callers_mistakes_are_told_before_anything_is_sent(ranks: GpuRanks, back
         "an exchange was to be made inside a capture",
         "check waits for the device",
     ]
-    for said in ranks.run(RANKS, on_rank.caller_mistakes, case):
-        assert len(said) == len(says)
-        for sentence, piece in zip(said, says, strict=True):
-            assert piece in sentence
+    for errors in ranks.run(RANKS, on_rank.misuse_errors, case):
+        assert len(errors) == len(expected)
+        for sentence, fragment in zip(errors, expected, strict=True):
+            assert fragment in sentence
 
 
-@pytest.mark.skipif(GPUS != 1, reason="a machine with one GPU has ranks that share it")
+@pytest.mark.skipif(GPUS != 1, reason="needs ranks that share the only GPU")
 @pytest.mark.parametrize("name", ["collective", "allgather"])
-def test_nccl_and_shared_gpus(ranks: GpuRanks, name: str) -> None:
+def test_nccl_backends_refuse_shared_gpus(ranks: GpuRanks, name: str) -> None:
     case = Case(2, SMALL, name, ("uniform",))
     for outcome in ranks.outcomes(2, on_rank.run_cases, [case]):
         assert isinstance(outcome, ConfigError)
@@ -401,19 +401,19 @@ def test_a_peer_that_does_not_come_is_named(
     ranks: GpuRanks, backend: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(RANKS, SMALL, backend, ("uniform",) * 2)
-    ranks.run(RANKS, on_rank.run_cases, [case])  # processes and kernels are there: what follows is waits alone
+    ranks.run(RANKS, on_rank.run_cases, [case])  # starts processes and loads kernels: only waits follow
     monkeypatch.setattr("tests.gpu.ranks.DEADLINE_S", TIMEOUT_S + 15)  # a stopped process never answers
-    outcomes = ranks.outcomes(RANKS, on_rank.one_leaves, case, how, timeout_s=TIMEOUT_S)
+    outcomes = ranks.outcomes(RANKS, on_rank.lose_rank_1, case, how, timeout_s=TIMEOUT_S)
     assert isinstance(outcomes[1], RankGone) == (how != "late"), outcomes
     for rank, found in enumerate(outcomes):
         if rank != 1:
             assert isinstance(found, dict), found
             assert (found["peer"], found["rank"]) == (1, rank)
             assert found["waited"] < TIMEOUT_S + 3
-            assert found["again"] < 0.5, "what has failed fails at once"
+            assert found["again"] < 0.5, "after a failure, calls fail at once"
 
 
 def test_abort_ends_a_wait_within_a_second(ranks: GpuRanks, backend: str) -> None:
-    took, *_ = ranks.outcomes(2, on_rank.told_to_stop, Case(2, SMALL, backend, ("uniform",) * 2))
-    assert isinstance(took, float), took
-    assert 0 <= took < 1
+    elapsed, *_ = ranks.outcomes(2, on_rank.abort_a_wait, Case(2, SMALL, backend, ("uniform",) * 2))
+    assert isinstance(elapsed, float), elapsed
+    assert 0 <= elapsed < 1

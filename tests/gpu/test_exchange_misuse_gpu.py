@@ -1,4 +1,4 @@
-"""Misuse of exchanges between GPU ranks, told by a sentence, and what is dropped without being closed."""
+"""Test misuse of exchanges between GPU ranks, which errors explain, and objects that are dropped without close()."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def ranks() -> Iterator[GpuRanks]:
         yield started
 
 
-def test_rows_travel_in_lines_over_nvlink_alone(ranks: GpuRanks) -> None:
-    """GPUs of this project's machines have NVLink between every two; ranks that share one need none."""
+def test_rows_travel_in_lines_only_over_nvlink(ranks: GpuRanks) -> None:
+    """H200 machines have NVLink between every two GPUs; ranks that share a GPU need none."""
     case = Case(RANKS, SPEC, "fused", ("uniform", "masked", "one", "none"), seed=5)
-    answers = ranks.run(RANKS, on_rank.few_with_and_without_nvlink, case)
-    assert {there for _, _, there, _ in answers} == {"FusedBackend"}
-    assert len({(lines, here) for lines, here, _, _ in answers}) == 1
-    lines, here, _, _ = answers[0]
-    assert here == ("FewBackend" if lines else "FusedBackend")
+    answers = ranks.run(RANKS, on_rank.ll_with_and_without_nvlink, case)
+    assert {without_nvlink for _, _, without_nvlink, _ in answers} == {"FusedBackend"}
+    assert len({(lines, backend) for lines, backend, _, _ in answers}) == 1
+    lines, backend, _, _ = answers[0]
+    assert backend == ("FusedLlBackend" if lines else "FusedBackend")
     assert lines or "H200" not in torch.cuda.get_device_name()
     judge(case, [results for _, _, _, results in answers])
 
 
 @pytest.mark.parametrize("backend", ["fused", "staged", "allgather", "collective"])
-def test_mistakes_are_told_and_the_exchange_works_on(ranks: GpuRanks, backend: str) -> None:
+def test_mistakes_are_refused_and_the_exchange_still_works(ranks: GpuRanks, backend: str) -> None:
     if backend in ("allgather", "collective") and GPUS < RANKS:
-        pytest.skip(f"{backend} is NCCL's, which wants a GPU for each rank: {GPUS} here")
-    for rank, told in enumerate(ranks.run(RANKS, on_rank.misused, SPEC, backend)):
-        for what, says in {
+        pytest.skip(f"{backend} uses NCCL, which needs a GPU for each rank: {GPUS} here")
+    for rank, messages in enumerate(ranks.run(RANKS, on_rank.misuse_errors, SPEC, backend)):
+        for mistake, expected in {
             "at once": f"dispatch on rank {rank} while a call",
             "taken": "rows are in the exchange's own memory, which a later dispatch has been given since",
             "negative": "x is a negative view",
@@ -55,19 +55,19 @@ def test_mistakes_are_told_and_the_exchange_works_on(ranks: GpuRanks, backend: s
             "vmap": "dispatch inside torch.vmap",
             "closed": f"dispatch on rank {rank}: its world is closed",
         }.items():
-            assert told[what].startswith(says), (what, told[what])
+            assert messages[mistake].startswith(expected), (mistake, messages[mistake])
 
 
 @pytest.mark.parametrize("backend", ["fused", "staged"])
-def test_dropped_exchanges_and_workspaces_give_their_memory_back(ranks: GpuRanks, backend: str) -> None:
+def test_dropped_exchanges_and_workspaces_free_their_memory(ranks: GpuRanks, backend: str) -> None:
     large = replace(SPEC, tokens=4096, hidden=4096)
-    for free, told in ranks.run(RANKS, on_rank.dropped, large, backend):
-        before, made, left, after = free
+    for free, messages in ranks.run(RANKS, on_rank.drop_without_close, large, backend):
+        before, made, after_drop, after = free
         assert made < before - 200  # MiB: each has slots for 2 ranks, twice, 32 MiB each
-        assert left <= made + 16  # nothing is freed where a capture might be going on
+        assert after_drop <= made + 16  # nothing is freed while a capture might be running
         assert after >= before - 16
-        assert len(told) == 2
-        assert all("was dropped without close()" in text for text in told)
+        assert len(messages) == 2
+        assert all("was dropped without close()" in text for text in messages)
 
 
 @pytest.mark.parametrize("backend", ["fused", "staged"])

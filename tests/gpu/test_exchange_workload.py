@@ -1,4 +1,4 @@
-"""Workload exchange on GPU ranks: complete lines, verified, eager and replayed. Nothing here is about speed."""
+"""Test workload exchange on GPU ranks: complete lines, verified, eager and replayed. No test is about speed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(world: World, given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def lines_of(ranks, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines, which must be the same on all ranks and fit results.jsonl."""
+    """Return the lines, which must be the same on all ranks and fit results.jsonl."""
     answers = ranks.run(given["world"]["ranks"], run, given)
     assert all(lines == answers[0] for lines in answers)
     lines = [complete(line, run="r", generation=0, commit=None) for line in answers[0]]
@@ -73,7 +73,7 @@ def test_every_line_is_complete_and_verified(ranks, backend, layout, graph):
 
 
 @NCCL
-def test_collective_runs_eagerly_where_it_may_and_says_why_not_where_it_must_be_captured(ranks):
+def test_collective_runs_eagerly_and_refuses_graphs(ranks):
     lines = lines_of(ranks, job(RANKS, exchange={"backend": "collective"}, steps={"graph": "auto"}))
     assert {(line["graph"], line["verified"]) for line in lines} == {(False, True)}
     given = job(RANKS, exchange={"backend": "collective"}, steps={"graph": True})
@@ -81,7 +81,7 @@ def test_collective_runs_eagerly_where_it_may_and_says_why_not_where_it_must_be_
         assert isinstance(error, ConfigError) and "cannot be captured" in str(error)
 
 
-def test_few_tokens_are_timed_many_at_a_time(ranks):
+def test_few_tokens_are_timed_in_samples_of_many_runs(ranks):
     lines = lines_of(ranks, job(2, shape={"tokens": 3}, exchange={"backend": "fused"}, steps={"graph": True}))
     assert [(line["op"], line["l2"], line["verified"]) for line in lines] == [(*op, True) for op in OPS]
 
@@ -91,7 +91,7 @@ def test_few_tokens_are_timed_many_at_a_time(ranks):
     [{"kind": "zipf", "alpha": 1.2}, {"ragged": True, "masked": 0.3}, {"masked": 1.0}],
     ids=["zipf", "ragged", "nothing"],
 )
-def test_routings(ranks, routing):
+def test_every_kind_of_routing_is_verified(ranks, routing):
     lines = lines_of(ranks, job(RANKS, routing=routing, exchange={"backend": "fused"}))
     assert all(line["verified"] for line in lines)
     assert all((line["bytes_wire"] == 0) == (routing == {"masked": 1.0}) for line in lines)
@@ -103,20 +103,20 @@ def test_float8_moves_fewer_bytes_to_the_experts_and_as_many_home(ranks, output,
         lines_of(ranks, job(RANKS, exchange={"backend": "fused", "layout": layout, **wire}))
         for wire in ({}, {"wire": {"dispatch": "float8_e4m3"}, "output": output})
     ]
-    for whole, small in zip(*both, strict=True):
-        assert small["verified"] and 1e-3 < small["max_error"] <= 6e-2
-        assert small["wire"] == "float8_e4m3/bfloat16"
-        share = small["bytes_wire"] / whole["bytes_wire"]
+    for plain, fp8 in zip(*both, strict=True):
+        assert fp8["verified"] and 1e-3 < fp8["max_error"] <= 6e-2
+        assert fp8["wire"] == "float8_e4m3/bfloat16"
+        share = fp8["bytes_wire"] / plain["bytes_wire"]
         row = (512 + 16) / 1024
-        assert share == pytest.approx({"dispatch": row, "combine": 1, "exchange": (row + 1) / 2}[small["op"]], rel=1e-4)
+        assert share == pytest.approx({"dispatch": row, "combine": 1, "exchange": (row + 1) / 2}[fp8["op"]], rel=1e-4)
 
 
-def test_one_rank_moves_nothing_and_is_right(ranks):
+def test_one_rank_moves_no_bytes_and_is_verified(ranks):
     for line in lines_of(ranks, job(1, exchange={"backend": "fused"})):
         assert (line["verified"], line["bytes_wire"], line["gbps_wire"]) == (True, 0, None)
 
 
-def test_the_yardstick_has_one_operation_and_claims_nothing(ranks):
+def test_row_push_has_one_operation_and_is_not_verified(ranks):
     lines = lines_of(ranks, job(RANKS, exchange={"backend": "row_push"}))
     assert [(line["op"], line["l2"]) for line in lines] == [("dispatch", "cold"), ("dispatch", "warm")]
     for line in lines:
@@ -126,7 +126,7 @@ def test_the_yardstick_has_one_operation_and_claims_nothing(ranks):
 
 @NCCL
 @pytest.mark.parametrize("tokens", [3, 200])
-def test_bare_calls_of_nccl_have_a_line_each_and_claim_nothing(ranks, tokens):
+def test_bare_nccl_calls_have_a_line_each_and_are_not_verified(ranks, tokens):
     lines = lines_of(ranks, job(RANKS, shape={"tokens": tokens}, exchange={"backend": "nccl_bare"}))
     assert [(line["op"], line["l2"]) for line in lines] == [(op, l2) for op in LEFT_OUT for l2 in ("cold", "warm")]
     for line in lines:
@@ -135,7 +135,7 @@ def test_bare_calls_of_nccl_have_a_line_each_and_claim_nothing(ranks, tokens):
         assert (line["bytes_wire"] == 0) == (line["op"] == "copy_rows")
 
 
-def test_bare_calls_of_a_rank_alone_are_skipped(ranks):
+def test_bare_nccl_calls_of_one_rank_are_skipped(ranks):
     [[line]] = ranks.run(1, run, job(1, exchange={"backend": "nccl_bare"}))
     assert (line["samples"], line["skipped"]) == (0, "one rank has no peer to send to")
 
@@ -149,15 +149,15 @@ def test_bare_calls_of_a_rank_alone_are_skipped(ranks):
         (FEW_TOKENS + 1, "float8_e4m3", True),
     ],
 )
-def test_traced_kernels_tell_where_the_time_of_dispatch_and_of_combine_goes(ranks, tokens, wire, graph):
+def test_traced_kernels_record_timelines_of_dispatch_and_combine(ranks, tokens, wire, graph):
     exchange, steps = {"backend": "fused", "wire": {"dispatch": wire}}, {"graph": graph, "trace": True}
     lines = lines_of(ranks, job(2, shape={"tokens": tokens}, exchange=exchange, steps=steps))
     assert [(line["op"], line["l2"], line["verified"]) for line in lines] == [(*op, True) for op in OPS]
-    told = {line["op"]: line["timeline"] for line in lines if line["timeline"]}
-    assert list(told) == ["dispatch", "combine"]
+    timelines = {line["op"]: line["timeline"] for line in lines if line["timeline"]}
+    assert list(timelines) == ["dispatch", "combine"]
     for line in lines:
         assert (line["timeline"] is not None) == (line["l2"] == "cold" and line["op"] != "exchange")
-    for op, timeline in told.items():
+    for op, timeline in timelines.items():
         judge_timeline(op, {point: tuple(times) for point, *times in timeline}, slack_us=1.2)
         medians = [median for _, _, median, _ in timeline]
         assert medians == sorted(medians)
@@ -165,18 +165,18 @@ def test_traced_kernels_tell_where_the_time_of_dispatch_and_of_combine_goes(rank
         assert ("arrived" in {point for point, *_ in timeline}) == (tokens > FEW_TOKENS)
 
 
-def test_backends_that_trace_nothing_run_as_ever_beside_one_that_does(ranks):
+def test_backends_without_a_trace_run_beside_a_traced_one(ranks):
     given = job(RANKS, steps={"trace": True}) | {"matrix": {"exchange.backend": ["staged", "row_push", "fused"]}}
     lines = lines_of(ranks, given)
     assert {line["backend"] for line in lines if line["timeline"]} == {"fused"}
     assert {line["backend"] for line in lines} == {"staged", "row_push", "fused"}
 
 
-def spoilt(world: World, given: dict[str, Any], fault: str) -> list[dict[str, Any]]:
-    """Rank 1 changes what its timed dispatch or combine left, once the stream is done."""
+def run_with_spoilt_rows(world: World, given: dict[str, Any], fault: str) -> list[dict[str, Any]]:
+    """Run a job in which rank 1 spoils the result of its timed dispatch or combine, once the stream is done."""
     real = Exchange.check
 
-    def late(self: Exchange) -> None:
+    def check_and_spoil(self: Exchange) -> None:
         real(self)
         step = steps[0] if steps else None
         if step is not None:
@@ -191,12 +191,12 @@ def spoilt(world: World, given: dict[str, Any], fault: str) -> list[dict[str, An
     steps: list[GpuExchangeStep] = []
     poison = GpuExchangeStep._poison
 
-    def noted(self: GpuExchangeStep) -> None:
+    def poison_and_note(self: GpuExchangeStep) -> None:
         poison(self)
         steps.append(self)
 
     if world.rank == 1:
-        Exchange.check, GpuExchangeStep._poison = late, noted
+        Exchange.check, GpuExchangeStep._poison = check_and_spoil, poison_and_note
     try:
         return run(world, given)
     finally:
@@ -204,9 +204,9 @@ def spoilt(world: World, given: dict[str, Any], fault: str) -> list[dict[str, An
 
 
 @pytest.mark.parametrize("fault", ["dispatch", "combine"])
-def test_rows_that_changed_places_stop_every_rank(ranks, fault):
+def test_spoilt_rows_stop_every_rank(ranks, fault):
     given = job(2, exchange={"backend": "fused"}, steps={"graph": False})
-    errors = ranks.outcomes(2, spoilt, given, fault)
+    errors = ranks.outcomes(2, run_with_spoilt_rows, given, fault)
     assert {type(error) for error in errors} == {WrongResult} and len({str(error) for error in errors}) == 1
 
 

@@ -1,4 +1,4 @@
-"""Graphs and gates: what is captured can be replayed, what cannot be captured says so, and nothing is left broken."""
+"""Test graphs and gates: captured work can be replayed, other work is refused, and streams stay usable."""
 
 import gc
 import threading
@@ -32,12 +32,12 @@ def into(source):
 
 
 def usable(copies, into, source) -> bool:
-    """Whether the stream still takes and captures work."""
+    """Return whether the stream still takes work."""
     copies.run(copies.of(into, source))
     return torch.equal(into, source)
 
 
-def test_a_replay_reads_what_is_there_then(gpu, copies, source, into):
+def test_a_replay_reads_the_current_memory(gpu, copies, source, into):
     stream, launch = copies.stream.cuda_stream, copies.of(into, source)
     torch.cuda.synchronize()
     with Graph.capture(gpu, stream, lambda: launch(stream), launch) as graph:
@@ -51,7 +51,7 @@ def test_a_replay_reads_what_is_there_then(gpu, copies, source, into):
             assert torch.equal(into, source)
 
 
-def test_eager_calls_and_replays_count_together(gpu, copies, source, into):
+def test_eager_calls_and_replays_share_a_count(gpu, copies, source, into):
     words, stream = Words(2), copies.stream.cuda_stream
     launch = copies.signalling(words, 0, 1, copies.of(into, source, blocks=8))
     with Graph.capture(gpu, stream, lambda: [launch(stream) for _ in range(5)]) as graph:
@@ -62,7 +62,7 @@ def test_eager_calls_and_replays_count_together(gpu, copies, source, into):
     assert (words[0], words[1], words.ticket(0)) == (24, 24, 0)
 
 
-def test_closing_waits_for_the_replays_and_is_final(gpu, copies, source, into):
+def test_close_waits_for_replays_and_ends_the_graph(gpu, copies, source, into):
     stream, launch = copies.stream.cuda_stream, copies.of(into, source, blocks=1)
     graph = Graph.capture(gpu, stream, lambda: [launch(stream) for _ in range(50)])
     torch.cuda.synchronize()
@@ -74,7 +74,7 @@ def test_closing_waits_for_the_replays_and_is_final(gpu, copies, source, into):
         graph.replay(stream)
 
 
-def test_a_failure_inside_leaves_the_stream_usable(gpu, copies, source, into):
+def test_an_error_inside_a_capture_leaves_the_stream_usable(gpu, copies, source, into):
     stream, launch = copies.stream.cuda_stream, copies.of(into, source)
 
     def fails():
@@ -86,21 +86,21 @@ def test_a_failure_inside_leaves_the_stream_usable(gpu, copies, source, into):
     assert usable(copies, into, source)
 
 
-class Pools:
-    """A pool of torch's, in a cycle: to let go of it inside a capture ends the process."""
+class PoolInCycle:
+    """A memory pool of torch in a reference cycle: freeing it inside a capture ends the process."""
 
     def __init__(self):
         self.pool, self.itself = torch.cuda.MemPool(), self
 
 
-def test_garbage_stays_until_the_capture_is_over(gpu, copies, source, into):
-    stream, launch, gone = copies.stream.cuda_stream, copies.of(into, source), []
+def test_garbage_is_not_collected_during_a_capture(gpu, copies, source, into):
+    stream, launch, finalized = copies.stream.cuda_stream, copies.of(into, source), []
     thresholds = gc.get_threshold()
 
     def enqueue():
-        weakref.finalize(Pools(), gone.append, True)
-        kept = [[] for _ in range(1000)]  # each of them may have garbage collected
-        assert kept and not gone
+        weakref.finalize(PoolInCycle(), finalized.append, True)
+        kept = [[] for _ in range(1000)]  # each of them may start a garbage collection
+        assert kept and not finalized
         launch(stream)
 
     gc.set_threshold(1)
@@ -108,7 +108,7 @@ def test_garbage_stays_until_the_capture_is_over(gpu, copies, source, into):
         Graph.capture(gpu, stream, enqueue).close()
         assert gc.isenabled()
         gc.collect()
-        assert gone
+        assert finalized
     finally:
         gc.set_threshold(*thresholds)
 
@@ -122,7 +122,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("forbidden", FORBIDDEN.values(), ids=FORBIDDEN)
-def test_what_cannot_be_captured_says_so(gpu, copies, source, into, forbidden):
+def test_work_that_cannot_be_captured_is_refused(gpu, copies, source, into, forbidden):
     stream = copies.stream.cuda_stream
     with pytest.raises(CaptureError, match="before the capture begins"):
         Graph.capture(gpu, stream, lambda: forbidden(gpu, stream))
@@ -130,24 +130,24 @@ def test_what_cannot_be_captured_says_so(gpu, copies, source, into, forbidden):
     refuse_in_capture("an exchange", gpu, stream)
 
 
-def test_kernels_loaded_inside_are_whole(gpu, copies, source, into):
-    """Plans load before. Where somebody does not, some drivers let it pass, and then what was captured is right."""
-    stream, late = copies.stream.cuda_stream, Kernels(gpu, copies.kernels.compiler)
-    inside = Copies(late)
+def test_kernels_loaded_inside_a_capture_are_right_or_refused(gpu, copies, source, into):
+    """Plans load kernels before a capture. Some drivers allow it inside one; then the graph must be right."""
+    stream, unloaded = copies.stream.cuda_stream, Kernels(gpu, copies.kernels.compiler)
+    inside = Copies(unloaded)
 
     def enqueue():
         inside.of(into, source)(stream)
 
     torch.cuda.synchronize()
     try:
-        with Graph.capture(gpu, stream, enqueue, late) as graph:
+        with Graph.capture(gpu, stream, enqueue, unloaded) as graph:
             graph.replay(stream)
             copies.stream.synchronize()
             assert torch.equal(into, source)
     except CaptureError as error:
         assert "before the capture begins" in str(error)
     assert usable(copies, into, source)
-    late.close()
+    unloaded.close()
 
 
 def test_the_default_stream_is_refused(gpu):
@@ -155,7 +155,7 @@ def test_the_default_stream_is_refused(gpu):
         Graph.capture(gpu, 0, lambda: None)
 
 
-def test_other_threads_may_call_cuda_meanwhile(gpu, copies, source, into):
+def test_other_threads_may_call_cuda_during_a_capture(gpu, copies, source, into):
     stream, launch, problems = copies.stream.cuda_stream, copies.of(into, source), []
 
     def busy():
@@ -182,18 +182,18 @@ def test_other_threads_may_call_cuda_meanwhile(gpu, copies, source, into):
     assert torch.equal(into, source)
 
 
-def test_a_stream_that_is_full_is_told_of(gpu, copies, source, into, monkeypatch):
-    """A stream holds about a thousand operations: who enqueues more waits for the gate, which opens by itself."""
+def test_a_gate_tells_that_it_opened_by_itself(gpu, copies, source, into, monkeypatch):
+    """A stream holds about a thousand operations. Enqueuing more waits for the gate, which opens by itself."""
     monkeypatch.setattr(clock, "GATE_S", 0.5)
     stream, launch = copies.stream.cuda_stream, copies.of(into, source)
     gate = clock.Gate(gpu)
-    with gate.held(stream) as late:
+    with gate.held(stream) as opened_late:
         for _ in range(100_000):
             launch(stream)
     copies.stream.synchronize()
-    assert late.is_set()
-    with gate.held(stream) as late:
+    assert opened_late.is_set()
+    with gate.held(stream) as opened_late:
         launch(stream)
     copies.stream.synchronize()
-    assert not late.is_set()
+    assert not opened_late.is_set()
     gate.close()

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: loaded once, whole or not at all, and launched only as they can run."""
+"""Test kernels on a GPU: loaded once, completely or not at all, and launched only if they can run."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -49,21 +49,21 @@ def fresh(gpu, compiler):
 
 
 class Calls:
-    """Counts driver calls of raymoe.device.kernels, and fails one by name."""
+    """Records the driver calls of raymoe.device.kernels, and makes one fail by name."""
 
     def __init__(self, monkeypatch, fails=None):
-        self.made = []
+        self.names = []
         self.fails = fails
         monkeypatch.setattr(kernels_module, "call", self)
 
     def __call__(self, name, *arguments):
-        self.made.append(name)
+        self.names.append(name)
         if name == self.fails:
             raise CudaError(f"{name} failed on purpose", 2)
         return call(name, *arguments)
 
 
-def test_threads_that_race_load_once(fresh, monkeypatch):
+def test_threads_that_race_load_a_kernel_once(fresh, monkeypatch):
     calls, start = Calls(monkeypatch), threading.Barrier(8)
 
     def ask(_):
@@ -72,11 +72,11 @@ def test_threads_that_race_load_once(fresh, monkeypatch):
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(ask, range(8)))
-    assert all(each is found[0] for each in found)
-    assert calls.made.count("cuModuleLoadData") == 1
+    assert all(function is found[0] for function in found)
+    assert calls.names.count("cuModuleLoadData") == 1
 
 
-def test_a_function_tells_what_it_takes(fresh, gpu):
+def test_a_function_reports_its_resources(fresh, gpu):
     function = fresh.function(COPY)
     assert function.local_bytes == 0
     assert 0 < function.registers <= 128
@@ -86,12 +86,12 @@ def test_a_function_tells_what_it_takes(fresh, gpu):
 
 
 @pytest.mark.parametrize("step", ["cuModuleGetFunction", "cuFuncLoad", "cuFuncGetAttribute", "cuFuncSetAttribute"])
-def test_a_load_that_fails_leaves_nothing(gpu, compiler, monkeypatch, step):
+def test_a_load_that_fails_leaves_no_module(gpu, compiler, monkeypatch, step):
     loaded = Kernels(gpu, compiler)
     calls = Calls(monkeypatch, fails=step)
     with pytest.raises(CudaError, match="on purpose"):
         loaded.function(COPY)
-    assert calls.made.count("cuModuleLoadData") == calls.made.count("cuModuleUnload") == 1
+    assert calls.names.count("cuModuleLoadData") == calls.names.count("cuModuleUnload") == 1
     calls.fails = None
     source = torch.ones(1000, dtype=torch.uint8, device="cuda")
     into = torch.zeros_like(source)
@@ -101,7 +101,7 @@ def test_a_load_that_fails_leaves_nothing(gpu, compiler, monkeypatch, step):
     loaded.close()
 
 
-def test_a_kernel_that_is_not_in_its_file(fresh):
+def test_a_kernel_that_is_not_in_its_file_is_refused(fresh):
     with pytest.raises(CudaError, match=r"copy\.cu has no kernel cpoy"):
         fresh.function(COPY, "cpoy")
     assert fresh.function(COPY)
@@ -112,10 +112,10 @@ def test_code_for_another_gpu_is_refused_and_not_kept(gpu, compiler, monkeypatch
     other = "sm_100a" if gpu.arch != "sm_100a" else "sm_90a"
     real = compiler.compiled
 
-    def wrong(source: KernelSource, arch: str) -> Compiled:
+    def compile_for_other_gpu(source: KernelSource, arch: str) -> Compiled:
         return real(source, other)
 
-    monkeypatch.setattr(compiler, "compiled", wrong)
+    monkeypatch.setattr(compiler, "compiled", compile_for_other_gpu)
     with pytest.raises(CudaError, match="cuModuleLoadData failed"):
         loaded.function(COPY)
     monkeypatch.undo()
@@ -132,7 +132,7 @@ def test_a_second_start_compiles_nothing(gpu, tmp_path):
     assert [compiler.compilations for compiler in compilers] == [1, 0]
 
 
-def test_every_gpu_of_the_process_has_its_own(gpu, compiler):
+def test_every_gpu_of_the_process_loads_its_own_module(gpu, compiler):
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"needs two GPUs in one process; this machine has {count}")
@@ -152,7 +152,7 @@ def test_every_gpu_of_the_process_has_its_own(gpu, compiler):
         gpu.close()
 
 
-def test_a_gpu_that_is_not_there(gpu):
+def test_a_gpu_that_does_not_exist_is_refused(gpu):
     with pytest.raises(CudaError, match=r"GPU 99 asked for; this process sees \d+"):
         Gpu.open(99)
 
@@ -170,14 +170,14 @@ def test_launches_that_cannot_run_are_refused(fresh, gpu):
 
     @dataclass(frozen=True)
     class Other(Params):
-        at: U64
+        offset: U64
 
     with pytest.raises(ConfigError, match="launched with Other"):
         Launch(function, Shape(1, 128), Other(0))
 
 
 def test_any_thread_may_launch(fresh):
-    """A thread that has no GPU of its own yet, as Ray's are."""
+    """Launch from a thread that has no current GPU yet, as Ray's threads."""
     source = torch.randint(0, 256, (10_000,), dtype=torch.uint8, device="cuda")
     into = torch.zeros_like(source)
     copies = Copies(fresh)

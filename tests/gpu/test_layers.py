@@ -1,4 +1,4 @@
-"""A model's layers on GPU ranks: one workspace and one block of rows for all of them, in one CUDA graph."""
+"""Test a model's layers on GPU ranks: one workspace and one block of rows for all of them, in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ pytestmark = NEEDS_GPU
 
 LAYERS, GIB = 58, 2**30
 ERROR = 1e-2
-"""Of bfloat16 sums, relative to the row; an exchange alone rounds twice."""
+"""The largest error allowed for bfloat16 sums, relative to the row; an exchange alone rounds twice."""
 
 
 def deepseek(ranks: int) -> ExchangeSpec:
-    """DeepSeek-V3 (256 experts, 255 where ranks are three), with room for 1.25 times the mean of uniform routing."""
+    """Return the spec of DeepSeek-V3 (three ranks: 255 experts), for 1.25 times the mean rows of uniform routing."""
     experts = 256 // ranks * ranks
     rows = 4096 * 8 * 5 // 4 + experts // ranks * 16
     return ExchangeSpec(tokens=4096, hidden=7168, experts=experts, topk=8, alignment=16, capacity=rows, depth=0)
 
 
 def run_layers(world: World) -> tuple[list[float], bool, int, int]:
-    """The error of each layer, whether a second replay gives the same bits, and bytes: the workspace's, and what 58
-    exchanges take besides."""
+    """Run all layers twice in one graph.
+
+    Return the error of each layer, whether the second replay gives the same bits, the bytes of the workspace, and the
+    bytes that 58 exchanges take besides.
+    """
     spec, device = deepseek(world.size), world.device
-    dice = torch.Generator(device=device)
-    dice.manual_seed(world.rank)
-    x = torch.randn(spec.tokens, spec.hidden, device=device, generator=dice).bfloat16()
+    generator = torch.Generator(device=device)
+    generator.manual_seed(world.rank)
+    x = torch.randn(spec.tokens, spec.hidden, device=device, generator=generator).bfloat16()
     ids = [
-        torch.rand(spec.tokens, spec.experts, device=device, generator=dice).topk(spec.topk).indices
+        torch.rand(spec.tokens, spec.experts, device=device, generator=generator).topk(spec.topk).indices
         for _ in range(LAYERS)
     ]
-    weights = torch.rand(LAYERS, spec.tokens, spec.topk, device=device, generator=dice)
+    weights = torch.rand(LAYERS, spec.tokens, spec.topk, device=device, generator=generator)
     y = torch.empty(LAYERS, *x.shape, dtype=x.dtype, device=device)
     rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=x.dtype, device=device)
     space = Workspace(world, spec)
@@ -65,7 +68,7 @@ def run_layers(world: World) -> tuple[list[float], bool, int, int]:
         layers[-1].check()
     taken = torch.cuda.memory_allocated() - before - first.nbytes
     errors = []
-    for layer in range(LAYERS):  # experts that change nothing: what comes home is x times the sum of the weights
+    for layer in range(LAYERS):  # experts change nothing: y is x times the sum of the weights
         want = x.double() * weights[layer].double().sum(1, keepdim=True)
         errors.append(float(((y[layer].double() - want).abs() / want.abs().amax(1, keepdim=True)).max()))
     same = torch.equal(first, y)
@@ -83,5 +86,5 @@ def test_58_layers_of_deepseek_v3_share_a_workspace(ranks) -> None:
     size = min(RANKS, 4)
     for errors, same, space, taken in ranks.run(size, run_layers):
         assert max(errors) <= ERROR and same, errors
-        assert space < size * GIB / 4, "one layer's slots: both halves of rows, both ways"
-        assert taken < LAYERS * 4 * 2**20, "a layer keeps what its combine must know of its rows, not rows"
+        assert space < size * GIB / 4, "the slots of one layer: both parities, both ways"
+        assert taken < LAYERS * 4 * 2**20, "a layer keeps the metadata that its combine needs, not rows"

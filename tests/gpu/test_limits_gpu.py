@@ -1,5 +1,5 @@
-"""Limits of exchanges between GPU ranks that the other tests do not come to: eight ranks on one GPU, heaps above 4 GiB,
-the largest of everything at once, numbers that are hard to quantise, and ranks that do not do the same."""
+"""Test limits of exchanges between GPU ranks: eight ranks on one GPU, heaps above 4 GiB, all limits of a spec at once,
+numbers that are hard to quantise, and ranks that do different things."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def ranks() -> Iterator[GpuRanks]:
         yield started
 
 
-def test_eight_ranks_on_one_gpu() -> None:
-    """They take turns by time slices, so a step of theirs takes long: two of them, by each way."""
+def test_eight_ranks_share_one_gpu() -> None:
+    """The ranks take turns by time slices, so a step takes long: two steps for each backend."""
     spec = ExchangeSpec(tokens=5, hidden=64, experts=2 * EIGHT, topk=3, alignment=4)
     cases = [Case(EIGHT, spec, name, ("uniform", "masked"), seed=8) for name in ("fused", MANY, "staged")]
-    with mock.patch("tests.gpu.ranks.GPUS", 1), GpuRanks(EIGHT) as eight:
-        answers = eight.run(EIGHT, limit_ranks.steps_of, cases, timeout_s=60.0)
+    with mock.patch("tests.gpu.ranks.GPUS", 1), GpuRanks(EIGHT) as started:
+        answers = started.run(EIGHT, limit_ranks.steps_of, cases, timeout_s=60.0)
     for index, case in enumerate(cases):
         judge(case, [answer[index] for answer in answers])
 
 
 @pytest.mark.parametrize("backend", ["fused", "staged"])
-def test_a_heap_above_4_gib(ranks: GpuRanks, backend: str) -> None:
+def test_rows_in_a_heap_above_4_gib_are_right(ranks: GpuRanks, backend: str) -> None:
     spec = ExchangeSpec(tokens=36_000, hidden=16384, experts=2, topk=1, alignment=1, capacity=64)
-    for found in ranks.run(2, limit_ranks.far_rows, Case(2, spec, backend, ("uniform",)), 3):
-        assert found["bytes"] > 2 * 2**32  # 4 GiB for the rows of each direction
-        assert found["alike"] == [True] * 3
+    for result in ranks.run(2, limit_ranks.far_rows, Case(2, spec, backend, ("uniform",)), 3):
+        assert result["bytes"] > 2 * 2**32  # 4 GiB for the rows of each direction
+        assert result["alike"] == [True] * 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_largest_of_everything_at_once(ranks: GpuRanks, backend: str) -> None:
+def test_all_limits_of_a_spec_work_at_once(ranks: GpuRanks, backend: str) -> None:
     spec = ExchangeSpec(tokens=5, hidden=16384, experts=1024, topk=16, alignment=1)
     case = Case(2, spec, backend, ("uniform", "skewed"), seed=4)
     judge(case, ranks.run(2, on_rank.run_case, case))
@@ -63,9 +63,9 @@ def test_the_largest_of_everything_at_once(ranks: GpuRanks, backend: str) -> Non
 
 @pytest.mark.parametrize("output", ["raw", "dequantised"])
 @pytest.mark.parametrize("backend", ["fused", MANY])
-def test_the_largest_of_everything_as_fp8(ranks: GpuRanks, backend: str, output: str) -> None:
-    fields = {"wire": "float8_e4m3", "output": output}
-    spec = ExchangeSpec(tokens=5, hidden=16384, experts=1024, topk=16, alignment=1, **fields)
+def test_all_limits_of_a_spec_work_as_fp8(ranks: GpuRanks, backend: str, output: str) -> None:
+    fp8 = {"wire": "float8_e4m3", "output": output}
+    spec = ExchangeSpec(tokens=5, hidden=16384, experts=1024, topk=16, alignment=1, **fp8)
     case = Case(2, spec, backend, ("uniform",), seed=4)
     answers = ranks.run(2, on_rank.quantised_steps, case)
     judge_quantised(case, [on_rank.with_zeros(batch) for batch in batches(case, 0)], [each[0] for each in answers])
@@ -77,8 +77,8 @@ def test_the_largest_of_everything_as_fp8(ranks: GpuRanks, backend: str, output:
 def test_an_element_that_is_hard_to_scale_changes_no_other(
     ranks: GpuRanks, backend: str, dtype: str, output: str
 ) -> None:
-    fields = {"wire": "float8_e4m3", "output": output, "dtype": dtype}
-    spec = ExchangeSpec(tokens=1, hidden=33 * 128, experts=2, topk=2, alignment=1, **fields)
+    fp8 = {"wire": "float8_e4m3", "output": output, "dtype": dtype}
+    spec = ExchangeSpec(tokens=1, hidden=33 * 128, experts=2, topk=2, alignment=1, **fp8)
     for x, scales in ranks.run(2, limit_ranks.odd_rows, Case(2, spec, backend, ("uniform",))):
         for source in range(2):
             sent = limit_ranks.odd_blocks(getattr(torch, dtype)).view(1, -1)
@@ -92,21 +92,21 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("how", DIFFERENT)
+@pytest.mark.parametrize("difference", DIFFERENT)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_that_combine_different_things_all_refuse(ranks: GpuRanks, backend: str, how: str) -> None:
+def test_all_ranks_refuse_combines_that_differ(ranks: GpuRanks, backend: str, difference: str) -> None:
     case = Case(RANKS, SMALL, backend, ("uniform",) * 3, seed=8)
-    for rank, (found, after) in enumerate(ranks.run(RANKS, limit_ranks.combine_differently, case, how)):
-        assert found["told"].startswith(DIFFERENT[how])
-        assert found["nan"]
+    for rank, (result, after) in enumerate(ranks.run(RANKS, limit_ranks.combine_differently, case, difference)):
+        assert result["told"].startswith(DIFFERENT[difference])
+        assert result["nan"]
         judge_combine(case, batches(case, 2)[rank], after.y)
 
 
 @pytest.mark.parametrize("backend", ["fused", MANY])
-def test_replays_that_combine_different_dispatches(ranks: GpuRanks, backend: str) -> None:
+def test_replayed_combines_of_different_dispatches_are_refused(ranks: GpuRanks, backend: str) -> None:
     case = Case(RANKS, SMALL, backend, ("uniform", "skewed", "masked"), seed=3)
-    says = "rank 0 combines its dispatch 4 and rank 2 its dispatch 3; all ranks combine the same dispatch"
-    assert ranks.run(RANKS, limit_ranks.replay_differently, case) == [["", says, ""]] * RANKS
+    expected = "rank 0 combines its dispatch 4 and rank 2 its dispatch 3; all ranks combine the same dispatch"
+    assert ranks.run(RANKS, limit_ranks.replay_differently, case) == [["", expected, ""]] * RANKS
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -114,6 +114,6 @@ def test_replays_that_combine_different_dispatches(ranks: GpuRanks, backend: str
 def test_a_rank_that_sends_no_sums_is_named_by_all_others(ranks: GpuRanks, backend: str, silent: int) -> None:
     spec = ExchangeSpec(tokens=9, hidden=64, experts=RANKS, topk=RANKS)  # every token goes to every rank
     case = Case(RANKS, spec, backend, ("uniform",) * 2, ragged=False)
-    ranks.run(RANKS, on_rank.run_cases, [case])  # kernels are there: what follows is waits alone
-    found = ranks.run(RANKS, limit_ranks.sums_left_out, case, silent, timeout_s=4.0)
-    assert found == [None if rank == silent else (rank, silent, "combine", 2) for rank in range(RANKS)]
+    ranks.run(RANKS, on_rank.run_cases, [case])  # loads kernels: only waits follow
+    result = ranks.run(RANKS, limit_ranks.sums_left_out, case, silent, timeout_s=4.0)
+    assert result == [None if rank == silent else (rank, silent, "combine", 2) for rank in range(RANKS)]

@@ -1,4 +1,4 @@
-"""Other systems between GPUs: torch's NVSHMEM exchange verified, and what it cannot do told in its line."""
+"""Test other systems between GPUs: torch's NVSHMEM exchange is verified, and cases it cannot run are skipped lines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ OPS = [(op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold",
 
 @pytest.mark.parametrize("routing", [{}, {"masked": 0.3}, {"kind": "zipf", "alpha": 1.2}], ids=str)
 @pytest.mark.parametrize("tokens", [3, 200])
-def test_rows_by_nvshmem_are_those_that_were_sent(ranks, tokens, routing):
+def test_nvshmem_moves_the_rows_that_were_sent(ranks, tokens, routing):
     given = job(RANKS, shape={"tokens": tokens}, routing=routing, exchange={"backend": "nvshmem"})
-    lines = lines_of_whatever_ran(ranks, given)
+    lines = run_or_skipped_lines(ranks, given)
     assert [(line["op"], line["l2"]) for line in lines] == OPS, lines[0]["skipped"]
     for line in lines:
         assert (line["verified"], line["max_error"], line["backend"], line["skipped"]) == (True, 0.0, "nvshmem", None)
         assert line["us_p50"] > 0 and "one row a rank" in line["leaves_out"]
 
 
-def test_float8_is_not_sent_by_nvshmem_and_ends_no_run(ranks):
+def test_nvshmem_skips_float8_and_the_run_goes_on(ranks):
     given = job(RANKS, exchange={"backend": "nvshmem", "wire": {"dispatch": "float8_e4m3"}, "output": "raw"})
-    [line] = lines_of_whatever_ran(ranks, given)
+    [line] = run_or_skipped_lines(ranks, given)
     assert "quantises nothing" in line["skipped"] and line["us_p50"] is None
 
 
-def lines_of_whatever_ran(ranks, given):
-    """The lines, the same on all ranks; of what was skipped too, which have no times."""
+def run_or_skipped_lines(ranks, given):
+    """Return the lines, the same on all ranks. Lines of skipped cases, which have no times, are allowed."""
 
     answers = ranks.run(given["world"]["ranks"], run, given)
     assert all(lines == answers[0] for lines in answers)

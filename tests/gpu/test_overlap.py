@@ -1,4 +1,4 @@
-"""Workload overlap on GPU ranks: complete lines, exchange and product both right. Nothing here is about speed."""
+"""Test workload overlap on GPU ranks: complete lines, exchange and product both right. No test is about speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.test_exchange_workload import RANKS, job, lines_of, run
 pytestmark = NEEDS_GPU
 
 PRODUCT = {"rows": 256, "columns": 384}
-ALONE = pytest.mark.skipif(GPUS < 2, reason=f"ranks that share a GPU leave none of it to one another; {GPUS} here")
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"ranks that share a GPU leave no SM of it to others; {GPUS} here")
 
 
 def overlap(size: int, exchange: dict[str, object]):
@@ -30,27 +30,27 @@ def test_every_line_is_complete_and_verified(ranks, backend):
         assert (line["bytes_wire"] > 0) == (line["op"] in ("dispatch", "combine"))
 
 
-@ALONE
+@TWO_GPUS
 def test_the_product_is_right_beside_an_exchange_of_some_sms(ranks):
     lines = lines_of(ranks, overlap(RANKS, {"backend": "fused", "sms": 16}))
     assert all(line["verified"] and line["sms"] <= 16 for line in lines)
 
 
-def spoilt(world, given):
-    """Rank 1's products go wrong after the first."""
+def run_with_wrong_product(world, given):
+    """Run a job in which rank 1's products are wrong, except the first."""
     real = Product.error
 
-    def wrong(self: Product) -> float:
+    def error_of_spoilt_product(self: Product) -> float:
         self.out[3, 5] += 100
         return real(self)
 
-    Product.error = wrong if world.rank == 1 else real
+    Product.error = error_of_spoilt_product if world.rank == 1 else real
     try:
         return run(world, given)
     finally:
         Product.error = real
 
 
-def test_a_product_that_went_wrong_stops_every_rank(ranks):
-    errors = ranks.outcomes(2, spoilt, overlap(2, {"backend": "fused"}))
+def test_a_wrong_product_stops_every_rank(ranks):
+    errors = ranks.outcomes(2, run_with_wrong_product, overlap(2, {"backend": "fused"}))
     assert {type(error) for error in errors} == {WrongResult}

@@ -1,4 +1,4 @@
-"""Workload p2p on GPU ranks: complete lines, every byte verified, eager and replayed. Nothing here is about speed."""
+"""Test workload p2p on GPU ranks: complete lines, every byte verified, eager and replayed. No test is about speed."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_every_line_is_complete_and_verified(ranks, protocol, pattern, graph):
     p2p = {"protocol": protocol, "pattern": pattern, "transports": MIXED, "bytes": [4096, 300_001]}
     answers = ranks.run(RANKS, run, graph, p2p)
     assert all(lines == answers[0] for lines in answers)
-    each = RANKS * (RANKS - 1) if pattern == "pairs" else 1
-    assert len(answers[0]) == 3 * 2 * each
+    copies = RANKS * (RANKS - 1) if pattern == "pairs" else 1
+    assert len(answers[0]) == 3 * 2 * copies
     for line in answers[0]:
         complete(line, run="r", generation=0, commit=None)
         assert (line["verified"], line["max_error"], line["samples"]) == (True, 0.0, 3)
@@ -64,7 +64,7 @@ def test_every_line_is_complete_and_verified(ranks, protocol, pattern, graph):
 
 
 @pytest.mark.parametrize("pattern", ["pairs", "all_to_all"])
-def test_a_number_of_sms_is_taken_and_told(ranks, pattern):
+def test_a_number_of_sms_is_used_and_reported(ranks, pattern):
     p2p = {"pattern": pattern, "transports": ["tma", "auto", "copy_engine"], "bytes": [100_000, 9 << 20], "sms": 4}
     for line in ranks.run(RANKS, run, True, p2p)[0]:
         assert line["verified"] is True
@@ -75,18 +75,18 @@ def test_a_number_of_sms_is_taken_and_told(ranks, pattern):
             assert line["sms"] == 4 or line["bytes"] < 1 << 20
 
 
-def spoilt(world: World) -> list[dict[str, Any]]:
-    """Rank 1 overwrites a byte of what it received."""
+def run_with_a_wrong_byte(world: World) -> list[dict[str, Any]]:
+    """Run a job in which rank 1 changes a byte of each message that it received."""
     real = Channels.synchronise
 
-    def late(self: Channels) -> None:
+    def synchronise_and_spoil(self: Channels) -> None:
         real(self)
         for lane in list(self._held.values()):
             self._mover.received(lane)[-1] ^= 1
         torch.cuda.synchronize()
 
     if world.rank == 1:
-        Channels.synchronise = late
+        Channels.synchronise = synchronise_and_spoil
     try:
         return run(world, False, {"transports": ["tma"], "bytes": [100_003]})
     finally:
@@ -94,14 +94,14 @@ def spoilt(world: World) -> list[dict[str, Any]]:
 
 
 def test_one_wrong_byte_is_found(ranks):
-    errors = ranks.outcomes(2, spoilt)
+    errors = ranks.outcomes(2, run_with_a_wrong_byte)
     assert {type(error) for error in errors} == {WrongResult}
     assert "on rank 1" in str(errors[0])
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"NCCL needs a GPU for each rank; {GPUS} here")
 @pytest.mark.parametrize("graph", [True, False])
-def test_nccl_beside_the_others(ranks, graph):
+def test_nccl_runs_beside_another_transport(ranks, graph):
     for pattern in ("pairs", "all_to_all"):
         p2p = {"pattern": pattern, "transports": ["collective", "tma"], "bytes": [4096, 3 << 20]}
         for line in ranks.run(RANKS, run, graph, p2p)[0]:

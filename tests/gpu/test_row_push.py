@@ -1,4 +1,4 @@
-"""The yardstick pushes the rows that it says to where it says, from run to run and from graph to graph."""
+"""Test that the yardstick pushes the rows of its plan to their slots, eager and in graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.gpu.ranks import GPUS, NEEDS_GPU  # noqa: E402
 pytestmark = NEEDS_GPU
 
 RANKS = max(2, min(4, GPUS))
-EXPERTS, TURNS = 8, 4
+EXPERTS, RUNS = 8, 4
 
 
 def rows_of(source: int, tokens: int, row_bytes: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def rows_of(source: int, tokens: int, row_bytes: int) -> torch.Tensor:
 
 
 def wrong_rows(world: World, rows: tuple[int, int], shape: tuple[int, int], captured: bool) -> int:
-    """Slots that hold anything but what was to come there, over some turns of different plans."""
+    """Count the slots that do not hold the expected row, over several runs of different plans."""
     (tokens, row_bytes), (blocks, stages) = rows, shape
     routing = Routing("uniform", seed=1, ranks=world.size, tokens=tokens, experts=EXPERTS, topk=2, masked=0.2)
     push = RowPush(world, tokens, row_bytes, (blocks, Ring(stages, row_bytes)))
@@ -39,12 +39,12 @@ def wrong_rows(world: World, rows: tuple[int, int], shape: tuple[int, int], capt
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph = Graph.capture(world.gpu, stream.cuda_stream, push, push) if captured else None
-        for turn in range(TURNS):
+        for run in range(RUNS):
             slots.fill_(0)
-            push.take(plan_of(routing.draw(world.rank, turn).ids, world.rank, world.size, EXPERTS).to(world.device))
+            push.take(plan_of(routing.draw(world.rank, run).ids, world.rank, world.size, EXPERTS).to(world.device))
             torch.cuda.synchronize()
             world.barrier("cleared")
-            if graph is not None and turn % 2:
+            if graph is not None and run % 2:
                 graph.replay(stream.cuda_stream)
             else:
                 push()
@@ -52,10 +52,10 @@ def wrong_rows(world: World, rows: tuple[int, int], shape: tuple[int, int], capt
             world.barrier("pushed")
             for source in range(world.size):
                 want = torch.zeros(tokens, row_bytes, dtype=torch.uint8)
-                plan = plan_of(routing.draw(source, turn).ids, source, world.size, EXPERTS)
+                plan = plan_of(routing.draw(source, run).ids, source, world.size, EXPERTS)
                 here = (plan >> world.rank & 1).bool()
-                came = plan[here] >> 32
-                want[came] = xs[source][came]
+                tokens_here = plan[here] >> 32
+                want[tokens_here] = xs[source][tokens_here]
                 wrong += int((slots[source].cpu() != want).any(dim=1).sum())
             world.barrier("compared")
         if graph is not None:
@@ -75,11 +75,11 @@ SHAPES = {
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "mixed"])
 @pytest.mark.parametrize(("rows", "shape"), SHAPES.items(), ids=["x".join(map(str, rows)) for rows in SHAPES])
-def test_rows_come_where_they_are_to_come_and_nowhere_else(ranks, rows, shape, captured):
+def test_rows_arrive_in_their_slots_and_nowhere_else(ranks, rows, shape, captured):
     assert ranks.run(RANKS, wrong_rows, rows, shape, captured) == [0] * RANKS
 
 
-def without_one(world: World) -> str:
+def push_without_rank_1(world: World) -> str:
     push = RowPush(world, 8, 64)
     if world.rank == 0:
         push()
@@ -93,5 +93,5 @@ def without_one(world: World) -> str:
 
 
 def test_a_rank_that_does_not_come_is_named(ranks):
-    said = ranks.run(2, without_one, timeout_s=0.5)[0]
-    assert "row push" in said and "rank 1" in said
+    message = ranks.run(2, push_without_rank_1, timeout_s=0.5)[0]
+    assert "row push" in message and "rank 1" in message

@@ -1,7 +1,7 @@
-"""The exchange's and the copy kernel's cases under compute-sanitizer: `make sanitize`.
+"""Run cases of the exchange and of the copy kernel under compute-sanitizer: `make sanitize`.
 
-Each tool must first find the mistake that each rank process makes for it, else it has not looked at the rank processes,
-and that it finds nothing in the cases would mean nothing.
+Each tool must first find the mistake that each rank process makes for it. If it does not, it has not seen the rank
+processes, and no finding in the cases would mean nothing.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from tests.gpu.sanitized import SIZE  # noqa: E402
 from tests.gpu.sanitized_ranks import MISTAKES  # noqa: E402
 from tests.gpu.sanitizer_report import Place, Report  # noqa: E402
 
-PLACES = "/usr/local/cuda/bin"
-TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=PLACES)
+TOOLKIT_BIN = "/usr/local/cuda/bin"
+TOOL = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=TOOLKIT_BIN)
 
 pytestmark = [
     *NEEDS_GPU,
     pytest.mark.sanitize,
-    pytest.mark.skipif(TOOL is None, reason=f"needs compute-sanitizer, of a CUDA toolkit: not in PATH nor in {PLACES}"),
+    pytest.mark.skipif(TOOL is None, reason=f"needs compute-sanitizer (CUDA toolkit); not in PATH or {TOOLKIT_BIN}"),
 ]
 
 ROOT = Path(__file__).parents[2]
 FOUND = 77
-"""The exit code that the tool is asked for where it has found something."""
+"""The exit code that the tool must give if it has found something."""
 PLANT_S = 240
 CASES_S = {"memcheck": 1800, "synccheck": 900, "racecheck": 900}
 CASES = {"memcheck": ["--exact"], "synccheck": [], "racecheck": ["--copies"]}
-"""Racecheck looks at the copy kernel alone: the ninth exchange under it had not ended after half a minute (H100)."""
+"""Racecheck runs the copy kernel alone: the ninth exchange under it had not ended after half a minute (H100)."""
 
 EXPLAINED: dict[tuple[str, str], str] = {}
-"""Hazards that racecheck reports and that are none: both accesses as `told` has them, and why they are in order. It
+"""Hazards that racecheck reports wrongly: both accesses as `access_text` gives them, and why they are in order. It
 takes bulk copies through a ring of stages for accesses of the thread that issues them."""
 
 
-def told(place: Place) -> str:
-    """An access by the text of its line, which stays the same when lines above it come or go."""
+def access_text(place: Place) -> str:
+    """Return an access with the text of its line, which stays the same when lines above it come or go."""
     kernels = packaged_folder("kernels")
     assert kernels is not None
     for path in kernels.rglob(Path(place.file).name or "no file"):
@@ -58,16 +58,16 @@ def told(place: Place) -> str:
     return str(place)
 
 
-def under(tool: str, log: Path, deadline_s: float, *what: str) -> tuple[int, str]:
-    """Runs the program under a tool, in a process group that is gone at the end; its exit code and what was printed."""
+def run_under(tool: str, log: Path, deadline_s: float, *arguments: str) -> tuple[int, str]:
+    """Run the program under a tool, in a process group that is killed at the end; return its exit code and output."""
     assert TOOL is not None
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND), "--print-limit", "10000"]
-    # The context outlives a kernel that is ended for what it does: the rank then ends in order, which the report needs.
+    # The tool ends a bad kernel and keeps the context: the rank then ends normally, which the report needs.
     options += ["--destroy-on-device-error", "kernel"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [TOOL, *options, sys.executable, "-m", "tests.gpu.sanitized", *what],
+            [TOOL, *options, sys.executable, "-m", "tests.gpu.sanitized", *arguments],
             cwd=ROOT,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": visible, "PYTHONUNBUFFERED": "1"},
             stdout=output,
@@ -77,14 +77,14 @@ def under(tool: str, log: Path, deadline_s: float, *what: str) -> tuple[int, str
         try:
             code = process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{tool}: {' '.join(what)} took more than {deadline_s} s; {log} ends:\n{end_of(log)}")
+            pytest.fail(f"{tool}: {' '.join(arguments)} took more than {deadline_s} s; {log} ends:\n{end_of(log)}")
         finally:
             end_group(process)
     return code, log.read_text(errors="replace")
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Also what a tool that was ended has left running."""
+    """Kill the process group, also processes that a tool left running."""
     for _ in range(100):
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -103,14 +103,14 @@ def end_of(log: Path) -> str:
 @pytest.mark.parametrize("tool", sorted(MISTAKES))
 def test_planted_mistakes_are_found_and_the_cases_are_clean(tool: str, tmp_path: Path) -> None:
     log = tmp_path / f"{tool}-plant.log"
-    code, text = under(tool, log, PLANT_S, "plant", tool)
+    code, text = run_under(tool, log, PLANT_S, "plant", tool)
     report = Report.of(text)
-    assert code == FOUND, f"{tool} has not found the planted mistake (exit code {code}); {log} ends:\n{end_of(log)}"
-    named = [each for each in report.findings if MISTAKES[tool] in {place.function for place in each.places}]
+    assert code == FOUND, f"{tool} did not find the planted mistake (exit code {code}); {log} ends:\n{end_of(log)}"
+    named = [finding for finding in report.findings if MISTAKES[tool] in {place.function for place in finding.places}]
     assert len(named) >= SIZE, f"{tool} names {MISTAKES[tool]} {len(named)} times, {SIZE} ranks ran it: {report}"
 
     log = tmp_path / f"{tool}-cases.log"
-    code, text = under(tool, log, CASES_S[tool], "cases", *CASES[tool])
+    code, text = run_under(tool, log, CASES_S[tool], "cases", *CASES[tool])
     report = Report.of(text)
     right = re.search(r"^right: (\d+) of (\d+)$", text, re.MULTILINE)
     assert right is not None and right[1] == right[2], f"{tool}: exit code {code}; {log} ends:\n{end_of(log)}"
@@ -119,8 +119,8 @@ def test_planted_mistakes_are_found_and_the_cases_are_clean(tool: str, tmp_path:
         return
     assert report.summaries, f"{tool}: exit code {code}: {report}"
     assert code == (FOUND if report.total else 0), f"{tool}: exit code {code}: {report}"
-    others = [finding.says for finding in report.findings if not any(place.access for place in finding.places)]
-    hazards = {(told(first), told(second)) for first, second in report.hazards}
+    other_findings = [finding.says for finding in report.findings if not any(place.access for place in finding.places)]
+    hazards = {(access_text(first), access_text(second)) for first, second in report.hazards}
     unexplained = hazards - set(EXPLAINED)
-    assert not others, others
+    assert not other_findings, other_findings
     assert not unexplained, "\n".join(f"{first}\n    and {second}" for first, second in sorted(unexplained))

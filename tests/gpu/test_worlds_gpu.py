@@ -1,4 +1,4 @@
-"""Worlds on GPUs in programs of others: processes that see all GPUs, as under torchrun, and Ray actors that see one."""
+"""Test worlds in programs of users: processes that see all GPUs, as under torchrun, and Ray actors that see one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOPPER = torch.cuda.get_device_capability() >= FUSED_CAPABILITY if GPUS else Fal
 
 pytestmark = [
     *NEEDS_GPU,
-    pytest.mark.skipif(GPUS < RANKS, reason=f"NCCL wants a GPU for each of {RANKS} ranks: {GPUS} here"),
+    pytest.mark.skipif(GPUS < RANKS, reason=f"NCCL needs a GPU for each of {RANKS} ranks: {GPUS} here"),
     pytest.mark.timeout(300),
 ]
 
@@ -59,37 +59,37 @@ def judge_replayed(cases: list[Case], answers: list[list[list[Result]]]) -> None
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_every_backend_in_processes_that_see_all_gpus(backend: str, tmp_path: Path) -> None:
+def test_every_backend_works_in_processes_that_see_all_gpus(backend: str, tmp_path: Path) -> None:
     answers = torchrun(RANKS, tmp_path, backend, torchrun_ranks.default_group, EAGER, REPLAYED)
     assert [device for device, *_ in answers] == ["cuda:0", "cuda:1"]
     judge_eager(EAGER, [eager for _, eager, _ in answers])
     judge_replayed(REPLAYED, [replayed for *_, replayed in answers])
 
 
-def test_every_backend_where_the_current_device_is_another_one(tmp_path: Path) -> None:
+def test_every_backend_works_while_another_device_is_current(tmp_path: Path) -> None:
     answers = torchrun(RANKS, tmp_path, "gloo", torchrun_ranks.another_device, EAGER, REPLAYED)
     assert [facts for *facts, _, _ in answers] == [["cuda:1", 0], ["cuda:0", 0]]
     judge_eager(EAGER, [eager for *_, eager, _ in answers])
     judge_replayed(REPLAYED, [replayed for *_, replayed in answers])
 
 
-def test_two_worlds_in_one_process_on_two_gpus(tmp_path: Path) -> None:
+def test_two_worlds_in_one_process_use_two_gpus(tmp_path: Path) -> None:
     answers = torchrun(RANKS, tmp_path, "nccl", torchrun_ranks.two_worlds, EAGER)
     assert [facts for *facts, _ in answers] == [[True, "cuda:0", "cuda:1"], [True, "cuda:1", "cuda:0"]]
     judge_eager([case for case in EAGER for _ in range(2)], [found for *_, found in answers])
 
 
 @pytest.mark.parametrize(("backend", "device"), [("gloo", "cuda:0"), ("nccl", "auto")])
-def test_two_ranks_on_one_gpu_are_told_how_torchrun_does_it(backend: str, device: str, tmp_path: Path) -> None:
-    for said in torchrun(RANKS, tmp_path, backend, torchrun_ranks.one_gpu, device):
-        assert "torch.cuda.set_device(LOCAL_RANK)" in said
+def test_two_ranks_on_one_gpu_are_told_to_set_the_device(backend: str, device: str, tmp_path: Path) -> None:
+    for message in torchrun(RANKS, tmp_path, backend, torchrun_ranks.one_gpu, device):
+        assert "torch.cuda.set_device(LOCAL_RANK)" in message
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, which is not installed here")
-def test_every_backend_in_ray_actors_that_see_one_gpu_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_backend_works_in_ray_actors_with_one_gpu_each(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import ray
 
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray leaves files of its own there
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray leaves files there
     for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,4 @@
-"""Rank processes as torchrun starts them, which see all GPUs of the machine, and what they do in tests of worlds."""
+"""Start rank processes that see all GPUs, as torchrun does, and the functions that tests of worlds run in them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ KINDS = ["whole", "parts", "eager", "captured dispatch", "smaller", "whole"]
 
 
 def torchrun(size: int, folder: Path, backend: str, function: Callable[..., Any], *args: object) -> list[Any]:
-    """What `function(rank, *args)` gives in each of `size` new processes with a default process group."""
+    """Return the results of `function(rank, *args)` in each of `size` new processes with a default process group."""
     context = multiprocessing.get_context("spawn")
     deadline, members = time.monotonic() + DEADLINE_S, []
     folder.mkdir(exist_ok=True)
     for rank in range(size):
-        ours, theirs = context.Pipe()
+        our_end, their_end = context.Pipe()
         work = (rank, size, str(folder / "store"), backend, function, args)
-        process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        process = context.Process(target=_serve, args=(their_end, work), daemon=True)
         process.start()
-        theirs.close()
-        members.append((process, ours))
+        their_end.close()
+        members.append((process, our_end))
     try:
         return [_answer(rank, pipe, deadline) for rank, (_, pipe) in enumerate(members)]
     finally:
@@ -64,29 +64,29 @@ def _serve(pipe: Connection, work: tuple[Any, ...]) -> None:
             backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
         )
         pipe.send((function(rank, *args), ""))
-    except BaseException:  # noqa: BLE001 - the test shows it; pytest's own are no Exceptions
+    except BaseException:  # noqa: BLE001 - the test shows it; pytest's own errors are not Exceptions
         pipe.send((None, traceback.format_exc()))
 
 
-# What ranks do.
+# Functions that ranks run.
 
 
 def exchange(world: World, cases: list[Case], captured: bool) -> list[list[Result]]:
-    """The results of each case: eager steps, or replays of graphs and eager steps in turns."""
+    """Return the results of each case: of eager steps, or of replays and eager steps in turns."""
     return [on_rank.replay(world, case, KINDS) if captured else run_case(world, case) for case in cases]
 
 
 def default_group(rank: int, eager: list[Case], replayed: list[Case], device: str = "auto") -> Any:
-    """The lines that a program under torchrun has."""
+    """Run the lines that a program under torchrun has."""
     if device == "auto":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with World.of(device=device) as world:
-        dist.barrier()  # the group is the user's, and goes on working
+        dist.barrier()  # the group is the user's, and still works
         return str(world.device), exchange(world, eager, False), exchange(world, replayed, True)
 
 
 def another_device(rank: int, eager: list[Case], replayed: list[Case]) -> Any:
-    """Rank r's world is on GPU 1 - r, and torch's current device is GPU 0 on both."""
+    """Run a world on GPU 1 - r for rank r, while torch's current device is GPU 0 on both."""
     torch.cuda.set_device(0)
     with World.of(device=f"cuda:{1 - rank}") as world:
         found = exchange(world, eager, False), exchange(world, replayed, True)
@@ -94,7 +94,7 @@ def another_device(rank: int, eager: list[Case], replayed: list[Case]) -> Any:
 
 
 def two_worlds(rank: int, cases: list[Case]) -> Any:
-    """Two worlds in turns: on this rank's own GPU and on the other rank's."""
+    """Run two worlds in turns: on this rank's own GPU and on the other rank's."""
     torch.cuda.set_device(rank)
     with World.of() as here, World.of(device=f"cuda:{1 - rank}") as there:
         found = [exchange(world, [case], False)[0] for case in cases for world in (here, there)]
@@ -102,7 +102,7 @@ def two_worlds(rank: int, cases: list[Case]) -> Any:
 
 
 def one_gpu(rank: int, device: str) -> str:
-    """What ranks on one GPU are told."""
+    """Return the error of ranks on one GPU."""
     torch.cuda.set_device(0)
     with pytest.raises(RaymoeError) as caught:
         World.of(device=device)

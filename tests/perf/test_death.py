@@ -1,4 +1,4 @@
-"""How soon the supervisor knows that a rank is dead."""
+"""Measure how soon the supervisor notices that a rank is dead."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.gang.conftest import ray_head
 pytestmark = pytest.mark.perf
 
 DEATHS = 4
-MOST_S = 1.0
+MAX_DELAY_S = 1.0
 VICTIM = 1
 
 
-class Watching(Driver):
-    """A driver of which one rank is killed in each generation, and which takes down when it hears of it."""
+class KillingDriver(Driver):
+    """A driver that kills one rank in each generation, and records when it notices each death."""
 
     killed: list[float]
     noticed: list[float]
 
-    def kill_one(self, news: Message) -> None:
-        """What the main process would hear; the first progress of a generation is when its rank is killed."""
-        if isinstance(news, Progressed) and self.gang is not None and len(self.killed) == self.state.generation:
-            os.kill(self.gang.seats[VICTIM].process[0], signal.SIGKILL)
+    def kill_one(self, message: Message) -> None:
+        """Take a message in place of the main process; kill the rank at the first progress of a generation."""
+        if isinstance(message, Progressed) and self.gang is not None and len(self.killed) == self.state.generation:
+            os.kill(self.gang.locations[VICTIM].process[0], signal.SIGKILL)
             self.killed.append(time.monotonic())
 
     def _on(self, event: sv.Event) -> None:
@@ -47,13 +47,13 @@ def test_a_death_is_noticed_within_a_second(tmp_path: Path) -> None:
     config = configs.write(tmp_path, world__restarts=DEATHS - 1, world__wait_timeout_s=20, steps__count=configs.LONG)
     with ray_head(tmp_path, env={"HOME": str(tmp_path)}) as head:
         order = RunOrder(load_job(config), "deaths", head.address)
-        driver = Watching(order, lambda news: driver.kill_one(news), lambda: None)
+        driver = KillingDriver(order, lambda message: driver.kill_one(message), lambda: None)
         driver.killed, driver.noticed = [], []
         try:
             outcome = driver.run()
         finally:
             ray.shutdown()
-    took = [heard - began for began, heard in zip(driver.killed, driver.noticed, strict=True)]
-    print(f"a death is noticed after {', '.join(f'{each:.3f}' for each in took)} s")
-    assert (outcome.exit_code, outcome.culprit, len(took)) == (4, VICTIM, DEATHS)
-    assert max(took) < MOST_S
+    delays = [noticed_at - killed_at for killed_at, noticed_at in zip(driver.killed, driver.noticed, strict=True)]
+    print(f"a death is noticed after {', '.join(f'{delay:.3f}' for delay in delays)} s")
+    assert (outcome.exit_code, outcome.culprit, len(delays)) == (4, VICTIM, DEATHS)
+    assert max(delays) < MAX_DELAY_S

@@ -1,4 +1,4 @@
-"""What a call that is not captured costs its thread, in a run of bench_eager on two GPUs."""
+"""Measure how long an eager call keeps its thread, in a run of bench_eager on two GPUs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests.gpu.ranks import GPUS
 pytestmark = [
     pytest.mark.perf,
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"one GPU for each of two ranks; {GPUS} here"),
+    pytest.mark.skipif(GPUS < 2, reason=f"needs a GPU for each of two ranks; {GPUS} here"),
 ]
 
-TOKENS, CALL_US, PAIR_US = 128, 30.0, 60.0
+TOKENS, MAX_CALL_US, MAX_PAIR_US = 128, 30.0, 60.0
 
 
 @pytest.mark.timeout(300)
-def test_a_call_of_few_tokens_costs_its_thread_little(tmp_path: Path) -> None:
+def test_an_eager_call_of_few_tokens_takes_little_host_time(tmp_path: Path) -> None:
     settings = [f"matrix.shape.tokens=[{TOKENS}]", "matrix.exchange.backend=[fused]"]
-    asked = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "raymoe", "run", "bench_eager", "--quiet", "--out", str(tmp_path / "run"), *asked]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "raymoe", "run", "bench_eager", "--quiet", "--out", str(tmp_path / "run"), *sets]
     assert subprocess.run(command, timeout=250, check=False).returncode == 0
     text = (tmp_path / "run" / "results.jsonl").read_text()
     lines = {line["op"]: line for line in map(json.loads, text.splitlines()) if line["l2"] == "warm"}
     host_us = {op: line["host_us_p50"] for op, line in lines.items()}
-    assert host_us["dispatch"] <= CALL_US and host_us["combine"] <= CALL_US, host_us
-    assert lines["exchange"]["us_p50"] <= PAIR_US, lines["exchange"]
+    assert host_us["dispatch"] <= MAX_CALL_US and host_us["combine"] <= MAX_CALL_US, host_us
+    assert lines["exchange"]["us_p50"] <= MAX_PAIR_US, lines["exchange"]

@@ -1,4 +1,4 @@
-"""The speed that the README promises of the host exchange, as ratios within one run. A loaded machine can fail this."""
+"""Check the speed that the README promises of the host exchange, by ratios in a run. A loaded machine can fail this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.perf
 
 
 @pytest.mark.timeout(300)
-def test_host_is_faster_than_a_well_written_collective(tmp_path: Path) -> None:
+def test_host_is_faster_than_collective(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "raymoe", "run", "host_exchange", "--quiet", "--out", str(tmp_path / "run")]
     assert subprocess.run(command, timeout=200, check=False).returncode == 0
     text = (tmp_path / "run" / "results.jsonl").read_text()

@@ -1,7 +1,7 @@
-"""The backends over NCCL against the bare NCCL calls on the same bytes, in a run of bench_nccl on two GPUs.
+"""Compare the backends over NCCL with bare NCCL calls on the same bytes, in a run of bench_nccl on two GPUs.
 
-A dispatch may take half as long again as its NCCL call, and besides as long as memory takes to copy the rows that it
-gives; a combine likewise. `collective` is eager, and its host waits once: 60 us more.
+A dispatch may take 1.5 times as long as its NCCL call, plus the time that memory takes to copy the rows that it gives;
+so may a combine. `collective` is eager, and its host waits once: 60 us more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.gpu.ranks import GPUS
 pytestmark = [
     pytest.mark.perf,
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"NCCL wants a GPU for each of two ranks; {GPUS} here"),
+    pytest.mark.skipif(GPUS < 2, reason=f"NCCL needs a GPU for each of two ranks; {GPUS} here"),
 ]
 
 TOKENS = 4096
@@ -29,34 +29,34 @@ CALLS = {
     ("collective", "dispatch"): ("all_to_all", HOST_US),
     ("collective", "combine"): ("all_to_all", HOST_US),
 }
-"""By backend and operation: the call that moves the same bytes, and what the host may take."""
+"""By backend and operation: the call that moves the same bytes, and microseconds that the host may add."""
 
 
-def bars(us: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    """What each may take at most, in microseconds, by what the bare calls took in the same run.
+def limits_us(us: dict[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Return the most microseconds that each operation may take, by the times of the bare calls in the same run.
 
     >>> us = {("nccl_bare", "all_gather"): 200.0, ("nccl_bare", "copy_rows"): 230.0}
     >>> us |= {("nccl_bare", "all_to_all_sums"): 180.0, ("nccl_bare", "all_to_all"): 160.0}
-    >>> list(bars(us).values())
+    >>> list(limits_us(us).values())
     [530.0, 500.0, 530.0, 530.0]
     """
     copy = us["nccl_bare", "copy_rows"]
-    return {each: 1.5 * us["nccl_bare", call] + copy + host for each, (call, host) in CALLS.items()}
+    return {key: 1.5 * us["nccl_bare", call] + copy + host for key, (call, host) in CALLS.items()}
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of one run, so that all are of one machine in one state."""
+    """Return the result lines of one run, so that all are of one machine in one state."""
     folder = tmp_path_factory.mktemp("bench_nccl") / "run"
     settings = ["world.ranks=2", f"matrix.shape.tokens=[{TOKENS}]"]
-    asked = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "raymoe", "run", "bench_nccl", "--quiet", "--out", str(folder), *asked]
+    options = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "raymoe", "run", "bench_nccl", "--quiet", "--out", str(folder), *options]
     assert subprocess.run(command, timeout=500, check=False).returncode == 0
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("l2", ["cold", "warm"])
-def test_little_is_added_to_the_bare_calls(lines: list[dict[str, Any]], l2: str) -> None:
+def test_backends_add_little_to_bare_nccl_calls(lines: list[dict[str, Any]], l2: str) -> None:
     us = {(line["backend"], line["op"]): line["us_p50"] for line in lines if line["l2"] == l2}
-    assert {each: us[each] for each, most in bars(us).items() if us[each] > most} == {}, us
+    assert {key: us[key] for key, limit in limits_us(us).items() if us[key] > limit} == {}, us

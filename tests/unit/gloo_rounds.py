@@ -10,7 +10,7 @@ import torch
 
 from raymoe.errors import PeerTimeout
 from raymoe.exchange.backend import Backend
-from raymoe.exchange.choice import Wish
+from raymoe.exchange.choice import Choice
 from raymoe.exchange.nccl import NcclAllgather, NcclCollective
 from raymoe.exchange.nccl_kernels import Lagging
 from raymoe.exchange.spec import ExchangeSpec
@@ -51,8 +51,8 @@ class GlooRounds:
         self._gloo.close(together)
 
 
-def on_tensors(name: str, world: World, spec: ExchangeSpec, wish: Wish) -> Backend:
+def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None) -> Backend:
     """Make an NCCL backend over Gloo and the emulator; tests patch `choice.make` with it."""
-    backend = {"collective": NcclCollective, "allgather": NcclAllgather}[name]
+    backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]
     with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
         return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

@@ -16,8 +16,8 @@ OPS = (("dispatch", "cold"), ("dispatch", "warm"))
 
 
 def main(fd: int) -> None:
-    pipe = Connection(fd)
-    order = pipe.recv()
+    connection = Connection(fd)
+    order = connection.recv()
     _, script, rank = order.job["name"].split(".")
     mine = order.rank == int(rank)
     if mine and script == "ends":
@@ -25,12 +25,12 @@ def main(fd: int) -> None:
         os._exit(3)
     if mine and script == "hangs":
         time.sleep(60)
-    pipe.send(Answer({"rank": order.rank}))
-    assert [descriptor["rank"] for descriptor in pipe.recv()] == [0, 1]
+    connection.send(Answer({"rank": order.rank}))
+    assert [descriptor["rank"] for descriptor in connection.recv()] == [0, 1]
     if mine and script == "refuses":
-        pipe.send(Answer(trouble="only 3 experts"))
+        connection.send(Answer(failure="only 3 experts"))
         return
-    pipe.send(
+    connection.send(
         Answer(
             SystemFacts(
                 OPS, {"dispatch": "routing"}, {"graph": True, "sms": 8, "device": os.environ["NVSHMEM_DISABLE_NVLS"]}
@@ -38,11 +38,11 @@ def main(fd: int) -> None:
         )
     )
     for step in range(1000):
-        index, verify = pipe.recv()
+        index, verify = connection.recv()
         assert index == step
         if mine and script == "crashes" and step == 3:
             os.abort()
         if mine and script == "lies" and verify:
-            pipe.send(Answer(trouble="its dispatch of step 2 was wrong: nothing came"))
+            connection.send(Answer(failure="its dispatch of step 2 was wrong: nothing came"))
             return
-        pipe.send(Answer((10.0 + order.rank, 8.0)))
+        connection.send(Answer((10.0 + order.rank, 8.0)))

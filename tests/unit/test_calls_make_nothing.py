@@ -31,7 +31,7 @@ class Counting:
         return counted
 
 
-@pytest.mark.parametrize("kind", ["fused", "few", "staged", "copied"])
+@pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
 def test_a_second_dispatch_makes_one_allocation_and_no_launch_object(kind: str) -> None:
     launches, allocations, packed = Counting(), Counting(), Counting()
     spec = spec_for(kind)

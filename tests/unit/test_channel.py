@@ -137,7 +137,7 @@ IMPOSSIBLE: dict[str, tuple[Asked, str]] = {
     "a ring": (lambda w: Channel(w, (w.rank + 1) % 3, 8), "rank 0 names rank 1 as its peer and rank 1 names rank 2"),
     "one-sided": (
         lambda world: Channel(world, (1, None, None)[world.rank], 8),
-        "rank 0 names rank 1 as its peer and rank 1 names none; both ends name one another",
+        "rank 0 names rank 1 as its peer and rank 1 names none; both ends must name one another",
     ),
     "nobody": (lambda world: Channel(world, None, 8), "no rank names a peer"),
     "two sizes": (lambda world: Channel(world, (1, 0, None)[world.rank], 8 * (world.rank + 1)), "nbytes is"),
@@ -242,7 +242,7 @@ def test_misuse_raises_config_error_and_the_channel_still_works(two_worlds: list
         "without memory of its own",
         r"received as torch.uint8 \[3\], 3 bytes; this channel was made for messages of exactly 8",
         r"shape \[-2, -4\]; whole numbers of at least 0",
-        r"a message of shape 8; a row of whole numbers is needed, for example \(8,\)",
+        r"a message of shape 8; a sequence of whole numbers is needed, for example \(8,\)",
         "dtype is 'float32'; a torch.dtype is needed",
         r"torch.complex128 \[0\], 0 bytes",
     ]
@@ -276,7 +276,7 @@ def send_back_what_arrived(world: World, protocol: str) -> list[list[int]]:
         with channel.together():
             channel.send(torch.full((8,), world.rank, dtype=torch.uint8))
             theirs = channel.receive()
-        says = r"where received messages land.*call \.clone\(\)"
+        says = r"the memory of received messages.*call \.clone\(\)"
         with pytest.raises(errors.ConfigError, match=says), channel.together():
             channel.send(theirs)
             channel.receive()
@@ -343,7 +343,7 @@ def call_in_captures(world: World, in_capture: list[bool]) -> list[str]:
     refused(errors.CaptureError, lambda: Channel(world, 1 - world.rank, 8))
     refused(errors.CaptureError, channel.check)
     channel.send(message)
-    assert len(channel._kept) == 1, "the message must live on for replays"
+    assert len(channel._captured_messages) == 1, "the message must live on for replays"
     channel.receive()
     world.swap(None, "test: received in a capture")
     in_capture[0] = False

@@ -78,7 +78,7 @@ def test_settings_override_the_file_in_order(tmp_path):
         ("world..ranks=2", "a key and a value are wanted"),
         ("a.b.c.d.e=2", "a key and a value are wanted"),
         ("workload.x=1", "workload"),
-        ("defaults=base.yaml", "only a file has a parent"),
+        ("defaults=base.yaml", "only a config file can name a parent"),
         ("world.ranks=[", "not YAML"),
         ("world.ranks=\x07", "is not allowed in YAML"),
         ("shape.topk=40", "--set shape.topk=40: topk 40 is more than the 32 experts"),

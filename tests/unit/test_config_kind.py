@@ -30,5 +30,5 @@ def test_kind_of_ranks_follows_device_backend_and_workload(tmp_path, settings, k
 
 def test_backends_of_two_kinds_in_one_matrix_are_refused(tmp_path):
     job = load_job(write(tmp_path, "workload: exchange\nmatrix: {exchange.backend: [fused, host]}\n"))
-    with pytest.raises(ConfigError, match=r"fused, of GPU ranks, in one case and host, of CPU ranks, in another"):
+    with pytest.raises(ConfigError, match=r"needs GPU ranks in one case \(fused\) and CPU ranks in another \(host\)"):
         kind_of_ranks(job)

@@ -51,7 +51,7 @@ def test_a_key_may_apply_in_some_cases_only(tmp_path):
 
 
 WRONG = [
-    ("world.ranks: [1, 2]", "matrix.world.ranks = [1, 2]: a matrix is not over world"),
+    ("world.ranks: [1, 2]", "matrix.world.ranks = [1, 2]: a matrix cannot vary world"),
     ("shape.tokens: 4", "matrix.shape.tokens = 4: a list of values is wanted"),
     ("shape.tokens: []", "matrix.shape.tokens = []: a list of values is wanted"),
     ("shape.tokens: [0]", "matrix.shape.tokens = 0: 0 is below the least value 1"),
@@ -68,9 +68,9 @@ WRONG = [
     ("exchange.backend: [host, mpi]", "matrix.exchange.backend = mpi: not one of auto, fused, staged"),
     (
         "exchange.backend: [host, fused]",
-        "fused is between GPU ranks, which workload layer has not yet (case backend=fused)",
+        "fused needs GPU ranks, and workload layer has none yet (case backend=fused)",
     ),
-    ("exchange.sms: [12, x]", "matrix.exchange.sms = x: not auto, nor a number from 1 to 1024"),
+    ("exchange.sms: [12, x]", "matrix.exchange.sms = x: must be auto, or a number from 1 to 1024"),
     ("routing.alpha: [1, 2]", "means nothing with routing.kind uniform, it belongs to zipf"),
     ("p2p.protocol: [put, get]", "the cases protocol=put and protocol=get are the same"),
     ("shape.tokens: [4], shape.tokens: [5]", "duplicate key"),
@@ -103,7 +103,7 @@ def test_every_case_is_checked(tmp_path):
 @pytest.mark.parametrize("setting", ["shape.tokens=4", "shape={tokens: 4}"])
 def test_a_setting_on_a_key_of_the_matrix_is_refused(tmp_path, setting):
     found = problems(tmp_path, "workload: layer\nmatrix: {shape.tokens: [1, 2]}\n", setting)
-    assert found[0].startswith(f"--set {setting}") and "the matrix goes over shape.tokens" in found[0]
+    assert found[0].startswith(f"--set {setting}") and "the matrix already varies shape.tokens" in found[0]
 
 
 def test_a_setting_may_change_the_matrix_itself(tmp_path):

@@ -11,8 +11,8 @@ IMPOSSIBLE = [
     ("exchange", "shape.topk=33", "topk 33 is more than the 32 experts"),
     ("exchange", "shape.hidden=1023", "a row of 1023 bfloat16 has 2046 bytes, not a multiple of 16, hidden 1024 would"),
     ("exchange", "exchange.wire=float16", "rows of bfloat16 cannot cross as float16"),
-    ("exchange", "exchange.capacity=100", "some rank receives at least 2048, at least 2048, or worst"),
-    ("exchange", "routing.kind=trace", "kind trace without a file"),
+    ("exchange", "exchange.capacity=100", "since one rank receives at least 2048 rows, write 2048 or more, or worst"),
+    ("exchange", "routing.kind=trace", "kind trace needs a file"),
     ("exchange", "routing.alpha=2", "means nothing with routing.kind uniform, it belongs to zipf"),
     ("exchange", "routing.share=0.2", "means nothing with routing.kind uniform, it belongs to hot"),
     ("exchange", "routing.file=x.npy", "means nothing with routing.kind uniform, it belongs to trace"),
@@ -20,7 +20,7 @@ IMPOSSIBLE = [
     ("p2p", "p2p.pairs=[[0, 1], [7, 2]]", "there is no rank 7 among 4 ranks, ranks are 0 to 3"),
     ("layer", "world.device=cuda", "workload layer has no GPU ranks yet"),
     ("layer", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
-    ("layer", "exchange.backend=fused", "backend fused is between GPU ranks, which workload layer has not yet"),
+    ("layer", "exchange.backend=fused", "backend fused needs GPU ranks, and workload layer has none yet"),
     ("layer", "exchange.sms=12", "CPU ranks have no SMs, write auto or leave it out"),
     ("layer", "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
     ("exchange", "exchange.wire.dispatch=float32", "rows of bfloat16 cannot cross as float32"),
@@ -29,7 +29,7 @@ IMPOSSIBLE = [
         "exchange.output=raw",
         "means nothing with exchange.wire.dispatch left out, it belongs to float8_e4m3",
     ),
-    ("p2p", "world.share_gpu=true", "a GPU is to be shared and device is auto"),
+    ("p2p", "world.share_gpu=true", "only GPU ranks can share a GPU, and device is auto"),
     ("p2p", "p2p={sms: 8, transports: [copy_engine, collective]}", "copy_engine, collective take no number of SMs"),
 ]
 
@@ -43,12 +43,12 @@ def test_an_impossible_combination_is_reported_at_the_last_setting(tmp_path, wor
 
 def test_more_rows_than_offsets_can_count_are_refused(tmp_path):
     (found,) = problems(tmp_path, "workload: layer\nshape: {tokens: 16777216, topk: 64, experts: 64}\n")
-    assert "line 2, shape.tokens = 16777216: up to 4294967536 rows on a rank, offsets count to 2147483647" in found
+    assert "line 2, shape.tokens = 16777216: a rank may receive 4294967536 rows, offsets count to 2147483647" in found
 
 
 CPU, CUDA = "world: {device: cpu}", "world: {device: cuda}"
 ON_A_DEVICE = [
-    (CPU, "exchange.backend=fused", "fused is no backend of cpu ranks, auto is one of any"),
+    (CPU, "exchange.backend=fused", "fused is no backend of cpu ranks, auto chooses one that is"),
     (CPU, "exchange.backend=staged", "staged is no backend of cpu ranks"),
     (CPU, "exchange.backend=row_push", "row_push is no backend of cpu ranks"),
     (CPU, "exchange.backend=nccl_bare", "nccl_bare is no backend of cpu ranks"),
@@ -59,14 +59,14 @@ ON_A_DEVICE = [
     (
         f"{CUDA}\nexchange: {{backend: fused}}",
         "exchange.transport=copy_engine",
-        "backend fused moves rows in its own way, backend staged takes copy_engine",
+        "backend fused has no choice of transport, backend staged takes copy_engine",
     ),
     (
         f"{CUDA}\nexchange: {{transport: copy_engine}}",
         "exchange.wire=float8_e4m3",
-        "a copy does not make float8_e4m3 of rows, leave wire or transport out",
+        "the copy engine cannot convert rows to float8_e4m3, leave wire or transport out",
     ),
-    (CUDA, "exchange.backend=host", "host is no backend of cuda ranks, auto is one of any"),
+    (CUDA, "exchange.backend=host", "host is no backend of cuda ranks, auto chooses one that is"),
     (
         f"{CUDA}\nexchange: {{wire: float8_e4m3}}",
         "exchange.backend=collective",
@@ -74,7 +74,11 @@ ON_A_DEVICE = [
     ),
     (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=allgather", "backend allgather has no float8_e4m3"),
     (f"{CUDA}\nexchange: {{wire: float8_e4m3}}", "exchange.backend=nccl_bare", "backend nccl_bare has no float8_e4m3"),
-    (f"{CUDA}\nsteps: {{graph: true}}", "exchange.backend=collective", "backend collective waits on the host, no CUDA"),
+    (
+        f"{CUDA}\nsteps: {{graph: true}}",
+        "exchange.backend=collective",
+        "backend collective waits on the host, so no CUDA graph can capture it",
+    ),
 ]
 
 

@@ -206,11 +206,11 @@ def test_ranks_that_all_set_share_gpu_may_use_one_gpu(node: Node) -> None:
 def test_a_cpu_world_refuses_device_memory() -> None:
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
-        with pytest.raises(ConfigError, match="device memory asked for; the world of rank 0 is on cpu"):
+        with pytest.raises(ConfigError, match="device memory was asked for; the world of rank 0 is on cpu"):
             world.allocate(ROWS, "rows", where="device")
-        with pytest.raises(ConfigError, match="memory asked for in gpu; it is in host or device"):
+        with pytest.raises(ConfigError, match="memory was asked for in gpu; it is in host or device"):
             world.allocate(ROWS, "rows", where="gpu")
-        with pytest.raises(ConfigError, match="the GPU of rank 0 asked for; its world is on cpu"):
+        with pytest.raises(ConfigError, match="the GPU of rank 0 was asked for; its world is on cpu"):
             _ = world.gpu
     with pytest.raises(ConfigError, match="device is 'tpu'; a world is on cpu, cuda or a GPU by its number"):
         World.open(0, 1, device="tpu")
@@ -271,7 +271,7 @@ def test_heaps_may_be_closed_in_any_order(order: list[tuple[int, int]]) -> None:
     worlds = wire_worlds(node, 2)
     made = [allocate_heaps(worlds, what) for what in ("first", "second")]
     orders = [[heap for rank, heap in order if rank == mine] for mine in range(2)]
-    each(worlds, lambda world: [made[heap][world.rank].let_go() for heap in orders[world.rank]])
+    each(worlds, lambda world: [made[heap][world.rank].unmap_peers() for heap in orders[world.rank]])
     close(worlds)
     assert (node.violations, node.live, node.mapped) == ([], {}, {})
 
@@ -375,8 +375,8 @@ def test_the_proof_detects_a_mapping_of_the_wrong_peer(node: Node) -> None:
 @pytest.mark.parametrize(
     ("forged", "says"),
     [
-        ({"handle": b"x" * 63}, "a handle of 63 bytes; those of CUDA IPC have 64"),
-        ({"handle": b"x" * 65}, "a handle of 65 bytes; those of CUDA IPC have 64"),
+        ({"handle": b"x" * 63}, "a handle of 63 bytes; handles of CUDA IPC have 64"),
+        ({"handle": b"x" * 65}, "a handle of 65 bytes; handles of CUDA IPC have 64"),
         ({"handle": "x" * 64}, "whose 'handle' is of type str; bytes is needed"),
         ({"nbytes": GRANULE + 1}, f"device memory of {GRANULE + 1} bytes; it comes in multiples of {GRANULE}"),
         ({"nbytes": 0}, "device memory of 0 bytes"),
@@ -411,7 +411,7 @@ def test_a_peer_is_mapped_only_once_at_a_time(node: Node) -> None:
     mapped = memory.map_peer(other.descriptor())
     with pytest.raises(WiringError, match="mapped here already"):
         memory.map_peer(other.descriptor())
-    with pytest.raises(WiringError, match="only memory of one's own"):
+    with pytest.raises(WiringError, match="only open own memory has one"):
         mapped.descriptor()
     mapped.close()
     memory.map_peer(other.descriptor()).close()  # allowed again after the first is closed
@@ -464,9 +464,9 @@ def test_the_proof_lies_after_the_regions_and_moves_none() -> None:
 def test_words_outside_a_region_and_unknown_ranks_are_refused(node: Node) -> None:
     worlds = wire_worlds(node, 1)
     [heap] = allocate_heaps(worlds)
-    with pytest.raises(WiringError, match="word 4 asked of region flag, which has 4"):
+    with pytest.raises(WiringError, match="word 4 of region flag was asked for; it has words 0 to 3"):
         heap.word("flag", 4)
-    with pytest.raises(WiringError, match="heap of rank 1 asked for in a world of 1"):
+    with pytest.raises(WiringError, match="heap of rank 1 was asked for in a world of 1"):
         heap.address("flag", 1)
     close(worlds)
 

@@ -23,7 +23,7 @@ from raymoe.doctor.host import _container, _nvidia_on_pci, _shm
 from raymoe.doctor.local_ray import probe as ask_ray
 from raymoe.doctor.nvml import machine_of, matrix_of
 from raymoe.doctor.probe import PROBES
-from raymoe.doctor.probes import BOUNDS, Child, Probes, understood
+from raymoe.doctor.probes import BOUNDS, Child, Probes, outcome_of
 from raymoe.errors import CudaError
 
 TELL = "import os, sys; tell = lambda text: os.write(int(sys.argv[3]), text.encode()); "
@@ -61,7 +61,9 @@ def test_the_failure_of_a_probe_process_is_described(program, trouble):
 
 
 def test_output_of_libraries_does_not_disturb_a_probe():
-    program = "print('{\"told\": 1}'); " + TELL + """tell('{"told": {"gpus": 4}}\\n'); print('{broken', flush=True)"""
+    program = (
+        "print('{\"values\": 1}'); " + TELL + """tell('{"values": {"gpus": 4}}\\n'); print('{broken', flush=True)"""
+    )
     assert Child("any", 20.0, program).outcome().values == {"gpus": 4}
 
 
@@ -106,7 +108,7 @@ def test_the_host_probe_describes_this_machine():
 
 
 def test_an_exception_in_a_probe_is_reported_in_one_line():
-    assert understood('{"trouble": "ModuleNotFoundError: No module named \'ray\'"}', "", "").trouble.endswith("'ray'")
+    assert outcome_of('{"trouble": "ModuleNotFoundError: No module named \'ray\'"}', "", "").trouble.endswith("'ray'")
     outcome = Child("no such probe", 60.0).outcome()
     assert outcome.trouble == "KeyError: 'no such probe'"
 

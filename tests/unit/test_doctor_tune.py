@@ -84,7 +84,7 @@ def test_the_table_picks_the_faster_transport_for_every_size() -> None:
 def test_the_printed_table_shows_medians_and_choices() -> None:
     lines = lines_of(job())
     table = tune.table_of(lines, job())
-    printed = tune.told(tune.times_of(lines, job()), table).splitlines()
+    printed = tune.report(tune.times_of(lines, job()), table).splitlines()
     assert printed[0].split() == ["pattern", "protocol", "bytes", "copy_engine", "us", "tma", "us", "auto"]
     smallest = next(row.split() for row in printed if "4KiB" in row)
     assert smallest == ["pairs", "put", "4KiB", "9.0", "3.0", "tma"]  # medians: the one slow pair does not count
@@ -127,7 +127,7 @@ def test_unverified_or_missing_lines_make_no_table() -> None:
 )
 def test_fewer_than_two_gpus_are_refused(told: ProbeOutcome, says: str) -> None:
     with pytest.raises(PlacementError, match=says) as caught:
-        tune.enough(told)
+        tune.count_gpus(told)
     assert caught.value.exit_code == 3
 
 
@@ -172,7 +172,7 @@ def test_the_command_runs_the_config_on_all_gpus_and_writes_the_table(cache, mon
     assert (request.config, request.sets, request.address) == ("tune", (f"world.ranks={RANKS}",), "local")
     assert request.out is not None and not request.out.exists()  # the run directory is removed
     out, err = capsys.readouterr()
-    assert out.endswith(f"auto goes by this on every NVIDIA H200 that reads {cache / FILE}\n")
+    assert out.endswith(f"auto uses this table on every NVIDIA H200 that reads {cache / FILE}\n")
     assert "between 3 GPUs" in err
     assert Table.load() == tune.table_of(lines_of(job()), job())
 

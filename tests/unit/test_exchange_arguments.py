@@ -384,7 +384,7 @@ class TwoHalves(OnCpu):
         self.tokens, self.out = tokens, out
         return replace(self.dispatch(tokens, out), x=torch.full((8, H), torch.nan))
 
-    def dispatch_receive(self, got: Dispatched) -> None:
+    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:  # noqa: ARG002
         assert self.out is not None
         got.x = self.out
 

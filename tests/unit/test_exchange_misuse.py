@@ -18,6 +18,7 @@ import torch
 
 from raymoe.errors import ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.exchange.calls import Calls
+from raymoe.exchange.choice import Choice
 from raymoe.exchange.cpu import OnCpu, OperationOrder
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
@@ -324,7 +325,7 @@ def test_a_dropped_gpu_exchange_is_freed_at_the_next_open_or_close(world: World)
         on_gpu = SimpleNamespace(type="cuda")
         with (
             mock.patch("raymoe.exchange.exchange.make", lambda *_: backend),
-            mock.patch("raymoe.exchange.exchange.choose", lambda *_: "fused"),
+            mock.patch("raymoe.exchange.exchange.choose", lambda *_: Choice("fused", sms=132)),
             mock.patch("raymoe.exchange.exchange.capturing", lambda _: False),
             mock.patch.object(world, "device", on_gpu),
         ):

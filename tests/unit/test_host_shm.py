@@ -95,7 +95,7 @@ def test_a_descriptor_with_missing_or_mistyped_fields_is_refused(segment, field:
     ("field", "value", "says"),
     [
         ("kind", "cuda_ipc", "heap of kind cuda_ipc; CPU ranks map host_shm"),
-        ("boot_id", "another", "heap of boot another; this machine is boot .*: one host only"),
+        ("boot_id", "another", "heap of a machine with boot id another; this one has .*: put all ranks on one host"),
         ("pid_ns", "pid:[1]", r"PID namespace pid:\[1\]; this rank is in"),
         ("started", 1, "not the one that exported"),
         ("inode", 1, "is inode .* now, not 1"),

@@ -16,8 +16,8 @@ import pytest
 from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.dispatch import ANNOUNCE, WARPS, WIDE, alltoallv_source, dispatch_source, pack_source
-from raymoe.device.few import combine_few_source, dispatch_few_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
+from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.rounds import COUNT, NUMBER, SPREAD, TELL, sum_sources
 from raymoe.device.structs import STRUCTS, Peers
@@ -27,7 +27,8 @@ from raymoe.workload.compare.row_push import ROW_PUSH
 KERNELS = packaged_folder("kernels")
 ARCHS = ("sm_90a", "sm_100a")
 STEMS = sorted(path.stem for path in KERNELS.glob("*.cu"))
-HEADERS = sorted(path.name for path in (KERNELS / "include" / "raymoe").iterdir())
+_FOLDER = KERNELS / "include" / "raymoe"
+HEADERS = sorted(str(path.relative_to(_FOLDER)) for path in _FOLDER.rglob("*.cuh"))
 DTYPES = ("bfloat16", "float16", "float32")
 BEFORE_HOPPER = (
     *(TELL, COUNT, NUMBER, SPREAD),
@@ -51,13 +52,13 @@ SOURCES = (
     combine_source("float32", wire="bfloat16"),
     combine_source("bfloat16", wire="float32"),
     combine_source("float16", wire="bfloat16"),
-    dispatch_few_source(),
-    *(dispatch_few_source(dtype, fp8=True) for dtype in DTYPES),
+    dispatch_ll_source(),
+    *(dispatch_ll_source(dtype, fp8=True) for dtype in DTYPES),
     dispatch_source(traces=True),
-    dispatch_few_source(traces=True),
+    dispatch_ll_source(traces=True),
     combine_source("bfloat16", traces=True, warps=WIDE),
-    combine_few_source("bfloat16", traces=True),
-    *(combine_few_source(dtype) for dtype in DTYPES),
+    combine_ll_source("bfloat16", traces=True),
+    *(combine_ll_source(dtype) for dtype in DTYPES),
 )
 """The kernels as they are launched, with each set of defines."""
 HOPPER = {source for source in SOURCES if ("BLOCK_WARPS", str(WIDE)) in source.defines}
@@ -104,7 +105,7 @@ def without_comments(text: str) -> str:
 
 def test_the_list_of_sources_covers_every_kernel_file():
     assert "copy" in STEMS
-    assert {"ptx.cuh", "ring.cuh", "sync.cuh", "peer.cuh"} <= set(HEADERS)
+    assert {"base/ptx.cuh", "base/ring.cuh", "base/sync.cuh", "base/peer.cuh"} <= set(HEADERS)
     assert {source.stem for source in SOURCES} == set(STEMS)
 
 
@@ -113,8 +114,8 @@ def test_a_kernel_compiles_without_warnings(compiled):
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
-MOST_BYTES = {"dispatch_few": 82_000, "combine_few": 60_000}
-"""Limits of instruction bytes on Hopper. A cold cache loads them line by line; docs/performance.md gives the cost."""
+MOST_BYTES = {"dispatch_ll": 82_000, "combine_ll": 60_000}
+"""Limits of instruction bytes on Hopper; a cold cache loads them line by line: docs/experiments/ll_path.md."""
 FEW = [source for source in SOURCES if source.stem in MOST_BYTES and ("TRACED", "1") not in source.defines]
 
 
@@ -162,7 +163,7 @@ def test_a_kernel_has_the_name_of_its_file(compiled):
 def test_a_block_has_as_many_threads_as_its_headers_assume(compiled):
     """It is `THREADS` of dispatch.cuh: the last thread reads the poison in `await_all`, and strides have this width."""
     text = (KERNELS / f"{compiled.source.stem}.cu").read_text()
-    if "raymoe/dispatch.cuh" in text or "raymoe/combine.cuh" in text:
+    if "raymoe/dispatch/dispatch.cuh" in text or "raymoe/combine/combine.cuh" in text:
         defined = dict(compiled.source.defines).get("BLOCK_WARPS") or re.findall(r"#define BLOCK_WARPS (\d+)", text)
         warps = int(defined if isinstance(defined, str) else (*defined, WARPS)[0])
         assert re.findall(r"\.maxntid (\d+)", compiled.ptx) == [str(32 * warps)]
@@ -203,7 +204,11 @@ def test_a_header_compiles_alone(header, tmp_path):
 
 def test_the_other_structs_have_the_same_layout_as_in_python(tmp_path):
     (tmp_path / "include").symlink_to(KERNELS / "include")
-    lines = ['#include "raymoe/peer.cuh"', '#include "raymoe/sync.cuh"', 'extern "C" __global__ void structs() {}']
+    lines = [
+        '#include "raymoe/base/peer.cuh"',
+        '#include "raymoe/base/sync.cuh"',
+        'extern "C" __global__ void structs() {}',
+    ]
     (tmp_path / "structs.cu").write_text("\n".join(lines) + "\n")
     source = KernelSource("structs", (Peers, *STRUCTS))
     Compiler(tmp_path, Cubins(tmp_path / "cubins")).compiled(source, ARCHS[0])

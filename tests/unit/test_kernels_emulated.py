@@ -43,7 +43,7 @@ def test_a_seed_determines_the_interleaving():
     assert run.judged(5) == run.judged(5) != run.judged(6)
 
 
-@pytest.mark.parametrize("kinds", [("fused", "staged"), ("few", "fused"), ("copied", "fused")])
+@pytest.mark.parametrize("kinds", [("fused", "staged"), ("ll", "fused"), ("copied", "fused")])
 def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds):
     """The two specs have overlapping slots and one count of epochs."""
     sizes = ((12, 64), (20, 24))
@@ -69,7 +69,7 @@ def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds):
 
 @pytest.mark.parametrize("output", ["raw", "dequantised"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kind", ["fused", "staged", "few"])
+@pytest.mark.parametrize("kind", ["fused", "staged", "ll"])
 def test_an_element_that_is_hard_to_scale_changes_no_other(kind, dtype, output):
     """A finite element arrives finite, an infinity as the largest number of its block, NaN as NaN."""
     x = odd_blocks(getattr(torch, dtype)).view(1, -1)
@@ -228,7 +228,7 @@ def test_a_fault_planted_in_the_check_of_combines_is_found(how, change):
         _combine_differently("fused", "whole", how, 0, change)
 
 
-@pytest.mark.parametrize("kind", ["fused", "few"])
+@pytest.mark.parametrize("kind", ["fused", "ll"])
 def test_a_replay_combines_the_dispatch_that_was_replayed_last(kind):
     """A graph repeats the parameters; the dispatch's number is read where the dispatch has left it."""
     case = Case(2, spec_for(kind), "auto", ("uniform", "skewed"), ragged=False)
@@ -295,20 +295,18 @@ def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end)
 
 _TO_ALL = "if (threadIdx.x < p.peers.ranks) {"
 LEFT_OUT = {
-    ("few", "rows"): Change(
-        "dispatch_few.cu", "mask = all &", "mask = p_.peers.rank == RANK && epoch == 3 ? 0 : all &"
-    ),
-    ("few", "told entries"): Change(
-        "few_routing.cuh",
+    ("ll", "rows"): Change("dispatch_ll.cu", "mask = all &", "mask = p_.peers.rank == RANK && epoch == 3 ? 0 : all &"),
+    ("ll", "told entries"): Change(
+        "routing_ll.cuh",
         "if (entry < entries) {",
         "if (entry < entries && !(p_.peers.rank == RANK && words.epoch == 3)) {",
     ),
-    ("few", "counts"): Change(
-        "few_routing.cuh", "if (end >= entries) {", "if (end >= entries && !(p_.peers.rank == RANK && epoch == 3)) {"
+    ("ll", "counts"): Change(
+        "routing_ll.cuh", "if (end >= entries) {", "if (end >= entries && !(p_.peers.rank == RANK && epoch == 3)) {"
     ),
-    ("few", "statuses"): Change("combine_few.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
-    ("few", "sums"): Change(
-        "few_sums.cuh", "if (hits == 0) {", "if (hits == 0 || (p_.peers.rank == RANK && epoch == 3)) {"
+    ("ll", "statuses"): Change("combine_ll.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
+    ("ll", "sums"): Change(
+        "sums_ll.cuh", "if (hits == 0) {", "if (hits == 0 || (p_.peers.rank == RANK && epoch == 3)) {"
     ),
     ("fused", "words of rows"): Change(
         "sending.cuh",
@@ -356,7 +354,7 @@ def test_a_rank_that_leaves_out_a_message_is_named_by_all_others(kind, what, sil
             told = caught.value
             assert (told.rank, told.peer, told.epoch, told.expected) == (rank, silent, 3, 3)
             assert told.op == ("combine" if what in ("statuses", "sums", "done of sums") else "dispatch")
-            assert told.seen == (1 if kind == "few" else 2)  # lines and words of few tokens have two parities
+            assert told.seen == (1 if kind == "ll" else 2)  # lines and words of few tokens have two parities
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -385,11 +383,12 @@ def _give_up_on_a_slow_rank(kind: str, layout: str, seed: int, *changes: Change)
         sent = [batches(case, step) for step in range(3)]
         for step in range(3):
             gives_up.dispatch(*_handed_over(gives_up, sent[step][0]))
-        got = slow.dispatch_send(*_handed_over(slow, sent[0][1]))
+        tokens, out = _handed_over(slow, sent[0][1])
+        got = slow.dispatch_send(tokens, out)
         emulator.run(seed)
         with pytest.raises(PeerTimeout, match="rank 1"):
             gives_up.check()
-        slow.dispatch_receive(got)
+        slow.dispatch_receive(got, tokens)
         emulator.run(seed)
         slow.check()
         judge_dispatch(case, sent[0], 1, result_of(got, expert_major(got), torch.zeros(0)))
@@ -461,7 +460,7 @@ def test_a_fault_planted_in_a_refused_step_is_found(planted):
 
 def test_lines_that_arrive_in_halves_give_wrong_values():
     """Rows of few tokens need lines of 128 bytes that arrive whole; a link that does not keep this is refused."""
-    torn = replace(RUNS["few on 2"], stamped=False, routings=("uniform",) * 3, torn_lines=True)
+    torn = replace(RUNS["ll on 2"], stamped=False, routings=("uniform",) * 3, torn_lines=True)
     for seed in range(60):
         try:
             torn.judged(seed)

@@ -29,13 +29,13 @@ CAUGHT_BY = {
         "unit/test_jit.py::test_processes_that_race_get_the_same_cubin",
         "unit/test_jit.py::test_a_process_has_one_shared_compiler",
         "unit/test_kernels_load.py::test_threads_that_race_load_once",
-        "gpu/test_jit_gpu.py::test_threads_that_race_load_once",
+        "gpu/test_jit_gpu.py::test_threads_that_race_load_a_kernel_once",
     ],
     "a program, module or memory that leaks when compiling, loading or looking up fails": [
         "unit/test_jit.py::test_a_compile_error_holds_log_and_command_and_leaves_no_files",
         "unit/test_kernels_load.py::test_a_failed_load_leaves_no_module_and_can_be_retried",
         "unit/test_cuda_ipc.py::test_an_allocation_that_fails_half_way_frees_all_memory",
-        "gpu/test_jit_gpu.py::test_a_load_that_fails_leaves_nothing",
+        "gpu/test_jit_gpu.py::test_a_load_that_fails_leaves_no_module",
     ],
     "a half-made cache entry that is launched later": [
         "unit/test_jit.py::test_a_failure_is_raised_in_all_waiting_threads_and_a_retry_compiles",
@@ -46,27 +46,27 @@ CAUGHT_BY = {
     "an option value that is ignored because of upper or lower case": [
         "unit/test_config_problems.py::test_a_problem_is_reported_with_its_line_key_and_value",
         "unit/test_transport_choice.py::test_an_impossible_channel_spec_is_refused",
-        "gpu/test_channels.py::test_what_cannot_be_is_refused_and_both_values_are_named",
+        "gpu/test_channels.py::test_invalid_specs_are_refused_with_both_values",
     ],
     "a size that is cast to 32 bits": [
         f"{HERE}::test_sizes_and_offsets_have_64_bits",
-        "gpu/test_copy_gpu.py::test_more_than_two_and_four_gigabytes",
-        "gpu/test_known_defects.py::test_a_message_of_more_than_two_gigabytes",
-        "gpu/test_cuda_ipc.py::test_a_region_behind_3_gib",
+        "gpu/test_copy_gpu.py::test_copies_above_two_and_four_gigabytes_are_right",
+        "gpu/test_known_defects.py::test_a_message_of_more_than_two_gigabytes_arrives",
+        "gpu/test_cuda_ipc.py::test_a_region_at_an_offset_of_3_gib_is_right",
     ],
     "a size of 0 that launches no block": [
-        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
-        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+        "gpu/test_copy_gpu.py::test_copies_of_any_alignment_are_right",
+        "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
         "gpu/test_jit_gpu.py::test_launches_that_cannot_run_are_refused",
     ],
     "alignment that is checked for sizes but not for pointers": [
-        "gpu/test_copy_gpu.py::test_every_alignment_of_both_ends",
-        "gpu/test_copy_gpu.py::test_around_a_stage_and_around_a_round_of_all_stages",
-        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+        "gpu/test_copy_gpu.py::test_copies_of_any_alignment_are_right",
+        "gpu/test_copy_gpu.py::test_copies_about_as_large_as_the_stages_are_right",
+        "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
     ],
     "a module that is cached for the process and used on another GPU": [
         "unit/test_kernels_load.py::test_every_gpu_has_its_own_module",
-        "gpu/test_jit_gpu.py::test_every_gpu_of_the_process_has_its_own",
+        "gpu/test_jit_gpu.py::test_every_gpu_of_the_process_loads_its_own_module",
         "gpu/test_jit_gpu.py::test_code_for_another_gpu_is_refused_and_not_kept",
     ],
     "two transfers of one pair that overwrite each other's rendezvous": [
@@ -78,8 +78,8 @@ CAUGHT_BY = {
         "unit/test_cuda_ipc.py::test_every_mapping_is_closed_before_any_memory_is_freed",
         "unit/test_cuda_ipc.py::test_heaps_may_be_closed_in_any_order",
         "unit/test_cuda_ipc.py::test_memory_that_a_dead_peer_may_map_is_not_freed",
-        "gpu/test_cuda_ipc.py::test_memory_outlives_a_close_that_came_too_early",
-        "gpu/test_cuda_ipc.py::test_an_exporter_that_is_killed_while_mapped",
+        "gpu/test_cuda_ipc.py::test_memory_outlives_a_close_that_comes_too_early",
+        "gpu/test_cuda_ipc.py::test_memory_of_a_killed_rank_stays_mapped_and_is_freed_later",
     ],
     "bulk stores taken as arrived when only their source was read": [
         "unit/test_kernels_compile.py::test_a_flag_is_stored_after_the_bulk_stores_have_arrived",
@@ -88,12 +88,12 @@ CAUGHT_BY = {
     "an endless wait for a dead peer": [
         "unit/test_channels.py::test_a_silent_peer_is_named_and_later_calls_raise_the_same_error",
         "gpu/test_channels.py::test_a_killed_peer_is_named",
-        "gpu/test_known_defects.py::test_a_killed_peer_does_not_keep_nccl_for_ever",
+        "gpu/test_known_defects.py::test_a_killed_peer_does_not_block_nccl_for_ever",
         "gang/test_faults.py::test_a_rank_that_stops_answering_is_named_and_ends_the_run",
     ],
     "a ring that is blocked by the order of sends and receives": [
         f"{HERE}::test_a_ring_that_receives_before_it_sends_does_not_block",
-        "gpu/test_channels.py::test_a_ring_in_either_order_of_asking",
+        "gpu/test_channels.py::test_a_ring_works_with_send_or_receive_first",
     ],
     "a process-wide choice that each call reads again, so that two ends differ": [
         f"{HERE}::test_only_rank_0_reads_the_transport_table",
@@ -101,8 +101,8 @@ CAUGHT_BY = {
         "gpu/test_known_defects.py::test_two_ends_with_different_tables_use_one_transport",
     ],
     "tests with one chunk only": [
-        "gpu/test_copy_gpu.py::test_many_chunks",
-        "gpu/test_channels.py::test_many_channels_and_slots_at_once",
+        "gpu/test_copy_gpu.py::test_copies_of_many_chunks_are_right",
+        "gpu/test_channels.py::test_many_channels_and_slots_work_at_once",
         "gpu/test_p2p_gpu.py::test_every_line_is_complete_and_verified",
     ],
 }
@@ -190,7 +190,9 @@ def test_only_rank_0_reads_the_transport_table(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(choice.Table, "load", lambda: tables.pop(0))
     swapped: dict[str, list[Any]] = {}
     spec = ChannelSpec(((0, 1),), (4096,))
-    assert [choice.chosen(cast(World, FakeGpuWorld(rank, swapped)), spec) for rank in (0, 1)] == [transport] * 2
+    assert [choice.choose_transport(cast(World, FakeGpuWorld(rank, swapped)), spec) for rank in (0, 1)] == [
+        transport
+    ] * 2
     assert len(tables) == 1
 
 
@@ -199,9 +201,9 @@ def test_channels_choose_their_transport_once(monkeypatch: pytest.MonkeyPatch) -
 
     def count(world: World, spec: ChannelSpec) -> str:
         asked.append(spec)
-        return choice.chosen(world, spec)
+        return choice.choose_transport(world, spec)
 
-    monkeypatch.setattr(channels_module, "chosen", count)
+    monkeypatch.setattr(channels_module, "choose_transport", count)
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
         channels = Channels(world, ChannelSpec(((0, 0),), (8,)))

@@ -27,26 +27,26 @@ NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="no C++ compiler 
 CAUGHT_BY = {
     "an element stride from an integer division that truncates": [
         f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
-        f"{ON_GPUS}::test_limits_of_the_contract",
+        f"{ON_GPUS}::test_cases_at_the_limits_of_the_contract_are_right",
         "unit/test_plan.py::test_impossible_specs_are_refused",
     ],
     "checks of shapes and counts dropped because of graphs": [
         "unit/test_exchange_arguments.py::test_wrong_arguments_of_dispatch_are_refused",
-        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
+        f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a result of zeros that hides missing or duplicate rows": [
         "unit/test_oracle.py::test_a_planted_fault_exceeds_the_bound",
         "unit/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
-        f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
+        f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
     "padding rows taken for tokens downstream": [
         "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
-        f"{ON_GPUS}::test_drawn_cases",
+        f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "a cached buffer reused for another dtype or width": [
         "unit/test_exchange.py::test_two_exchanges_in_one_world_give_correct_results",
         f"{EMULATED}::test_two_exchanges_of_one_workspace_are_correct_in_turns",
-        f"{ON_GPUS}::test_exchanges_side_by_side",
+        f"{ON_GPUS}::test_exchanges_run_side_by_side",
     ],
     "a context bound to the global group while the caller passed a sub-group": [
         "unit/test_world_group.py::test_an_exchange_over_a_group_uses_only_its_ranks",
@@ -55,7 +55,7 @@ CAUGHT_BY = {
     "expert ids out of range that corrupt counts": [
         "unit/test_exchange_faults.py::test_all_ranks_raise_on_an_id_out_of_range",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
-        f"{ON_GPUS}::test_refused_data_is_told_by_all_and_the_next_step_works",
+        f"{ON_GPUS}::test_all_ranks_refuse_bad_data_and_the_next_step_works",
     ],
     "64-bit slots written by 32-bit operations": [f"{HERE}::test_epochs_have_more_than_32_bits"],
     "a reset that races the next signal": [
@@ -66,25 +66,25 @@ CAUGHT_BY = {
     "pointer tables not checked for size or device": [
         f"{HERE}::test_a_table_of_too_few_or_too_many_peers_is_refused",
         "unit/test_exchange_arguments.py::test_a_backend_is_refused_with_what_the_gpus_lack",
-        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
+        f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
         f"{EMULATED}::test_a_planted_fault_is_found",
-        f"{ON_GPUS}::test_a_second_of_replays_by_late_ranks",
+        f"{ON_GPUS}::test_many_replays_with_late_ranks_are_right",
     ],
     "grids sized by the worst case": [
         f"{EMULATED}::test_no_launch_has_more_blocks_than_the_given_sms",
-        f"{ON_GPUS}::test_no_launch_is_larger_than_what_was_asked_for",
+        f"{ON_GPUS}::test_no_launch_takes_more_sms_than_asked_for",
     ],
     "a capacity from the local token count, so that unequal ranks write out of bounds": [
         "unit/test_exchange_arguments.py::test_all_ranks_raise_if_specs_or_backends_differ_or_are_impossible",
         "unit/test_plan.py::test_the_worst_capacity_holds_the_worst_routings",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
-        f"{ON_GPUS}::test_drawn_cases",
+        f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "a smaller later call that fails on a larger cached buffer": [
         "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
-        f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
+        f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
     "layers that share one buffer and overwrite saved activations": [
         "unit/test_exchange.py::test_several_dispatches_may_be_outstanding",
@@ -99,11 +99,11 @@ CAUGHT_BY = {
     "weights accepted and ignored": [
         "unit/test_plan.py::test_sums_equal_float64_sums_rounded_once",
         "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
-        f"{ON_GPUS}::test_drawn_cases",
+        f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "only top-1": [
         f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
-        f"{ON_GPUS}::test_limits_of_the_contract",
+        f"{ON_GPUS}::test_cases_at_the_limits_of_the_contract_are_right",
     ],
     "metadata keys deleted under a slow rank": [
         "unit/test_world.py::test_swaps_are_correct_at_any_pace",
@@ -111,9 +111,9 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "a first call inside capture": [
-        f"{ON_GPUS}::test_replays_and_eager_steps_in_any_order",
-        f"{ON_GPUS}::test_callers_mistakes_are_told_before_anything_is_sent",
-        "gpu/test_graph_gpu.py::test_kernels_loaded_inside_are_whole",
+        f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
+        f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
+        "gpu/test_graph_gpu.py::test_kernels_loaded_inside_a_capture_are_right_or_refused",
     ],
 }
 

@@ -143,7 +143,7 @@ def test_a_lifted_time_bound_does_not_end_the_driver() -> None:
     ("how", "said"),
     [
         ("os.abort()", "was killed by SIGABRT"),
-        ("os._exit(9)", "left with exit code 9"),
+        ("os._exit(9)", "ended with exit code 9"),
         ("raise ValueError('odd')", "ValueError: odd"),
     ],
 )

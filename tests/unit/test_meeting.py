@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError
 import raymoe
 from raymoe.errors import ConfigError, WiringError
 from raymoe.gang import join as joining
-from raymoe.gang.join import GRACE_S, SILENCE_S, Guest, MeetingPoint, RefusedEntry
+from raymoe.gang.join import GRACE_S, SILENCE_S, Entry, MeetingPoint, RefusedEntry
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
 
@@ -35,8 +35,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def guest(token: str, problem: str | None = None) -> Guest:
-    return Guest(token, {"pid": token} if problem is None else None, problem)
+def guest(token: str, problem: str | None = None) -> Entry:
+    return Entry(token, {"pid": token} if problem is None else None, problem)
 
 
 def test_a_duplicate_rank_is_refused_and_the_first_ranks_meet(clock: Clock) -> None:
@@ -113,7 +113,7 @@ def test_a_rank_that_enters_after_all_have_left_starts_a_new_meeting(clock: Cloc
     meeting = MeetingPoint(3)
     meeting.enter(1, 3, guest("b"), 60)
     assert meeting.enter(0, 2, guest("x"), 60) == RefusedEntry(
-        "rank 0 says size 2, the first to come said 3", for_good=True
+        "rank 0 gives size 2, the first rank gave 3", for_good=True
     )
     meeting.leave(1, "b")
     assert meeting.look(0, "x").came == {1}, "a rank that left has come"
@@ -136,10 +136,10 @@ def test_a_meeting_ends_after_the_longest_timeout(clock: Clock) -> None:
         ({"size": 2.0}, "rank 0 in a world of 2.0"),
         ({"timeout_s": math.nan}, "timeout_s is nan; waits need"),
         ({"timeout_s": -1}, "timeout_s is -1; waits need"),
-        ({"name": "n" * 300}, "a name of 300 bytes; a world to join is named by 200 at most"),
+        ({"name": "n" * 300}, "name has 300 bytes; the name of a world to join has at most 200"),
         ({"name": "a\0b"}, "holds no NUL"),
         ({"name": None}, "name is None"),
-        ({"name": "a\ud800"}, "which has no bytes in UTF-8"),
+        ({"name": "a\ud800"}, "which cannot be encoded in UTF-8, as Ray needs"),
         ({}, "asked to join 'x' outside Ray; call it"),
     ],
 )
@@ -168,10 +168,10 @@ class SlowMeeting:
 def test_a_rank_that_gives_up_leaves_no_descriptor_in_a_late_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, meeting = SlowMeeting(), MeetingPoint(2)
     monkeypatch.setattr(joining, "_meeting_actor", slow)
-    monkeypatch.setattr(joining._Visit, "_ask", mock.Mock(side_effect=GetTimeoutError))
-    visit = joining._Visit(Member(0, 2, timeout_s=0.05))
-    with World.open(0, 2) as world, pytest.raises(WiringError, match="had no place to meet in time"):
+    monkeypatch.setattr(joining._JoiningRank, "_ask", mock.Mock(side_effect=GetTimeoutError))
+    visit = joining._JoiningRank(Member(0, 2, timeout_s=0.05))
+    with World.open(0, 2) as world, pytest.raises(WiringError, match=r"no meeting actor answered within 0\.05 s"):
         visit._enter(world, None)
     for name, *given in slow.calls:
         getattr(meeting, name)(*given)
-    assert meeting.guests == {}
+    assert meeting.entries == {}

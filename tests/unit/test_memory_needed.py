@@ -11,7 +11,7 @@ import torch
 from raymoe.config import Case, Job, load_job
 from raymoe.errors import PlacementError
 from raymoe.exchange.spec import slots_layout
-from raymoe.gang.rank import Rank, Seating
+from raymoe.gang.rank import Rank, RankSettings
 from raymoe.memory.world import World
 from raymoe.workload.memory_needed import (
     BESIDE_BYTES,
@@ -115,7 +115,7 @@ def test_a_rank_refuses_a_job_too_large_for_its_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("raymoe.gang.metrics.RankMetrics", lambda *_: None)
     rank = Rank("a-run", 0)
     monkeypatch.setattr(rank, "_enter", lambda _: None)
-    answer = rank.open(Seating(0, 4, 0, 5.0, 1, "cuda", share, nbytes))
+    answer = rank.open(RankSettings(0, 4, 0, 5.0, 1, "cuda", share, nbytes))
     assert rank.world is not None
     rank.world.close()
     if refused:

@@ -34,7 +34,7 @@ class Streams:
 
 @pytest.mark.parametrize("second", [FIRST, SECOND])
 @pytest.mark.parametrize("form", ["whole", "halves"])
-@pytest.mark.parametrize("kind", ["fused", "few", "staged", "copied"])
+@pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
 def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, second: int) -> None:
     streams, spec = Streams(), spec_for(kind)
     later = ("combine",) if form == "whole" else ("dispatch_receive", "combine_send", "combine_receive")

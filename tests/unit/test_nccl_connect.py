@@ -13,14 +13,14 @@ import torch
 from raymoe.errors import WiringError
 from raymoe.memory.world import World
 from raymoe.net import nccl
-from raymoe.net.nccl import NcclGroup, OtherThread
+from raymoe.net.nccl import BackgroundWait, NcclGroup
 
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
     """A group on one CPU rank, before it has connected."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(NcclGroup, "_touch", lambda *_: None)
+    monkeypatch.setattr(NcclGroup, "_exchange_a_byte", lambda *_: None)
     monkeypatch.setattr(nccl, "CONNECT_S", 0.1)
     with World.open(0, 1, timeout_s=0.1) as world:
         world.wire([world.descriptor()])
@@ -36,7 +36,7 @@ def test_a_missing_member_ends_the_connection_after_a_timeout(
     monkeypatch.setattr(nccl, "Communicator", lambda *_: release.wait(20))
     try:
         with pytest.raises(WiringError, match=r"its ranks 0, 1 did not all come within 0\.1 s"):
-            group._meet(b"identity", 0)
+            group._make_communicator(b"identity", 0)
     finally:
         release.set()
 
@@ -44,23 +44,23 @@ def test_a_missing_member_ends_the_connection_after_a_timeout(
 def test_a_communicator_is_returned_and_a_failure_is_raised(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = object()
     monkeypatch.setattr(nccl, "Communicator", lambda *_: made)
-    assert group._meet(b"identity", 0) is made
+    assert group._make_communicator(b"identity", 0) is made
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("no NCCL here")
 
     monkeypatch.setattr(nccl, "Communicator", refuse)
     with pytest.raises(RuntimeError, match="no NCCL here"):
-        group._meet(b"identity", 0)
+        group._make_communicator(b"identity", 0)
 
 
 def test_the_wait_for_another_thread_is_over_when_the_thread_ends() -> None:
     go = threading.Event()
-    wait = OtherThread(lambda: go.wait(20) and None)
-    assert not wait.over()
+    wait = BackgroundWait(lambda: go.wait(20) and None)
+    assert not wait.done()
     go.set()
     for _ in range(1000):
-        if wait.over():
+        if wait.done():
             return
         threading.Event().wait(0.01)
     pytest.fail("the wait is not over")

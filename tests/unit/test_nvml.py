@@ -12,9 +12,9 @@ import pytest
 from raymoe.device import nvml
 from raymoe.device.nvml import Library, NvmlBinding, nvlinked
 from raymoe.errors import ConfigError
-from raymoe.exchange.choice import Wish, make
-from raymoe.exchange.few import FewBackend
+from raymoe.exchange.choice import Choice, Wish, choose, make
 from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Bounds, Links, Workspace, workspace_layout
 from tests.unit.worlds import close, each, wired
@@ -160,26 +160,38 @@ def test_all_ranks_agree_whether_rows_travel_in_lines(linked_by, word, gpus, lin
 
 
 @pytest.mark.parametrize(
-    ("spec", "lines", "kind"), [(FEW, True, FewBackend), (FEW, False, FusedBackend), (MANY, True, FusedBackend)]
+    ("spec", "lines", "kind"), [(FEW, True, FusedLlBackend), (FEW, False, FusedBackend), (MANY, True, FusedBackend)]
 )
 def test_few_tokens_travel_in_lines_only_over_nvlink(spec, lines, kind):
     made = []
-    world = SimpleNamespace(device=SimpleNamespace(type="cuda"), shared=lambda _: SimpleNamespace(lines=lines))
-    for each_kind in (FewBackend, FusedBackend):
-        with mock.patch.object(each_kind, "__init__", lambda self, *_: made.append(type(self))):
-            if each_kind is kind:
-                make("fused", world, spec, Wish("fused", None, "auto"))
+    gpu = SimpleNamespace(uuid="a", name="NVIDIA H200", capability=(9, 0), sms=132)
+    links = SimpleNamespace(lines=lines)
+    world = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        gpu=gpu,
+        size=2,
+        rank=0,
+        shared=lambda _: links,
+        swap=lambda value, _: [value] * 2,
+    )
+    choice = choose(world, spec, Wish("fused", None, "auto"))
+    assert choice == Choice("fused", sms=132, lines=kind is FusedLlBackend)
+    with (
+        mock.patch.object(FusedLlBackend, "__init__", lambda self, *_: made.append(type(self))),
+        mock.patch.object(FusedBackend, "__init__", lambda self, *_: made.append(type(self))),
+    ):
+        make(choice, world, spec, None)
     assert made == [kind]
 
 
 def test_a_workspace_without_lines_has_no_memory_for_them():
     with_lines, without = Bounds.of(FEW, MANY), Bounds.of(FEW, MANY, lines=False)
-    assert (without.few_entries, without.few_lines) == (0, 0)
+    assert (without.ll_entries, without.ll_lines) == (0, 0)
     regions = [{placed.region.name for placed in workspace_layout(each, 2).placed} for each in (with_lines, without)]
-    assert regions[0] - regions[1] == {name for name in regions[0] if name.startswith("few_")}
+    assert regions[0] - regions[1] == {name for name in regions[0] if name.startswith("ll_")}
     for bounds in (with_lines, without):
         bounds.check(FEW)  # few tokens can be served with and without lines
-    with pytest.raises(ConfigError, match="needs few_entries"):
+    with pytest.raises(ConfigError, match="needs ll_entries"):
         Bounds.of(MANY).check(FEW)
 
 

@@ -21,7 +21,7 @@ from raymoe.workload.inputs import (  # noqa: E402
     Inputs,
     Routing,
 )
-from raymoe.workload.memory_needed import groups_of, heap_bytes, rows_there  # noqa: E402
+from raymoe.workload.memory_needed import groups_of, heap_bytes, most_rows_received  # noqa: E402
 from tests.unit import scripted_system  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
@@ -121,13 +121,13 @@ def test_documented_results_are_accepted_and_spoilt_rows_are_reported(fake_all_t
                 op()
                 said.append(wrong())
         rows = system._rows
-        counts, offsets = system._there.tolist()
+        counts, offsets = system._received_splits.tolist()
         place = next((at for at, count in zip(offsets, counts, strict=True) if count), None)
         if place is not None:
-            system._came[place] += 1
+            system._received[place] += 1
             said.append(system.wrong_dispatch())
         if rows:
-            system._back[rows - 1] = torch.nan
+            system._returned[rows - 1] = torch.nan
             said.append(system.wrong_combine())
         return said
 
@@ -143,8 +143,8 @@ def test_documented_results_are_accepted_and_spoilt_rows_are_reported(fake_all_t
 def test_groups_of_experts_fit_the_operation_and_the_heap_holds_the_worst_routing():
     assert [groups_of(local) for local in (1, 15, 16, 30, 32, 64, 96)] == [1, 15, 8, 15, 8, 8, 12]
     spec = ExchangeSpec(tokens=100, hidden=16, experts=64, topk=4)
-    assert rows_there(spec, 4) >= 4 * 100 * 4 + groups_of(16) * 15  # all rows here, each group aligned up
-    assert heap_bytes(spec, 4) > (rows_there(spec, 4) + 2 * 400) * 32
+    assert most_rows_received(spec, 4) >= 4 * 100 * 4 + groups_of(16) * 15  # all rows here, each group aligned up
+    assert heap_bytes(spec, 4) > (most_rows_received(spec, 4) + 2 * 400) * 32
 
 
 BASE = {"workload": "exchange", "world": {"ranks": 2, "device": "cuda"}, "shape": {"tokens": 8, "hidden": 16}}
@@ -183,7 +183,7 @@ def test_a_working_system_has_lines_like_a_backend(scripted, monkeypatch):
         assert line["device"] == "1"  # its process makes no multicast objects, whatever the environment says
 
 
-TROUBLES = {
+FAILURES = {
     "ends": "rank 1: its process ended with code 3: cannot find a network",
     "hangs": "rank 1: no answer within 6 s",
     "refuses": "rank 1: only 3 experts",
@@ -192,7 +192,7 @@ TROUBLES = {
 }
 
 
-@pytest.mark.parametrize(("script", "said"), TROUBLES.items(), ids=TROUBLES)
+@pytest.mark.parametrize(("script", "said"), FAILURES.items(), ids=FAILURES)
 def test_a_failing_system_gives_a_skipped_line_and_the_run_goes_on(scripted, monkeypatch, script, said):
     if script == "hangs":
         monkeypatch.setattr(systems, "START_S", 6.0)
@@ -205,7 +205,7 @@ def test_without_a_gpu_the_line_of_the_real_system_says_so():
     if torch.version.cuda is not None:
         pytest.skip("the torch of this test knows CUDA; tests/gpu has the case")
     [line] = lines_of(job())
-    assert "GPU ranks asked for with torch" in str(line["skipped"])
+    assert "GPU ranks were asked for with torch" in str(line["skipped"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from raymoe.config.sections import OverlapSection  # noqa: E402
 from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.exchange.exchange import Exchange  # noqa: E402
 from raymoe.report.tables import (  # noqa: E402
-    pairs_of,
+    overlap_times,
     render,
 )
 from raymoe.workload.inputs import (  # noqa: E402
@@ -33,10 +33,10 @@ BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]"]
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["matrix.exchange.backend=[collective]"], "collective is not run beside a product"),
-        (["matrix.exchange.backend=[row_push]"], "row_push is not run beside a product"),
+        (["matrix.exchange.backend=[collective]"], "collective cannot run beside a matrix product"),
+        (["matrix.exchange.backend=[row_push]"], "row_push cannot run beside a matrix product"),
         (["world.device=cpu"], "workload overlap has no CPU ranks"),
-        (["steps.graph=true"], "timed without graphs"),
+        (["steps.graph=true"], "timed without CUDA graphs"),
         (["overlap.rows=0"], "overlap.rows"),
         (["workload=exchange", "overlap.rows=8"], "overlap"),
     ],
@@ -154,9 +154,9 @@ def lines_of(case: str, dispatch: tuple[float, float, float], product: float = 5
 
 def test_the_table_shows_both_slowdowns_and_the_fastest_case():
     lines = lines_of("sms=16", (700.0, 560.0, 700.0)) + lines_of("sms=32", (528.0, 620.0, 620.0))
-    assert [round(pair.saved, 3) for pair in pairs_of(lines, "dispatch")] == [0.286, 0.367]
+    assert [round(times.saved, 3) for times in overlap_times(lines, "dispatch")] == [0.286, 0.367]
     title, head, _, few, many = render(lines).split("\n\n")[1].splitlines()
-    assert title == "dispatch beside a product, us: alone, beside, slower by; both are done first with sms=32"
+    assert title == "dispatch beside a product, us: alone, beside, slower by; both finish first with sms=32"
     assert head.split() == ["case", "dispatch", "beside", "slower", "product", "beside", "slower", "both", "saved"]
     assert few.split() == ["sms=16", "480.0", "700.0", "+46%", "500.0", "560.0", "+12%", "700.0", "29%"]
     assert many.split()[-2:] == ["620.0", "37%"]

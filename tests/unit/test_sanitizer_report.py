@@ -109,9 +109,10 @@ def test_equal_findings_are_printed_once():
 def test_a_hazard_is_identified_by_the_text_of_its_line():
     path = packaged_folder("kernels") / "copy.cu"
     number, text = next((at, line) for at, line in enumerate(path.read_text().splitlines(), 1) if "copy(" in line)
-    assert test_sanitizer.told(Place("Write", "copy", "copy.cu", number)) == f"Write copy copy.cu: {text.strip()}"
-    assert test_sanitizer.told(Place("Read", "copy", "", 0)) == "Read copy no line"
-    assert test_sanitizer.told(Place("Read", "copy", "copy.cu", 10**6)) == "Read copy copy.cu:1000000"
+    access_text = test_sanitizer.access_text
+    assert access_text(Place("Write", "copy", "copy.cu", number)) == f"Write copy copy.cu: {text.strip()}"
+    assert access_text(Place("Read", "copy", "", 0)) == "Read copy no line"
+    assert access_text(Place("Read", "copy", "copy.cu", 10**6)) == "Read copy copy.cu:1000000"
 
 
 def test_the_planted_mistakes_survive_compilation(tmp_path):
@@ -139,7 +140,7 @@ def tool(tmp_path, monkeypatch):
 
 def test_the_tool_is_called_for_all_processes_with_its_own_exit_code(tool, tmp_path):
     tool("echo there >&2; exit 77")
-    code, text = test_sanitizer.under("racecheck", tmp_path / "log", 30.0, "plant", "racecheck")
+    code, text = test_sanitizer.run_under("racecheck", tmp_path / "log", 30.0, "plant", "racecheck")
     assert code == test_sanitizer.FOUND
     assert "--tool racecheck --target-processes all --error-exitcode 77" in text
     assert text.endswith("-m tests.gpu.sanitized plant racecheck\nthere\n")
@@ -150,7 +151,7 @@ def test_a_hung_tool_is_killed_with_its_children(tool, tmp_path):
     tool(f"sleep 60 & echo $! > {child}; wait")
     start = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match=r"memcheck: cases took more than 2\.0 s"):
-        test_sanitizer.under("memcheck", tmp_path / "log", 2.0, "cases")
+        test_sanitizer.run_under("memcheck", tmp_path / "log", 2.0, "cases")
     assert time.monotonic() - start < 20
     stat = Path(f"/proc/{int(child.read_text())}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"  # a zombie has ended

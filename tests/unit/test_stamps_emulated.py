@@ -105,9 +105,9 @@ NO_LINES = (
     Change("lines.cuh", "if (line + ahead * GROUP < lines) {", "if (epoch != 3 && line + ahead * GROUP < lines) {"),
 )
 LINES = {
-    "dispatch": Stale("few", NO_LINES),
-    "dispatch, fp8": Stale("few", NO_LINES, spec=RAW),
-    "combine": Stale("few", _not_sent("few_sums.cuh", "part.send(slot, g, value, epoch);"), "combine"),
+    "dispatch": Stale("ll", NO_LINES),
+    "dispatch, fp8": Stale("ll", NO_LINES, spec=RAW),
+    "combine": Stale("ll", _not_sent("sums_ll.cuh", "part.send(slot, g, value, epoch);"), "combine"),
 }
 
 

@@ -43,14 +43,14 @@ def test_a_lost_rank_restarts_the_gang_as_a_new_generation() -> None:
     assert actions == [Action.ABORT, Action.KILL] and state.verdict is not None and state.verdict.culprit == 2
     state, actions = play(state, sv.Cleared())
     assert (state.phase, state.generation, state.restarts_left, actions) == (Phase.STARTING, 1, 0, [Action.START])
-    assert not state.words and not state.gone and state.verdict is None
+    assert not state.failures and not state.gone and state.verdict is None
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.WIRING, Phase.RUNNING])
 def test_a_lost_rank_ends_the_generation_in_any_phase(phase: Phase) -> None:
     state, actions = play(replace(RUNNING, phase=phase), sv.Lost(0, "rank 0 died"))
     assert state.phase is Phase.ENDING and actions == [Action.ABORT]
-    state, actions = play(state, sv.Tick(), now=sv.LAST_WORDS_S + 0.1)
+    state, actions = play(state, sv.Tick(), now=sv.ABORT_ANSWER_S + 0.1)
     assert state.phase is Phase.CLEARING and actions == [Action.KILL]
 
 
@@ -73,7 +73,7 @@ def test_an_error_of_a_rank_does_not_restart_the_gang(kind: str, code: int) -> N
 def test_the_culprit_of_a_timeout_is_the_silent_peer() -> None:
     state, actions = play(RUNNING, timeout(0, 1), aborted(1, 2))
     assert actions == [Action.ABORT] and state.phase is Phase.ENDING
-    state, actions = play(state, sv.Tick(), now=sv.LAST_WORDS_S + 0.1)
+    state, actions = play(state, sv.Tick(), now=sv.ABORT_ANSWER_S + 0.1)
     assert actions == [Action.KILL] and state.verdict is not None
     assert (state.verdict.exit_code, state.verdict.culprit) == (5, 2)
     assert state.verdict.message.endswith("the culprit is rank 2")
@@ -97,7 +97,7 @@ def test_a_wiring_error_is_the_cause_unless_a_rank_died() -> None:
 
 
 def test_a_mute_rank_is_named_and_exits_5() -> None:
-    state, _ = play(RUNNING, sv.Mute(1, "rank 1 answers nothing", 5), aborted(0), aborted(2), sv.Cleared())
+    state, _ = play(RUNNING, sv.NotAnswering(1, "rank 1 answers nothing", 5), aborted(0), aborted(2), sv.Cleared())
     assert state.phase is Phase.OVER and state.verdict is not None
     assert (state.verdict.exit_code, state.verdict.culprit) == (5, 1)
 
@@ -127,7 +127,7 @@ EVENTS = st.one_of(
     st.builds(aborted, RANKS, RANKS | st.none()),
     st.builds(sv.Failed, RANKS, st.just(Failure("ValueError", 1, "bug"))),
     st.builds(sv.Lost, RANKS, st.just("died")),
-    st.builds(sv.Mute, RANKS, st.just("mute"), st.sampled_from([3, 5])),
+    st.builds(sv.NotAnswering, RANKS, st.just("mute"), st.sampled_from([3, 5])),
 )
 
 

@@ -24,7 +24,7 @@ from tests.unit.timeline_judge import judge_timeline
 
 
 def test_points_have_the_same_names_as_in_the_kernels():
-    text = (KERNELS / "include" / "raymoe" / "trace.cuh").read_text()
+    text = (KERNELS / "include" / "raymoe" / "base" / "trace.cuh").read_text()
     numbers = {name.lower().replace("_", " "): int(at) for name, at in re.findall(r" AT_(\w+) = (\d+);", text)}
     assert numbers == {name: at for at, name in enumerate(NAMES)}
     assert f"TRACE_POINTS = {TRACE_POINTS};" in text
@@ -33,7 +33,7 @@ def test_points_have_the_same_names_as_in_the_kernels():
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler on this machine")
-@pytest.mark.parametrize("kind", ["fused", "few"])
+@pytest.mark.parametrize("kind", ["fused", "ll"])
 @pytest.mark.parametrize("wire", ["bfloat16", "float8_e4m3"])
 def test_blocks_of_the_kernels_reach_the_points_in_a_valid_order(kind, wire):
     ops = ("dispatch", "combine")

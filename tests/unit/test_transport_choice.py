@@ -16,9 +16,9 @@ from raymoe.transport.choice import (
     GpuFacts,
     Table,
     TransportRule,
-    chosen,
-    measured,
+    choose_transport,
     pattern_of,
+    table_from_results,
 )
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 
@@ -83,7 +83,7 @@ def line(transport: str, nbytes: int, us: float, pattern: str = "pairs") -> dict
 def test_measured_lines_make_a_table():
     lines = [line("tma", 4096, 3), line("tma", 4096, 5), line("copy_engine", 4096, 4.5)]
     lines += [line("collective", 4096, 1), line("auto:tma", 4096, 1), line("copy_engine", 1 << 20, 9, "all_to_all")]
-    table = measured(lines, "get", "a GPU")
+    table = table_from_results(lines, "get", "a GPU")
     assert table.rules == (
         TransportRule("all_to_all", "get", 1 << 20, "copy_engine"),
         TransportRule("pairs", "get", 4096, "tma"),
@@ -103,7 +103,7 @@ def test_shared_ports_decide_the_pattern():
         (ChannelSpec(PAIR, (4,), transport="tma"), "cpu", "between cpu ranks it is one of auto, host"),
         (ChannelSpec(PAIR, (4,), protocol="Put"), "cuda", "'Put'"),
         (ChannelSpec(PAIR, (4,), dtype="float64"), "cuda", "'float64'"),
-        (ChannelSpec(PAIR, (-4,)), "cuda", "no dimension is below 0"),
+        (ChannelSpec(PAIR, (-4,)), "cuda", "no dimension may be below 0"),
         (ChannelSpec(PAIR, (4,), slots=0), "cuda", "0 slots"),
         (ChannelSpec(PAIR, (4,), sms=0), "cuda", "sms is 0"),
         (ChannelSpec(PAIR, (4,), transport="copy_engine", sms=8), "cuda", "takes no number of SMs"),
@@ -134,18 +134,18 @@ def world_of(gpus: list[GpuFacts], rank: int) -> SimpleNamespace:
 def test_tma_is_refused_on_all_ranks_if_one_gpu_is_too_old(rank: int, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path))
     says = (
-        "transport tma asked for; NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more: take "
-        "copy_engine, collective or auto"
+        "transport tma was asked for; NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more: "
+        "take copy_engine, collective or auto"
     )
     asked = ChannelSpec(PAIR, (4,), transport="tma")
     with pytest.raises(ConfigError) as caught:
-        chosen(world_of([H200, A100], rank), asked)
+        choose_transport(world_of([H200, A100], rank), asked)
     assert str(caught.value) == says
     with pytest.raises(ConfigError, match="sms is 8, which only transport tma takes; NVIDIA A100 of rank 1"):
-        chosen(world_of([H200, A100], rank), ChannelSpec(PAIR, (4,), sms=8))
-    assert chosen(world_of([H200, H200], rank), asked) == "tma"
+        choose_transport(world_of([H200, A100], rank), ChannelSpec(PAIR, (4,), sms=8))
+    assert choose_transport(world_of([H200, H200], rank), asked) == "tma"
     for transport in ("copy_engine", "collective"):
-        assert chosen(world_of([A100, A100], rank), ChannelSpec(PAIR, (4,), transport=transport)) == transport
+        assert choose_transport(world_of([A100, A100], rank), ChannelSpec(PAIR, (4,), transport=transport)) == transport
 
 
 @pytest.mark.parametrize("gpus", [[A100, A100], [H200, A100]], ids=["both too old", "one too old"])
@@ -155,10 +155,10 @@ def test_auto_never_picks_tma_if_a_gpu_is_too_old(gpus: list[GpuFacts], monkeypa
         for pairs in (PAIR, ((0, 1), (1, 0))):
             for protocol in PROTOCOLS:
                 spec = ChannelSpec(pairs, (nbytes,), protocol=protocol)
-                assert chosen(world_of(gpus, 0), spec) == "copy_engine"
+                assert choose_transport(world_of(gpus, 0), spec) == "copy_engine"
     Table(gpus[0].name, (TransportRule("pairs", "put", 0, "tma"),)).save(tmp_path)  # a measured table does not help
-    assert chosen(world_of(gpus, 0), ChannelSpec(PAIR, (4096,))) == "copy_engine"
-    assert chosen(world_of([H200, H200], 0), ChannelSpec(PAIR, (4096,))) == "tma"
+    assert choose_transport(world_of(gpus, 0), ChannelSpec(PAIR, (4096,))) == "copy_engine"
+    assert choose_transport(world_of([H200, H200], 0), ChannelSpec(PAIR, (4096,))) == "tma"
 
 
 def test_lanes_share_no_place_and_no_word():

@@ -12,14 +12,14 @@ torch = pytest.importorskip("torch")
 from raymoe.errors import WiringError  # noqa: E402
 from raymoe.net.nccl import NcclGroup  # noqa: E402
 from raymoe.transport import copy_engine  # noqa: E402
-from raymoe.transport.copy_engine import MOST_TOGETHER, CopyEngineMover  # noqa: E402
-from raymoe.transport.device_lanes import Ordered  # noqa: E402
+from raymoe.transport.copy_engine import MAX_BATCH, CopyEngineMover  # noqa: E402
+from raymoe.transport.device_lanes import OrderedBatch  # noqa: E402
 from raymoe.transport.spec import (  # noqa: E402
     ChannelSpec,
     Requests,
     turn_of,
 )
-from raymoe.transport.tma import MOST_SMS, spread_of  # noqa: E402
+from raymoe.transport.tma import MAX_SMS, spread_of  # noqa: E402
 
 
 def all_pairs(size: int) -> tuple[tuple[int, int], ...]:
@@ -54,14 +54,14 @@ def batch_of(rank: int, spec: ChannelSpec) -> Requests:
 def test_equal_batches_have_equal_orders_and_different_ones_do_not():
     spec, world = ChannelSpec(all_pairs(4), (8,)), SimpleNamespace(rank=1, size=4)
     batch = batch_of(1, spec)
-    ordered = Ordered.of(batch, world)
+    ordered = OrderedBatch.of(batch, world)
     assert [lane.destination for lane, _ in ordered.sends] == [2, 3, 0]
     assert [lane.source for lane in ordered.receives] == [2, 3, 0]
     batch.sends.reverse()
     batch.receives.reverse()
-    assert Ordered.of(batch, world) == ordered and hash(Ordered.of(batch, world)) == hash(ordered)
+    assert OrderedBatch.of(batch, world) == ordered and hash(OrderedBatch.of(batch, world)) == hash(ordered)
     batch.sends[0] = batch.sends[0][0], torch.zeros(8, dtype=torch.uint8)
-    assert Ordered.of(batch, world) != ordered
+    assert OrderedBatch.of(batch, world) != ordered
 
 
 def driver_calls(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
@@ -85,7 +85,7 @@ def driver_calls(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
     mover.lanes = SimpleNamespace(slot=lambda lane: lane.number, received=lambda lane: landing[lane.number])
     mover._waits = {(word, lane.number): [f"wait {word}"] * 4 for lane in spec.lanes for word in ("sent", "taken")}
     mover._signals = {(word, lane.number): [f"{word}"] for lane in spec.lanes for word in ("sent", "taken")}
-    mover.enqueue(Ordered.of(batch_of(rank, spec), SimpleNamespace(rank=rank, size=4)), 7)
+    mover.enqueue(OrderedBatch.of(batch_of(rank, spec), SimpleNamespace(rank=rank, size=4)), 7)
     return asked
 
 
@@ -113,9 +113,9 @@ def test_gets_signal_each_message_right_after_its_copy(monkeypatch):
 
 def test_batches_of_memory_operations_keep_the_drivers_limit(monkeypatch):
     spec = ChannelSpec(((1, 0),), (0,), protocol="put", transport="copy_engine", slots=100)
-    monkeypatch.setattr(Ordered, "of", lambda *_: Ordered((), (), tuple(spec.lanes)))
+    monkeypatch.setattr(OrderedBatch, "of", lambda *_: OrderedBatch((), (), tuple(spec.lanes)))
     lengths = [len(each) for each in driver_calls(monkeypatch, spec, 0)]
-    assert sum(lengths) == 400 and max(lengths) == MOST_TOGETHER
+    assert sum(lengths) == 400 and max(lengths) == MAX_BATCH
 
 
 @pytest.mark.parametrize("pushes", [False, True])
@@ -124,7 +124,7 @@ def test_batches_of_memory_operations_keep_the_drivers_limit(monkeypatch):
 @pytest.mark.parametrize("nbytes", [1, 4096, 65_537, 1 << 20, 100 << 20])
 def test_copies_use_at_most_the_given_sms(nbytes, messages, sms, pushes):
     spread = spread_of(nbytes, messages, sms, pushes)
-    assert 1 <= spread.blocks * (1 if spread.in_turn else messages) <= (sms or MOST_SMS)
+    assert 1 <= spread.blocks * (1 if spread.in_turn else messages) <= (sms or MAX_SMS)
     assert spread.ring.shared_bytes <= 227 * 1024 - 1024
     assert bool(spread.gbps) == (pushes and nbytes >= 8 << 20)
 

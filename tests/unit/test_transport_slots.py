@@ -110,4 +110,4 @@ def test_a_message_that_is_not_contiguous_is_refused(three_worlds: list[World]) 
         channels.close()
         return said
 
-    assert "only contiguous ones move" in each(three_worlds, try_it)[0]
+    assert "it must be contiguous" in each(three_worlds, try_it)[0]

@@ -139,7 +139,7 @@ def test_ranks_on_several_hosts_are_refused_by_name() -> None:
         ({"name": ""}, "name is ''; a world is named by text that is not empty"),
         ({"name": "a\0b"}, r"name is 'a\\x00b'; a world is named by text"),
         ({"name": 7}, "name is 7; a world is named by text"),
-        ({"device": "cuda:"}, "device is 'cuda:'; a world is on cpu, cuda or a GPU by its number, cuda:1"),
+        ({"device": "cuda:"}, "device is 'cuda:'; a world is on cpu, cuda or a GPU by its number, such as cuda:1"),
         ({"device": 0}, "device is 0; a world is on cpu, cuda or a GPU"),
     ],
 )
@@ -245,7 +245,7 @@ def test_swaps_may_have_any_name(three_worlds: list[World], what: str) -> None:
     assert each(three_worlds, lambda world: world.swap(world.rank, what)) == [[0, 1, 2]] * 3
     names = (what, what, f"b{what}")
     told = errors(each(three_worlds, lambda world: world.swap(world.rank, names[world.rank])), ConfigError)
-    assert all("all must keep one order" in said for said in told)
+    assert all("all ranks must call in one order" in said for said in told)
 
 
 def test_a_swap_name_differs_from_its_prefix(three_worlds: list[World]) -> None:
@@ -396,7 +396,7 @@ def test_different_code_has_a_different_hash(tmp_path: Path) -> None:
     assert code_hash(tmp_path) != before
 
 
-@pytest.mark.parametrize("changed", ["dispatch.cu", "include/raymoe/peer.cuh"])
+@pytest.mark.parametrize("changed", ["dispatch.cu", "include/raymoe/base/peer.cuh"])
 def test_different_kernels_have_a_different_hash(tmp_path: Path, changed: str) -> None:
     assert code_hash() != code_hash(kernels=None), "the hash includes the kernels of this installation"
     shutil.copytree(packaged_folder("kernels"), tmp_path / "kernels")

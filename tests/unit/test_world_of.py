@@ -97,7 +97,7 @@ def test_a_process_may_have_worlds_of_several_groups(groups) -> None:
     assert zero[2] == 7
     assert one[3] == (
         "ConfigError",
-        "a world of a process group asked for on rank 1, which is not in the group; only its members call World.of",
+        "a world of a process group was asked for on rank 1, which is not in the group; only its members call World.of",
     )
 
 
@@ -131,8 +131,8 @@ def test_a_world_of_a_mesh_has_the_ranks_of_its_ep_dimension(groups) -> None:
         assert outside == (
             None
             if rank in (0, 3)
-            else f"a world of a DeviceMesh asked for on rank {rank}, which is not in the mesh; only its members call "
-            "World.of"
+            else f"a world of a DeviceMesh was asked for on rank {rank}, which is not in the mesh; only its members "
+            "call World.of"
         )
         assert [kind for kind, _ in errors] == ["ConfigError"] * 3
         found = ["dimensions dp", "dimensions pp, tp", "2 dimensions without names"]
@@ -149,7 +149,7 @@ def fail_on_rank_1(rank: int, wrong: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("wrong", "kind", "says"),
     [
-        ({"device": "cuda:7"}, "CudaMissing", "GPU ranks asked for with torch"),
+        ({"device": "cuda:7"}, "CudaMissing", "GPU ranks were asked for with torch"),
         ({"device": "tpu"}, "ConfigError", "device is 'tpu'"),
         ({"timeout_s": math.nan}, "ConfigError", "timeout_s is nan"),
     ],
@@ -217,7 +217,7 @@ def pass_wrong_arguments(rank: int) -> Any:
 def test_arguments_that_are_no_group_are_refused(groups) -> None:
     for (kind, said), (_, device) in groups(2, pass_wrong_arguments):
         assert kind == "ConfigError"
-        assert said == "a world of a list asked for; a ProcessGroup, a DeviceMesh or nothing is needed"
+        assert said == "a world of a list was asked for; a ProcessGroup, a DeviceMesh or nothing is needed"
         assert "device is 'None'" in device
 
 
@@ -238,8 +238,10 @@ def test_destroyed_groups_are_refused(groups) -> None:
         assert {kind for kind, _ in refusals} == {"ConfigError"}
         of_group, of_bare, of_everyone, of_own = [said for _, said in refusals]
         for said in (of_group, of_everyone, of_own):
-            assert said.startswith("a world of a ProcessGroup asked for, and torch.distributed does not know the group")
-        assert of_bare.startswith("a world of a DeviceMesh asked for, which has no process group: ")
+            assert said.startswith(
+                "a world of a ProcessGroup was asked for, and torch.distributed does not know the group"
+            )
+        assert of_bare.startswith("a world of a DeviceMesh was asked for, which has no process group: ")
 
 
 def call_another_collective(rank: int) -> Any:
@@ -252,7 +254,7 @@ def call_another_collective(rank: int) -> Any:
 def test_a_rank_in_another_collective_is_named(groups) -> None:
     (kind, said), _ = groups(2, call_another_collective)
     assert kind == "WiringError"
-    assert said.endswith("rank 1 gave a dict instead: it is in another collective; all ranks keep one order")
+    assert said.endswith("rank 1 gave a dict instead: it is in another collective; all ranks must call in one order")
 
 
 def without_files(rank: int) -> Any:
@@ -280,5 +282,5 @@ def test_all_ranks_raise_if_one_can_open_no_file(groups) -> None:
 
 def test_world_of_without_a_process_group_is_refused() -> None:
     assert not dist.is_initialized()
-    with pytest.raises(ConfigError, match=r"default process group asked for, and .*init_process_group first"):
+    with pytest.raises(ConfigError, match=r"default process group was asked for, and .*init_process_group first"):
         World.of()

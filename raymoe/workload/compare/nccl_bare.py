@@ -1,9 +1,9 @@
 """The yardstick of `allgather` and `collective`: the bare NCCL calls on the bytes that they move, and nothing else.
 
-Each operation is one call, captured in a graph; `copy_rows` is no call of NCCL but a copy of the rows that a dispatch
-gives, expert by expert, which tells how long memory takes for them. LEFT_OUT, told in every line, says what a dispatch
-or a combine does besides. Sizes are those of the first step's routing: a captured call has them baked in. Nothing is
-verified, because nothing is read where it arrives.
+Each operation is one call, captured in a graph. `copy_rows` is not a call of NCCL: it copies the rows that a dispatch
+gives, expert by expert, which shows how long memory takes for them. LEFT_OUT lists the other work of a dispatch or a
+combine; every line quotes it. Sizes are those of the first step's routing, because a captured call has fixed sizes.
+Nothing is verified, because nothing is read where it arrives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raymoe.workload.inputs import Routing, draws_of
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import Traffic, Traffics, rows_for
+from raymoe.workload.traffic import ExchangeTraffic, Traffic, rows_for
 
 LEFT_OUT = {
     "all_gather": "routing, counts, placement",
@@ -33,32 +33,32 @@ LEFT_OUT = {
     "reduce_scatter": "sums of a rank's experts; it rounds at every hop",
     "copy_rows": "routing, counts, everything between ranks",
 }
-"""By operation. `all_gather` and `all_to_all_sums` move what `allgather` moves, `all_to_all` what `collective` moves
-each way."""
+"""The work that each operation leaves out. `all_gather` and `all_to_all_sums` move the bytes of `allgather`, and
+`all_to_all` those of `collective`, each way."""
 
 
 def run_nccl_bare(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """The lines of all operations, each cold and warm; one line that says why not for a rank alone."""
+    """Return the lines of all operations, each cold and warm; for one rank alone, a line that says why not."""
     job = case.job
     if world.size == 1:
         return [skipped_line(case, "one rank has no peer to send to")]
     spec = spec_of(job)
     with closing(NcclBareStep(world, spec, job)) as do_step:
         steps = Steps(job.steps.warmup, job.steps.count, verify=False, bound=0.0)
-        what = f"{case.name}: bare NCCL calls"
-        measured = measure(world, steps, do_step, step_listener(progress, steps.total), what)
+        label = f"{case.name}: bare NCCL calls"
+        measured = measure(world, steps, do_step, step_listener(progress, steps.total), label)
         graph, traffic = do_step.clock.captured, do_step.traffic
     device = torch.cuda.get_device_name(world.device)
     return [
-        result_line(case, op, traffic[op], measured, place)
+        result_line(case, op, traffic[op], measured, index)
         | shape_keys(case, job.exchange.backend)
         | {"graph": graph, "l2": l2, "leaves_out": LEFT_OUT[op], "device": device}
-        for place, (op, l2) in enumerate((op, l2) for op in LEFT_OUT for l2 in ("cold", "warm"))
+        for index, (op, l2) in enumerate((op, l2) for op in LEFT_OUT for l2 in ("cold", "warm"))
     ]
 
 
 def traffic_by_op(spec: ExchangeSpec, sent: list[list[int]]) -> dict[str, Traffic]:
-    """Bytes between ranks of each operation, where `sent[s][d]` rows go from rank s to rank d by their routing.
+    """Return the traffic of each operation, if routing sends `sent[s][d]` rows from rank s to rank d.
 
     >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=1, dtype="float32")
     >>> found = traffic_by_op(spec, [[1, 3], [2, 2]])
@@ -68,10 +68,10 @@ def traffic_by_op(spec: ExchangeSpec, sent: list[list[int]]) -> dict[str, Traffi
     ranks = len(sent)
     everything = [[spec.tokens] * ranks for _ in range(ranks)]
     return {
-        "all_gather": Traffics.of(everything, spec.row_bytes).dispatch,
-        "all_to_all": Traffics.of(sent, spec.row_bytes).dispatch,
-        "all_to_all_sums": Traffics.of(everything, spec.home_row_bytes).dispatch,
-        "reduce_scatter": Traffics.of(everything, spec.home_row_bytes).dispatch,
+        "all_gather": ExchangeTraffic.of(everything, spec.row_bytes).dispatch,
+        "all_to_all": ExchangeTraffic.of(sent, spec.row_bytes).dispatch,
+        "all_to_all_sums": ExchangeTraffic.of(everything, spec.home_row_bytes).dispatch,
+        "reduce_scatter": ExchangeTraffic.of(everything, spec.home_row_bytes).dispatch,
         "copy_rows": Traffic(0, 0),
     }
 
@@ -79,42 +79,42 @@ def traffic_by_op(spec: ExchangeSpec, sent: list[list[int]]) -> dict[str, Traffi
 class NcclBareStep:
     """Runs every operation once cold and once warm. All ranks make one, run it together, and close it."""
 
-    def __init__(self, world: World, spec: ExchangeSpec, asked: Job) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, job: Job) -> None:
         self._world, self._rounds = world, world.shared(NcclRounds)
-        ids = draws_of(Routing.of(asked), world.rank)[0].ids
+        ids = draws_of(Routing.of(job), world.rank)[0].ids
         local = spec.local_experts(world.size)
         entries = torch.bincount(ids[ids >= 0] // local, minlength=world.size).tolist()
         mine = (rows_for(ids, world.size, spec.experts), entries)
-        told: list[tuple[list[int], list[int]]] = world.swap(mine, "nccl_bare: rows")  # type: ignore[assignment]
-        sent = [rows for rows, _ in told]
+        answers: list[tuple[list[int], list[int]]] = world.swap(mine, "nccl_bare: rows")  # type: ignore[assignment]
+        sent = [rows for rows, _ in answers]
         self.traffic = traffic_by_op(spec, sent)
-        received = sum(to_ranks[world.rank] for _, to_ranks in told)
+        received = sum(to_ranks[world.rank] for _, to_ranks in answers)
         works = self._works(spec, sent, received)
         new_stream: Any = torch.cuda.Stream  # has no annotations
         self._stream: torch.cuda.Stream = new_stream(world.device)
         self._stream.wait_stream(torch.cuda.current_stream(world.device))
         with torch.cuda.stream(self._stream):
             for work in works:
-                work()  # connects what connects late
+                work()  # makes late connections
             self._settle()
-            captured, calls = asked.steps.graph is not False, calls_of(spec.tokens)
+            captured, calls = job.steps.graph is not False, calls_of(spec.tokens)
             self.clock = OpClock(world, self._stream, self._settle, captured=captured, calls=calls)
             self._timed = [self.clock.timed(work) for work in works]
 
     def __call__(self, index: int, *, verify: bool) -> Step:  # noqa: ARG002
-        assert not verify, "nothing that these calls leave is checked"
+        assert not verify, "these calls are not verified"
         with torch.cuda.stream(self._stream):
             return Step(tuple(us for timed in self._timed for us in self.clock.us(timed)))
 
     def close(self) -> None:
-        """Give up the graphs; the communicator is the world's, and stays."""
+        """Close the graphs. The communicator belongs to the world, and stays."""
         self.clock.close()
 
     def _settle(self) -> None:
         self._rounds.wait_for_all("nccl_bare")
 
     def _works(self, spec: ExchangeSpec, sent: list[list[int]], received: int) -> list[Work]:
-        """What each operation of LEFT_OUT enqueues, in that order."""
+        """Return the work that each operation of LEFT_OUT enqueues, in that order."""
         rank, ranks, device, rounds = self._world.rank, self._world.size, self._world.device, self._rounds
         peers = [peer for peer in range(ranks) if peer != rank]
 

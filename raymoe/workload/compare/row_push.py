@@ -1,4 +1,10 @@
-"""The yardstick of dispatch between GPU ranks: its rows pushed to known slots, and nothing else."""
+"""The yardstick of dispatch between GPU ranks: its rows pushed to known slots, and nothing else.
+
+It leaves out (`LEFT_OUT`, quoted in every line): finding where tokens go, counts, rows that stay on their rank,
+quantisation (rows that would cross as float8_e4m3 are as many bytes), and placing rows by expert. Rows are as far
+apart, and as long, as the slots of `fused`. Nothing is read where it arrives, so nothing is verified;
+tests/gpu/test_row_push.py checks the slots.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +29,30 @@ from raymoe.workload.inputs import Inputs
 from raymoe.workload.measure import Line, Step, Timeline
 from raymoe.workload.memory_needed import push_layout
 
-# The kernel of kernels/row_push.cu: what it takes, and a launch of it.
+# The kernel of kernels/row_push.cu: its parameters, and a launch of it.
 
 THREADS = 32
 
 SHARED_BYTES = 200 << 10
-"""Of a block's shared memory at most, for the ring."""
+"""The most shared memory of a block for its ring."""
 
 STAGES = 4
-"""Rows are pushed best by every multiprocessor, few of them in flight on each. 4096 tokens between four ranks by 132
-blocks x 4 stages, 66 x 4 and 32 x 8: rows of 14,336 B 462, 467, 477 us; of 7,424 B 246, 251, 255; of 5,760 B 194, 198,
-203; of 2,944 B 108, 113, 130; of 1,024 B 48, 52, 74; with 8 stages on 132 blocks the same (4x H200, cold L2 cache,
-2026-11-22). Of 7,392 B, which do not begin with lines of 128 B, 266, 272 and 256."""
+"""Pushes are fastest with all SMs, and few rows in flight on each. Microseconds for 4096 tokens between four ranks, by
+blocks x stages (4x H200, cold L2 cache, 2026-11-22); 132 blocks with 8 stages take as long as with 4:
+
+    row bytes   132 x 4   66 x 4   32 x 8
+       14,336       462      467      477
+        7,424       246      251      255
+        7,392       266      272      256   rows do not begin with lines of 128 B
+        5,760       194      198      203
+        2,944       108      113      130
+        1,024        48       52       74
+"""
 
 
 @dataclass(frozen=True)
 class RowPushParams(Params):
-    """Twin of the struct in kernels/row_push.cu, where the words are described."""
+    """The struct of kernels/row_push.cu, which describes its fields."""
 
     peers: Peers
     x: Address
@@ -59,7 +72,7 @@ ROW_PUSH = KernelSource("row_push", (RowPushParams, Peers, *STRUCTS))
 
 
 def shape_of(tokens: int, row_bytes: int, sms: int) -> tuple[int, Ring]:
-    """Blocks, each on an SM of its own, and the ring of each.
+    """Return how many blocks to launch, each on an SM of its own, and the ring of each.
 
     >>> shape_of(4096, 14336, sms=132)
     (132, Ring(stages=4, stage_bytes=14336))
@@ -71,23 +84,16 @@ def shape_of(tokens: int, row_bytes: int, sms: int) -> tuple[int, Ring]:
 
 
 def row_push_launch(kernels: Kernels, params: RowPushParams, blocks: int, ring: Ring) -> Launch:
-    """A launch of the kernel on `blocks` blocks; `params` without stages, which are the ring's."""
+    """Return a launch of the kernel on `blocks` blocks. The ring sets `stages` and `row_bytes` of `params`."""
     whole = replace(params, stages=ring.stages, row_bytes=ring.stage_bytes)
     return Launch(kernels.function(ROW_PUSH), Shape(blocks, THREADS, ring.shared_bytes), whole)
 
-
-# The yardstick of dispatch between GPU ranks: its rows pushed to known slots, and nothing else.
-#
-# What it leaves out (`LEFT_OUT`, told in every line): finding out where tokens go, counts, the rows that stay on their
-# rank, quantisation (rows that would cross as float8_e4m3 are just so many bytes), and placing rows by expert. Rows are
-# as far apart, and so long, as the slots of `fused` are. Nothing is read where it arrives, so nothing is verified;
-# tests/gpu/test_row_push.py looks at the slots.
 
 LEFT_OUT = "routing, counts, own rows, quantisation, placement"
 
 
 def plan_of(ids: torch.Tensor, rank: int, ranks: int, experts: int) -> torch.Tensor:
-    """Which tokens of this rank go to other ranks, and to which: token << 32 | mask of ranks, int64.
+    """Return the tokens of this rank that go to other ranks, each as int64: token << 32 | mask of ranks.
 
     >>> plan = plan_of(torch.tensor([[0, 5], [1, 0], [2, 7], [-1, 2]]), rank=0, ranks=4, experts=8)
     >>> [(entry >> 32, bin(entry & 0xFFFFFFFF)) for entry in plan.tolist()]
@@ -106,7 +112,7 @@ class RowPush:
     """The kernel with its memory. All ranks make one, run it together, and close it."""
 
     def __init__(self, world: World, tokens: int, row_bytes: int, shape: tuple[int, Ring] | None = None) -> None:
-        """`shape`: how many blocks, with what ring each; the best unless said."""
+        """`shape`: the number of blocks, and the ring of each; `shape_of` by default."""
         self.world = world
         self.sms, ring = shape or shape_of(tokens, row_bytes, world.gpu.sms)
         self.heap = world.allocate(push_layout(world.size, tokens, row_bytes), "row push", "device")
@@ -134,7 +140,7 @@ class RowPush:
         self._launch = row_push_launch(self._kernels, params, self.sms, ring)
 
     def take(self, plan: torch.Tensor) -> None:
-        """Push what this plan says from now on; on the current stream."""
+        """Set the plan of all later pushes; on the current stream."""
         self._plan[: len(plan)].copy_(plan)
         self._count.fill_(len(plan))
 
@@ -143,7 +149,7 @@ class RowPush:
         self._launch(torch.cuda.current_stream(self.world.device).cuda_stream)
 
     def check(self) -> None:
-        """Wait for the device; raise where a rank did not come."""
+        """Wait for the device; raise an error if a rank did not come."""
         torch.cuda.synchronize(self.world.device)
         self._error.check()
         self.world.waiter.check()
@@ -161,12 +167,12 @@ class RowPushStep:
 
     ops = (("dispatch", "cold"), ("dispatch", "warm"))
 
-    def __init__(self, world: World, spec: ExchangeSpec, inputs: Inputs, asked: Job) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, inputs: Inputs, job: Job) -> None:
         self.world = world
         self._plans = [
             plan_of(draw.ids, world.rank, world.size, spec.experts).to(world.device) for draw in inputs.draws
         ]
-        sms = world.gpu.sms if asked.exchange.sms == "auto" else min(asked.exchange.sms, world.gpu.sms)
+        sms = world.gpu.sms if job.exchange.sms == "auto" else min(job.exchange.sms, world.gpu.sms)
         row_bytes = slot_bytes_of(spec, stamped=False)
         self.push = RowPush(world, spec.tokens, row_bytes, shape_of(spec.tokens, row_bytes, sms))
         new_stream: Any = torch.cuda.Stream  # has no annotations
@@ -177,7 +183,7 @@ class RowPushStep:
             self.push()
             self.push.check()
             calls = calls_of(spec.tokens)
-            captured = asked.steps.graph is not False
+            captured = job.steps.graph is not False
             self.clock = OpClock(world, self.stream, self.push.check, captured=captured, calls=calls)
             self._timed = self.clock.timed(self.push)
 
@@ -192,7 +198,7 @@ class RowPushStep:
         }
 
     def __call__(self, index: int, *, verify: bool) -> Step:
-        assert not verify, "nothing that a push leaves is checked here"
+        assert not verify, "a push is not verified"
         with torch.cuda.stream(self.stream):
             self.push.take(self._plans[index % len(self._plans)])
             return Step(self.clock.us(self._timed))

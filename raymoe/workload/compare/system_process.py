@@ -1,6 +1,6 @@
-"""The process beside a rank that another system runs in: answers `systems.SystemProcess` message by message.
+"""The process beside a rank that runs another system; it answers `systems.SystemProcess` message by message.
 
-Its world is one of its own, of the processes beside all ranks, and its clock is the one that our backends are timed by.
+It has a world of its own, of the processes beside all ranks, and the same clock as the backends.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ class System(Protocol):
 
     @property
     def left_out(self) -> Mapping[str, str | None]:
-        """By operation, what it does not do, or was done for it off the clock."""
+        """By operation, the work that it leaves out or that is done for it off the clock."""
 
     def take(self, index: int, *, fresh: bool) -> None:
-        """Have the tokens of a step ready; what the last step left is overwritten, also with nonsense if `fresh`."""
+        """Prepare the tokens of a step. With `fresh`, take new tokens and poison the results of the last step."""
 
     def dispatch(self) -> None: ...
 
     def combine(self) -> None: ...
 
     def wrong_dispatch(self) -> str | None:
-        """What is wrong with what the dispatch of fresh tokens left."""
+        """Return what is wrong with the result of a dispatch of fresh tokens, or None."""
 
-    def wrong_combine(self) -> str | None: ...
+    def wrong_combine(self) -> str | None:
+        """Return what is wrong with the result of its combine, or None."""
 
 
 class SystemSteps:
-    """Steps of a system, cold and warm, with all ranks done with one step before anybody begins the next."""
+    """Steps of a system, cold and warm. All ranks are done with one step before any begins the next."""
 
     ops = tuple((op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm"))
 
@@ -59,7 +60,7 @@ class SystemSteps:
         self._calls = calls_of(job.shape.tokens)
         with torch.cuda.stream(self._stream):
             system.take(0, fresh=False)
-            self._both()  # connects, allocates and compiles whatever the first call does
+            self._both()  # the first call connects, allocates and compiles
             self._settle()
             self._clock, self._timed = self._made_ready(captured=job.steps.graph is not False)
 
@@ -72,9 +73,9 @@ class SystemSteps:
         return SystemFacts(self.ops, dict(self._system.left_out), keys)
 
     def __call__(self, index: int, *, verify: bool) -> tuple[float, ...]:
-        """Microseconds of each operation. RaymoeError where a verified step left wrong rows."""
+        """Return microseconds of each operation. Raise RaymoeError if a verified step left wrong rows."""
         dispatch, combine, both = self._timed
-        self._world.barrier("another system: step")  # nobody reads what the step before left any more
+        self._world.barrier("another system: step")  # no rank reads results of the step before any more
         with torch.cuda.stream(self._stream):
             self._system.take(index, fresh=verify)
             us = [*self._clock.us(dispatch)]
@@ -87,7 +88,7 @@ class SystemSteps:
         return tuple(us)
 
     def _made_ready(self, *, captured: bool) -> tuple[OpClock, tuple[TimedOp, TimedOp, TimedOp]]:
-        """Captured on all ranks, or on none where it fails on one."""
+        """Make the clock and the timed operations: captured on all ranks, or on none if capture fails on one."""
         clock = OpClock(self._world, self._stream, self._settle, captured=captured, calls=self._calls)
         problem = None
         try:
@@ -117,7 +118,7 @@ def _refuse(index: int, op: str, wrong: str | None) -> None:
 
 
 def system_of(world: World, job: Job) -> System:
-    """The system that a job names, with the tokens of this rank. Imported here, so that what it lacks is an answer."""
+    """Make the system of a job, with the tokens of this rank. Imported here, so that a failed import is an answer."""
     from raymoe.workload.compare.nvshmem import VdevAllToAll
 
     spec = spec_of(job)
@@ -126,10 +127,10 @@ def system_of(world: World, job: Job) -> System:
     return VdevAllToAll(world, spec, inputs)
 
 
-def serve(line: Connection) -> None:
-    """Answer until the line ends; a trouble is the last answer."""
+def serve(connection: Connection) -> None:
+    """Answer messages until the connection ends. A failure is the last answer."""
     try:
-        order = line.recv()
+        order = connection.recv()
         job = Job.from_resolved(order.job)
         world = World.open(
             order.rank,
@@ -139,27 +140,27 @@ def serve(line: Connection) -> None:
             timeout_s=order.timeout_s,
             device="cuda",
         )
-        line.send(Answer(dict(world.descriptor())))
-        world.wire(line.recv())
+        connection.send(Answer(dict(world.descriptor())))
+        world.wire(connection.recv())
         steps = SystemSteps(world, system_of(world, job), job)
-        line.send(Answer(steps.facts))
+        connection.send(Answer(steps.facts))
         while True:
-            index, verify = line.recv()
-            line.send(Answer(steps(index, verify=verify)))
+            index, verify = connection.recv()
+            connection.send(Answer(steps(index, verify=verify)))
     except (EOFError, ConnectionResetError):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a stranger's code raises is told as its trouble
+    except Exception as error:  # noqa: BLE001 - another system may raise anything; the answer says it
         known = isinstance(error, RaymoeError)
         first = next(iter(str(error).splitlines()), "")
-        line.send(Answer(trouble=first if known else f"{type(error).__name__}: {first}"))
+        connection.send(Answer(failure=first if known else f"{type(error).__name__}: {first}"))
 
 
 def main(fd: int) -> None:
-    """The entry of the program that `SystemProcess` starts.
+    """Run the program that `SystemProcess` starts.
 
     It ends without destructors: those of other libraries may wait for one another.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the rank has closed, or is gone
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the rank has closed it, or is gone
         serve(Connection(fd))
     os._exit(0)

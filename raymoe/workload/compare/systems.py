@@ -1,4 +1,15 @@
-"""Other systems under the clock of our backends, each in a process of its own beside each rank."""
+"""Time other systems with the clock of the backends. Each is a case like any other, or a line that says why not.
+
+Each runs in a process of its own beside each rank. It may end the process on a case that it cannot do, it frees no
+memory before the process ends, and it needs settings that must not reach others. Results report its failures.
+
+- **No failure ends the run.** A system may hang, crash, or end its process. Every answer is awaited with a bound; then
+  the process is killed, and a sentence says what happened.
+- **All ranks give up together.** After a failure a step takes no time and does nothing, so that a rank whose process is
+  gone still meets the others in every round. At the end the ranks swap their failures.
+- **No multicast.** Programs that create multicast objects of NVLink can put a machine's GPUs out of service. So the
+  libraries that would create them are told not to, whatever is set outside.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +38,15 @@ from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import traffic_of
 
 # Another system beside each rank, in a process of its own, driven step by step over a socket.
-#
-# - **Nothing that it does ends the run.** It may hang, crash, or end its process: every answer is awaited with a bound,
-#   then the process is killed, and what happened is a sentence.
-# - **All ranks give up together.** After a trouble a step takes no time and does nothing, so that a rank whose process
-#   is gone still meets the others in every round; at the end they tell one another.
-# - **No multicast.** Programs that create multicast objects of NVLink can put a machine's GPUs out of service, so the
-#   libraries that would are told not to, whatever is set outside.
 
 START_S = 60.0
-"""To import torch and the system, to connect, and to compile what it compiles."""
+"""Seconds to import torch and the system, to connect, and to compile."""
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _KILL_S = 5.0
 _NO_MULTICAST = {"NVSHMEM_DISABLE_NVLS": "1", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
-# The child imports from where its parent does; -P keeps the working directory out of the way until then.
+# The child imports from the parent's sys.path; until that is set, -P keeps the working directory out of it.
 PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from raymoe.workload.compare.system_process import main; main(int(sys.argv[2]))"
@@ -51,7 +55,7 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class SystemOrder:
-    """What the process is told first: who it is, and the job as `Job.resolved` gives it."""
+    """The first message to the process: its place in the world, and the job as `Job.resolved` gives it."""
 
     job: dict[str, Any]
     rank: int
@@ -62,69 +66,69 @@ class SystemOrder:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the process says to each message; `trouble` is its last word."""
+    """The answer of the process to a message. After a `failure` there is no other answer."""
 
     value: Any = None
-    trouble: str | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True)
 class SystemFacts:
-    """What the process tells of its system once it is ready."""
+    """The process sends these about its system once it is ready."""
 
     ops: tuple[tuple[str, str], ...]
     left_out: dict[str, str | None]
     keys: Line = field(default_factory=dict)
 
 
-class Trouble(RaymoeError):  # noqa: N818 - it says what there is
-    """The process, or the system in it, will give no answer any more; the message says why."""
+class SystemFailed(RaymoeError):  # noqa: N818 - it says what happened
+    """The process, or the system in it, gives no more answers; the message says why."""
 
 
 class SystemProcess:
-    """The process of one rank. `ask` raises `Trouble` where there is no good answer; from then on always."""
+    """The process beside one rank. After `ask` has raised `SystemFailed`, close the process and do not ask again."""
 
     def __init__(self, world: World, environment: Mapping[str, str]) -> None:
         self._waiter = world.waiter
-        ours, its = socket.socketpair()
-        self._line = Connection(ours.detach())
+        our_end, its_end = socket.socketpair()
+        self._connection = Connection(our_end.detach())
         self._printed = os.memfd_create("printed")
-        command = [sys.executable, "-P", "-c", PROGRAM, json.dumps(sys.path), str(its.fileno())]
+        command = [sys.executable, "-P", "-c", PROGRAM, json.dumps(sys.path), str(its_end.fileno())]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
-            pass_fds=[its.fileno()],
+            pass_fds=[its_end.fileno()],
             start_new_session=True,
             env={**os.environ, **environment, **_NO_MULTICAST},
         )
-        its.close()
+        its_end.close()
 
     def ask(self, message: object, bound_s: float) -> Any:
-        """The answer to a message. An abort of this rank ends the wait."""
+        """Send a message; return the answer. Raise `SystemFailed` if none comes. An abort of this rank ends it."""
         deadline = time.monotonic() + bound_s
         try:
-            self._line.send(message)
-            while not self._line.poll(_LOOK_S):
+            self._connection.send(message)
+            while not self._connection.poll(_POLL_S):
                 self._waiter.check()
                 if time.monotonic() > deadline:
-                    raise Trouble(f"no answer within {bound_s:g} s{self._crash_report()}")
-            answer = self._line.recv()
+                    raise SystemFailed(f"no answer within {bound_s:g} s{self._crash_report()}")
+            answer = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise Trouble(f"its process {self._ending()}{self._crash_report()}") from error
+            raise SystemFailed(f"its process {self._ending()}{self._crash_report()}") from error
         assert isinstance(answer, Answer)
-        if answer.trouble is not None:
-            raise Trouble(answer.trouble)
+        if answer.failure is not None:
+            raise SystemFailed(answer.failure)
         return answer.value
 
     def close(self) -> None:
-        """Kill the process and what it started. One that the kernel does not let go is left where it is."""
-        with contextlib.suppress(ProcessLookupError):  # nobody of its session is left
+        """Kill the process and all that it started. One that does not end within _KILL_S is left behind."""
+        with contextlib.suppress(ProcessLookupError):  # no process of its session is left
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it sleeps in the kernel; nothing waits for it any longer
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it sleeps in the kernel; wait no longer
             self._process.wait(timeout=_KILL_S)
-        self._line.close()
+        self._connection.close()
         if self._printed >= 0:
             os.close(self._printed)
             self._printed = -1
@@ -133,11 +137,11 @@ class SystemProcess:
         try:
             code = self._process.wait(timeout=_KILL_S)
         except subprocess.TimeoutExpired:
-            return "closed its line"
+            return "closed its connection"
         return f"ended with code {code}" if code >= 0 else f"was ended by signal {-code}"
 
     def _crash_report(self) -> str:
-        """The last line that the process printed, for whatever ended it without an answer."""
+        """Return the last line that the process printed: it may say why there is no answer."""
         printed = os.pread(self._printed, 1 << 20, 0).decode(errors="replace").splitlines()
         last = next((line.strip() for line in reversed(printed) if line.strip()), "")
         return last and f": {last}"
@@ -146,13 +150,13 @@ class SystemProcess:
 class SystemStep:
     """A step of another system, done by the processes beside the ranks.
 
-    `begin` is collective and says what stands in the way, the same on all ranks; `keys` and `left_out` are there from
-    then on. `trouble` is this rank's alone.
+    `begin` is collective. It returns why the system cannot run, the same on all ranks, or None; `keys` and `left_out`
+    are there from then on. `failure` is this rank's alone.
     """
 
     def __init__(self, world: World, job: Job) -> None:
         self._world, self._job = world, job
-        self.trouble: str | None = None
+        self.failure: str | None = None
         self.facts = SystemFacts((), {})
         uuids = [str(uuid) for uuid in world.swap(_uuid(world), "another system: GPUs")]
         self._process = SystemProcess(world, environment(job, uuids, world.rank))
@@ -162,12 +166,12 @@ class SystemStep:
         name = f"{world.name}-{self._job.exchange.backend}"
         order = SystemOrder(self._job.resolved(), world.rank, name, world.generation, world.timeout_s)
         descriptor = self._ask(order, START_S)
-        answers = world.swap((self.trouble, descriptor), "another system: opened")
-        if (reason := _first_trouble(answers)) is not None:
+        answers = world.swap((self.failure, descriptor), "another system: opened")
+        if (reason := _first_failure(answers)) is not None:
             return reason
         facts = self._ask([answer[1] for answer in answers], START_S)  # type: ignore[index]
-        answers = world.swap((self.trouble, None), "another system: ready")
-        if (reason := _first_trouble(answers)) is None:
+        answers = world.swap((self.failure, None), "another system: ready")
+        if (reason := _first_failure(answers)) is None:
             self.facts = facts
         return reason
 
@@ -184,25 +188,26 @@ class SystemStep:
         return self.facts.left_out
 
     def __call__(self, index: int, *, verify: bool) -> Step:
-        us = None if self.trouble else self._ask((index, verify), 2 * self._world.timeout_s + START_S)
+        us = None if self.failure else self._ask((index, verify), 2 * self._world.timeout_s + START_S)
         return Step(us or (0.0,) * len(self.ops), 0.0 if verify else None)
 
     def close(self) -> None:
         self._process.close()
 
     def _ask(self, message: object, bound_s: float) -> Any:
-        """The answer, None after a trouble."""
+        """Return the answer, or None after a failure."""
         try:
             return self._process.ask(message, bound_s)
-        except Trouble as error:
-            self.trouble = str(error)
+        except SystemFailed as error:
+            self.failure = str(error)
             self._process.close()
             return None
 
 
 def environment(job: Job, uuids: Sequence[str], rank: int) -> dict[str, str]:
-    """What is set for the process: all GPUs of the world are visible to it, its own first, and its heap is plain memory
-    of the size that it needs, allocated once.
+    """Return the variables that are set for the process.
+
+    It sees all GPUs of the world, its own first. Its heap is plain memory of the size that it needs, allocated once.
 
     >>> job = Job(name="x", workload="exchange", exchange={"backend": "nvshmem"})
     >>> environment(job, ["a", "b"], rank=1)["CUDA_VISIBLE_DEVICES"]
@@ -223,31 +228,27 @@ def _uuid(world: World) -> str:
     return world.gpu.uuid if world.device.type == "cuda" else ""
 
 
-def _first_trouble(answers: Sequence[object]) -> str | None:
-    troubles = [answer[0] for answer in answers]  # type: ignore[index]
-    return next((f"rank {rank}: {why}" for rank, why in enumerate(troubles) if why is not None), None)
+def _first_failure(answers: Sequence[object]) -> str | None:
+    failures = [answer[0] for answer in answers]  # type: ignore[index]
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(failures) if why is not None), None)
 
 
-# Other systems under the clock of our backends: each a case like any other, or a line that says why it was not run.
-#
-# Each runs in a process of its own beside each rank, because it may end the process where it meets what it cannot do,
-# gives no memory back before the process ends, and wants settings that are nobody else's. What it cannot do, or does
-# wrong, is told in the results and ends no run.
+# The case of another system.
 
 
 def run_other(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """The lines of one system's operations, each cold and warm, or one line that says why there are none."""
+    """Return the lines of one system's operations, each cold and warm, or one line that says why there are none."""
     job = case.job
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, bound=0.0)
-    reason = _first(world, refusal(job))
+    reason = _first_reason(world, refusal(job))
     if reason is None:
         step = SystemStep(world, job)
         try:
             reason = step.begin()
             if reason is None:
-                what = f"{case.name}: exchange by {job.exchange.backend}"
-                measured = measure(world, steps, step, step_listener(progress, steps.total), what)
-                reason = _first(world, step.trouble)
+                label = f"{case.name}: exchange by {job.exchange.backend}"
+                measured = measure(world, steps, step, step_listener(progress, steps.total), label)
+                reason = _first_reason(world, step.failure)
         finally:
             step.close()
     if reason is not None:
@@ -257,18 +258,18 @@ def run_other(case: Case, world: World, progress: Callable[[Progress], None]) ->
     by_op = traffic_of(world, draws_of(Routing.of(job), world.rank), spec).by_op
     shared = shape_keys(case, job.exchange.backend) | step.keys
     return [
-        result_line(case, op, by_op[op], measured, place) | shared | {"l2": l2, "leaves_out": step.left_out[op]}
-        for place, (op, l2) in enumerate(step.ops)
+        result_line(case, op, by_op[op], measured, index) | shared | {"l2": l2, "leaves_out": step.left_out[op]}
+        for index, (op, l2) in enumerate(step.ops)
     ]
 
 
 def refusal(job: Job) -> str | None:
-    """Why a case is not even begun, as far as one rank can tell by itself."""
+    """Return why a case cannot begin, as far as one rank can know by itself, or None."""
     backend = job.exchange.backend
     if job.world.ranks == 1:
         return "one rank has no peer to send to"
     if job.world.share_gpu:
-        return f"ranks share a GPU; {backend} wants one a rank"
+        return f"ranks share a GPU; {backend} needs a GPU for each rank"
     if job.exchange.wire.dispatch is not None and job.exchange.wire.dispatch != job.shape.dtype:
         return f"rows as {job.exchange.wire.dispatch}; {backend} is run with rows of the dtype and quantises nothing"
     if job.exchange.wire.combine is not None and job.exchange.wire.combine != job.shape.dtype:
@@ -277,12 +278,12 @@ def refusal(job: Job) -> str | None:
 
 
 def skipped_line(case: Case, reason: str) -> Line:
-    """A line without figures."""
+    """Return a line that says why a case was not run, and has no times."""
     said = {"case": case.name, "workload": case.job.workload, "op": "exchange", "ranks": case.job.world.ranks}
     return said | shape_keys(case, case.job.exchange.backend) | {"samples": 0, "skipped": reason}
 
 
-def _first(world: World, reason: str | None) -> str | None:
-    """The first rank's reason that has one; the same on all ranks."""
+def _first_reason(world: World, reason: str | None) -> str | None:
+    """Return the reason of the first rank that has one; the same on all ranks."""
     reasons = world.swap(reason, "another system: reason")
     return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)

@@ -1,1 +1,1 @@
-"""Workload exchange: dispatch and combine with nothing between them on the clock."""
+"""Workload exchange: time dispatch and combine, with no other work between them."""

@@ -15,24 +15,24 @@ from raymoe.memory.world import World
 from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
 from raymoe.workload.inputs import Batch, Inputs
-from raymoe.workload.measure import SAMPLES, Line, Step, Timeline, Times, of_slowest, typical
+from raymoe.workload.measure import SAMPLES, Line, Step, Timeline, Times, median_times, timeline_of_slowest
 from raymoe.workload.oracle import AffineExperts, error_of
 
 OPS = tuple((op, l2) for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm"))
-"""What a step times, in this order, and the state of the L2 cache."""
+"""The operations that a step times, in this order, each with the state of the L2 cache."""
 
 
 class GpuExchangeStep:
-    """Dispatch alone, combine of what the last dispatch gave, and both, each cold and warm.
+    """Times dispatch alone, combine of the last dispatch, and both, each cold and warm.
 
-    Tokens, ids and weights change from step to step, in the same memory, which is what graphs have baked in. A verified
-    step poisons what dispatch and combine write, lets experts work on what the timed dispatch gave, and checks what the
-    timed combine made of that; the timed pair must then give the same bits.
+    Tokens, ids and weights change from step to step, in the same memory, because graphs hold its addresses. A verified
+    step poisons all that dispatch and combine write. It applies experts to the rows of the timed dispatch and verifies
+    the result of the timed combine. The timed pair must then give the same bits.
     """
 
     ops = OPS
     priority = 0
-    """Of the stream; lower goes first."""
+    """Priority of the stream; a lower number goes first."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class GpuExchangeStep:
         graph: Literal["auto"] | bool,
         traced: Workspace | None = None,
     ) -> None:
-        """`traced` is the workspace of the exchange, if its kernels tell their times."""
+        """`traced` is the workspace of the exchange, if its kernels record their times."""
         self.world, self.exchange, self.inputs, self._traced = world, exchange, inputs, traced
         spec = exchange.spec
         self.experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
         first = inputs.at(0)
         self.batch = Batch(first.x.clone(), first.ids.clone(), first.weights.clone())
         self.y = torch.empty_like(first.x)
-        # What combine sends on steps that nobody checks.
+        # Combine sends these on steps that are not verified.
         self.rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=inputs.dtype, device=world.device)
         self._fill_rows()
         new_stream: Any = torch.cuda.Stream  # has no annotations
@@ -57,14 +57,14 @@ class GpuExchangeStep:
         self.stream.wait_stream(torch.cuda.current_stream(world.device))
         captured = self._may_capture(graph)
         with torch.cuda.stream(self.stream):
-            self._dispatch()  # builds plans, connects what connects late, and touches every page once
+            self._dispatch()  # builds plans, makes late connections, and touches every page once
             self._combine()
             exchange.check()
             self._make_ready(captured)
 
     @property
     def keys(self) -> Line:
-        """What a result line tells of the exchange as it really was."""
+        """The keys of a result line about the exchange as it ran."""
         return {
             "backend": self.exchange.backend,
             "transport": COPY_ENGINE if self.exchange.spec.by_copy_engine else None,
@@ -100,17 +100,19 @@ class GpuExchangeStep:
         host_us += self.clock.host_us
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of dispatch and combine, each alone, in eager runs on a cold L2 cache: in a graph of many runs some points
-        would keep the time of the first."""
+        """Return the timelines of dispatch and combine, each alone on a cold L2 cache.
+
+        Runs are eager: in a graph of many runs some points would keep the time of the first run.
+        """
         if self._traced is None or self.exchange.backend != "fused":
             return {}
         found = {}
         with torch.cuda.stream(self.stream):
             for op, work in (("dispatch", self._dispatch), ("combine", self._combine)):
-                self._times(op, work, self._traced)  # with it goes what the steps have left
-                mine = typical([self._times(op, work, self._traced) for _ in range(SAMPLES)])
+                self._times(op, work, self._traced)  # discards the times that the steps have left
+                mine = median_times([self._times(op, work, self._traced) for _ in range(SAMPLES)])
                 ranks: list[Times] = self.world.swap(mine, f"{op}: timeline")  # type: ignore[assignment]
-                found[op] = of_slowest(ranks)
+                found[op] = timeline_of_slowest(ranks)
         return found
 
     def _times(self, op: str, work: Work, traced: Workspace) -> Times:
@@ -118,7 +120,7 @@ class GpuExchangeStep:
         return traced.timeline(op)
 
     def close(self) -> None:
-        """Give up the graphs; before the exchange is closed."""
+        """Close the graphs. Call this before the exchange is closed."""
         self.clock.close()
 
     def _dispatch(self) -> None:
@@ -132,16 +134,16 @@ class GpuExchangeStep:
         self.exchange.combine(self.rows, got, out=self.y)
 
     def _may_capture(self, graph: Literal["auto"] | bool) -> bool:
-        """Whether steps are replayed; the answer is the same on all ranks."""
+        """Return whether steps are replayed; the answer is the same on all ranks."""
         if graph is True and not self.exchange.capturable:
             raise ConfigError(
                 f"steps.graph is true and backend {self.exchange.backend} cannot be captured in a CUDA graph, because "
-                "its dispatch waits on the host for counts; write auto or false"
+                "its dispatch waits on the host for counts; set steps.graph to auto or false"
             )
         return graph is not False and self.exchange.capturable
 
     def _make_ready(self, captured: bool) -> None:
-        """Capture on all ranks, or raise on all. Combine is of what the warm runs of dispatch leave."""
+        """Capture on all ranks, or raise on all. The captured combine is that of the warm runs of dispatch."""
         calls = calls_of(self.inputs.routing.tokens)
         self.clock = OpClock(self.world, self.stream, self.exchange.check, captured=captured, calls=calls)
         problem: RaymoeError | None = None
@@ -154,29 +156,31 @@ class GpuExchangeStep:
         self._timed = timed
 
     def _take(self, batch: Batch) -> None:
-        """Put tokens and routing where graphs find them."""
+        """Copy tokens and routing to the memory that graphs read."""
         self.batch.x.copy_(batch.x)
         self.batch.ids.copy_(batch.ids)
         self.batch.weights.copy_(batch.weights)
 
     def _poison(self) -> None:
-        """What the last step left must not be taken for what the next one brings. Slots are not ours to write to: with
-        layout `rank` rows and scales are there, and a peer that is ahead may have written the next ones already."""
+        """Poison the results of the last step, so that they cannot pass for those of the next one.
+
+        Not the slots: with layout `rank` they hold rows and scales, and a peer that is ahead may have written new ones.
+        """
         got = self.got
         ours = (got.x, got.scales) if got.index is None else ()
         for tensor in (self.y, got.weights, *ours):
             if tensor is not None:
-                _spoil(tensor)
+                _fill_with_nan(tensor)
         for tensor in (got.expert_offsets, got.expert_counts, got.index):
             if tensor is not None:
                 tensor.fill_(-1)
 
     def _run_experts(self) -> None:
-        """What this rank's experts make of what came; a row that none of them owns becomes NaN."""
+        """Apply this rank's experts to the rows that came; a row that belongs to no expert becomes NaN."""
         self.rows.fill_(torch.nan)
         first = self.world.rank * len(self.got.expert_counts)
         starts, counts = self.got.expert_offsets.tolist(), self.got.expert_counts.tolist()
-        for local, (start, count) in enumerate(zip(starts, counts, strict=False)):  # offsets end with the last row
+        for local, (start, count) in enumerate(zip(starts, counts, strict=False)):  # offsets also hold the end
             row = slice(start, start + count)
             self.rows[row] = self.experts(first + local, received(self.got, row)).to(self.rows.dtype)
 
@@ -185,14 +189,16 @@ class GpuExchangeStep:
 
 
 def received(got: Dispatched, row: slice) -> torch.Tensor:
-    """Some of the rows of a dispatch, in an order of experts, out of the slots if they are still there, and with their
-    scales multiplied in."""
+    """Return some rows of a dispatch, in the order of experts and multiplied by their scales.
+
+    They are read out of the slots if they are still there.
+    """
     place = row if got.index is None else got.index[row]
     return got.x[place] if got.scales is None else dequantised(got.x[place], got.scales[place])
 
 
 def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """`values[N, H]` times the scale of each block of 128, `scales[N, ceil(H / 128)]`, in float32.
+    """Multiply `values[N, H]` by the scale of each block of 128, `scales[N, ceil(H / 128)]`, in float32.
 
     >>> values = torch.ones(1, 160).to(torch.float8_e4m3fn)
     >>> dequantised(values, torch.tensor([[2.0, 3.0]]))[0, [0, 127, 128, 159]].tolist()
@@ -202,8 +208,8 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.float() * each
 
 
-def _spoil(tensor: torch.Tensor) -> None:
-    """Fill with NaN; torch has no fill for 8-bit floats, whose NaN is all ones."""
+def _fill_with_nan(tensor: torch.Tensor) -> None:
+    """Fill with NaN. torch has no fill for 8-bit floats; their NaN is all ones."""
     if tensor.dtype.itemsize == 1:
         tensor.view(torch.uint8).fill_(0xFF)
     else:

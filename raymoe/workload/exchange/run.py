@@ -1,4 +1,4 @@
-"""Dispatch and combine, with nothing between them on the clock."""
+"""Time dispatch and combine, with no other work between them."""
 
 from __future__ import annotations
 
@@ -33,22 +33,26 @@ class AnyExchangeStep(Protocol):
 
     @property
     def ops(self) -> tuple[tuple[str, str | None], ...]:
-        """What a step times, in this order: the operation, and the state of the L2 cache of GPUs."""
+        """The operations that a step times, in this order, each with the state of the L2 cache (None on CPU ranks)."""
 
     @property
     def keys(self) -> Line:
-        """The keys of a result line that only whoever does the step knows, `backend` among them."""
+        """The keys of a result line that only the step knows, `backend` among them."""
 
     def __call__(self, index: int, *, verify: bool) -> Step: ...
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of the operations whose kernels tell it, when blocks of the slowest rank came to which point. By all ranks,
-        after the steps."""
+        """Return when blocks of the slowest rank came to each point, for operations whose kernels record it.
+
+        All ranks call this together, after the steps.
+        """
 
 
 def run_exchange(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """Lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with the L2 cache cold and warm.
-    Yardsticks and other systems have operations of their own."""
+    """Return lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with cold and warm L2 cache.
+
+    Yardsticks and other systems have operations of their own.
+    """
     job = case.job
     if job.exchange.backend in OTHER_SYSTEMS:
         from raymoe.workload.compare.systems import run_other
@@ -65,32 +69,34 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
     steps = Steps(job.steps.warmup, job.steps.count, verify, bound_of(spec))
     with _opening(case, world, spec, inputs) as do_step:
         keys = do_step.keys
-        what = f"{case.name}: exchange by {keys['backend']}"
-        measured = measure(world, steps, do_step, step_listener(progress, steps.total), what)
+        label = f"{case.name}: exchange by {keys['backend']}"
+        measured = measure(world, steps, do_step, step_listener(progress, steps.total), label)
         with aborting(world):
             timelines = do_step.timelines()
     by_op = traffic_of(world, inputs.draws, spec).by_op
     return [
-        result_line(case, op, by_op[op], measured, place)
+        result_line(case, op, by_op[op], measured, index)
         | shape_keys(case, str(keys["backend"]))
         | keys
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
-        | host_times(measured, place)
-        for place, (op, l2) in enumerate(do_step.ops)
+        | host_times(measured, index)
+        for index, (op, l2) in enumerate(do_step.ops)
     ]
 
 
-def host_times(measured: Measured, place: int) -> Line:
-    """How long the calls of an operation took on the host, where that was measured beside the GPU's time: the median of
-    the rank whose calls take longest."""
-    if place >= len(measured.host_us):
+def host_times(measured: Measured, index: int) -> Line:
+    """Return the median time of an operation's calls on the host, of the rank with the longest calls.
+
+    Empty if host times were not measured beside the GPU's.
+    """
+    if index >= len(measured.host_us):
         return {}
-    return {"host_us_p50": max(median(samples) for samples in measured.host_us[place])}
+    return {"host_us_p50": max(median(samples) for samples in measured.host_us[index])}
 
 
 @contextmanager
 def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> Iterator[AnyExchangeStep]:
-    """The step of a case, with the exchange that it belongs to."""
+    """Open the exchange of a case, and its step."""
     asked, wanted = case.job.exchange, case.job.steps
     if asked.backend == ROW_PUSH:
         from raymoe.workload.compare.row_push import RowPushStep
@@ -114,7 +120,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
 
 
 class ExchangeStep:
-    """One dispatch and one combine, each behind a barrier of its own."""
+    """Times one dispatch and one combine, each behind a barrier of its own."""
 
     ops = (("dispatch", None), ("combine", None), ("exchange", None))
 
@@ -122,7 +128,7 @@ class ExchangeStep:
         self.world, self.exchange, self.inputs = world, exchange, inputs
         spec = exchange.spec
         self.experts = AffineExperts(spec.hidden, inputs.dtype, inputs.routing.seed)
-        # What combine sends on steps that nobody checks. Written once: reading pages that never were costs nothing.
+        # Combine sends these on steps that are not verified. Written once: to read unwritten pages would cost nothing.
         self.rows = torch.empty(spec.rows(world.size), spec.hidden, dtype=inputs.dtype)
         self.rows.uniform_(-1, 1, generator=generator("rows", world.rank))
         self.last: Dispatched | None = None
@@ -151,12 +157,12 @@ class ExchangeStep:
         return {}
 
     def _poison(self) -> None:
-        """What the last step left must not be taken for what the next one brings. Slots are not ours to write to."""
+        """Poison the rows of the last step, so that they cannot pass for those of the next one; but not slots."""
         if self.last is not None and self.last.index is None:
             self.last.x.fill_(torch.nan)
 
     def _through_experts(self, got: Dispatched) -> torch.Tensor:
-        """What this rank's experts make of what came; a row that none of them owns stays NaN."""
+        """Return the rows that this rank's experts make of those that came; a row of no expert stays NaN."""
         x, rows = expert_major(got), torch.full_like(self.rows, torch.nan)
         first = self.world.rank * len(got.expert_counts)
         for local, count in enumerate(got.expert_counts.tolist()):

@@ -1,4 +1,4 @@
-"""A whole Mixture-of-Experts layer: dispatch, experts, combine."""
+"""Time a whole Mixture-of-Experts layer: dispatch, experts, combine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raymoe.workload.traffic import traffic_of
 
 
 def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """One line, for `step`. The tokens go where the job's routing says, not where the layer's own router would."""
+    """Return one line, for `step`. Tokens follow the job's routing, not the layer's own router."""
     job = case.job
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype)
@@ -27,14 +27,14 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(spec))
     with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
         backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
-        tell = step_listener(progress, steps.total)
-        measured = measure(world, steps, do_step, tell, f"{case.name}: layer by {backend}")
+        report = step_listener(progress, steps.total)
+        measured = measure(world, steps, do_step, report, f"{case.name}: layer by {backend}")
     both = traffic_of(world, inputs.draws, spec).both
     return [result_line(case, "step", both, measured, 0) | shape_keys(case, backend)]
 
 
 class LayerStep:
-    """One pass through the layer."""
+    """Times one pass through the layer."""
 
     def __init__(self, world: World, layer: MoELayer, inputs: Inputs, seed: int) -> None:
         self.world, self.layer, self.inputs = world, layer, inputs

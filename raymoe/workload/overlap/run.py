@@ -1,8 +1,8 @@
-"""Dispatch and combine beside a matrix product on the same GPU, and what each costs the other.
+"""Time dispatch and combine beside a matrix product on the same GPU, and how much each slows the other down.
 
-A sample of a pair begins behind a barrier of all ranks, as every sample does; from there the exchange runs in a stream
-of high priority and `torch.mm` in one of low priority, and the clock notes when each is done and when both are. Alone,
-each is timed in the same way with nothing beside it. All of it on a cold L2 cache, enqueued while the stream is held.
+A sample of a pair begins behind a barrier of all ranks, as every sample does. From there the exchange runs in a stream
+of high priority and `torch.mm` in one of low priority. The clock records when each is done and when both are. Each is
+timed alone in the same way. All samples are on a cold L2 cache, and are enqueued while the stream is held.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ ALONE: tuple[tuple[str, str | None], ...] = (("dispatch", None), ("combine", Non
 OPS = ALONE + tuple(
     each for op in ("dispatch", "combine") for each in ((op, PRODUCT), (PRODUCT, op), (f"{op}+{PRODUCT}", None))
 )
-"""What a step times, and what runs beside it: each alone; then each beside the other, and both until the last ends."""
+"""The operations that a step times, and the operation beside each. First each alone; then each beside the other, and
+both until the last ends."""
 
 WARM_UPS = 2
 
 
 class Product:
-    """`a @ b` into `out`, and a stream for it."""
+    """The matrix product `a @ b` into `out`, and a stream for it."""
 
     def __init__(self, world: World, hidden: int, dtype: torch.dtype, asked: OverlapSection) -> None:
         device, source = world.device, generator(PRODUCT, world.rank, device=world.device)
@@ -58,13 +59,15 @@ class Product:
         torch.mm(self.a, self.b, out=self.out)
 
     def error(self) -> float:
-        """Of the last product, relative to its largest element. While several streams work, cuBLAS may split the sums
-        in another way, which rounds otherwise."""
+        """Return the error of the last product, relative to its largest element.
+
+        It may differ from 0: while several streams work, cuBLAS may split the sums differently, which changes rounding.
+        """
         return float((self.out.float() - self.want.float()).abs().max() / self.want.float().abs().max())
 
 
 class OverlapStep(GpuExchangeStep):
-    """One of each of OPS, with the tokens of a step."""
+    """Time each of OPS once, with the tokens of a step."""
 
     ops = tuple((op, "cold") for op, _ in OPS)
     priority = -1
@@ -96,7 +99,7 @@ class OverlapStep(GpuExchangeStep):
     def _make_ready(self, captured: bool) -> None:
         assert not captured, "an overlap is timed eagerly"
         self.clock = OpClock(self.world, self.stream, self.exchange.check, captured=True)
-        for _ in range(WARM_UPS):  # memory and kernels are there before the stream is held for the first time
+        for _ in range(WARM_UPS):  # allocates memory and loads kernels before the stream is first held
             for exchange in (self._dispatch, self._combine):
                 self._enqueue_pair(exchange)
             self._product()
@@ -107,12 +110,12 @@ class OverlapStep(GpuExchangeStep):
         return super().keys | {"graph": False}
 
     def _pair(self, exchange: Work) -> tuple[float, float, float]:
-        """Microseconds until the exchange is done, until the product is, and until both are."""
+        """Return microseconds until the exchange is done, until the product is done, and until both are."""
         both = self.clock.cold_us(lambda: self._enqueue_pair(exchange))
         return self.clock.since_begin(self._exchanged), self.clock.since_begin(self._multiplied), both
 
     def _enqueue_pair(self, exchange: Work) -> None:
-        """The exchange first: what was enqueued first and has priority takes its SMs first."""
+        """Enqueue the exchange and then the product. The exchange, first and of high priority, takes its SMs first."""
         beside = self._product.stream
         self._forked.record(self.stream)
         exchange()
@@ -130,7 +133,7 @@ class OverlapStep(GpuExchangeStep):
 
 
 def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """Lines for dispatch, combine and the product, each alone and each beside the other, and for pairs of them."""
+    """Return lines for dispatch, combine and the product: each alone, each beside the other, and both together."""
     job = case.job
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
@@ -138,16 +141,16 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, bound_of(spec))
     with _opening(case, world, inputs) as step:
         keys = step.keys
-        what = f"{case.name}: {keys['backend']} beside a product"
-        measured = measure(world, steps, step, step_listener(progress, steps.total), what)
+        label = f"{case.name}: {keys['backend']} beside a product"
+        measured = measure(world, steps, step, step_listener(progress, steps.total), label)
     by_op = traffic_of(world, inputs.draws, spec).by_op
     nothing = Traffic(0, 0)
     return [
-        result_line(case, op, by_op.get(op, nothing), measured, place)
+        result_line(case, op, by_op.get(op, nothing), measured, index)
         | shape_keys(case, str(keys["backend"]))
         | keys
         | {"l2": "cold", "beside": beside}
-        for place, (op, beside) in enumerate(OPS)
+        for index, (op, beside) in enumerate(OPS)
     ]
 
 

@@ -1,1 +1,1 @@
-"""Workload p2p: copies between ranks, which tell what the links of a machine give."""
+"""Workload p2p: copies between ranks, which measure the links of a machine."""

@@ -1,4 +1,4 @@
-"""The copies that the lines of workload p2p measure, and their bytes, which every rank can draw again."""
+"""The copies that workload p2p measures, and their bytes, which every rank can draw again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PIECE = 2**20
 
 
 def drawn(nbytes: int, *key: int) -> torch.Tensor:
-    """Random bytes that whoever knows the key can draw again.
+    """Draw random bytes; the same key gives the same bytes on any rank.
 
     >>> bool((drawn(100, 1, 2) == drawn(100, 1, 2)).all()), bool((drawn(100, 1, 2) == drawn(100, 2, 1)).all())
     (True, False)
@@ -28,7 +28,7 @@ def drawn(nbytes: int, *key: int) -> torch.Tensor:
 
 
 def share_wrong(found: torch.Tensor, *key: int) -> float:
-    """The share of `found` that is not what was drawn with this key.
+    """Return the share of `found` that differs from the bytes drawn with this key.
 
     >>> copy = drawn(100, 3)
     >>> copy[7] += 1
@@ -37,7 +37,7 @@ def share_wrong(found: torch.Tensor, *key: int) -> float:
     """
     want = drawn(found.numel(), *key)
     wrong = 0
-    for start in range(0, found.numel(), _PIECE):  # a mask of everything would be as large again
+    for start in range(0, found.numel(), _PIECE):  # a mask of all bytes would be as large as `found`
         piece = slice(start, start + _PIECE)
         wrong += int((found[piece] != want[piece]).count_nonzero())
     return wrong / found.numel()
@@ -45,7 +45,7 @@ def share_wrong(found: torch.Tensor, *key: int) -> float:
 
 @dataclass(frozen=True)
 class Copy:
-    """What one result line measures: `nbytes` from each source to each destination of `pairs`, all at the same time."""
+    """The copies of one result line: `nbytes` from source to destination of each of `pairs`, all at the same time."""
 
     transport: str
     nbytes: int
@@ -55,7 +55,8 @@ class Copy:
 
     @property
     def traffic(self) -> Traffic:
-        """
+        """The bytes of all copies, and of the busiest port.
+
         >>> Copy("host", 10, ((0, 1), (0, 2), (1, 0))).traffic
         Traffic(total=30, busiest=20)
         """
@@ -65,7 +66,7 @@ class Copy:
 
 
 def copies_of(case: Case) -> Iterator[Copy]:
-    """Every copy of a case, in the order of its result lines. Of all pairs the source changes slowest."""
+    """Yield every copy of a case, in the order of its result lines. In `pairs: all`, the source changes slowest."""
     asked, ranks = case.job.p2p, range(case.job.world.ranks)
     every = tuple((source, destination) for source in ranks for destination in ranks if source != destination)
     alone = every if asked.pairs == "all" else asked.pairs

@@ -18,14 +18,14 @@ from raymoe.workload.clock import Gate, StreamBarrier
 from raymoe.workload.measure import Line, Step
 from raymoe.workload.p2p.copies import POISON, Copy
 
-# Bytes on a GPU that whoever knows the key can make again, on any GPU, and how many of some are not those.
+# Bytes that any GPU can compute from a key, and their comparison.
 
 _PIECE = 2**25  # bytes made or compared at a time
 _MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
 
 
 def fill_drawn(into: torch.Tensor, *key: int) -> None:
-    """Fill with the bytes of this key: splitmix64 of the place of each 8 bytes, so every piece can be made by itself.
+    """Fill `into` with the bytes of this key: splitmix64 of the index of each 8 bytes, so no piece needs another.
 
     >>> a, b = torch.zeros(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     >>> fill_drawn(a, 1, 2), fill_drawn(b, 2, 1)
@@ -38,7 +38,7 @@ def fill_drawn(into: torch.Tensor, *key: int) -> None:
 
 
 def wrong_bytes(found: torch.Tensor, *key: int) -> int:
-    """How many bytes are not what the key gives."""
+    """Count the bytes that differ from those of the key."""
     wrong = torch.zeros((), dtype=torch.int64, device=found.device)
     for start, want in _pieces(found.numel(), found.device, key):
         wrong += (found[start : start + want.numel()] != want).count_nonzero()
@@ -59,19 +59,17 @@ def _pieces(nbytes: int, device: torch.device, key: tuple[int, ...]) -> Iterator
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, zeros following; torch's own shift keeps the sign."""
+    """Shift to the right and fill with zeros; torch's own shift keeps the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-# How long work on this rank's stream takes, from a barrier of all ranks in their streams on.
-#
-# The stream is held by a gate while the host enqueues (raymoe/workload/clock.py); behind the gate come the barrier, the
-# first event, the work, the second event. The host waits by polling, because it must hear of a peer that has died
-# whatever the transport.
-
-
 class StreamClock:
-    """All ranks make one, use it for the same samples, and close it."""
+    """Times work on a stream, from a barrier of all ranks in their streams on.
+
+    All ranks make one, use it for the same samples, and close it. A gate holds the stream while the host enqueues
+    (raymoe/workload/clock.py). Behind the gate come the barrier, the first event, the work and the second event. The
+    host waits by polling, because with any transport it must notice that a peer has died.
+    """
 
     def __init__(self, world: World, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -81,7 +79,7 @@ class StreamClock:
         self._begin, self._end = event(enable_timing=True), event(enable_timing=True)
 
     def us(self, work: Callable[[], None], channels: Channels) -> float:
-        """Microseconds that `work`, which enqueues on the stream, takes there."""
+        """Return the microseconds that the stream takes for the work that `work` enqueues."""
         stream = self._stream.cuda_stream
         with self._gate.held(stream):
             self._barrier(stream)
@@ -99,13 +97,11 @@ class StreamClock:
         self._gate.close()
 
 
-# One step of workload p2p between GPU ranks: eager, or replayed from a CUDA graph.
-
 CALLS, SMALL_BYTES = 20, 256 << 10
 
 
 def calls_of(nbytes: int) -> int:
-    """How many messages one sample is the mean of. Small ones take less time than an event is exact to.
+    """Return how many messages one sample is the mean of. A small one takes less time than events resolve.
 
     >>> calls_of(4096), calls_of(2**20)
     (20, 1)
@@ -114,14 +110,14 @@ def calls_of(nbytes: int) -> int:
 
 
 class NcclGroups:
-    """NCCL's communicators, each of exactly the ranks that take part in a copy; making one takes a second."""
+    """NCCL communicators, one for each set of ranks that take part in a copy. Making one takes a second."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._made: dict[tuple[int, ...], NcclGroup] = {}
 
     def of(self, spec: ChannelSpec) -> NcclGroup | None:
-        """The one for these channels. All ranks ask for the same ones in the same order."""
+        """Return the communicator of these channels. All ranks ask for the same ones in the same order."""
         if spec.transport != "collective":
             return None
         members = members_of(spec)
@@ -135,7 +131,10 @@ class NcclGroups:
 
 
 class Bench:
-    """What the copies of a case share. Ranks meet to make a clock, which takes longer than a small copy is timed."""
+    """The stream, clock and communicators that all copies of a case share.
+
+    Ranks meet to make a clock, which takes longer than timing a small copy.
+    """
 
     def __init__(self, world: World) -> None:
         self.world, self.groups = world, NcclGroups(world)
@@ -149,11 +148,11 @@ class Bench:
 
 
 class GpuCopyStep:
-    """`calls` messages through each channel, each in a slot of its own, so that every credit is given beforehand.
+    """Times `calls` messages through each channel, each in its own slot, so that every credit is given beforehand.
 
-    With `put` the clock sees senders write into the receivers' memory, signal, and the receivers see the signal. With
-    `get` the messages lie ready at the senders, which have said so, and the clock sees the receivers fetch them and say
-    so. The release of what was put is off the clock.
+    With `put`, senders write into the receivers' memory and signal, and the time ends when receivers see the signal.
+    With `get`, messages are ready and announced before the clock starts, and receivers fetch them and say so. The
+    release of messages that were put is off the clock.
     """
 
     def __init__(self, bench: Bench, copy: Copy, graph: Literal["auto"] | bool) -> None:
@@ -169,10 +168,10 @@ class GpuCopyStep:
         )
         self.channels = Channels(world, spec, bench.groups.of(spec))
         self.fetched = copy.protocol == "get" and self.channels.transport != "collective"
-        # Each rank begins with the peer behind it, so that not all of them turn to the same one.
-        behind = [(world.rank + step) % world.size for step in range(1, world.size)]
-        self.sources = [peer for peer in behind if (peer, world.rank) in copy.pairs]
-        self.destinations = [peer for peer in behind if (world.rank, peer) in copy.pairs]
+        # Each rank begins with the next one, so that not all begin with the same peer.
+        peers = [(world.rank + step) % world.size for step in range(1, world.size)]
+        self.sources = [peer for peer in peers if (peer, world.rank) in copy.pairs]
+        self.destinations = [peer for peer in peers if (world.rank, peer) in copy.pairs]
         self.graph = False
         self._graphs: list[Graph] = []
         self.data: dict[tuple[int, int], torch.Tensor] = {}
@@ -183,7 +182,7 @@ class GpuCopyStep:
                     self.data[peer, slot] = self._source(peer, slot)
             self._draw(-1)
             self._offer()
-            self._work()  # shows where messages land, connects what connects late, and touches every page once
+            self._work()  # shows where messages land, makes late connections, and touches every page once
             self._release()
             self.channels.synchronise()
             world.barrier("copy: made")
@@ -192,7 +191,7 @@ class GpuCopyStep:
 
     @property
     def keys(self) -> Line:
-        """What a result line tells of this copy: the transport really used, also where `auto` was asked for."""
+        """The keys of a result line about this copy, with the transport that `auto` chose."""
         asked, used = self.copy.transport, self.channels.transport
         return {
             "transport": f"auto:{used}" if asked == "auto" else used,
@@ -204,7 +203,7 @@ class GpuCopyStep:
     def __call__(self, index: int, *, verify: bool) -> Step:
         with torch.cuda.stream(self.stream):
             if verify:
-                # Peers may still be fetching the last step's messages; what is poisoned must be so before any put.
+                # Peers may still be fetching the last step's messages, and all poison must be there before any put.
                 self.world.barrier("copy: done")
                 self._draw(index)
                 for landed in self.landed.values():
@@ -218,16 +217,16 @@ class GpuCopyStep:
             return Step((us if self.data or self.landed else 0.0,), wrong)
 
     def close(self) -> None:
-        """Give up the graph and the memory of the channels."""
+        """Close the graphs, and free the memory of the channels."""
         for graph in self._graphs:
             graph.close()
         self.landed.clear()
         self.data.clear()
         self.channels.close()
 
-    def _do(self, work: Callable[[], None], place: int) -> None:
+    def _do(self, work: Callable[[], None], index: int) -> None:
         if self._graphs:
-            self._graphs[place].replay(self.stream.cuda_stream)
+            self._graphs[index].replay(self.stream.cuda_stream)
         else:
             work()
 
@@ -241,13 +240,13 @@ class GpuCopyStep:
                     self.landed[peer, slot] = self.channels.receive(peer, slot)
 
     def _offer(self) -> None:
-        """With get: say that the messages are ready. They were written into the slots that they are fetched from."""
+        """With get: announce the messages, which were written into the slots that they are fetched from."""
         with self.channels.together():
             for (peer, slot), message in self.data.items() if self.fetched else ():
                 self.channels.send(peer, message, slot)
 
     def _release(self) -> None:
-        """Let the next messages come; otherwise their senders would wait for that on the clock."""
+        """Release the slots for the next messages; otherwise senders would wait for that on the clock."""
         with self.channels.together():
             for peer, slot in self.landed:
                 self.channels.release(peer, slot)
@@ -262,14 +261,14 @@ class GpuCopyStep:
                 self._graphs += [self._captured(self._work), self._captured(self._release)]
             except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
                 problem = ConfigError(f"transport {self.channels.transport} could not be captured: {error}")
-        told = self.world.swap(None if problem is None else str(problem), "copy: captured")
-        said = [str(text) for text in told if text is not None]
-        self.graph = not said
-        if said and (must or self.channels.transport != "collective"):
-            raise problem or ConfigError(said[0])
-        if said:
+        answers = self.world.swap(None if problem is None else str(problem), "copy: captured")
+        problems = [str(text) for text in answers if text is not None]
+        self.graph = not problems
+        if problems and (must or self.channels.transport != "collective"):
+            raise problem or ConfigError(problems[0])
+        if problems:
             self._graphs.clear()
-            self._release()  # of what was received in the capture alone, which for NCCL is nothing to do
+            self._release()  # of messages received only in the capture; for NCCL it does nothing
 
     def _captured(self, work: Callable[[], None]) -> Graph:
         return Graph.capture(self.world.gpu, self.stream.cuda_stream, work, self.channels)
@@ -284,7 +283,7 @@ class GpuCopyStep:
             fill_drawn(message, self.world.rank, slot, peer, index)
 
     def _wrong(self, index: int) -> float:
-        """The share of bytes that are not what their sender drew."""
+        """Return the share of bytes that differ from those that their sender drew."""
         me = self.world.rank
         wrong = sum(wrong_bytes(landed, peer, slot, me, index) for (peer, slot), landed in self.landed.items())
         return wrong / (self.copy.nbytes * max(1, len(self.landed)))

@@ -1,4 +1,4 @@
-"""Copies between ranks: one pair after the other, or all at once, which tells what the links of a machine give."""
+"""Time copies between ranks, one pair after the other or all at once, to measure the links of a machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AnyCopyStep(Protocol):
 
     @property
     def keys(self) -> Line:
-        """The keys of a result line that only whoever does the copy knows."""
+        """The keys of a result line that only the step knows."""
 
     def __call__(self, index: int, *, verify: bool) -> Step: ...
 
@@ -32,16 +32,16 @@ class AnyCopyStep(Protocol):
 
 
 def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """A line for each transport and size, and with `pairs` for each pair."""
+    """Return a line for each transport and size; with pattern `pairs`, one for each pair too."""
     steps = Steps(case.job.steps.warmup, case.job.steps.count, case.job.steps.verify, EXACT)
     copies = list(copies_of(case))
     lines = []
     with _opening(case, world) as open_step:
-        for place, copy in enumerate(copies):
-            tell = step_listener(progress, len(copies) * steps.total, place * steps.total)
-            what = f"{case.name}: {copy.nbytes} bytes by {copy.transport}"
+        for index, copy in enumerate(copies):
+            report = step_listener(progress, len(copies) * steps.total, index * steps.total)
+            label = f"{case.name}: {copy.nbytes} bytes by {copy.transport}"
             with closing(open_step(copy)) as do_step:
-                measured = measure(world, steps, do_step, tell, what)
+                measured = measure(world, steps, do_step, report, label)
                 known = do_step.keys
             source, destination = copy.pairs[0] if case.job.p2p.pattern == "pairs" else (None, None)
             line = result_line(case, "copy", copy.traffic, measured, 0) | known
@@ -53,7 +53,7 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
 
 @contextmanager
 def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], AnyCopyStep]]:
-    """What makes the step of a copy, and what all copies of a case share."""
+    """Open all that the copies of a case share; yields a function that makes the step of a copy."""
     if world.device.type == "cpu":
         if case.job.p2p.sms != "auto":
             raise ConfigError(f"p2p.sms is {case.job.p2p.sms} and these are CPU ranks, which have no SMs; leave it out")
@@ -63,25 +63,25 @@ def _opening(case: Case, world: World) -> Iterator[Callable[[Copy], AnyCopyStep]
 
     bench = Bench(world)
     yield lambda copy: GpuCopyStep(bench, copy, case.job.steps.graph)
-    bench.close()  # after an error the process is about to end, and peers may be gone
+    bench.close()  # only without an error: after one, the process is about to end and peers may be gone
 
 
 class CopyStep:
-    """One message through each channel of a copy.
+    """Times one message through each channel of a copy.
 
-    With `put` the clock sees the sender write into the receiver's memory and the receiver learn of it. With `get` the
-    data lie ready at the sender before the clock starts, and it sees the receiver fetch them.
+    With `put`, the sender writes into the receiver's memory, and the time ends when the receiver notices. With `get`,
+    the data are ready at the sender before the clock starts, and the receiver fetches them.
     """
 
     def __init__(self, world: World, copy: Copy) -> None:
         self.world, self.put, self.nbytes = world, copy.protocol == "put", copy.nbytes
         spec = ChannelSpec(copy.pairs, (copy.nbytes,), protocol=copy.protocol, transport=copy.transport)
         self.channels = Channels(world, spec)
-        # Each rank begins with the peer behind it, so that not all of them turn to the same one.
-        behind = [(world.rank + step) % world.size for step in range(1, world.size)]
-        sources = [peer for peer in behind if (peer, world.rank) in copy.pairs]
-        self.data = {peer: drawn(copy.nbytes, world.rank, peer) for peer in behind if (world.rank, peer) in copy.pairs}
-        # A message ahead of all others shows where messages land, and touches every page once.
+        # Each rank begins with the next one, so that not all begin with the same peer.
+        peers = [(world.rank + step) % world.size for step in range(1, world.size)]
+        sources = [peer for peer in peers if (peer, world.rank) in copy.pairs]
+        self.data = {peer: drawn(copy.nbytes, world.rank, peer) for peer in peers if (world.rank, peer) in copy.pairs}
+        # A first message shows where messages land, and touches every page once.
         self._send()
         self.landed = {peer: self.channels.receive(peer) for peer in sources}
         self._release()
@@ -110,7 +110,7 @@ class CopyStep:
         return Step((us,), max(wrong, default=0.0) if verify else None)
 
     def close(self) -> None:
-        """Give up the memory of the channels."""
+        """Free the memory of the channels."""
         self.channels.close()
 
     def _send(self) -> None:
@@ -118,6 +118,6 @@ class CopyStep:
             self.channels.send(peer, message)
 
     def _release(self) -> None:
-        """Let the next message come; otherwise its sender would wait for that on the clock."""
+        """Release the slot for the next message; otherwise its sender would wait for that on the clock."""
         for peer in self.landed:
             self.channels.release(peer)

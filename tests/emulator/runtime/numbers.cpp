@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "raymoe/ptx.cuh"
+#include "raymoe/base/ptx.cuh"
 
 namespace raymoe::ptx {
 

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "machine.h"
-#include "raymoe/ptx.cuh"
+#include "raymoe/base/ptx.cuh"
 
 namespace emulator {
 

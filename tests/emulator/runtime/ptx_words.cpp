@@ -11,7 +11,7 @@
 #include <cstring>
 
 #include "machine.h"
-#include "raymoe/ptx.cuh"
+#include "raymoe/base/ptx.cuh"
 
 namespace emulator {
 

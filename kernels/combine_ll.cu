@@ -1,0 +1,118 @@
+// Combine of few tokens: what combine.cu does, in half of the trips.
+//
+// One launch. Some multiprocessors sum what this rank's experts made of peers' tokens and send the sums in lines
+// (lines.cuh), the others add up what the ranks have sent for tokens of this rank (roles_ll.cuh). No flag, no fence.
+//
+// Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
+//   rows [2][d][token]   lines, by the number of the owner's token
+//   statuses [2][d]      two words: {cause and other, epoch}, {number, epoch} of what d says
+// All are written by d, at every rank, and read by the owner. The epoch is the one of combine.cu's operation.
+//
+// Why no line is overwritten before it is read: as in dispatch_ll.cu. Every block awaits the statuses of all ranks in
+// every epoch, and whatever was sent to a rank in an epoch has been read there when its kernel ends, unless a rank
+// refused the step: then nobody reads, and nothing of that epoch is ever looked at again.
+//
+// Here `reducers` and `summers` are multiprocessors. A launch has one block for each of these, or two.
+
+#include "raymoe/combine/combine.cuh"
+#include "raymoe/ll/roles_ll.cuh"
+#include "raymoe/ll/sums_ll.cuh"
+#include "raymoe/ll/lines.cuh"
+#include "raymoe/base/vectors.cuh"
+
+namespace raymoe {
+
+__device__ __forceinline__ u8* status_word(const CombineParams& p, u32 peer, u32 half, u32 rank, u32 word) {
+    return p.peers.slot(peer, p.ll_statuses[half], rank * 2ull + word, 16);
+}
+
+__device__ inline void send_status(const CombineParams& p, u64 epoch, const ptx::Bytes16& mine) {
+    if (threadIdx.x < p.peers.ranks) {
+        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 0), {mine.low, epoch});
+        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 1), {mine.high, epoch});
+    }
+}
+
+// By a whole block: the statuses of all ranks, into shared memory. False: a wait failed.
+__device__ inline bool await_statuses(const CombineParams& p, u64 epoch, u64 (*words)[2]) {
+    bool ok = true;
+    if (threadIdx.x < 2 * p.peers.ranks) {
+        const u32 rank = threadIdx.x / 2, word = threadIdx.x % 2;
+        ok = wait_for_word(status_word(p, p.peers.rank, epoch & 1, rank, word), epoch, Waiting{p.op, rank, epoch},
+                           p.watch, words[rank][word]);
+    }
+    return __syncthreads_and(ok);
+}
+
+__device__ inline bool any_refused(const CombineParams& p, const u64 (*words)[2]) {
+    const ptx::Bytes16 mine{words[p.peers.rank][0], words[p.peers.rank][1]};
+    bool refused = false;
+    for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
+        refused = refused || is_refused(mine, {words[rank][0], words[rank][1]});
+    }
+    return refused;
+}
+
+}  // namespace raymoe
+
+extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
+    combine_ll(const __grid_constant__ raymoe::CombineParams p) {
+    using namespace raymoe;
+    using Type = ROW_TYPE;
+    __shared__ u64 statuses[MAX_RANKS][2];
+    const CombineBeginning beginning(p);
+    const ptx::Bytes16 refusal = ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal));
+    const Role role(p.reducers, p.summers);
+    Reducer<Type> reducer(p, role.warp(), role.warps());
+    Summer<Type> summer(p, role.warp(), role.warps());
+    if (role.leaves) {
+        reducer.begin();
+    } else {
+        summer.begin();
+    }
+    const auto [epoch, may] = beginning.run();
+    bool refused = false, ok = may;
+    if (may) {
+        if (blockIdx.x == 0) {
+            send_status(p, epoch, status_of(p, refusal));
+        }
+        if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
+            // Nobody will want a sum.
+        } else if (role.leaves) {
+            reducer.run(epoch);
+        } else {
+            summer.sum_own();
+        }
+        trace(p.trace, AT_SAID_DONE);
+        ok = await_statuses(p, epoch, statuses);
+        if (ok) {
+            trace(p.trace, AT_COUNTS);
+            refused = any_refused(p, statuses);
+            if (!role.leaves && refused) {
+                fill_with_nan<Type>(p, role.warp(), role.warps());
+            } else if (!role.leaves) {
+                ok = summer.run(epoch);
+            }
+        }
+    }
+    trace(p.trace, AT_END);
+    const Ending ending = block_is_out(p.operation, !ok, true);
+    if (!ending.last) {
+        return;
+    }
+    const bool lost = ending.trouble && poisoned(p.watch);
+    if (lost) {
+        fill_with_nan<Type>(p, threadIdx.x / 32, WARPS);
+    }
+    if (threadIdx.x != 0) {
+        return;
+    }
+    give_ticket_back(p.operation);
+    if (lost) {
+        return;
+    }
+    if (refused) {
+        tell_host(p, epoch, [&](u32 rank, u32 word) { return statuses[rank][word]; });
+    }
+    finish_run(p.operation, epoch);
+}

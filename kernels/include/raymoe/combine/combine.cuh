@@ -1,0 +1,198 @@
+// What the parts of a combine share: its parameters, and the words between ranks. combine.cu tells the protocol.
+#pragma once
+
+#include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/base/vectors.cuh"
+
+#ifdef WIRE_TYPE  // of vectors.cuh: what sums cross as, where that is not ROW_TYPE
+#define RETYPES 1
+#else
+#define WIRE_TYPE ROW_TYPE
+#define RETYPES 0
+#endif
+
+namespace raymoe {
+
+using Crossed = Crossing<ROW_TYPE, WIRE_TYPE>;
+
+// Vectors of which a piece has a multiple, so that it begins at a multiple of 16 bytes on the wire.
+constexpr u32 PIECE_OF = Crossed::BYTES < 16 ? 16 / Crossed::BYTES : 1;
+
+constexpr u32 PART_REDUCE = 1;  // sums of this rank's experts to the sources
+constexpr u32 PART_SUM = 2;     // sums of the ranks' rows; the end of the run
+
+// What the ranks said in the last combine that was refused. In host memory that the GPU has mapped. Writer: the last
+// block out of a combine, `epoch` last, by a release at system scope. Reader: the host, at any time, `epoch` first; it
+// knows which epochs it has raised.
+struct RefusalRecord {
+    u64 epoch;
+    u64 unused;
+    Refusal refusals[MAX_RANKS];
+};
+static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
+
+struct CombineParams {
+    Peers peers;
+    Watch watch;
+
+    // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2.
+    u64 rows[2];      // slots: what rank d made of token t of the owner, at (d * slot_tokens + t) * slot_bytes
+    u64 statuses[2];  // a Refusal for each rank, of which the ranks must say the same, and none may refuse
+    // Writer: a lane of rank d, at the rank that a piece went to, word (d, number of the piece): the epoch, after the
+    // piece has arrived. Reader: the owner, acquiring. Any lane may take any piece, so words belong to pieces.
+    u64 arrivals;
+    // Writer: the reducers of rank d, at every other rank, word (d, reducer): the epoch, after all that the reducer has
+    // pushed has arrived; also with nothing to push. Reader: the owner, acquiring.
+    u64 done;
+    // Writer: rank d, at every rank, its own too; the epoch, after its status. Reader: the owner, acquiring.
+    u64 heads;
+
+    // The regions of combine_ll.cu, likewise.
+    u64 ll_rows[2];
+    u64 ll_statuses[2];
+
+    const u8* expert_rows;  // [capacity][row_bytes]
+    const u8* home;         // of the dispatch: see DispatchParams
+    const u32* masks;
+    const Got* got;
+    u8* y;  // [tokens][row_bytes]
+
+    u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
+    Operation* operation;
+    RefusalRecord* record;
+    // Items that lanes have taken, and behind that pieces that summers have; besides the first two of each, and 0 again
+    // at the end of a run.
+    u64* taken;
+
+    u32 arrival_stride;  // words of a rank
+    u32 ll_lines;       // lines of a rank
+    Dealing ll_reduced;  // sums for peers, to warps that reduce
+    Dealing ll_summed;   // rows of y, to warps that sum
+    u32 slot_tokens;
+    u32 tokens;  // T', rows of y
+    u32 topk;
+    u32 row_bytes;
+    u32 wire_row_bytes;  // of a sum on its way, in whole 16 bytes
+    u32 slot_bytes;      // of that, and with stamps of one for each piece
+    u32 weighted;
+    u32 op;
+    u32 parts;
+    u32 reducers;      // blocks that sum this rank's experts' rows
+    u32 reducer_lanes;  // warps of each, with room for two pieces in shared memory of their own
+    u32 together;       // pieces of a lane whose words are stored behind one fence, at most MOST_TOGETHER
+    u32 summers;        // blocks that sum what the ranks have sent
+    u32 pieces;         // of a row: lanes and summers take pieces, so that few rows are work for many
+
+    __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
+
+    __device__ __forceinline__ u8* slot_at(u32 peer, u32 half, u32 rank, u32 token) const {
+        return peers.slot(peer, rows[half], static_cast<u64>(rank) * slot_tokens + token, slot_bytes);
+    }
+
+    __device__ __forceinline__ u64* arrival_at(u32 peer, u32 rank, u32 number) const {
+        return reinterpret_cast<u64*>(
+            peers.slot(peer, arrivals, static_cast<u64>(rank) * arrival_stride + number, 8));
+    }
+
+    __device__ __forceinline__ u64* done_at(u32 peer, u32 rank, u32 reducer) const {
+        return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(rank) * MAX_DONE + reducer, 8));
+    }
+
+    __device__ __forceinline__ u8* status_at(u32 peer, u32 half, u32 rank) const {
+        return peers.slot(peer, statuses[half], rank, sizeof(Refusal));
+    }
+
+    __device__ __forceinline__ u32 vectors() const { return row_bytes / 16; }
+
+    // 16-byte vectors of a piece; the last one may have fewer.
+    __device__ __forceinline__ u32 piece_vectors() const {
+        return ((vectors() + pieces - 1) / pieces + PIECE_OF - 1) / PIECE_OF * PIECE_OF;
+    }
+
+    // By a whole warp that is about to sum a piece: asks the L2 cache for all that it will load of experts' rows. Of
+    // its own loads it has a step of two rows under way at a time.
+    __device__ __forceinline__ void prefetch(u64 entry, u32 begin, u32 last) const {
+        const u32 place = static_cast<u32>(entry);
+        const u8* row = expert_rows + static_cast<u64>(place) * row_bytes;
+        ptx::prefetch_if(place != NOWHERE && begin < last, row + begin * 16ull, (last - begin) * 16);
+    }
+
+    // Where in a slot the stamp of a piece lies.
+    __device__ __forceinline__ u64 stamp_at(u32 piece) const {
+        return wire_row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
+    }
+
+    // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on, or if it is
+    // not `wanted`.
+    __device__ __forceinline__ u64 entry(u32 source, u32 token, bool wanted = true) const {
+        const u32 k = threadIdx.x % 32;
+        const u64 first = (static_cast<u64>(source) * slot_tokens + token) * topk;
+        return ptx::load_8_if(wanted && k < topk, home + (first + k) * 8, NOWHERE);
+    }
+};
+
+// What every block of a combine knows first.
+struct CombineRun {
+    u64 epoch;
+    bool may;  // the workspace is not poisoned
+};
+
+// As `DispatchBeginning`.
+class CombineBeginning {
+  public:
+    __device__ __forceinline__ explicit CombineBeginning(const CombineParams& p) {
+        const bool first = threadIdx.x == 0;
+        if (first) {
+            trace(p.trace, AT_START);
+        }
+        before_.load(first, p.operation, p.watch);
+    }
+
+    // By a whole block.
+    __device__ __forceinline__ CombineRun run() const {
+        __shared__ CombineRun run;
+        if (threadIdx.x == 0) {
+            run = {before_.epoch + 1, before_.poison == 0};
+        }
+        __syncthreads();
+        return run;
+    }
+
+  private:
+    Before before_;
+};
+
+// Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
+template <class Type>
+__device__ inline void fill_with_nan(const CombineParams& p, u32 first, u32 stride) {
+    for (u32 token = first; token < p.tokens; token += stride) {
+        for (u64 at = threadIdx.x % 32 * 16; at < p.row_bytes; at += 32 * 16) {
+            ptx::store_16(p.y + static_cast<u64>(token) * p.row_bytes + at, {Type::NANS, Type::NANS});
+        }
+    }
+}
+
+// What this rank says with a combine of what a dispatch has left. All ranks compare what they have all said, so that
+// they come to the same verdict: nothing is read where one refuses, and where two combine different dispatches, or
+// one with weights and one without.
+__device__ __forceinline__ ptx::Bytes16 status_of(const CombineParams& p, const ptx::Bytes16& left) {
+    const bool refuses = static_cast<u32>(left.low) != CAUSE_NONE;
+    return {refuses ? left.low : static_cast<u64>(p.weighted) << 32, left.high};
+}
+
+__device__ __forceinline__ bool is_refused(const ptx::Bytes16& mine, const ptx::Bytes16& other) {
+    return static_cast<u32>(mine.low) != CAUSE_NONE || other.low != mine.low || other.high != mine.high;
+}
+
+// By one thread: this step is refused; `status(rank, word)` is a word of a rank's Refusal.
+template <class Status>
+__device__ inline void tell_host(const CombineParams& p, u64 epoch, Status status) {
+    for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
+        u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
+        ptx::store_relaxed_sys(into, status(rank, 0));
+        ptx::store_relaxed_sys(into + 1, status(rank, 1));
+    }
+    ptx::store_release_sys(&p.record->epoch, epoch);  // orders the refusals before the epoch that announces them
+}
+
+}  // namespace raymoe

@@ -1,0 +1,249 @@
+// The senders of a dispatch whose rows cross as 8-bit floats: quantised on the way from x to the link, once for all
+// ranks that a row goes to.
+//
+// A block has lanes, which are warps, one warp that pushes and one that says what has arrived. Each lane has a stage
+// for a row as it comes; the rows as they leave have stages in common, taken in turn. A lane waits for a stage that has
+// been read, fills it and hands it over; the pusher stores stages to the ranks in that order and waits for what has
+// arrived; the sayer stores the words. So no lane waits for rows to arrive, and no row for the words of others, whose
+// fence takes a trip over a link that is full.
+#pragma once
+
+#include "raymoe/dispatch/quantised_stages.cuh"
+#include "raymoe/dispatch/quantising.cuh"
+#include "raymoe/base/ring.cuh"
+#include "raymoe/dispatch/sending.cuh"
+
+namespace raymoe {
+
+// A warp that quantises the tokens that no other lane takes.
+template <class Type>
+class QuantisingLane {
+  public:
+    static __device__ __forceinline__ u32 memory(const DispatchParams& p) { return lane_memory(1, p.row_bytes); }
+
+    __device__ QuantisingLane(const DispatchParams& p, const LeavingStages& leaving, u64 epoch, u32 memory)
+        : p_(p), leaving_(leaving), epoch_(epoch), leads_(threadIdx.x % 32 == 0), row_(memory),
+          barrier_(memory + p.row_bytes), mine_(p) {}
+
+    // By a whole warp, the `lane`-th of all senders, before the block's barriers are there: its first row is loaded,
+    // wherever it goes, as nearly every token goes somewhere.
+    __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
+        if (leads_) {
+            ptx::barrier_init(barrier_, 1);
+            ptx::fence_barrier_init();  // orders the init before the bulk loads that complete on it
+        }
+        if (lane < tokens) {
+            load(lane);
+        }
+        mine_.begin(tokens, lane);
+    }
+
+    // By the same warp, behind that.
+    __device__ __forceinline__ void run() {
+        u32 token, mask;
+        bool more = mine_.any(token, mask);
+        if (more && mask == 0) {
+            await_row();
+            more = load_next(token, mask);
+        }
+        while (more) {
+            hand_over(token, mask);
+            more = load_next(token, mask);
+        }
+        const u32 turn = take_turn();
+        if (leads_) {
+            leaving_.emptied.await_before(turn);
+            leaving_.hand_over(turn, LeavingStages::NO_MORE);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void load(u32 token) {
+        if (leads_) {
+            ptx::barrier_expect(barrier_, p_.x_bytes());
+            ptx::bulk_load(row_, p_.x + static_cast<u64>(token) * p_.x_bytes(), p_.x_bytes(), barrier_);
+        }
+    }
+
+    // False: there is none.
+    __device__ __forceinline__ bool load_next(u32& token, u32& mask) {
+        const bool more = mine_.next(~0u, token, mask);
+        if (more) {
+            load(token);
+        }
+        return more;
+    }
+
+    __device__ __forceinline__ void await_row() {
+        while (!ptx::barrier_try_wait(barrier_, rows_ & 1)) {
+        }
+        ++rows_;
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ u32 take_turn() const {
+        const u32 turn = leads_ ? atomicAdd(leaving_.turns, 1u) : 0;
+        return __shfl_sync(0xFFFFFFFF, turn, 0);
+    }
+
+    __device__ __forceinline__ void hand_over(u32 token, u32 mask) {
+        await_row();
+        const u32 turn = take_turn(), stage = leaving_.stage(turn);
+        leaving_.emptied.await_before(turn);
+        if (p_.x_scales == nullptr) {
+            quantise<Type>(row_, stage, p_.hidden, p_.blocks());
+        } else {
+            take_quantised(p_, token, row_, stage);
+        }
+        // Orders this thread's stores to the stage before the bulk stores out of it, and its loads of the row before
+        // the bulk load that fills its stage again.
+        ptx::fence_proxy_async_shared();
+        __syncwarp();
+        if (leads_) {
+            stamp(stage, p_.slot_bytes, epoch_);
+            leaving_.hand_over(turn, static_cast<u64>(token) << 32 | mask);
+        }
+    }
+
+    const DispatchParams& p_;
+    const LeavingStages& leaving_;
+    u64 epoch_;
+    bool leads_;
+    u32 row_;       // where a row comes to
+    u32 barrier_;   // on which it completes
+    u32 rows_ = 0;  // that have come
+    Tokens mine_;
+};
+
+// The warp that pushes what the lanes of its block hand over, a thread for each rank.
+class Pusher {
+  public:
+    // Rows that are pushed before the word of one is due: about as many as are under way.
+    static constexpr u32 YOUNGER = 2;
+    static_assert(LeavingStages::MOST_STAGES + YOUNGER <= LeavingStages::QUEUE, "the queue is full before the stages");
+
+    __device__ Pusher(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
+        : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
+          pushes_(threadIdx.x % 32 < p.peers.ranks) {}
+
+    // By a whole warp: until every row has arrived.
+    __device__ __forceinline__ void run() const {
+        const u32 behind = leaving_.stages > YOUNGER ? YOUNGER : leaving_.stages - 1;  // stages that may still be read
+        u32 turn = 0;
+        for (u32 lanes = p_.sender_lanes; lanes != 0; ++turn) {
+            leaving_.filled.await(turn);
+            const u64 row = leaving_.queued(turn);
+            if (row == LeavingStages::NO_MORE) {
+                --lanes;
+            } else {
+                push(row, leaving_.stage(turn));
+            }
+            ptx::bulk_commit();
+            if (turn >= behind) {
+                wait_stages_read(behind);
+                __syncwarp();  // no thread's stores read from the stage any more, and none has yet to await its filling
+                if (leads()) {
+                    leaving_.emptied.pass(turn - behind);
+                }
+            }
+            if (turn >= YOUNGER) {
+                ptx::bulk_wait<YOUNGER>();
+                land(turn - YOUNGER);
+            }
+        }
+        ptx::bulk_wait<0>();
+        for (u32 younger = turn < YOUNGER ? turn : YOUNGER; younger != 0; --younger) {
+            land(turn - younger);
+        }
+    }
+
+  private:
+    __device__ __forceinline__ bool leads() const { return threadIdx.x % 32 == 0; }
+
+    __device__ __forceinline__ void push(u64 row, u32 stage) const {
+        if (pushes_ && (row >> peer_ & 1)) {
+            ptx::bulk_store(p_.slot_at(peer_, epoch_ & 1, p_.peers.rank, row >> 32), stage, p_.slot_bytes);
+            trace_first(p_.trace, AT_FIRST_PUSH);
+            trace(p_.trace, AT_LAST_PUSH);
+        }
+    }
+
+    // The row of the turn, which each thread has awaited for its rank, is there.
+    __device__ __forceinline__ void land(u32 turn) const {
+        __syncwarp();  // hands what the warp has awaited to the thread that says so
+        if (leads()) {
+            leaving_.landed.pass(turn);
+        }
+    }
+
+    const DispatchParams& p_;
+    const LeavingStages& leaving_;
+    u64 epoch_;
+    u32 peer_;
+    bool pushes_;
+};
+
+// The warp that says which rows have arrived, a thread for each rank.
+class Sayer {
+  public:
+    __device__ Sayer(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
+        : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
+          says_(threadIdx.x % 32 < p.peers.ranks) {}
+
+    // By a whole warp: until every row has arrived and its words say so. One fence for all that are there by then.
+    __device__ __forceinline__ void run() const {
+        u32 turn = 0;
+        for (u32 lanes = p_.sender_lanes; lanes != 0;) {
+            leaving_.landed.await(turn);
+            u32 end = turn + 1;
+            while (end - turn < LeavingStages::QUEUE && __all_sync(0xFFFFFFFF, leaving_.landed.passed(end))) {
+                ++end;
+            }
+            ptx::fence_acq_rel_sys();  // orders the rows, whose bulk stores the pusher has awaited, before their words
+            for (; turn != end; ++turn) {
+                const u64 row = leaving_.queued(turn);
+                if (row == LeavingStages::NO_MORE) {
+                    --lanes;
+                } else if (says_ && (row >> peer_ & 1)) {
+                    ptx::store_relaxed_sys(p_.arrival_at(peer_, p_.peers.rank, row >> 32), epoch_);
+                }
+                __syncwarp();  // every thread has read the entry
+                if (threadIdx.x % 32 == 0) {
+                    leaving_.said.pass(turn);
+                }
+            }
+        }
+    }
+
+  private:
+    const DispatchParams& p_;
+    const LeavingStages& leaving_;
+    u64 epoch_;
+    u32 peer_;
+    bool says_;
+};
+
+// By a whole block, the `sender`-th, whose lanes are all its warps but the last two at most. Sends of the first `n`
+// tokens of x what no other block does.
+template <class Type>
+__device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
+    const u32 warp = threadIdx.x / 32, each = QuantisingLane<Type>::memory(p);
+    const LeavingStages leaving(p, shared + p.sender_lanes * each);
+    QuantisingLane<Type> lane(p, leaving, epoch, ptx::shared_address(shared) + warp * each);
+    if (warp < p.sender_lanes) {
+        lane.begin(n, sender * p.sender_lanes + warp);
+    } else if (threadIdx.x == THREADS - 32) {
+        leaving.begin();
+    }
+    __syncthreads();  // the barriers are there
+    if (warp < p.sender_lanes) {
+        lane.run();
+    } else if (warp == WARPS - 2) {
+        Pusher(p, leaving, epoch).run();
+    } else if (warp == WARPS - 1) {
+        Sayer(p, leaving, epoch).run();
+    }
+    say_done(p, epoch, sender);
+}
+
+}  // namespace raymoe

@@ -1,0 +1,74 @@
+// The words of dispatch_ll.cu: counts and told entries, each with its epoch beside it.
+#pragma once
+
+#include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/ll/lines.cuh"
+
+namespace raymoe {
+
+__device__ __forceinline__ u8* told_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u64 entry) {
+    return p.peers.slot(peer, p.ll_told[half], static_cast<u64>(source) * p.ll_entries + entry, 16);
+}
+
+__device__ __forceinline__ u8* count_word(const DispatchParams& p, u32 peer, u32 half, u32 source, u32 expert) {
+    return p.peers.slot(peer, p.ll_counts[half], static_cast<u64>(source) * (p.local + 1) + expert, 16);
+}
+
+// Words that each say of which epoch they are.
+struct TellInWords {
+    const DispatchParams& p;
+    u64 epoch;
+
+    __device__ __forceinline__ void entry(u32 peer, u64 entry, u64 value) const {
+        ptx::store_relaxed_sys_16(told_word(p, peer, epoch & 1, p.peers.rank, entry), {value, epoch});
+    }
+
+    __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
+        ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {value, epoch});
+    }
+};
+
+// The counts that this thread hands to `Places`, looked at on the way: they mostly come with the first row.
+class EarlyCounts {
+  public:
+    __device__ EarlyCounts(const DispatchParams& p, u64 epoch) : p_(p), epoch_(epoch) {}
+
+    // Loads only, and whether this thread knows all its words by now.
+    __device__ __forceinline__ bool look() {
+        const bool counts = count_.high != epoch_ && threadIdx.x < p_.experts;
+        const bool tokens = tokens_.high != epoch_ && threadIdx.x < p_.peers.ranks;
+        const u8* count_at = word(p_.rank_of(threadIdx.x), p_.local_of(threadIdx.x));
+        count_ = ptx::load_relaxed_sys_16_if(counts, count_at, count_);
+        tokens_ = ptx::load_relaxed_sys_16_if(tokens, word(threadIdx.x, p_.local), tokens_);
+        return (count_.high == epoch_ || threadIdx.x >= p_.experts) &&
+               (tokens_.high == epoch_ || threadIdx.x >= p_.peers.ranks);
+    }
+
+    // `expert` is p.local for the tokens of a source. False: the wait failed.
+    __device__ __forceinline__ bool wait(u32 source, u32 expert, u32& count) const {
+        const bool tokens = expert == p_.local;
+        const u64 seen = tokens ? tokens_.high : count_.high;
+        const u32 of = tokens ? source : source * p_.local + expert;
+        if (of == threadIdx.x && seen == epoch_) {
+            count = static_cast<u32>(tokens ? tokens_.low : count_.low);
+            return true;
+        }
+        u64 came = 0;
+        const bool ok =
+            wait_for_word(word(source, expert), epoch_, Waiting{p_.op, source, epoch_}, p_.watch, came);
+        count = static_cast<u32>(came);
+        return ok;
+    }
+
+  private:
+    __device__ __forceinline__ u8* word(u32 source, u32 expert) const {
+        return count_word(p_, p_.peers.rank, epoch_ & 1, source, expert);
+    }
+
+    const DispatchParams& p_;
+    u64 epoch_;
+    ptx::Bytes16 count_{0, 0};
+    ptx::Bytes16 tokens_{0, 0};
+};
+
+}  // namespace raymoe

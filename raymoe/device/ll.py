@@ -1,0 +1,167 @@
+"""The kernels of kernels/dispatch_ll.cu and combine_ll.cu, which take the parameters of dispatch and combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raymoe.device.combine import CombineParams, RefusalRecord
+from raymoe.device.dealing import Dealing
+from raymoe.device.dispatch import ROW_TYPES, THREADS, WARPS, DispatchParams, Got, Scratch
+from raymoe.device.jit import KernelSource
+from raymoe.device.kernels import Shape
+from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers
+from raymoe.device.trace import traced
+
+LINE_BYTES, LINE_WORDS, GROUP = 128, 15, 4
+"""As in kernels/include/raymoe/ll/lines.cuh."""
+
+BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048
+"""As in kernels/include/raymoe/ll/quantised_rows_ll.cuh."""
+
+
+def dispatch_ll_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
+    """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
+    structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
+    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
+    return KernelSource("dispatch_ll", structs, (*defines, *traced(traces)))
+
+
+def combine_ll_source(dtype: str, traces: bool = False) -> KernelSource:
+    """The kernel for rows of this dtype."""
+    structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
+    return KernelSource("combine_ll", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *traced(traces)))
+
+
+def row_lines(row_bytes: int) -> int:
+    """Lines of 128 bytes, 120 of them the row's, that a row takes.
+
+    >>> row_lines(16), row_lines(120), row_lines(14336)
+    (1, 1, 120)
+    """
+    return -(-(row_bytes // 8) // LINE_WORDS)
+
+
+def quantised_lines(hidden: int) -> int:
+    """Lines of a row that crosses as 8-bit floats: 17 words for each 128 elements.
+
+    >>> quantised_lines(128), quantised_lines(15 * 128), quantised_lines(7168)
+    (2, 17, 64)
+    """
+    return row_lines(-(-hidden // BLOCK) * BLOCK_WORDS * 8)
+
+
+@dataclass(frozen=True)
+class LlGrid:
+    """How many multiprocessors work on what leaves this rank and on what arrives, and how many blocks each of them has.
+
+    kernels/include/raymoe/ll/roles_ll.cuh deals blocks out in that way.
+    """
+
+    leaving: int
+    arriving: int
+    rounds: int
+
+    @property
+    def sms(self) -> int:
+        return self.leaving + self.arriving
+
+    def shape(self, shared_bytes: int = 0) -> Shape:
+        return Shape(self.rounds * self.sms, THREADS, shared_bytes)
+
+    def leave(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
+        """Rows of so many groups to the warps that work on what leaves."""
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.leaving * WARPS)
+
+    def arrive(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
+        return Dealing.of(groups, most, tokens, peers, self.rounds * self.arriving * WARPS)
+
+    @classmethod
+    def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, rounds: int) -> LlGrid:
+        """For so many warps' work in each direction, as far as there is room on `sms` multiprocessors. Where there is
+        not, multiprocessors have `rounds` blocks each, and no more than `most_leaving` of them work on what leaves.
+
+        >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, rounds=2)
+        LlGrid(leaving=4, arriving=15, rounds=1)
+        >>> LlGrid.of(leaving=3840, arriving=15360, most_leaving=44, sms=132, rounds=2)
+        LlGrid(leaving=44, arriving=88, rounds=2)
+        """
+        first, second = max(1, -(-leaving // WARPS)), max(1, -(-arriving // WARPS))
+        if first + second <= sms:
+            return cls(first, second, 1)
+        first = max(1, min(first, most_leaving, sms - 1))
+        return cls(first, sms - first, rounds)
+
+
+def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int, fp8: bool = False) -> LlGrid:
+    """Rows of so many units, a warp's work each.
+
+    >>> dispatch_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=4, arriving=16, rounds=1)
+    >>> dispatch_ll_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=24, arriving=108, rounds=2)
+    >>> dispatch_ll_grid(30, tokens=1024, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=34, arriving=98, rounds=2)
+    """
+    arriving = max(tokens * ranks * units, WARPS * min(LEAST_PLACERS, sms - 1))
+    senders = SENDERS_OF_MORE if tokens > SENDERS_TOKENS else QUANTISERS if fp8 else SENDERS
+    return LlGrid.of(tokens * units, arriving, sms * senders // SMS, sms, rounds)
+
+
+def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> LlGrid:
+    """Likewise; what arrives is one row for each token, wherever it comes from.
+
+    >>> combine_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=12, arriving=4, rounds=1)
+    >>> combine_ll_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
+    LlGrid(leaving=55, arriving=77, rounds=2)
+    """
+    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * REDUCERS // SMS, sms, rounds)
+
+
+def ll_routers(entries: int, arriving: int) -> tuple[int, int]:
+    """Blocks that route before they place, and the runs of a warp's entries that each tells of; it counts by itself
+    what is before them.
+
+    >>> ll_routers(8, arriving=15), ll_routers(1024, arriving=88), ll_routers(8192, arriving=98)
+    ((1, 1), (32, 1), (86, 3))
+    """
+    runs = max(1, -(-entries // 32))
+    each = -(-runs // arriving)
+    return -(-runs // each), each
+
+
+SENDERS, QUANTISERS, REDUCERS, SMS, ROUNDS = 24, 20, 55, 132, 2
+"""Of SMS multiprocessors, the most that work on what leaves; and blocks of each. 128 tokens of 7168 bfloat16 took 23.1
+us by 16 senders, 22.6 by 20, 22.4 by 24, 22.7 by 28, 22.4 by 33, 24.0 by 48; a combine 23.8 by 44 reducers, 23.4 by 55,
+60 and 66. As 8-bit floats 17.2 by 16 senders, 16.6 by 20, 16.8 by 24, 16.5 by 28, 16.7 by 32 (4x H200, cold L2 cache,
+2026-11-22)."""
+
+SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
+"""Groups of lines that a warp has under way: as in kernels/include/raymoe/ll/rows_ll.cuh and sums_ll.cuh."""
+
+SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
+"""1024 tokens of 7168 bfloat16 took 75 us by 24 senders, 73 by 28, 71 by 32, 69 by 36, 75 by 44 (2x H200, cold L2
+cache, 2026-11-22)."""
+
+LEAST_PLACERS = 16
+"""Who places also fills the gaps of experts, a warp each. One token took 7.3 us with so many, 7.3 with 64, 7.5 with
+100, as 8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22); 10.9 with 4 where it took 10.3 with so many
+(2x H200, the day before)."""
+
+
+def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
+    """Into how many units, each the least that a warp moves, a row is cut at most.
+
+    >>> row_units(14336, 7168, fp8=False), row_units(14336, 7168, fp8=True)
+    (30, 4)
+    """
+    return -(-hidden // (UNIT_BLOCKS * BLOCK)) if fp8 else -(-row_lines(row_bytes) // GROUP)
+
+
+def ll_shared_bytes(experts: int, fp8: bool = False) -> int:
+    """Of the placers, and where rows cross as 8-bit floats of each warp; those that route need less.
+
+    >>> ll_shared_bytes(256), ll_shared_bytes(256, fp8=True)
+    (2112, 18496)
+    """
+    return -(-(2 * experts + MAX_RANKS) * 4 // 16) * 16 + fp8 * WARPS * STAGE_BYTES
