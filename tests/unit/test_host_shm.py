@@ -1,4 +1,4 @@
-"""Memory that other processes map: who can, until when, and what is left. Children are bounded in time."""
+"""Host memory that other processes map: which processes may map it, until when, and when it is freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(code: str, *args: object) -> subprocess.Popen[str]:
 
 
 def finish(child: subprocess.Popen[str]) -> Any:
-    """What the child printed last."""
+    """Wait for the child; return the last value it printed."""
     try:
         out, _ = child.communicate(timeout=DEADLINE_S)
     finally:
@@ -40,7 +40,7 @@ def finish(child: subprocess.Popen[str]) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
-def mapped(name: str) -> bool:
+def is_mapped(name: str) -> bool:
     return name in Path("/proc/self/maps").read_text()
 
 
@@ -70,7 +70,7 @@ def test_memory_has_no_name_and_only_its_user_may_open_it(segment) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_another_user_is_told_so(segment) -> None:
+def test_another_user_gets_an_error_that_says_so(segment) -> None:
     code = """
 os.setuid(65534)
 try: host_shm.map_peer(json.loads(sys.argv[1]))
@@ -82,7 +82,7 @@ except Exception as error: show([type(error).__name__, str(error)])
 
 
 @pytest.mark.parametrize("field", ["kind", "path", "pid", "started", "pid_ns", "boot_id", "inode", "nbytes"])
-def test_a_descriptor_cut_short_or_of_other_types(segment, field: str) -> None:
+def test_a_descriptor_with_missing_or_mistyped_fields_is_refused(segment, field: str) -> None:
     descriptor = segment.descriptor()
     with pytest.raises(WiringError, match=f"whose '{field}' is of type NoneType"):
         host_shm.map_peer(descriptor | {field: None})
@@ -103,21 +103,21 @@ def test_a_descriptor_cut_short_or_of_other_types(segment, field: str) -> None:
         ("path", "/proc/self/fd/99999", "gone or has withdrawn"),
     ],
 )
-def test_a_descriptor_that_is_wrong(segment, field: str, value: object, says: str) -> None:
+def test_a_descriptor_with_wrong_values_is_refused(segment, field: str, value: object, says: str) -> None:
     with pytest.raises(WiringError, match=says):
         host_shm.map_peer(segment.descriptor() | {field: value})
 
 
-def test_an_exporter_that_is_dead() -> None:
+def test_the_memory_of_a_dead_exporter_cannot_be_mapped() -> None:
     descriptor = finish(start("own = host_shm.own('raymoe-unit-dead', 4096); show(own.descriptor())"))
     with pytest.raises(WiringError, match=f"process {descriptor['pid']} is gone"):
         host_shm.map_peer(descriptor)
 
 
-def test_a_descriptor_number_that_something_else_has_now(segment) -> None:
+def test_a_file_number_that_now_belongs_to_other_memory_is_refused(segment) -> None:
     descriptor = segment.descriptor()
     segment.unpublish()
-    other = host_shm.own("raymoe-unit-other", 8192)  # takes the number that has just become free
+    other = host_shm.own("raymoe-unit-other", 8192)  # takes the file number that has just become free
     try:
         assert other.descriptor()["path"] == descriptor["path"]
         with pytest.raises(WiringError, match="is inode"):
@@ -127,7 +127,7 @@ def test_a_descriptor_number_that_something_else_has_now(segment) -> None:
 
 
 @pytest.mark.parametrize("taken_by", ["socket", "folder"])
-def test_a_descriptor_number_that_something_unopenable_has_now(segment, taken_by: str) -> None:
+def test_a_file_number_that_now_belongs_to_a_socket_or_folder_is_refused(segment, taken_by: str) -> None:
     descriptor = segment.descriptor()
     segment.unpublish()
     if taken_by == "socket":
@@ -145,7 +145,7 @@ def test_a_descriptor_number_that_something_unopenable_has_now(segment, taken_by
         os.close(number)
 
 
-def test_unpublished_memory_stays_with_those_who_have_it(segment) -> None:
+def test_unpublished_memory_stays_mapped_but_cannot_be_mapped_again(segment) -> None:
     descriptor = segment.descriptor()
     peer = host_shm.map_peer(descriptor)
     segment.unpublish()
@@ -157,7 +157,7 @@ def test_unpublished_memory_stays_with_those_who_have_it(segment) -> None:
     assert segment.view(0, 1)[0] == 7
 
 
-def test_an_owner_that_dies_first() -> None:
+def test_a_peer_keeps_the_memory_of_a_dead_owner() -> None:
     child = start(
         "own = host_shm.own('raymoe-unit-first', 4096); own.view(0, 2)[:] = b'ok'; show(own.descriptor()); input()"
     )
@@ -170,26 +170,26 @@ def test_an_owner_that_dies_first() -> None:
     peer.close()
 
 
-def test_views_outlive_close_and_nothing_outlives_the_views() -> None:
+def test_memory_stays_mapped_until_its_last_view_is_dropped() -> None:
     segment = host_shm.own("raymoe-unit-views", 8192)
     view = segment.view(0, 8192)
     segment.close()
     segment.close()
     view[5] = 5
-    assert mapped("raymoe-unit-views")
+    assert is_mapped("raymoe-unit-views")
     with pytest.raises(WiringError, match="closed"):
         segment.view(0, 1)
     del view
     gc.collect()
-    assert not mapped("raymoe-unit-views")
+    assert not is_mapped("raymoe-unit-views")
 
 
-def test_views_stay_inside(segment) -> None:
+def test_a_view_outside_the_segment_is_refused(segment) -> None:
     with pytest.raises(WiringError, match="bytes 8000 to 8193 asked of a segment of 8192"):
         segment.view(8000, 193)
 
 
-def test_more_than_the_machine_has() -> None:
+def test_more_shared_memory_than_available_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"asks for \d+ bytes of shared memory; \d+ are available"):
         host_shm.own("raymoe-unit-huge", 1 << 60)
-    assert not mapped("raymoe-unit-huge")
+    assert not is_mapped("raymoe-unit-huge")
