@@ -17,7 +17,7 @@ from raymoe.device.params import Params
 from raymoe.device.rounds import DispatchMemory, Sizes
 from raymoe.device.stream_order import StreamOrder
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.kernel_result import lend
+from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES
@@ -212,7 +212,7 @@ class Kept:
     def used_on(self, stream: int) -> torch.Tensor:
         """The memory, for work on this stream, which is the current one."""
         if stream != self.stream:
-            lend(self.memory)
+            keep_for_current_stream(self.memory)
         return self.memory
 
 

@@ -49,7 +49,7 @@ def test_mistakes_are_told_and_the_exchange_works_on(ranks: GpuRanks, backend: s
     for rank, told in enumerate(ranks.run(RANKS, on_rank.misused, SPEC, backend)):
         for what, says in {
             "at once": f"dispatch on rank {rank} while a call",
-            "taken": "rows are in the exchange's own memory, which a later dispatch has been given since",
+            "taken": "rows are in the exchange's own memory, which a later dispatch has overwritten",
             "negative": "x is a negative view",
             "weights": "topk_weights is a negative view",
             "vmap": "dispatch inside torch.vmap",

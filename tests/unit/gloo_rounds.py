@@ -52,7 +52,7 @@ class GlooRounds:
 
 
 def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None) -> Backend:
-    """Takes the place of `choice.make`."""
+    """Takes the place of `choice.make_backend`."""
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]
     with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
         return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
-from raymoe.exchange.cpu import OnCpu
+from raymoe.exchange.cpu import CpuBackend
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
@@ -26,7 +26,7 @@ SPEC = ExchangeSpec(tokens=6, hidden=16, experts=6, topk=2, dtype="float32", ali
 
 
 def slots_of(exchange: Exchange) -> HostSlots:
-    assert isinstance(exchange._backend, OnCpu)
+    assert isinstance(exchange._backend, CpuBackend)
     carrier = exchange._backend._carrier
     assert isinstance(carrier, HostSlots)
     return carrier

@@ -12,7 +12,7 @@ import pytest
 from raymoe.device import nvml
 from raymoe.device.nvml import Library, NvmlBinding, nvlinked
 from raymoe.errors import ConfigError
-from raymoe.exchange.choice import Choice, Wish, choose, make
+from raymoe.exchange.choice import Choice, ExchangeRequest, choose, make_backend
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.spec import ExchangeSpec
@@ -174,13 +174,13 @@ def test_few_tokens_go_in_lines_over_nvlink_alone(spec, lines, kind):
         shared=lambda _: links,
         swap=lambda value, _: [value] * 2,
     )
-    choice = choose(world, spec, Wish("fused", None, "auto"))
+    choice = choose(world, spec, ExchangeRequest("fused", None, "auto"))
     assert choice == Choice("fused", sms=132, lines=kind is FusedLlBackend)
     with (
         mock.patch.object(FusedLlBackend, "__init__", lambda self, *_: made.append(type(self))),
         mock.patch.object(FusedBackend, "__init__", lambda self, *_: made.append(type(self))),
     ):
-        make(choice, world, spec, None)
+        make_backend(choice, world, spec, None)
     assert made == [kind]
 
 

@@ -71,7 +71,7 @@ def test_places_are_those_of_the_plan(routing: tuple[int, int, list[np.ndarray]]
             assert (None if row == len(rows) else rows[row]) == (entry and entry[:2])
             if entry:
                 assert placed.weights[place] == weights[entry[0]][entry[1], entry[2]]
-        home = placed.going_home(weighted=True)
+        home = placed.sums_to_send(weighted=True)
         for row, (source, token) in enumerate(rows):
             places = home.index[home.starts[row] : home.starts[row + 1]].tolist()
             wanted = [i for i, entry in enumerate(theirs.entries) if entry and entry[:2] == (source, token)]
@@ -213,7 +213,7 @@ def summed(table: torch.Tensor, bags: Bags, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_of_infinities_are_those_of_the_oracle(dtype: torch.dtype) -> None:
-    """A weight of 1 has thirds 1, 0 and 0, and 0 times an infinity is NaN."""
+    """A weight of 1 has parts 1, 0 and 0, and 0 times an infinity is NaN."""
     table, bags = special_sums([1.0, 0.5, 1 / 3, -2.0], [INF, -INF, NAN, -0.0, 1.0, 1.0, -2.5, -2.5, 1.0, 1.0], dtype)
     assert bags.weights is not None
     with np.errstate(invalid="ignore"):
