@@ -99,8 +99,8 @@ class Build:
         return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
 
     def _ll(self, region: str) -> tuple[int, int]:
-        """The halves of a region that a workspace has if one of its specs has few tokens."""
-        return self.space.halves(region) if self.space.bounds.ll_entries else (0, 0)
+        """The buffers of a region that a workspace has if one of its specs has few tokens."""
+        return self.space.buffers(region) if self.space.bounds.ll_entries else (0, 0)
 
     def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
         """Those of a launch of these parts; a call sets the addresses that are 0 here."""
@@ -109,9 +109,9 @@ class Build:
         return DispatchParams(
             peers=Peers.of(space.bases(), space.world.rank),
             watch=space.watch,
-            rows=(rows, rows + self.slots.half * self.slot_bytes),
-            told=space.halves("told"),
-            counts=space.halves("counts"),
+            rows=(rows, rows + self.slots.buffer_slots * self.slot_bytes),
+            told=space.buffers("told"),
+            counts=space.buffers("counts"),
             arrivals=space.offset("dispatch_arrivals"),
             done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
@@ -129,7 +129,7 @@ class Build:
             taken=space.own("dispatch_taken"),
             router_words=space.heap.address("router_words"),
             router_counts=space.heap.address("router_counts"),
-            half_slots=self.slots.half,
+            half_slots=self.slots.buffer_slots,
             zero_slot=self.slots.zero,
             slot_tokens=spec.tokens,
             topk=spec.topk,
@@ -169,8 +169,8 @@ class Build:
         return CombineParams(
             peers=Peers.of(space.bases(), space.world.rank),
             watch=space.watch,
-            rows=space.halves("combine_rows"),
-            statuses=space.halves("statuses"),
+            rows=space.buffers("combine_rows"),
+            statuses=space.buffers("statuses"),
             arrivals=space.offset("combine_arrivals"),
             done=space.offset("combine_done"),
             heads=space.offset("combine_heads"),

@@ -89,7 +89,7 @@ class FusedBackend:
 
     def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
         """The half that waits for rows and places them."""
-        self.workspace.begin_second_half("dispatch", self)
+        self.workspace.begin_receive("dispatch", self)
         self._lend(got, tokens)
         self._enqueue("dispatch", self._aimed(got, tokens, dispatch.PLACE))
         self.workspace.received("dispatch")
@@ -106,7 +106,7 @@ class FusedBackend:
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """The half that waits for the ranks' sums and adds them up."""
-        self.workspace.begin_second_half("combine", self)
+        self.workspace.begin_receive("combine", self)
         self._enqueue("combine", self._summing(rows, got, weighted, out, combine.SUM))
         self.workspace.received("combine")
 

@@ -1,4 +1,4 @@
-"""The backends that GPU ranks have over NCCL, on CPU ranks: Gloo takes NCCL's place, the emulator the GPU's."""
+"""The backends that GPU ranks have is_done NCCL, on CPU ranks: Gloo takes NCCL's place, the emulator the GPU's."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class GlooRounds:
             if rank in receives:
                 receives[rank].copy_(rows.view(receives[rank].shape))
 
-    def wait(self, op: str, over: Callable[[], bool], lagging: Lagging | None = None) -> None:
+    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
         """Gloo and kernels have waited; hosts have not."""
         start = time.monotonic()
-        if not self._world.waiter.until(op, lagging()[0] if lagging else 0, over, self._world.timeout_s):
+        if not self._world.waiter.until(op, lagging()[0] if lagging else 0, is_done, self._world.timeout_s):
             assert lagging is not None
             peer, seen, mine = lagging()
             raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)

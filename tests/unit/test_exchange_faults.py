@@ -166,7 +166,7 @@ def lie(world: World, case: Case, about: str) -> tuple[dict[str, Any], Any]:
 @pytest.mark.parametrize(
     ("about", "says"),
     [
-        ("count", "rank 1 told rank 0 of 1000000000000 rows; 0 to 6 can be sent"),
+        ("count", "rank 1 announced 1000000000000 rows to rank 0; 0 to 6 can be sent"),
         ("id", "rank 1 sent rank 0 a row for its expert 77; it has 2"),
     ],
 )
