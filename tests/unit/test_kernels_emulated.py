@@ -507,7 +507,9 @@ def test_memory_of_a_peer_is_out_of_reach():
 
 def test_who_waits_in_vain_is_named():
     change = Change(
-        "copy.cu", "ptx::barrier_of_warps(1, HANDS);  // hands", "ptx::barrier_of_warps(1, HANDS + 32);  //"
+        "copy.cu",
+        "ptx::barrier_of_warps(1, ORDINARY_THREADS);  // hands",
+        "ptx::barrier_of_warps(1, ORDINARY_THREADS + 32);  //",
     )
     with Emulator(1, changes=(change,)) as emulator:
         here, there = (emulator.memory(0, 64, name).address for name in ("here", "there"))

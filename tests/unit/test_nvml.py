@@ -103,7 +103,7 @@ def linked_by(monkeypatch):
     """Makes pynvml the only binding, of a machine whose GPUs are linked in this way."""
 
     def install(word: str) -> None:
-        monkeypatch.setattr(nvml, "WAYS", (PYNVML,))
+        monkeypatch.setattr(nvml, "BINDINGS", (PYNVML,))
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(word))
 
     return install
@@ -127,7 +127,7 @@ def test_pairs_with_nvlink(linked_by, word, second, linked):
 
 
 def test_where_nvml_is_missing_no_pair_has_nvlink(monkeypatch):
-    monkeypatch.setattr(nvml, "WAYS", (NvmlBinding("no_such_module", 0, "Error", ""), PYNVML))
+    monkeypatch.setattr(nvml, "BINDINGS", (NvmlBinding("no_such_module", 0, "Error", ""), PYNVML))
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())  # a binding that is too old
     assert not nvlinked("0", "1")
 
