@@ -20,12 +20,12 @@ ORDERS = sorted(
     " ".join("D" if place in chosen else "C" for place in range(6))
     for chosen in ((0, a, b) for a in range(1, 6) for b in range(a + 1, 6))
 )
-# The way of few tokens by itself, and taking turns with the other on one workspace.
+# The LL path alone, and in turns with the other path on one workspace.
 LINES = [
     *(order.replace("D", "FD").replace("C", "FC") for order in ORDERS),
     *("FD C FD FC", "D FC FD C", "FD D FD", "D FD D FD"),
 ]
-FILLED = (full(3), empty(3), full(3))  # who is overwritten in epoch 3 heard of nothing but words in epoch 2
+FILLED = (full(3), empty(3), full(3))  # in epoch 2 the ranks exchange words only; epoch 3 overwrites epoch 1
 SPARSE: Routing = (((1, 2), ()), ((2,), (0,)), ((), ()))  # rank 2 sends nothing, and gets rows from both
 
 
@@ -40,7 +40,7 @@ def holds(case: Case, limit: int = 1_000_000) -> Found:
 def test_three_epochs_in_any_order_of_operations(ranks, program):
     found = holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
     assert len(found.endings) == 1  # nothing that a rank ends with depends on who was first
-    assert found.apart == 1  # a rank has at most one operation more behind it than another
+    assert found.most_ahead == 1  # a rank has at most one operation more behind it than another
     assert found.states > 100
 
 
@@ -104,7 +104,7 @@ def test_lanes_routers_and_layouts(case):
     ],
     ids=_named,
 )
-def test_halves_and_stages(case):
+def test_split_form_and_stages(case):
     assert len(holds(case).endings) == 1
 
 
@@ -162,7 +162,7 @@ def test_refusals_of_other_kinds(case):
 def test_lines_in_any_order_of_operations(ranks, program):
     found = holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
     assert len(found.endings) == 1
-    assert found.apart == 1
+    assert found.most_ahead == 1
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_any_wait_may_fail(case):
     """A poisoned rank stores nothing, and no other reads what is not meant for it."""
     found = holds(case)
     assert len(found.endings) >= 10
-    assert found.apart == len(case.launches())  # a poisoned rank is through with all the rest at once
+    assert found.most_ahead == len(case.launches())  # a poisoned rank is through with all the rest at once
 
 
 @pytest.mark.soak
@@ -285,8 +285,8 @@ def test_a_trace_tells_what_happened():
     line = re.compile(r"rank \d, (dispatch|combine|use) \d, [a-z0-9 ]+: .+")
     assert all(line.fullmatch(each) for each in shortest.trace)
     text = str(shortest)
-    overwritten = text.index("LANDS dispatch row 0 of rank 0 at rank 1, half 0 = that of 2")
-    read = text.index("READS dispatch row 0 of rank 0 at rank 1, half 0 = that of 2")
+    overwritten = text.index("LANDS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
+    read = text.index("READS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
     assert overwritten < read
     assert text.splitlines()[-1].startswith("=> rank 1, dispatch 1, placer of 0: READS")
 
@@ -295,7 +295,7 @@ def test_the_command(capsys):
     assert main(["D C D C D C", "--ranks", "3", "--routers", "0"]) == 0
     assert "1 endings: the protocol holds" in capsys.readouterr().out
     assert main(["D D D", "--empty", "2", "--fault", "EARLY_END", "--layout", "expert"]) == 1
-    assert "it wants that of 1" in capsys.readouterr().out.splitlines()[-1]
+    assert "it needs operation 1" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_case_that_is_too_large_or_makes_no_sense_is_refused():

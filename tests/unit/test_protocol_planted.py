@@ -26,7 +26,7 @@ ALL = {
         for fault, made in planted_in_lines(ranks).items()
     },
 }
-FILLED = (full(3), empty(3), full(3))  # who is overwritten in epoch 3 heard of nothing but words in epoch 2
+FILLED = (full(3), empty(3), full(3))  # in epoch 2 the ranks exchange words only; epoch 3 overwrites epoch 1
 ONE_WAY: Routing = (((1,),), ((),))
 
 
@@ -87,8 +87,8 @@ def test_what_is_wrong_elsewhere_is_right_here(case):
 @pytest.mark.parametrize(
     ("program", "how"),
     [
-        ("D C C C", "combine .*that of 2; it wants that of 1"),  # a combine without a dispatch between
-        ("D D C1 C2 C2", "it wants that of"),
+        ("D C C C", "combine .*operation 2; it needs operation 1"),  # a combine without a dispatch between
+        ("D D C1 C2 C2", "it needs operation"),
     ],
 )
 def test_one_buffer_will_not_do_for_combines_in_a_row(program, how):
@@ -99,19 +99,19 @@ def test_one_buffer_will_not_do_for_combines_in_a_row(program, how):
 def test_a_second_send_before_the_first_receive_is_no_use():
     """Both would be of one epoch: the split form takes turns."""
     found = explore(Case(2, "DS DS DR DR", (full(2),)))
-    assert "it wants that of" in found.broken, str(found)
+    assert "it needs operation" in found.broken, str(found)
 
 
 @pytest.mark.parametrize("program", ["DS CS DR CR", "DS FC DR", "DT DP C DR"])
 def test_no_status_can_be_told_before_the_counts_are_there(program):
-    """A combine between the halves of its own dispatch."""
+    """A combine between the send and the receive of its own dispatch."""
     found = explore(Case(2, program, (full(2),), refused=((1, 1),)))
     assert "before it has ended" in found.broken, str(found)
 
 
 def test_x_in_slots_lives_until_the_next_send():
     found = explore(Case(2, "DS DR DS U1 DR DS DR", (full(2),), layout="rank"), deep=True)
-    assert re.search("use 1, use: READS .*that of 3; it wants that of 1", found.broken), str(found)
+    assert re.search("use 1, use: READS .*operation 3; it needs operation 1", found.broken), str(found)
 
 
 @pytest.mark.parametrize(
