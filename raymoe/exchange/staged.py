@@ -139,7 +139,7 @@ class CopiedBackend(StagedBackend):
         return got
 
     def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
-        self.workspace.begin_second_half("dispatch", self)
+        self.workspace.begin_receive("dispatch", self)
         self._join()
         self._lend(got, tokens)
         self._run(self._telling(got, tokens, dispatch.PLACE), self._aimed(got, tokens, dispatch.PLACE))

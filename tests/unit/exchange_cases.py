@@ -135,7 +135,7 @@ def open_exchange(world: World, case: Case, **options: Any) -> Exchange:
             return Exchange(world, case.spec, backend=name, **options)
     if kind in ("", "engine"):
         return Exchange(world, spec_of(case), backend=name, **options)
-    with mock.patch("raymoe.exchange.exchange.make", on_tensors):
+    with mock.patch("raymoe.exchange.exchange.make_backend", on_tensors):
         return Exchange(world, case.spec, backend=name, **options)
 
 

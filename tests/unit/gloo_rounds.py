@@ -36,10 +36,10 @@ class GlooRounds:
             if rank in receives:
                 receives[rank].copy_(rows.view(receives[rank].shape))
 
-    def wait(self, op: str, over: Callable[[], bool], lagging: Lagging | None = None) -> None:
+    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
         """Wait for the ranks' hosts; Gloo and the kernels have already waited."""
         start = time.monotonic()
-        if not self._world.waiter.until(op, lagging()[0] if lagging else 0, over, self._world.timeout_s):
+        if not self._world.waiter.until(op, lagging()[0] if lagging else 0, is_done, self._world.timeout_s):
             assert lagging is not None
             peer, seen, mine = lagging()
             raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
@@ -52,7 +52,7 @@ class GlooRounds:
 
 
 def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None) -> Backend:
-    """Make an NCCL backend over Gloo and the emulator; tests patch `choice.make` with it."""
+    """Make an NCCL backend over Gloo and the emulator; tests patch `choice.make_backend` with it."""
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]
     with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
         return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

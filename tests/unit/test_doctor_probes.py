@@ -233,7 +233,7 @@ def test_nvidia_smi_is_asked_after_the_nvml_bindings(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "topology").write_text(TOPOLOGY)
     (tmp_path / "gpus").write_text(SMI)
-    monkeypatch.setattr(nvml, "WAYS", (NvmlBinding("no_such_module", 0, "Error", ""),))
+    monkeypatch.setattr(nvml, "BINDINGS", (NvmlBinding("no_such_module", 0, "Error", ""),))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asked: list[str] = []
     told = nvml.probe(asked.append)

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.choice import RankFacts, refusal
-from raymoe.exchange.cpu import OnCpu
+from raymoe.exchange.choice import RankFacts, why_not
+from raymoe.exchange.cpu import CpuBackend
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
@@ -118,7 +118,7 @@ NOT_PLAIN_MEMORY: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "functional": (lambda *shape: torch._to_functional_tensor(torch.ones(shape)), "is being traced"),
     "wrapper": (lambda *shape: Wrapper(torch.ones(shape)), "is a Wrapper, a subclass of Tensor without memory"),
     "zeros": (torch._efficientzerotensor, "is a tensor of zeros without memory"),
-    "freed": (freed, "has no memory, its storage was freed"),
+    "freed": (freed, "has no memory: its storage was freed"),
     "nested": (lambda *shape: torch.nested.nested_tensor([torch.ones(shape)]), "is a nested tensor"),
 }
 
@@ -227,7 +227,7 @@ def test_wrong_arguments_of_combine_are_refused(exchange: Exchange) -> None:
         exchange.combine(rows[:6], got)
     with pytest.raises(ConfigError, match=r"rows is torch.float64; torch.float32 is needed"):
         exchange.combine(rows.double(), got)
-    with pytest.raises(ConfigError, match="got is a str; combine takes what dispatch gave"):
+    with pytest.raises(ConfigError, match="got is a str; combine takes the result of dispatch"):
         exchange.combine(rows, "got")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"out has shape \[2, 16\]; \[3, 16\] is needed"):
         exchange.combine(rows, got, out=torch.empty(2, H))
@@ -372,13 +372,13 @@ OLD = replace(B, name="A100", capability=(8, 0))
 def test_a_backend_is_refused_with_what_the_gpus_lack(
     backend: str, spec: ExchangeSpec, facts: list[RankFacts], says: str | None
 ) -> None:
-    found = refusal(backend, "cuda", spec, facts)
+    found = why_not(backend, "cuda", spec, facts)
     assert (found is None) == (says is None), found
     assert says is None or says in str(found)
 
 
-class TwoHalves(OnCpu):
-    """A backend with operations in halves. The first half leaves NaN; the second half gives the results."""
+class SplitOnCpu(CpuBackend):
+    """A backend that can split its operations. A send leaves NaN; a receive gives the results."""
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.tokens, self.out = tokens, out
@@ -395,28 +395,28 @@ class TwoHalves(OnCpu):
         self.combine(rows, got, weighted, out)
 
 
-def test_halves_of_an_operation_must_be_called_in_order() -> None:
+def test_sends_and_receives_must_alternate() -> None:
     [world] = wired(1)
     with Exchange(world, SPEC) as whole:
-        with pytest.raises(ConfigError, match="dispatch_send asked for; host has no operation in halves"):
+        with pytest.raises(ConfigError, match="dispatch_send asked for; host cannot split operations: take fused"):
             whole.dispatch_send(**arguments())
         want = whole.combine(torch.ones(8, H), whole.dispatch(**arguments()))
     with Exchange(world, SPEC) as exchange:
-        exchange._backend = TwoHalves(world, SPEC, HostSlots(world, SPEC))
+        exchange._backend = SplitOnCpu(world, SPEC, HostSlots(world, SPEC))
         got = exchange.dispatch_send(**arguments())
         for call in (exchange.dispatch, exchange.dispatch_send):
-            with pytest.raises(ConfigError, match="dispatch_send has been called; dispatch_receive of it comes next"):
+            with pytest.raises(ConfigError, match="dispatch_send has been called; call dispatch_receive with its"):
                 call(**arguments())
-        with pytest.raises(ConfigError, match="combine of what has not arrived"):
+        with pytest.raises(ConfigError, match="combine of a dispatch whose rows have not arrived"):
             exchange.combine(torch.ones(8, H), got)
-        with pytest.raises(ConfigError, match="that is not what the last dispatch_send gave"):
+        with pytest.raises(ConfigError, match="that is not the result of the last dispatch_send"):
             exchange.dispatch_receive(replace(got))
         assert exchange.dispatch_receive(got) is got
         sent = exchange.combine_send(torch.ones(8, H), got)
-        with pytest.raises(ConfigError, match="combine_send has been called; combine_receive of it comes next"):
+        with pytest.raises(ConfigError, match="combine_send has been called; call combine_receive with its"):
             exchange.combine(torch.ones(8, H), got)
         exchange.dispatch_receive(exchange.dispatch_send(**arguments()))  # combine's halves do not order it
         assert torch.equal(exchange.combine_receive(sent), want)
-        with pytest.raises(ConfigError, match="that is not what the last combine_send gave"):
+        with pytest.raises(ConfigError, match="that is not the result of the last combine_send"):
             exchange.combine_receive(sent)
     close([world])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
-from raymoe.exchange.cpu import OnCpu
+from raymoe.exchange.cpu import CpuBackend
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
@@ -26,7 +26,7 @@ SPEC = ExchangeSpec(tokens=6, hidden=16, experts=6, topk=2, dtype="float32", ali
 
 
 def slots_of(exchange: Exchange) -> HostSlots:
-    assert isinstance(exchange._backend, OnCpu)
+    assert isinstance(exchange._backend, CpuBackend)
     carrier = exchange._backend._carrier
     assert isinstance(carrier, HostSlots)
     return carrier
@@ -168,7 +168,7 @@ def send_wrong_metadata(world: World, case: Case, tampered: str) -> tuple[dict[s
 @pytest.mark.parametrize(
     ("tampered", "says"),
     [
-        ("count", "rank 1 told rank 0 of 1000000000000 rows; 0 to 6 can be sent"),
+        ("count", "rank 1 announced 1000000000000 rows to rank 0; 0 to 6 can be sent"),
         ("id", "rank 1 sent rank 0 a row for its expert 77; it has 2"),
     ],
 )

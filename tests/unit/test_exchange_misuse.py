@@ -19,7 +19,7 @@ import torch
 from raymoe.errors import ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.exchange.calls import Calls
 from raymoe.exchange.choice import Choice
-from raymoe.exchange.cpu import OnCpu, OperationOrder
+from raymoe.exchange.cpu import CpuBackend, OperationOrder
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
@@ -101,9 +101,9 @@ def test_only_exchanges_that_share_a_workspace_refuse_simultaneous_calls(world: 
     shared, own = (SimpleNamespace(calls=Calls(), captured=False) for _ in range(2))
     made = []
     for workspace in (shared, shared, own):
-        backend = OnCpu(world, SPEC, HostSlots(world, SPEC))
+        backend = CpuBackend(world, SPEC, HostSlots(world, SPEC))
         cast(Any, backend).workspace = workspace
-        with mock.patch("raymoe.exchange.exchange.make", lambda *_, backend=backend: backend):
+        with mock.patch("raymoe.exchange.exchange.make_backend", lambda *_, backend=backend: backend):
             made.append(Exchange(world, SPEC))
     first, second, third = made
     with in_dispatch(first):
@@ -148,7 +148,7 @@ def test_all_ranks_raise_if_one_has_no_memory_for_rows(backend: str) -> None:
     before = mapped_regions("test")
     with mock.patch("torch.empty", refused):
         outcomes = each(worlds, lambda world: Exchange(world, SPEC, backend))
-    says = f"memory for 1 times 16 rows of {H} torch.float32 on rank 1 was refused: take a smaller capacity or depth"
+    says = f"rank 1 cannot allocate 1 times 16 rows of {H} torch.float32: take a smaller capacity or depth"
     assert [type(outcome) for outcome in outcomes] == [WiringError, PlacementError]
     assert all(str(outcome).startswith(says) for outcome in outcomes)
     assert mapped_regions("test") == before
@@ -203,7 +203,7 @@ def test_rows_overwritten_by_a_later_dispatch_are_refused(world: World, backend:
     with Exchange(world, SPEC, backend) as exchange:
         first, second = exchange.dispatch(*tokens(1.0)), exchange.dispatch(*tokens(5.0))
         assert first.x.data_ptr() == second.x.data_ptr()
-        says = "a later dispatch has been given since; give each dispatch memory by out=, or .* a depth of more than 1"
+        says = "a later dispatch has overwritten; give each dispatch memory by out=, or .* a depth of more than 1"
         for rows in (first.x, first.x.view(-1).view(8, H), first.x.detach()):
             with pytest.raises(ConfigError, match=says):
                 exchange.combine(rows, first)
@@ -224,7 +224,7 @@ def test_rows_in_separate_memory_outlive_later_dispatches(world: World) -> None:
         gots = [two.dispatch(*tokens(value)) for value in (1.0, 5.0)]
         given = two.dispatch(*tokens(7.0), out=torch.empty(8, H))
         for got, other in (gots, gots[::-1], (given, gots[0])):
-            with pytest.raises(ConfigError, match="rows are where another dispatch than got put its own"):
+            with pytest.raises(ConfigError, match="rows are in memory that holds the rows of another dispatch"):
                 two.combine(other.x, got)
         for got, want in zip((*gots, given), (2, 10, 14), strict=True):
             assert two.combine(got.x, got).eq(want).all()
@@ -324,7 +324,7 @@ def test_a_dropped_gpu_exchange_is_freed_at_the_next_open_or_close(world: World)
         backend.close.side_effect = lambda **_: closed.append(name)
         on_gpu = SimpleNamespace(type="cuda")
         with (
-            mock.patch("raymoe.exchange.exchange.make", lambda *_: backend),
+            mock.patch("raymoe.exchange.exchange.make_backend", lambda *_: backend),
             mock.patch("raymoe.exchange.exchange.choose", lambda *_: Choice("fused", sms=132)),
             mock.patch("raymoe.exchange.exchange.capturing", lambda _: False),
             mock.patch.object(world, "device", on_gpu),

@@ -511,7 +511,9 @@ def test_memory_of_a_peer_that_is_not_mapped_is_refused():
 
 def test_a_thread_that_waits_without_end_is_named():
     change = Change(
-        "copy.cu", "ptx::barrier_of_warps(1, HANDS);  // hands", "ptx::barrier_of_warps(1, HANDS + 32);  //"
+        "copy.cu",
+        "ptx::barrier_of_warps(1, ORDINARY_THREADS);  // hands",
+        "ptx::barrier_of_warps(1, ORDINARY_THREADS + 32);  //",
     )
     with Emulator(1, changes=(change,)) as emulator:
         here, there = (emulator.memory(0, 64, name).address for name in ("here", "there"))

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from raymoe.exchange.kernel_result import lend
+from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.nccl_kernels import Kept
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import EmulatedOrder, backend, spec_for, workspaces
@@ -41,7 +41,7 @@ def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, s
     with (
         Emulator(1) as emulator,
         mock.patch.object(EmulatedOrder, "current", lambda _: streams.current),
-        mock.patch("raymoe.exchange.fused.lend") as lent,
+        mock.patch("raymoe.exchange.fused.keep_for_current_stream") as lent,
     ):
         (space,) = workspaces(emulator, spec)
         made = backend(kind, space, spec)
@@ -62,7 +62,7 @@ def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, s
 
 def test_nccl_backends_lend_memory_to_a_second_stream() -> None:
     kept = Kept(torch.zeros(4), FIRST)
-    with mock.patch("raymoe.exchange.nccl_kernels.lend") as lent:
+    with mock.patch("raymoe.exchange.nccl_kernels.keep_for_current_stream") as lent:
         assert kept.used_on(FIRST) is kept.memory
         lent.assert_not_called()
         assert kept.used_on(SECOND) is kept.memory
@@ -72,5 +72,5 @@ def test_nccl_backends_lend_memory_to_a_second_stream() -> None:
 def test_memory_is_lent_to_the_current_stream() -> None:
     memory, stream = mock.Mock(), object()
     with mock.patch.object(torch.cuda, "current_stream", return_value=stream):
-        lend(memory, None)
+        keep_for_current_stream(memory, None)
     memory.record_stream.assert_called_once_with(stream)

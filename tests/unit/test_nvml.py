@@ -12,7 +12,7 @@ import pytest
 from raymoe.device import nvml
 from raymoe.device.nvml import Library, NvmlBinding, nvlinked
 from raymoe.errors import ConfigError
-from raymoe.exchange.choice import Choice, Wish, choose, make
+from raymoe.exchange.choice import Choice, ExchangeRequest, choose, make_backend
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.spec import ExchangeSpec
@@ -103,7 +103,7 @@ def linked_by(monkeypatch):
     """A function that makes pynvml the only binding, for a machine with this link between its GPUs."""
 
     def install(word: str) -> None:
-        monkeypatch.setattr(nvml, "WAYS", (PYNVML,))
+        monkeypatch.setattr(nvml, "BINDINGS", (PYNVML,))
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(word))
 
     return install
@@ -127,7 +127,7 @@ def test_nvlinked_tells_which_pairs_have_nvlink(linked_by, word, second, linked)
 
 
 def test_without_nvml_no_pair_has_nvlink(monkeypatch):
-    monkeypatch.setattr(nvml, "WAYS", (NvmlBinding("no_such_module", 0, "Error", ""), PYNVML))
+    monkeypatch.setattr(nvml, "BINDINGS", (NvmlBinding("no_such_module", 0, "Error", ""), PYNVML))
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())  # a binding that is too old
     assert not nvlinked("0", "1")
 
@@ -174,13 +174,13 @@ def test_few_tokens_travel_in_lines_only_over_nvlink(spec, lines, kind):
         shared=lambda _: links,
         swap=lambda value, _: [value] * 2,
     )
-    choice = choose(world, spec, Wish("fused", None, "auto"))
+    choice = choose(world, spec, ExchangeRequest("fused", None, "auto"))
     assert choice == Choice("fused", sms=132, lines=kind is FusedLlBackend)
     with (
         mock.patch.object(FusedLlBackend, "__init__", lambda self, *_: made.append(type(self))),
         mock.patch.object(FusedBackend, "__init__", lambda self, *_: made.append(type(self))),
     ):
-        make(choice, world, spec, None)
+        make_backend(choice, world, spec, None)
     assert made == [kind]
 
 

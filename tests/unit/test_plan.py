@@ -71,7 +71,7 @@ def test_placement_equals_the_plan(routing: tuple[int, int, list[np.ndarray]], a
             assert (None if row == len(rows) else rows[row]) == (entry and entry[:2])
             if entry:
                 assert placed.weights[place] == weights[entry[0]][entry[1], entry[2]]
-        home = placed.going_home(weighted=True)
+        home = placed.sums_to_send(weighted=True)
         for row, (source, token) in enumerate(rows):
             places = home.index[home.starts[row] : home.starts[row + 1]].tolist()
             wanted = [i for i, entry in enumerate(theirs.entries) if entry and entry[:2] == (source, token)]
@@ -155,11 +155,11 @@ def test_the_worst_capacity_holds_the_worst_routings(T: int, L: int, K: int, R: 
         ({"capacity": 0}, "capacity is 0"),
         ({"capacity": 2**31}, "capacity is 2147483648; it is 'worst' or a number of rows, 1 to 2147483647"),
         ({"alignment": -4}, "alignment is -4"),
-        ({"alignment": 1 << 30, "capacity": 64}, "alignment is 1073741824; at most 65536 is carried"),
-        ({"tokens": 2**24 + 1}, "tokens is 16777217; at most 16777216 is carried"),
-        ({"hidden": 2**20 + 8}, "hidden is 1048584; at most 1048576 is carried"),
-        ({"experts": 2**16 + 1}, "experts is 65537; at most 65536 is carried"),
-        ({"experts": 512, "topk": 257}, "topk is 257; at most 256 is carried"),
+        ({"alignment": 1 << 30, "capacity": 64}, "alignment is 1073741824; at most 65536 is supported"),
+        ({"tokens": 2**24 + 1}, "tokens is 16777217; at most 16777216 is supported"),
+        ({"hidden": 2**20 + 8}, "hidden is 1048584; at most 1048576 is supported"),
+        ({"experts": 2**16 + 1}, "experts is 65537; at most 65536 is supported"),
+        ({"experts": 512, "topk": 257}, "topk is 257; at most 256 is supported"),
     ],
 )
 def test_impossible_specs_are_refused(change: dict, says: str) -> None:

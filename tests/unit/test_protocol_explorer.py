@@ -40,7 +40,7 @@ def check_that_it_holds(case: Case, limit: int = 1_000_000) -> Found:
 def test_the_protocol_holds_for_three_epochs_in_any_order(ranks, program):
     found = check_that_it_holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
     assert len(found.endings) == 1  # the final state does not depend on which rank was first
-    assert found.apart == 1  # no rank is more than one operation ahead
+    assert found.most_ahead == 1  # no rank is more than one operation ahead
     assert found.states > 100
 
 
@@ -162,7 +162,7 @@ def test_the_protocol_holds_for_other_refusals(case):
 def test_lines_hold_in_any_order_of_operations(ranks, program):
     found = check_that_it_holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
     assert len(found.endings) == 1
-    assert found.apart == 1
+    assert found.most_ahead == 1
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_the_protocol_holds_when_any_wait_fails(case):
     """A poisoned rank stores nothing, and no other rank reads what is not meant for it."""
     found = check_that_it_holds(case)
     assert len(found.endings) >= 10
-    assert found.apart == len(case.launches())  # a poisoned rank passes all its later operations at once
+    assert found.most_ahead == len(case.launches())  # a poisoned rank passes all its later operations at once
 
 
 @pytest.mark.soak
@@ -285,8 +285,8 @@ def test_a_trace_shows_the_steps_that_lead_to_a_fault():
     line = re.compile(r"rank \d, (dispatch|combine|use) \d, [a-z0-9 ]+: .+")
     assert all(line.fullmatch(each) for each in shortest.trace)
     text = str(shortest)
-    overwritten = text.index("LANDS dispatch row 0 of rank 0 at rank 1, half 0 = that of 2")
-    read = text.index("READS dispatch row 0 of rank 0 at rank 1, half 0 = that of 2")
+    overwritten = text.index("LANDS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
+    read = text.index("READS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
     assert overwritten < read
     assert text.splitlines()[-1].startswith("=> rank 1, dispatch 1, placer of 0: READS")
 
@@ -295,7 +295,7 @@ def test_the_command_reports_a_correct_and_a_broken_protocol(capsys):
     assert main(["D C D C D C", "--ranks", "3", "--routers", "0"]) == 0
     assert "1 endings: the protocol holds" in capsys.readouterr().out
     assert main(["D D D", "--empty", "2", "--fault", "EARLY_END", "--layout", "expert"]) == 1
-    assert "it wants that of 1" in capsys.readouterr().out.splitlines()[-1]
+    assert "it needs operation 1" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_too_large_and_invalid_cases_are_refused():

@@ -91,8 +91,8 @@ def test_a_fault_does_no_harm_where_its_rule_is_not_needed(case):
 @pytest.mark.parametrize(
     ("program", "how"),
     [
-        ("D C C C", "combine .*that of 2; it wants that of 1"),  # combines without a dispatch between them
-        ("D D C1 C2 C2", "it wants that of"),
+        ("D C C C", "combine .*operation 2; it needs operation 1"),  # combines without a dispatch between them
+        ("D D C1 C2 C2", "it needs operation"),
     ],
 )
 def test_one_buffer_fails_for_combines_in_a_row(program, how):
@@ -103,11 +103,11 @@ def test_one_buffer_fails_for_combines_in_a_row(program, how):
 def test_a_second_send_before_the_first_receive_fails():
     """Both sends would have the same epoch; sends and receives must alternate."""
     found = explore(Case(2, "DS DS DR DR", (full(2),)))
-    assert "it wants that of" in found.broken, str(found)
+    assert "it needs operation" in found.broken, str(found)
 
 
 @pytest.mark.parametrize("program", ["DS CS DR CR", "DS FC DR", "DT DP C DR"])
-def test_a_combine_between_the_halves_of_its_dispatch_fails(program):
+def test_a_combine_between_a_send_and_its_receive_fails(program):
     """The combine would need the status before the counts have arrived."""
     found = explore(Case(2, program, (full(2),), refused=((1, 1),)))
     assert "before it has ended" in found.broken, str(found)
@@ -115,7 +115,7 @@ def test_a_combine_between_the_halves_of_its_dispatch_fails(program):
 
 def test_rows_in_slots_are_overwritten_by_the_next_send():
     found = explore(Case(2, "DS DR DS U1 DR DS DR", (full(2),), layout="rank"), deep=True)
-    assert re.search("use 1, use: READS .*that of 3; it wants that of 1", found.broken), str(found)
+    assert re.search("use 1, use: READS .*operation 3; it needs operation 1", found.broken), str(found)
 
 
 @pytest.mark.parametrize(

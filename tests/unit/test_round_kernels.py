@@ -92,7 +92,7 @@ PLANTED = {
     ),
     "a sum of weights alone": Change("sum_entries.cu", "there && p.weighted", "there"),
     "a status in the place of another's": Change(
-        "sum_entries.cu", "ptx::load_4(record->came + rank)", "ptx::load_4(record->went + rank)"
+        "sum_entries.cu", "ptx::load_4(record->rows_from + rank)", "ptx::load_4(record->rows_to + rank)"
     ),
     "the own sums out of what came": Change(
         "sum_ranks.cu", "rank == p.memory.rank ? p.leaving : p.returned", "p.returned"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.choice import RankFacts, refusal
+from raymoe.exchange.choice import RankFacts, why_not
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Bounds, workspace_layout
@@ -47,8 +47,8 @@ def test_only_staged_between_gpus_takes_the_copy_engine() -> None:
             with pytest.raises(ConfigError, match="only staged, on GPUs, has it: take staged, or leave transport out"):
                 Exchange(world, SPEC, backend=backend)
     facts = [RankFacts("a", "NVIDIA H200", (9, 0)), RankFacts("b", "NVIDIA H200", (9, 0))]
-    assert refusal("staged", "cuda", SPEC, facts) is None
-    said = refusal("staged", "cuda", replace(SPEC, wire="float8_e4m3"), facts)
+    assert why_not("staged", "cuda", SPEC, facts) is None
+    said = why_not("staged", "cuda", replace(SPEC, wire="float8_e4m3"), facts)
     assert said is not None and "a copy quantises nothing" in said
 
 

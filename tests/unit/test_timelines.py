@@ -107,7 +107,7 @@ def test_the_report_has_a_table_for_each_operation_of_a_case():
     head, _, *rows = parts[2].splitlines()[1:]
     assert head.split() == ["point", "first", "block", "median", "last", "block", "blocks", "meaning"]
     assert rows[0].split() == ["start", "0.0", "0.4", "1.1", "all", "begin"]
-    assert "first push           2.4     8.1        13.8  senders  first row on its way" in rows
+    assert "first push           2.4     8.1        13.8  senders  first row sent" in rows
     assert rows[-1].split()[:5] == ["all", "awaited", "503.9", "503.9", "503.9"]
     combine = parts[3].splitlines()
     assert any(row.startswith("first push") and "reducers" in row and "first sum" in row for row in combine)
