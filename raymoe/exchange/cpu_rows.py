@@ -1,4 +1,4 @@
-"""The plan of rows for CPU ranks: what a source sends, where a receiver places it, and sums of rows."""
+"""The plan of rows for CPU ranks: the rows that a source sends, their places at a receiver, and sums of rows."""
 
 from __future__ import annotations
 

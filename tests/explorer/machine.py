@@ -133,7 +133,7 @@ class Machine(Effects):
         """Run an action, and all quiet steps after it."""
         if action.landing is not None:
             self._land(state, action.landing, log)
-        elif action.what == "fail":
+        elif action.kind == "fail":
             self.fail(state, action.thread, log)
         else:
             self.run(state, action.thread, self.step(state, action.thread), log)
