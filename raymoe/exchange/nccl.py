@@ -51,7 +51,7 @@ class CapturedMemory:
 #
 # NCCL's own waits are not bounded. The host notices a missing peer, and aborts the group.
 
-_SPIN_S = 2e-3  # most rounds are done by then; a longer wait sleeps between looks
+_SPIN_S = 2e-3  # most rounds are done by then; a longer wait sleeps between polls
 
 
 class NcclRounds:

@@ -137,7 +137,7 @@ class Machine(Effects):
             self.fail(state, action.thread, log)
         else:
             self.run(state, action.thread, self.step(state, action.thread), log)
-        alone = self.at_once or action.landing is None  # else a word that lands lets another rank go on
+        alone = self.at_once or action.landing is None  # otherwise a word that lands may end a wait of another rank
         self.settle(state, (self.threads[action.thread].rank,) if alone else range(self.case.ranks), log)
 
     def ended(self, state: State) -> bool:
