@@ -85,7 +85,7 @@ class Driver {
             }
             store_one();
         }
-        ring_.drain();  // before the tickets, which the signals count on
+        ring_.drain();  // the stores must have arrived before the tickets, because the signals announce them
         announce(p_.count);
     }
 

@@ -82,8 +82,8 @@ class ErrorWord:
             op = self._ops[found.op] if found.op < len(self._ops) else f"operation {found.op}"
             reason = self._reason
         if found.code == FAILURE_ABORTED:
-            who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
-            return Aborted(f"{who} was told to stop in {op}: {reason}", found.peer)
+            rank = f"rank {self.rank}" if self.rank >= 0 else "this rank"
+            return Aborted(f"{rank} was told to stop in {op}: {reason}", found.peer)
         if found.code == FAILURE_STALE:
             return RaymoeError(
                 f"{op} {found.expected} on rank {self.rank} read a slot of rank {found.peer} that held the row of "

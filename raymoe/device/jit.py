@@ -281,12 +281,12 @@ def compile_unit(unit: _Unit) -> Compiled:
         cubin = bytes(program.compile("cubin", logs=log).code)
         ptx = _ptx(program)
     except Exception as error:  # cuda.core's error classes have no public names
-        said = f"{log.getvalue()}{error}".rstrip("\0 \n")
-        first = next((line.strip() for line in said.splitlines() if _FAULT.search(line)), said)
+        output = f"{log.getvalue()}{error}".rstrip("\0 \n")
+        first = next((line.strip() for line in output.splitlines() if _FAULT.search(line)), output)
         raise CompileError(
             f"{unit.path} does not compile for {unit.arch}: {first}; the log and the command are in the notes of this "
             "error and in its attributes",
-            said,
+            output,
             command,
         ) from error
     finally:

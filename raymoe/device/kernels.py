@@ -180,7 +180,7 @@ def _check(function: Function, shape: Shape, params: Params) -> None:
             f"kernel {name} launched with {shape.shared_bytes} bytes of shared memory a block; {function.gpu.name} "
             f"leaves it {function.max_dynamic_shared}"
         )
-    # Blocks wait for peers and for one another's tickets: a block that is not resident would block all others.
+    # Blocks wait for peers and for one another's tickets: all others would wait for a block that is not resident.
     resident = function.resident_blocks(shape.threads, shape.shared_bytes)
     if shape.blocks > resident:
         raise ConfigError(

@@ -67,15 +67,21 @@ class Sizes:
     compact: bool
 
     @property
-    def told_bytes(self) -> int:
+    def metadata_bytes(self) -> int:
         """The metadata of one rank: its ids, then its weights."""
         return self.tokens * self.topk * 8
 
     def regions(self) -> tuple[int, ...]:
-        """Bytes of each part of a dispatch's memory: told, record, home, row_of, places."""
+        """Bytes of each part of a dispatch's memory: metadata of all ranks, record, home, row_of, places."""
         all_tokens = self.ranks * self.tokens
         home = self.tokens * self.ranks * 4
-        return self.ranks * self.told_bytes, DispatchRecord.nbytes(), home, all_tokens * 4, all_tokens * self.topk * 4
+        return (
+            self.ranks * self.metadata_bytes,
+            DispatchRecord.nbytes(),
+            home,
+            all_tokens * 4,
+            all_tokens * self.topk * 4,
+        )
 
     @property
     def memory_bytes(self) -> int:

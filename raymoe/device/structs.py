@@ -44,7 +44,7 @@ FAILURE_STALE = 3
 
 @dataclass(frozen=True)
 class Operation(Params):
-    """How often an operation has run. In device memory, 16-byte aligned, zero before the first run."""
+    """The number of runs of an operation. In device memory, 16-byte aligned, zero before the first run."""
 
     epoch: U64 = 0
     ticket: U32 = 0

@@ -1,4 +1,4 @@
-"""The interface of a backend: what dispatch and combine take, what they give back, and the two operations."""
+"""The interface of a backend: dispatch and combine, their arguments and their results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dispatched:
 
     x: torch.Tensor
     weights: torch.Tensor  # float32[C], zero in gaps
-    expert_offsets: torch.Tensor  # int32[L + 1], multiples of the alignment; [1:] is what a grouped GEMM takes
+    expert_offsets: torch.Tensor  # int32[L + 1], multiples of the alignment; a grouped GEMM takes [1:]
     expert_counts: torch.Tensor  # int32[L]
     index: torch.Tensor | None  # int64[C] with layout `rank`
     tokens: int  # T' of the dispatch: the rows of y

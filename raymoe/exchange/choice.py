@@ -84,11 +84,11 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
     reasons = [why_not(name, device, spec, facts) for name in names]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
-            return _with_sms(name, world, spec, request, facts)
+            return _make_choice(name, world, spec, request, facts)
     raise ConfigError(f"backend {request.backend} asked for and {reasons[0]}")
 
 
-def _with_sms(
+def _make_choice(
     name: str, world: World, spec: ExchangeSpec, request: ExchangeRequest, facts: Sequence[RankFacts]
 ) -> Choice:
     """Turn `sms` into a number, and decide how `fused` carries rows."""

@@ -1,4 +1,4 @@
-"""The plan of rows for CPU ranks: what a source sends, where a receiver places it, and sums of rows."""
+"""The plan of rows for CPU ranks: the rows that a source sends, their places at a receiver, and sums of rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Bags:
         return len(self.starts) - 1
 
     def spread(self, where: Array, total: int) -> Bags:
-        """Put these bags at `where` (rising) among `total` bags; the others are empty.
+        """Put these bags at `where` (ascending) among `total` bags; the others are empty.
 
         >>> Bags(np.array([5, 6, 7]), np.array([0, 1, 3])).spread(np.array([1, 3]), total=4).starts.tolist()
         [0, 0, 1, 1, 3]
@@ -188,7 +188,7 @@ class Placement:
 
     @classmethod
     def _empty(cls, experts: int, capacity: int, rows: int, refusal: Refusal) -> Placement:
-        """Place nothing: a step is refused. Each row that arrived goes home as zeros."""
+        """Place nothing, because the step is refused. Each row that arrived goes home as zeros."""
         none = np.zeros(0, np.int64)
         weights = np.zeros(capacity, np.float32)
         return cls(

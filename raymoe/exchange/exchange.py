@@ -75,7 +75,7 @@ class Exchange:
         self._arguments = Arguments(spec, world.size, world.device)
         self._own = _own_rows(world, spec)
         self._backend = make_backend(choice, world, spec, workspace)
-        # The result whose rows each block of the exchange's own memory holds, by the block's address.
+        # For each block of the exchange's own memory, by address: the result whose rows it holds.
         self._holders: dict[int, weakref.ref[Dispatched] | None] = {block.data_ptr(): None for block in self._own}
         self._turn = 0
         self._captured_memory: list[object] = []

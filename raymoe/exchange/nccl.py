@@ -51,7 +51,7 @@ class CapturedMemory:
 #
 # NCCL's own waits are not bounded. The host notices a missing peer, and aborts the group.
 
-_SPIN_S = 2e-3  # most rounds are done by then; a longer wait sleeps between looks
+_SPIN_S = 2e-3  # most rounds are done by then; a longer wait sleeps between polls
 
 
 class NcclRounds:
@@ -165,8 +165,8 @@ class NcclAllgather:
     def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         kernels = self._kernels
         kept = kernels.new_memory()
-        kernels.tell(stream, tokens, kept)
-        self._rounds.all_gather(*kernels.told(kept))
+        kernels.write_metadata(stream, tokens, kept)
+        self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)
         got._home = Kept(kept, stream)
         given = len(tokens.x)
@@ -286,8 +286,8 @@ class NcclCollective:
         kernels = self._kernels
         kept = kernels.new_memory()
         self._dispatches += 1
-        kernels.tell(stream, tokens, kept)
-        self._rounds.all_gather(*kernels.told(kept))
+        kernels.write_metadata(stream, tokens, kept)
+        self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)  # here, because the device is busy now
         kernels.number(stream, got, kept, self._host_counts)
         kernels.pack(stream, tokens, kept, own=out is None)

@@ -255,14 +255,14 @@ class RoundKernels:
             _owner=owner,
         )
 
-    def told(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def metadata(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory for all ranks' ids and weights, and this rank's part of it."""
-        each = self._sizes.told_bytes
+        each = self._sizes.metadata_bytes
         return kept[: self._size * each], kept[self._rank * each : (self._rank + 1) * each]
 
-    def tell(self, stream: int, tokens: Tokens, kept: torch.Tensor) -> None:
-        """Write this rank's ids and weights into its part of `told`."""
-        self._tell(
+    def write_metadata(self, stream: int, tokens: Tokens, kept: torch.Tensor) -> None:
+        """Write this rank's ids and weights into its part of `metadata`."""
+        self._tell_routing(
             stream,
             kept=kept,
             topk_idx=tokens.topk_idx,
@@ -336,9 +336,9 @@ class RoundKernels:
         # The words that are kept between dispatches: see TellScratch.
         scratch = torch.tensor([-1, 0, 0], dtype=torch.int64, device=self._device)
         entries = sizes.tokens * sizes.topk
-        told = self._shape(rounds.TELL, -(-entries // launcher.threads))
-        self._tell: ReadyKernel = launcher.ready(
-            rounds.TELL, told, rounds.TellParams(self._memory, experts=spec.experts), scratch=scratch
+        shape = self._shape(rounds.TELL, -(-entries // launcher.threads))
+        self._tell_routing: ReadyKernel = launcher.ready(
+            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=scratch
         )
         runs = max(1, min(launcher.sms // sizes.ranks, -(-entries // ENTRIES_A_RUN), sizes.tokens))
         warps = sizes.numbering_warps(launcher.threads // 32)

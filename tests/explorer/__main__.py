@@ -1,4 +1,4 @@
-"""python -m tests.explorer "D D D" --ranks 3 --fault SINGLE_BUFFER"""
+"""Explore one case, such as python -m tests.explorer "D D D" --ranks 3 --fault SINGLE_BUFFER"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A staged dispatch whose rows go by the copy engine: kernels/pack.cu, announce.cu and what is between them."""
+"""A staged dispatch whose rows go by the copy engine: kernels/pack.cu, the copies, kernels/announce.cu."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tests.explorer.fault import Fault
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]
-"""`routing[source][token]`: the ranks that hold an expert of the token. The source is one where own rows matter."""
+"""`routing[source][token]`: the ranks that hold an expert of the token. The source is among them where own rows matter."""
 
 
 def full(ranks: int, tokens: int = 1, own: bool = False) -> Routing:
@@ -66,8 +66,8 @@ class Launch:
 
     def __str__(self) -> str:
         lines = " in lines" * (self.path == "lines")
-        said = f"{self.kind}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
-        return f"{said} {self.number}" if self.number else said
+        name = f"{self.kind}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
+        return f"{name} {self.number}" if self.number else name
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Case:
 
     def refuses(self, dispatch: int, rank: int | None = None) -> bool:
         """Whether a rank, by default any rank, refuses the rows of a dispatch."""
-        return any(number == dispatch and rank in (None, who) for who, number in self.refused)
+        return any(number == dispatch and rank in (None, refusing) for refusing, number in self.refused)
 
     def combined(self, rank: int, combine: int) -> int:
         """The dispatch that a rank combines.
@@ -134,13 +134,13 @@ class Case:
         >>> [case.combined(rank, 1) for rank in range(2)], case.refuses_combine(1)
         ([2, 1], True)
         """
-        said = next(each.dispatch for each in self.launches() if each.kind == "combine" and each.number == combine)
-        return next((dispatch for who, number, dispatch in self.mixed if (who, number) == (rank, combine)), said)
+        usual = next(each.dispatch for each in self.launches() if each.kind == "combine" and each.number == combine)
+        return next((dispatch for *where, dispatch in self.mixed if where == [rank, combine]), usual)
 
     def refuses_combine(self, combine: int) -> bool:
         """Whether a rank refuses its data, or two ranks combine different dispatches."""
-        said = [self.combined(rank, combine) for rank in range(self.ranks)]
-        return len(set(said)) > 1 or any(self.refuses(dispatch, rank) for rank, dispatch in enumerate(said))
+        combined = [self.combined(rank, combine) for rank in range(self.ranks)]
+        return len(set(combined)) > 1 or any(self.refuses(dispatch, rank) for rank, dispatch in enumerate(combined))
 
     def path(self, dispatch: int) -> str:
         return next(each.path for each in self.launches() if each.kind == "dispatch" and each.number == dispatch)

@@ -60,9 +60,9 @@ class Effects:
             return all(at[each] == ends[each] for each in step.operands)
         if act is Act.POLL_LINES:
             memory, epoch = state.memory, state.epoch[number]
-            behind = step.stride * (epoch % 2)
+            offset = step.stride * (epoch % 2)
             return all(
-                memory[at + behind] // EPOCH_FACTOR % (REFUSED_BIT // EPOCH_FACTOR) == epoch for at in step.operands
+                memory[at + offset] // EPOCH_FACTOR % (REFUSED_BIT // EPOCH_FACTOR) == epoch for at in step.operands
             )
         return True
 
@@ -142,17 +142,17 @@ class Effects:
 
     def _enter(self, state: State, number: int) -> None:
         thread, launch = self.threads[number], self.launches[self.threads[number].launch]
-        ours = launch.kind in KINDS
-        if ours and self._is_poisoned(state, number) and self.case.fault is not Fault.POISON_UNREAD:
+        in_workspace = launch.kind in KINDS
+        if in_workspace and self._is_poisoned(state, number) and self.case.fault is not Fault.POISON_UNREAD:
             if not state.memory[self.failed[thread.rank]]:
                 raise BrokenError(f"{wording.thread_name(self, number)} does nothing, and no wait has failed")
             self._advance(state, number, self.ends[number])
             return
         if launch.kind == "combine":
             self._expect_dispatched(state, number)
-        if ours and self.case.fault is Fault.BAKED_EPOCH:
-            state.epoch[number] = self.case.given_epoch(thread.rank, thread.launch)
-        elif ours:
+        if in_workspace and self.case.fault is Fault.BAKED_EPOCH:
+            state.epoch[number] = self.case.host_epoch(thread.rank, thread.launch)
+        elif in_workspace:
             state.epoch[number] = state.memory[self.memory["epoch", thread.rank, launch.kind]] + 1
         self._advance(state, number, 1)
 
@@ -168,14 +168,14 @@ class Effects:
 
     def _read(self, state: State, number: int, step: Step) -> int:
         """The number of steps to skip: not 0 where statuses are read, and one of them or this rank refuses the data."""
-        memory, behind = state.memory, step.stride * (state.epoch[number] % 2)
+        memory, offset = state.memory, step.stride * (state.epoch[number] % 2)
         for at in step.operands:
-            if memory[at + behind] & OPERATION_MASK != step.value:
+            if memory[at + offset] & OPERATION_MASK != step.value:
                 raise BrokenError(f"{wording.step(self, state, number)}; it needs operation {step.value}")
         if not step.statuses or not (self.case.refused or self.case.mixed):
             return 0
         combine = self.launches[self.threads[number].launch].number
-        refused = any(memory[at + behind] & REFUSED_BIT for at in step.operands) or self._statuses_differ(number, step)
+        refused = any(memory[at + offset] & REFUSED_BIT for at in step.operands) or self._statuses_differ(number, step)
         refused = refused or (self.case.refused and memory[self._refusal(number)])
         if not refused and self.case.refuses_combine(combine):
             raise BrokenError(f"{wording.thread_name(self, number)} accepts data that a rank refuses")

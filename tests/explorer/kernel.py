@@ -1,4 +1,4 @@
-"""The steps that all paths share: who sends rows and words to whom, and who reads them."""
+"""The steps that all paths share: stores of rows and words, and their reads."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Kernel:
 
     def _with_failures(self, steps: list[Step]) -> Iterator[Step]:
         """Insert the points at which a thread may fail: before each wait, and at its start in a case with `late`."""
-        ours = self.launch.kind in ("dispatch", "combine")
+        in_workspace = self.launch.kind in ("dispatch", "combine")
         for number, step in enumerate(steps):
             joins = step.act is Act.JOIN and step.operands  # such a thread started with those that it joins
             starts = number == 0 and not joins
             waits = step.act in (Act.WAIT, Act.POLL_LINES)
-            if self.case.timeouts and ours and (waits or (starts and self.case.late)):
+            if self.case.timeouts and in_workspace and (waits or (starts and self.case.late)):
                 yield Step(Act.MAY_FAIL)
             yield step
 

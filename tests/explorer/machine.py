@@ -133,11 +133,11 @@ class Machine(Effects):
         """Run an action, and all quiet steps after it."""
         if action.landing is not None:
             self._land(state, action.landing, log)
-        elif action.what == "fail":
+        elif action.kind == "fail":
             self.fail(state, action.thread, log)
         else:
             self.run(state, action.thread, self.step(state, action.thread), log)
-        alone = self.at_once or action.landing is None  # else a word that lands lets another rank go on
+        alone = self.at_once or action.landing is None  # otherwise a word that lands may end a wait of another rank
         self.settle(state, (self.threads[action.thread].rank,) if alone else range(self.case.ranks), log)
 
     def ended(self, state: State) -> bool:

@@ -16,8 +16,8 @@ _STUCK = "no thread can go on; "
 
 def _cases(fault: Fault, ranks: int) -> Callable[..., Case]:
     def case(program: str, **fields: object) -> Case:
-        told = 1 if ranks == 2 else 0
-        usual = {"ranks": ranks, "program": program, "routings": (full(ranks),), "routers": told, "fault": fault}
+        routers = 1 if ranks == 2 else 0
+        usual = {"ranks": ranks, "program": program, "routings": (full(ranks),), "routers": routers, "fault": fault}
         return Case(**usual | fields)
 
     return case

@@ -86,9 +86,9 @@ def _trace(machine: Machine, parents: dict[Key, Key | None], key: Key) -> tuple[
     machine.start(lines.append)
     for before, after in pairwise(path):
         for number in range(len(machine.actions(State(before)))):
-            told, reached = _again(machine, before, number)
+            step, reached = _again(machine, before, number)
             if reached == after:
-                lines += told
+                lines += step
                 break
     return tuple(lines)
 

@@ -25,7 +25,7 @@ class Landing(NamedTuple):
 class Action(NamedTuple):
     """A possible next action: a step of `thread`, the failure of its wait, or the landing of a store."""
 
-    what: str
+    kind: str
     thread: int
     landing: Landing | None = None
 

@@ -21,10 +21,10 @@ _PATHS = {"words": WordKernel, "stages": WordKernel, "blocks": BlockKernel, "lin
 
 
 def _kernel(case: Case, memory: Memory, launch: Launch, rank: int, first: int) -> Kernel:
-    ours = launch.kind in ("dispatch", "combine", "copies")
+    in_workspace = launch.kind in ("dispatch", "combine", "copies")
     if launch.kind == "combine":
         launch = replace(launch, dispatch=case.combined(rank, launch.number))
-    return (_PATHS[launch.path] if ours else Kernel)(case, memory, launch, rank, first)
+    return (_PATHS[launch.path] if in_workspace else Kernel)(case, memory, launch, rank, first)
 
 
 def threads(case: Case, memory: Memory) -> list[Thread]:

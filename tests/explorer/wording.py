@@ -40,8 +40,8 @@ def _step_text(effects: Effects, state: State, number: int) -> str:
     if now.act in (Act.STORE, Act.STORE_WORD, Act.STORE_LINE, Act.COPY):
         return f"stores {_content(effects, effects.address(state, number, now), effects.stored(state, number, now))}"
     if now.act in (Act.READ, Act.POLL_LINES):
-        behind = now.stride * (state.epoch[number] % 2)
-        seen = ", ".join(_content(effects, at + behind, state.memory[at + behind]) for at in now.operands)
+        offset = now.stride * (state.epoch[number] % 2)
+        seen = ", ".join(_content(effects, at + offset, state.memory[at + offset]) for at in now.operands)
         if now.act is Act.POLL_LINES and not effects.can_run(state, number, now):
             return f"polls for epoch {state.epoch[number]}, sees {seen}"
         return f"READS {seen}"

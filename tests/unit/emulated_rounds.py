@@ -53,11 +53,11 @@ class Ranks:
         ranks = []
         for kernels, tokens in zip(self.kernels, sent, strict=True):
             got, kept = self.new(kernels, tokens)
-            kernels.tell(0, tokens, kept)
+            kernels.write_metadata(0, tokens, kept)
             ranks.append(Rank(kernels, got, kept, self.launcher.words(1 + 2 * len(self.kernels))))
-        told = [rank.kernels.told(rank.kept)[1].clone() for rank in ranks]
+        metadata = [rank.kernels.metadata(rank.kept)[1].clone() for rank in ranks]
         for rank in ranks:
-            rank.kernels.told(rank.kept)[0].copy_(torch.cat(told))
+            rank.kernels.metadata(rank.kept)[0].copy_(torch.cat(metadata))
             rank.kernels.number(0, rank.got, rank.kept, rank.heard)
         self.move(ranks, sent)
         for rank, tokens in zip(ranks, sent, strict=True):
