@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from raymoe.errors import CannotWrite, RaymoeError, Stopped
+from raymoe.errors import CannotWrite, RaymoeError, Stopped, printable
 
 if TYPE_CHECKING:
     from raymoe.config import Job
@@ -82,7 +82,7 @@ def doctor(
 
     with closing(examine()) as lines:
         for line in lines:
-            print_result(f"{line}\n")
+            print_result(f"{printable(line)}\n")
     return 0
 
 
@@ -91,7 +91,8 @@ def validate(config: Config, sets: Sets = None) -> None:
     """Check a config, and print all its problems."""
     job = _load(config, sets)
     cases = len(job.cases())
-    print_result(f"{config} is valid: {job.workload} on {job.world.ranks} ranks, {cases} case{'s' * (cases > 1)}\n")
+    valid = f"is valid: {job.workload} on {job.world.ranks} ranks, {cases} case{'s' * (cases > 1)}"
+    print_result(f"{printable(config)} {valid}\n")
 
 
 @app.command()
@@ -138,13 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RaymoeError as error:
         for problem in getattr(error, "problems", ()):
             if str(problem) != str(error):
-                print(problem, file=sys.stderr)
+                print(printable(str(problem)), file=sys.stderr)
         return _ended(str(error), error.exit_code)
     except KeyboardInterrupt:
         stopped = Stopped(signal.SIGINT)
         return _ended(str(stopped), stopped.exit_code)
     except Exception as error:  # noqa: BLE001  (a bug: print its traceback, then the sentence)
-        traceback.print_exc()
+        print("\n".join(map(printable, traceback.format_exc().splitlines())), file=sys.stderr)
         return _ended(f"a bug in raymoe: {type(error).__name__}: {error}", 1)
 
 
@@ -189,7 +190,7 @@ def _tune() -> int:
         lines = Record.read(Path(folder)).lines
     table = tune.table_of(lines, job)
     print_result(tune.report(tune.times_of(lines, job), table))
-    print_result(f"auto uses this table on every {table.gpu} that reads {table.save()}\n")
+    print_result(printable(f"auto uses this table on every {table.gpu} that reads {table.save()}") + "\n")
     return 0
 
 
@@ -219,5 +220,5 @@ def _usage(error: typer.BadParameter) -> str:
 
 
 def _ended(sentence: str, exit_code: int) -> int:
-    print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+    print(printable(" ".join(sentence.split())), file=sys.stderr, flush=True)
     return exit_code

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raymoe.config import Job, load_job
-from raymoe.errors import CannotWrite, ConfigError
+from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.gang.address import choose
 from raymoe.gang.main_process import Stopped, Tell, Work, run_in_child
 from raymoe.gang.messages import CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
@@ -43,9 +43,9 @@ def run(request: Request) -> int:
     with directory:
         outcome = _run(job, directory, request)
     if outcome.traceback:
-        print(outcome.traceback, file=sys.stderr)
+        print("\n".join(map(printable, outcome.traceback.splitlines())), file=sys.stderr)
     if outcome.exit_code != 0:
-        print(" ".join(outcome.message.split()), file=sys.stderr, flush=True)
+        print(printable(" ".join(outcome.message.split())), file=sys.stderr, flush=True)
     return outcome.exit_code
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 import threading
 import warnings
@@ -21,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raymoe.device import cache
 from raymoe.device.params import Params
-from raymoe.errors import CudaMissing, RaymoeError
+from raymoe.errors import CudaMissing, RaymoeError, printable
 from raymoe.packaged import packaged_folder
 
 # The headers of a kernel, which are part of its key.
@@ -62,22 +62,15 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
 
 # Compiled kernels on disk, shared by all processes of a user.
 #
-# `cuda.core`'s file cache writes an entry to a temporary file, synchronises it and renames it, so a reader finds a
-# whole entry or none. An entry is the machine code followed by its SHA-256. Tools that read cubins can read it, and a
-# damaged entry is detected and compiled again.
+# An entry is the machine code followed by its SHA-256: tools that read cubins still read it, and an entry that was
+# damaged on disk is found out and compiled again. `cache` says which folders and files are trusted.
 #
-# The folder is RAYMOE_CACHE_DIR, by default ~/.cache/raymoe. An unusable folder costs each process a second a kernel,
-# so it gives only a RuntimeWarning.
+# A folder that cannot be used costs a second a kernel and process, which is no reason to end a run: a RuntimeWarning
+# names it.
 
-CACHE_VARIABLE = "RAYMOE_CACHE_DIR"
 LIMIT_BYTES = 512 << 20
 _DIGEST_BYTES = 32
-
-
-def cache_folder() -> Path:
-    """The folder of compiled kernels and of measurements of this machine."""
-    asked = os.environ.get(CACHE_VARIABLE)
-    return Path(asked) if asked else Path("~/.cache/raymoe").expanduser()
+_SUFFIX = ".cubin"
 
 
 class Cubins:
@@ -86,18 +79,22 @@ class Cubins:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._files: Any = None
         self._out_of_use = False
+        self._warned = False
 
     @classmethod
     def from_environment(cls) -> Cubins:
-        return cls(cache_folder())
+        return cls(cache.cache_folder())
 
     def get(self, key: str) -> bytes | None:
-        """The code that was put under this key, if it is there and undamaged, else None."""
+        """What was put under the key, whole, undamaged and by this user, or None."""
+        if self._out_of_use:
+            return None
         try:
-            files = self._open()
-            entry = files.get(key) if files is not None else None
+            with cache.private_folder(self.folder) as folder:
+                entry = self._entry(folder, key)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             self._give_up(error)
             return None
@@ -107,31 +104,35 @@ class Cubins:
         return code if code and hashlib.sha256(code).digest() == digest else None
 
     def put(self, key: str, code: bytes) -> None:
+        if self._out_of_use:
+            return
         try:
-            files = self._open()
-            if files is not None:
-                files[key] = code + hashlib.sha256(code).digest()
+            with cache.private_folder(self.folder, create=True) as folder:
+                cache.write(folder, key + _SUFFIX, code + hashlib.sha256(code).digest())
+                cache.bound(folder, _SUFFIX, LIMIT_BYTES)
         except OSError as error:
             self._give_up(error)
 
-    def _open(self) -> Any:
-        from cuda.core.utils import FileStreamProgramCache
-
-        with self._lock:
-            if self._files is None and not self._out_of_use:
-                self._files = FileStreamProgramCache(self.folder, max_size_bytes=LIMIT_BYTES)
-            return self._files
+    def _entry(self, folder: int, key: str) -> bytes | None:
+        """Read an entry. One that somebody else may have written is told once; the compiled kernel replaces it."""
+        try:
+            return cache.read(folder, key + _SUFFIX, LIMIT_BYTES)
+        except cache.NotPrivateError as error:
+            self._warn(f"{self.folder / key}{_SUFFIX} is not used ({error.strerror}); it is compiled again")
+            return None
 
     def _give_up(self, error: OSError) -> None:
+        self._out_of_use = True
+        self._warn(
+            f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so every process compiles "
+            f"its own; set {cache.CACHE_VARIABLE} to a folder that you own and only you can write"
+        )
+
+    def _warn(self, sentence: str) -> None:
         with self._lock:
-            first, self._out_of_use, self._files = not self._out_of_use, True, None
+            first, self._warned = not self._warned, True
         if first:
-            warnings.warn(
-                f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so every process "
-                f"compiles its own; set {CACHE_VARIABLE} to a folder that can be written",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warnings.warn(printable(sentence), RuntimeWarning, stacklevel=2)
 
 
 _SCHEME = "raymoe 1"  # to be changed with the contents of a key or of an entry

@@ -47,7 +47,8 @@ def test_more_than_16_parents_are_refused(tmp_path):
     ("parent", "expected"),
     [
         ("nope.yaml", "nope.yaml cannot be read: No such file or directory"),
-        (".", "is a directory, not a config"),
+        ("folder.yaml", "is a directory, not a config"),
+        (".", "a parent is a file .yaml or .yml"),
         ("[a, b]", "the path of one parent is wanted"),
         ("12", "the path of one parent is wanted"),
         ("broken.yaml", "not YAML"),
@@ -55,6 +56,7 @@ def test_more_than_16_parents_are_refused(tmp_path):
 )
 def test_an_unreadable_parent_hides_no_other_problem(tmp_path, parent, expected):
     write(tmp_path, "a: [\n", "broken.yaml")
+    (tmp_path / "folder.yaml").mkdir()
     found = problems(tmp_path, f"defaults: {parent}\nshape: {{hiden: 2}}\n")
     assert len(found) == 2
     assert any(expected in line for line in found) and any("did you mean 'hidden'?" in line for line in found)

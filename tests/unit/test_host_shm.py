@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,10 @@ def finish(child: subprocess.Popen[str]) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
+def path_of(descriptor: dict[str, object]) -> Path:
+    return Path(f"/proc/{descriptor['pid']}/fd/{descriptor['fd']}")
+
+
 def is_mapped(name: str) -> bool:
     return name in Path("/proc/self/maps").read_text()
 
@@ -61,7 +67,7 @@ def test_a_peer_writes_and_the_owner_reads(segment) -> None:
 
 
 def test_memory_has_no_name_and_only_its_user_may_open_it(segment) -> None:
-    path = Path(segment.descriptor()["path"])
+    path = path_of(segment.descriptor())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not [entry for entry in Path("/dev/shm").iterdir() if "raymoe" in entry.name]
     assert "(deleted)" in str(path.readlink())
@@ -81,7 +87,7 @@ except Exception as error: show([type(error).__name__, str(error)])
     assert "one user" in message
 
 
-@pytest.mark.parametrize("field", ["kind", "path", "pid", "started", "pid_ns", "boot_id", "inode", "nbytes"])
+@pytest.mark.parametrize("field", ["kind", "pid", "fd", "started", "pid_ns", "boot_id", "inode", "nbytes"])
 def test_a_descriptor_with_missing_or_mistyped_fields_is_refused(segment, field: str) -> None:
     descriptor = segment.descriptor()
     with pytest.raises(WiringError, match=f"whose '{field}' is of type NoneType"):
@@ -100,7 +106,9 @@ def test_a_descriptor_with_missing_or_mistyped_fields_is_refused(segment, field:
         ("started", 1, "not the one that exported"),
         ("inode", 1, "is inode .* now, not 1"),
         ("nbytes", 4096, "holds 8192 bytes; its descriptor says 4096"),
-        ("path", "/proc/self/fd/99999", "gone or has withdrawn"),
+        ("fd", 99999, "gone or has withdrawn"),
+        ("fd", -1, "gone or has withdrawn"),
+        ("pid", -1, "is gone"),
     ],
 )
 def test_a_descriptor_with_wrong_values_is_refused(segment, field: str, value: object, says: str) -> None:
@@ -119,7 +127,7 @@ def test_a_file_number_that_now_belongs_to_other_memory_is_refused(segment) -> N
     segment.unpublish()
     other = host_shm.own("raymoe-unit-other", 8192)  # takes the file number that has just become free
     try:
-        assert other.descriptor()["path"] == descriptor["path"]
+        assert other.descriptor()["fd"] == descriptor["fd"]
         with pytest.raises(WiringError, match="is inode"):
             host_shm.map_peer(descriptor)
     finally:
@@ -132,17 +140,99 @@ def test_a_file_number_that_now_belongs_to_a_socket_or_folder_is_refused(segment
     segment.unpublish()
     if taken_by == "socket":
         with socket.socket() as other:
-            assert descriptor["path"].endswith(f"/{other.fileno()}")
-            with pytest.raises(WiringError, match=r"could not be opened .*: No such device"):
+            assert descriptor["fd"] == other.fileno()
+            with pytest.raises(WiringError, match=r"leads to socket:\[\d+\], which is no heap"):
                 host_shm.map_peer(descriptor)
         return
     number = os.open("/", os.O_RDONLY)
     try:
-        assert descriptor["path"].endswith(f"/{number}")
-        with pytest.raises(WiringError, match=r"could not be opened .*: Is a directory"):
+        assert descriptor["fd"] == number
+        with pytest.raises(WiringError, match="leads to /, which is no heap"):
             host_shm.map_peer(descriptor)
     finally:
         os.close(number)
+
+
+# A descriptor that leads to something other than a heap. Each plant gives a file descriptor of this process.
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def memfd(label: str, seals: int = SEALS, mode: int = 0o600) -> int:
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, mode)
+    os.truncate(fd, 8192)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def file(folder: Path, name: str) -> int:
+    fd = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+    os.truncate(fd, 8192)
+    return fd
+
+
+def deleted_file(folder: Path, name: str) -> int:
+    fd = file(folder, name)
+    (folder / name).unlink()
+    return fd
+
+
+def fifo(folder: Path) -> int:
+    os.mkfifo(folder / "fifo")
+    return os.open(folder / "fifo", os.O_RDWR)
+
+
+PLANTS = {
+    "a file": (lambda folder: file(folder, "authorized_keys"), "authorized_keys, which is no heap"),
+    "a file with a label": (lambda folder: file(folder, "memfd:raymoe-x"), "memfd:raymoe-x, which is no heap"),
+    "a deleted file": (lambda folder: deleted_file(folder, "memfd:raymoe-x"), r"\(deleted\), which is no heap"),
+    "a FIFO": (fifo, "fifo, which is no heap"),
+    "a device": (lambda _: os.open("/dev/zero", os.O_RDWR), "leads to /dev/zero, which is no heap"),
+    "shared memory": (lambda _: deleted_file(Path("/dev/shm"), f"raymoe-{os.getpid()}"), "which is no heap"),
+    "another program's memfd": (lambda _: memfd("somebody's"), "leads to /memfd:somebody's .* which is no heap"),
+    "a memfd that can shrink": (lambda _: memfd("raymoe-x", fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "is not sealed"),
+    "a memfd that can be sealed": (lambda _: memfd("raymoe-x", SEALS & ~fcntl.F_SEAL_SEAL), "is not sealed"),
+    "a memfd for everybody": (lambda _: memfd("raymoe-x", mode=0o666), "has mode 0666; a heap has 0600"),
+}
+
+
+@pytest.mark.parametrize(("plant", "says"), PLANTS.values(), ids=PLANTS)
+def test_only_a_heap_is_mapped(segment, tmp_path, monkeypatch, plant: Callable[[Path], int], says: str) -> None:
+    fd = plant(tmp_path)
+    opened: list[object] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(path) or real(path, *rest))
+    try:
+        status = os.fstat(fd)
+        path = f"/proc/self/fd/{fd}"
+        lie = {"fd": fd, "path": path, "inode": status.st_ino, "nbytes": status.st_size}
+        with pytest.raises(WiringError, match=says):
+            host_shm.map_peer(segment.descriptor() | lie)
+    finally:
+        os.close(fd)
+    assert not opened or "no heap" not in says, "it is not even opened"
+
+
+def test_a_descriptor_names_no_path(segment, tmp_path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(bytes(8192))
+    lie = {"path": str(victim), "inode": victim.stat().st_ino}
+    with pytest.raises(WiringError, match=r"not .* as exported"):
+        host_shm.map_peer(segment.descriptor() | lie)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="lets another user make a heap")
+def test_a_heap_of_another_user_is_not_mapped() -> None:
+    child = start("os.setuid(65534); own = host_shm.own('raymoe-unit', 8192); show(own.descriptor()); input()")
+    try:
+        assert child.stdout is not None
+        descriptor = json.loads(child.stdout.readline())
+        with pytest.raises(WiringError, match=r"belongs to user 65534, not to user 0; all ranks .* one user"):
+            host_shm.map_peer(descriptor)
+    finally:
+        child.kill()
+        child.communicate(timeout=DEADLINE_S)
 
 
 def test_unpublished_memory_stays_mapped_but_cannot_be_mapped_again(segment) -> None:
