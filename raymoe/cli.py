@@ -5,7 +5,6 @@ Each command imports what it needs when it runs, so that a mistake in a config i
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import traceback
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from raymoe.errors import CannotWrite, RaymoeError, Stopped, printable
+from raymoe import shell
+from raymoe.errors import RaymoeError, Stopped, printable
 
 if TYPE_CHECKING:
     from raymoe.config import Job
@@ -131,9 +131,28 @@ def _options(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. After a failure the last line on stderr is one unwrapped sentence."""
+    """Run a command and return its exit code. After a failure the last line on stderr is one unwrapped sentence.
+
+    Without `argv` it is the command of this process, whose signals and standard streams this function takes over.
+    """
+    if argv is not None:
+        return _run(list(argv))
+    shell.prepare()
     try:
-        return _invoke(sys.argv[1:] if argv is None else list(argv))
+        code = _run(sys.argv[1:])
+        shell.ignore_stops()
+    except shell.Interrupted as interrupted:  # while an error was reported
+        shell.ignore_stops()
+        return _ended(str(interrupted.stopped), interrupted.stopped.exit_code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = _invoke(arguments)
+        if code == 0:
+            shell.check_stdout()
+        return code
     except UsageError as error:
         return _ended(_usage(error), 2)
     except RaymoeError as error:
@@ -141,8 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if str(problem) != str(error):
                 print(printable(str(problem)), file=sys.stderr)
         return _ended(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        stopped = Stopped(signal.SIGINT)
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt.stopped if isinstance(interrupt, shell.Interrupted) else Stopped(signal.SIGINT)
         return _ended(str(stopped), stopped.exit_code)
     except Exception as error:  # noqa: BLE001  (a bug: print its traceback, then the sentence)
         print("\n".join(map(printable, traceback.format_exc().splitlines())), file=sys.stderr)
@@ -150,15 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_result(text: str) -> None:
-    """Print a command's result on stdout."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        # The text is still buffered. Without this, Python would write it again at exit, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # a reader that closes the pipe early is no failure
-            raise CannotWrite(f"the output cannot be written: {error.strerror}") from error
+    """Print a command's result on stdout, now. `shell.check_stdout` finds a write that failed."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _invoke(arguments: list[str]) -> int:

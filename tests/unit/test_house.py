@@ -13,7 +13,17 @@ PACKAGE = Path(raymoe.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LIBRARY = {"errors": 0, "packaged": 0, "device": 1, "memory": 2, "net": 3, "transport": 4, "exchange": 4, "moe": 5}
 """The parts that a user's program imports."""
-HARNESS = {"config": 6, "workload": 7, "gang": 8, "doctor": 8, "report": 8, "run": 9, "cli": 10, "__main__": 11}
+HARNESS = {
+    "shell": 6,
+    "config": 6,
+    "workload": 7,
+    "gang": 8,
+    "doctor": 8,
+    "report": 8,
+    "run": 9,
+    "cli": 10,
+    "__main__": 11,
+}
 """The parts that `raymoe run` needs. They are higher than the library, so the library cannot import them."""
 HEIGHT = LIBRARY | HARNESS
 EVERYWHERE = {"__version__", "__file__"}  # names of the package itself

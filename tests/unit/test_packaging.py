@@ -55,7 +55,7 @@ def test_sdist_holds_what_type_checkers_read(tmp_path):
 def test_wheel_declares_the_command_and_its_dependencies(wheel):
     archive = zipfile.ZipFile(wheel)
     info = f"raymoe-{raymoe.__version__}.dist-info"
-    assert "raymoe = raymoe.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "raymoe = raymoe.__main__:main" in archive.read(f"{info}/entry_points.txt").decode()
     metadata = archive.read(f"{info}/METADATA").decode()
     needs = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     needs = [need for need in needs if "extra ==" not in need]
