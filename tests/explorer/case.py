@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tests.explorer.fault import Fault
 
 Routing = tuple[tuple[tuple[int, ...], ...], ...]
-"""`routing[source][token]`: the ranks that hold an expert of the token. The source is among them where own rows matter."""
+"""`routing[source][token]`: the ranks that hold an expert of the token, the source itself where own rows matter."""
 
 
 def full(ranks: int, tokens: int = 1, own: bool = False) -> Routing:
