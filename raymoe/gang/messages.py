@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from raymoe.workload.progress import Span
+
 
 @dataclass(frozen=True)
 class Bounded:
@@ -33,11 +35,26 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progressed:
-    """Rank 0 has done `done` of `total` steps of a case."""
+    """Rank 0 has done `done` of `total` steps of a case. `total` is 0 while it sets the case up."""
 
     case: str
     done: int
     total: int
+    step_s: float | None = None  # seconds of a step, the mean of the last block
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Phases of the driver or of a rank. `shift_s` takes times of its host's clock to the driver's clock.
+
+    Each message of a host replaces the shift of earlier ones. `error_s` bounds its error.
+    """
+
+    process: str
+    host: str
+    spans: tuple[Span, ...]
+    shift_s: float = 0.0
+    error_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,4 +87,4 @@ class RunOutcome:
     traceback: str | None = field(default=None, repr=False)
 
 
-Message = Bounded | Connected | Ready | Progressed | CaseDone | GenerationEnded | RunOutcome
+Message = Bounded | Connected | Ready | Progressed | Profiled | CaseDone | GenerationEnded | RunOutcome

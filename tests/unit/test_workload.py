@@ -288,7 +288,7 @@ def slow_third_step(world: World) -> list[list[float]]:
         )
 
     told: list[int] = []
-    measured = measure(world, Steps(2, 2000, True, 1.0), do_step, lambda done, _: told.append(done), "test")
+    measured = measure(world, Steps(2, 2000, True, 1.0), do_step, lambda block: told.append(block.done), "test")
     assert told[-1] == 2002 and measured.verified and measured.max_error == 0.0
     return [measured.us[0][:2], measured.us[1][:2], [len(samples) for samples in measured.us]]
 
