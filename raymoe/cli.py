@@ -43,12 +43,15 @@ def run(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run directory. Default: one in runs/.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in DIR.")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write trace.json: phases of all ranks, one clock.")
+    ] = False,
 ) -> int:
     """Run a config, on a named Ray cluster or on a local Ray."""
     from raymoe.run import Request
     from raymoe.run import run as execute
 
-    return execute(Request(config, tuple(sets or ()), address, out, quiet, resume))
+    return execute(Request(config, tuple(sets or ()), address, out, quiet, resume, profile))
 
 
 @app.command()
@@ -111,6 +114,28 @@ def schema() -> None:
     from raymoe.config import job_schema
 
     print_result(json.dumps(job_schema(), indent=2) + "\n")
+
+
+@app.command()
+def dashboard(
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The folder. Default: where Grafana reads Ray's dashboards.")
+    ] = None,
+) -> None:
+    """Write raymoe's Grafana dashboard."""
+    import json
+
+    from raymoe.gang.dashboard import FILE, default_folder
+    from raymoe.gang.dashboard import dashboard as made
+    from raymoe.report.directory import cannot_write, write_atomically
+
+    folder = default_folder() if out is None else out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    write_atomically(folder / FILE, json.dumps(made(), indent=2) + "\n")
+    print_result(f"{folder / FILE}\n")
 
 
 def _print_version(asked: bool) -> None:

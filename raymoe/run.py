@@ -18,14 +18,25 @@ from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.gang.address import choose
 from raymoe.gang.local_ray import configure, remove_session
 from raymoe.gang.main_process import Stopped, Tell, Work, run_in_child
-from raymoe.gang.messages import CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
+from raymoe.gang.messages import (
+    CaseDone,
+    Connected,
+    GenerationEnded,
+    Message,
+    Profiled,
+    Progressed,
+    Ready,
+    RunOutcome,
+)
 from raymoe.report.directory import RunDirectory, write_atomically
 from raymoe.report.environment import environment
 from raymoe.report.progress import ProgressBar
 from raymoe.report.results import Generation, Summary, complete
 from raymoe.report.tables import render
+from raymoe.report.trace import ChromeTrace
 from raymoe.shell import Interrupted
 from raymoe.workload.memory_needed import bytes_per_rank, check_memory
+from raymoe.workload.progress import in_words
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class Request:
     out: Path | None = None
     quiet: bool = False
     resume: Path | None = None
+    profile: bool = False
 
 
 def run(request: Request) -> int:
@@ -77,7 +89,11 @@ class Recorder:
     facts: dict[str, object]
     began: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
+    trace: ChromeTrace = field(init=False)
     _ready_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.trace = ChromeTrace(self.directory.run)
 
     def receive(self, message: Message) -> None:
         match message:
@@ -89,8 +105,11 @@ class Recorder:
                 self.directory.write_environment({**self.facts, "generation": generation, "ranks": list(ranks)})
                 pids = ", ".join(f"rank {rank['rank']} pid {rank['pid']}" for rank in ranks)
                 self.progress.note(f"generation {generation}: {len(ranks)} ranks ready after {seconds:.1f} s ({pids})")
-            case Progressed(case, done, total):
-                self.progress.step(case, done, total)
+            case Progressed(case, done, total, step_s):
+                self.progress.step(case, in_words(done, total, step_s), done / total if total else 0.0)
+            case Profiled(process, host, spans, shift_s, error_s):
+                self.trace.add(process, host, spans)
+                self.trace.shift(host, shift_s, error_s)
             case CaseDone(case, generation, lines):
                 commit = str(self.facts["commit"]) if self.facts["commit"] else None
                 run = self.directory.run
@@ -125,6 +144,8 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
             outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
             summarise(outcome)
             _tidy(directory, outcome, generations, progress)
+            if request.profile:
+                progress.note(f"the trace is {recorder.trace.write(directory.path)}")
             if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):
                 from raymoe.report.plots import write_plots  # matplotlib takes half a second to load
 
@@ -170,6 +191,6 @@ def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
         from raymoe.gang.driver import Driver, RunOrder
 
         finished = frozenset(directory.finished())
-        return Driver(RunOrder(job, directory.run, request.address, finished), tell, stopped).run()
+        return Driver(RunOrder(job, directory.run, request.address, finished, request.profile), tell, stopped).run()
 
     return work

@@ -38,11 +38,13 @@ from raymoe.gang.messages import (
 )
 from raymoe.gang.placement import Reservation, place
 from raymoe.gang.processes import Process, children_named, is_alive
+from raymoe.gang.watch import Watch
 
 EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
 ALIVE_S = 1.0  # between two messages that the driver works
 CLEAR_S = 20.0  # to close and end the ranks of the last generation, also on another node
 LEAVE_S = 5.0  # to leave a cluster
+SAME_PROGRESS_S = 5.0  # until progress is sent again that has not changed, so that a log shows that the run is alive
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class RunOrder:
     run: str  # name of the run directory, part of the names of actors and metrics
     address: str | None
     finished: frozenset[str] = frozenset()
+    profile: bool = False  # collect spans for a trace
 
 
 @dataclass
@@ -67,7 +70,8 @@ class Driver:
     gang: Gang | None = None
     state: sv.State = field(init=False)
     stop_seen: bool = False
-    progress_sent: tuple[str, int, int] | None = None
+    progress_sent: tuple[Progressed | None, float] = None, 0.0  # the last one, and when it was sent
+    watch: Watch = field(init=False)
     generation_began: float = field(default_factory=time.monotonic)
     servers: dict[str, Process] = field(default_factory=dict)  # of the run's own Ray
     alive_at: float = 0.0  # when `Alive` was sent last
@@ -76,6 +80,8 @@ class Driver:
         world = self.order.job.world
         self.state = sv.State(ranks=world.ranks, restarts_left=world.restarts)
         self.finished |= self.order.finished
+        cases = len(self.order.job.cases())
+        self.watch = Watch(self.order.run, world.ranks, cases, self.tell, self.order.profile)
 
     def run(self) -> RunOutcome:
         """Carry out the whole run. A RaymoeError becomes the outcome."""
@@ -113,9 +119,10 @@ class Driver:
         if cluster.address is None:
             self.servers = children_named(local_ray.SERVERS)
         self.tell(Connected(cluster.address, time.monotonic() - began))
+        self.watch.connected(len(self.finished))
 
     def _place(self) -> None:
-        self.reservation = place(self.order.job, self._check_stop)
+        self.reservation = place(self.order.job, self.order.run, self._check_stop)
         if self.reservation is not None:
             self._on(sv.Placed())
 
@@ -129,7 +136,7 @@ class Driver:
             time.sleep(EVENTS_S)
         remove_placement_group(self.reservation.group)
         try:
-            self.reservation = place(self.order.job, self._check_stop)
+            self.reservation = place(self.order.job, self.order.run, self._check_stop)
         except PlacementError as error:
             raise RankDied(
                 lost.culprit or 0, f"{lost.message}; and no other node can hold the ranks: {error}"
@@ -140,6 +147,7 @@ class Driver:
         if time.monotonic() - self.alive_at > ALIVE_S:
             self.alive_at = time.monotonic()
             self.tell(Alive())
+        self.watch.refresh()
         signum = self.stopped()
         if signum is not None and not self.stop_seen:
             self.stop_seen = True
@@ -168,13 +176,18 @@ class Driver:
         for case, lines in self.gang.take_finished():
             self.finished.add(case)
             self.tell(CaseDone(case, self.state.generation, lines))
-        if self.gang.progress is not None and self.gang.progress != self.progress_sent:
-            self.progress_sent = self.gang.progress
-            self.tell(Progressed(*self.progress_sent))
+            self.watch.case_done(len(self.finished))
+        self.watch.take(self.gang)
+        sent, at = self.progress_sent
+        now, progress = time.monotonic(), self.gang.progress
+        if progress is not None and (progress != sent or now - at > SAME_PROGRESS_S):
+            self.progress_sent = progress, now
+            self.tell(progress)
 
     def _on(self, event: sv.Event) -> None:
         before = self.state
         self.state, actions = sv.decide(before, event, time.monotonic())
+        self.watch.on(event, before, self.state)
         if isinstance(event, sv.Wired) and self.gang is not None:
             self.tell(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.describe_ranks()))
         if self.state.phase is sv.Phase.CLEARING and self.state.final and self.state.verdict is not None:
@@ -218,6 +231,7 @@ class Driver:
 
     def _leave(self) -> None:
         """Release the reservation and leave the cluster. Ray would do it too, but later."""
+        self.watch.send_spans()
         if not ray.is_initialized() or self.servers:  # the main process ends a Ray of the run's own
             return
         try:

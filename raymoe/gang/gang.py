@@ -18,15 +18,19 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raymoe.config import Job
 from raymoe.gang import nodes
 from raymoe.gang import supervisor as sv
+from raymoe.gang.messages import Progressed
 from raymoe.gang.placement import Location, Reservation, bundles_by_rank
 from raymoe.gang.processes import crash_report, end_ranks
 from raymoe.gang.rank import Line, RankActor, RankSettings, Status
+from raymoe.gang.watch import Shift
 from raymoe.workload.memory_needed import bytes_per_rank, device_bytes_per_rank
+from raymoe.workload.progress import Progress, Span
 
 POLL_S = 0.2  # between two polls of a rank
 START_S = 60.0  # extra time for the first answer to a call, which may start a process and import torch
 MARGIN_S = 5.0  # extra time after world.wait_timeout_s, until a rank that does not answer counts as stuck
 NAME_TAKEN_S = 5.0  # for Ray to free the actor name of a rank that died
+LAST_REPORTS_S = 0.5  # for a rank that failed to hand over its last reports
 CLOSE_S = 3.0  # for all ranks to close; then they are killed
 
 
@@ -47,7 +51,7 @@ class Gang:
         self.locations: dict[int, Location] = {}
         self.node: nodes.Node | None = None  # where all ranks are, once they are located
         self.descriptors: dict[int, dict[str, Any]] = {}
-        self.progress: tuple[str, int, int] | None = None
+        self.progress: Progressed | None = None
         self._calls: dict[ray.ObjectRef[Any], Call] = {}
         self._polls: dict[int, tuple[ray.ObjectRef[Any], float]] = {}
         self._next_poll = 0.0
@@ -55,6 +59,9 @@ class Gang:
         self._asked_at = time.monotonic()
         self._first_answer: float | None = None
         self._cursor = 0  # finished cases taken from rank 0
+        self._taken: dict[int, int] = {}  # reports taken from each rank
+        self._reports: list[tuple[int, Progress | Span]] = []
+        self.shifts: dict[int, Shift] = {}  # of the clock of each rank, by its last answer to a poll
         self._finished: list[tuple[str, tuple[Line, ...]]] = []
         self._start(list(range(self.size)))
 
@@ -156,15 +163,23 @@ class Gang:
         taken, self._finished = self._finished, []
         return taken
 
+    def take_reports(self) -> list[tuple[int, Progress | Span]]:
+        """Return the reports of all ranks since the last call, each with its rank."""
+        taken, self._reports = self._reports, []
+        return taken
+
     def _on_answer(self, call: Call, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
         self._first_answer = self._first_answer or time.monotonic()
         answer, event = self._read(call, ref)
+        # What a rank reported after its last poll comes before the event that it is done, or that it failed.
+        last: list[sv.Event] = []
+        if call.method == "run" and not isinstance(event, sv.Lost):
+            last = self._last_poll(call.rank, MARGIN_S if event is None else LAST_REPORTS_S)
         if event is not None:
             self._failed = True
             return [event]
         if call.method == "run":
-            # Cases that rank 0 finished after its last poll come before the event that it is done.
-            return [*(self._last_poll() if call.rank == 0 else []), sv.Finished(call.rank)]
+            return [*last, sv.Finished(call.rank)]
         if call.method == "locate":
             self.locations[call.rank] = answer
         elif call.method == "open":
@@ -246,37 +261,49 @@ class Gang:
         for rank in range(self.size):
             if rank not in self._polls:  # one poll at a time: its age tells how long the rank has not answered
                 cursor = self._cursor if rank == 0 else 1 << 30  # cases are taken from rank 0 alone
-                self._polls[rank] = (self._send_poll(rank, cursor), now)
+                self._polls[rank] = (self._send_poll(rank, cursor), time.monotonic())
 
     def _send_poll(self, rank: int, cursor: int) -> ray.ObjectRef[Any]:
-        ref: ray.ObjectRef[Any] = self.actors[rank].poll.options(name=f"rank{rank} poll").remote(cursor)
+        # Without task events: five polls a second would fill the task table of Ray's dashboard.
+        poll = self.actors[rank].poll.options(name=f"rank{rank} poll", enable_task_events=False)
+        ref: ray.ObjectRef[Any] = poll.remote(cursor, self._taken.get(rank, 0))
         return ref
 
     def _on_poll(self, rank: int, ref: ray.ObjectRef[Any]) -> list[sv.Event]:
         if self._polls.get(rank, (None,))[0] != ref:
             return []  # `_last_poll` has asked for the same cases in the meantime
-        del self._polls[rank]
+        _, asked = self._polls.pop(rank)
         status, event = self._read(Call("poll", rank), ref)
-        if event is None and rank == 0:
-            self._record(status)
-        return [] if event is None else [event]
-
-    def _last_poll(self) -> list[sv.Event]:
-        """Take the last cases of rank 0, whose `run` has returned."""
-        self._polls.pop(0, None)
-        ref = self._send_poll(0, self._cursor)
-        if not ray.wait([ref], timeout=MARGIN_S)[0]:
-            return [sv.NotAnswering(0, "rank 0 finished its cases and no longer answers; its process still runs", 5)]
-        status, event = self._read(Call("poll", 0), ref)
         if event is None:
-            self._record(status)
+            self.shifts[rank] = Shift.of_answer(asked, status.now, time.monotonic())
+            self._record(rank, status)
         return [] if event is None else [event]
 
-    def _record(self, status: Status) -> None:
+    def _last_poll(self, rank: int, timeout_s: float) -> list[sv.Event]:
+        """Take the last cases and reports of a rank whose `run` has returned."""
+        self._polls.pop(rank, None)
+        ref = self._send_poll(rank, self._cursor if rank == 0 else 1 << 30)
+        if not ray.wait([ref], timeout=timeout_s)[0]:
+            message = f"rank {rank} finished its cases and no longer answers; its process still runs"
+            return [sv.NotAnswering(rank, message, 5)]
+        status, event = self._read(Call("poll", rank), ref)
+        if event is None:
+            self._record(rank, status)
+        return [] if event is None else [event]
+
+    def _record(self, rank: int, status: Status) -> None:
+        self._taken[rank] = status.reported
+        self._reports += [(rank, report) for report in status.reports]
+        if rank != 0:
+            return
         self._finished += status.finished
         self._cursor += len(status.finished)
-        if status.case is not None and status.total:
-            self.progress = (status.case, status.done, status.total)
+        if status.case is not None:
+            blocks = [report.block for report in status.reports if isinstance(report, Progress)]
+            step_s = blocks[-1].step_s if blocks else None
+            if step_s is None and self.progress is not None and self.progress.case == status.case:
+                step_s = self.progress.step_s
+            self.progress = Progressed(status.case, status.done, status.total, step_s)
 
     def _find_overdue(self) -> list[sv.Event]:
         """Return the first rank that should have answered by now."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from raymoe.workload.progress import Span
+
 
 @dataclass(frozen=True)
 class Bounded:
@@ -47,11 +49,26 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progressed:
-    """Rank 0 has done `done` of `total` steps of a case."""
+    """Rank 0 has done `done` of `total` steps of a case. `total` is 0 while it sets the case up."""
 
     case: str
     done: int
     total: int
+    step_s: float | None = None  # seconds of a step, the mean of the last block
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Phases of the driver or of a rank. `shift_s` takes times of its host's clock to the driver's clock.
+
+    Each message of a host replaces the shift of earlier ones. `error_s` bounds its error.
+    """
+
+    process: str
+    host: str
+    spans: tuple[Span, ...]
+    shift_s: float = 0.0
+    error_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,4 +104,4 @@ class RunOutcome:
     session: Path | None = None  # directory of the local Ray that the driver started
 
 
-Message = Alive | Bounded | Connected | Ending | Ready | Progressed | CaseDone | GenerationEnded | RunOutcome
+Message = Alive | Bounded | Connected | Ending | Ready | Progressed | Profiled | CaseDone | GenerationEnded | RunOutcome

@@ -25,6 +25,7 @@ class Location:
     gpu: str | None  # Ray's name of it: a number, or a UUID on a node that was started with UUIDs
     process: tuple[int, int]
     stderr_file: str | None = None
+    boot_id: str = ""  # of the host; processes with the same one share a clock
 
 
 def bundles_by_rank(locations: Sequence[Location]) -> list[int]:
@@ -74,7 +75,7 @@ class Reservation:
     device: str
 
 
-def place(job: Job, stopped: Callable[[], bool]) -> Reservation | None:
+def place(job: Job, run: str, stopped: Callable[[], bool]) -> Reservation | None:
     """Reserve bundles on one node for the ranks of a job; return None if `stopped` became true meanwhile.
 
     A request that no node can hold fails at once. One that must wait for other jobs waits up to
@@ -83,7 +84,7 @@ def place(job: Job, stopped: Callable[[], bool]) -> Reservation | None:
     ranks, timeout_s, device = job.world.ranks, job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device)
     asked = _request(ranks, bundle)
-    group: PlacementGroup = placement_group([bundle] * ranks, strategy="STRICT_PACK")
+    group: PlacementGroup = placement_group([bundle] * ranks, strategy="STRICT_PACK", name=f"raymoe/{run}")
     deadline = time.monotonic() + timeout_s
     while not group.wait(timeout_seconds=0.1):
         if stopped():

@@ -4,13 +4,19 @@
   placed the actor. Ranks are numbered by their locations; only then does `open` import torch and make memory.
 - **One thread.** All calls of the default concurrency group run on the same thread, as CUDA wants.
 - **No method raises.** Ray would wrap the error in a traceback of its own, so a failure is returned as a value.
+- **It reports, and others record.** The workload reports each block of steps to a callback. Reports wait here for the
+  driver's next poll, and a line for people goes to the log of this actor.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,9 +27,10 @@ from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
 from raymoe.gang.processes import start_time, stderr_file
 from raymoe.gang.supervisor import Failure
+from raymoe.gang.watch import boot_id
+from raymoe.workload.progress import Progress, Span, in_words
 
 if TYPE_CHECKING:
-    from raymoe.gang.metrics import RankMetrics
     from raymoe.memory.world import World
 
 T = TypeVar("T")
@@ -46,13 +53,16 @@ class RankSettings:
 
 @dataclass(frozen=True)
 class Status:
-    """A rank's answer to a poll: its state and progress, and the cases finished since `cursor`."""
+    """A rank's answer to a poll: its state and progress, and what is new since the poll before."""
 
     state: str
     case: str | None
     done: int
     total: int
-    finished: tuple[tuple[str, tuple[Line, ...]], ...]
+    finished: tuple[tuple[str, tuple[Line, ...]], ...]  # cases after the first `cursor`
+    reports: tuple[Progress | Span, ...]  # those after the first `taken`
+    reported: int  # how many there were up to now
+    now: float  # by the rank's CLOCK_MONOTONIC
 
 
 @dataclass
@@ -64,14 +74,71 @@ class _Progress:
     finished: list[tuple[str, tuple[Line, ...]]] = field(default_factory=list)
 
 
+MOST_REPORTS = 10_000  # of a driver that does not poll; a rank that works makes about five a second
+
+
+class Reports:
+    """Reports that wait for the driver's next poll. One thread adds, another takes."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Progress | Span] = deque()
+        self._added = 0
+        self._lock = threading.Lock()
+
+    def add(self, report: Progress | Span) -> None:
+        with self._lock:
+            self._waiting.append(report)
+            self._added += 1
+            if len(self._waiting) > MOST_REPORTS:
+                self._waiting.popleft()
+
+    def after(self, taken: int) -> tuple[tuple[Progress | Span, ...], int]:
+        """Drop the first `taken` reports, which the driver has; return the others, and how many there were so far.
+
+        >>> reports = Reports()
+        >>> for name in "abc":
+        ...     reports.add(Span(name, 0.0, 0.0))
+        >>> [span.name for span in reports.after(1)[0]], [span.name for span in reports.after(1)[0]], reports.after(3)
+        (['b', 'c'], ['b', 'c'], ((), 3))
+        """
+        with self._lock:
+            while self._waiting and self._added - len(self._waiting) < taken:
+                self._waiting.popleft()
+            return tuple(self._waiting), self._added
+
+
+LOG_S = 5.0  # between two lines of progress in a rank's log
+
+
+class RankLog:
+    """Lines for people in the log of the actor, which Ray's dashboard shows. Each begins with the rank."""
+
+    def __init__(self, index: int) -> None:
+        self.who = f"rank {index}"
+        self._progress_at = time.monotonic()
+
+    def line(self, text: str) -> None:
+        printable = "".join(each if each.isprintable() else "?" for each in " ".join(text.split()))
+        with suppress(OSError):  # a full disk: the run goes on without this line
+            print(f"{time.strftime('%H:%M:%S')} {self.who}: {printable}", flush=True)
+        self._progress_at = time.monotonic()
+
+    def progress(self, text: str) -> None:
+        """Print a line, unless there was one less than LOG_S ago."""
+        if time.monotonic() - self._progress_at >= LOG_S:
+            self.line(text)
+
+
 class Rank:
     """The methods of the actor. A plain class, so that tests can call it without Ray."""
 
     def __init__(self, run: str, index: int) -> None:
         self.run_name, self.index = run, index
         self.world: World | None = None
-        self.metrics: RankMetrics | None = None
         self.progress = _Progress()
+        self.reports = Reports()
+        self.log = RankLog(index)
+        self.generation = 0
 
     def __repr__(self) -> str:
         return f"Rank({self.index}, {self.run_name})"
@@ -81,7 +148,9 @@ class Rank:
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         process = (os.getpid(), start_time(os.getpid()))
-        return Location(bundle, context.get_node_id(), gpus[0] if gpus else None, process, stderr_file())
+        self.log.line(f"{self.run_name}, bundle {bundle}, GPU {gpus[0] if gpus else 'none'}, pid {os.getpid()}")
+        node, gpu = context.get_node_id(), gpus[0] if gpus else None
+        return Location(bundle, node, gpu, process, stderr_file(), boot_id())
 
     def open(self, settings: RankSettings) -> dict[str, Any] | Failure:
         """Import torch and make this rank's memory; return its descriptor, which tells peers how to reach it."""
@@ -100,10 +169,14 @@ class Rank:
         return self._safely(lambda: self.world.close() if self.world is not None else None)
 
     @ray.method(concurrency_group="control")
-    def poll(self, cursor: int) -> Status:
-        """Return state and progress, and the finished cases after the first `cursor`. Touches no device."""
-        now = self.progress
-        return Status(now.state, now.case, now.done, now.total, tuple(now.finished[cursor:]))
+    def poll(self, cursor: int, taken: int) -> Status:
+        """Return state and progress, the cases after the first `cursor` and the reports after the first `taken`.
+
+        Touches no device.
+        """
+        now, (reports, reported) = self.progress, self.reports.after(taken)
+        finished = tuple(now.finished[cursor:])
+        return Status(now.state, now.case, now.done, now.total, finished, reports, reported, time.monotonic())
 
     @ray.method(concurrency_group="control")
     def abort(self, reason: str) -> None:
@@ -112,16 +185,19 @@ class Rank:
             self.world.abort(reason)
 
     def _open(self, settings: RankSettings) -> dict[str, Any]:
+        self.generation = settings.generation
+        with self._phase("open"):
+            return self._open_memory(settings)
+
+    def _open_memory(self, settings: RankSettings) -> dict[str, Any]:
         import torch
 
-        from raymoe.gang.metrics import RankMetrics
         from raymoe.memory.world import World
         from raymoe.workload.memory_needed import check_device_memory, check_memory
 
         if settings.rank == 0 and settings.device == "cpu":  # once for all ranks, which are on one node
             check_memory(settings.size, settings.nbytes)
         torch.set_num_threads(settings.threads)
-        self.metrics = RankMetrics(self.run_name, settings.rank)
         self._enter("wiring")
         self.world = World.open(
             settings.rank,
@@ -140,26 +216,40 @@ class Rank:
         return dict(self.world.descriptor())
 
     def _wire(self, descriptors: Sequence[Mapping[str, Any]]) -> None:
-        self._open_world().wire([dict(descriptor) for descriptor in descriptors])
+        from raymoe.device.nvtx import nvtx_range
+
+        world = self._open_world()
+        with self._phase("wire"), nvtx_range(world.device, "wire"):
+            world.wire([dict(descriptor) for descriptor in descriptors])
         self._enter("ready")
 
     def _run(self, resolved: Mapping[str, Any], finished: Collection[str]) -> None:
-        from raymoe.workload import Progress, run_case
+        from raymoe.device.nvtx import nvtx_range
+        from raymoe.workload import run_case
 
-        world, metrics, now = self._open_world(), self.metrics, self.progress
+        world, now = self._open_world(), self.progress
+        idle_since = time.monotonic()  # no step since then
         self._enter("running")
 
         def progressed(progress: Progress) -> None:
-            if metrics is not None:
-                metrics.steps(progress.done - now.done, progress.seconds)
+            nonlocal idle_since
+            block = progress.block
+            if block.first == 0:
+                self.reports.add(Span("set up", idle_since, block.began, self.generation))
+            idle_since = block.met
+            self.reports.add(progress)
             now.done, now.total = progress.done, progress.total
+            self.log.progress(f"case {now.case}: {in_words(progress.done, progress.total, block.step_s)}")
             world.waiter.check()  # so that an abort also ends a rank that computes and never waits
 
         for case in Job.from_resolved(dict(resolved)).cases():
             if case.name in finished:
                 continue
             now.case, now.done, now.total = case.name, 0, 0
-            lines = run_case(case, world, progressed)
+            self.log.line(f"case {case.name}")
+            with self._phase(f"case {case.name}"), nvtx_range(world.device, f"case {case.name}"):
+                idle_since = time.monotonic()
+                lines = run_case(case, world, progressed)
             now.finished.append((case.name, tuple(lines)))
         self._enter("done")
 
@@ -170,8 +260,16 @@ class Rank:
 
     def _enter(self, state: str) -> None:
         self.progress.state = state
-        if self.metrics is not None:
-            self.metrics.state(state)
+        self.log.line(state)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Report a phase of this rank at its end, also if it ends by an error."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.reports.add(Span(name, began, time.monotonic(), self.generation))
 
     def _safely(self, call: Callable[[], T]) -> T | Failure:
         try:
@@ -183,6 +281,7 @@ class Rank:
     def _failure(self, error: Exception) -> Failure:
         """Return the error as a value. A wait that failed also names the peer that it waited for."""
         peer = error.peer if isinstance(error, PeerTimeout | Aborted) else None
+        self.log.line(f"failed: {error}")
         known = isinstance(error, RaymoeError)
         message = str(error) if known else f"rank {self.index} raised {type(error).__name__}: {error}"
         return Failure(

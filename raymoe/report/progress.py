@@ -62,12 +62,11 @@ class ProgressBar:
         else:
             self.note(text)
 
-    def step(self, case: str, done: int, total: int) -> None:
-        """Show that `done` of `total` steps of a case are done."""
-        text = f"case {self._finished + 1}/{self._cases} {case}: step {done}/{total}"
+    def step(self, case: str, where: str, share: float) -> None:
+        """Show where a case is: in words, and as a share of its steps."""
+        text = f"case {self._finished + 1}/{self._cases} {case}: {where}"
         if self._bar is not None and self._task is not None:
-            completed = self._finished + (done / total if total else 0.0)
-            self._bar.update(self._task, description=printable(text), completed=completed)
+            self._bar.update(self._task, description=printable(text), completed=self._finished + share)
             self._bar.refresh()
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()

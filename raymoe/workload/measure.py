@@ -8,16 +8,18 @@ same length for the next block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
+from time import monotonic
 from typing import Protocol
 
 from raymoe.config import Case
+from raymoe.device.nvtx import nvtx_range
 from raymoe.errors import PeerTimeout, WrongResult
 from raymoe.memory.world import World
+from raymoe.workload.progress import Block, Listener
 from raymoe.workload.traffic import Traffic
 
 # Statistics of a list of times.
@@ -120,9 +122,9 @@ class Measured:
         return None if self.max_error is None else True
 
 
-def measure(world: World, steps: Steps, do_step: DoStep, report: Callable[[int, float], None], label: str) -> Measured:
-    """Run all steps. After each block, call `report` with the number of steps done and the block's seconds."""
-    with aborting(world):
+def measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Measured:
+    """Run all steps. Call `report` after each block."""
+    with aborting(world), nvtx_range(world.device, label):
         return _measure(world, steps, do_step, report, label)
 
 
@@ -136,25 +138,33 @@ def aborting(world: World) -> Iterator[None]:
         raise
 
 
-def _measure(world: World, steps: Steps, do_step: DoStep, report: Callable[[int, float], None], label: str) -> Measured:
+def _measure(world: World, steps: Steps, do_step: DoStep, report: Listener, label: str) -> Measured:
     measured = Measured()
-    done, block = 0, 1
+    done, count = 0, 1
     while done < steps.total:
-        block = min(block, steps.total - done)
-        started = perf_counter()
+        count = min(count, steps.total - done)
+        began = monotonic()
         mine: list[StepTimes] = []
-        for index in range(done, done + block):
-            step = do_step(index, verify=steps.verified(index))
-            mine.append((step.us, step.host_us))
-            if steps.verified(index):
-                _check_error(world, step.error, index - steps.warmup, steps.bound, measured, label)
-        seconds = perf_counter() - started
-        by_step, longest = _times_of_all(world, mine, seconds, label)
+        verified: list[tuple[int, float, float]] = []
+        with nvtx_range(world.device, f"steps {done} to {done + count - 1}"):
+            for index in range(done, done + count):
+                if steps.verified(index):
+                    step_began = monotonic()
+                    step = do_step(index, verify=True)
+                    _check_error(world, step.error, index - steps.warmup, steps.bound, measured, label)
+                    verified.append((index, step_began, monotonic()))
+                else:
+                    step = do_step(index, verify=False)
+                mine.append((step.us, step.host_us))
+        ended = monotonic()
+        by_step, longest = _times_of_all(world, mine, ended - began, label)
+        met = monotonic()
         for all_ranks in by_step[max(0, steps.warmup - done) :]:
             _add(measured, all_ranks)
-        done += block
-        report(done, seconds)
-        block = max(1, min(LONGEST_BLOCK, int(block * BLOCK_SECONDS / longest)))
+        us = tuple(sum(op) for op in zip(*(us for us, _ in mine), strict=True))
+        report(Block(done, count, began, ended, met, us, tuple(verified)))
+        done += count
+        count = max(1, min(LONGEST_BLOCK, int(count * BLOCK_SECONDS / longest)))
     return measured
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Draw
+from raymoe.workload.progress import StepWork, TimedOp
 
 
 def rows_for(ids: torch.Tensor, ranks: int, experts: int) -> list[int]:
@@ -28,6 +29,8 @@ class Traffic:
 
     total: float
     busiest: float
+    sent: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    """Bytes that each rank sends."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class ExchangeTraffic:
         >>> ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=5, home_bytes=10)
         ExchangeTraffic(dispatch=Traffic(total=20, busiest=15), combine=Traffic(total=40, busiest=30), \
 both=Traffic(total=60, busiest=35))
+        >>> skewed = ExchangeTraffic.of([[5, 3], [1, 5]], row_bytes=10)
+        >>> skewed.dispatch.sent, skewed.combine.sent
+        ((30, 10), (10, 30))
         >>> ExchangeTraffic.of([[9, 9], [9, 9]], row_bytes=10, home_rows=[[5, 3], [1, 5]]).both
         Traffic(total=220, busiest=120)
         """
@@ -71,7 +77,13 @@ both=Traffic(total=60, busiest=35))
             (sent + home_sent, received + home_received)
             for (sent, received), (home_received, home_sent) in zip(there, back, strict=True)
         ]
-        return cls(*(Traffic(sum(sent for sent, _ in ports), max(map(max, ports))) for ports in (there, back, both)))
+        home = [(sent, received) for received, sent in back]
+        return cls(
+            *(
+                Traffic(sum(sent for sent, _ in ports), max(map(max, ports)), tuple(sent for sent, _ in ports))
+                for ports in (there, home, both)
+            )
+        )
 
 
 def _through_ports(rows: Sequence[Sequence[float]], row_bytes: int) -> list[tuple[float, float]]:
@@ -99,3 +111,50 @@ def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Excha
     needed = [to_peer for to_peer, _ in answers]
     sent = [[tokens] * world.size for _, tokens in answers] if spec.by_copy_engine else needed
     return ExchangeTraffic.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)
+
+
+# The work of a step, for the progress that a rank reports.
+
+_EXPERTS_AT_ONCE = 8192  # counts in one message of the world's board
+
+
+def work_of(
+    world: World,
+    draws: Sequence[Draw],
+    spec: ExchangeSpec,
+    traffic: ExchangeTraffic,
+    ops: Iterable[tuple[str, Mapping[str, str | None]]],
+) -> StepWork:
+    """Return the work of an average step. `ops` are those that it times, in order. All ranks call this together."""
+    nothing = Traffic(0, 0, (0.0,) * world.size)
+    timed = [
+        TimedOp(op, traffic.by_op.get(op, nothing).sent[world.rank], {key: one for key, one in how.items() if one})
+        for op, how in ops
+    ]
+    tokens = sum(len(draw.ids) for draw in draws) / len(draws)
+    return StepWork(tuple(timed), tokens, imbalance_of(world, draws, spec.experts))
+
+
+def imbalance_of(world: World, draws: Sequence[Draw], experts: int) -> float:
+    """Return the rows of this rank's busiest expert, divided by the mean of all experts. All ranks call this together.
+
+    Rows are those of an average step; `draws` are this rank's. If no token has an expert, the answer is 0.
+    """
+    mine = torch.zeros(experts, dtype=torch.int64)
+    for draw in draws:
+        mine += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
+    rows: list[int] = []
+    for start in range(0, experts, _EXPERTS_AT_ONCE):
+        answers: list[list[int]] = world.swap(mine[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
+        rows += [sum(each) for each in zip(*answers, strict=True)]
+    return busiest_share(rows, world.rank, world.size)
+
+
+def busiest_share(rows: Sequence[float], rank: int, ranks: int) -> float:
+    """Return the rows of the busiest expert of a rank, divided by the mean of all experts.
+
+    >>> busiest_share([4, 0, 2, 2], rank=0, ranks=2), busiest_share([4, 0, 2, 2], rank=1, ranks=2)
+    (2.0, 1.0)
+    """
+    local, total = len(rows) // ranks, sum(rows)
+    return max(rows[rank * local : (rank + 1) * local]) * len(rows) / total if total else 0.0

@@ -26,6 +26,7 @@ from tests.python_path import python_path
 
 REPO = Path(__file__).resolve().parents[2]
 UNSET = "(not set)"  # as a value in env=: remove the variable
+METRICS_EVERY_SECOND = {"RAY_metrics_report_interval_ms": "1000"}
 RUN_S = 90.0  # no command of these tests takes longer on two busy cores
 
 
@@ -121,11 +122,12 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Head:
-    """A Ray head that the tests started, and its ports."""
+    """A Ray head that the tests started, its ports, and the folder of its sessions."""
 
     address: str
     dashboard: str
     metrics_port: int
+    folder: Path
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def ray_head(tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, s
         while "Ray runtime started" not in log.read_text():
             assert process.poll() is None and time.monotonic() < deadline, f"no head:\n{log.read_text()}"
             time.sleep(0.1)
-        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", metrics)
+        yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", metrics, folder)
     finally:
         process.terminate()
         try:
@@ -177,9 +179,12 @@ def end_session(session: int) -> None:
 
 @pytest.fixture(scope="session")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """One head for every test that does not end it. Its home holds no auth token, so it asks for none."""
+    """One head for every test that does not end it. Its home holds no auth token, so it asks for none.
+
+    It exports metrics every second, not every 10 s; so does a driver with the same variable.
+    """
     folder = tmp_path_factory.mktemp("head")
-    with ray_head(folder, env={"HOME": str(folder)}) as it:
+    with ray_head(folder, env={"HOME": str(folder), **METRICS_EVERY_SECOND}) as it:
         yield it
 
 

@@ -30,6 +30,7 @@ ELSEWHERE = {
     "pip install .": "tests/unit/test_packaging.py",
     "ray start --head": "the fixture `head`",
     "ray job submit --working-dir . -- raymoe run quickstart": "tests/gang/test_submit.py",
+    "prometheus --config.file=/tmp/ray/session_latest/metrics/prometheus/prometheus.yml": "tests/gang/test_metrics.py",
     "export RAY_AUTH_MODE=token": "tests/gang/test_submit.py",
 }
 

@@ -1,20 +1,19 @@
-"""Ray's tools: `ray job submit`, before and after a local run leaves its auth token, and the exported metrics."""
+"""Ray's own tools: `ray job submit`, before and after a local run left its auth token."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.gang import configs
 from tests.gang.conftest import REPO, UNSET, Head, Start, ray_head
+from tests.gang.prometheus import prometheus
 
 BIN = Path(sys.executable).parent
 
@@ -65,6 +64,9 @@ def test_job_submit_works_before_and_after_a_local_run(tmp_path: Path, start: St
         code, output = submit(head_with_auth, home, *quick(home / "after"), env={"RAY_AUTH_MODE": "token"})
         assert code == 0 and "succeeded" in output, output
         assert (home / "after" / "summary.json").exists()
+        with prometheus(head_with_auth.folder, tmp_path) as server:  # the metrics port asks for no token
+            run = (home / "after" / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")
+            assert server.wait_for(f'sum(ray_raymoe_steps_total{{run="{run}"}})')[0].value == 4
 
         refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=bare)
         assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
@@ -74,22 +76,3 @@ def test_a_bad_config_fails_the_job_with_exit_code_2(head: Head, tmp_path: Path)
     code, output = submit(head, Path(os.environ["HOME"]), "raymoe", "run", "quickstart", "--set", "shape.hiden=3")
     assert code == 1 and "failed with exit code 2" in output, output
     assert "did you mean" in output and "hidden" in output
-
-
-def test_steps_and_rank_states_are_exported_as_metrics(start: Start, head: Head, tmp_path: Path) -> None:
-    run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
-    run.pids()
-    name = (run.out / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")
-    url, text = f"http://127.0.0.1:{head.metrics_port}/metrics", ""
-    wanted = [f'ray_raymoe_steps_total{{.*rank="{rank}",run="{name}"' for rank in range(3)]
-    wanted += [f'ray_raymoe_step_seconds_bucket{{.*run="{name}"']
-    wanted += [f'raymoe_rank_state{{.*rank="{rank}",run="{name}",state="running"}} 1.0' for rank in range(3)]
-    deadline = time.monotonic() + 40
-    while not all(re.search(name, text) for name in wanted) and time.monotonic() < deadline:
-        time.sleep(0.5)
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            text = answer.read().decode()
-    run.signal(signal.SIGTERM)
-    assert run.end(10) == 143
-    missing = [name for name in wanted if not re.search(name, text)]
-    assert not missing, text

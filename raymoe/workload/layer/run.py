@@ -15,7 +15,7 @@ from raymoe.workload.measure import Line, Step, Steps, measure, result_line, sha
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import traffic_of
+from raymoe.workload.traffic import traffic_of, work_of
 
 
 def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -27,25 +27,38 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(spec))
     with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
         backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
-        report = step_listener(progress, steps.total)
+        traffic = traffic_of(world, inputs.draws, spec)
+        ops = [(op, {"backend": backend}) for op in LayerStep.ops]
+        work = work_of(world, inputs.draws, spec, traffic, ops)
+        report = step_listener(progress, steps.total, work=work)
         measured = measure(world, steps, do_step, report, f"{case.name}: layer by {backend}")
-    both = traffic_of(world, inputs.draws, spec).both
-    return [result_line(case, "step", both, measured, 0) | shape_keys(case, backend)]
+    return [result_line(case, "step", traffic.both, measured, 0) | shape_keys(case, backend)]
 
 
 class LayerStep:
-    """Times one pass through the layer."""
+    """Times one pass through the layer, and in it the dispatch and the combine, each with its wait for other ranks."""
+
+    ops = ("step", "dispatch", "combine")
 
     def __init__(self, world: World, layer: MoELayer, inputs: Inputs, seed: int) -> None:
         self.world, self.layer, self.inputs = world, layer, inputs
         self.oracle = SwigluExperts(layer.experts.shape, seed)
+        self._dispatched_at = self._applied_at = 0
+        layer.experts.register_forward_pre_hook(self._note_dispatched)
+        layer.experts.register_forward_hook(self._note_applied)
 
     def __call__(self, index: int, *, verify: bool) -> Step:
         batch = self.inputs.at(index, fresh=verify)
         self.world.barrier("step: start")
         started = perf_counter_ns()
         y = self.layer.routed(batch.x, batch.ids, batch.weights)
-        us = (perf_counter_ns() - started) / 1e3
-        if not verify:
-            return Step((us,))
-        return Step((us,), error_of(y, batch, self.oracle, by_row=True))
+        ended = perf_counter_ns()
+        times = (ended - started, self._dispatched_at - started, ended - self._applied_at)
+        us = tuple(ns / 1e3 for ns in times)
+        return Step(us, error_of(y, batch, self.oracle, by_row=True) if verify else None)
+
+    def _note_dispatched(self, *_: object) -> None:
+        self._dispatched_at = perf_counter_ns()
+
+    def _note_applied(self, *_: object) -> None:
+        self._applied_at = perf_counter_ns()

@@ -26,7 +26,7 @@ from raymoe.workload.measure import Line, Step, Steps, measure, result_line, sha
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import BOUNDS, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import Traffic, traffic_of
+from raymoe.workload.traffic import Traffic, traffic_of, work_of
 
 PRODUCT = "product"
 ALONE: tuple[tuple[str, str | None], ...] = (("dispatch", None), ("combine", None), (PRODUCT, None))
@@ -142,8 +142,11 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
     with _opening(case, world, inputs) as step:
         keys = step.keys
         label = f"{case.name}: {keys['backend']} beside a product"
-        measured = measure(world, steps, step, step_listener(progress, steps.total), label)
-    by_op = traffic_of(world, inputs.draws, spec).by_op
+        traffic = traffic_of(world, inputs.draws, spec)
+        ops = [(op, {"backend": str(keys["backend"]), "l2": "cold", "beside": beside}) for op, beside in OPS]
+        work = work_of(world, inputs.draws, spec, traffic, ops)
+        measured = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
+    by_op = traffic.by_op
     nothing = Traffic(0, 0)
     return [
         result_line(case, op, by_op.get(op, nothing), measured, index)

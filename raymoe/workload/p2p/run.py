@@ -13,7 +13,7 @@ from raymoe.memory.world import World
 from raymoe.transport.channels import Channels, ChannelSpec
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line
 from raymoe.workload.p2p.copies import POISON, Copy, copies_of, drawn, share_wrong
-from raymoe.workload.progress import Progress, step_listener
+from raymoe.workload.progress import Progress, StepWork, TimedOp, step_listener
 
 EXACT = 0.0
 """A copy has no rounding: not one byte may differ."""
@@ -38,9 +38,13 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
     lines = []
     with _opening(case, world) as open_step:
         for index, copy in enumerate(copies):
-            report = step_listener(progress, len(copies) * steps.total, index * steps.total)
             label = f"{case.name}: {copy.nbytes} bytes by {copy.transport}"
+            received = copy.nbytes * sum(destination == world.rank for _, destination in copy.pairs)
             with closing(open_step(copy)) as do_step:
+                # The clock of a copy ends at its receiver.
+                how = {"transport": str(do_step.keys["transport"])}
+                work = StepWork((TimedOp("copy", received, how),) if received else ())
+                report = step_listener(progress, len(copies) * steps.total, index * steps.total, work)
                 measured = measure(world, steps, do_step, report, label)
                 known = do_step.keys
             source, destination = copy.pairs[0] if case.job.p2p.pattern == "pairs" else (None, None)
