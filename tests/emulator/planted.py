@@ -73,12 +73,12 @@ PLANTED = {
         "fused", "placing.cuh", "ptx::fence_proxy_async();  // orders the word", "//"
     ),
     "a word is not acquired": _planted("fused", "sync.cuh", "load_acquire_sys(word)", "load_relaxed_sys(word)"),
-    "one half of the slots, at the sender": _planted("fused", "sending.cuh", "half_(epoch & 1)", "half_(0)"),
+    "one half of the slots, at the sender": _planted("fused", "sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
     "one half of the slots": Planted(
         "fused",
         (
-            Change("sending.cuh", "half_(epoch & 1)", "half_(0)"),
-            Change("placing.cuh", "half_(epoch & 1)", "half_(0)"),
+            Change("sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
+            Change("placing.cuh", "parity_(epoch & 1)", "parity_(0)"),
         ),
         form="pairs",
     ),
@@ -98,8 +98,8 @@ PLANTED = {
     "nothing to send, nothing said": _planted(
         "fused",
         "sending.cuh",
-        "    say_done(p, epoch, sender);",
-        "    if (n != 0) say_done(p, epoch, sender);",
+        "    announce_done(p, epoch, sender);",
+        "    if (n != 0) announce_done(p, epoch, sender);",
         routings=("none", "uniform"),
         ranks=2,
     ),
@@ -133,7 +133,7 @@ PLANTED = {
     "no quantised row's word is awaited": Planted(
         "fused",
         (
-            Change("quantised_stages.cuh", "said.await_before(turn);", ""),
+            Change("quantised_stages.cuh", "announced.await_before(turn);", ""),
             Change(
                 "quantised_stages.cuh", "QUEUE = 32;", "QUEUE = 4;"
             ),  # no longer than sayers are behind now and then
