@@ -244,9 +244,9 @@ class EmulatedBackend(FusedBackend):
         given = (getattr(tokens, field.name) for field in fields(tokens))
         return Tokens(*(None if each is None else self._place(each, True) for each in given))  # type: ignore[arg-type]
 
-    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
+    def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """All in memory of the machine, full of NaN and absurd numbers."""
-        got = super()._new(tokens, out)
+        got = super()._new_result(tokens, out)
         home, metadata, gpu = got._home, self._metadata, cast(Any, self.world.gpu)
         assert isinstance(home, Home)
         arrays = [
@@ -298,11 +298,11 @@ class EmulatedCopied(EmulatedBackend, CopiedBackend):
 
             gpu.emulator.call(self.world.rank, copy)
 
-    def _new_side(self) -> None:
+    def _new_side_stream(self) -> None:
         """A rank has one stream here."""
 
     @contextmanager
-    def _beside(self) -> Iterator[int]:
+    def _on_side_stream(self) -> Iterator[int]:
         yield 0
 
     def _join(self) -> None: ...
