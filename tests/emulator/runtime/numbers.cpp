@@ -76,7 +76,8 @@ float from_e4m3(u32 bits) {
     return bits & 0x80 ? -size : size;
 }
 
-// Of each two halves that which is further from zero, where those above `infinity` are no numbers; their signs' product.
+// Of each two halves that which is further from zero, where those above `infinity` are no numbers; their signs'
+// product.
 u32 further(u32 a, u32 b, u32 infinity) {
     u32 found = 0;
     for (int shift = 0; shift < 32; shift += 16) {

@@ -221,7 +221,8 @@ void note_shared_store(const Access& access) {
         if (word.kind == Writer::BULK && !knows_landed(me, word)) {
             race(access, "stores", "a bulk load fills, and nothing has told it that the bytes are there");
         }
-        // A thread has what it loads before it takes part in a collective, so that a later store of its warp may follow.
+        // A thread has what it loads before it takes part in a collective, so that a later store of its warp may
+        // follow.
         const auto may_follow = [&](const Reads& reads, u32 thread) {
             return known(me, thread, reads.count) ||
                    (reads.warp == me->index / 32 && (reads.convergence != me->warp->convergences ||

@@ -4,8 +4,8 @@
 // PTX memory model; only barriers, arrivals on barriers and __syncwarp hand clocks on. An access that nothing orders
 // after the access that it conflicts with ends the run: a race is found wherever it is run, in any interleaving.
 //
-// Before a bulk copy, each thread must have fenced its own accesses to the stage (fence.proxy.async) before it hands them
-// on. A fence by the thread that begins the copy would do by the letter of PTX; that is not relied on.
+// Before a bulk copy, each thread must have fenced its own accesses to the stage (fence.proxy.async) before it hands
+// them on. A fence by the thread that begins the copy would do by the letter of PTX; that is not relied on.
 //
 // Two idioms are let through. A store may follow a load of the same warp after any collective, since a thread has what
 // it loads before it takes part. And a word that is only ever accessed by shared_store_4 and shared_load_4 of one warp
