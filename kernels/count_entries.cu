@@ -1,7 +1,7 @@
-// How many entries (token, k) of each run of tokens are for each expert of this rank, and with compact rows how many of
-// its tokens come here or go to each rank. number_entries.cu adds these up.
+// Counts, for each run of tokens, the entries (token, k) of each expert of this rank. With compact rows it also counts
+// the tokens that come here and those that go to each rank. number_entries.cu adds the counts of all runs.
 //
-// Block b takes run b % runs of source b / runs: tokens one behind the other, all of one source.
+// Block b takes run b % runs of source b / runs: consecutive tokens of one source.
 
 #define ANY_GPU
 

@@ -1,16 +1,15 @@
-// Pushes rows to peers, into slots that everybody knows: a dispatch without routing, counts, placement and the rows
-// that stay on their rank. Nobody reads what arrives. It is the yardstick of dispatch, and no part of it.
+// Pushes rows to fixed slots of peers: a dispatch without routing, counts, placement and the rows that stay on their
+// rank. It is the yardstick of dispatch, and no part of it. No rank reads the rows that arrive.
 //
-// Every rank runs it, and every run has a number, the epoch:
-//   1. thread 0 of each block drives a ring over its share of the plan: a row is loaded once and stored to each rank
-//      that the plan names, into slot (this rank, token) there
+// All ranks run it, and every run has a number, the epoch:
+//   1. thread 0 of each block drives a ring over its share of the plan: it loads each row once, and stores it to each
+//      rank that the plan names, into slot (this rank, token)
 //   2. the last block out releases the epoch into this rank's word at every peer
-//   3. it waits, bounded, until every peer's word here has come to the epoch, then makes that this rank's count
-// The next run overwrites the slots with whatever comes; two runs of one rank that overlap at a peer would matter only
-// to a reader, and there is none.
+//   3. it waits, bounded, until every peer's word here reaches the epoch, then stores the epoch as this rank's count
+// The next run overwrites the slots. That needs no protection, because there is no reader.
 //
 // Memory, the same offsets on every rank: `slots`, [R][tokens] rows; `arrived`, a word for each rank, 128 bytes apart.
-// Dynamic shared memory: the ring (ring.cuh), a row a stage. 32 threads a block; the grid is resident all at once.
+// Dynamic shared memory: the ring (ring.cuh), a row a stage. 32 threads a block; the whole grid is resident.
 
 #include "raymoe/base/peer.cuh"
 #include "raymoe/base/ptx.cuh"
@@ -22,13 +21,13 @@ namespace raymoe {
 struct RowPushParams {
     Peers peers;
     const u8* x;       // [tokens] rows of this rank
-    const u64* plan;   // token << 32 | mask of the ranks that it goes to; this rank's memory, read only
+    const u64* plan;   // token << 32 | mask of its destination ranks; this rank's memory, read only
     const u32* count;  // entries of the plan
     u64 slots;         // offset of the region
 
-    // Offset of the words. Writer of word r: rank r, its last block out, by a release at system scope of its epoch when
-    // all rows of the run have arrived. Reader: the owner, acquiring. Only grows, never reset: a replay finds its next
-    // value by its own count, and a peer that is one run ahead is as good.
+    // Offset of the words. Writer of word r: the last block out of rank r, by a release at system scope of its epoch,
+    // when all rows of the run have arrived. Reader: the owner, by an acquire. It only grows and is never reset: a
+    // replay computes its next value from its own count, and a peer may be one run ahead.
     u64 arrived;
 
     Operation* operation;
@@ -41,7 +40,8 @@ struct RowPushParams {
 
 constexpr u32 ROW_PUSH_THREADS = 32;
 
-// By thread 0. Blocks take contiguous shares, so that most of a plan's entries come with the line of the one before.
+// Run by thread 0. Blocks take contiguous shares of the plan, so that most entries share a cache line with the
+// previous.
 __device__ __forceinline__ void push_rows(const RowPushParams& p, u8* shared) {
     const u64 rows = *p.count;
     const u64 begin = rows * blockIdx.x / gridDim.x;
@@ -63,10 +63,10 @@ __device__ __forceinline__ void push_rows(const RowPushParams& p, u8* shared) {
     };
     Ring ring(shared, p.stages, p.row_bytes);
     ring.run(end - begin, row, store);
-    ring.drain();  // before this block's ticket, which the words count on
+    ring.drain();  // the rows must have arrived before this block's ticket, because the words announce them
 }
 
-// By the last block out, which has acquired that the rows of all blocks have arrived.
+// Run by the last block out, whose ticket has acquired the rows of all blocks.
 __device__ __forceinline__ void meet_peers(const RowPushParams& p, u64 epoch) {
     for (u32 step = 0; step + 1 < p.peers.ranks; ++step) {
         // Orders the rows of all blocks before the word that announces them.
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::ROW_PUSH_THREADS, 1)
         ptx::fence_proxy_async();  // orders what earlier kernels wrote to x before this thread's bulk loads
         push_rows(p, shared);
     }
-    // The ticket is taken by every block, also by those that may not push, so that it always wraps.
+    // Every block takes the ticket, even one that may not push, so that the ticket always wraps.
     if (last_block_out(p.operation)) {
         if (!poisoned(p.watch)) {
             meet_peers(p, epoch);

@@ -1,7 +1,7 @@
-// Rows to where they are wanted: each is read once and written to each of a list of rows. With it a dispatch by NCCL
-// places what has arrived, and packs what goes to each rank.
+// Copies each row to a list of rows: reads it once, writes it to each place. A dispatch by NCCL uses this to place rows
+// that arrived, and to pack rows for each rank.
 //
-// A warp takes a piece of a row at a time, VECTORS * 32 * 16 bytes of it, all of whose loads are under way together.
+// A warp copies a piece of a row at a time, VECTORS * 32 * 16 bytes. All loads of a piece are in flight together.
 
 #define ANY_GPU
 
@@ -16,30 +16,30 @@ constexpr u64 NO_OFFSET = ~0ull;
 
 struct SpreadParams {
     const u8* rows;
-    const u8* own;  // rows [own_first, own_first + own_count) are here, in order; null: they are in `rows`
+    const u8* own;  // holds rows [own_first, own_first + own_count), in order; null: they are in `rows`
     u8* out;
 
-    const u8* kept;  // where the next two are
-    u64 source;      // offset of u32[count]: which of `rows` each row is, or NOWHERE; NO_OFFSET: row i is the i-th
-    u64 to;          // offset of u32[count][stride], of which `width` are looked at: rows of `out`, or NOWHERE
+    const u8* kept;  // memory that holds the next two arrays
+    u64 source;      // offset of u32[count]: the index in `rows` of each row, or NOWHERE; NO_OFFSET: row i is at i
+    u64 to;          // offset of u32[count][stride], `width` of them used: rows of `out`, or NOWHERE
 
-    // To fill with zeros: of expert e the rows of `out` from offsets[e] + counts[e] to offsets[e + 1]. Null: nothing.
+    // Gaps to fill with zeros: of expert e the rows of `out` from offsets[e] + counts[e] to offsets[e + 1]. Null: none.
     const u8* expert_offsets;
     const u8* expert_counts;
 
     u32 count;
     u32 stride;
     u32 width;
-    u32 skip;  // of the list, what is not looked at; NOWHERE: all is
+    u32 skip;  // the element of each list that is left out; NOWHERE: none
     u32 own_first;
     u32 own_count;
     u32 row_bytes;
     u32 pieces;  // of a row
     u32 experts;
-    u32 first_row;  // the number of the row that `out` begins with
+    u32 first_row;  // the number of the first row of `out`
 };
 
-// By a whole warp.
+// All threads of a warp call this.
 __device__ __forceinline__ void spread_piece(const SpreadParams& p, u32 number, const u8* row, u32 piece) {
     const u32 lane = threadIdx.x % 32, first = piece * PIECE + lane, vectors = p.row_bytes / 16;
     ptx::Bytes16 loaded[VECTORS];

@@ -1,8 +1,8 @@
-// What this rank's experts made of each token that came: the weighted sum in float32 in the order of k, rounded once to
-// what crosses, where the all-to-all of a combine takes it from. Behind the rows of each block goes this rank's status.
+// Sums this rank's experts' rows of each token, for the all-to-all of a combine. A sum is weighted, in float32, in the
+// order of k, and is rounded once, to the combine wire dtype. This rank's status goes behind the rows of each block.
 //
-// A block for each rank, T + 1 rows apart; the sum of a token stands where its row stood in its source's block of the
-// table. A warp takes a piece of a row at a time, two rows' loads under way together.
+// There is a block for each rank, with T + 1 rows. The sum of a token stands where its row stood in its source's block
+// of the table. A warp sums a piece of a row at a time, with the loads of two rows in flight.
 
 #define ANY_GPU
 
@@ -20,12 +20,12 @@
 namespace raymoe {
 
 using Sum = Crossing<ROW_TYPE, WIRE_TYPE>;
-constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors that a thread has under way of each of two rows
+constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors in flight of each of two rows, for a thread
 
 struct SumEntriesParams {
     DispatchMemory memory;
     u8* kept;          // memory of the dispatch
-    const u8* rows;    // [capacity][row_bytes] what the experts made
+    const u8* rows;    // [capacity][row_bytes] results of the experts
     u8* leaving;       // [R][T + 1][wire_row_bytes]
     u32 row_bytes;
     u32 wire_row_bytes;
@@ -41,12 +41,12 @@ __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
         if (status.cause == CAUSE_NONE) {
             status = {CAUSE_NONE, p.weighted, ptx::load_8(&record->number)};
         }
-        const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->came + rank);
+        const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_from + rank);
         store_status(p.leaving + behind * p.wire_row_bytes, status);
     }
 }
 
-// By a whole warp: the sum of a piece of a token's rows.
+// All threads of a warp call this. Sums a piece of a token's rows.
 __device__ __forceinline__ void sum_piece(const SumEntriesParams& p, u32 token, u32 piece, u8* into) {
     const DispatchMemory& memory = p.memory;
     const u32 source = token / memory.tokens, lane = threadIdx.x % 32;
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) sum_entries(const __grid_co
         const u32 token = unit / p.pieces;
         const u32 row = ptx::load_4(p.kept + p.memory.row_of + token * 4ull);
         if (row != NOWHERE) {
-            const u64 leaves = static_cast<u64>(row) + token / p.memory.tokens;  // blocks are a row longer than there
+            const u64 leaves = static_cast<u64>(row) + token / p.memory.tokens;  // blocks here have T + 1 rows, not T
             sum_piece(p, token, unit - token * p.pieces, p.leaving + leaves * p.wire_row_bytes);
         }
     }

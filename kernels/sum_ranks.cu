@@ -1,8 +1,8 @@
-// y of a combine by NCCL: what the ranks sent home of each token, added up in float32 in rank order and rounded once.
-// (NCCL's own reduce-scatter rounds at every hop and in an order of its own.)
+// Adds the ranks' sums of each token into y, for a combine by NCCL: in float32, in rank order, rounded once. (NCCL's
+// own reduce-scatter rounds at every hop and in an order of its own.)
 //
-// Behind the rows of each block stands its rank's status. Where one refuses the step, or not all combine the same
-// dispatch in the same way, y is NaN on all ranks; the statuses of the first such step are kept for the host.
+// Each rank's status stands behind the rows of its block. Where a rank refuses the step, or the ranks do not combine
+// the same dispatch in the same way, y is NaN on all ranks. The statuses of the first such step are kept for the host.
 
 #define ANY_GPU
 
@@ -20,9 +20,9 @@
 namespace raymoe {
 
 using Sum = Crossing<ROW_TYPE, WIRE_TYPE>;
-constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors that a thread has under way of each of two rows
+constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors in flight of each of two rows, for a thread
 
-// Written by the first combine that is refused since the host has set `kept` to 0; read by the host.
+// Written by the first refused combine after the host has set `kept` to 0; read by the host.
 struct Refused {
     u64 kept;
     u64 unused;
@@ -33,8 +33,8 @@ static_assert(sizeof(Refused) == 16 + 16 * MOST_RANKS, "");
 struct SumRanksParams {
     DispatchMemory memory;
     u8* kept;            // memory of the dispatch
-    const u8* leaving;   // [R][T + 1][wire_row_bytes]: this rank's own block is read here
-    const u8* returned;  // likewise; the others'
+    const u8* leaving;   // [R][T + 1][wire_row_bytes]: only this rank's own block is read
+    const u8* returned;  // [R][T + 1][wire_row_bytes]: the blocks of the other ranks
     u8* y;               // [given][row_bytes]
     Refused* refused;
     u32 row_bytes;
@@ -47,12 +47,13 @@ __device__ __forceinline__ const u8* block_of(const SumRanksParams& p, u32 rank)
     return rank == p.memory.rank ? p.leaving : p.returned;
 }
 
-// By the first warp, a thread for each rank. The same on all ranks: each has sent the same to all.
+// The first warp calls this, with a thread for each rank. All ranks get the same result, because each rank sends the
+// same status to all.
 __device__ __forceinline__ bool is_refused(const SumRanksParams& p) {
     const DispatchMemory& memory = p.memory;
     const u32 rank = threadIdx.x < memory.ranks ? threadIdx.x : 0;
     const DispatchRecord* record = memory.record_of(p.kept);
-    const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->went + rank);
+    const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_to + rank);
     const Status status = load_status(block_of(p, rank) + behind * p.wire_row_bytes);
     const u32 other = __shfl_sync(0xFFFFFFFF, status.other, 0);
     const u64 number = __shfl_sync(0xFFFFFFFF, status.number, 0);
@@ -62,7 +63,7 @@ __device__ __forceinline__ bool is_refused(const SumRanksParams& p) {
         if (threadIdx.x < memory.ranks) {
             store_status(p.refused->statuses + rank, status);
         }
-        __syncwarp();  // all have seen that nothing is kept
+        __syncwarp();  // all threads have read `kept` before it changes
         if (threadIdx.x == 0) {
             ptx::store_8(&p.refused->kept, 1);
         }
@@ -70,7 +71,7 @@ __device__ __forceinline__ bool is_refused(const SumRanksParams& p) {
     return refused;
 }
 
-// By a whole warp.
+// All threads of a warp call this.
 __device__ __forceinline__ void sum_piece(const SumRanksParams& p, u32 token, u32 piece, bool refused) {
     const DispatchMemory& memory = p.memory;
     const u32 lane = threadIdx.x % 32, first = piece * 32 * UNROLL + lane, last = p.row_bytes / 16;

@@ -1,7 +1,8 @@
-// What this rank tells all others of its tokens: ids and weights, in a fixed size. First kernel of a dispatch by NCCL.
+// Writes the ids and weights of this rank's tokens for the all-gather, in a fixed size. It is the first kernel of a
+// dispatch by NCCL.
 //
-// A token that is not there has no expert, nor has an id out of range; that makes this rank refuse the step. The step
-// goes on, so that no rank waits for another, and the refusal travels with the combine.
+// A token that is absent gets no expert. An id out of range also becomes no expert, and this rank refuses the step. The
+// step goes on, so that no rank waits for another, and the refusal travels with the combine.
 
 #define ANY_GPU
 
@@ -9,11 +10,11 @@
 
 namespace raymoe {
 
-// Kept from dispatch to dispatch. Between runs `bad_entry` is ~0 and `ticket` 0.
+// Words that stay from dispatch to dispatch. Between runs `bad_entry` is ~0 and `ticket` 0.
 struct TellScratch {
     u64 bad_entry;  // the first entry whose id is out of range
-    u64 number;     // of the last dispatch
-    u32 ticket;     // blocks that are through
+    u64 number;     // the last dispatch, counted from 1
+    u32 ticket;     // blocks that are done
     u32 unused;
 };
 static_assert(sizeof(TellScratch) == 24, "");
@@ -36,7 +37,7 @@ __device__ __forceinline__ long long id_at(const TellParams& p, u64 entry) {
                            : static_cast<long long>(static_cast<int>(ptx::load_4(p.topk_idx + entry * 4)));
 }
 
-// By the thread that is out last: why this rank refuses, if it does, and the dispatch's number.
+// The last thread out calls this. Writes why this rank refuses, if it does, and the dispatch's number.
 __device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
     const u64 bad = ptx::load_relaxed_gpu(&p.scratch->bad_entry);
     Status refusal{CAUSE_NONE, 0, 0};
@@ -49,7 +50,7 @@ __device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
     store_status(&record->refusal, refusal);
     const u64 number = ptx::load_relaxed_gpu(&p.scratch->number) + 1;
     ptx::store_8(&record->number, number);
-    // Read by later kernels of this stream only.
+    // Relaxed stores do: only later kernels of this stream read these words.
     ptx::store_relaxed_gpu(&p.scratch->number, number);
     ptx::store_relaxed_gpu(&p.scratch->bad_entry, ~0ull);
 }
@@ -58,7 +59,7 @@ __device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
 
 extern "C" __global__ void __launch_bounds__(256) tell_routing(const __grid_constant__ raymoe::TellParams p) {
     using namespace raymoe;
-    // A count below zero is a large one here.
+    // As unsigned, a negative count is large, and so refused.
     const u32 asked = p.num_tokens == nullptr ? p.given : ptx::load_4(p.num_tokens);
     const u64 there = static_cast<u64>(asked <= p.given ? asked : 0) * p.memory.topk;
     u8* topk_idx = p.memory.topk_idx_of(p.kept, p.memory.rank);
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256) tell_routing(const __grid_cons
         ptx::store_4(topk_idx + entry * 4, expert);
         ptx::store_4(topk_weights + entry * 4, weight);
     }
-    __syncthreads();  // orders what the block's threads found before the ticket
+    __syncthreads();  // orders the block's atomics on `bad_entry` before the ticket
     const u32 last = gridDim.x - 1;
     if (threadIdx.x == 0 && (last == 0 || ptx::atomic_increment_wrapping(&p.scratch->ticket, last) == last)) {
         finish_telling(p, asked);

@@ -5,7 +5,6 @@ Each command imports what it needs when it runs, so that a mistake in a config i
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import traceback
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from raymoe.errors import CannotWrite, RaymoeError, Stopped
+from raymoe import shell
+from raymoe.errors import RaymoeError, Stopped, printable
 
 if TYPE_CHECKING:
     from raymoe.config import Job
@@ -82,7 +82,7 @@ def doctor(
 
     with closing(examine()) as lines:
         for line in lines:
-            print_result(f"{line}\n")
+            print_result(f"{printable(line)}\n")
     return 0
 
 
@@ -91,7 +91,8 @@ def validate(config: Config, sets: Sets = None) -> None:
     """Check a config, and print all its problems."""
     job = _load(config, sets)
     cases = len(job.cases())
-    print_result(f"{config} is valid: {job.workload} on {job.world.ranks} ranks, {cases} case{'s' * (cases > 1)}\n")
+    valid = f"is valid: {job.workload} on {job.world.ranks} ranks, {cases} case{'s' * (cases > 1)}"
+    print_result(f"{printable(config)} {valid}\n")
 
 
 @app.command()
@@ -130,34 +131,47 @@ def _options(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code. After a failure the last line on stderr is one unwrapped sentence."""
+    """Run a command and return its exit code. After a failure the last line on stderr is one unwrapped sentence.
+
+    Without `argv` it is the command of this process, whose signals and standard streams this function takes over.
+    """
+    if argv is not None:
+        return _run(list(argv))
+    shell.prepare()
     try:
-        return _invoke(sys.argv[1:] if argv is None else list(argv))
+        code = _run(sys.argv[1:])
+        shell.ignore_stops()
+    except shell.Interrupted as interrupted:  # while an error was reported
+        shell.ignore_stops()
+        return _ended(str(interrupted.stopped), interrupted.stopped.exit_code)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        code = _invoke(arguments)
+        if code == 0:
+            shell.check_stdout()
+        return code
     except UsageError as error:
         return _ended(_usage(error), 2)
     except RaymoeError as error:
         for problem in getattr(error, "problems", ()):
             if str(problem) != str(error):
-                print(problem, file=sys.stderr)
+                print(printable(str(problem)), file=sys.stderr)
         return _ended(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        stopped = Stopped(signal.SIGINT)
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt.stopped if isinstance(interrupt, shell.Interrupted) else Stopped(signal.SIGINT)
         return _ended(str(stopped), stopped.exit_code)
     except Exception as error:  # noqa: BLE001  (a bug: print its traceback, then the sentence)
-        traceback.print_exc()
+        print("\n".join(map(printable, traceback.format_exc().splitlines())), file=sys.stderr)
         return _ended(f"a bug in raymoe: {type(error).__name__}: {error}", 1)
 
 
 def print_result(text: str) -> None:
-    """Print a command's result on stdout."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        # The text is still buffered. Without this, Python would write it again at exit, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # a reader that closes the pipe early is no failure
-            raise CannotWrite(f"the output cannot be written: {error.strerror}") from error
+    """Print a command's result on stdout, now. `shell.check_stdout` finds a write that failed."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _invoke(arguments: list[str]) -> int:
@@ -189,7 +203,7 @@ def _tune() -> int:
         lines = Record.read(Path(folder)).lines
     table = tune.table_of(lines, job)
     print_result(tune.report(tune.times_of(lines, job), table))
-    print_result(f"auto uses this table on every {table.gpu} that reads {table.save()}\n")
+    print_result(printable(f"auto uses this table on every {table.gpu} that reads {table.save()}") + "\n")
     return 0
 
 
@@ -219,5 +233,5 @@ def _usage(error: typer.BadParameter) -> str:
 
 
 def _ended(sentence: str, exit_code: int) -> int:
-    print(" ".join(sentence.split()), file=sys.stderr, flush=True)
+    print(printable(" ".join(sentence.split())), file=sys.stderr, flush=True)
     return exit_code

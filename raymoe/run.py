@@ -6,6 +6,7 @@ messages become lines in results.jsonl and progress on stderr.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -13,15 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raymoe.config import Job, load_job
-from raymoe.errors import CannotWrite, ConfigError
+from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.gang.address import choose
+from raymoe.gang.local_ray import configure, remove_session
 from raymoe.gang.main_process import Stopped, Tell, Work, run_in_child
 from raymoe.gang.messages import CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
-from raymoe.report.directory import RunDirectory
+from raymoe.report.directory import RunDirectory, write_atomically
 from raymoe.report.environment import environment
 from raymoe.report.progress import ProgressBar
 from raymoe.report.results import Generation, Summary, complete
 from raymoe.report.tables import render
+from raymoe.shell import Interrupted
 from raymoe.workload.memory_needed import bytes_per_rank, check_memory
 
 
@@ -43,9 +46,9 @@ def run(request: Request) -> int:
     with directory:
         outcome = _run(job, directory, request)
     if outcome.traceback:
-        print(outcome.traceback, file=sys.stderr)
+        print("\n".join(map(printable, outcome.traceback.splitlines())), file=sys.stderr)
     if outcome.exit_code != 0:
-        print(" ".join(outcome.message.split()), file=sys.stderr, flush=True)
+        print(printable(" ".join(outcome.message.split())), file=sys.stderr, flush=True)
     return outcome.exit_code
 
 
@@ -106,21 +109,30 @@ class Recorder:
 
 def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
     cases = [case.name for case in job.cases()]
-    facts = environment()
+    generations: list[Generation] = []
     with ProgressBar(sys.stderr, len(cases), len(directory.finished()), request.quiet) as progress:
         for notice in [*directory.notices, f"results go to {directory.path}"]:
             progress.note(notice)
-        recorder = Recorder(directory, progress, facts)
-        try:
-            directory.write_environment(facts)
-            outcome = run_in_child(_driver(job, directory, request), recorder.receive)
-            summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), recorder.generations)
+
+        def summarise(outcome: RunOutcome) -> None:
+            summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), generations)
             directory.write_summary(summary)
+
+        try:
+            facts = environment()
+            directory.write_environment(facts)
+            recorder = Recorder(directory, progress, facts, generations=generations)
+            outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
+            summarise(outcome)
+            _tidy(directory, outcome, generations, progress)
             if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):
                 from raymoe.report.plots import write_plots  # matplotlib takes half a second to load
 
                 if drawn := write_plots(directory.path, directory.lines()):
                     progress.note(f"plots go to {drawn[0].parent}")
+        except Interrupted as interrupted:  # before the driver ran, or after
+            outcome = RunOutcome(interrupted.stopped.exit_code, str(interrupted.stopped))
+            summarise(outcome)
         except CannotWrite as error:
             return RunOutcome(error.exit_code, str(error))
     if not request.quiet:
@@ -129,10 +141,32 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
     return outcome
 
 
+DRIVER_LOG = "driver.log"
+HARMLESS = ("done", "stopped")  # causes of the end of a generation
+
+
+def _tidy(directory: RunDirectory, outcome: RunOutcome, generations: list[Generation], progress: ProgressBar) -> None:
+    """Keep what Ray logged if something failed, and say where; else remove it."""
+    stopped = outcome.exit_code > 128
+    failed = not (stopped or outcome.exit_code == 0) or any(each.cause not in HARMLESS for each in generations)
+    if not failed:
+        if outcome.session is not None:
+            remove_session(outcome.session)
+        return
+    logs = [] if outcome.session is None else [f"Ray's logs are kept in {outcome.session / 'logs'}"]
+    if outcome.output:
+        write_atomically(directory.path / DRIVER_LOG, outcome.output)
+        logs.append(f"the driver's output in {directory.path / DRIVER_LOG}")
+    if logs:
+        progress.note(", ".join(logs))
+
+
 def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:
     """Make the work of the child process. Only the child imports Ray."""
 
     def work(tell: Tell, stopped: Stopped) -> RunOutcome:
+        if choose(request.address) is None:
+            configure(os.environ)
         from raymoe.gang.driver import Driver, RunOrder
 
         finished = frozenset(directory.finished())

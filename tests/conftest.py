@@ -1,4 +1,4 @@
-"""For every test: no settings from outside, generous hypothesis deadlines, and nothing left running at the end."""
+"""Clear Ray's environment variables, set the hypothesis profile, and check that no test leaves a process behind."""
 
 import os
 import signal
@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, settings
 MARK = "RAYMOE_TEST_SESSION"
 GRACE_S = 10.0
 
-# Idle threads of torch would spin on processors that other processes of a test wait for. Read when torch is loaded.
+# Idle threads of torch would spin on CPUs that other processes of a test need. Torch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# No deadline for one example: the machine may be shared. In CI the same examples every time.
+# An example has no deadline, because the machine may be shared. CI runs the same examples every time.
 settings.register_profile(
     "raymoe", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -24,9 +24,9 @@ settings.load_profile("raymoe")
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind():
-    """Fails the session if a process that a test started, or that such a process started, is alive at its end.
+    """Fail the session if a process that the tests started, directly or not, is alive at its end.
 
-    They are known by a variable in their environment, which also those carry that were orphaned on purpose.
+    A variable in their environment marks these processes. Orphaned children inherit it too.
     """
     for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_AUTH_MODE"):
         os.environ.pop(name, None)
@@ -51,8 +51,8 @@ def _processes_with(mark: str) -> dict[int, str]:
             command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
-            continue  # it ended while we looked, or belongs to another user
-        # Python's resource tracker and our own fork server serve multiprocessing until this very process ends.
+            continue  # it has just ended, or belongs to another user
+        # Python's resource tracker and this process's fork server serve multiprocessing until this process ends.
         serves = "resource_tracker" in command or ("forkserver" in command and parent == os.getpid())
         if mark.encode() in environment and int(directory.name) != os.getpid() and not serves:
             found[int(directory.name)] = command[:200]

@@ -1,4 +1,4 @@
-"""Where processes that the tests start find this package, and whatever else the tests themselves were given."""
+"""The PYTHONPATH of processes that the tests start: this repository, then the tests' own PYTHONPATH."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class _Check:
         file = case.job.routing.file
         entry = self.sweep.entry("routing.file", case.job) or self.root.find(("routing", "file"))
         if file and entry and case.job.routing.kind == "trace" and not Path(file).is_file():
-            yield entry.problem("routing.file", "no such file", f"looked for {file}")
+            yield entry.problem("routing.file", "no such file", entry.source.quoting(f"looked for {file}", ""))
 
     def _entry(self, key: str) -> Entry | None:
         """Find the entry that gives a key: in the matrix first, then under its own name, then as a plain value that

@@ -78,6 +78,8 @@ _BOUNDS = {
     "less_than": ("is not below", "lt"),
 }
 
+_WRONG = {"size": "not a size such as 4096 or 4KiB"}  # instead of messages that repeat the value
+
 Path = tuple[str, ...]
 
 
@@ -137,12 +139,12 @@ def _reason_and_hint(error: ErrorDetails, entry: Entry, path: Path, keys: KeyTre
         return f"{_WANTED[kind]} is wanted", _hint(kind, entry) or f"found {_found(entry)}"
     if kind in _BOUNDS:
         relation, bound = _BOUNDS[kind]
-        return f"{entry.shown()} {relation} {context[bound]}", None
+        return f"{entry.shown() or 'the value'} {relation} {context[bound]}", None
     if kind == "too_short":
         return "the list is empty", "give one value or more"
     if kind == "string_pattern_mismatch":
         return "not a name", "1 to 64 letters, digits, dots, dashes and underscores, the first a letter or a digit"
-    return error["msg"], _hint(kind, entry)
+    return entry.source.quoting(error["msg"], _WRONG.get(kind, error["msg"])), _hint(kind, entry)
 
 
 def _not_one_of(expected: str, entry: Entry) -> tuple[str, str | None]:
@@ -154,6 +156,8 @@ def _not_one_of(expected: str, entry: Entry) -> tuple[str, str | None]:
 
 def _hint(kind: str, entry: Entry) -> str | None:
     value = entry.value
+    if not entry.source.quotable:
+        return None  # a hint repeats the value in other words
     if isinstance(value, str) and entry.text is not None:
         return yaml11_hint(entry.text)
     if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type"):

@@ -107,7 +107,11 @@ def _listed(names: Sequence[str]) -> str:
 
 # Merging: a file over its parents, and every `--set` over the result.
 
+# A config may come from somebody else, and a parent can be any file that its reader may read. So a parent has the name
+# of a YAML file, and an error repeats no text of a parent outside the folder of the config: position and key only.
+
 MAX_PARENTS = 16
+PARENT_SUFFIXES = frozenset({".yaml", ".yml"})
 SET_LEVEL = MAX_PARENTS + 1
 
 
@@ -137,7 +141,8 @@ def layered(path: Path, sets: Sequence[str]) -> Layers:
 
 
 def _file(path: Path, children: tuple[Path, ...], level: int) -> Layers:
-    source = Source(_named(path), path.absolute().parent, level)
+    quotable = not children or path.resolve().is_relative_to(children[0].absolute().parent.resolve())
+    source = Source(_named(path), path.absolute().parent, level, quotable)
     root, problems = compose(read_config(path, source.name), source)
     if root is None or root.value is None:
         raise refused(Problem(source.name, None, "", None, "is empty, a config needs at least a workload"))
@@ -162,8 +167,12 @@ def _parent(entry: Entry, chain: tuple[Path, ...]) -> Path:
     parent = Path(os.path.normpath(chain[-1].parent / entry.value))
     try:
         again = any(parent.samefile(file) for file in chain)
+        named_as_yaml = {parent.suffix, parent.resolve().suffix} <= PARENT_SUFFIXES
     except OSError as error:
-        raise refused(entry.problem("defaults", f"{_named(parent)} cannot be read: {error.strerror}")) from error
+        name = entry.source.quoting(_named(parent), "that file")
+        raise refused(entry.problem("defaults", f"{name} cannot be read: {error.strerror}")) from error
+    if not named_as_yaml:
+        raise refused(entry.problem("defaults", "a parent is a file .yaml or .yml, and so is what a link leads to"))
     if again:
         cycle = " -> ".join(_named(file) for file in (*chain, parent))
         raise refused(entry.problem("defaults", f"a cycle: {cycle}"))
@@ -177,7 +186,7 @@ def _set(text: str) -> tuple[Entry, list[Problem]]:
     source = Source(f"--set {shown(text)}", Path.cwd(), SET_LEVEL)
     dotted, equals, value = text.partition("=")
     parts = dotted.split(".", 1 if dotted.startswith("matrix.") else -1)
-    if not equals or len(parts) > 4 or not all(part and part == part.strip() for part in parts):
+    if not equals or len(parts) > 4 or not all(part.isprintable() and part.strip() == part != "" for part in parts):
         raise refused(Problem(source.name, None, "", None, "a key and a value are wanted, as in --set world.ranks=2"))
     if parts[0] == "defaults":
         raise refused(Problem(source.name, None, "", None, "only a config file can name a parent"))

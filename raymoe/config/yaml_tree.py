@@ -79,6 +79,9 @@ def yaml11_hint(text: str) -> str | None:
 
 # The tree of entries.
 
+# Keys that errors repeat from any file. A line of /etc/shadow is a key too: it ends with a colon.
+_PLAIN_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}(\.[A-Za-z0-9][A-Za-z0-9_]{0,31}){0,5}")
+
 MAX_NODES = 20_000  # values of one document, with aliases expanded
 MAX_DEPTH = 20
 
@@ -90,6 +93,12 @@ class Source:
     name: str
     folder: Path
     level: int
+    quotable: bool = True
+    """Whether errors may repeat text of the file, besides keys that are plain words."""
+
+    def quoting(self, sentence: str, otherwise: str) -> str:
+        """Return a sentence that repeats text of the file, if errors may; else the other one."""
+        return sentence if self.quotable else otherwise
 
 
 @dataclass(frozen=True)
@@ -138,11 +147,12 @@ class Entry:
 
     def problem(self, key: str, reason: str, hint: str | None = None) -> Problem:
         """Make a problem of this entry."""
+        key = self.source.quoting(key, key if _PLAIN_KEY.fullmatch(key) else "")
         return Problem(self.source.name, self.line, shown(key), self.shown(), reason, hint)
 
     def shown(self) -> str | None:
-        """Format the value for an error message; None for a section or an empty value."""
-        if isinstance(self.value, dict) or self.text == "":
+        """Format the value for an error message; None for a section, an empty value or one not to be repeated."""
+        if isinstance(self.value, dict) or self.text == "" or not self.source.quotable:
             return None
         if isinstance(self.value, list):
             return shown("[" + ", ".join(entry.shown() or "{…}" for entry in self.value[:10]) + "]")
@@ -177,15 +187,16 @@ def compose(text: str, source: Source) -> tuple[Entry | None, list[Problem]]:
     composer = _Composer(source)
     if bad := _FORBIDDEN.search(text):
         line = text.count("\n", 0, bad.start()) + 1
-        composer.refuse(line, f"the character {bad[0]!a} is not allowed in YAML")
+        reason = source.quoting(f"the character {bad[0]!a}", "a character")
+        composer.refuse(line, f"{reason} is not allowed in YAML")
     try:
         root = composer.document(yaml.parse(text, Loader=_LOADER))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        composer.refuse(mark.line + 1 if mark else None, f"not YAML: {reason}")
+        composer.refuse(mark.line + 1 if mark else None, source.quoting(f"not YAML: {reason}", "not YAML"))
     except yaml.YAMLError as error:
-        composer.refuse(None, f"not YAML: {shown(str(error))}")
+        composer.refuse(None, source.quoting(f"not YAML: {shown(str(error))}", "not YAML"))
     return root, composer.problems
 
 
@@ -229,10 +240,12 @@ class _Composer:
 
     def _aliased(self, event: Any) -> Entry:
         if event.anchor not in self._anchors:
-            self.refuse(_line(event), f"no anchor &{shown(event.anchor)} before this alias")
+            anchor = self._source.quoting(f"anchor &{shown(event.anchor)}", "anchor")
+            self.refuse(_line(event), f"no {anchor} before this alias")
         entry = self._anchors[event.anchor]
         if entry is None:
-            self.refuse(_line(event), f"the alias *{shown(event.anchor)} contains itself")
+            alias = self._source.quoting(f"the alias *{shown(event.anchor)}", "an alias")
+            self.refuse(_line(event), f"{alias} contains itself")
         self._count(event, entry.nodes)
         return entry
 
@@ -297,7 +310,7 @@ class _Composer:
 
 def _tagged(entry: Entry, key: str, tag: str) -> Problem:
     written = shown(tag.replace("tag:yaml.org,2002:", "!!"))
-    return entry.problem(key, f"the tag {written} is not allowed", "remove it")
+    return entry.problem(key, f"{entry.source.quoting(f'the tag {written}', 'a tag')} is not allowed", "remove it")
 
 
 def _line(event: Any) -> int:

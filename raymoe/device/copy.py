@@ -1,4 +1,4 @@
-"""The kernel of kernels/copy.cu: what it takes, and a launch of it."""
+"""Launch kernels/copy.cu: its parameters, and how its blocks share the lanes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.structs import STRUCTS, Watch
 from raymoe.errors import ConfigError
 
-# What a ring of bulk copies (kernels/include/raymoe/base/ring.cuh) takes of a block's shared memory.
+# The ring of bulk copies (kernels/include/raymoe/base/ring.cuh).
 
 MAX_STAGE_BYTES = (1 << 20) - 16
-"""A barrier counts at most 2^20 - 1 bytes a phase."""
+"""Because an mbarrier counts at most 2^20 - 1 bytes a phase."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """`stages` of `stage_bytes`; half of them hold loads under way, the other half stores.
+    """A ring of `stages` stages of `stage_bytes`: half of them hold loads in flight, the other half stores in flight.
 
     >>> Ring(stages=12, stage_bytes=16384).shared_bytes
     196704
@@ -40,7 +40,7 @@ class Ring:
 
     @property
     def shared_bytes(self) -> int:
-        """The stages, and a barrier of 8 bytes for each."""
+        """Shared memory of the ring: the stages, and an mbarrier of 8 bytes for each."""
         return self.stages * (self.stage_bytes + 8)
 
 
@@ -49,7 +49,7 @@ THREADS, LANES = 128, 32
 
 @dataclass(frozen=True)
 class CopyLane(Params):
-    """One message, or a wait or a signal without bytes. Twin of the struct in kernels/copy.cu, where words are told."""
+    """A message, or a wait or signal without bytes. Twin of the struct in copy/lanes.cuh, which explains the words."""
 
     dst: Address
     src: Address
@@ -73,7 +73,7 @@ class CopyLane(Params):
 
 @dataclass(frozen=True)
 class CopyParams(Params):
-    """Twin of the kernel's parameter."""
+    """Twin of the struct in kernels/include/raymoe/copy/lanes.cuh."""
 
     lanes: Annotated[tuple[CopyLane, ...], CopyLane.array(LANES)]
     watch: Watch
@@ -89,12 +89,12 @@ COPY = KernelSource("copy", (CopyLane, CopyParams, *STRUCTS))
 
 @dataclass(frozen=True)
 class Spread:
-    """How many blocks move each lane's bytes, each through a ring of its own.
+    """The blocks that move each lane's bytes, each through a ring of its own.
 
-    Lanes have blocks of their own; `in_turn` they share them, and are moved one after the other. `gbps` is what all
-    blocks together are paced to, 0 for no pace.
+    By default every lane has its own blocks. With `in_turn` all lanes share the same blocks, which move them one after
+    the other. `gbps` limits the throughput of all blocks together; 0 means no limit.
 
-    >>> Spread(16, Ring(12, 16384), in_turn=True, gbps=365).pace_ns(16)  # a stage of each block in 0.7 us
+    >>> Spread(16, Ring(12, 16384), in_turn=True, gbps=365).pace_ns(16)  # a block stores a stage every 0.7 us
     718
     """
 
@@ -108,7 +108,7 @@ class Spread:
 
 
 def copy_params(lanes: Sequence[CopyLane], spread: Spread, watch: Watch) -> CopyParams:
-    """What the kernel is given.
+    """Assign blocks to the lanes, and make the kernel's parameters.
 
     >>> lanes = [CopyLane(64, 0, 16), CopyLane(0, 0, 0), CopyLane(128, 0, 16)]
     >>> own, shared = (copy_params(lanes, Spread(2, in_turn=turns), Watch()) for turns in (False, True))
@@ -134,7 +134,7 @@ def copy_params(lanes: Sequence[CopyLane], spread: Spread, watch: Watch) -> Copy
 def copy_launch(
     kernels: Kernels, lanes: Sequence[CopyLane], spread: Spread | None = None, watch: Watch | None = None
 ) -> Launch:
-    """A launch of the copy kernel. Lanes without bytes take one block more, for all of them."""
+    """Prepare a launch of the copy kernel. Lanes without bytes share one extra block."""
     spread = spread or Spread()
     params = copy_params(lanes, spread, watch or Watch())
     blocks = params.movers + any(not lane.bytes for lane in lanes)

@@ -1,4 +1,4 @@
-"""Torch's current device, where it is not the one that is meant: some of torch's calls look at nothing else."""
+"""Switch torch's current device, because some torch calls act only on the current device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SAME = nullcontext()
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the calling thread's current device inside; costs next to nothing where it is that already."""
+    """Make a GPU the calling thread's current device inside the `with`. Almost free where it is current already."""
     import torch
 
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
@@ -22,7 +22,7 @@ def on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is enqueued on this device now goes into a CUDA graph."""
+    """Whether the current stream of this device is being captured into a CUDA graph."""
     if device.type != "cuda":
         return False
     import torch

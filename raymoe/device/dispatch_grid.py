@@ -1,4 +1,4 @@
-"""How a launch of kernels/dispatch.cu is laid out on a GPU: which blocks send, which place, and by how many lanes."""
+"""Lay out a launch of kernels/dispatch.cu on a GPU: which blocks send, which place, and with how many lanes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raymoe.device.structs import MAX_RANKS
 from raymoe.errors import ConfigError
 
 PLAN_BYTES, QUEUE, SEND_QUEUE_BYTES = 32768, 16, 256
-"""Of shared memory, and rows in a ring: as in placing.cuh and sending.cuh."""
+"""Bytes of shared memory, and rows in a ring: the same values as in placing.cuh and sending.cuh."""
 
 
 @dataclass(frozen=True)
 class DispatchGrid:
-    """Which blocks do what, one to a multiprocessor, and how each divides its shared memory."""
+    """The kinds of blocks, one block an SM, and how each divides its shared memory."""
 
     senders: int
     placers: int
@@ -29,14 +29,14 @@ class DispatchGrid:
     shared_bytes: int
 
     def shape(self, parts: int) -> Shape:
-        """The launch that does these parts."""
+        """The shape of a launch that does these parts."""
         others = self.placers if parts & PLACE else self.routers if parts & ROUTE else 0
         return Shape((self.senders if parts & SEND else 0) + others, THREADS, self.shared_bytes)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What of a spec decides the grid."""
+    """The properties of a spec that decide the grid."""
 
     slot_bytes: int
     row_bytes: int
@@ -51,36 +51,38 @@ class Rows:
 
 
 def lane_memory(stages: int, stage_bytes: int) -> int:
-    """Shared memory of a lane's ring; the same sum as in dispatch.cuh."""
-    return _in_lines(stages * (stage_bytes + 8))
+    """Bytes of shared memory of a lane's ring; the same sum as in dispatch.cuh."""
+    return _whole_lines(stages * (stage_bytes + 8))
 
 
-def _in_lines(nbytes: int) -> int:
+def _whole_lines(nbytes: int) -> int:
     return -(-nbytes // 128) * 128
 
 
-def lanes_of(room: int, row_bytes: int, lanes: int, stages: int, beside: int = 0) -> tuple[int, int]:
-    """How many lanes of how many stages fit, with `beside` bytes for each lane besides its ring: as many lanes as asked
-    where each has `stages`, else fewer, so that each has two at least.
+def lanes_of(available: int, row_bytes: int, lanes: int, stages: int, extra: int = 0) -> tuple[int, int]:
+    """The number of lanes, and of stages of each, that fit into shared memory. Each lane needs `extra` bytes too.
+
+    All `lanes` if each gets `stages` or more. Otherwise fewer lanes, so that each gets at least two stages.
 
     >>> lanes_of(200_000, 14336, lanes=4, stages=3), lanes_of(200_000, 65536, lanes=4, stages=3)
     ((4, 3), (1, 3))
-    >>> lanes_of(200_000, 256, lanes=4, stages=3)  # small rows: more of them under way
+    >>> lanes_of(200_000, 256, lanes=4, stages=3)  # small rows: more of them in flight
     (4, 16)
     """
     for least in (stages, 2, 1):
         for count in range(lanes, 0, -1):
             fit = QUEUE
-            while fit and (lane_memory(fit, row_bytes) + beside) * count > room:
+            while fit and (lane_memory(fit, row_bytes) + extra) * count > available:
                 fit -= 1
             if fit >= least:
                 return count, fit
-    raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory hold none")
+    raise ConfigError(f"a row has {row_bytes} bytes; {available} bytes of shared memory cannot hold it")
 
 
-def quantising_lanes(room: int, row_bytes: int, slot_bytes: int, most: int) -> tuple[int, int]:
-    """How many lanes of at most so many quantise rows, and how many stages those have that leave: two for each lane if
-    they fit, and no fewer than lanes.
+def quantising_lanes(available: int, row_bytes: int, slot_bytes: int, most: int) -> tuple[int, int]:
+    """The number of lanes that quantise, at most `most`, and of stages for rows that leave.
+
+    There are two stages for each lane if they fit, and never fewer than lanes.
 
     >>> quantising_lanes(232_448, 14336, 7424, most=4), quantising_lanes(232_448, 65536, 16896, most=4)
     ((4, 8), (2, 5))
@@ -88,13 +90,13 @@ def quantising_lanes(room: int, row_bytes: int, slot_bytes: int, most: int) -> t
     for each in (2, 1):
         for lanes in range(most, 0, -1):
             for stages in range(2 * most, each * lanes - 1, -1):
-                if quantising_bytes(lanes, stages, row_bytes, slot_bytes) <= room:
+                if quantising_bytes(lanes, stages, row_bytes, slot_bytes) <= available:
                     return lanes, stages
-    raise ConfigError(f"a row of {row_bytes} bytes; {room} bytes of shared memory cannot quantise it")
+    raise ConfigError(f"a row has {row_bytes} bytes; {available} bytes of shared memory are too few to quantise it")
 
 
 def lanes_wanted(rows: Rows, senders: int, placers: int) -> int:
-    """Lanes of a sender that quantise: as many as keep up with the links, or with the placers where those are slower.
+    """The lanes of a sender that quantise: enough to keep up with the links, or with the placers if those are slower.
 
     >>> from dataclasses import replace
     >>> rows = Rows(7424, 14336, tokens=4096, topk=8, experts=256, ranks=4, placed=True, fp8=True)
@@ -110,13 +112,13 @@ def lanes_wanted(rows: Rows, senders: int, placers: int) -> int:
 
 
 def quantising_bytes(lanes: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
-    """Shared memory of a block that does; the same sum as in quantised_sending.cuh."""
+    """Bytes of shared memory of a block that quantises; the same sum as in quantised_sending.cuh."""
     shared = (2 * MOST_LEAVING + 3 * LEAVING_QUEUE) * 8 + 16  # barriers, the queue itself, turns
-    return lanes * lane_memory(1, row_bytes) + stages * _in_lines(slot_bytes) + shared
+    return lanes * lane_memory(1, row_bytes) + stages * _whole_lines(slot_bytes) + shared
 
 
 def crossing(ranks: int, topk: int) -> float:
-    """The other ranks that a token goes to, on average of uniform routing.
+    """The average number of other ranks that a token goes to, with uniform routing.
 
     >>> round(crossing(ranks=4, topk=8), 2), round(crossing(ranks=2, topk=8), 2), crossing(1, 8)
     (2.7, 1.0, 0.0)
@@ -125,7 +127,7 @@ def crossing(ranks: int, topk: int) -> float:
 
 
 def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
-    """A grid of at most `sms` blocks for rows like these, on multiprocessors with so much shared memory a block.
+    """The grid for these rows: at most `sms` blocks, each with at most `shared_bytes` of shared memory.
 
     >>> def lanes(ranks: int, hidden: int, topk: int, sms: int = 132) -> tuple[int, int, int]:
     ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=topk, experts=256, ranks=ranks, placed=True)
@@ -142,32 +144,34 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a dispatch needs at least 2, one that sends and one that places")
-    ways = max(crossing(rows.ranks, rows.topk), 1)
-    many_places = rows.placed and rows.topk >= MANY_PLACES * ways
+    destinations = max(crossing(rows.ranks, rows.topk), 1)
+    placers_are_short = rows.placed and rows.topk >= MANY_PLACES * destinations
     if rows.fp8:
-        most_senders = max(FEWEST_FP8_SENDERS, min(FP8_SENDERS, round(FP8_SENDERS_OF_ONE_WAY / ways)))
+        most_senders = max(FEWEST_FP8_SENDERS, min(FP8_SENDERS, round(FP8_SENDERS_OF_ONE_WAY / destinations)))
         most_placers = FP8_BLOCKS - most_senders
-    elif many_places:
+    elif placers_are_short:
         most_senders, most_placers = FEWER_SENDERS, MORE_PLACERS
     else:
         most_senders, most_placers = SENDERS, PLACERS
     sending = max(1, min(most_senders, max(sms * 3 // 10, sms - most_placers) if rows.placed else sms // 2))
     placers = max(1, min(most_placers if rows.placed else PLACERS_OF_OWN, sms - sending))
     routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
-    room = shared_bytes
+    available = shared_bytes
     if rows.fp8:
-        wanted = lanes_wanted(rows, sending, placers)
-        sender_lanes, sender_stages = quantising_lanes(room, rows.row_bytes, rows.slot_bytes, wanted)
+        most_lanes_wanted = lanes_wanted(rows, sending, placers)
+        sender_lanes, sender_stages = quantising_lanes(available, rows.row_bytes, rows.slot_bytes, most_lanes_wanted)
         sending_bytes = quantising_bytes(sender_lanes, sender_stages, rows.row_bytes, rows.slot_bytes)
     else:
-        most_lanes, offered = (MOST_SENDER_LANES, FEWER_OFFER_BYTES) if many_places else (SENDER_LANES, OFFERED_BYTES)
-        lanes = max(1, min(most_lanes, round(offered / (sending * ways * rows.slot_bytes))))
-        sender_lanes, sender_stages = lanes_of(room, rows.slot_bytes, lanes, 3, beside=SEND_QUEUE_BYTES)
+        most_lanes, in_flight = SENDER_LANES, BYTES_IN_FLIGHT
+        if placers_are_short:
+            most_lanes, in_flight = MOST_SENDER_LANES, FEWER_IN_FLIGHT
+        lanes = max(1, min(most_lanes, round(in_flight / (sending * destinations * rows.slot_bytes))))
+        sender_lanes, sender_stages = lanes_of(available, rows.slot_bytes, lanes, 3, extra=SEND_QUEUE_BYTES)
         sender_stages = min(sender_stages, SENDER_STAGES)
         sending_bytes = sender_lanes * (lane_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
-    before = _in_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
-    whole = _in_lines(rows.row_bytes) if rows.dequantised else 0
-    placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, beside=whole)
+    before = _whole_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
+    whole = _whole_lines(rows.row_bytes) if rows.dequantised else 0
+    placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, extra=whole)
     together = TOGETHER if sending * sender_lanes >= FEW_LANES else FEW_TOGETHER
     used = max(
         sending_bytes,
@@ -182,32 +186,37 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
 SENDERS, PLACERS, PLACERS_OF_OWN = 54, 78, 16
 SENDER_LANES, SENDER_STAGES, PLACER_LANES, TOGETHER, TOKENS_A_ROUTER = 3, 4, 8, 2, 128
 FEW_LANES, FEW_TOGETHER = 54, 4
-OFFERED_BYTES = 2_200_000
-"""Of rows, one of each lane to each rank that a token goes to: what links are offered decides what they give. So
-senders have more lanes where rows are smaller or go to fewer ranks. 4096 tokens of 7168 bfloat16, top-8, by 54 senders
-of one lane take 474 us, by 66 of two 487, of three 507, and the kernel that pushes rows and does nothing else 461; of
-hidden 2880, top-4, three lanes take 163, two 175; of 4096, top-8, two 286, three 290 (4x H200, 2026-11-22).
+BYTES_IN_FLIGHT = 2_200_000
+"""Bytes in flight, with one row of each lane to each rank that a token goes to. Link throughput depends on the stores
+in flight, so senders have more lanes where rows are smaller or go to fewer ranks.
 
-Where there are fewer lanes than FEW_LANES, each does more: a lane gets through a row in about 3 us and through a fence
-in as much, so words go 4 by 4. By 14 senders of 3 lanes and 34 placers the 4096 tokens take 485, with layout rank by
-10 senders of 3 lanes 471."""
+us for a dispatch of 4096 tokens, bfloat16 (4x H200, 2026-11-22). Hidden 7168, top-8: 54 senders of one lane 474, 66 of
+two 487, of three 507; the kernel that only pushes rows 461. Hidden 2880, top-4: three lanes 163, two 175. Hidden
+4096, top-8: two 286, three 290.
+
+With fewer lanes than FEW_LANES, each lane does more: it needs about 3 us for a row, and as much for a fence. So it
+announces 4 rows with one fence. The 7168 case then takes 485 by 14 senders of 3 lanes and 34 placers, and 471 with
+layout rank by 10 senders of 3 lanes."""
 
 MANY_PLACES, FEWER_SENDERS, MORE_PLACERS = 6, 24, 108
-MOST_SENDER_LANES, FEWER_OFFER_BYTES = 8, 1_500_000
-"""Where a row has many places for each rank that it goes to, which is so on two, it is placers that are short, and so
-the memory: then there are fewer senders with more lanes. On two GPUs 4096 tokens of 7168 bfloat16, top-8, take 238 us
-by 54 senders of 3 lanes, 223 by 32 of 4, 213 by 24 of 4, 237 by 24 of 3, 236 by 20 of 4; of hidden 4096, top-8, 144 by
-54 of 3, 140 by 24 of 6, 135 by 24 of 8; of 2880, top-4, which has no more places than four for each, 95 by 54 of 3 and
-97 by 24 of 8 (2x H200, 2026-11-22)."""
+MOST_SENDER_LANES, FEWER_IN_FLIGHT = 8, 1_500_000
+"""Where a row has many places for each rank that it goes to, as on two ranks, placers and memory are the bottleneck.
+Then there are fewer senders, with more lanes.
+
+us for a dispatch of 4096 tokens, bfloat16 (2x H200, 2026-11-22). Hidden 7168, top-8: 54 senders of 3 lanes 238, 32 of
+4 223, 24 of 4 213, 24 of 3 237, 20 of 4 236. Hidden 4096, top-8: 54 of 3 144, 24 of 6 140, 24 of 8 135. Hidden 2880,
+top-4, with at most four places for each rank: 54 of 3 95, 24 of 8 97."""
 
 FEWEST_FP8_SENDERS, FP8_SENDERS, FP8_SENDERS_OF_ONE_WAY, FP8_BLOCKS = 24, 32, 76, 132
 FP8_SENDER_LANES, MOST_FP8_SENDER_LANES, MOST_LEAVING, LEAVING_QUEUE = 4, 6, 12, 32
 LINK_BYTES_A_US, PLACED_BYTES_A_US, LANE_US = 345_000, 13_900, 5.3
-"""MOST_LEAVING and LEAVING_QUEUE as in quantised_stages.cuh. What a sender quantises goes to as many ranks as have an
-expert of the token, so the more these are, the fewer senders fill the links: of 4096 tokens of 7168 bfloat16, top-8, on
-four GPUs 20 to 36 senders take 263 us; on two, where placers are what is short, 24 take 197, 32 175, 40 182.
+"""MOST_LEAVING and LEAVING_QUEUE are the same as in quantised_stages.cuh. A quantised row goes to every rank with an
+expert of its token. So with more such ranks, fewer senders fill the links.
 
-Where lanes are what is short, each gets through a row in 3.2 (hidden 2880) to 4.1 us (7168), its load included; there
-should be a third more than keep up, and there always are 4. On two GPUs 4 and 6 lanes take 175 and 183 us where rows
-have 8 places on two ranks, with which placers just keep up; hidden 4096 of 128 experts 123 and 105, hidden 2880, top-4,
-103 and 83, hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""
+us for a dispatch of 4096 tokens of 7168 bfloat16, top-8: on four GPUs 263 by 20 to 36 senders; on two, where placers
+are the bottleneck, 197 by 24 senders, 175 by 32, 182 by 40.
+
+A lane needs 3.2 (hidden 2880) to 4.1 us (7168) for a row, its load included. There are always at least 4 lanes, and
+about a third more than needed to keep up. us for 4 and 6 lanes on two GPUs: 175 and 183 where rows have 8 places on two
+ranks, and placers just keep up; hidden 4096 of 128 experts 123 and 105; hidden 2880, top-4, 103 and 83; hidden 6144,
+top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""

@@ -1,4 +1,4 @@
-"""The CUDA driver, loaded when something is first asked of it."""
+"""Calls of the CUDA driver, which is loaded at the first call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bindings() -> Any:
 
 
 def call(name: str, *arguments: object) -> Any:
-    """Call a driver function by name: gives its result, a tuple where it has several, None where it has none."""
+    """Call a driver function by name. Returns its result: a tuple if there are several, None if there is none."""
     driver = bindings()
     try:
         code, *results = getattr(driver, name)(*arguments)
@@ -35,7 +35,7 @@ def call(name: str, *arguments: object) -> Any:
 
 
 def failure(name: str, code: Any) -> CudaError:
-    """The error of a driver function that gave this code, for those who call it without `call`."""
+    """The error for a driver function that returned this code; for callers that do not use `call`."""
     driver = bindings()
     _, text = driver.cuGetErrorString(code)
     described = f"{name} failed: {code.name} ({text.decode() if text else 'no description'})"

@@ -1,11 +1,11 @@
-"""How a wait on the GPU is bounded, ended early by the host, and told of afterwards.
+"""Bound the waits of kernels, end them early from the host, and report the wait that failed.
 
-One `ErrorWord` for everything that is poisoned together: the operations of a workspace. Its words, and who writes and
-reads them in which order, are described in kernels/include/raymoe/base/sync.cuh.
+The operations of a workspace share one `ErrorWord`, because they are poisoned together.
+kernels/include/raymoe/base/sync.cuh describes the words, their writers, their readers and the order.
 
-- **Once failed, failed for ever.** The record and the poison word are written once; a new generation has new ones.
-- **The host may look at any time**, from any thread, and waits for nothing: the words are in its own memory.
-- **Closed last.** `close` waits until the GPU is done, because a kernel that waits still reads the abort word.
+- **A failure is final.** The record and the poison word are written once; a new generation has new ones.
+- **The host may read at any time**, from any thread, without waiting: the abort word and the record are in host memory.
+- **Closed last.** `close` waits for the GPU, because a kernel that waits still reads the abort word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raymoe.errors import Aborted, ConfigError, PeerTimeout, RaymoeError
 __all__ = ["ErrorWord"]
 
 _ABORT = 0
-_RECORD = 16  # 128 bytes on: the host writes the one, the GPU the other
+_RECORD = 16  # 128 bytes behind: the host writes the abort word, the GPU the record
 _POISON_BYTES = 128
 _FIELDS = tuple(ErrorRecord.offsets())
 _MOST_NS = 2**63 - 1
@@ -45,14 +45,14 @@ class ErrorWord:
             raise
 
     def number(self, op: str) -> int:
-        """The number by which kernels know an operation; the same name always has the same."""
+        """The number of an operation in kernel parameters; the same for the same name."""
         with self._lock:
             if op not in self._ops:
                 self._ops.append(op)
             return self._ops.index(op)
 
     def watch(self, timeout_s: float) -> Watch:
-        """What a kernel takes so that its waits end after `timeout_s` at the latest."""
+        """Make the kernel parameter that ends waits after `timeout_s` at the latest."""
         nanoseconds = round(timeout_s * 1e9)
         if not 0 < nanoseconds <= _MOST_NS:
             raise ConfigError(f"timeout_s is {timeout_s}; waits need a positive number of seconds, below 292 years")
@@ -60,21 +60,21 @@ class ErrorWord:
         return Watch(host.device_address(_ABORT), host.device_address(_RECORD), self._poison, nanoseconds)
 
     def abort(self, reason: str) -> None:
-        """From any thread: end the wait that is going on within about 100 us, and every later one."""
+        """End the current wait within about 100 us, and every later wait. Any thread may call this."""
         with self._lock:
             if self._reason is None:
                 self._reason = reason
         self._host.words[_ABORT] = 1
 
     def record(self) -> ErrorRecord | None:
-        """What the first failed wait left."""
+        """The record of the first failed wait, or None."""
         words = self._host.words
         if words[_RECORD] == 0:  # the code, which the GPU writes last
             return None
         return ErrorRecord(**{name: int(words[_RECORD + index]) for index, name in enumerate(_FIELDS)})
 
     def error(self) -> RaymoeError | None:
-        """The failed wait as an exception to raise, or None."""
+        """The first failed wait as an exception, or None."""
         found = self.record()
         if found is None:
             return None
@@ -82,8 +82,8 @@ class ErrorWord:
             op = self._ops[found.op] if found.op < len(self._ops) else f"operation {found.op}"
             reason = self._reason
         if found.code == FAILURE_ABORTED:
-            who = f"rank {self.rank}" if self.rank >= 0 else "this rank"
-            return Aborted(f"{who} was told to stop in {op}: {reason}", found.peer)
+            rank = f"rank {self.rank}" if self.rank >= 0 else "this rank"
+            return Aborted(f"{rank} was told to stop in {op}: {reason}", found.peer)
         if found.code == FAILURE_STALE:
             return RaymoeError(
                 f"{op} {found.expected} on rank {self.rank} read a slot of rank {found.peer} that held the row of "
@@ -93,7 +93,7 @@ class ErrorWord:
         return PeerTimeout(op, found.epoch, found.peer, found.expected, found.seen, waited_s, self.rank)
 
     def check(self) -> None:
-        """Raise where a wait has failed."""
+        """Raise if a wait has failed."""
         if (error := self.error()) is not None:
             raise error
 
@@ -112,7 +112,7 @@ def _zeroed(gpu: Gpu, nbytes: int) -> U64:
         address = int(call("cuMemAlloc", nbytes))
         try:
             call("cuMemsetD8", address, 0, nbytes)
-            call("cuCtxSynchronize")  # the kernels that read it run on streams that do not wait for this one
+            call("cuCtxSynchronize")  # kernels that read the memory run on streams that do not wait for this one
         except BaseException:
             call("cuMemFree", address)
             raise

@@ -1,4 +1,4 @@
-"""One GPU of this process, and its primary context: the one that torch uses too."""
+"""One GPU of this process, and its primary context, which torch uses too."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raymoe.device.driver import bindings, call
 from raymoe.errors import CudaError
 
 LAST_DEFAULT_STREAM = 2
-"""The default stream is 0; 1 and 2 name its two kinds."""
+"""The default stream is 0; 1 and 2 are the numbers of its two kinds."""
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """What code for such a GPU is compiled for. From Hopper on with the features that only this very GPU has.
+    """The architecture to compile for. From Hopper on it includes the features of exactly this architecture.
 
     >>> architecture((9, 0)), architecture((10, 0)), architecture((8, 6))
     ('sm_90a', 'sm_100a', 'sm_86')
@@ -28,11 +28,11 @@ def architecture(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a kernel needs to know of its GPU.
+    """A GPU, its properties and its primary context.
 
-    - **The context lives as long as this.** `open` retains it, `close` gives it up, and the driver destroys it only
-      when everybody who retained it, torch included, has done so.
-    - **Two contexts are never taken for one another.** `context_id` is used once in a process, unlike an address.
+    - **The context lives as long as this.** `open` retains it and `close` releases it. The driver destroys it when all
+      users, torch included, have released it.
+    - **`context_id` identifies a context.** It is used once in a process; an address can be used again.
     """
 
     ordinal: int
@@ -41,17 +41,17 @@ class Gpu:
     capability: tuple[int, int]
     sms: int
     shared_bytes: int
-    """The most dynamic and static shared memory that one block can have."""
+    """The most shared memory of one block, dynamic and static together."""
     context: Any
     context_id: int
     address: int
-    """Of the context, to compare with."""
+    """The context's address, for comparisons."""
     get_current: Callable[[], Any]
-    """The driver's question, bound once: looking it up costs more than asking."""
+    """The driver's cuCtxGetCurrent, bound once: the lookup costs more than the call."""
 
     @classmethod
     def open(cls, ordinal: int = 0) -> Gpu:
-        """The `ordinal`-th of the GPUs that this process sees."""
+        """Open a GPU by its number among the GPUs that this process sees."""
         call("cuInit", 0)
         found = call("cuDeviceGetCount")
         if not 0 <= ordinal < found:
@@ -91,7 +91,7 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this GPU the calling thread's; what was before comes back. Threads of Ray have none of their own."""
+        """Make this GPU's context the calling thread's inside the `with`. Threads of Ray have no current context."""
         call("cuCtxPushCurrent", self.context)
         try:
             yield
@@ -99,14 +99,16 @@ class Gpu:
             call("cuCtxPopCurrent")
 
     def is_current(self) -> bool:
-        """Whether this GPU is the calling thread's already: cheaper to ask than to push and pop."""
+        """Whether this GPU's context is the calling thread's already. Cheaper than a push and a pop."""
         code, context = self.get_current()
         return not code and int(context) == self.address
 
     @contextmanager
     def current_for(self, stream: int) -> Iterator[None]:
-        """Make current what a stream belongs to: a default stream is that of the current context, which may be a green
-        one of this GPU."""
+        """Make the context of a stream current inside the `with`.
+
+        A default stream belongs to the current context, which may be a green context of this GPU.
+        """
         if stream <= LAST_DEFAULT_STREAM and self.green_context():
             yield
             return
@@ -114,27 +116,30 @@ class Gpu:
             yield
 
     def green_context(self) -> int:
-        """The calling thread's context where it is another one of this GPU, else 0."""
+        """The address of the calling thread's context if it is another context of this GPU, else 0."""
         _, context = self.get_current()
         if int(context) in (0, self.address) or int(call("cuCtxGetDevice")) != self.ordinal:
             return 0
         return int(context)
 
     def synchronise(self) -> None:
-        """Until everything that was asked of this GPU is done."""
+        """Wait until all work of this context is done."""
         with self.current():
             call("cuCtxSynchronize")
 
     def close(self) -> None:
-        """Give up the context; once, after everything that was made in it is closed."""
+        """Release the context. Call this once, after all that was made in the context is closed."""
         call("cuDevicePrimaryCtxRelease", call("cuDeviceGet", self.ordinal))
 
 
-# A few 64-bit words in host memory that the GPU reads and writes too.
+# Host memory that the GPU reads and writes too.
 
 
 class HostWords:
-    """Zeroed words, page-locked and mapped. `words[i]` is one aligned access: the old value or the new one."""
+    """64-bit words in page-locked, mapped host memory, zero at first.
+
+    `words[i]` is one aligned access, so it gives the old value or the new one.
+    """
 
     def __init__(self, gpu: Gpu, count: int) -> None:
         flags = bindings().CU_MEMHOSTALLOC_DEVICEMAP | bindings().CU_MEMHOSTALLOC_PORTABLE
@@ -151,13 +156,13 @@ class HostWords:
         self._closed = False
 
     def device_address(self, index: int = 0) -> int:
-        """Where the GPU finds a word."""
+        """The address of a word on the GPU."""
         return self._device_address + index * 8
 
     def close(self) -> None:
-        """Free the words. Nothing on the GPU may use them any more, nor anybody a view of `words`."""
+        """Free the words. No kernel may use them any more, and no view of `words` may be used."""
         if not self._closed:
             self._closed = True
-            self.words = (ctypes.c_uint64 * len(self.words))()  # who still looks finds zeros, not freed memory
+            self.words = (ctypes.c_uint64 * len(self.words))()  # a late reader finds zeros, not freed memory
             with self._gpu.current():
                 call("cuMemFreeHost", self._address)

@@ -1,12 +1,12 @@
-"""CUDA graphs: capture what a function enqueues, replay it, let go of it in the right order.
+"""CUDA graphs: capture the work that a function enqueues, replay it, destroy it in the right order.
 
-Capture is `thread_local`: Ray's other threads call CUDA too, and must neither break a capture nor be broken by it. What
-is captured was made before: a call that would allocate, load or synchronise inside a capture is an error. Nor is
-garbage collected inside: torch ends the process where a pool of memory, an old capture's, goes in the middle of a new
-one.
+- The capture mode is `thread_local`: Ray's other threads call CUDA too. They must not break a capture, and a capture
+  must not break them.
+- Plans, memory and kernels are made before. A call that allocates, loads or synchronises inside a capture is an error.
+- No garbage is collected inside: torch ends the process if an old capture's memory pool is freed in a new capture.
 
-The order at the end: the replays are awaited, then the executable graph goes, then the graph, then what `keeps` holds
-(plans, buffers, functions), which the caller closes afterwards.
+`close` waits for the replays, then destroys the executable graph and the graph, then drops `keeps` (plans, buffers,
+functions). The caller closes these afterwards.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from raymoe.errors import CaptureError, CudaError
 
 
 def refuse_in_capture(what: str, gpu: Gpu, stream: int) -> None:
-    """Raise where `stream` is being captured: `what` is made before, once, and used inside."""
+    """Raise if `stream` is being captured: `what` must be made before a capture."""
     with gpu.current():
         status = call("cuStreamIsCapturing", stream)
     if status != bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-        raise CaptureError(f"{what} was to be made while its stream is captured; make it before the capture begins")
+        raise CaptureError(f"{what} cannot be made while its stream is captured; make it before the capture begins")
 
 
 class Graph:
-    """What a function enqueued on a stream, as one thing to replay."""
+    """The captured work of a function."""
 
     def __init__(self, gpu: Gpu, graph: Any, executable: Any, keeps: tuple[object, ...]) -> None:
         self._gpu = gpu
@@ -42,11 +42,11 @@ class Graph:
 
     @classmethod
     def capture(cls, gpu: Gpu, stream: int, enqueue: Callable[[], None], *keeps: object) -> Self:
-        """Capture what `enqueue` puts on `stream`, which is not the default one. If it raises, nothing is left.
+        """Capture the work that `enqueue` puts on `stream`, which must not be a default stream.
 
-        `keeps` is whatever must live as long as the graph.
+        If `enqueue` raises, the capture is ended. `keeps` are the objects that must live as long as the graph.
         """
-        if stream in (0, 1, 2):  # the legacy default stream, and the two names of default streams
+        if stream in (0, 1, 2):  # the numbers of default streams
             raise CaptureError(f"stream {stream} is a default stream, which CUDA cannot capture; make one of your own")
         refuse_in_capture("a graph", gpu, stream)
         with gpu.current():
@@ -68,7 +68,7 @@ class Graph:
 
     @property
     def nodes(self) -> int:
-        """How many operations a replay carries out."""
+        """The number of nodes, which are the operations of a replay."""
         with self._gpu.current():
             _, count = call("cuGraphGetNodes", self._open(self._graph), 0)
         return int(count)
@@ -80,7 +80,7 @@ class Graph:
         self._streams.add(stream)
 
     def close(self) -> None:
-        """Wait for the replays, then destroy."""
+        """Wait for the replays, then destroy the graph."""
         executable, graph = self._executable, self._graph
         self._executable = self._graph = None
         if executable is None:
@@ -104,13 +104,13 @@ class Graph:
 
     def _open(self, resource: Any) -> Any:
         if resource is None:
-            raise CudaError("a closed graph was to be used; capture a new one")
+            raise CudaError("this is a closed graph; capture a new one")
         return resource
 
 
 @contextmanager
 def _keeping_garbage() -> Iterator[None]:
-    """Cycles that nobody refers to stay until the end, with whatever their destructors would do to the device."""
+    """Defer garbage collection to the end, because destructors of garbage may call CUDA."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -121,10 +121,10 @@ def _keeping_garbage() -> Iterator[None]:
 
 
 def _abandon(stream: int) -> None:
-    """End a capture whose making failed, so that the stream is usable again."""
+    """End a capture that failed, so that the stream is usable again."""
     try:
         graph = call("cuStreamEndCapture", stream)
     except CaptureError:
-        return  # the failure had broken the capture already, which leaves no graph; the caller raises what caused it
+        return  # the failure had ended the capture already, without a graph; the caller raises the cause
     if int(graph) != 0:
         call("cuGraphDestroy", graph)

@@ -1,16 +1,16 @@
-"""Kernels compiled at run time: NVRTC through `cuda.core`, no nvcc and no build step.
+"""Compile kernels at run time, by NVRTC through `cuda.core`: no nvcc and no build step.
 
-What is compiled is known by its key: source, every header that it includes, the structs of its Python side, flags,
-architecture and NVRTC's version. Paths are no part of it, so one user's installations share what they compile. A key is
-compiled once in a process, however many threads ask, and once on a machine as long as its entry on disk lasts; of
-processes that ask at the same time each compiles, and the last one's equal result stays.
+A compiled kernel has a key: the hash of its source, all included headers, its Python structs, flags, architecture and
+NVRTC's version. Paths are not in the key, so all installations of a user share compiled kernels.
+
+A process compiles a key once, for all threads. The result stays on disk for later processes. Processes that ask at the
+same time each compile, and their results are equal.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
 import re
 import threading
 import warnings
@@ -20,28 +20,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raymoe.device import cache
 from raymoe.device.params import Params
-from raymoe.errors import CudaMissing, RaymoeError
+from raymoe.errors import CudaMissing, RaymoeError, printable
 from raymoe.packaged import packaged_folder
 
-# Which headers a kernel includes, at any depth, and what is in them: part of the identity of what is compiled.
+# The headers of a kernel, which are part of its key.
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]+)[>"]', re.MULTILINE)
 
 
 @dataclass
 class Headers:
-    """All headers that were found, and the names that no folder has."""
+    """The headers that were found, and the names that were not."""
 
     texts: dict[Path, str] = field(default_factory=dict)
     missing: set[str] = field(default_factory=set)
 
 
 def included(text: str, folders: Sequence[Path]) -> Headers:
-    """Every header that `text` includes, directly or through another, looked for in `folders` in turn.
+    """Find every header that `text` includes, at any depth, looked for in `folders` in turn.
 
-    Conditions are not evaluated, so a header may be named that the compiler never opens: the identity changes once too
-    often, never once too seldom. For that reason a missing header is no error here; the compiler will say if it is one.
+    Preprocessor conditions are not evaluated, so this may find headers that the compiler never opens. Then a key
+    changes more often than needed, which is safe. For the same reason a missing header is no error here: the compiler
+    reports it if it matters.
     """
     found = Headers()
     waiting = [(text, list(folders))]
@@ -58,24 +60,17 @@ def included(text: str, folders: Sequence[Path]) -> Headers:
     return found
 
 
-# Compiled kernels on disk, shared by every process of a user.
+# Compiled kernels on disk, shared by all processes of a user.
 #
-# An entry is written aside, synchronised and renamed into place by `cuda.core`'s file cache, so a reader finds all of
-# it or nothing. It is the machine code followed by its SHA-256: tools that read cubins still read it, and an entry that
-# was damaged on disk afterwards is found out and compiled again.
+# An entry is the machine code followed by its SHA-256: tools that read cubins still read it, and an entry that was
+# damaged on disk is found out and compiled again. `cache` says which folders and files are trusted.
 #
-# The folder is RAYMOE_CACHE_DIR, by default ~/.cache/raymoe. A folder that cannot be used costs a second a kernel and
-# process, which is no reason to end a run: a RuntimeWarning names it.
+# A folder that cannot be used costs a second a kernel and process, which is no reason to end a run: a RuntimeWarning
+# names it.
 
-CACHE_VARIABLE = "RAYMOE_CACHE_DIR"
 LIMIT_BYTES = 512 << 20
 _DIGEST_BYTES = 32
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels, and what was measured on this machine, are kept."""
-    asked = os.environ.get(CACHE_VARIABLE)
-    return Path(asked) if asked else Path("~/.cache/raymoe").expanduser()
+_SUFFIX = ".cubin"
 
 
 class Cubins:
@@ -84,18 +79,22 @@ class Cubins:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lock = threading.Lock()
-        self._files: Any = None
         self._out_of_use = False
+        self._warned = False
 
     @classmethod
     def from_environment(cls) -> Cubins:
-        return cls(cache_folder())
+        return cls(cache.cache_folder())
 
     def get(self, key: str) -> bytes | None:
-        """What was put under the key, whole and undamaged, or None."""
+        """What was put under the key, whole, undamaged and by this user, or None."""
+        if self._out_of_use:
+            return None
         try:
-            files = self._open()
-            entry = files.get(key) if files is not None else None
+            with cache.private_folder(self.folder) as folder:
+                entry = self._entry(folder, key)
+        except FileNotFoundError:
+            return None
         except OSError as error:
             self._give_up(error)
             return None
@@ -105,38 +104,42 @@ class Cubins:
         return code if code and hashlib.sha256(code).digest() == digest else None
 
     def put(self, key: str, code: bytes) -> None:
+        if self._out_of_use:
+            return
         try:
-            files = self._open()
-            if files is not None:
-                files[key] = code + hashlib.sha256(code).digest()
+            with cache.private_folder(self.folder, create=True) as folder:
+                cache.write(folder, key + _SUFFIX, code + hashlib.sha256(code).digest())
+                cache.bound(folder, _SUFFIX, LIMIT_BYTES)
         except OSError as error:
             self._give_up(error)
 
-    def _open(self) -> Any:
-        from cuda.core.utils import FileStreamProgramCache
-
-        with self._lock:
-            if self._files is None and not self._out_of_use:
-                self._files = FileStreamProgramCache(self.folder, max_size_bytes=LIMIT_BYTES)
-            return self._files
+    def _entry(self, folder: int, key: str) -> bytes | None:
+        """Read an entry. One that somebody else may have written is told once; the compiled kernel replaces it."""
+        try:
+            return cache.read(folder, key + _SUFFIX, LIMIT_BYTES)
+        except cache.NotPrivateError as error:
+            self._warn(f"{self.folder / key}{_SUFFIX} is not used ({error.strerror}); it is compiled again")
+            return None
 
     def _give_up(self, error: OSError) -> None:
+        self._out_of_use = True
+        self._warn(
+            f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so every process compiles "
+            f"its own; set {cache.CACHE_VARIABLE} to a folder that you own and only you can write"
+        )
+
+    def _warn(self, sentence: str) -> None:
         with self._lock:
-            first, self._out_of_use, self._files = not self._out_of_use, True, None
+            first, self._warned = not self._warned, True
         if first:
-            warnings.warn(
-                f"compiled kernels cannot be kept in {self.folder} ({error.strerror or error}), so every process "
-                f"compiles its own; set {CACHE_VARIABLE} to a folder that can be written",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warnings.warn(printable(sentence), RuntimeWarning, stacklevel=2)
 
 
-_SCHEME = "raymoe 1"  # changes whenever what the key says, or what an entry holds, does
+_SCHEME = "raymoe 1"  # to be changed with the contents of a key or of an entry
 
 
 class CompileError(RaymoeError):
-    """A kernel that does not compile. Tracebacks show the whole log and the command, as notes."""
+    """A kernel does not compile. Tracebacks show the whole log and the command, as notes."""
 
     def __init__(self, message: str, log: str, command: str) -> None:
         super().__init__(message)
@@ -147,11 +150,11 @@ class CompileError(RaymoeError):
 
 @dataclass(frozen=True)
 class KernelSource:
-    """`kernels/<stem>.cu`, and what it is compiled with."""
+    """`kernels/<stem>.cu`, and the structs and macros to compile it with."""
 
     stem: str
     structs: tuple[type[Params], ...] = ()
-    """Python twins of structs in the source; the compiler holds the two to one layout."""
+    """Python twins of structs in the source; the compiler checks that their layouts are equal."""
     defines: tuple[tuple[str, str], ...] = ()
 
 
@@ -164,13 +167,13 @@ class Compiled:
     key: str
     cubin: bytes
     log: str
-    """What NVRTC and ptxas said; empty where the code came from disk."""
+    """The output of NVRTC and ptxas; empty where the code came from disk."""
     ptx: str
-    """Likewise empty."""
+    """Empty where the code came from disk."""
 
 
 class Compiler:
-    """Compiles the sources of one folder. Any thread may call it."""
+    """Compiles the sources of one folder. Safe from any thread."""
 
     def __init__(self, folder: Path | None = None, cubins: Cubins | None = None) -> None:
         found = folder or packaged_folder("kernels")
@@ -181,10 +184,10 @@ class Compiler:
         self._lock = threading.Lock()
         self._compiled: dict[str, Future[Compiled]] = {}
         self.compilations = 0
-        """How often NVRTC has run for this object."""
+        """How many times this object has run NVRTC."""
 
     def compiled(self, source: KernelSource, arch: str) -> Compiled:
-        """Code of a source for an architecture such as sm_90a: from this process, from disk, or compiled now."""
+        """The code of a source for an architecture such as sm_90a: from this process, from disk, or compiled now."""
         unit = self._unit(source, arch)
         with self._lock:
             future = self._compiled.get(unit.key)
@@ -197,7 +200,7 @@ class Compiler:
             done = self._from_disk(unit) or self._compile(unit)
         except BaseException as error:
             with self._lock:
-                del self._compiled[unit.key]  # the next who asks tries again
+                del self._compiled[unit.key]  # the next caller tries again
             future.set_exception(error)
             raise
         future.set_result(done)
@@ -221,7 +224,7 @@ class Compiler:
             raise RaymoeError(f"no kernel {source.stem} in {self.folder}; there are {known or 'none'}")
         text = path.read_text(encoding="utf-8")
         checks = "".join(struct.layout_check() for struct in source.structs)
-        text = f"{text}\n// What raymoe/device/params.py adds: the layout as Python has it.\n{checks}"
+        text = f"{text}\n// Added by raymoe/device/params.py: checks of the layouts.\n{checks}"
         folders = [self.folder / "include"]
         headers = included(text, folders)
         if headers.missing and (toolkit := _toolkit_headers()) is not None:
@@ -243,7 +246,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class _Unit:
-    """All that NVRTC is given."""
+    """The input of NVRTC."""
 
     source: KernelSource
     arch: str
@@ -255,12 +258,12 @@ class _Unit:
 
 _FAULT = re.compile(r"\berror\b.*:|\bfatal\b")
 
-# lineinfo: profilers and compute-sanitizer name lines; it costs nothing at run time. -v: registers, stack and spills.
+# lineinfo: profilers and compute-sanitizer can name lines; free at run time. -v: logs registers, stack and spills.
 _FLAGS = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
 
 
 def compile_unit(unit: _Unit) -> Compiled:
-    """Run NVRTC. Whatever happens, its program is destroyed."""
+    """Run NVRTC on a unit."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
@@ -278,13 +281,13 @@ def compile_unit(unit: _Unit) -> Compiled:
         program = Program(unit.text, "c++", options)
         cubin = bytes(program.compile("cubin", logs=log).code)
         ptx = _ptx(program)
-    except Exception as error:  # cuda.core gives its error classes no public name
-        said = f"{log.getvalue()}{error}".rstrip("\0 \n")
-        first = next((line.strip() for line in said.splitlines() if _FAULT.search(line)), said)
+    except Exception as error:  # cuda.core's error classes have no public names
+        output = f"{log.getvalue()}{error}".rstrip("\0 \n")
+        first = next((line.strip() for line in output.splitlines() if _FAULT.search(line)), output)
         raise CompileError(
             f"{unit.path} does not compile for {unit.arch}: {first}; the log and the command are in the notes of this "
             "error and in its attributes",
-            said,
+            output,
             command,
         ) from error
     finally:
@@ -294,7 +297,7 @@ def compile_unit(unit: _Unit) -> Compiled:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Of the NVRTC that this process loads."""
+    """The version of the NVRTC that this process loads."""
     try:
         from cuda.bindings import nvrtc
 
@@ -305,12 +308,12 @@ def nvrtc_version() -> tuple[int, int]:
             "'nvidia-cuda-nvrtc>=13,<14'"
         ) from error
     if int(code) != 0:
-        raise CudaMissing(f"NVRTC does not tell its version: {code.name}; another nvidia-cuda-nvrtc may")
+        raise CudaMissing(f"nvrtcVersion failed: {code.name}; install another nvidia-cuda-nvrtc")
     return int(major), int(minor)
 
 
 def _ptx(program: Any) -> str:
-    """What the program was before ptxas; NVRTC keeps it beside the machine code."""
+    """The program's PTX, which NVRTC keeps beside the machine code; empty if it cannot be had."""
     from cuda.bindings import nvrtc
 
     code, nbytes = nvrtc.nvrtcGetPTXSize(program.handle)
@@ -321,7 +324,7 @@ def _ptx(program: Any) -> str:
 
 
 def _toolkit_headers() -> Path | None:
-    """CUDA's own headers (cuda_bf16.h), where there are any: of pip's nvidia-cuda-runtime or of a toolkit."""
+    """The folder of CUDA's own headers (cuda_bf16.h), from pip's nvidia-cuda-runtime or a toolkit; None if missing."""
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:
@@ -335,9 +338,9 @@ _shared: Compiler | None = None
 
 
 def shared_compiler() -> Compiler:
-    """The compiler of this process, so that a kernel is compiled once in it whoever asks.
+    """The compiler that all callers in this process share, so that each kernel is compiled once.
 
-    RAYMOE_CACHE_DIR is read when it is made, and not again.
+    It reads RAYMOE_CACHE_DIR only when it is made.
     """
     global _shared
     with _SHARED_LOCK:

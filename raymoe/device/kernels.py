@@ -1,4 +1,4 @@
-"""Kernels loaded on a GPU."""
+"""Load kernels on a GPU, and launch them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raymoe.errors import ConfigError, CudaError
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel on a GPU, ready to be launched, also inside a capture. Valid until the `Kernels` it is of is closed."""
+    """A kernel on a GPU, ready to be launched, also inside a capture. Valid until its `Kernels` is closed."""
 
     gpu: Gpu
     name: str
@@ -32,16 +32,16 @@ class Function:
         return self.gpu.shared_bytes - self.static_shared
 
     def resident_blocks(self, threads: int, shared_bytes: int) -> int:
-        """How many blocks of such a launch the whole GPU holds at once, if it has nothing else to do."""
+        """The number of blocks of such a launch that an idle GPU holds at once."""
         with self.gpu.current():
             each = call("cuOccupancyMaxActiveBlocksPerMultiprocessor", self.handle, threads, shared_bytes)
         return int(each) * self.gpu.sms
 
 
 class Kernels:
-    """What is loaded on one GPU: each source once, whole or not at all. Any thread may ask.
+    """The kernels that are loaded on one GPU, each source once. Safe from any thread.
 
-    Plans get their functions before any capture: whether the driver loads code inside one is the driver's affair.
+    Plans must get their functions before a capture, because a driver may refuse to load code inside one.
     """
 
     def __init__(self, gpu: Gpu, compiler: Compiler | None = None) -> None:
@@ -52,7 +52,7 @@ class Kernels:
         self._functions: dict[tuple[str, str], Function] = {}
 
     def function(self, source: KernelSource, name: str | None = None) -> Function:
-        """The kernel `name` of a source; by default the one that is called like its file."""
+        """The kernel `name` of a source, compiled and loaded if it is not yet. The default is the file's name."""
         name = name or source.stem
         compiled = self.compiler.compiled(source, self.gpu.arch)
         with self._lock, self.gpu.current():
@@ -75,8 +75,8 @@ class Kernels:
             handle = call("cuModuleGetFunction", module, name.encode())
         except CudaError as error:
             raise CudaError(f'{source.stem}.cu has no kernel {name} (extern "C" __global__): {error}') from error
-        # Modules load lazily by default: a first launch inside a capture, or beside a kernel that waits for a peer,
-        # would be the moment at which the driver wants to load the code.
+        # Modules load lazily by default: the driver would load the code at the first launch, which may be inside a
+        # capture or beside a kernel that waits for a peer.
         call("cuFuncLoad", handle)
         kinds = bindings().CUfunction_attribute
 
@@ -93,27 +93,25 @@ class Kernels:
             local_bytes=attribute("LOCAL_SIZE_BYTES"),
             max_threads=attribute("MAX_THREADS_PER_BLOCK"),
         )
-        # All that a block can have, once: what a launch takes of it is the launch's own affair.
+        # The most that a block can have, set once; each launch chooses its own amount.
         most = kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", handle, most, function.max_dynamic_shared)
         return function
 
     def close(self) -> None:
-        """Unload everything, when nothing of it runs and no graph holds it any more."""
+        """Unload everything. No kernel may be running, and no graph may hold one."""
         with self._lock, self.gpu.current():
             self._functions.clear()
             while self._modules:
                 call("cuModuleUnload", self._modules.popitem()[1])
 
 
-# Launching a kernel.
-#
-# By `cuLaunchKernelEx` of the driver's binding: `cuda.core.launch` takes no structs by value.
+# Launches, by `cuLaunchKernelEx` of the driver's binding: `cuda.core.launch` takes no structs by value.
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many blocks of how many threads, with how much dynamic shared memory each."""
+    """The blocks of a launch, the threads of a block, and the dynamic shared memory of a block."""
 
     blocks: int
     threads: int
@@ -121,11 +119,11 @@ class Shape:
 
 
 class Launch:
-    """A kernel, its shape and its parameters, packed and checked once; calling it only launches.
+    """A kernel, its shape and its parameters, packed and checked once. A call only launches it.
 
-    `fields` is the C struct that the kernel is given. A caller may set fields of it between two calls, by one thread at
-    a time; ctypes checks no value. A capture copies the struct, so the values of a captured call are fixed for its
-    replays; what changes from run to run lies in memory that they point to.
+    `fields` is the C struct that the kernel gets. One thread at a time may set its fields between two calls; ctypes
+    checks no value. A capture copies the struct, so replays use the values of the captured call. Values that change
+    from run to run must lie in memory that the struct points to.
     """
 
     def __init__(self, function: Function, shape: Shape, params: Params) -> None:
@@ -135,7 +133,7 @@ class Launch:
         self.params = params
         self.fields: Any = params.packed()
         self.sms = min(shape.blocks, function.gpu.sms)
-        """Multiprocessors that it occupies: blocks go to those that have none, as long as there are some."""
+        """SMs that the launch occupies: blocks go to SMs without a block, as long as there are any."""
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
         self._pointers_at = ctypes.addressof(self._pointers)
         self._lock = threading.Lock()
@@ -169,8 +167,8 @@ def _check(function: Function, shape: Shape, params: Params) -> None:
     if type(params) not in function.source.structs:
         known = ", ".join(struct.__name__ for struct in function.source.structs) or "none"
         raise ConfigError(
-            f"kernel {name} launched with {type(params).__name__}, whose layout the compiler has not checked; its "
-            f"source names {known}"
+            f"kernel {name} launched with {type(params).__name__}, whose layout the compiler has not checked; add it "
+            f"to the structs of its source ({known})"
         )
     if shape.blocks < 1 or not 1 <= shape.threads <= function.max_threads:
         raise ConfigError(
@@ -182,7 +180,7 @@ def _check(function: Function, shape: Shape, params: Params) -> None:
             f"kernel {name} launched with {shape.shared_bytes} bytes of shared memory a block; {function.gpu.name} "
             f"leaves it {function.max_dynamic_shared}"
         )
-    # Blocks wait for peers and for one another's tickets: one that found no place would be waited for in vain.
+    # Blocks wait for peers and for one another's tickets: all others would wait for a block that is not resident.
     resident = function.resident_blocks(shape.threads, shape.shared_bytes)
     if shape.blocks > resident:
         raise ConfigError(

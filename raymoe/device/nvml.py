@@ -1,4 +1,4 @@
-"""What NVML tells of GPUs and the links between them, by its binding in cuda.bindings or by pynvml."""
+"""Read the properties of GPUs and their links from NVML, by its binding in cuda.bindings or by pynvml."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-# What we call it, what cuda.bindings.nvml does, what pynvml does.
+# raymoe's name of a function, its name in cuda.bindings.nvml, its name in pynvml.
 _NAMES = {
     "init": ("init_v2", "nvmlInit"),
     "driver": ("system_get_driver_version", "nvmlSystemGetDriverVersion"),
@@ -29,7 +29,7 @@ _NAMES = {
 _MOST_LINKS = 18
 _SWITCH = 2  # nvmlIntNvLinkDeviceType_t
 _NVLINK = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5, 8: 6}
-"""nvmlNvlinkVersion_t numbers the versions and their halves one by one: an H200 says 6 and has NVLink 4."""
+"""NVLink's major version for each nvmlNvlinkVersion_t, which also counts minor versions: NVLink 4 of an H200 is 6."""
 # nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo -m`
 _LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 _P2P_NVLINK, _P2P_OK = 2, 0  # nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t
@@ -37,7 +37,7 @@ _P2P_NVLINK, _P2P_OK = 2, 0  # nvmlGpuP2PCapsIndex_t, nvmlGpuP2PStatus_t
 
 @dataclass(frozen=True)
 class NvmlBinding:
-    """A Python binding of NVML and where it differs from the other."""
+    """A Python binding of NVML, and its differences from the other."""
 
     module: str
     column: int
@@ -45,36 +45,36 @@ class NvmlBinding:
     bus_id: str
 
 
-WAYS = (NvmlBinding("cuda.bindings.nvml", 0, "NvmlError", "bus_id"), NvmlBinding("pynvml", 1, "NVMLError", "busId"))
+BINDINGS = (NvmlBinding("cuda.bindings.nvml", 0, "NvmlError", "bus_id"), NvmlBinding("pynvml", 1, "NVMLError", "busId"))
 
 
 def nvlinked(first: str, second: str) -> bool:
-    """Whether NVML says that two GPUs, by UUID, reach one another over NVLink; a GPU reaches itself.
+    """Whether two GPUs, given by UUID, reach one another over NVLink, as NVML reports. A GPU reaches itself.
 
-    Where NVML is missing, knows one of them not (a container may hide it) or fails, the answer is no.
+    False if NVML is missing or fails, or if it does not know one of the GPUs (a container may hide it).
     """
     if first == second:
         return True
-    for way in WAYS:
+    for binding in BINDINGS:
         try:
-            library = Library(way)
+            library = Library(binding)
         except (ImportError, AttributeError):
-            continue  # the other binding may be there
+            continue  # the other binding may be installed
         try:
             return library.nvlinked(first, second)
-        except (library.error, RuntimeError):  # RuntimeError: there is no libnvidia-ml
+        except (library.error, RuntimeError):  # RuntimeError: libnvidia-ml is missing
             continue
     return False
 
 
 class Library:
-    """One of the two bindings, asked by our names."""
+    """One of the two bindings; its functions are called by raymoe's names."""
 
-    def __init__(self, way: NvmlBinding) -> None:
-        module = importlib.import_module(way.module)
-        self.error: type[Exception] = getattr(module, way.error)
-        self._bus_id = way.bus_id
-        self._functions = {name: getattr(module, names[way.column]) for name, names in _NAMES.items()}
+    def __init__(self, binding: NvmlBinding) -> None:
+        module = importlib.import_module(binding.module)
+        self.error: type[Exception] = getattr(module, binding.error)
+        self._bus_id = binding.bus_id
+        self._functions = {name: getattr(module, names[binding.column]) for name, names in _NAMES.items()}
 
     def machine(self) -> dict[str, object]:
         self.ask("init")
@@ -92,7 +92,7 @@ class Library:
         }
 
     def nvlinked(self, first: str, second: str) -> bool:
-        """Whether peer access between two GPUs, by UUID, goes over NVLink."""
+        """Whether peer access between two GPUs, given by UUID, goes over NVLink."""
         self.ask("init")
         pair = [self.ask("handle_of", f"GPU-{uuid.removeprefix('GPU-')}") for uuid in (first, second)]
         return int(self.ask("p2p", *pair, _P2P_NVLINK)) == _P2P_OK
@@ -102,7 +102,7 @@ class Library:
         return answer.decode() if isinstance(answer, bytes) else answer
 
     def maybe(self, name: str, *arguments: object) -> Any:
-        """None where this GPU or this driver does not know."""
+        """Call a function; None where this GPU or driver does not support it."""
         try:
             return self.ask(name, *arguments)
         except self.error:
@@ -125,7 +125,7 @@ class Library:
         return None if version is None else _NVLINK.get(int(version))
 
     def _links(self, handle: Any) -> list[tuple[int | None, str]]:
-        """Of each active link, what is at its other end: the kind of device, and its place on the PCI bus."""
+        """The other end of each active link: the kind of device, and its place on the PCI bus."""
         found = []
         for link in range(_MOST_LINKS):
             if self.maybe("link_state", handle, link):

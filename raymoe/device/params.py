@@ -1,8 +1,7 @@
-"""The struct that a kernel takes, declared once in Python and held to the C struct of the same name.
+"""Declare the struct that a kernel takes in Python, and have the compiler compare it with the C struct of that name.
 
-A kernel has one parameter, a plain struct. Its Python twin is a frozen dataclass whose annotations name C types; the
-compiler is handed a check of the struct's size and of every field's offset, so a kernel whose struct differs from its
-twin does not compile, anywhere.
+A kernel has one parameter, a plain struct. Its Python twin is a frozen dataclass whose annotations name C types. The
+compiler gets a check of the struct's size and of every field's offset, so a kernel does not compile if the two differ.
 
 >>> @dataclass(frozen=True)
 ... class Inner(Params):
@@ -40,17 +39,17 @@ NAMESPACE = "raymoe"
 
 @dataclass(frozen=True)
 class Params:
-    """Base of all twins.
+    """The base of all twins.
 
-    Fields are U32, U64, F32, Address, other twins, or arrays (`Annotated[tuple[int, ...], ctype * n]`; of twins with
-    `Twin.array(n)` for the type, and the twins that are not given are zero).
+    A field is U32, U64, F32, Address, another twin, or an array: `Annotated[tuple[int, ...], ctype * n]`. An array of
+    twins has `Twin.array(n)` as its type, and twins that are not given are zero.
     """
 
     _kinds: ClassVar[dict[str, type[Any]]]
     _struct: ClassVar[type[ctypes.Structure]]
 
     def __init_subclass__(cls) -> None:
-        # Here and not at first use: two threads that raced for it would make two C types, which are not one another's.
+        # Made here, because two threads that made it at first use could make two different C types.
         hints = get_type_hints(cls, include_extras=True)
         cls._kinds = {
             name: hint if isinstance(hint, type) and issubclass(hint, Params) else get_args(hint)[1]
@@ -61,7 +60,7 @@ class Params:
         cls._struct = type(cls.__name__, (ctypes.Structure,), {"_fields_": described})
 
     def packed(self) -> ctypes.Structure:
-        """The C struct with these values. Every value is checked: ctypes would cut a size of 4 GiB down to 0."""
+        """The C struct with these values. Every value is checked, because ctypes would truncate 4 GiB to 0."""
         return self._struct(*(_value(self, name, kind) for name, kind in self._kinds.items()))
 
     @classmethod
@@ -70,7 +69,7 @@ class Params:
 
     @classmethod
     def array(cls, count: int) -> type[Any]:
-        """The C type of `count` of these, one after the other.
+        """The C type of an array of `count` of these.
 
         >>> Watched = dataclass(frozen=True)(type("Watched", (Params,), {"__annotations__": {"at": U64}}))
         >>> ctypes.sizeof(Watched.array(3))
@@ -80,7 +79,7 @@ class Params:
 
     @classmethod
     def offsets(cls) -> dict[str, int]:
-        """Where each field begins, those of inner structs by their dotted names too."""
+        """The offset of each field. Fields of inner structs are included, by dotted names."""
         found: dict[str, int] = {}
         for name, kind in cls._kinds.items():
             begin = getattr(cls._struct, name).offset
@@ -91,10 +90,10 @@ class Params:
 
     @classmethod
     def layout_check(cls) -> str:
-        """C++ that compiles only where the C struct is laid out like this one.
+        """C++ code that compiles only if the C struct has the same layout.
 
-        No offsetof: NVRTC 13.0 knows none. What stands for it is a kernel whose conditions the compiler decides; where
-        one holds, it calls a function that is nowhere, and ptxas names it: `CopyParams_bytes_is_not_at_byte_16`.
+        NVRTC 13.0 has no offsetof. Instead, a kernel tests each offset by conditions that are constant. A false offset
+        leaves a call of an undefined function, which ptxas names: `CopyParams_bytes_is_not_at_byte_16`.
         """
         name = f"{NAMESPACE}::{cls.__name__}"
         declared, called = [], []
@@ -109,7 +108,7 @@ class Params:
 
 
 def address_setter(fields: ctypes.Structure, struct: type[Params], names: Sequence[str]) -> Callable[..., None]:
-    """Give a function that sets these 64-bit fields of a packed struct, which lie one behind the other, in one go.
+    """Make a function that sets several 64-bit fields of a packed struct at once. The fields must be adjacent.
 
     >>> @dataclass(frozen=True)
     ... class Three(Params):
@@ -124,7 +123,7 @@ def address_setter(fields: ctypes.Structure, struct: type[Params], names: Sequen
     offsets, form = struct.offsets(), Struct(f"={len(names)}Q")
     begin = offsets[names[0]]
     if [offsets[name] for name in names] != [begin + 8 * index for index in range(len(names))]:
-        raise ConfigError(f"fields {', '.join(names)} of {struct.__name__} do not lie one behind the other")
+        raise ConfigError(f"fields {', '.join(names)} of {struct.__name__} are not adjacent in this order")
     return partial(form.pack_into, memoryview(fields).cast("B"), begin)
 
 

@@ -1,7 +1,7 @@
-"""The kernels around NCCL's collectives, for the backends `collective` and `allgather`: what they take.
+"""The parameters of the kernels that backends `collective` and `allgather` run around NCCL's collectives.
 
-kernels/tell_routing.cu, count_entries.cu, number_entries.cu, spread_rows.cu, sum_entries.cu and sum_ranks.cu, in this
-order. None waits for another GPU, and none uses an instruction that GPUs from compute capability 8.0 on do not have.
+The kernels are kernels/tell_routing.cu, count_entries.cu, number_entries.cu, spread_rows.cu, sum_entries.cu and
+sum_ranks.cu, run in this order. None waits for another GPU, and all run from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from raymoe.device.params import U32, U64, Address, Params
 MOST_RANKS = 16
 THREADS = 256
 MOST_SHARED_BYTES = 48 << 10
-"""Of a block that counts: every GPU gives that much."""
+"""Shared memory of a block that counts: every GPU has that much."""
 MOST_EXPERTS = 3072
-"""On a rank: as many as one warp has counters for in that much shared memory."""
+"""Experts on a rank: one warp has counters for so many in that much shared memory."""
 VECTOR_BYTES = 16
 SPREAD_VECTORS = 128
 """Vectors of a row that a warp moves at a time."""
@@ -27,7 +27,7 @@ SPREAD_VECTORS = 128
 
 @dataclass(frozen=True)
 class DispatchMemory(Params):
-    """Twin of the struct in kernels/include/raymoe/collective/rounds.cuh: where a dispatch's memory has what."""
+    """Twin of the struct in kernels/include/raymoe/collective/rounds.cuh: the layout of a dispatch's memory."""
 
     record: U64
     home: U64
@@ -42,7 +42,7 @@ class DispatchMemory(Params):
 
     @classmethod
     def of(cls, sizes: Sizes, rank: int) -> DispatchMemory:
-        """The offsets of an exchange of these sizes.
+        """The layout for an exchange of these sizes.
 
         >>> DispatchMemory.of(Sizes(ranks=2, tokens=3, topk=2, local=4, compact=True), rank=1).record
         96
@@ -51,14 +51,14 @@ class DispatchMemory(Params):
         for nbytes in sizes.regions():
             offsets.append(end)
             end += -(-nbytes // VECTOR_BYTES) * VECTOR_BYTES
-        _, record, home, row_of, places = offsets  # what is told comes first
+        _, record, home, row_of, places = offsets  # the metadata of all ranks comes first
         numbers = rank, sizes.ranks, sizes.tokens, sizes.topk, sizes.local, int(sizes.compact)
         return cls(record, home, row_of, places, *numbers)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """R ranks, T tokens a rank at most, K ids a token, L experts a rank; whether rows that come lie close together."""
+    """R ranks, at most T tokens a rank, K ids a token, L experts a rank; `compact`: rows lie one behind the other."""
 
     ranks: int
     tokens: int
@@ -67,15 +67,21 @@ class Sizes:
     compact: bool
 
     @property
-    def told_bytes(self) -> int:
-        """What a rank tells: its ids, then its weights."""
+    def metadata_bytes(self) -> int:
+        """The metadata of one rank: its ids, then its weights."""
         return self.tokens * self.topk * 8
 
     def regions(self) -> tuple[int, ...]:
-        """Bytes of each part of a dispatch's memory: told, record, home, row_of, places."""
+        """Bytes of each part of a dispatch's memory: metadata of all ranks, record, home, row_of, places."""
         all_tokens = self.ranks * self.tokens
         home = self.tokens * self.ranks * 4
-        return self.ranks * self.told_bytes, DispatchRecord.nbytes(), home, all_tokens * 4, all_tokens * self.topk * 4
+        return (
+            self.ranks * self.metadata_bytes,
+            DispatchRecord.nbytes(),
+            home,
+            all_tokens * 4,
+            all_tokens * self.topk * 4,
+        )
 
     @property
     def memory_bytes(self) -> int:
@@ -83,15 +89,15 @@ class Sizes:
 
     @property
     def stats_words(self) -> int:
-        """Of a block that counts."""
+        """Words that a block of count_entries writes."""
         return self.local + self.ranks + 1
 
     def numbering_bytes(self, warps: int) -> int:
-        """Shared memory of a block that numbers; kernels/include/raymoe/collective/numbering.cuh lays it out."""
+        """Shared memory of a block of number_entries; kernels/include/raymoe/collective/numbering.cuh lays it out."""
         return 4 * ((warps + 2) * self.local + (warps + 1) * (self.ranks + 1) + warps)
 
     def numbering_warps(self, most: int = THREADS // 32) -> int:
-        """Warps of a block that numbers, each of which has a counter for each expert.
+        """The warps of a block of number_entries: each has a counter for each expert in shared memory.
 
         >>> Sizes(4, 4096, 8, 64, False).numbering_warps(), Sizes(1, 64, 8, MOST_EXPERTS, False).numbering_warps()
         (8, 1)
@@ -102,18 +108,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class DispatchRecord(Params):
-    """What a dispatch knows as a whole."""
+    """Twin of the struct in kernels/include/raymoe/collective/rounds.cuh: the totals of a dispatch."""
 
     refusal: Refused
     number: U64
     unused: U64
-    came: Annotated[tuple[int, ...], ctypes.c_uint32 * MOST_RANKS]
-    went: Annotated[tuple[int, ...], ctypes.c_uint32 * MOST_RANKS]
+    rows_from: Annotated[tuple[int, ...], ctypes.c_uint32 * MOST_RANKS]
+    rows_to: Annotated[tuple[int, ...], ctypes.c_uint32 * MOST_RANKS]
 
 
 @dataclass(frozen=True)
 class TellScratch(Params):
-    """Words of this rank alone, which begin like this."""
+    """Words of this rank alone; the defaults are their first values."""
 
     bad_entry: U64 = 2**64 - 1
     number: U64 = 0
@@ -153,7 +159,7 @@ class NumberParams(Params):
     expert_offsets: Address = 0
     expert_counts: Address = 0
     index: Address = 0
-    heard: Address = 0
+    host_counts: Address = 0
     runs: U32 = 0
     given: U32 = 0
     capacity: U32 = 0
@@ -211,7 +217,7 @@ class SumRanksParams(Params):
 
 
 REFUSED_BYTES = 16 + MOST_RANKS * Refused.nbytes()
-"""Of the statuses of the first combine that was refused, behind two words, the first of which says that there are."""
+"""The statuses of the first refused combine, behind two words. The first word is 1 where there are statuses."""
 
 _STRUCTS = (DispatchMemory, DispatchRecord)
 TELL = KernelSource("tell_routing", (TellParams, TellScratch, *_STRUCTS))
@@ -221,7 +227,7 @@ SPREAD = KernelSource("spread_rows", (SpreadParams,))
 
 
 def sum_sources(dtype: str, wire: str) -> tuple[KernelSource, KernelSource]:
-    """The kernels that sum a rank's rows of a token, and the ranks' sums."""
+    """The kernel that sums a rank's rows of a token, and the kernel that adds the ranks' sums."""
     types = (("ROW_TYPE", ROW_TYPES[dtype]), ("WIRE_TYPE", ROW_TYPES[wire]))
     return (
         KernelSource("sum_entries", (SumEntriesParams, *_STRUCTS), types),
@@ -230,8 +236,9 @@ def sum_sources(dtype: str, wire: str) -> tuple[KernelSource, KernelSource]:
 
 
 def sum_pieces(row_bytes: int, item_bytes: int, wire_item_bytes: int) -> int:
-    """Pieces of a row that the summing kernels take one at a time: two vectors a thread where sums cross as something
-    wider, else four.
+    """The number of pieces of a row, which a warp sums one at a time.
+
+    A thread takes two vectors of a piece where sums cross in a wider dtype, else four.
 
     >>> sum_pieces(14336, 2, 2), sum_pieces(14336, 2, 4)
     (7, 14)

@@ -1,4 +1,4 @@
-"""Python twins of the structs that all kernels share: peer.cuh and sync.cuh in kernels/include/raymoe."""
+"""Python twins of the structs that all kernels share: those of peer.cuh and sync.cuh in kernels/include/raymoe/base."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RANKS = 16
 
 @dataclass(frozen=True)
 class Peers(Params):
-    """Where this rank has mapped the heap of each rank."""
+    """The address of each rank's heap, as mapped by this rank."""
 
     base: Annotated[tuple[int, ...], ctypes.c_uint64 * MAX_RANKS]
     rank: U32
@@ -25,7 +25,8 @@ class Peers(Params):
 
     @classmethod
     def of(cls, bases: Sequence[int], rank: int) -> Peers:
-        """
+        """Fill the unused ranks with 0.
+
         >>> Peers.of([4096, 8192], rank=1).base[:3]
         (4096, 8192, 0)
         """
@@ -34,7 +35,7 @@ class Peers(Params):
         return cls((*bases, *[0] * (MAX_RANKS - len(bases))), rank, len(bases))
 
 
-# Twins of the structs in kernels/include/raymoe/base/sync.cuh, where each word's writer, reader and order are told.
+# Twins of the structs in kernels/include/raymoe/base/sync.cuh, which gives each word's writer, reader and order.
 
 FAILURE_TIMEOUT = 1
 FAILURE_ABORTED = 2
@@ -43,7 +44,7 @@ FAILURE_STALE = 3
 
 @dataclass(frozen=True)
 class Operation(Params):
-    """How often an operation has run. In device memory, 16-byte aligned, zero before the first run."""
+    """The number of runs of an operation. In device memory, 16-byte aligned, zero before the first run."""
 
     epoch: U64 = 0
     ticket: U32 = 0
@@ -52,7 +53,7 @@ class Operation(Params):
 
 @dataclass(frozen=True)
 class ErrorRecord(Params):
-    """What a failed wait leaves for the host; there is one where `code` is not 0."""
+    """The record of a failed wait, for the host. It is valid if `code` is not 0."""
 
     code: U64 = 0
     op: U64 = 0
@@ -66,7 +67,7 @@ class ErrorRecord(Params):
 
 @dataclass(frozen=True)
 class Watch(Params):
-    """What bounds the waits of a kernel; `ErrorWord.watch` makes one. All zero: it waits for nothing."""
+    """Bounds the waits of a kernel; `ErrorWord.watch` makes one. A kernel with all zeros must not wait."""
 
     abort: Address = 0
     record: Address = 0

@@ -1,4 +1,4 @@
-"""What the points of kernels/include/raymoe/base/trace.cuh are called and mean, and what a kernel's times say."""
+"""Names and meanings of the points of kernels/include/raymoe/base/trace.cuh, and timelines from a kernel's times."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NAMES = (
     "end",
     "all awaited",
 )
-"""Of the points, by number."""
+"""The names of the points, by number."""
 
 TRACE_POINTS = 16
 BLOCKS_A_SM = 2
-"""That a launch has at most."""
+"""The most that a launch has."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Which blocks come to it, and what that means."""
+    """The blocks that reach a point, and what they have done then."""
 
     who: str
     what: str
@@ -40,44 +40,43 @@ POINTS = {
     "dispatch": {
         "start": Point("all", "begin"),
         "destinations": Point("senders", "ready to send"),
-        "first push": Point("senders", "first row on its way"),
-        "last push": Point("senders", "last row on its way"),
-        "arrived": Point("senders", "all that was pushed has arrived"),
-        "said done": Point("senders", "peers were told that no more comes"),
-        "told": Point("routers", "entries are numbered, and all ranks were told"),
+        "first push": Point("senders", "first row sent"),
+        "last push": Point("senders", "last row sent"),
+        "arrived": Point("senders", "all pushed rows have arrived"),
+        "said done": Point("senders", "peers know that no more rows come"),
+        "told": Point("routers", "entries are numbered and written to all ranks"),
         "counts": Point("placers", "the counts of all ranks are here"),
-        "planned": Point("placers", "where rows stand is known"),
-        "first row": Point("placers", "the first row was there"),
-        "last row": Point("placers", "the last row was there"),
-        "placed": Point("placers", "all rows stand in their places"),
+        "planned": Point("placers", "the place of each row is known"),
+        "first row": Point("placers", "the first row has come"),
+        "last row": Point("placers", "the last row has come"),
+        "placed": Point("placers", "all rows are in their places"),
         "end": Point("all", "done"),
-        "all awaited": Point("last", "no peer has anything more to send"),
+        "all awaited": Point("last", "all peers have finished sending"),
     },
     "combine": {
         "start": Point("all", "begin"),
-        "first push": Point("reducers", "first sum on its way"),
-        "last push": Point("reducers", "last sum on its way"),
-        "arrived": Point("reducers", "all that was pushed has arrived"),
+        "first push": Point("reducers", "first sum sent"),
+        "last push": Point("reducers", "last sum sent"),
+        "arrived": Point("reducers", "all pushed sums have arrived"),
         "said done": Point("reducers", "nothing more to push (few tokens: summers have added their own)"),
-        "counts": Point("summers", "it is known that no rank refuses the data"),
-        "first row": Point("summers", "the first sum of a peer was there"),
-        "last row": Point("summers", "the last sum of a peer was there"),
+        "counts": Point("summers", "known that no rank refuses the data"),
+        "first row": Point("summers", "the first sum of a peer has come"),
+        "last row": Point("summers", "the last sum of a peer has come"),
         "placed": Point("summers", "all sums are added"),
         "end": Point("all", "done"),
-        "all awaited": Point("last", "no peer has anything more to push"),
+        "all awaited": Point("last", "all peers have finished pushing"),
     },
 }
-"""Of each operation, in the order of work of each kind of block. `last` is the last block out."""
+"""The points of each operation, in the order of work of each kind of block. `last` is the last block out."""
 
 
 def traced(on: bool) -> tuple[tuple[str, str], ...]:
-    """What a build is defined with that tells its times."""
+    """The macros of a build that stores its times."""
     return (("TRACED", "1"),) if on else ()
 
 
 def timeline(times: Sequence[Sequence[int]]) -> dict[str, tuple[float, float, float]]:
-    """For each point that blocks came to, the microseconds after the first block's start at which the first, the median
-    and the last of them did.
+    """When the first, the median and the last block reached each point, in microseconds after the first block's start.
 
     >>> timeline([[1000, 3000, 0], [1500, 2500, 0], [1200, 0, 0]])
     {'start': (0.0, 0.2, 0.5), 'destinations': (1.5, 2.0, 2.0)}
@@ -85,7 +84,7 @@ def timeline(times: Sequence[Sequence[int]]) -> dict[str, tuple[float, float, fl
     began = min(row[0] for row in times if row[0])
     found = {}
     for point, name in enumerate(NAMES):
-        came = sorted((row[point] - began) / 1e3 for row in times if point < len(row) and row[point])
-        if came:
-            found[name] = came[0], came[len(came) // 2], came[-1]
+        reached = sorted((row[point] - began) / 1e3 for row in times if point < len(row) and row[point])
+        if reached:
+            found[name] = reached[0], reached[len(reached) // 2], reached[-1]
     return found

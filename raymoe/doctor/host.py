@@ -51,7 +51,7 @@ def _map_a_peer() -> str:
     from raymoe.memory.host_shm import own
 
     try:
-        segment = own("doctor", _TEST_BYTES)
+        segment = own("raymoe-doctor", _TEST_BYTES)
     except (OSError, RaymoeError) as error:
         return str(error)
     command = [sys.executable, "-P", "-c", _PEER_PROGRAM, json.dumps(sys.path), json.dumps(segment.descriptor())]

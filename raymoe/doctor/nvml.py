@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from raymoe.device.nvml import WAYS, Library
+from raymoe.device.nvml import BINDINGS, Library
 
 # Reading nvidia-smi's output, where no binding of NVML works.
 
@@ -70,7 +70,7 @@ _SMI_S = 20.0
 def probe(doing: Callable[[str], None]) -> dict[str, object]:
     """Return `source`, `driver`, `gpus` and `topology` (rows of NV18, PIX, …); or `missing`, with all reasons."""
     reasons = []
-    for way in WAYS:
+    for way in BINDINGS:
         doing(f"asking {way.module}")
         try:
             library = Library(way)

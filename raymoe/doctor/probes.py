@@ -142,9 +142,13 @@ class Probes(Mapping[str, ProbeOutcome]):
         self._bounds = bounds
         self._children: dict[str, Child] = {}
         self._outcomes: dict[str, ProbeOutcome] = {}
-        for name in bounds:
-            if name not in STARTED_WHEN_READ:
-                self._start(name)
+        try:
+            for name in bounds:
+                if name not in STARTED_WHEN_READ:
+                    self._start(name)
+        except BaseException:  # a signal: nobody has this object yet, who could close it
+            self.close()
+            raise
 
     def __getitem__(self, name: str) -> ProbeOutcome:
         if name not in self._outcomes and name not in self._children:

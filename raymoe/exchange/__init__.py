@@ -1,4 +1,4 @@
-"""Dispatch and combine, by several backends with one contract.
+"""Dispatch and combine: several backends behind one interface.
 
-Read first: `exchange.py` (the public class), `backend.py` (the contract), `fused.py` (the fastest backend).
+Read first: `exchange.py` (the public class), `backend.py` (the interface), `fused.py` (the fastest backend).
 """

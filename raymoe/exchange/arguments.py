@@ -1,6 +1,6 @@
-"""Arguments of dispatch and combine, checked before anything is sent: a peer must never learn of a caller's mistake.
+"""Check the arguments of dispatch and combine before anything is sent, so that no peer sees a caller's mistake.
 
-A tensor that is as it should be passes one short test. What fails it is looked at again, to say why.
+A correct tensor passes one short test. A tensor that fails it is checked again in detail, for the error message.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.spec import FP8, ExchangeSpec
 
-_GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of so many
+_GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of this size
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_torch: Any = torch._C  # the stubs leave these out
+_torch: Any = torch._C  # torch's type stubs lack these names
 
 
 def refuse_tracing(op: str) -> None:
-    """Raise where operations of torch are not carried out as they stand. An exchange has memory of its own, which other
-    ranks write to: it cannot be transformed or traced."""
+    """Raise under torch.func transforms and FakeTensorMode.
+
+    An exchange cannot be transformed or traced: other ranks write to its memory.
+    """
     if _torch._functorch.peek_interpreter_stack() is not None:
         raise ConfigError(
-            f"{op} inside torch.vmap or a transform of torch.func, which it has no rule for; call it outside"
+            f"{op} inside torch.vmap or a transform of torch.func, which is not supported; call it outside"
         )
     if _torch._len_torch_dispatch_stack() and _torch._get_dispatch_mode(_torch._TorchDispatchModeKey.FAKE) is not None:
         raise ConfigError(f"{op} under FakeTensorMode, where nothing is computed; call it outside of the mode")
@@ -33,15 +35,16 @@ def refuse_tracing(op: str) -> None:
 
 @dataclass(frozen=True)
 class Form:
-    """What one argument must be: [rows, columns] of one of these dtypes, at a multiple of `step` bytes."""
+    """The form of one argument: [rows, columns], one of these dtypes, an address that is a multiple of `alignment`."""
 
     name: str
     columns: int
     dtypes: tuple[torch.dtype, ...]
-    step: int = 1
+    alignment: int = 1
+    """In bytes."""
 
     def fits(self, tensor: object, rows: int | None, device: torch.device) -> bool:
-        """Whether a tensor, of any number of rows where none is given, is good as it stands."""
+        """Whether a tensor can be used as it is. `rows` None allows any number of rows."""
         if type(tensor) not in _PLAIN:
             return False
         assert isinstance(tensor, torch.Tensor)
@@ -57,35 +60,35 @@ class Form:
                 and not tensor.is_neg()
                 and self._has_memory(tensor.data_ptr(), shape[0])
             )
-        except RuntimeError:  # it has no strides or no memory, which is told in detail
+        except RuntimeError:  # no strides or no memory; `_check_in_detail` says which
             return False
 
     def _has_memory(self, address: int, rows: int) -> bool:
-        return (address != 0 and address % self.step == 0) or rows == 0
+        return (address != 0 and address % self.alignment == 0) or rows == 0
 
 
 class Arguments:
-    """What the tensors of one exchange must be."""
+    """Checks the arguments of one exchange."""
 
     def __init__(self, spec: ExchangeSpec, ranks: int, device: torch.device) -> None:
         self._spec, self._device, self._capacity = spec, device, spec.rows(ranks)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         output: torch.dtype = getattr(torch, spec.output_dtype)
-        step, H, K = _GPU_ALIGNMENT if device.type == "cuda" else 1, spec.hidden, spec.topk
-        self._x = Form("x", H, (dtype,), step)
-        self._x_values = Form("x", H, (torch.float8_e4m3fn,), step)
+        alignment, H, K = _GPU_ALIGNMENT if device.type == "cuda" else 1, spec.hidden, spec.topk
+        self._x = Form("x", H, (dtype,), alignment)
+        self._x_values = Form("x", H, (torch.float8_e4m3fn,), alignment)
         self._scales = Form("scales", spec.scales, (torch.float32,))
         self._topk_idx = Form("topk_idx", K, (torch.int32, torch.int64))
         self._topk_weights = Form("topk_weights", K, (torch.float32,))
-        self._out = Form("out", H, (output,), step)
-        self._rows = Form("rows", H, (dtype,), step)
-        self._y = Form("out", H, (dtype,), step)
+        self._out = Form("out", H, (output,), alignment)
+        self._rows = Form("rows", H, (dtype,), alignment)
+        self._y = Form("out", H, (dtype,), alignment)
 
     def dispatch(
         self, x: object, topk_idx: object, topk_weights: object, num_tokens: int | torch.Tensor | None
     ) -> Tokens:
         refuse_tracing("dispatch")
-        x, scales = self._quantised(x)
+        x, scales = self._split_pair(x)
         rows = self._tensor(self._x if scales is None else self._x_values, x, None)
         n = rows.shape[0]
         if n > self._spec.tokens:
@@ -95,31 +98,31 @@ class Arguments:
             scales = _detached(self._tensor(self._scales, scales, n))
         return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales)
 
-    def _quantised(self, x: object) -> tuple[object, object | None]:
-        """A pair of values and scales, taken apart; anything else has no scales."""
+    def _split_pair(self, x: object) -> tuple[object, object | None]:
+        """Split a pair of values and scales. Anything but a tuple has no scales."""
         if not isinstance(x, tuple):
             return x, None
         if len(x) != 2:
-            raise ConfigError(f"x is a tuple of {len(x)}; rows that are quantised already are a pair: values, scales")
+            raise ConfigError(f"x is a tuple of {len(x)}; quantised rows are given as a pair: values, scales")
         if self._spec.dispatch_wire != FP8:
             raise ConfigError(
-                f"x is a pair of values and scales, and rows cross as {self._spec.dispatch_wire}; pairs want wire {FP8}"
+                f"x is a pair of values and scales, and rows cross as {self._spec.dispatch_wire}; pairs need wire {FP8}"
             )
         if self._spec.hidden % _GPU_ALIGNMENT:
             raise ConfigError(
                 f"x is quantised already with hidden {self._spec.hidden}; rows of 8-bit floats move in pieces of "
-                f"{_GPU_ALIGNMENT}: quantise in the dispatch"
+                f"{_GPU_ALIGNMENT}: give x unquantised, and the dispatch quantises it"
             )
         return x[0], x[1]
 
-    def given(self, out: object) -> torch.Tensor:
-        """Memory that the caller gives for dispatched rows."""
+    def dispatch_out(self, out: object) -> torch.Tensor:
+        """Check the caller's memory for dispatched rows."""
         if self._spec.layout == "rank":
-            raise ConfigError("out was given with layout rank, where rows stay in the slots that they came in")
+            raise ConfigError("out was given with layout rank, where rows stay in their slots; do not give it")
         return self._writable(self._out, out, self._capacity)
 
-    def given_home(self, out: object, tokens: int) -> torch.Tensor:
-        """Memory that the caller gives for y."""
+    def combine_out(self, out: object, tokens: int) -> torch.Tensor:
+        """Check the caller's memory for y."""
         return self._writable(self._y, out, tokens)
 
     def combine(self, rows: object, got: object, weighted: object, owner: object) -> torch.Tensor:
@@ -129,24 +132,24 @@ class Arguments:
                 f"weighted is a {type(weighted).__name__}; it is True or False: the weights are those of the dispatch"
             )
         if not isinstance(got, Dispatched):
-            raise ConfigError(f"got is a {type(got).__name__}; combine takes what dispatch gave")
+            raise ConfigError(f"got is a {type(got).__name__}; combine takes the result of dispatch")
         if got._owner is not owner:
-            raise ConfigError("got comes from another exchange; combine takes what this exchange's dispatch gave")
+            raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
         return _detached(self._tensor(self._rows, rows, self._capacity))
 
     def _count(self, num_tokens: int | torch.Tensor | None, rows: int) -> torch.Tensor | None:
-        """On CPUs the number is looked at; on a GPU that would mean to wait for it, and the backend looks there."""
+        """Check the number of tokens. A tensor on a GPU is left to the backend: reading it here would wait for it."""
         if num_tokens is None:
             return None
         if isinstance(num_tokens, torch.Tensor):
-            count = _explained("num_tokens", num_tokens, (1,), (torch.int32,), self._device)
+            count = _check_in_detail("num_tokens", num_tokens, (1,), (torch.int32,), self._device)
             if self._device.type == "cpu":
                 _check_count(int(count.item()), rows)
             return count
         _check_count(num_tokens, rows)
         if capturing(self._device):
             raise ConfigError(
-                f"num_tokens is {num_tokens} inside a capture, and every replay would send that many; give an int32[1] "
+                f"num_tokens is {num_tokens} inside a capture, so every replay would send that many; give an int32[1] "
                 f"tensor on {self._device}, whose value each replay reads"
             )
         return torch.full((1,), num_tokens, dtype=torch.int32, device=self._device)
@@ -154,29 +157,29 @@ class Arguments:
     def _writable(self, form: Form, out: object, rows: int) -> torch.Tensor:
         tensor = self._tensor(form, out, rows)
         if tensor.requires_grad:
-            raise ConfigError("out requires grad; memory to be written over cannot")
+            raise ConfigError("out requires grad, and it is overwritten; give out.detach()")
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise ConfigError(
-                "out was made in inference mode, outside of which torch does not write to it; call .clone()"
+                "out was made in inference mode, and torch does not write to it outside that mode; call .clone()"
             )
         return tensor
 
     def _tensor(self, form: Form, tensor: object, rows: int | None) -> torch.Tensor:
-        """The argument, if it is as it must be; of a subclass, the plain tensor."""
+        """The argument if it has this form, else an error. A subclass becomes a plain tensor."""
         if form.fits(tensor, rows, self._device):
             assert isinstance(tensor, torch.Tensor)
             return tensor
-        found = _explained(form.name, tensor, (rows, form.columns), form.dtypes, self._device)
-        if behind := found.data_ptr() % form.step:
+        found = _check_in_detail(form.name, tensor, (rows, form.columns), form.dtypes, self._device)
+        if offset := found.data_ptr() % form.alignment:
             raise ConfigError(
-                f"{form.name} begins {behind} bytes behind a multiple of {form.step}; rows on GPUs move in pieces of "
-                f"{form.step} bytes: call .clone()"
+                f"{form.name} begins {offset} bytes behind a multiple of {form.alignment}; rows on GPUs move in pieces "
+                f"of {form.alignment} bytes: call .clone()"
             )
         return found
 
 
 def refuse_overlap(name: str, read: torch.Tensor, written: torch.Tensor) -> None:
-    """Raise where an operation would write over what it reads: kernels do both at once. Costs 0.15 us."""
+    """Raise where the input and the output of an operation overlap: kernels read and write at once. Costs 0.15 us."""
     first, other = read.data_ptr(), written.data_ptr()
     if (other < first + read.nbytes if first < other else first < other + written.nbytes) and read.numel():
         raise ConfigError(
@@ -186,25 +189,25 @@ def refuse_overlap(name: str, read: torch.Tensor, written: torch.Tensor) -> None
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """What is kept of a dispatch keeps no graph of autograd alive."""
+    """Detach a tensor, so that the memory kept for a dispatch holds no autograd graph."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _explained(
+def _check_in_detail(
     name: str,
     tensor: object,
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
 ) -> torch.Tensor:
-    """Say why this is no contiguous tensor on this device, of this shape (None: any) and one of these dtypes.
+    """Raise unless this is a contiguous tensor on this device, of one of these dtypes and of this shape (None: any).
 
-    A tensor of a subclass may be one all the same: then it is given as a plain tensor.
+    A tensor of a subclass can pass; it is returned as a plain tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
     with _torch.DisableTorchFunctionSubclass():
-        if reason := _no_tensor_of_its_own(tensor):
+        if reason := _not_plain(tensor):
             raise ConfigError(f"{name} {reason}")
         if tensor.device != device:
             raise ConfigError(f"{name} is on {tensor.device}; this world's ranks are on {device}")
@@ -220,16 +223,16 @@ def _explained(
             raise ConfigError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous()")
         if tensor.numel() and not tensor.data_ptr():
             raise ConfigError(
-                f"{name} has no memory, its storage was freed or was never there; give one that has values"
+                f"{name} has no memory: its storage was freed or never allocated; give a tensor that has values"
             )
         return tensor.as_subclass(torch.Tensor)
 
 
-def _no_tensor_of_its_own(tensor: torch.Tensor) -> str | None:
-    """Why a tensor stands for something else, and what to do; None where it does not."""
+def _not_plain(tensor: torch.Tensor) -> str | None:
+    """Why a tensor is not a plain tensor with memory of its own, and what to do; None where it is one."""
     kind = type(tensor).__name__
     if _torch._functorch.is_functorch_wrapped_tensor(tensor):
-        return "belongs to torch.vmap or a transform of torch.func, which an exchange has no rule for; call it outside"
+        return "belongs to torch.vmap or a transform of torch.func, which is not supported; call it outside"
     if torch._is_functional_tensor(tensor):
         return "is being traced, and has no memory; an exchange cannot be traced: call it outside"
     if tensor.is_nested:
@@ -243,7 +246,7 @@ def _no_tensor_of_its_own(tensor: torch.Tensor) -> str | None:
 
 
 def _not_dense(tensor: torch.Tensor) -> str | None:
-    """Why a tensor's memory does not hold its elements one after another, and what to do."""
+    """Why a tensor's memory does not hold its elements one after another, and what to do; None where it does."""
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}; a dense tensor is needed: call .to_dense()"
     if tensor.is_neg():

@@ -1,4 +1,4 @@
-"""The interface of a backend: what dispatch and combine take, what they give back, and the two operations."""
+"""The interface of a backend: dispatch and combine, their arguments and their results."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-# What a dispatch gives back.
+# The result of a dispatch.
 
 
 @dataclass
 class Dispatched:
-    """Rows for this rank's experts, all of it on the device of the world. Everything but the rows belongs to this
-    object, so several may be outstanding.
+    """The rows for this rank's experts and their metadata, all on the world's device.
 
-    With layout `expert`, row i is `x[i]`, in the memory that the caller gave or in the exchange's own, which is
-    overwritten `depth` dispatches later. With layout `rank`, row i is `x[index[i]]`, where `x` is all slots: its
-    rows stay until this rank's next dispatch (or `dispatch_send`), and gaps point to a row of zeros.
+    The object owns its metadata, so several results can be in use at once.
 
-    `expert_offsets` and `expert_counts` say where the rows of each local expert are, without a wait for the device:
+    - Layout `expert`: row i is `x[i]`. It lies in the caller's memory, or in the exchange's own, which a dispatch
+      overwrites `depth` dispatches later.
+    - Layout `rank`: row i is `x[index[i]]`, where `x` is all slots. Rows stay until this rank's next dispatch (or
+      `dispatch_send`), and the index of a gap points to a row of zeros.
+
+    `expert_offsets` and `expert_counts` locate the rows of each local expert. Reading them on the device needs no wait:
 
     >>> from raymoe import Exchange, ExchangeSpec, World
     >>> world = World.open(rank=0, size=1)
@@ -34,44 +36,44 @@ class Dispatched:
 
     x: torch.Tensor
     weights: torch.Tensor  # float32[C], zero in gaps
-    expert_offsets: torch.Tensor  # int32[L + 1], multiples of the alignment; [1:] is what a grouped GEMM takes
+    expert_offsets: torch.Tensor  # int32[L + 1], multiples of the alignment; a grouped GEMM takes [1:]
     expert_counts: torch.Tensor  # int32[L]
     index: torch.Tensor | None  # int64[C] with layout `rank`
     tokens: int  # T' of the dispatch: the rows of y
 
     _home: object
-    """What the backend that made this needs in order to send rows home."""
+    """The state that the backend's combine needs to send rows home."""
     _owner: object
-    """That backend."""
+    """The backend that made this."""
 
     scales: torch.Tensor | None = None
     """float32[C, ceil(H / 128)] with output `raw`, strides (1, C rounded up to 4)."""
 
 
-# What a backend of an exchange does, on CPUs and on GPUs: both operations whole, on arguments that were checked.
+# The interface of a backend, on CPUs and on GPUs. Its arguments have been checked.
 
 
 @dataclass(slots=True)
 class Tokens:
-    """What one rank hands over to a dispatch: on its world's device, of the spec's dtypes and shapes, contiguous."""
+    """One rank's input of a dispatch: contiguous, on the world's device, with the spec's dtypes and shapes."""
 
     x: torch.Tensor  # [T', H]
     topk_idx: torch.Tensor  # [T', K] int32 or int64, global
     topk_weights: torch.Tensor  # [T', K] float32
     num_tokens: torch.Tensor | None
-    """int32[1] on the device: how many of the T' tokens are there. On CPUs it is checked, on GPUs not. None: all."""
+    """int32[1] on the device: how many of the T' tokens to send; None: all. Checked on CPUs, not on GPUs."""
     scales: torch.Tensor | None = None
-    """float32[T', ceil(H / 128)], of an `x` that is float8_e4m3fn already; only where rows cross so."""
+    """float32[T', ceil(H / 128)] for an `x` that is float8_e4m3fn already; only where rows cross as fp8."""
 
 
 class Backend(Protocol):
-    """Operations are collective, in one order on all ranks. On a GPU they are enqueued on the current stream, and
-    nothing waits for the device unless the backend says so.
+    """One implementation of dispatch and combine.
 
-    No operation records gradients, also where tensors require them.
-
-    They raise `ConfigError` where the caller is at fault and no peer was told of the operation, `DataRefused` where all
-    ranks refuse a step and the next one works. After any other error the exchange calls nothing but `close`.
+    - Operations are collective, in one order on all ranks. On a GPU they are enqueued on the current stream. Nothing
+      waits for the device unless the backend says so.
+    - No operation records gradients, even where tensors require them.
+    - `ConfigError`: the caller made a mistake, and no peer has seen the operation. `DataRefused`: all ranks refuse the
+      step, and the next one works. After any other error the exchange calls only `close`.
     """
 
     capturable: bool
@@ -79,45 +81,47 @@ class Backend(Protocol):
 
     @property
     def sms(self) -> int | None:
-        """The most multiprocessors that one of its launches occupies; None where that is not ours to say."""
+        """The most SMs that one of its launches occupies; None where the backend cannot know."""
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        """Send tokens to the ranks of their experts. Rows are put into `out`, [C, H]; None with layout `rank`. What it
-        gives has this backend as its `_owner`."""
+        """Send tokens to the ranks of their experts.
+
+        Rows go to `out`, [C, H], which is None with layout `rank`. The result's `_owner` is this backend.
+        """
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """Send home the sums of `rows`, [C, H], and write y into `out`, [T', H], all of it."""
+        """Send home the sums of `rows`, [C, H], and write all of y to `out`, [T', H]."""
 
     def check(self) -> None:
-        """Wait for the device; raise what is wrong: a failed wait, always, or refused data, once."""
+        """Wait for the device, then raise a failed wait (every time) or refused data (once)."""
 
     def close(self, together: bool) -> None:
-        """Give up memory and connections; `together` if all ranks close now. What was dispatched stays valid."""
+        """Release memory and connections; `together` if all ranks close now. Results of dispatch stay valid."""
 
 
 @runtime_checkable
-class InHalves(Protocol):
-    """What a backend has besides if an operation can be enqueued in two halves, with other work between them.
+class SplitBackend(Protocol):
+    """A backend whose operations can be split into a send and a receive, with other work enqueued between them.
 
-    No other operation of the same kind comes between the halves of one, on any exchange of its workspace.
+    No other operation of the same kind may come between the two, on any exchange of the workspace.
     """
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        """Put the rows on their way."""
+        """Send the rows."""
 
     def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
-        """Wait for rows and put them where they belong. `tokens` are those that `dispatch_send` was given."""
+        """Wait for the rows and copy them to their places. `tokens` are those that `dispatch_send` was given."""
 
     def combine_send(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """Put the sums of `rows` on their way."""
+        """Send the sums of `rows`."""
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """Wait for the ranks' sums and add them up."""
+        """Wait for the ranks' sums and add them."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """A combine whose sums are on their way."""
+    """A combine between its send and its receive."""
 
     rows: torch.Tensor
     got: Dispatched

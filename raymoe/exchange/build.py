@@ -108,16 +108,16 @@ class Build:
         rows = space.offset(self.rows_region)
         return DispatchParams(
             **self._dispatch_call(),
-            rows=(rows, rows + self.slots.half * self.slot_bytes),
-            told=space.halves("told"),
-            counts=space.halves("counts"),
+            rows=(rows, rows + self.slots.buffer_slots * self.slot_bytes),
+            told=space.buffers("told"),
+            counts=space.buffers("counts"),
             arrivals=space.offset("dispatch_arrivals"),
             done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
             taken=space.own("dispatch_taken"),
             router_words=space.heap.address("router_words"),
             router_counts=space.heap.address("router_counts"),
-            half_slots=self.slots.half,
+            half_slots=self.slots.buffer_slots,
             zero_slot=self.slots.zero,
             slot_bytes=self.slot_bytes,
             rank_layout=int(self.spec.layout == "rank"),
@@ -143,9 +143,9 @@ class Build:
         routers, runs = ll_routers(spec.tokens * spec.topk, grid.arriving)
         return DispatchLlParams(
             **self._dispatch_call(),
-            rows=space.halves("ll_dispatch_rows"),
-            told=space.halves("ll_told"),
-            counts=space.halves("ll_counts"),
+            rows=space.buffers("ll_dispatch_rows"),
+            told=space.buffers("ll_told"),
+            counts=space.buffers("ll_counts"),
             lines=space.bounds.ll_lines,
             entries=space.bounds.ll_entries,
             sent=sent,
@@ -161,8 +161,8 @@ class Build:
         space, spec = self.space, self.spec
         return CombineParams(
             **self._combine_call(record),
-            rows=space.halves("combine_rows"),
-            statuses=space.halves("statuses"),
+            rows=space.buffers("combine_rows"),
+            statuses=space.buffers("statuses"),
             arrivals=space.offset("combine_arrivals"),
             done=space.offset("combine_done"),
             heads=space.offset("combine_heads"),
@@ -183,8 +183,8 @@ class Build:
         space = self.space
         return CombineLlParams(
             **self._combine_call(record),
-            rows=space.halves("ll_combine_rows"),
-            statuses=space.halves("ll_statuses"),
+            rows=space.buffers("ll_combine_rows"),
+            statuses=space.buffers("ll_statuses"),
             lines=space.bounds.ll_lines,
             reduced=reduced,
             summed=summed,

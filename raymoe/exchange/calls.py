@@ -1,4 +1,4 @@
-"""One call at a time into what the exchanges of a workspace, or of a world, have in common."""
+"""Allow one call at a time into the exchanges that share a workspace or a world."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ T = TypeVar("T")
 
 
 class Calls:
-    """Refuses a call that begins before another one has ended. Threads may take turns: autograd has its own.
+    """Refuses a call that begins before another has returned.
 
-    Ranks must agree on the order of operations, and two calls at the same time have none. To wait for the other call
-    would hide that, so the second call fails.
+    Different threads may call, one after another: autograd calls from a thread of its own. Ranks must agree on the
+    order of operations, and two calls at the same time have no order. Waiting would hide that, so the second call
+    fails.
     """
 
     def __init__(self, owner: object = None) -> None:
         """`owner` is the world or the workspace whose exchanges share this."""
-        del owner  # `World.shared` gives the world to whatever it makes
+        del owner  # `World.shared` passes the world
         self.lock = threading.Lock()
-        self.inside: tuple[int, str] = (0, "")
-        """The id of the exchange and the operation of the call that is going on."""
+        self.current: tuple[int, str] = (0, "")
+        """The running call: the id of its exchange, and its operation."""
 
     def close(self, together: bool) -> None:
-        """Nothing is held."""
+        """Do nothing: this holds no resource."""
 
-    def refuse(self, exchange: int, op: str, rank: int) -> ConfigError:
-        """What to raise for an operation that began too early."""
-        other, other_op = self.inside
+    def error(self, exchange: int, op: str, rank: int) -> ConfigError:
+        """The error for an operation that began during another."""
+        other, other_op = self.current
         whose = "of this exchange" if other == exchange else "of an exchange that shares its memory or connections"
         return ConfigError(
             f"{op} on rank {rank} while {other_op or 'a call'} {whose} has not returned; make one call after another, "
@@ -41,7 +42,7 @@ class Calls:
 
 
 class Guarded(Protocol):
-    """What is asked of an exchange here."""
+    """The attributes of an exchange that `one_at_a_time` uses."""
 
     world: Any
     _calls: Calls
@@ -51,9 +52,9 @@ S = TypeVar("S", bound=Guarded)
 
 
 def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Refuse this operation while any other call is under way in what it shares. Costs 0.4 us.
+    """Decorate an operation to refuse it while another call that shares its `Calls` runs. Costs 0.4 us.
 
-    torch.compile breaks its graph here and calls the operation as it stands (`exchange.py` sees to what is inside).
+    torch.compile breaks its graph here and calls the operation untraced. `exchange.py` does the same for inner frames.
     """
     op = method.__name__
 
@@ -61,9 +62,9 @@ def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenat
     def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         calls = self._calls
         if not calls.lock.acquire(blocking=False):
-            raise calls.refuse(id(self), op, self.world.rank)
+            raise calls.error(id(self), op, self.world.rank)
         try:
-            calls.inside = id(self), op
+            calls.current = id(self), op
             return method(self, *args, **kwargs)
         finally:
             calls.lock.release()

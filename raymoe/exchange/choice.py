@@ -1,4 +1,4 @@
-"""Which backend an exchange uses, after making sure that all ranks asked for the same and can have it."""
+"""Choose the backend of an exchange, and check that all ranks asked for the same and can run it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ BACKENDS = {
     "cuda": ("auto", "fused", "staged", "collective", "allgather"),
 }
 AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
-"""What `auto` tries, in this order, where nothing asked for decides it."""
+"""The backends that `auto` tries, in this order, where the spec allows all of them."""
 NCCL_BACKENDS = ("collective", "allgather")
 KERNEL_BACKENDS = ("fused", "staged")
 ROUNDS_MOST = {"ranks": MOST_RANKS, "experts a rank": MOST_EXPERTS, "pieces of rows": 2**31 - 1}
-SPREAD_BYTES = 16 * SPREAD_VECTORS // 2  # of a row, the least that is a unit of work
+SPREAD_BYTES = 16 * SPREAD_VECTORS // 2  # the smallest unit of work of a row
 FUSED_CAPABILITY = (9, 0)
 FUSED_MOST = {"hidden": 16384, "topk": 16, "experts": 1024, "ranks": 8, "tokens times topk": 1 << RANK_BITS}
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a caller asks for besides the spec."""
+class ExchangeRequest:
+    """The caller's choices besides the spec."""
 
     backend: str
     workspace: Workspace | None
@@ -41,7 +41,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The facts of a rank's GPU that decide; a CPU rank has none."""
+    """The facts of a rank's GPU that decide. The defaults are those of a CPU rank."""
 
     gpu: str = ""
     name: str = ""
@@ -52,20 +52,20 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """What all ranks agreed on."""
+    """The backend and its settings, the same on all ranks."""
 
     backend: str
     sms: int = 0
-    """The SMs that the kernels of `fused` and `staged` may take on each GPU."""
+    """SMs that the kernels of `fused` and `staged` may take on each GPU."""
     lines: bool = False
-    """Whether `fused` carries rows in lines (raymoe/exchange/fused_ll.py)."""
+    """Whether `fused` takes the LL path, which carries rows in lines (raymoe/exchange/fused_ll.py)."""
 
 
-def choose(world: World, spec: ExchangeSpec, wish: Wish) -> Choice:
-    """Choose the backend, and the SMs that it takes. Collective: all ranks get the same or all raise."""
-    problem = _impossible(world, spec, wish)
+def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice:
+    """Choose the backend and the SMs that it takes. Collective: all ranks get the same result, or all raise."""
+    problem = _request_error(world, spec, request)
     asked = {} if problem else asdict(spec)
-    asked |= {"backend": wish.backend, "sms": wish.sms, "workspace": wish.workspace is not None}
+    asked |= {"backend": request.backend, "sms": request.sms, "workspace": request.workspace is not None}
     facts: list[RankFacts] = []
     for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
         assert isinstance(other, tuple)
@@ -80,44 +80,46 @@ def choose(world: World, spec: ExchangeSpec, wish: Wish) -> Choice:
     if problem is not None:
         raise problem
     device = world.device.type
-    names = _candidates(device, spec) if wish.backend == "auto" else (wish.backend,)
-    reasons = [refusal(name, device, spec, facts) for name in names]
+    names = _names_to_try(device, spec) if request.backend == "auto" else (request.backend,)
+    reasons = [why_not(name, device, spec, facts) for name in names]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
-            return _chosen(name, world, spec, wish, facts)
-    raise ConfigError(f"backend {wish.backend} asked for and {reasons[0]}")
+            return _make_choice(name, world, spec, request, facts)
+    raise ConfigError(f"backend {request.backend} asked for and {reasons[0]}")
 
 
-def _chosen(name: str, world: World, spec: ExchangeSpec, wish: Wish, facts: Sequence[RankFacts]) -> Choice:
+def _make_choice(
+    name: str, world: World, spec: ExchangeSpec, request: ExchangeRequest, facts: Sequence[RankFacts]
+) -> Choice:
     """Turn `sms` into a number, and decide how `fused` carries rows."""
     if name not in KERNEL_BACKENDS:
         return Choice(name)
     from raymoe.exchange.workspace import Links, is_ll
 
-    limit = None if wish.sms == "auto" else int(wish.sms)
+    limit = None if request.sms == "auto" else int(request.sms)
     most = min(MAX_DONE, *(found.sms for found in facts))
     lines = name == "fused" and is_ll(spec, limit) and world.shared(Links).lines
     return Choice(name, most if limit is None else min(limit, most), lines)
 
 
-def _candidates(device: str, spec: ExchangeSpec) -> tuple[str, ...]:
-    """What `auto` tries, in this order."""
+def _names_to_try(device: str, spec: ExchangeSpec) -> tuple[str, ...]:
+    """The backends that `auto` tries, in this order."""
     if spec.by_copy_engine and device == "cuda":
         return ("staged",)
     return AUTO[device]
 
 
-def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
+def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
     """Why this backend cannot serve these ranks, and what to do; None where it can.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
-    >>> refusal("collective", "cuda", spec, [RankFacts(gpu="a", nccl=True), RankFacts(gpu="a", nccl=True)])
-    'ranks 0 and 1 share GPU a; NCCL wants one GPU a rank: take fused or staged, or leave share_gpu out'
-    >>> refusal("fused", "cuda", spec, [RankFacts("a", "NVIDIA A100", (8, 0))])
+    >>> why_not("collective", "cuda", spec, [RankFacts(gpu="a", nccl=True), RankFacts(gpu="a", nccl=True)])
+    'ranks 0 and 1 share GPU a; NCCL needs one GPU a rank: take fused or staged, or leave share_gpu out'
+    >>> why_not("fused", "cuda", spec, [RankFacts("a", "NVIDIA A100", (8, 0))])
     'NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take collective'
-    >>> refusal("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [RankFacts()])
+    >>> why_not("host", "cpu", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), [RankFacts()])
     'rows that cross as float8_e4m3; only fused and staged, on GPUs, carry them so: leave wire out'
-    >>> refusal("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [RankFacts()])
+    >>> why_not("fused", "cuda", ExchangeSpec(8, 64, 4, 2, transport="copy_engine"), [RankFacts()])
     'transport copy_engine; only staged, on GPUs, has it: take staged, or leave transport out'
     """
     if spec.by_copy_engine and name != "staged":
@@ -131,24 +133,25 @@ def refusal(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFact
     return _no_kernels(name, spec, facts) if name in KERNEL_BACKENDS else None
 
 
-def make(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
-    # Imported here: neither torch.distributed nor CUDA is loaded for a job that does not use it.
+def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
+    """Make this rank's part of the chosen backend."""
+    # Imported here, so that a job loads torch.distributed or CUDA only where it uses it.
     name = choice.backend
     if world.device.type == "cuda":
         return _make_on_gpu(choice, world, spec, workspace)
-    from raymoe.exchange.cpu import OnCpu
+    from raymoe.exchange.cpu import CpuBackend
 
     if name == "collective":
         from raymoe.exchange.gloo import GlooCollective
 
-        return OnCpu(world, spec, GlooCollective(world, spec))
+        return CpuBackend(world, spec, GlooCollective(world, spec))
     if name == "allgather":
         from raymoe.exchange.gloo import GlooAllgather
 
-        return OnCpu(world, spec, GlooAllgather(world, spec))
+        return CpuBackend(world, spec, GlooAllgather(world, spec))
     from raymoe.exchange.host import HostSlots
 
-    return OnCpu(world, spec, HostSlots(world, spec))
+    return CpuBackend(world, spec, HostSlots(world, spec))
 
 
 def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
@@ -179,17 +182,17 @@ def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
     return (FusedLlBackend if choice.lines else FusedBackend)(world, spec, workspace, sms)
 
 
-def _impossible(world: World, spec: object, wish: Wish) -> ConfigError | None:
-    """What this rank alone can tell to be wrong."""
+def _request_error(world: World, spec: object, request: ExchangeRequest) -> ConfigError | None:
+    """The first error that this rank can find without the others."""
     device = world.device.type
     if not isinstance(spec, ExchangeSpec):
         return ConfigError(f"spec is a {type(spec).__name__}; an ExchangeSpec is needed")
-    if wish.backend not in BACKENDS[device]:
+    if request.backend not in BACKENDS[device]:
         kind = "CPU" if device == "cpu" else "GPU"
-        return ConfigError(f"backend is {wish.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")
-    if wish.sms != "auto" and (type(wish.sms) is not int or wish.sms < 1):
-        return ConfigError(f"sms is {wish.sms!r}; it is 'auto' or a number of SMs, at least 1")
-    if device == "cpu" and (wish.workspace is not None or wish.sms != "auto"):
+        return ConfigError(f"backend is {request.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")
+    if request.sms != "auto" and (type(request.sms) is not int or request.sms < 1):
+        return ConfigError(f"sms is {request.sms!r}; it is 'auto' or a number of SMs, at least 1")
+    if device == "cpu" and (request.workspace is not None or request.sms != "auto"):
         return ConfigError("a workspace or a number of sms asked for on CPU ranks; both are for GPUs: leave them out")
     try:
         spec.check(world.size)
@@ -214,14 +217,14 @@ def _no_nccl(facts: Sequence[RankFacts]) -> str | None:
     for rank, gpu in enumerate(gpus):
         if gpus.index(gpu) != rank:
             return (
-                f"ranks {gpus.index(gpu)} and {rank} share GPU {gpu}; NCCL wants one GPU a rank: take fused or staged, "
+                f"ranks {gpus.index(gpu)} and {rank} share GPU {gpu}; NCCL needs one GPU a rank: take fused or staged, "
                 "or leave share_gpu out"
             )
     return None
 
 
 def _no_round_kernels(spec: ExchangeSpec, ranks: int) -> str | None:
-    """Why the kernels around NCCL's collectives cannot serve.
+    """Why the kernels around NCCL's collectives cannot serve this spec; None where they can.
 
     >>> _no_round_kernels(ExchangeSpec(tokens=8, hidden=64, experts=8192, topk=2), 2)
     'experts a rank is 4096; collective and allgather take at most 3072 on GPUs'
@@ -241,7 +244,7 @@ def _no_kernels(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> st
                 f"{found.name} of rank {rank} has compute capability {has}; {name} needs {needs} or more: take "
                 "collective"
             )
-    entries = spec.tokens * spec.topk  # each of which may name the same expert
+    entries = spec.tokens * spec.topk  # all of them may name one expert
     sizes = (spec.hidden, spec.topk, spec.experts, len(facts), entries)
     asked = dict(zip(FUSED_MOST, sizes, strict=True))
     for key, most in FUSED_MOST.items():

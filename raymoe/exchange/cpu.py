@@ -1,4 +1,4 @@
-"""Dispatch and combine between CPU ranks: the arithmetic is here, carriers (`host.py`, `gloo.py`) move the rows."""
+"""Dispatch and combine between CPU ranks. The arithmetic is here; carriers (`host.py`, `gloo.py`) move the rows."""
 
 from __future__ import annotations
 
@@ -18,65 +18,72 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.world import World
 
-# What moves rows, and what is told about them, between CPU ranks. All arithmetic is `OnCpu`'s.
+# Carriers move rows and their metadata between CPU ranks.
 #
-# Both operations are collective and raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
+# Both operations are collective. They raise `PeerTimeout` or `Aborted` when a peer does not take part in time.
 
 
 @dataclass
 class Returned:
-    """What came back: row `where[i]` of `table` belongs to row i of the sending; `statuses` are what all ranks said.
-    Where they say that the step is refused, no row need be there."""
+    """The sums that came back: row `where[i]` of `table` belongs to row i of the sending.
 
-    table: torch.Tensor  # of the dtype in which sums cross
+    `statuses` are those of all ranks. Where they refuse the step, the rows may be missing.
+    """
+
+    table: torch.Tensor  # in the combine wire dtype
     where: Array
     statuses: Sequence[Refusal]
 
 
 @dataclass
-class Visit:
-    """What one rank keeps of a dispatch in order to send its rows home."""
+class Carried:
+    """The rows that a dispatch carried, at one rank: those sent and those that arrived. Its combine sends them back."""
 
     sending: Sending
     counts: Array  # [R] rows that arrived from each source
-    where: Array  # [N] the row of the carrier's table in which each came
+    where: Array  # [N] the row of the carrier's table that holds each
     number: int
-    """Which of the exchange's dispatches it is, the same on all ranks."""
+    """The number of the dispatch in its exchange, the same on all ranks."""
 
 
 class Carrier(Protocol):
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        """Send rows `sending.tokens` of `x` and bring what the others send here."""
+        """Send rows `sending.tokens` of `x`, and return the rows that arrive here."""
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Returned:
-        """Send home bag i's sum of `rows` for arrived row i, rounded once to the dtype in which sums cross, and this
-        rank's status; bring what the others send."""
+    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
+        """Send home bag i's sum of `rows` for arrived row i, and this rank's status. Return the sums that arrive here.
+
+        Each sum is rounded once, to the combine wire dtype.
+        """
 
     def close(self, together: bool) -> None:
-        """Give up memory and connections; `together` if all ranks close now."""
+        """Release memory and connections; `together` if all ranks close now."""
 
 
-# Which operation each CPU rank is in: all ranks of a world must be in the same one before any data is exchanged.
+# The order of operations of CPU ranks: all ranks of a world must be in the same one before any data is exchanged.
 #
 # Gloo matches messages by their order alone. Ranks in different operations give it buffers of different sizes, and it
 # ends the process. So each rank first announces the operation that it enters, waits until all ranks have entered one,
-# and compares. Where they differ all ranks raise, none has sent anything, and the next operation works.
+# and compares. Where they differ, all ranks raise before any message or flag is sent, and the next operation works.
 #
-# Memory map (a heap on every rank; R ranks; "half" is the number of the operation mod 2):
+# Memory map (a heap on every rank; R ranks; the first index of `records` is the parity of the operation's number):
 #
 # - `records [2][R]`: {number, operation, exchange, status}, written by rank r, at all ranks, and read by the owner.
 # - `entered [R]`: word r is the number of the last operation that rank r has entered. It only grows.
 #
-# Order: record, fence, word; a reader loads the word, fences, loads the record. A half is not overwritten before all
-# have read it: a rank enters operation n + 2 after all have entered n + 1, so after they have read the records of n.
+# Order: record, fence, word. A reader loads the word, fences, loads the record. No record is overwritten before all
+# ranks have read it: a rank enters operation n + 2 after all have entered n + 1, so after they have read those of n.
 
 _OPERATIONS = ("dispatch", "combine")
 _SAME, _RECORD = 3, 3 + Refusal.NBYTES // 8
-"""Words of a record that must be the same on all ranks, and all of its words."""
+"""Words of a record that must be equal on all ranks, and all words of a record."""
 
 
 class OperationOrder:
-    """One for all exchanges of a world (`World.shared`). Once a wait has failed it is of no further use."""
+    """Checks that all ranks enter the same operation. All exchanges of a world share one (`World.shared`).
+
+    After a failed wait every later call raises.
+    """
 
     def __init__(self, world: World) -> None:
         self._rank, self._size, self._waiter = world.rank, world.size, world.waiter
@@ -85,7 +92,7 @@ class OperationOrder:
         self._heap = world.allocate(layout, "order of operations")
         self._records: Array = self._heap.tensor("records").numpy()
         self._entered = self._heap.words("entered")
-        self._at = [
+        self._everywhere = [
             (self._heap.tensor("records", peer).numpy(), self._heap.words("entered", peer))
             for peer in range(world.size)
         ]
@@ -94,27 +101,29 @@ class OperationOrder:
         self._failure: RaymoeError | None = None
 
     def register(self) -> int:
-        """The number of a new exchange. All ranks make theirs in one order, so it is the same everywhere."""
+        """Number a new exchange. All ranks make exchanges in one order, so the number is the same everywhere."""
         self._exchanges += 1
         return self._exchanges
 
     def enter(self, op: str, exchange: int, status: Refusal = NO_REFUSAL) -> None:
-        """Announce the operation that comes next, with what `agree` is to tell all ranks."""
+        """Announce the next operation, with a status for all ranks, which `agree` returns."""
         self._waiter.check()
         if self._failure is not None:
             raise copy.copy(self._failure)
         self._number += 1
         words = np.frombuffer(status.pack(), np.int64).tolist()
         record = (self._number, _OPERATIONS.index(op), exchange, *words)
-        for records, _ in self._at:
+        for records, _ in self._everywhere:
             records[self._number % 2, self._rank, : len(record)] = record
         self._waiter.fence()  # orders the records before the words
-        for _, entered in self._at:
+        for _, entered in self._everywhere:
             entered[self._rank] = self._number
 
     def agree(self) -> list[Refusal]:
-        """Wait until all ranks have entered an operation, and raise on all of them unless it is the same one. What each
-        rank has entered it with."""
+        """Wait until all ranks have entered an operation, and raise on all of them unless it is the same one.
+
+        Returns the statuses of all ranks.
+        """
         records = self._records[self._number % 2]
         mine: list[int] = records[self._rank, :_SAME].tolist()
         try:
@@ -127,18 +136,18 @@ class OperationOrder:
             theirs = records[peer, :_SAME].tolist()
             if theirs[0] != mine[0]:
                 self._failure = WiringError(
-                    f"rank {peer} announced operation {mine[0]} to rank {self._rank}, and its record is of {theirs[0]}"
+                    f"rank {peer} announced operation {mine[0]} to rank {self._rank}, but its record is of {theirs[0]}"
                 )
                 raise copy.copy(self._failure)
             if theirs != mine:
-                raise ConfigError(self._difference(mine, peer, theirs))
+                raise ConfigError(self._mismatch(mine, peer, theirs))
         return [Refusal.unpack(records[peer, _SAME:_RECORD].tobytes()) for peer in range(self._size)]
 
     def close(self, together: bool) -> None:  # noqa: ARG002
-        """With the world."""
+        """Release the heap; called with the world's close."""
         self._heap.close()
 
-    def _difference(self, mine: list[int], peer: int, theirs: list[int]) -> str:
+    def _mismatch(self, mine: list[int], peer: int, theirs: list[int]) -> str:
         here, there = ((_OPERATIONS[record[1]], record[2]) for record in (mine, theirs))
         if here[1] == there[1]:
             places = f"{here[0]} while rank {peer} is in {there[0]} of the same exchange"
@@ -150,23 +159,23 @@ class OperationOrder:
         )
 
 
-# Dispatch and combine between CPU ranks: the arithmetic that is the same however rows are carried.
+# The backend: arithmetic that is the same for all carriers.
 
 
 @dataclass(frozen=True)
-class _WayHome:
-    """How rows go home: where they stand, and how they came."""
+class _DispatchState:
+    """The state of a dispatch that its combine needs: the places of rows, and the rows carried."""
 
     placement: Placement
-    visit: Visit
+    carried: Carried
 
     @property
     def refusal(self) -> Refusal:
-        return self.visit.sending.refusal or self.placement.refusal
+        return self.carried.sending.refusal or self.placement.refusal
 
 
-class OnCpu:
-    """A backend for CPU ranks; a carrier of its own."""
+class CpuBackend:
+    """A backend for CPU ranks. It owns its carrier."""
 
     capturable = False
     sms: int | None = None
@@ -174,7 +183,7 @@ class OnCpu:
     def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
         self._rank, self._size, self._spec = world.rank, world.size, spec
         self._carrier = carrier
-        self._known: DataRefused | None = None
+        self._own_refusal: DataRefused | None = None
         self._dispatches = 0
 
     @torch.no_grad()
@@ -186,8 +195,8 @@ class OnCpu:
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
         self._dispatches += 1
-        home = _WayHome(placement, Visit(sending, arrived.counts, arrived.where, self._dispatches))
-        self._know(home.refusal)
+        state = _DispatchState(placement, Carried(sending, arrived.counts, arrived.where, self._dispatches))
+        self._note_own_refusal(state.refusal)
         x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
         if out is not None and len(placement.index):
             rows = out[: len(placement.index)]
@@ -199,36 +208,36 @@ class OnCpu:
             expert_counts=torch.from_numpy(placement.counts.astype(np.int32)),
             index=index,
             tokens=len(tokens.x),
-            _home=home,
+            _home=state,
             _owner=self,
         )
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        home = got._home
-        assert isinstance(home, _WayHome)
-        bags = home.placement.going_home(weighted)
-        came = self._carrier.combine(rows, bags, home.visit, status_of(home.refusal, home.visit.number, weighted))
-        if (refused := judge_statuses(came.statuses, self._spec)) is not None:
-            self._known = None
+        state = got._home
+        assert isinstance(state, _DispatchState)
+        bags, carried = state.placement.sums_to_send(weighted), state.carried
+        returned = self._carrier.combine(rows, bags, carried, status_of(state.refusal, carried.number, weighted))
+        if (refused := judge_statuses(returned.statuses, self._spec)) is not None:
+            self._own_refusal = None
             out.fill_(torch.nan)
             raise refused
-        sums = RowSums(came.table, home.visit.sending.coming_home(came.where, got.tokens), out.dtype)
+        sums = RowSums(returned.table, carried.sending.sums_to_add(returned.where, got.tokens), out.dtype)
         sums.write(0, got.tokens, out)
 
     def check(self) -> None:
-        """The data of the last dispatch, if this rank itself refuses it: combine tells what the others refuse."""
-        if self._known is not None:
-            known, self._known = self._known, None
-            raise known
+        """Raise once if this rank refuses the data of the last dispatch. Combine raises what other ranks refuse."""
+        if self._own_refusal is not None:
+            refused, self._own_refusal = self._own_refusal, None
+            raise refused
 
     def close(self, together: bool) -> None:
         self._carrier.close(together)
 
-    def _know(self, refusal: Refusal) -> None:
-        self._known = None
+    def _note_own_refusal(self, refusal: Refusal) -> None:
+        self._own_refusal = None
         if refusal:
-            self._known = DataRefused(refusal.sentence(self._rank, self._spec, self._size))
+            self._own_refusal = DataRefused(refusal.sentence(self._rank, self._spec, self._size))
 
     def _index(self, arrived: Arrived, placement: Placement) -> torch.Tensor:
         index = torch.full((self._spec.rows(self._size),), arrived.zero_row, device="cpu")

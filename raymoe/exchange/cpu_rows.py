@@ -1,4 +1,4 @@
-"""Where rows go and where they stand, for CPU ranks: the source's side, the receiver's side, and sums of rows."""
+"""The plan of rows for CPU ranks: the rows that a source sends, their places at a receiver, and sums of rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 
-# The small arrays that tell which row goes where. NumPy holds them: at these sizes its calls cost least.
+# Small arrays of the plan. They are NumPy's, because at these sizes its calls cost least.
 
 Array: TypeAlias = npt.NDArray[Any]
 
 
 def starts_of(counts: Array) -> Array:
-    """Where each of several runs begins when they lie one behind the other, and where the last ends.
+    """The starts of runs that lie one behind the other, and the end of the last.
 
     >>> starts_of(np.array([2, 0, 3])).tolist()
     [0, 2, 2, 5]
@@ -28,7 +28,7 @@ def starts_of(counts: Array) -> Array:
 
 
 def places_in_runs(counts: Array, starts: Array) -> Array:
-    """Where the elements of runs lie, when run i has `counts[i]` of them and begins at `starts[i]`.
+    """The places of all elements of runs, where run i has `counts[i]` elements and begins at `starts[i]`.
 
     >>> places_in_runs(np.array([2, 1]), np.array([0, 16])).tolist()
     [0, 1, 16]
@@ -40,7 +40,7 @@ def places_in_runs(counts: Array, starts: Array) -> Array:
 
 @dataclass
 class Bags:
-    """Sums to take: bag i adds the rows `index[starts[i]:starts[i + 1]]` of some table, in that order."""
+    """Sums of rows of a table: bag i adds the rows `index[starts[i]:starts[i + 1]]`, in that order."""
 
     index: Array
     starts: Array
@@ -50,7 +50,7 @@ class Bags:
         return len(self.starts) - 1
 
     def spread(self, where: Array, total: int) -> Bags:
-        """`total` bags, all empty but those at `where` (rising), which are these.
+        """Put these bags at `where` (ascending) among `total` bags; the others are empty.
 
         >>> Bags(np.array([5, 6, 7]), np.array([0, 1, 3])).spread(np.array([1, 3]), total=4).starts.tolist()
         [0, 0, 1, 1, 3]
@@ -60,14 +60,14 @@ class Bags:
         return Bags(self.index, starts_of(sizes), self.weights)
 
 
-# The source's side of a dispatch: which of its tokens go to which rank.
+# The source's side of a dispatch.
 
 
 @dataclass
 class Sending:
-    """One row for each (token, destination rank), however many of that rank's experts the token names.
+    """The rows that a source sends: one for each (token, destination rank), however many of its experts are named.
 
-    Rows are in the order (destination, token). `ids` are local to the destination, -1 where an expert is elsewhere.
+    Rows are in the order (destination, token). `ids` are local to the destination; -1 means an expert elsewhere.
 
     >>> ids = np.array([[0, 3], [2, 3], [-1, -1]])  # three tokens, experts 0 and 1 on rank 0, 2 and 3 on rank 1
     >>> sending = Sending.of(ids, np.ones((3, 2), np.float32), ranks=2, experts=4)
@@ -79,7 +79,7 @@ class Sending:
     Refusal(cause=<Cause.ID: 1>, other=0, number=4)
     """
 
-    given_ids: Array  # [T', K] as the caller gave them; none if they are refused
+    given_ids: Array  # [T', K] as the caller gave them; empty if they are refused
     given_weights: Array
     ranks: Array  # [P] the destination of each row
     tokens: Array  # [P] the token of each row
@@ -91,11 +91,11 @@ class Sending:
     @classmethod
     def of(cls, ids: Array, weights: Array, ranks: int, experts: int) -> Sending:
         refusal = _out_of_range(ids, experts)
-        if refusal:  # nothing is sent of a step that is refused
+        if refusal:  # a refused step sends nothing
             ids, weights = ids[:0], weights[:0]
         n, local = len(ids), experts // ranks
         ids = ids.astype(np.int32, copy=False)
-        # Rank -1 of "no expert" marks the last row, which is cut off.
+        # An id of -1 ("no expert") gives rank -1, which marks the last row; that row is cut off.
         marks = np.zeros((ranks + 1) * n, np.bool_)
         marks[(ids // local) * n + np.arange(n)[:, None]] = True
         marks = marks[: ranks * n]
@@ -104,11 +104,11 @@ class Sending:
         token = np.flatnonzero(marks) - rank * n
         # `take` is several times faster than indexing with an array.
         here = ids.take(token, axis=0) - (rank * local).astype(np.int32)[:, None]
-        here = np.where(here.view(np.uint32) < local, here, -1)  # a negative id is a large one without its sign
+        here = np.where(here.view(np.uint32) < local, here, -1)  # as unsigned, a negative id is large
         return cls(ids, weights, rank, token, counts, here, weights.take(token, axis=0), refusal)
 
-    def coming_home(self, home: Array, tokens: int) -> Bags:
-        """For each of `tokens` tokens, the rows that come back for it, in rank order; `home[i]` is where row i lies."""
+    def sums_to_add(self, home: Array, tokens: int) -> Bags:
+        """A bag for each of `tokens` tokens: its returned rows, in rank order. `home[i]` is the place of row i."""
         order = np.argsort(self.tokens, kind="stable")  # rows are in rank order already
         counts = np.bincount(self.tokens, minlength=tokens)
         return Bags(home.take(order), starts_of(counts))
@@ -121,26 +121,25 @@ def _out_of_range(ids: Array, experts: int) -> Refusal:
     return Refusal(Cause.ID, token, int(ids[token, k]))
 
 
-# The receiver's side of a dispatch: where the rows that arrived stand, expert by expert.
+# The receiver's side of a dispatch.
 
 
 @dataclass
 class Arrived:
-    """What a backend brings: rows of `table`, in the order (source, token), and what was sent along with them."""
+    """The rows that a carrier received, in the order (source, token), and their metadata."""
 
     table: torch.Tensor
-    where: Array  # [N] the row of `table` in which each lies
-    ids: Array  # [N, K] local experts, -1 for one that is elsewhere
+    where: Array  # [N] the row of `table` that holds each
+    ids: Array  # [N, K] local experts; -1 means an expert elsewhere
     weights: Array  # [N, K]
-    counts: Array  # [R] how many of the N came from each source
+    counts: Array  # [R] how many of the N rows each source sent
     zero_row: int  # a row of `table` that holds zeros
     refusal: Refusal = NO_REFUSAL
 
 
 @dataclass
 class Placement:
-    """Rows expert by expert, inside an expert in the order (source, token, k), each expert at a multiple of
-    `alignment`.
+    """The expert-major order of rows: inside an expert (source, token, k), each expert at a multiple of `alignment`.
 
     >>> ids = np.array([[1, 0], [-1, 1]])  # two rows arrived; the first is for both experts
     >>> weights = np.array([[0.25, 0.75], [0.0, 1.0]], np.float32)
@@ -148,7 +147,7 @@ class Placement:
     >>> placed = Placement.of(arrived, experts=2, alignment=4, capacity=16)
     >>> placed.counts.tolist(), placed.offsets.tolist()
     ([1, 2], [0, 4, 8])
-    >>> placed.index.tolist()  # for each place the row of the table, the row of zeros in the gaps
+    >>> placed.index.tolist()  # the table's row of each place; gaps have the row of zeros
     [0, 2, 2, 2, 0, 1, 2, 2]
     """
 
@@ -156,8 +155,8 @@ class Placement:
     offsets: Array  # [L + 1]
     index: Array  # [offsets[L]]
     weights: Array  # [capacity]
-    _place: Array  # place of each pair, pairs in the order (source, token, k)
-    _pairs: Array  # [N] how many pairs each row has
+    _place: Array  # the place of each (row, local expert) pair, in the order (source, token, k)
+    _pairs: Array  # [N] the number of pairs of each row
     refusal: Refusal = NO_REFUSAL
 
     @classmethod
@@ -168,13 +167,13 @@ class Placement:
         counts = np.bincount(expert, minlength=experts)
         refusal = arrived.refusal
         if not refusal and len(counts) > experts:
-            refusal = Refusal(Cause.EXPERT, *_culprit(arrived, experts))
+            refusal = Refusal(Cause.EXPERT, *_first_unknown_expert(arrived, experts))
         offsets = starts_of(-(-counts // alignment) * alignment)
         if not refusal and offsets[-1] > capacity:
             refusal = Refusal(Cause.CAPACITY, 0, int(offsets[-1]))
         if refusal:
             return cls._empty(experts, capacity, len(arrived.where), refusal)
-        # 16-bit keys are sorted by radix, several times faster than wider ones.
+        # NumPy sorts 16-bit keys by radix, several times faster than wider ones.
         by_expert = np.argsort(expert.astype(np.int16) if experts < 2**15 else expert, kind="stable")
         place_sorted = places_in_runs(counts, offsets)
         pair_sorted = pair.take(by_expert)
@@ -189,7 +188,7 @@ class Placement:
 
     @classmethod
     def _empty(cls, experts: int, capacity: int, rows: int, refusal: Refusal) -> Placement:
-        """Nothing is placed of a step that is refused; each row that arrived goes home as zeros."""
+        """Place nothing, because the step is refused. Each row that arrived goes home as zeros."""
         none = np.zeros(0, np.int64)
         weights = np.zeros(capacity, np.float32)
         return cls(
@@ -202,34 +201,36 @@ class Placement:
             refusal,
         )
 
-    def going_home(self, weighted: bool) -> Bags:
-        """For each row that arrived, the expert-major rows that are summed for it, in the order of k."""
+    def sums_to_send(self, weighted: bool) -> Bags:
+        """A bag for each row that arrived: its expert-major rows, in the order of k."""
         return Bags(self._place, starts_of(self._pairs), self.weights.take(self._place) if weighted else None)
 
 
-def _culprit(arrived: Arrived, experts: int) -> tuple[int, int]:
-    """The source of the first id that no expert here has, and that id."""
+def _first_unknown_expert(arrived: Arrived, experts: int) -> tuple[int, int]:
+    """The source of the first local id that is too large, and that id."""
     row, k = np.argwhere(arrived.ids >= experts)[0].tolist()
     return int(np.searchsorted(starts_of(arrived.counts), row, side="right")) - 1, int(arrived.ids[row, k])
 
 
 # Sums of rows in float32, in a fixed order, rounded once.
 #
-# `torch.embedding_bag` is the one operation that gathers rows and sums them without writing the gathered rows anywhere;
-# for bfloat16 rows it keeps its sums in float32. Its weights, though, must have the rows' dtype. A float32 weight is
-# exactly the sum of three bfloat16 numbers (3 x 8 bits of mantissa), so a bfloat16 row is added three times, each time
-# with a third of its weight: the row is in the cache the second and third time. Thirds of 0 make NaN of an infinite
-# row, so where a sum comes out NaN it is taken again by its whole weights. What embedding_bag gives, though, has the
-# rows' dtype: where sums of bfloat16 rows are wanted in another, and where embedding_bag is slow (float16), the rows go
-# through float32, and the sums are rounded when they are copied to where they go, once.
+# Only `torch.embedding_bag` gathers and sums rows without writing the gathered rows to memory. For bfloat16 rows it
+# sums in float32.
+#
+# - Its weights must have the rows' dtype. A float32 weight is exactly the sum of three bfloat16 numbers (3 x 8 bits of
+#   mantissa). So a bfloat16 row is added three times, once by each part of its weight; the second and third time it is
+#   in the cache.
+# - A part of 0 times an infinite row is NaN. So a sum that comes out NaN is computed again by whole weights.
+# - Its results have the rows' dtype, and it is slow for float16. So float16 rows, and bfloat16 rows whose sums are
+#   wanted in another dtype, are converted to float32 first. Sums are rounded once, when they are copied out.
 
-_PIECE_BYTES = 1 << 20  # sums made by one call: they are still in the cache when they are copied to where they go
+_PIECE_BYTES = 1 << 20  # sums of one call: few enough to be in the cache when they are copied out
 
-_INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80  # as bfloat16; NaN has more in the same bits
+_INFINITY, _MINUS_INFINITY = 0x7F80, 0xFF80  # bits as bfloat16; the bits of NaN are larger
 
 
 class RowSums:
-    """The sums that bags say of the rows of a table, times their weights if they have some, rounded once, to `dtype`.
+    """Sums of a table's rows: one for each bag, weighted where the bags have weights, rounded once to `dtype`.
 
     >>> table = torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 8).contiguous()
     >>> bags = Bags(np.array([2, 0, 1]), np.array([0, 2, 2, 3]), np.array([0.5, 1.0, 0.25], np.float32))
@@ -241,18 +242,18 @@ class RowSums:
 
     def __init__(self, table: torch.Tensor, bags: Bags, dtype: torch.dtype) -> None:
         index, self._starts = bags.index, bags.starts
-        self._thirds_of: Bags | None = None
+        self._split_bags: Bags | None = None
         weights = None if bags.weights is None else torch.from_numpy(bags.weights)
-        as_it_is = table.dtype == torch.float32 or (table.dtype == dtype == torch.bfloat16)
-        self._widened = not as_it_is
-        if table.dtype == torch.bfloat16 and as_it_is and bags.weights is not None:
-            weights, self._thirds_of = _thirds(bags.weights), bags
+        direct = table.dtype == torch.float32 or (table.dtype == dtype == torch.bfloat16)
+        self._through_float32 = not direct
+        if table.dtype == torch.bfloat16 and direct and bags.weights is not None:
+            weights, self._split_bags = _bfloat16_parts(bags.weights), bags
             index, self._starts = np.repeat(index, 3), self._starts * 3
         self._table, self._index, self._weights = table, torch.from_numpy(index), weights
         self._piece = max(1, _PIECE_BYTES // (table.shape[1] * table.element_size()))
 
     def write(self, begin: int, end: int, out: torch.Tensor) -> None:
-        """Write the sums of bags `begin` to `end - 1` into the rows of `out`, which are of the `dtype` given before."""
+        """Write the sums of bags `begin` to `end - 1` into the rows of `out`, which has the constructor's `dtype`."""
         for first in range(begin, end, self._piece):
             last = min(first + self._piece, end)
             out[first - begin : last - begin].copy_(self._sums(first, last))
@@ -262,17 +263,17 @@ class RowSums:
         if first == last:
             return self._table.new_zeros(())
         table, index = self._table, self._index[first:last]
-        if self._widened:
+        if self._through_float32:
             table, index = table.index_select(0, index).float(), torch.arange(last - first, device="cpu")
         starts = torch.from_numpy(self._starts[begin : end + 1] - first)
         weights = None if self._weights is None else self._weights[first:last]
         sums = torch.embedding_bag(table, index, starts, False, 0, False, weights, True)[0]
-        if self._thirds_of is None or not _any_nan(sums):
+        if self._split_bags is None or not _any_nan(sums):
             return sums
-        return torch.where(sums.isnan(), self._again(self._thirds_of, begin, end), sums)
+        return torch.where(sums.isnan(), self._sums_by_whole_weights(self._split_bags, begin, end), sums)
 
-    def _again(self, bags: Bags, begin: int, end: int) -> torch.Tensor:
-        """The same sums in float32, each row once with its whole weight."""
+    def _sums_by_whole_weights(self, bags: Bags, begin: int, end: int) -> torch.Tensor:
+        """The same sums in float32, where each row is added once by its whole weight."""
         assert bags.weights is not None
         first, last = int(bags.starts[begin]), int(bags.starts[end])
         rows = self._table.index_select(0, torch.from_numpy(bags.index[first:last])).float()
@@ -281,7 +282,7 @@ class RowSums:
 
 
 def _any_nan(sums: torch.Tensor) -> bool:
-    """Whether one of these bfloat16 numbers is NaN, of either sign. 21 us a MiB, of which `isnan` takes 670.
+    """Whether any of these bfloat16 numbers is NaN, of either sign. Takes 21 us a MiB; `isnan` takes 670.
 
     >>> [_any_nan(torch.tensor([1.0, value], dtype=torch.bfloat16)) for value in (torch.inf, -torch.inf, torch.nan)]
     [False, False, True]
@@ -290,20 +291,19 @@ def _any_nan(sums: torch.Tensor) -> bool:
     return bool(bits.max() > _INFINITY or bits.view(np.uint16).max() > _MINUS_INFINITY)
 
 
-def _thirds(weights: Array) -> torch.Tensor:
-    """Three bfloat16 numbers for each float32 one, which is exactly their sum.
+def _bfloat16_parts(weights: Array) -> torch.Tensor:
+    """Split each float32 number into three bfloat16 numbers, whose sum it is exactly.
 
-    >>> thirds = _thirds(np.array([1 / 3], np.float32)).double()
-    >>> thirds.tolist(), float(thirds.sum()) == float(np.float32(1 / 3))
+    >>> parts = _bfloat16_parts(np.array([1 / 3], np.float32)).double()
+    >>> parts.tolist(), float(parts.sum()) == float(np.float32(1 / 3))
     ([0.33203125, 0.0012969970703125, 5.0961971282958984e-06], True)
     """
-    thirds = np.empty((len(weights), 3), np.uint16)
+    parts = np.empty((len(weights), 3), np.uint16)
     rest = weights
-    with np.errstate(invalid="ignore"):  # of an infinite weight the rest is NaN
+    with np.errstate(invalid="ignore"):  # the rest of an infinite weight is NaN
         for part in range(3):
             bits = rest.view(np.uint32)
-            thirds[:, part] = (
-                bits >> 16
-            )  # a bfloat16 is the upper half of a float32: 8 bits of mantissa of what is left
+            # A bfloat16 is the upper half of a float32: 8 bits of mantissa of the rest.
+            parts[:, part] = bits >> 16
             rest = rest - (bits & np.uint32(0xFFFF0000)).view(np.float32)
-    return torch.from_numpy(thirds.reshape(-1)).view(torch.bfloat16)
+    return torch.from_numpy(parts.reshape(-1)).view(torch.bfloat16)

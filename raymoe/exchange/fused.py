@@ -19,7 +19,7 @@ from raymoe.device.params import Params, address_setter
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.build import Build, refuse
-from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, lend
+from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
@@ -89,7 +89,7 @@ class FusedBackend:
 
     def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
         """Wait for the rows and copy them to their places."""
-        self.workspace.begin_second_half("dispatch", self)
+        self.workspace.begin_receive("dispatch", self)
         self._keep_for_receive(got, tokens)
         self._enqueue("dispatch", self._dispatch_at(got, tokens, dispatch.PLACE))
         self.workspace.received("dispatch")
@@ -106,7 +106,7 @@ class FusedBackend:
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """Wait for the ranks' sums and add them."""
-        self.workspace.begin_second_half("combine", self)
+        self.workspace.begin_receive("combine", self)
         self._enqueue("combine", self._combine_at(rows, got, weighted, out, combine.SUM))
         self.workspace.received("combine")
 
@@ -178,7 +178,7 @@ class FusedBackend:
         home = got._home
         assert isinstance(home, Home)
         if home.stream != self.workspace.stream():
-            lend(home.memory, tokens.num_tokens, got.scales if self._slot_scales is None else None)
+            keep_for_current_stream(home.memory, tokens.num_tokens, got.scales if self._slot_scales is None else None)
 
     def _enqueue(self, op: str, *launches: Launch) -> None:
         """Enqueue launches on the current stream."""
@@ -226,7 +226,7 @@ class FusedBackend:
         assert isinstance(home, Home)
         self.workspace.error.check()
         if home.stream != self.workspace.stream():
-            lend(home.memory)
+            keep_for_current_stream(home.memory)
         memory = home.address
         addresses = memory + at["home"], memory + at["masks"], memory + at["got"]
         prepared.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())

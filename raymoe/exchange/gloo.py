@@ -1,27 +1,27 @@
-"""Backends `allgather` and `collective` between CPU ranks: carriers over Gloo."""
+"""The carriers over Gloo, for backends `allgather` and `collective` between CPU ranks."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from raymoe.exchange.cpu import OperationOrder, Returned, Visit
+from raymoe.exchange.cpu import Carried, OperationOrder, Returned
 from raymoe.exchange.cpu_rows import Array, Arrived, Bags, RowSums, Sending
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.net.gloo import Gloo
 
-# Everything to everyone, over Gloo: the yardstick of a small world.
+# Backend `allgather`: every rank receives all rows. It is the yardstick of a small world.
 #
-# A dispatch gathers all tokens, ids and weights of all ranks on every rank, which picks its own: one collective for the
-# rows, started first, one for what is told about them. A combine hands every rank a block of T rows, zeros for the
-# tokens that have no expert here. That is a reduce-scatter whose sum the source takes itself, because Gloo's own sums
-# in the order of a ring and rounds at every hop.
+# A dispatch gathers the tokens, ids and weights of all ranks on every rank, which picks its own. It is one collective
+# for the rows, started first, and one for their metadata. A combine sends every rank a block of T rows, with zeros for
+# the tokens that have no expert here. The source sums the blocks itself instead of using Gloo's reduce-scatter, which
+# sums in the order of a ring and rounds at every hop.
 
 
 class GlooAllgather:
-    """Row t of source s arrives as row s*T + t."""
+    """Puts row t of source s into row s*T + t of its table."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)
@@ -33,10 +33,10 @@ class GlooAllgather:
         T, H = spec.tokens, spec.hidden
         self._table = torch.zeros(world.size * T + 1, H, dtype=dtype, device="cpu")
         self._mine = torch.zeros(T, H, dtype=dtype, device="cpu")
-        # T*K global ids, -1 where a token has none or is not there, and T*K weights (their bits).
-        self._told = torch.empty(2, T, spec.topk, dtype=torch.int32, device="cpu")
-        self._heard = torch.empty(world.size, 2, T, spec.topk, dtype=torch.int32, device="cpu")
-        # One row more in each block: it holds the status.
+        # T*K global ids, -1 where a token is absent or has no expert, and the bits of T*K weights.
+        self._metadata_out = torch.empty(2, T, spec.topk, dtype=torch.int32, device="cpu")
+        self._metadata_in = torch.empty(world.size, 2, T, spec.topk, dtype=torch.int32, device="cpu")
+        # The last row of each block holds the status.
         home: torch.dtype = getattr(torch, spec.combine_wire)
         self._leaving = torch.empty(world.size, T + 1, spec.home_width, dtype=home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
@@ -49,32 +49,32 @@ class GlooAllgather:
             mine = self._mine
         self._order.agree()
         wait_rows = self._gloo.all_gather("dispatch", self._table[:-1], mine)
-        ids, weights = self._told.numpy()
+        ids, weights = self._metadata_out.numpy()
         ids.fill(-1)
         ids[: len(sending.given_ids)] = sending.given_ids
         weights[: len(sending.given_ids)] = sending.given_weights.view(np.int32)
-        self._gloo.all_gather("dispatch", self._heard.flatten(0, 1), self._told)()
+        self._gloo.all_gather("dispatch", self._metadata_in.flatten(0, 1), self._metadata_out)()
         arrived = self._pick()
         wait_rows()
         return arrived
 
     def _pick(self) -> Arrived:
-        """The tokens of all ranks that have an expert here, in the order (source, token)."""
-        heard: Array = self._heard.numpy()
-        ids = heard[:, 0].reshape(-1, self._topk) - self._rank * self._local
+        """Pick the tokens of all ranks that have an expert here, in the order (source, token)."""
+        metadata: Array = self._metadata_in.numpy()
+        ids = metadata[:, 0].reshape(-1, self._topk) - self._rank * self._local
         elsewhere = (ids < 0) | (ids >= self._local)
         where = np.flatnonzero(~elsewhere.all(axis=1))
         ids[elsewhere] = -1
-        weights = heard[:, 1].reshape(-1, self._topk)[where].view(np.float32)
+        weights = metadata[:, 1].reshape(-1, self._topk)[where].view(np.float32)
         counts = np.bincount(where // self._tokens, minlength=self._size)
         return Arrived(self._table, where, ids[where], weights, counts, len(self._table) - 1)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Returned:
+    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
         self._order.enter("combine", self._number)
         words = torch.frombuffer(bytearray(status.pack()), dtype=torch.uint8)
         stride = self._tokens + 1
         leaving, returned = self._leaving.flatten(0, 1), self._returned.flatten(0, 1)
-        where = visit.where // self._tokens * stride + visit.where % self._tokens
+        where = carried.where // self._tokens * stride + carried.where % self._tokens
         sums = RowSums(rows, bags.spread(where, len(leaving)), leaving.dtype)
         sums.write(0, len(leaving), leaving[:, : self._hidden])
         self._leaving.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES] = words
@@ -82,24 +82,26 @@ class GlooAllgather:
         self._gloo.all_to_all("combine", returned, leaving)()
         packed = self._returned.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES].numpy()
         statuses = [Refusal.unpack(block.tobytes()) for block in packed]
-        where = visit.sending.ranks * stride + visit.sending.tokens
+        where = carried.sending.ranks * stride + carried.sending.tokens
         return Returned(returned[:, : self._hidden], where, statuses)
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)
 
 
-# Dispatch and combine over Gloo all-to-alls, as a careful user of torch.distributed would write them.
+# Backend `collective`: all-to-alls, as a careful user of torch.distributed would write them.
 #
-# A dispatch is two collectives. The first has a fixed size, so no counts need to go ahead of it: the number of rows to
-# each rank and their metadata, T*K ids and weights at most. While it is under way the rows are packed. The second
-# carries the rows, with the counts of the first. A combine is one, with the same counts. Ranks that combine different
-# dispatches have different ones, which Gloo would not survive, so the statuses go ahead of it, where all ranks agree on
-# the operation (`OperationOrder`), and of a step that is refused no row leaves.
+# A dispatch is two collectives. The first carries the number of rows to each rank and their metadata, at most T*K ids
+# and weights. Its size is fixed, so no counts go ahead of it. The rows are packed while it runs. The second carries
+# the rows, with the counts of the first.
+#
+# A combine is one collective, with the same counts. Ranks that combine different dispatches have different counts, and
+# Gloo would end the process. So all ranks exchange their statuses first, with the operation (`OperationOrder`). A
+# refused step sends no row.
 
 
 class GlooCollective:
-    """Rows that arrive lie one behind the other, source after source."""
+    """Puts rows one behind the other into its table, source after source."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)
@@ -115,54 +117,56 @@ class GlooCollective:
         self._spec = spec
         self._leaving = torch.empty(most, spec.home_width, dtype=self._home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
-        # For each rank: the number of rows, T*K ids, T*K weights (their bits).
-        self._told = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32, device="cpu")
-        self._heard = torch.zeros_like(self._told)
+        # For each rank: the number of rows, T*K ids, and the bits of T*K weights.
+        self._metadata_out = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32, device="cpu")
+        self._metadata_in = torch.zeros_like(self._metadata_out)
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
         self._order.enter("dispatch", self._number)
-        giving = sending.counts.tolist()
-        self._tell(sending, giving)
+        send_counts = sending.counts.tolist()
+        self._fill_metadata(sending, send_counts)
         self._order.agree()
-        wait = self._gloo.all_to_all("dispatch", self._heard, self._told)
+        wait = self._gloo.all_to_all("dispatch", self._metadata_in, self._metadata_out)
         packed = self._packed[: len(sending.tokens)]
         torch.index_select(x, 0, torch.from_numpy(sending.tokens), out=packed)
         wait()
-        counts: Array = self._heard[:, 0].numpy().astype(np.int64)
-        taking = counts.tolist()
-        n = sum(taking)
-        wait = self._gloo.all_to_all("dispatch", self._table[:n], packed, taking, giving)
-        ids, weights = self._metadata(taking)
+        counts: Array = self._metadata_in[:, 0].numpy().astype(np.int64)
+        receive_counts = counts.tolist()
+        n = sum(receive_counts)
+        wait = self._gloo.all_to_all("dispatch", self._table[:n], packed, receive_counts, send_counts)
+        ids, weights = self._received_metadata(receive_counts)
         wait()
         return Arrived(self._table, np.arange(n), ids, weights, counts, self._zero_row)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, visit: Visit, status: Refusal) -> Returned:
+    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
         self._order.enter("combine", self._number, status)
-        giving, taking = visit.counts.tolist(), visit.sending.counts.tolist()
-        leaving, returned = self._leaving[: sum(giving)], self._returned[: sum(taking)]
+        send_counts, receive_counts = carried.counts.tolist(), carried.sending.counts.tolist()
+        leaving, returned = self._leaving[: sum(send_counts)], self._returned[: sum(receive_counts)]
         RowSums(rows, bags, self._home).write(0, len(leaving), leaving[:, : self._hidden])
         statuses = self._order.agree()
         if judge_statuses(statuses, self._spec) is None:
-            self._gloo.all_to_all("combine", returned, leaving, taking, giving)()
+            self._gloo.all_to_all("combine", returned, leaving, receive_counts, send_counts)()
         return Returned(returned[:, : self._hidden], np.arange(len(returned)), statuses)
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)
 
-    def _tell(self, sending: Sending, giving: list[int]) -> None:
-        told, most = self._told.numpy(), self._tokens * self._topk
-        told[:, 0] = giving
+    def _fill_metadata(self, sending: Sending, send_counts: list[int]) -> None:
+        metadata, most = self._metadata_out.numpy(), self._tokens * self._topk
+        metadata[:, 0] = send_counts
         ids, weights = sending.ids.ravel(), sending.weights.ravel().view(np.int32)
         begin = 0
-        for rank, rows in enumerate(giving):
+        for rank, rows in enumerate(send_counts):
             end = begin + rows * self._topk
-            told[rank, 1 : 1 + end - begin] = ids[begin:end]
-            told[rank, 1 + most : 1 + most + end - begin] = weights[begin:end]
+            metadata[rank, 1 : 1 + end - begin] = ids[begin:end]
+            metadata[rank, 1 + most : 1 + most + end - begin] = weights[begin:end]
             begin = end
 
-    def _metadata(self, taking: list[int]) -> tuple[Array, Array]:
-        heard, most = self._heard.numpy(), self._tokens * self._topk
-        ids = [heard[source, 1 : 1 + rows * self._topk] for source, rows in enumerate(taking)]
-        weights = [heard[source, 1 + most : 1 + most + rows * self._topk] for source, rows in enumerate(taking)]
+    def _received_metadata(self, receive_counts: list[int]) -> tuple[Array, Array]:
+        metadata, most = self._metadata_in.numpy(), self._tokens * self._topk
+        ids = [metadata[source, 1 : 1 + rows * self._topk] for source, rows in enumerate(receive_counts)]
+        weights = [
+            metadata[source, 1 + most : 1 + most + rows * self._topk] for source, rows in enumerate(receive_counts)
+        ]
         flat = np.concatenate(weights).view(np.float32)
         return np.concatenate(ids).reshape(-1, self._topk), flat.reshape(-1, self._topk)

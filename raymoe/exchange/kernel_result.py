@@ -1,6 +1,6 @@
-"""The result of a dispatch by our kernels: one piece of memory, and tensors over it that are made when asked for.
+"""The result of a dispatch by kernels: one allocation, and tensors over it that are made on first use.
 
-Seven allocations cost more host time than the launch, and so would the tensors: most callers look at one or two.
+Seven allocations cost more host time than the launch, and so do the tensors. Most callers use one or two of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from raymoe.exchange.backend import Dispatched
 from raymoe.memory.layout import ALIGNMENT, round_up
 
 _VIEWS = ("weights", "expert_offsets", "expert_counts", "index")
-"""What a caller sees of it."""
+"""The arrays that callers see."""
 
 
 class Metadata:
-    """Where each array of a dispatch's metadata begins, the same in every call of an exchange.
+    """The layout of a dispatch's metadata: where each array begins, the same in every call of an exchange.
 
     >>> metadata = Metadata({"weights": ((64,), torch.float32), "expert_counts": ((4,), torch.int32)})
     >>> metadata.at, metadata.nbytes
@@ -41,10 +41,10 @@ class Metadata:
 
     @classmethod
     def of(cls, ranks: int, tokens: int, topk: int, local: int, capacity: int, *, indexed: bool) -> Self:
-        """Of a spec, for `indexed` with the slots of rows."""
+        """The layout for these sizes; `indexed` adds the slots of rows."""
         arrays = {
             "got": ((Got.nbytes(),), torch.uint8),
-            "home": ((ranks, tokens, topk), torch.int64),  # of each entry of all ranks, its place and its weight
+            "home": ((ranks, tokens, topk), torch.int64),  # the place and the weight of each entry of all ranks
             "masks": ((tokens,), torch.int32),  # the ranks that each token of this rank went to
             "weights": ((capacity,), torch.float32),
             "expert_offsets": ((local + 1,), torch.int32),
@@ -57,7 +57,7 @@ class Metadata:
         return prod(shape) * dtype.itemsize
 
     def view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
-        """An array of one dimension; `memory` is int32, as most of them are, which saves an operation."""
+        """A one-dimensional array of `memory`, which is int32 like most arrays: that saves an operation."""
         (shape, dtype), begin = self.arrays[name], self.at[name] // 4
         words = memory[begin : begin + prod(shape) * dtype.itemsize // 4]
         return words if dtype is torch.int32 else words.view(dtype)
@@ -71,13 +71,13 @@ class Home:
     address: int
     metadata: Metadata
     stream: int
-    """Where the dispatch was enqueued, by the driver's number. Torch gives `memory` only to that stream again."""
+    """The driver's number of the dispatch's stream, on which `memory` was allocated."""
 
 
-def lend(*memory: torch.Tensor | None) -> None:
-    """Keep memory until the current stream has done what is enqueued on it now, also when its tensors go before.
+def keep_for_current_stream(*memory: torch.Tensor | None) -> None:
+    """Keep memory until the work now enqueued on the current stream is done, even if its tensors are freed before.
 
-    Torch would give it at once to whoever allocates on the stream that it was allocated on.
+    Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on.
     """
     for each in memory:
         if each is not None:
@@ -85,17 +85,18 @@ def lend(*memory: torch.Tensor | None) -> None:
 
 
 class KernelDispatched(Dispatched):
-    """Its `weights`, `expert_offsets`, `expert_counts` and `index` are made when first asked for."""
+    """A result whose `weights`, `expert_offsets`, `expert_counts` and `index` are made on first use."""
 
     @classmethod
     def over(cls, x: torch.Tensor, scales: torch.Tensor | None, tokens: int, home: Home, owner: object) -> Self:
-        got = cls.__new__(cls)  # the dataclass's own would want all tensors now
+        """Make a result over memory in `home`."""
+        got = cls.__new__(cls)  # the dataclass's constructor would need all tensors now
         got.x, got.scales, got.tokens = x, scales, tokens
         got._home, got._owner = home, owner
         return got
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
-        """Called for what is not there yet."""
+        """Make a view on first use: Python calls this only for attributes that are not set."""
         if name not in _VIEWS:
             raise AttributeError(f"a dispatch's result has no attribute {name!r}")
         home = self._home

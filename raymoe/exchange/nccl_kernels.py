@@ -1,4 +1,4 @@
-"""The kernels of backends `allgather` and `collective`, around NCCL's collectives: numbering, placing and sums."""
+"""The kernels that backends `allgather` and `collective` run around NCCL's collectives: numbering, placing, sums."""
 
 from __future__ import annotations
 
@@ -17,79 +17,80 @@ from raymoe.device.params import Params
 from raymoe.device.rounds import DispatchMemory, Sizes
 from raymoe.device.stream_order import StreamOrder
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.kernel_result import lend
+from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES
 from raymoe.memory.world import World
 
-# What the NCCL backends ask of those who move bytes between ranks and of those who launch kernels.
+# The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
 
 Field: TypeAlias = int | torch.Tensor | None
-"""A number, memory whose address is meant, or no memory."""
+"""The value of a kernel parameter: a number, a tensor for its address, or None for null."""
 
 
 Lagging: TypeAlias = Callable[[], tuple[int, int, int]]
-"""A peer that has not come, or any; how many times it has come, and how many times this rank has."""
+"""Names a peer that is late, or any peer if none is: the peer, its count of operations, and this rank's count."""
 
 
 class Rounds(Protocol):
-    """Bytes between all ranks of a world, on the current stream; `NcclRounds` has them by NCCL."""
+    """Moves bytes between all ranks of a world, on the current stream. `NcclRounds` does it by NCCL."""
 
     def all_gather(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        """`mine` of all ranks, in rank order, into `out`, of which it may be this rank's part."""
+        """Gather `mine` of all ranks into `out`, in rank order. `mine` may be this rank's part of `out`."""
 
     def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
-        """Bytes to and from each other rank; an empty tensor where there are none."""
+        """Send bytes to, and receive bytes from, each other rank. An empty tensor means no bytes."""
 
-    def wait(self, op: str, over: Callable[[], bool], lagging: Lagging | None = None) -> None:
-        """Until `over`; where that takes too long, raises `PeerTimeout` of the peer that `lagging` tells of."""
+    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
+        """Wait until `is_done`, or raise `PeerTimeout` of the peer that `lagging` names."""
 
     def wait_for_all(self, op: str) -> None:
-        """Until the device is done, also with replays on other streams."""
+        """Wait for the device, replays on other streams included."""
 
 
 class ReadyKernel(Protocol):
-    """A kernel that is ready to be launched: only what changes between calls is given."""
+    """A prepared launch: a call gives only the parameters that changed."""
 
     def __call__(self, stream: int, **changed: Field) -> None: ...
 
 
 class KernelWords(Protocol):
-    """Words of the host that kernels write."""
+    """Words in host memory that kernels write."""
 
     @property
     def memory(self) -> Field:
-        """Where kernels find them."""
+        """The words, as a kernel parameter."""
 
     def read(self, first: int, count: int) -> Sequence[int]: ...
 
 
 class Launcher(Protocol):
-    """Launches kernels; `GpuLauncher` does it on a GPU."""
+    """Launches kernels. `GpuLauncher` does it on a GPU."""
 
     threads: int
-    """Of a block."""
+    """Threads of a block."""
     sms: int
 
     def ordered(self, op: str) -> AbstractContextManager[int]:
-        """Whatever is enqueued inside runs behind the last operation; gives the current stream."""
+        """Order the work that is enqueued inside behind the last operation. Yields the current stream."""
 
     def resident(self, source: KernelSource, shape: Shape) -> int:
-        """How many blocks of this shape there can be at once."""
+        """The number of blocks of this shape that can be resident at once."""
 
     def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> ReadyKernel:
-        """A launch with these parameters, and with these addresses in place of those that `params` has."""
+        """Prepare a launch. `memory` replaces fields of `params` by addresses."""
 
     def words(self, count: int) -> KernelWords:
-        """Of 64 bits, zero at first; as long as the launcher lives."""
+        """Allocate 64-bit words, zero at first, which live as long as the launcher."""
 
 
-# Launches of kernels that take tensors, with nothing made anew between calls.
+# Launches with tensors as parameters. A call makes no new object.
 
 
 def address(field: Field) -> int:
-    """
+    """The value of a field as the kernel gets it.
+
     >>> address(None), address(7)
     (0, 7)
     """
@@ -97,8 +98,10 @@ def address(field: Field) -> int:
 
 
 class GpuLauncher:
-    """The kernels of a world's GPU, and the order of operations that NCCL has a part in, on whichever streams they are
-    enqueued. All exchanges of a world share one (`World.shared`)."""
+    """The kernels of a world's GPU, and the order of its NCCL operations on all streams.
+
+    All exchanges of a world share one (`World.shared`).
+    """
 
     threads = 256
 
@@ -110,8 +113,8 @@ class GpuLauncher:
 
     @contextmanager
     def ordered(self, op: str) -> Iterator[int]:
-        """An operation that fails inside is no longer waited for: its exchange is of no further use."""
-        # Kernels of ours wait for nobody here, and NCCL's take what NCCL takes: no SMs are asked for.
+        """Order an operation. One that fails inside is not recorded: its exchange becomes unusable."""
+        # 0 SMs: these kernels wait for no other rank, and NCCL chooses its own SMs.
         stream, capture = self._order.enter(op, 0)
         yield stream
         self._order.leave(stream, capture)
@@ -127,7 +130,7 @@ class GpuLauncher:
         return self._words[-1]
 
     def close(self, together: bool) -> None:  # noqa: ARG002
-        """With the world, behind whoever enqueued on its GPU."""
+        """Close with the world, after all work on its GPU."""
         self._gpu.synchronise()
         for words in self._words:
             words.close()
@@ -136,17 +139,17 @@ class GpuLauncher:
 
 
 class ReadyLaunch(Launch):
-    """A launch whose parameters are packed once; a call sets those that changed."""
+    """A launch whose parameters are packed once. A call sets the fields that changed."""
 
     def __init__(self, function: Function, shape: Shape, params: Params, memory: dict[str, Field]) -> None:
         super().__init__(function, shape, params)
-        self._memory = memory  # lives as long as its addresses are used
+        self._memory = memory  # keeps the tensors alive while their addresses are used
         for name, field in memory.items():
             setattr(self.fields, name, address(field))
 
     def __call__(self, stream: int, **changed: Field) -> None:
         fields = self.fields
-        for name, field in changed.items():  # as `address` has it, without a call for each
+        for name, field in changed.items():  # `address` inlined, to save a call each
             setattr(fields, name, field if isinstance(field, int) else 0 if field is None else field.data_ptr())
         super().__call__(stream)
 
@@ -169,23 +172,25 @@ class GpuWords:
         self._words.close()
 
 
-# What ranks do with their own memory around NCCL's collectives: numbering, placing and sums, by kernels of ours.
+# The kernels of an exchange.
 #
-# The memory of an exchange is made once; a dispatch allocates what it gives back and one block of what its combine
-# reads again (`DispatchMemory`). Every launch is packed once, and a call changes addresses in it.
+# The memory of an exchange is allocated once. A dispatch allocates its results, and one block that its combine reads
+# again (`DispatchMemory`). Every launch is packed once, and a call changes addresses in it.
 
-ENTRIES_A_RUN = 256  # of (token, k), at least, that a block counts
+ENTRIES_A_RUN = 256  # the fewest entries (token, k) that a block counts
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The memory of an exchange, bytes in rows. Blocks of rows that cross have one row more than there are tokens, so
-    that a status finds room behind them."""
+    """The memory of an exchange, as rows of bytes.
 
-    table: torch.Tensor  # [R * T + 1, row_bytes]: what arrives, source after source; the last row stays zero
-    packed: torch.Tensor  # [R, T + 1, row_bytes]: what leaves with a dispatch
-    leaving: torch.Tensor  # [R, T + 1, home_row_bytes]: what leaves with a combine
-    returned: torch.Tensor  # likewise, what comes home
+    Each block of a message has T + 1 rows: the extra row makes space for a status behind the rows.
+    """
+
+    table: torch.Tensor  # [R * T + 1, row_bytes]: rows that arrive, source after source; the last row stays zero
+    packed: torch.Tensor  # [R, T + 1, row_bytes]: rows that a dispatch sends
+    leaving: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that a combine sends
+    returned: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that arrive
 
     @classmethod
     def of(cls, spec: ExchangeSpec, sizes: Sizes, device: torch.device) -> Blocks:
@@ -194,7 +199,7 @@ class Blocks:
 
         rows = sizes.ranks * (spec.tokens + 1)
         table = torch.zeros(sizes.ranks * spec.tokens + 1, spec.row_bytes, dtype=torch.uint8, device=device)
-        # Rows that leave with a dispatch and sums that leave with a combine take turns in one place.
+        # The rows that a dispatch sends and the sums that a combine sends share memory: they never overlap in time.
         memory = empty(rows * max(spec.row_bytes if sizes.compact else 0, spec.home_row_bytes))
         shape = (sizes.ranks, spec.tokens + 1, -1)
         packed = memory[: rows * spec.row_bytes].view(shape) if sizes.compact else memory[:0]
@@ -204,20 +209,20 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a dispatch found out, and the stream that it was enqueued on, by the driver's number."""
+    """The memory that a dispatch keeps for its combine, and the driver's number of the dispatch's stream."""
 
     memory: torch.Tensor
     stream: int
 
     def used_on(self, stream: int) -> torch.Tensor:
-        """The memory, for work on this stream, which is the current one."""
+        """The memory for work on `stream`, which must be the current one."""
         if stream != self.stream:
-            lend(self.memory)
+            keep_for_current_stream(self.memory)
         return self.memory
 
 
 class RoundKernels:
-    """The kernels of one exchange. `compact`: rows cross only where they are wanted, one behind the other."""
+    """The kernels of one exchange. `compact`: a rank gets only the rows for its experts, one behind the other."""
 
     def __init__(self, world: World, spec: ExchangeSpec, launcher: Launcher, *, compact: bool) -> None:
         self._spec, self._device, self._launcher = spec, world.device, launcher
@@ -234,11 +239,11 @@ class RoundKernels:
         self._make_sums()
 
     def new_memory(self) -> torch.Tensor:
-        """What a dispatch finds out, for its combine to read."""
+        """Allocate the memory that a dispatch keeps for its combine."""
         return self._empty(self._sizes.memory_bytes, torch.uint8)
 
     def new(self, tokens: Tokens, out: torch.Tensor | None, owner: object) -> Dispatched:
-        """What a dispatch gives; nothing stands in it yet."""
+        """Allocate the result of a dispatch, uninitialised."""
         return Dispatched(
             x=self._table if out is None else out,
             weights=self._empty(self._capacity, torch.float32),
@@ -250,14 +255,14 @@ class RoundKernels:
             _owner=owner,
         )
 
-    def told(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where all ranks' ids and weights go, and this rank's part of it."""
-        each = self._sizes.told_bytes
+    def metadata(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory for all ranks' ids and weights, and this rank's part of it."""
+        each = self._sizes.metadata_bytes
         return kept[: self._size * each], kept[self._rank * each : (self._rank + 1) * each]
 
-    def tell(self, stream: int, tokens: Tokens, kept: torch.Tensor) -> None:
-        """Ids and weights of this rank into its part of `told`."""
-        self._tell(
+    def write_metadata(self, stream: int, tokens: Tokens, kept: torch.Tensor) -> None:
+        """Write this rank's ids and weights into its part of `metadata`."""
+        self._tell_routing(
             stream,
             kept=kept,
             topk_idx=tokens.topk_idx,
@@ -267,8 +272,11 @@ class RoundKernels:
             given=tokens.x.shape[0],
         )
 
-    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, heard: KernelWords | None = None) -> None:
-        """From what all told: places, counts, offsets, weights, index; with `heard`, rows to and from each rank too."""
+    def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: KernelWords | None = None) -> None:
+        """Compute places, counts, offsets, weights and index from all ranks' ids and weights.
+
+        With `host_counts`, also write the number of rows to and from each rank there.
+        """
         self._count(stream, kept=kept)
         self._number(
             stream,
@@ -277,18 +285,18 @@ class RoundKernels:
             expert_offsets=got.expert_offsets,
             expert_counts=got.expert_counts,
             index=got.index,
-            heard=None if heard is None else heard.memory,
+            host_counts=None if host_counts is None else host_counts.memory,
             given=got.tokens,
         )
 
     def pack(self, stream: int, tokens: Tokens, kept: torch.Tensor, *, own: bool) -> None:
-        """Rows of `x` into the blocks that leave for the other ranks; with `own` also into this rank's of the table."""
+        """Copy rows of `x` into the blocks for the other ranks; with `own` also into this rank's block of the table."""
         self._pack(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
         if own:
             self._pack_own(stream, rows=tokens.x, kept=kept, count=tokens.x.shape[0])
 
     def place(self, stream: int, got: Dispatched, kept: torch.Tensor, own: torch.Tensor | None = None) -> None:
-        """Rows of the table to their places, those of this rank out of `own` if that is given."""
+        """Copy rows of the table to their places. This rank's rows come from `own` if that is given."""
         zeros = self._spec.padding == "zero"
         self._place(
             stream,
@@ -301,16 +309,18 @@ class RoundKernels:
         )
 
     def sum_entries(self, stream: int, rows: torch.Tensor, kept: torch.Tensor, weighted: bool) -> None:
-        """What the experts made of each token, into the blocks that leave, with this rank's status behind each."""
+        """Sum the experts' results of each token into the blocks to send, with this rank's status behind each."""
         self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted))
 
     def sum_ranks(self, stream: int, kept: torch.Tensor, y: torch.Tensor) -> None:
-        """y, out of what has come home; NaN where the step is refused."""
+        """Add the sums that arrived, into y; NaN if the step is refused."""
         self._sum_ranks(stream, kept=kept, y=y, given=y.shape[0])
 
     def take_refused(self) -> list[Refusal]:
-        """The statuses of all ranks in the first combine that was refused since this was called last; else nothing.
-        Waits for the stream."""
+        """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
+
+        Waits for the stream.
+        """
         found = self._refused.cpu().numpy().tobytes()
         if not any(found[:8]):
             return []
@@ -323,12 +333,12 @@ class RoundKernels:
 
     def _make_numbering(self) -> None:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
-        # Between dispatches only these words are kept: see TellScratch.
+        # The words that are kept between dispatches: see TellScratch.
         scratch = torch.tensor([-1, 0, 0], dtype=torch.int64, device=self._device)
         entries = sizes.tokens * sizes.topk
-        told = self._shape(rounds.TELL, -(-entries // launcher.threads))
-        self._tell: ReadyKernel = launcher.ready(
-            rounds.TELL, told, rounds.TellParams(self._memory, experts=spec.experts), scratch=scratch
+        shape = self._shape(rounds.TELL, -(-entries // launcher.threads))
+        self._tell_routing: ReadyKernel = launcher.ready(
+            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=scratch
         )
         runs = max(1, min(launcher.sms // sizes.ranks, -(-entries // ENTRIES_A_RUN), sizes.tokens))
         warps = sizes.numbering_warps(launcher.threads // 32)
@@ -371,7 +381,7 @@ class RoundKernels:
         home = self._memory.home
         pack = replace(base, to=home, stride=sizes.ranks, width=sizes.ranks, skip=self._rank)
         self._pack: ReadyKernel = ready(rounds.SPREAD, shape, pack, out=self.blocks.packed)
-        # `home` counts in blocks that are a row longer than those of the table.
+        # `home` counts rows in blocks of T + 1 rows; the table's blocks have T.
         own = replace(base, to=home + 4 * self._rank, stride=sizes.ranks, width=1, first_row=self._rank)
         self._pack_own: ReadyKernel = ready(rounds.SPREAD, shape, own, out=self.blocks.table)
 
@@ -397,6 +407,6 @@ class RoundKernels:
         )
 
     def _shape(self, source: KernelSource, blocks: int) -> Shape:
-        """As many blocks as there is work for, or as there can be at once."""
+        """A shape with as many blocks as there is work for, limited to those that can be resident at once."""
         shape = Shape(1, self._launcher.threads)
         return replace(shape, blocks=max(1, min(blocks, self._launcher.resident(source, shape))))

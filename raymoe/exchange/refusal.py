@@ -1,7 +1,7 @@
-"""What a rank says with a combine: why it refuses the data, or which dispatch it combines.
+"""The status that a rank sends with a combine: why it refuses the data, or which dispatch it combines.
 
-These statuses travel with the flags, so that all ranks raise on the same step. A step is refused where a rank refuses
-it, and where two ranks say different things: they combine different dispatches, or only one of them applies weights.
+Statuses travel with the flags, so that all ranks raise on the same step. A step is refused if a rank refuses it, if two
+ranks combine different dispatches, or if only some ranks apply weights.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ _PACKED = struct.Struct("<iiq")
 
 
 class Cause(IntEnum):
-    NONE = 0  # other: in a combine whether it is weighted, number: which dispatch it combines
+    """Why a rank refuses a step, and the meaning of the two numbers beside it."""
+
+    NONE = 0  # other: whether the combine is weighted, number: the dispatch that it combines
     ID = 1  # other: the token, number: the id
-    CAPACITY = 2  # number: the rows that were needed
-    COUNT = 3  # other: the source, number: the rows it said it had sent
+    CAPACITY = 2  # number: the rows needed
+    COUNT = 3  # other: the source, number: the rows that it announced
     EXPERT = 4  # other: the source, number: the local expert that it named
-    TOKENS = 5  # other: the rows of x, number: the tokens that were to be sent
+    TOKENS = 5  # other: the rows of x, number: the tokens asked for
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """16 bytes: they fit where a row fits."""
+    """A status. It has 16 bytes, the size of the smallest row, so it fits where a row fits."""
 
     cause: Cause = Cause.NONE
     other: int = 0
@@ -59,7 +61,7 @@ class Refusal:
                 f"num_tokens is {self.number} on rank {rank}; x has {self.other} rows, so 0 to {self.other} can be sent"
             )
         if self.cause is Cause.COUNT:
-            return f"rank {self.other} told rank {rank} of {self.number} rows; 0 to {spec.tokens} can be sent"
+            return f"rank {self.other} announced {self.number} rows to rank {rank}; 0 to {spec.tokens} can be sent"
         return (
             f"rank {self.other} sent rank {rank} a row for its expert {self.number}; it has {spec.local_experts(ranks)}"
         )
@@ -69,12 +71,14 @@ NO_REFUSAL = Refusal()
 
 
 def status_of(refusal: Refusal, dispatch: int, weighted: bool) -> Refusal:
-    """What a rank says with a combine; its dispatches are counted from 1."""
+    """The status that a rank sends with a combine. Dispatches are counted from 1."""
     return refusal or Refusal(Cause.NONE, int(weighted), dispatch)
 
 
 def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefused | None:
-    """Why a step is refused, the same on every rank: the lowest rank that refused, or the first that says otherwise.
+    """The error of a refused step, the same on every rank; None where the step is good.
+
+    It names the lowest rank that refuses, else the first whose status differs from that of rank 0.
 
     >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=1)
     >>> second, third = (status_of(NO_REFUSAL, number, weighted=True) for number in (2, 3))

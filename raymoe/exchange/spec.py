@@ -1,4 +1,4 @@
-"""What an exchange carries, fixed when it is made. Pure: the driver checks specs and counts bytes with it."""
+"""The spec of an exchange, fixed when it is made. No torch here: the driver checks specs and counts bytes with it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from raymoe.errors import ConfigError
 from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, Layout, Region, round_up
 
-# The largest values of an exchange, the same in a job and in the library.
+# Limits of a spec, the same in a job and in the library.
 
 MOST_TOKENS = 2**24
-"""Of a rank."""
+"""On a rank."""
 MOST_HIDDEN = 2**20
 MOST_EXPERTS = 2**16
-"""Of all ranks together."""
+"""On all ranks together."""
 MOST_TOPK = 256
 MOST_ALIGNMENT = 2**16
 MOST_ROWS = 2**31 - 1
-"""Of a rank, gaps included: offsets of rows are int32."""
+"""On a rank, gaps included, because offsets of rows are int32."""
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -43,16 +43,18 @@ _MOST = {
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """The shape of an exchange: T `tokens` a rank at most, H `hidden`, E `experts` in all, K `topk` a token.
+    """The shape of an exchange: at most T `tokens` a rank, H `hidden`, E `experts` in all, K `topk` a token.
 
-    `capacity` bounds the rows that a rank receives: `worst`, which cannot overflow, or a number of rows. `wire` is the
-    dtype in which rows cross, a name for dispatch or a mapping for both directions; `float8_e4m3` for dispatch goes
-    with a float32 scale for each 128 elements, and `output` says whether the caller gets rows of `dtype` or values and
-    scales: a finite element arrives finite, an infinity as the largest magnitude of its 128, NaN as NaN, and neither
-    changes another element. A combine's sums are rounded once to what they cross as. `depth` is how many blocks of
-    memory for dispatched rows the exchange has of its own: its dispatches take turns, and with 0 of them each is given
-    memory. `transport` is who moves the rows of a dispatch: the backend's own way (`auto`), or with `staged` the copy
-    engine, which sends all of a rank's rows to every other rank and keeps no multiprocessor busy meanwhile.
+    - `capacity` limits the rows that a rank receives: `worst`, which cannot overflow, or a number of rows.
+    - `wire` is the dtype in which rows cross: a name for dispatch, or a mapping for both directions. A combine's sums
+      are rounded once, to their wire dtype.
+    - `float8_e4m3` as the wire of dispatch adds a float32 scale for each 128 elements. A finite element arrives finite,
+      an infinity as the largest magnitude of its 128, NaN as NaN. Neither changes other elements.
+    - `output` says what the caller gets of fp8 rows: rows of `dtype`, or values and scales.
+    - `depth` is the number of row blocks that the exchange owns; its dispatches use them in turn. With 0, the caller
+      gives memory to each dispatch.
+    - `transport` says what moves the rows of a dispatch: the backend's own kernel (`auto`), or with `staged` the copy
+      engine. It sends all of a rank's rows to every other rank, and takes no SM.
 
     >>> ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4).rows(ranks=4)
     8320
@@ -67,7 +69,7 @@ class ExchangeSpec:
     topk: int
     dtype: str = "bfloat16"
     wire: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
-    """Kept in its shortest form, what is not `dtype`: None, what dispatch sends, or pairs, combine among them."""
+    """Stored in its shortest form: None, a name for dispatch, or (direction, dtype) pairs where combine differs."""
     layout: str = "expert"
     alignment: int = 16
     padding: str = "any"
@@ -82,15 +84,15 @@ class ExchangeSpec:
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is {value!r}; a whole number of at least 1 is needed")
             if value > most:
-                raise ConfigError(f"{name} is {value}; at most {most} is carried")
+                raise ConfigError(f"{name} is {value}; at most {most} is supported")
         choices = {"dtype": DTYPES, "layout": LAYOUTS, "padding": PADDINGS, "output": OUTPUTS}
         choices["transport"] = TRANSPORTS
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(known)}")
-        object.__setattr__(self, "wire", _shortest(self.wire, self.dtype))
+        object.__setattr__(self, "wire", _shortest_wire(self.wire, self.dtype))
         if self.output == "raw" and self.dispatch_wire != FP8:
-            raise ConfigError(f"output is 'raw' with rows that cross as {self.dispatch_wire}; it goes with wire {FP8}")
+            raise ConfigError(f"output is 'raw' with rows that cross as {self.dispatch_wire}; it needs wire {FP8}")
         if type(self.depth) is not int or self.depth < 0:
             raise ConfigError(f"depth is {self.depth!r}; a whole number of at least 0 is needed")
         if self.topk > self.experts:
@@ -122,7 +124,7 @@ class ExchangeSpec:
 
     @property
     def wire_row_bytes(self) -> int:
-        """A row of dispatch on the wire, scales included.
+        """Bytes of a row of dispatch on the wire, scales included.
 
         >>> ExchangeSpec(tokens=1, hidden=7168, experts=8, topk=1, wire="float8_e4m3").wire_row_bytes
         7392
@@ -133,7 +135,7 @@ class ExchangeSpec:
 
     @property
     def home_row_bytes(self) -> int:
-        """A row of combine on the wire.
+        """Bytes of a row of combine on the wire.
 
         >>> ExchangeSpec(1, hidden=12, experts=8, topk=1, dtype="float32", wire={"combine": "float16"}).home_row_bytes
         32
@@ -142,12 +144,12 @@ class ExchangeSpec:
 
     @property
     def home_width(self) -> int:
-        """Its elements, those that only fill it up included: so the 16 bytes of a refusal fit where a row fits."""
+        """Elements of a row of combine on the wire, padding included. So the 16 bytes of a status fit into a row."""
         return self.home_row_bytes // ITEM_BYTES[self.combine_wire]
 
     @property
     def scales(self) -> int:
-        """float32 scales of a row that crosses as fp8."""
+        """The number of float32 scales of a row that crosses as fp8."""
         return -(-self.hidden // FP8_BLOCK)
 
     @property
@@ -156,17 +158,17 @@ class ExchangeSpec:
 
     @property
     def output_dtype(self) -> str:
-        """Torch's name for the dtype of the rows that a dispatch gives."""
+        """Torch's name for the dtype of the rows that dispatch returns."""
         return "float8_e4m3fn" if self.output == "raw" else self.dtype
 
     def check(self, ranks: int) -> None:
-        """Refuse a world that this spec cannot be spread over."""
+        """Raise if a world of this many ranks cannot use this spec."""
         if self.experts % ranks:
             raise ConfigError(f"{self.experts} experts on {ranks} ranks; every rank holds the same number of them")
-        # Also where the capacity is a number: offsets are counted before they are compared with it.
+        # The limit also holds where the capacity is a number: offsets are computed before they are compared with it.
         if (worst := self._worst(ranks)) > MOST_ROWS:
             raise ConfigError(
-                f"up to {worst} rows on a rank, gaps included; {MOST_ROWS} is the most that int32 offsets can name: "
+                f"up to {worst} rows on a rank, gaps included; {MOST_ROWS} is the most for int32 offsets: "
                 "take fewer tokens, ranks or topk, or a smaller alignment"
             )
 
@@ -174,8 +176,11 @@ class ExchangeSpec:
         return self.experts // ranks
 
     def rows(self, ranks: int) -> int:
-        """C, the rows of `x`. At worst all experts of all tokens are here (a token may name one expert several times),
-        and every expert begins just behind a multiple of `alignment`."""
+        """C, the rows of `x`.
+
+        In the worst case all experts of all tokens are here (a token may name one expert several times), and each
+        expert has a gap of `alignment` - 1 rows.
+        """
         return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
 
     def _worst(self, ranks: int) -> int:
@@ -183,14 +188,15 @@ class ExchangeSpec:
         return round_up(ranks * self.tokens * self.topk + gaps, self.alignment)
 
 
-def _shortest(
+def _shortest_wire(
     wire: str | Mapping[str, str] | tuple[tuple[str, str], ...] | None, dtype: str
 ) -> str | tuple[tuple[str, str], ...] | None:
-    """What is not `dtype`.
+    """Check `wire`, and drop the directions whose dtype is `dtype`.
 
-    >>> _shortest({"dispatch": "float8_e4m3", "combine": "float16"}, "float16"), _shortest("float16", "float16")
-    ('float8_e4m3', None)
-    >>> _shortest({"combine": "float32"}, "float16")
+    >>> _shortest_wire({"dispatch": "float8_e4m3", "combine": "float16"}, "float16")
+    'float8_e4m3'
+    >>> _shortest_wire("float16", "float16")
+    >>> _shortest_wire({"combine": "float32"}, "float16")
     (('combine', 'float32'),)
     """
     try:
@@ -209,20 +215,19 @@ def _shortest(
     return tuple((way, name) for way, name in (("dispatch", dispatch), ("combine", combine)) if name != dtype)
 
 
-# The heap of an exchange over shared memory: slots, what is told about them, and the words that announce them.
-#
-# `host.py` says who writes and reads each region and when. Pure, so that bytes can be counted before Ray starts.
+# The heap of an exchange over shared memory: slots, their metadata, and flags. `host.py` names each region's writer,
+# reader and order.
 
 
 def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
-    """Slots for T rows from each of R sources, twice, for each direction.
+    """The layout of slots for T rows from each of R sources, for each parity and direction.
 
     >>> layout = slots_layout(ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2), ranks=2)
     >>> [(placed.region.name, placed.region.shape) for placed in layout.placed][:2]
     [('dispatch_flag', (2, 16)), ('combine_flag', (2, 16))]
-    >>> layout.region("dispatch_rows").shape  # 2 halves x 2 sources x 8 tokens, and the row of zeros
+    >>> layout.region("dispatch_rows").shape  # 2 parities x 2 sources x 8 tokens, and the row of zeros
     (33, 64)
-    >>> layout.region("combine_rows").dtype  # that in which sums cross
+    >>> layout.region("combine_rows").dtype  # the combine wire dtype
     'bfloat16'
     """
     T, H, K = spec.tokens, spec.hidden, spec.topk
@@ -234,7 +239,7 @@ def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
             Region("combine_head", (2, ranks, WORD_STRIDE), "int64"),
             Region("dispatch_ids", (2, ranks, T, K), "int32"),
             Region("dispatch_weights", (2, ranks, T, K), "float32"),
-            # One row more than slots: nobody writes it, so it stays zero, and with layout `rank` gaps point to it.
+            # The last row is no slot: no rank writes it, so it stays zero. With layout `rank`, gaps point to it.
             Region("dispatch_rows", (2 * ranks * T + 1, H), spec.dtype),
             Region("combine_rows", (2, ranks, T, spec.home_width), spec.combine_wire),
         ]

@@ -139,7 +139,7 @@ class CopiedBackend(StagedBackend):
         return got
 
     def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
-        self.workspace.begin_second_half("dispatch", self)
+        self.workspace.begin_receive("dispatch", self)
         self._join()
         self._keep_for_receive(got, tokens)
         self._run(self._announce_at(got, tokens, dispatch.PLACE), self._dispatch_at(got, tokens, dispatch.PLACE))

@@ -1,7 +1,7 @@
-"""Slots, flags and epochs of the fused and the staged exchange, shared by the exchanges of one world.
+"""Slots, flags and epochs of backends `fused` and `staged`, shared by the exchanges of one world.
 
-A model of 58 layers has 58 exchanges and one workspace. Its memory is for the largest of them; each counts slots in
-rows of its own. All operations on a workspace are in one order on all ranks, whichever exchange they are of.
+A model of 58 layers has 58 exchanges and one workspace. Its memory fits the largest of them, and each exchange counts
+slots in rows of its own size. All operations on a workspace, of all exchanges, are in one order on all ranks.
 """
 
 from __future__ import annotations
@@ -34,47 +34,48 @@ if TYPE_CHECKING:
     from raymoe.memory.world import World
 
 
-# Whether rows may travel between the GPUs of a world in lines that say themselves that they are whole.
+# Whether the LL path can be used.
 
 
 class Links:
-    """Of a world of GPU ranks, found out once by all of them (`World.shared`).
+    """Whether all GPUs of a world are linked by NVLink. All ranks find it out together, once (`World.shared`).
 
-    A line of 128 bytes, data and epoch in one, arrives whole over NVLink. Over PCIe it may arrive in parts, so that the
-    epoch is there before the data.
+    A line of 128 bytes, data and epoch in one, arrives whole over NVLink. Over PCIe it may arrive in parts, with the
+    epoch before the data.
     """
 
     def __init__(self, world: World) -> None:
         gpus = world.swap(world.gpu.uuid, "links: GPUs")
         linked = all(nvlinked(world.gpu.uuid, str(peer)) for peer in gpus)
         self.lines = all(world.swap(linked, "links: NVLink"))
-        """Whether NVLink is between every two GPUs of the world. Where NVML does not know, flags follow the rows."""
+        """Whether NVLink connects every two GPUs of the world. False where NVML does not know."""
 
     def close(self, together: bool) -> None:
-        """Nothing is held."""
+        """Do nothing: this holds no resource."""
 
 
 STAMPS_VARIABLE = "RAYMOE_STAMPS"
 
 _OWN = ("dispatch", "combine", "scratch", "dispatch_taken", "combine_taken")
-"""128 bytes each, of this rank alone."""
+"""Words of this rank alone, 128 bytes each."""
 
 
 SLOT_LINE, LINED_BYTES = 128, 1024
-"""Rows of 7392 bytes of 4096 tokens, pushed to slots one behind the other, took 265 us, rows of 7424 bytes 245: those
-begin with lines of 128 bytes (4x H200, 2026-11-22)."""
+"""Slots of quantised rows of LINED_BYTES or more are multiples of SLOT_LINE, so that rows begin at 128-byte lines.
+4096 rows of 7392 bytes, pushed to adjacent slots, took 265 us; rows of 7424 bytes took 245 (4x H200, 2026-11-22)."""
 
 FEW_TOKENS, FEW_BYTES, FEW_BYTES_OF_SM = 4096, 16 << 20, 40 << 10
-"""Of a rank, of their rows, and of these for each multiprocessor where a number of them is asked for: up to here rows
-travel in lines. 1024 tokens of 7168 bfloat16 took 71 us each way so, and 90 with flags; by 64 multiprocessors 188 and
-160, with flags 86 and 145 (2x H200, cold L2 cache, 2026-11-22). On four GPUs a line's 8 bytes in 128 weigh more: 512
-tokens 77 and 79 for 80 and 87, 1024 142 and 144 for 137 and 146."""
+"""The limits of the LL path, for a rank: tokens, bytes of their rows, and bytes for each SM where `sms` is a number.
+
+1024 tokens of 7168 bfloat16, us (2x H200, cold L2 cache, 2026-11-22): all SMs 71 each way by the LL path, 90 with
+flags; 64 SMs 188 (dispatch) and 160 (combine) by the LL path, 86 and 145 with flags. On four GPUs the 8 bytes of epoch
+in 128 cost more: 512 tokens 77 and 79 against 80 and 87 with flags, 1024 tokens 142 and 144 against 137 and 146."""
 
 
 def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
-    """Whether `fused` carries the rows of this spec in lines: few tokens, expert by expert, sums in their own dtype.
+    """Whether `fused` takes the LL path for this spec: few tokens, layout `expert`, sums that cross in their own dtype.
 
-    `sms` limits its kernels to so many SMs; None leaves them all.
+    `sms` limits its kernels to so many SMs; None means all.
 
     >>> from dataclasses import replace
     >>> spec = ExchangeSpec(tokens=1024, hidden=7168, experts=256, topk=8)
@@ -88,8 +89,9 @@ def is_ll(spec: ExchangeSpec, sms: int | None = None) -> bool:
 
 
 def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
-    """A row of dispatch in its slot, with its stamp where slots have one. Quantised rows that are not small are filled
-    up, so that each begins with a line.
+    """Bytes of a dispatch slot: a row, with its stamp where slots have one.
+
+    Slots of larger quantised rows are padded, so that each row begins at a line of 128 bytes.
 
     >>> slot_bytes_of(ExchangeSpec(1, hidden=7168, experts=8, topk=1, wire="float8_e4m3"), stamped=False)
     7424
@@ -100,14 +102,14 @@ def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
 
 
 def ll_lines(spec: ExchangeSpec) -> int:
-    """Lines of a row of this spec, in the direction in which it has more."""
+    """Lines of a row of this spec on the LL path, in the direction that has more."""
     quantised = quantised_lines(spec.hidden) if spec.dispatch_wire == FP8 else 0
     return max(row_lines(spec.row_bytes), quantised)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest of everything that the exchanges of a workspace may ask for.
+    """The largest sizes that the exchanges of a workspace may need.
 
     >>> spec = ExchangeSpec(tokens=128, hidden=7168, experts=256, topk=8)
     >>> Bounds.of(spec)  # doctest: +NORMALIZE_WHITESPACE
@@ -117,28 +119,30 @@ class Bounds:
 
     tokens: int
     entries: int
-    """Of (token, k), of one rank."""
+    """Entries (token, k) of one rank."""
     experts: int
     dispatch_bytes: int
-    """Of the rows of one rank, on the wire."""
+    """Bytes of one rank's rows in a dispatch, on the wire."""
     combine_bytes: int
+    """Bytes of one rank's rows in a combine, on the wire."""
     pieces: int
-    """Of one rank's rows in a combine, in whole lines of words."""
+    """Pieces of one rank's rows in a combine, rounded up to 128 bytes of words."""
     row_bytes: int
     ll_entries: int
-    """Of (token, k) of one rank, of the specs that have few tokens; 0 where none has."""
+    """Entries (token, k) of one rank, of the specs on the LL path; 0 if there are none."""
     ll_lines: int
-    """Lines of the rows of one rank, of these specs."""
+    """Lines of one rank's rows, of these specs."""
     block: tuple[int, int] = (0, 0)
-    """Tokens, and bytes of a row, of the specs whose rows go by the copy engine: one for all. Their slots lie apart
-    from the others': a copy that nobody can call back must find in them what it left there (kernels/pack.cu)."""
+    """Tokens, and bytes of a row, of the specs whose rows go by the copy engine; all have the same.
+
+    Their slots are separate: a copy cannot be cancelled, and must find its own rows there (kernels/pack.cu)."""
     lines: bool = True
-    """Whether rows of few tokens may travel in lines, which NVLink alone carries whole (`Links`)."""
+    """Whether the LL path may be used: only NVLink carries lines whole (`Links`)."""
 
     @classmethod
     def of(cls, *specs: ExchangeSpec, stamped: bool = False, lines: bool = True) -> Bounds:
         if not specs:
-            raise ConfigError("a workspace for no exchange; name the spec of each that will use it")
+            raise ConfigError("a workspace without specs; give the spec of each exchange that will use it")
         blocks = sorted({(spec.tokens, slot_bytes_of(spec, stamped)) for spec in specs if spec.by_copy_engine})
         if len(blocks) > 1:
             sizes = " and ".join(f"{tokens} rows of {row_bytes} bytes" for tokens, row_bytes in blocks)
@@ -158,43 +162,43 @@ class Bounds:
         )
 
     def check(self, spec: ExchangeSpec, stamped: bool = False) -> None:
-        """Refuse a spec that this workspace is too small for."""
+        """Raise if this workspace is too small for a spec."""
         asked = Bounds.of(spec, stamped=stamped, lines=self.lines)
         for name, have in vars(self).items():
             needs = getattr(asked, name)
             if needs != have if name == "block" and spec.by_copy_engine else needs > have:
                 raise ConfigError(
                     f"an exchange needs {name} {needs} of its workspace, which was made for {have}; "
-                    "make the workspace with this exchange's spec among its specs"
+                    "give the workspace this exchange's spec too"
                 )
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Where the dispatch slots of a spec lie, in rows of that spec, from the region's beginning on.
+    """The dispatch slots of a spec in their region, counted in slots of that spec.
 
-    The halves of all specs share no byte: half 1 begins behind the largest half 0, and the row of zeros behind the
-    largest half 1.
+    Buffers of different parity share no byte, whichever specs they belong to: buffer 1 begins behind the largest
+    buffer 0, and the row of zeros behind the largest buffer 1.
     """
 
-    half: int
-    """Slot number of half 1's first; half 0 begins at 0."""
+    buffer_slots: int
+    """The first slot of buffer 1; buffer 0 begins at 0."""
     zero: int
-    """A slot that stays zero."""
+    """The slot that stays zero."""
 
     @classmethod
     def of(cls, bounds: Bounds, slot_bytes: int, ranks: int) -> Slots:
         """
         >>> bounds = Bounds.of(ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2))
         >>> Slots.of(bounds, 128, ranks=2), Slots.of(bounds, 48, ranks=2)
-        (Slots(half=16, zero=33), Slots(half=43, zero=88))
+        (Slots(buffer_slots=16, zero=33), Slots(buffer_slots=43, zero=88))
         """
         whole = ranks * bounds.dispatch_bytes
         return cls(-(-whole // slot_bytes), -(-(2 * whole + bounds.row_bytes) // slot_bytes))
 
 
 def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
-    """The heap of a workspace, the same on every rank. kernels/dispatch.cu and combine.cu say who writes what.
+    """The heap of a workspace, the same on every rank. kernels/dispatch.cu and combine.cu name each region's writer.
 
     >>> layout = workspace_layout(Bounds.of(ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)), ranks=4)
     >>> layout.region("dispatch_rows").nbytes, layout.region("told").shape
@@ -215,7 +219,7 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             Region("router_words", (MOST_ROUTERS,), "int64"),
             Region("router_counts", (MOST_ROUTERS, bounds.experts), "int32"),
             Region("told", (2, ranks * bounds.entries), "int64"),
-            # Room for both halves, for the gap between them and for the row of zeros, in rows of any of the specs.
+            # Holds both buffers, the gap between them and the row of zeros, in rows of any of the specs.
             Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),
             Region("combine_rows", (2, ranks * bounds.combine_bytes), "uint8"),
             *(_ll_regions(bounds, ranks) if bounds.ll_entries else ()),
@@ -225,13 +229,13 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
 
 
 def _block_regions(bounds: Bounds, ranks: int) -> list[Region]:
-    """Of kernels/pack.cu: a block of slots for each source, and a row of zeros."""
+    """The regions of kernels/pack.cu: a block of slots for each source, and a row of zeros."""
     tokens, slot_bytes = bounds.block
     return [Region("dispatch_blocks", ((ranks * tokens + 1) * slot_bytes,), "uint8")]
 
 
 def _ll_regions(bounds: Bounds, ranks: int) -> list[Region]:
-    """Of kernels/dispatch_ll.cu and combine_ll.cu: words of 16 bytes and lines of 128, each with its epoch."""
+    """The regions of the LL path: words of 16 bytes and lines of 128, each with its epoch."""
     lines = ranks * bounds.ll_lines
     return [
         Region("ll_counts", (2, bounds.experts + ranks, 2), "int64"),
@@ -243,13 +247,13 @@ def _ll_regions(bounds: Bounds, ranks: int) -> list[Region]:
 
 
 class Workspace:
-    """Made, used and closed by all ranks of a world. `with` it, or close it after the exchanges that use it.
+    """The memory that exchanges share: made, used and closed by all ranks of a world. Close it after its exchanges.
 
-    - **One order.** Its operations follow one another, on whichever streams they are enqueued (`stream_order.py`).
-      Exchanges that shall run together need two workspaces, and `sms` that fit on the GPU together.
-    - **Failed once, failed for ever.** A wait that ran out of time poisons every exchange on it.
-    - **`traced`.** Blocks of `fused` store when they came to which point of a kernel, for `timeline`. It costs them a
-      little speed. `staged` has several launches, of which the later ones overwrite what the earlier ones stored.
+    - **One order.** Its operations run one after another, on all streams (`stream_order.py`). Exchanges that should run
+      at the same time need a workspace each, and `sms` that fit on the GPU together.
+    - **A failure is final.** A wait that runs out of time poisons every exchange on it.
+    - **`traced`.** Blocks of `fused` store the time at which they reach each point of a kernel, for `timeline`. This
+      costs a little speed. With `staged`, a later launch of an operation overwrites the times of an earlier one.
     """
 
     def __init__(self, world: World, *specs: ExchangeSpec, traced: bool = False) -> None:
@@ -258,8 +262,8 @@ class Workspace:
         from raymoe.device.stream_order import StreamOrder
         from raymoe.memory.watchdog import Watchdog
 
-        # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and who reads it checks. It costs some speed; it is for
-        # tests, which hold the kernels to the protocol with it.
+        # RAYMOE_STAMPS=1: every slot is stamped with its epoch, and each reader checks the stamp. Tests check the
+        # protocol with it; it costs some speed.
         self.stamped = os.environ.get(STAMPS_VARIABLE) == "1"
         self.traces = traced
         self._traces: dict[str, torch.Tensor] = {}
@@ -285,45 +289,42 @@ class Workspace:
         self._watchdog = Watchdog(world, on_abort=self.error.abort)
         self._order = StreamOrder(world.gpu)
         self.stream: Callable[[], int] = self._order.current
-        """The stream that `enqueue` would take now, by the driver's number."""
+        """Gives the driver's number of the stream that `enqueue` would use now."""
         self.captured = False
         """Whether the last operation went into a graph."""
         self._closed = False
-        self._pending: dict[str, object | None] = {}
+        self._sent_by: dict[str, object | None] = {}
         self.calls = Calls()
         release = partial(_let_go, self.heap, self._watchdog, self.error, self._order, self.kernels)
         name = f"a workspace of rank {world.rank} of world {world.name!r}"
         self._forget = world.unclosed.watch(self, name, release, at_once=False)
-        world.barrier("workspace: ready")  # nobody's kernel runs before everybody's words are as they begin
+        world.barrier("workspace: ready")  # no kernel runs before the words of all ranks have their first values
 
     def begin(self, op: str) -> None:
-        """Refuse an operation between the halves of another.
-
-        Epochs belong to the workspace: it would run under the same number.
-        """
-        if self._pending.get(op) is not None:
+        """Refuse an operation between a send and its receive: both would run with the same epoch of the workspace."""
+        if self._sent_by.get(op) is not None:
             raise ConfigError(
-                f"{op} between {op}_send and {op}_receive of an exchange on the same workspace; receive first, or give "
-                "one of the two a workspace of its own"
+                f"{op} between {op}_send and {op}_receive of an exchange on the same workspace; call {op}_receive "
+                "first, or give one of the two a workspace of its own"
             )
 
-    def sent(self, op: str, who: object) -> None:
-        """The first half of an operation of `who` is enqueued."""
-        self._pending[op] = who
+    def sent(self, op: str, exchange: object) -> None:
+        """Note that `exchange` has enqueued a send."""
+        self._sent_by[op] = exchange
 
-    def begin_second_half(self, op: str, who: object) -> None:
-        """Refuse the second half of what `who` has not begun."""
-        if self._pending.get(op) is not who:
-            raise ConfigError(f"{op}_receive without the {op}_send of this exchange before it")
+    def begin_receive(self, op: str, exchange: object) -> None:
+        """Refuse a receive of `exchange` without its send."""
+        if self._sent_by.get(op) is not exchange:
+            raise ConfigError(f"{op}_receive without {op}_send of this exchange; call {op}_send first")
 
     def received(self, op: str) -> None:
-        """The second half is enqueued."""
-        self._pending[op] = None
+        """Note that the receive is enqueued."""
+        self._sent_by[op] = None
 
     def enqueue(self, op: str, sms: int, steps: Iterable[Callable[[int], None]]) -> None:
         """Enqueue launches of an operation on the current stream, behind the last operation of this workspace.
 
-        `sms` is how many multiprocessors the largest of them occupies.
+        `sms` is the number of SMs that the largest of them occupies.
         """
         stream, capture = self._order.enter(op, sms)
         for step in steps:
@@ -332,10 +333,10 @@ class Workspace:
         self.captured = capture != 0
 
     def trace_of(self, op: str) -> int:
-        """Where the kernels of an operation store their times; 0 unless they do."""
+        """The address where the kernels of an operation store their times; 0 if the workspace is not traced."""
         if not self.traces:
             return 0
-        import torch  # not above: bytes are counted with this module where no torch is loaded
+        import torch  # here, because the driver counts bytes with this module and loads no torch
 
         if op not in self._traces:
             blocks = BLOCKS_A_SM * self.world.gpu.sms
@@ -343,8 +344,10 @@ class Workspace:
         return int(self._traces[op].data_ptr())
 
     def timeline(self, op: str) -> dict[str, tuple[float, float, float]]:
-        """What the last run of an operation says: of each point the microseconds after the start at which the first,
-        the median and the last block came to it. Waits for the device, and makes ready for the next run."""
+        """The times of the last run of an operation: when the first, the median and the last block reached each point.
+
+        In microseconds after the start. Waits for the device, and clears the times for the next run.
+        """
         times = self._traces[op]
         found = timeline([row for row in times.tolist() if row[0]])
         times.zero_()
@@ -352,20 +355,20 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of it on each rank."""
+        """Bytes of device memory on each rank."""
         return self.heap.nbytes
 
     def offset(self, region: str) -> int:
-        """Where a region begins in every rank's heap."""
+        """The offset of a region in every rank's heap."""
         return self.heap.layout.find(region).offset
 
-    def halves(self, region: str) -> tuple[int, int]:
-        """Where its two halves begin, of a region whose first dimension they are."""
+    def buffers(self, region: str) -> tuple[int, int]:
+        """The offsets of the two buffers of a region, whose first dimension is the parity."""
         placed = self.heap.layout.find(region)
         return placed.offset, placed.offset + placed.region.nbytes // 2
 
     def own(self, name: str) -> int:
-        """The address of words of this rank alone."""
+        """The address of some of this rank's own words."""
         return self.heap.address("own") + _OWN.index(name) * WORD_STRIDE * 8
 
     def bases(self) -> list[int]:
@@ -389,7 +392,7 @@ class Workspace:
 
 
 def _let_go(heap: DeviceHeap, watchdog: Watchdog, error: ErrorWord, order: StreamOrder, kernels: Kernels) -> None:
-    """Close what a workspace had that was dropped. Peers are not waited for: they may still use theirs."""
+    """Release the resources of a workspace that was dropped. It does not wait for peers, which may still use theirs."""
     heap.unmap_peers()
     watchdog.close()
     error.close()

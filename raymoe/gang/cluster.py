@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from raymoe.errors import ClusterError
+from raymoe.gang import local_ray
 from raymoe.gang.address import reachable
 from raymoe.gang.messages import Bounded
 
@@ -30,7 +30,7 @@ class Cluster:
     def bound(self) -> Bounded:
         """Return the time limit of `connect` and its message. `ray.init` can hang in C++, where no signal ends it."""
         if self.address is None:
-            logs = "see /tmp/ray/session_latest/logs"
+            logs = f"see {local_ray.temporary_directory()}/session_latest/logs"
             return Bounded(START_S, 3, f"asked for a local Ray, and it was not up after {START_S:g} s; {logs}")
         asked = f"asked for the Ray cluster at {self.address}, and ray.init did not connect within {CONNECT_S:g} s"
         return Bounded(CONNECT_S, 3, f"{asked}; check that a head of Ray {ray.__version__} runs there{_token_hint()}")
@@ -45,6 +45,7 @@ class Cluster:
         }
         try:
             if self.address is None:
+                local_ray.check_machine()
                 ray.init(
                     address="local",
                     num_cpus=self.cpus,
@@ -56,7 +57,7 @@ class Cluster:
                 ray.init(address=reachable(self.address), **options)
         except ClusterError:
             raise
-        except (RuntimeError, OSError, ValueError, RayError) as error:
+        except Exception as error:  # Ray raises Exception itself where its processes do not come up
             where = f"the Ray cluster at {self.address}{_token_hint()}" if self.address else "a local Ray"
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise ClusterError(f"asked for {where}, and ray.init failed: {reason}") from error

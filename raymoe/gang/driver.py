@@ -8,23 +8,41 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import remove_placement_group
 
 from raymoe.config import Job
-from raymoe.errors import RaymoeError
+from raymoe.errors import PlacementError, RankDied, RaymoeError
+from raymoe.gang import local_ray, nodes
 from raymoe.gang import supervisor as sv
 from raymoe.gang.address import choose
 from raymoe.gang.cluster import Cluster
 from raymoe.gang.gang import Gang
-from raymoe.gang.messages import Bounded, CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
+from raymoe.gang.messages import (
+    Alive,
+    Bounded,
+    CaseDone,
+    Connected,
+    Ending,
+    GenerationEnded,
+    Message,
+    Progressed,
+    Ready,
+    RunOutcome,
+)
 from raymoe.gang.placement import Reservation, place
+from raymoe.gang.processes import Process, children_named, is_alive
 
 EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
+ALIVE_S = 1.0  # between two messages that the driver works
+CLEAR_S = 20.0  # to close and end the ranks of the last generation, also on another node
+LEAVE_S = 5.0  # to leave a cluster
 
 
 @dataclass(frozen=True)
@@ -51,6 +69,8 @@ class Driver:
     stop_seen: bool = False
     progress_sent: tuple[str, int, int] | None = None
     generation_began: float = field(default_factory=time.monotonic)
+    servers: dict[str, Process] = field(default_factory=dict)  # of the run's own Ray
+    alive_at: float = 0.0  # when `Alive` was sent last
 
     def __post_init__(self) -> None:
         world = self.order.job.world
@@ -59,6 +79,12 @@ class Driver:
 
     def run(self) -> RunOutcome:
         """Carry out the whole run. A RaymoeError becomes the outcome."""
+        outcome = self._run()
+        self.tell(Ending(outcome, LEAVE_S))
+        self._leave()
+        return outcome
+
+    def _run(self) -> RunOutcome:
         try:
             self._connect()
             self._place()
@@ -69,9 +95,13 @@ class Driver:
                         self._on(event)
         except RaymoeError as error:
             return RunOutcome(error.exit_code, str(error))
-        finally:
-            self._leave()
-        verdict = self.state.verdict or sv.Verdict(1, "the supervisor ended without a verdict")
+        except RayError as error:  # a call that no rank answers: to place, to create an actor
+            lost = self._lost_server() or f"lost Ray: {str(error).strip().splitlines()[0]}; see `ray status`"
+            return RunOutcome(3, lost)
+        return self._outcome(self.state.verdict or sv.Verdict(1, "the supervisor ended without a verdict"))
+
+    @staticmethod
+    def _outcome(verdict: sv.Verdict) -> RunOutcome:
         return RunOutcome(verdict.exit_code, verdict.message, verdict.culprit, verdict.traceback)
 
     def _connect(self) -> None:
@@ -80,6 +110,8 @@ class Driver:
         self.tell(cluster.bound())
         cluster.connect()
         self.tell(Bounded(None))
+        if cluster.address is None:
+            self.servers = children_named(local_ray.SERVERS)
         self.tell(Connected(cluster.address, time.monotonic() - began))
 
     def _place(self) -> None:
@@ -87,8 +119,27 @@ class Driver:
         if self.reservation is not None:
             self._on(sv.Placed())
 
+    def _place_again(self, lost: sv.Verdict) -> None:
+        """Reserve bundles on another node. Ray first has to notice the loss, or it would choose the same one."""
+        assert self.gang is not None and self.gang.node is not None and self.reservation is not None
+        deadline = time.monotonic() + self.order.job.world.placement_timeout_s
+        while not nodes.given_up(self.gang.node.id) and time.monotonic() < deadline:
+            if self._check_stop():
+                return
+            time.sleep(EVENTS_S)
+        remove_placement_group(self.reservation.group)
+        try:
+            self.reservation = place(self.order.job, self._check_stop)
+        except PlacementError as error:
+            raise RankDied(
+                lost.culprit or 0, f"{lost.message}; and no other node can hold the ranks: {error}"
+            ) from error
+
     def _check_stop(self) -> bool:
-        """Return whether a signal asked to stop; tell the supervisor the first time."""
+        """Return whether a signal asked to stop; tell the supervisor the first time. Every loop calls this."""
+        if time.monotonic() - self.alive_at > ALIVE_S:
+            self.alive_at = time.monotonic()
+            self.tell(Alive())
         signum = self.stopped()
         if signum is not None and not self.stop_seen:
             self.stop_seen = True
@@ -100,7 +151,15 @@ class Driver:
         self._check_stop()
         events = [] if self.gang is None else self.gang.wait_for_events(EVENTS_S)
         self._send_progress()
-        return [*events, sv.Tick()]
+        lost = self._lost_server()  # after the events, which may be consequences
+        return [*([sv.RayLost(lost)] if lost else events), sv.Tick()]
+
+    def _lost_server(self) -> str | None:
+        """Say which server of the run's own Ray is gone, or which one Ray gave up because it is stopped."""
+        for name, process in self.servers.items():
+            if not is_alive(process):
+                return f"lost the Ray that this run started: its {name} (pid {process[0]}) ended"
+        return None
 
     def _send_progress(self) -> None:
         """Send the main process the cases that are finished and the progress of rank 0."""
@@ -118,15 +177,28 @@ class Driver:
         self.state, actions = sv.decide(before, event, time.monotonic())
         if isinstance(event, sv.Wired) and self.gang is not None:
             self.tell(Ready(before.generation, time.monotonic() - self.generation_began, self.gang.describe_ranks()))
-        if before.phase is sv.Phase.CLEARING and self.state.phase is not before.phase and before.verdict is not None:
-            verdict, restarting = before.verdict, self.state.phase is not sv.Phase.OVER
-            self.tell(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, restarting))
-            self.generation_began = time.monotonic()
+        if self.state.phase is sv.Phase.CLEARING and self.state.final and self.state.verdict is not None:
+            self.tell(Ending(self._outcome(self.state.verdict), CLEAR_S))
+        elif before.phase is not self.state.phase and self.state.phase in (sv.Phase.OVER, sv.Phase.STARTING):
+            self._end_generation(before)
         for action in actions:
             self._act(action)
 
+    def _end_generation(self, before: sv.State) -> None:
+        """Tell how a generation ended, if there was one: either another one starts, or the run is over."""
+        restarting = self.state.phase is sv.Phase.STARTING
+        verdict = before.verdict if restarting else self.state.verdict
+        if self.gang is None or verdict is None:
+            return
+        self.tell(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, restarting))
+        self.generation_began = time.monotonic()
+        if restarting and self.gang.node is not None and self.gang.node.lost:
+            self._place_again(verdict)
+
     def _act(self, action: sv.Action) -> None:
         if action is sv.Action.START:
+            if self.stop_seen:  # while the ranks were placed again; the state has the stop
+                return
             assert self.reservation is not None
             self.gang = Gang(self.order.job, self.order.run, self.reservation, self.state.generation)
             return
@@ -146,8 +218,11 @@ class Driver:
 
     def _leave(self) -> None:
         """Release the reservation and leave the cluster. Ray would do it too, but later."""
-        if not ray.is_initialized():
+        if not ray.is_initialized() or self.servers:  # the main process ends a Ray of the run's own
             return
-        if self.reservation is not None:
-            remove_placement_group(self.reservation.group)
-        ray.shutdown()
+        try:
+            if self.reservation is not None:
+                remove_placement_group(self.reservation.group)
+            ray.shutdown()
+        except RayError as error:  # the outcome is known, and the end of this process frees all
+            print(f"cannot leave the cluster: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.config import Job
+from raymoe.gang import nodes
 from raymoe.gang import supervisor as sv
 from raymoe.gang.placement import Location, Reservation, bundles_by_rank
 from raymoe.gang.processes import crash_report, end_ranks
@@ -44,6 +45,7 @@ class Gang:
         self.job, self.run_name, self.reservation, self.generation = job, run, reservation, generation
         self.size = job.world.ranks
         self.locations: dict[int, Location] = {}
+        self.node: nodes.Node | None = None  # where all ranks are, once they are located
         self.descriptors: dict[int, dict[str, Any]] = {}
         self.progress: tuple[str, int, int] | None = None
         self._calls: dict[ray.ObjectRef[Any], Call] = {}
@@ -110,7 +112,7 @@ class Gang:
             ray.kill(actor)
         self._calls.clear()
         self._polls.clear()
-        return sorted(end_ranks(self.locations))
+        return sorted(end_ranks({} if self.node is not None and self.node.lost else self.locations))
 
     def _ask(self, method: str, arguments: Callable[[int], tuple[object, ...]]) -> None:
         """Call a method of every rank."""
@@ -178,6 +180,7 @@ class Gang:
                 self.locations.clear()
                 self._start(bundles)
                 return []
+            self.node = nodes.find_node(self.locations[0].node)
             world = self.job.world
             nbytes = device_bytes_per_rank if self.reservation.device == "cuda" else bytes_per_rank
             self._ask(
@@ -202,8 +205,8 @@ class Gang:
         """Return the answer, or the event that there is none."""
         try:
             answer = ray.get(ref)
-        except RayActorError:
-            return None, sv.Lost(call.rank, self._death_message(call))
+        except RayActorError as error:
+            return None, self._loss(call, str(error))
         except RayError as error:  # Ray could not make the call: raymoe is missing on that node, or another version
             reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
             message = f"Ray could not call `{call.method}` of rank {call.rank}: {reason}"
@@ -211,6 +214,16 @@ class Gang:
         if isinstance(answer, sv.Failure):
             return None, sv.Failed(call.rank, answer)
         return answer, None
+
+    def _loss(self, call: Call, error: str) -> sv.Event:
+        """Return the event of a rank that is lost: alone, with its node, or with Ray."""
+        if nodes.OWNER_NODE_DIED in error:
+            return sv.RayLost("lost Ray: the raylet of the driver's node ended or does not answer; see `ray status`")
+        if nodes.NODE_DIED in error or (self.node is not None and self.node.lost):
+            node = self.node or "the node"
+            found = f"rank {call.rank} died in `{call.method}` with {node}, whose raylet is gone"
+            return sv.NodeLost(call.rank, f"{found}; see `ray status`, and whether that machine is up")
+        return sv.Lost(call.rank, self._death_message(call))
 
     def _death_message(self, call: Call) -> str:
         location = self.locations.get(call.rank)

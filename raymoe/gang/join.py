@@ -32,7 +32,7 @@ MAX_NAME_BYTES = 200
 
 
 @dataclass
-class Entry:
+class JoinEntry:
     """The entry of one rank at a meeting: how to reach its memory, or why it has none."""
 
     token: str  # distinguishes two ranks with the same number
@@ -67,12 +67,12 @@ class MeetingPoint:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, JoinEntry] = {}
         self.came: set[int] = set()  # also ranks that have left again: others than these are missing
         self.seen_complete = False  # a rank that is present has seen the descriptors of all
         self.ends_at = time.monotonic() + ANSWER_S + GRACE_S
 
-    def enter(self, rank: int, size: int, entry: Entry, timeout_s: float) -> RefusedEntry | None:
+    def enter(self, rank: int, size: int, entry: JoinEntry, timeout_s: float) -> RefusedEntry | None:
         """Leave a descriptor or a problem; return the refusal, or None."""
         now = time.monotonic()
         if not self.entries:
@@ -222,7 +222,7 @@ class _JoiningRank:
         """Enter the meeting of this name with a descriptor or a problem. If it is just ending, wait for a new one."""
         me = self.member
         text = None if problem is None else next(iter(str(problem).splitlines()), "") or type(problem).__name__
-        entry = Entry(self.token, None if world is None else dict(world.descriptor()), text)
+        entry = JoinEntry(self.token, None if world is None else dict(world.descriptor()), text)
         # Detached: otherwise the rank that came first would own the actor, and the actor would die with it.
         options = _meeting_actor.options(
             name=f"raymoe/join/{me.name}",

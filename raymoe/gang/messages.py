@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -12,6 +13,19 @@ class Bounded:
     seconds: float | None  # None: the call has returned
     exit_code: int = 1
     message: str = ""
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The driver works. It says so between any two calls of Ray, so that the main process notices one that hangs."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The outcome of the run is known. Only cleaning up is left, which may not change it, for at most `seconds`."""
+
+    outcome: RunOutcome
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,9 @@ class RunOutcome:
     message: str
     culprit: int | None = None
     traceback: str | None = field(default=None, repr=False)
+    # The main process adds these two.
+    output: str = field(default="", repr=False)  # of the driver, Ray's own warnings above all
+    session: Path | None = None  # directory of the local Ray that the driver started
 
 
-Message = Bounded | Connected | Ready | Progressed | CaseDone | GenerationEnded | RunOutcome
+Message = Alive | Bounded | Connected | Ending | Ready | Progressed | CaseDone | GenerationEnded | RunOutcome

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raymoe.gang.placement import Location
@@ -77,7 +79,11 @@ def end_ranks(locations: Mapping[int, Location]) -> set[int]:
         else:
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
             task = ray.remote(num_cpus=0)(end).options(scheduling_strategy=on_node, name="end ranks")
-            alive = ray.get(task.remote(list(ranks.values())), timeout=GRACE_S + END_S + 10)
+            try:
+                alive = ray.get(task.remote(list(ranks.values())), timeout=GRACE_S + END_S + 10)
+            except RayError as error:  # Ray gave the node up, or it hangs; `ray.kill` was asked already
+                print(f"cannot end the ranks on node {node}: {error}", file=sys.stderr)
+                alive = list(ranks.values())
         alive_ranks |= {rank for rank, process in ranks.items() if process in alive}
     return alive_ranks
 
@@ -107,6 +113,20 @@ def is_alive(process: Process) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return fields[0] != "Z" and int(fields[19]) == began
+
+
+def children_named(names: Collection[str]) -> dict[str, Process]:
+    """Return the children of this process with these names, as /proc shows names."""
+    found: dict[str, Process] = {}
+    for task in Path("/proc/self/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            try:
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name in names:
+                    found[name] = pid, start_time(pid)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
 
 
 def start_time(pid: int) -> int:

@@ -71,6 +71,11 @@ class State:
     ends_at: float = 0.0  # when ENDING stops waiting for reports
 
     @property
+    def final(self) -> bool:
+        """Return whether the verdict is that of the whole run: no other generation follows."""
+        return self.verdict is not None and (not self.verdict.restartable or self.restarts_left == 0)
+
+    @property
     def silent(self) -> frozenset[int]:
         """Ranks that are not gone and reported neither a result nor a failure in this generation."""
         return frozenset(range(self.ranks)) - self.done - self.failures.keys() - self.gone
@@ -114,6 +119,21 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class NodeLost:
+    """A rank whose node is gone, and with it every rank: they are all on one node."""
+
+    rank: int
+    message: str
+
+
+@dataclass(frozen=True)
+class RayLost:
+    """Ray itself is gone: a server of the run's own Ray, or the raylet of the driver's node."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class NotAnswering:
     """A rank whose process runs but does not answer. `exit_code`: 3 if no rank has answered so far, else 5."""
 
@@ -136,7 +156,21 @@ class Tick: ...
 class Cleared: ...
 
 
-Event = Placed | Unplaceable | Started | Wired | Finished | Failed | Lost | NotAnswering | StopAsked | Tick | Cleared
+Event = (
+    Placed
+    | Unplaceable
+    | Started
+    | Wired
+    | Finished
+    | Failed
+    | Lost
+    | NodeLost
+    | RayLost
+    | NotAnswering
+    | StopAsked
+    | Tick
+    | Cleared
+)
 
 
 # Actions, which the driver carries out.
@@ -178,8 +212,11 @@ def decide(state: State, event: Event, now: float) -> Decision:
             if state.phase is Phase.PLACING:
                 return replace(state, phase=Phase.OVER, verdict=verdict), ()
             if state.phase is Phase.CLEARING:
-                return replace(state, verdict=verdict), ()
+                return (state if state.final else replace(state, verdict=verdict)), ()
             return _end(state, verdict, now)
+        case RayLost(message):  # nothing can be asked of a rank any more
+            verdict = _unless_known(state, Verdict(3, message, "RayLost"))
+            return replace(state, phase=Phase.OVER, verdict=verdict), ()
         case Unplaceable(message) if state.phase is Phase.PLACING:
             return replace(state, phase=Phase.OVER, verdict=Verdict(3, message, "unplaceable")), ()
         case Placed() if state.phase is Phase.PLACING:
@@ -190,11 +227,19 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return replace(state, phase=Phase.RUNNING), (Action.RUN,)
         case Cleared() if state.phase is Phase.CLEARING:
             return _next_generation(state)
+        case NodeLost(rank, message) if state.phase in WITH_RANKS:
+            verdict = _unless_known(state, Verdict(4, message, "NodeLost", rank, restartable=True))
+            return replace(state, phase=Phase.CLEARING, verdict=verdict), (Action.KILL,)
         case Finished(rank) | Failed(rank) | Lost(rank) | NotAnswering(rank) if state.phase in WITH_RANKS:
             return _on_rank_event(state, rank, event, now)
         case Tick() if state.phase is Phase.ENDING and now >= state.ends_at:
             return _clear(state)
     return state, ()
+
+
+def _unless_known(state: State, verdict: Verdict) -> Verdict:
+    """Return the state's verdict, or `verdict` if there is none or it is a loss, which this one explains."""
+    return verdict if state.verdict is None or state.verdict.restartable else state.verdict
 
 
 def _on_rank_event(state: State, rank: int, event: Event, now: float) -> Decision:
@@ -271,8 +316,7 @@ def blame(state: State) -> Verdict:
 
 
 def _next_generation(state: State) -> Decision:
-    verdict = state.verdict
-    if verdict is None or not verdict.restartable or state.restarts_left == 0:
+    if state.verdict is None or state.final:
         return replace(state, phase=Phase.OVER), ()
     fresh = State(state.ranks, state.restarts_left - 1, Phase.STARTING, state.generation + 1)
     return fresh, (Action.START,)

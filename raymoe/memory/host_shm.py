@@ -1,7 +1,10 @@
 """Heaps in host memory that other processes on this machine can map.
 
 A segment is a `memfd`: memory without a path in a file system. A peer opens it through `/proc/<pid>/fd/<n>` while its
-owner keeps the file descriptor open. Three invariants govern the lifetime of a segment:
+owner keeps the file descriptor open. A descriptor gives the two numbers and no path. What they lead to is mapped only
+if it is such a segment: a sealed `memfd` of this user with mode 0600 and a label of raymoe.
+
+Three invariants govern the lifetime of a segment:
 
 - **Nothing is left behind.** The kernel frees the memory when the last mapping is gone, in any case when the last
   process that mapped it has ended.
@@ -20,6 +23,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 import weakref
 from pathlib import Path
 from typing import TypeAlias
@@ -31,8 +35,8 @@ KIND = "host_shm"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _FIELDS = {
     "kind": str,
-    "path": str,
     "pid": int,
+    "fd": int,
     "started": int,
     "pid_ns": str,
     "boot_id": str,
@@ -41,7 +45,10 @@ _FIELDS = {
 }
 
 
+LABEL = "raymoe-"
+"""The labels of all segments begin with it."""
 _LABEL_BYTES = 200  # the kernel takes 249
+_MODE = 0o600
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -79,8 +86,8 @@ class HostSegment:
     def _described(self, fd: int) -> dict[str, object]:
         return {
             "kind": KIND,
-            "path": f"/proc/{os.getpid()}/fd/{fd}",
             "pid": os.getpid(),
+            "fd": fd,
             "started": start_time(os.getpid()),
             "pid_ns": _pid_namespace(),
             "boot_id": _boot_id(),
@@ -99,14 +106,14 @@ class HostSegment:
 
 
 def own(name: str, nbytes: int) -> HostSegment:
-    """Make zeroed memory of mode 0600, reserved at once."""
+    """Make zeroed memory of mode 0600, reserved at once. `name` begins with LABEL."""
     try:
         _refuse_if_too_large(name, nbytes)
         fd = os.memfd_create(memory_label(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise PlacementError(f"{nbytes} bytes of shared memory for {name} were refused: {error.strerror}") from error
     try:
-        os.fchmod(fd, 0o600)
+        os.fchmod(fd, _MODE)
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         return HostSegment(_map(fd, nbytes), nbytes, fd)
@@ -135,34 +142,53 @@ def map_peer(descriptor: dict[str, object]) -> HostSegment:
     """Map the memory that a peer's descriptor names, after checking that the descriptor is still valid."""
     check_fields(descriptor, _FIELDS)
     pid, nbytes = int(str(descriptor["pid"])), int(str(descriptor["nbytes"]))
+    path = f"/proc/{pid}/fd/{descriptor['fd']}"
     try:
         _check_same_machine(descriptor)
         if start_time(pid) != descriptor["started"]:
             raise WiringError(f"process {pid} is not the one that exported the heap: another process has its pid now")
-        fd = os.open(str(descriptor["path"]), os.O_RDWR | os.O_CLOEXEC)
+        _check_link(path)  # before it is opened: to open a device or a FIFO can have an effect
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise WiringError(f"process {pid} is gone or has withdrawn its heap ({descriptor['path']})") from error
+        raise WiringError(f"process {pid} is gone or has withdrawn its heap ({path})") from error
     except PermissionError as error:
-        raise WiringError(
-            f"{descriptor['path']} may not be opened; all ranks of a host must run as one user"
-        ) from error
-    except OSError as error:  # the file descriptor is a socket now, or this process has too many files open
-        raise WiringError(
-            f"the heap of process {pid} could not be opened ({descriptor['path']}): {error.strerror}"
-        ) from error
+        raise WiringError(f"{path} may not be opened; all ranks of a host must run as one user") from error
+    except OSError as error:  # this process has too many files open
+        raise WiringError(f"the heap of process {pid} could not be opened ({path}): {error.strerror}") from error
     try:
+        _check_link(f"/proc/self/fd/{fd}")
+        _check_segment(path, fd)
         found = os.fstat(fd)
         if found.st_ino != descriptor["inode"]:
-            raise WiringError(
-                f"{descriptor['path']} is inode {found.st_ino} now, not {descriptor['inode']} as exported"
-            )
+            raise WiringError(f"{path} is inode {found.st_ino} now, not {descriptor['inode']} as exported")
         if found.st_size != nbytes:
-            raise WiringError(f"{descriptor['path']} holds {found.st_size} bytes; its descriptor says {nbytes}")
+            raise WiringError(f"{path} holds {found.st_size} bytes; its descriptor says {nbytes}")
         return HostSegment(_map(fd, nbytes), nbytes)
     except OSError as error:
-        raise WiringError(f"{nbytes} bytes of {descriptor['path']} could not be mapped: {error.strerror}") from error
+        raise WiringError(f"{nbytes} bytes of {path} could not be mapped: {error.strerror}") from error
     finally:
         os.close(fd)
+
+
+def _check_link(path: str) -> None:
+    """Refuse a link of /proc that does not lead to a `memfd` with a label of raymoe. A file cannot have such a path."""
+    target = str(Path(path).readlink())
+    if not target.startswith(f"/memfd:{LABEL}"):
+        raise WiringError(f"{path} leads to {target}, which is no heap of raymoe")
+
+
+def _check_segment(path: str, fd: int) -> None:
+    """Refuse an open file that `own` has not made for this user."""
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid():
+        raise WiringError(
+            f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}; all ranks of a host must run as one "
+            "user"
+        )
+    if stat.S_IMODE(status.st_mode) != _MODE:
+        raise WiringError(f"{path} has mode {stat.S_IMODE(status.st_mode):04o}; a heap has {_MODE:04o}")
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS:
+        raise WiringError(f"{path} is not sealed as a heap is, so its owner could take mapped pages away")
 
 
 def check_fields(descriptor: dict[str, object], fields: dict[str, type]) -> None:
@@ -177,8 +203,7 @@ def check_fields(descriptor: dict[str, object], fields: dict[str, type]) -> None
 
 def start_time(pid: int) -> int:
     """Return when a process began, in clock ticks since boot. It differs between two processes with the same pid."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _map(fd: int, nbytes: int) -> Mapping:

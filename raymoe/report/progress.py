@@ -6,6 +6,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from raymoe.errors import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -26,7 +28,7 @@ class ProgressBar:
             from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as RichProgress
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), TimeElapsedColumn())
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), TimeElapsedColumn())
             self._bar = RichProgress(*columns, console=Console(file=stream), auto_refresh=False, transient=True)
             self._task = self._bar.add_task("starting", total=float(cases), completed=finished)
 
@@ -45,6 +47,7 @@ class ProgressBar:
         """Print a line that stays."""
         if self._quiet:
             return
+        text = printable(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             self._bar.refresh()
@@ -54,7 +57,7 @@ class ProgressBar:
     def doing(self, text: str) -> None:
         """Show the current activity, before there are steps to count."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=text)
+            self._bar.update(self._task, description=printable(text))
             self._bar.refresh()
         else:
             self.note(text)
@@ -64,7 +67,7 @@ class ProgressBar:
         text = f"case {self._finished + 1}/{self._cases} {case}: step {done}/{total}"
         if self._bar is not None and self._task is not None:
             completed = self._finished + (done / total if total else 0.0)
-            self._bar.update(self._task, description=text, completed=completed)
+            self._bar.update(self._task, description=printable(text), completed=completed)
             self._bar.refresh()
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()

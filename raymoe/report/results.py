@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import signal
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from raymoe.errors import ConfigError
+from raymoe.shell import STOP_SIGNALS
 
 # Lines of results.jsonl: their keys in order, and how they are written and read back.
 
@@ -72,7 +72,7 @@ def decode(text: str) -> Line:
 
 # summary.json: how a run ended, for scripts.
 
-STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+STOPPED = {128 + number for number in STOP_SIGNALS}
 
 
 @dataclass(frozen=True)

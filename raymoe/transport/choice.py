@@ -8,18 +8,18 @@ kind of GPU.
 from __future__ import annotations
 
 import json
-import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from raymoe.device.jit import CACHE_VARIABLE, cache_folder
-from raymoe.errors import CannotWrite, ConfigError
+from raymoe.device import cache
+from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.memory.world import World
 from raymoe.transport.spec import PROTOCOLS, ChannelSpec
 
-FILE, FORMAT = "transports.json", 1
+FILE, FORMAT, MOST_BYTES = "transports.json", 1, 1 << 20
 PATTERNS, CANDIDATES = ("pairs", "all_to_all"), ("copy_engine", "tma")
 TMA_CAPABILITY = (9, 0)
 """Least compute capability: bulk copies exist from Hopper on."""
@@ -70,29 +70,38 @@ class Table:
 
     def save(self, folder: Path | None = None) -> Path:
         """Write the table atomically, beside the compiled kernels unless a folder is given. Returns the path."""
-        path = (folder or cache_folder()) / FILE
+        path = (folder or cache.cache_folder()) / FILE
         plain = {"format": FORMAT, "gpu": self.gpu, "rules": [vars(rule) for rule in self.rules]}
-        temporary = path.with_name(f"{FILE}.{os.getpid()}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(plain, indent=1) + "\n")
-            temporary.replace(path)
+            with cache.private_folder(path.parent, create=True) as opened:
+                cache.write(opened, FILE, f"{json.dumps(plain, indent=1)}\n".encode())
         except OSError as error:
             raise CannotWrite(
                 f"the table of transports cannot be written to {path} ({error.strerror or error}); "
-                f"set {CACHE_VARIABLE} to a folder that can be written"
+                f"set {cache.CACHE_VARIABLE} to a folder that you own and only you can write"
             ) from error
         return path
 
     @classmethod
     def load(cls, folder: Path | None = None) -> Table | None:
-        """Read the saved table; None if there is none. A damaged file is an error, which names the file."""
-        path = (folder or cache_folder()) / FILE
+        """Read the saved table; None if there is none, or if somebody else may have written it (a warning says so).
+
+        A damaged file is an error, which names the file.
+        """
+        path = (folder or cache.cache_folder()) / FILE
         try:
-            plain = json.loads(path.read_text())
+            with cache.private_folder(path.parent) as opened:
+                content = cache.read(opened, FILE, MOST_BYTES)
+            if content is None:
+                return None
+            plain = json.loads(content)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except cache.NotPrivateError as error:
+            sentence = f"{path} or its folder is not used ({error.strerror}); transport auto takes the built-in table"
+            warnings.warn(printable(sentence), RuntimeWarning, stacklevel=2)
+            return None
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{path} cannot be read ({error}); delete it, or measure again by raymoe doctor --tune"
             ) from error

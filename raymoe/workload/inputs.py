@@ -12,6 +12,7 @@ import torch
 from raymoe.errors import ConfigError, DataRefused
 from raymoe.moe.weights import generator
 from raymoe.workload.memory_needed import BATCHES, batches_of
+from raymoe.workload.trace_file import read_ids
 
 if TYPE_CHECKING:
     from raymoe.config import Job
@@ -31,7 +32,7 @@ class TraceShape:
 class Trace:
     """The expert ids that a real router chose, loaded from a file and checked: `table` is int64[S, N, K].
 
-    The file is a numpy `.npy` array of integers (any integer type, no pickles), of shape
+    The file is a numpy `.npy` array of integers (any integer type, 2**27 ids at most, no pickles), of shape
 
     - `[N, K]`: the same ids at every step, or
     - `[S, N, K]`: step i, warm-up included, takes entry i mod S.
@@ -46,7 +47,7 @@ class Trace:
     @classmethod
     def load(cls, path: str, shape: TraceShape) -> Trace:
         """Read and check the whole file. Every rank checks all of it, so that all ranks refuse it or none does."""
-        table = _read(path)
+        table = read_ids(path)
         tokens, topk = table.shape[-2:] if table.ndim in (2, 3) else (0, 0)
         if topk != shape.topk or tokens not in (shape.tokens, shape.ranks * shape.tokens):
             raise ConfigError(
@@ -71,20 +72,6 @@ class Trace:
         if ids.shape[0] == self.shape.tokens:
             return ids
         return ids[rank * self.shape.tokens : (rank + 1) * self.shape.tokens]
-
-
-def _read(path: str) -> numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.signedinteger]]:
-    advice = "save the ids with numpy.save, integers of shape [tokens, topk] or [steps, tokens, topk]"
-    try:
-        table = numpy.load(path, allow_pickle=False)
-    except OSError as error:
-        raise ConfigError(f"{path}: the trace cannot be read ({error.strerror or error}): {advice}") from error
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"{path}: not a .npy file ({error}): {advice}") from error
-    if not isinstance(table, numpy.ndarray) or not numpy.issubdtype(table.dtype, numpy.integer):
-        found = getattr(table, "dtype", type(table).__name__)
-        raise ConfigError(f"{path}: the trace holds {found} and must hold integers: {advice}")
-    return table
 
 
 @dataclass(frozen=True)

@@ -212,13 +212,13 @@ REFUSING = {
 
 COPYING = {
     "signalled when the bytes are read": Change("ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
-    "a lane told before its stores have arrived": Change("copy.cu", "ptx::bulk_wait<LATE>();", ""),
+    "a lane told before its stores have arrived": Change("copy.cu", "ptx::bulk_wait<ANNOUNCE_AFTER>();", ""),
     "a credit that is not waited for": Change(
         "lanes.cuh", "credit + lane.lag >= epoch", "credit + lane.lag + 1 >= epoch"
     ),
     "no proxy fence behind a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
     "hands that do not wait for one another": Change(
-        "copy.cu", "ptx::barrier_of_warps(1, HANDS);  // orders the stores", "//"
+        "copy.cu", "ptx::barrier_of_warps(1, ORDINARY_THREADS);  // orders the stores", "//"
     ),
     "a byte too many": Change("unaligned.cuh", "thread < span.bytes - tail", "thread <= span.bytes - tail"),
 }

@@ -1,4 +1,4 @@
-"""python -m tests.explorer "D D D" --ranks 3 --fault SINGLE_BUFFER"""
+"""Explore one case, such as python -m tests.explorer "D D D" --ranks 3 --fault SINGLE_BUFFER"""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("program")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=1, help="of each rank; all go to all others")
-    parser.add_argument("--empty", type=int, nargs="*", default=[], help="dispatches that send nothing")
+    parser.add_argument("--tokens", type=int, default=1, help="of each rank; each goes to all other ranks")
+    parser.add_argument("--empty", type=int, nargs="*", default=[], help="numbers of dispatches that send no row")
     parser.add_argument("--senders", type=int, default=1)
     parser.add_argument("--lanes", type=int, default=1, help="of each sender")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--layout", choices=("expert", "rank"), default="expert")
-    parser.add_argument("--own", choices=("", "slots", "copied"), default="", help="how rows of a rank itself go")
-    parser.add_argument("--refused", nargs="*", default=[], metavar="RANK:DISPATCH", help="data that does not fit")
+    parser.add_argument("--own", choices=("", "slots", "copied"), default="", help="how a rank's own rows go")
+    parser.add_argument(
+        "--refused", nargs="*", default=[], metavar="RANK:DISPATCH", help="dispatches whose rows do not fit on a rank"
+    )
     parser.add_argument("--timeouts", action="store_true", help="waits may fail")
-    parser.add_argument("--late", action="store_true", help="... and blocks begin late enough to find that")
-    parser.add_argument("--calls", nargs="*", default=[], help="of each rank: e (eager) or r (replay) for each launch")
+    parser.add_argument(
+        "--late", action="store_true", help="with --timeouts: blocks may begin late enough to find a failure"
+    )
+    parser.add_argument(
+        "--calls", nargs="*", default=[], help="of each rank a word: e (eager) or r (replay) for each launch"
+    )
     parser.add_argument("--fault", choices=[fault.name for fault in Fault], help="a bug to plant")
-    parser.add_argument("--deep", action="store_true", help="depth first: sooner there, by a longer trace")
+    parser.add_argument("--deep", action="store_true", help="depth first: finds a fault sooner, with a longer trace")
     given = parser.parse_args(arguments)
     dispatches = sum(word in ("D", "DS", "DT", "FD") for word in given.program.split())
     routings = [full(given.ranks, given.tokens, own=bool(given.own)) for _ in range(max(dispatches, 1))]

@@ -1,4 +1,4 @@
-"""The way of few tokens: lines and words that each say of which epoch they are, and nothing that follows them."""
+"""The LL path: every line and word holds its epoch, and no flag follows it."""
 
 from __future__ import annotations
 
@@ -10,58 +10,60 @@ from tests.explorer.steps import Act, Step
 
 
 class LineKernel(Kernel):
-    """A dispatch_ll or a combine_ll."""
+    """A launch of dispatch_ll or combine_ll."""
 
     def roles(self) -> Roles:
         roles: Roles = {}
-        if self.speaks():
+        if self.sends_words():
             if self.launch.kind == "dispatch":
-                roles["router"] = [*self._counts(), *self._told()]
+                roles["router"] = [*self._counts(), *self._told_entries()]
             else:
-                roles["teller"] = [self.saying(self.line("status", peer, 0)) for peer in self.listeners()]
-            roles["sender"] = self.abstaining(list(self._rows()))
+                roles["status sender"] = [
+                    self.with_refusal(self.line("status", peer, 0)) for peer in self.word_receivers()
+                ]
+            roles["sender"] = self.unless_refused(list(self._rows()))
         for peer in self.peers:
             if self.launch.kind == "dispatch":
                 roles[f"placer of {peer}"] = list(self._placer(peer))
             else:
                 roles[f"summer of {peer}"] = list(self._summer(peer))
-        # All that it must hear its threads have looked at.
-        join = Step(Act.JOIN, of=tuple(range(self.first, self.first + len(roles))))
-        epoch = Step(Act.EPOCH, self.memory["epoch", self.rank, self.launch.kind])
-        roles["out"] = [epoch, join] if self.faulty(Fault.EPOCH_BY_FIRST_OUT) else [join, epoch]
+        # The threads have polled every line and word that the kernel must wait for.
+        join = Step(Act.JOIN, operands=tuple(range(self.first, self.first + len(roles))))
+        epoch = Step(Act.STORE_EPOCH, self.memory["epoch", self.rank, self.launch.kind])
+        roles["out"] = [epoch, join] if self.has_fault(Fault.EPOCH_BY_FIRST_OUT) else [join, epoch]
         return roles
 
     def _counts(self) -> Iterator[Step]:
-        return (self.line("count", peer, 0) for peer in self.listeners())
+        return (self.line("count", peer, 0) for peer in self.word_receivers())
 
-    def _told(self) -> Iterator[Step]:
-        """Of each token to every rank: whether it comes."""
+    def _told_entries(self) -> Iterator[Step]:
+        """For each token and rank: whether the token goes there."""
         for token in range(len(self.routing[self.rank]) if self.case.routers else 0):
-            yield from (self.line("told entry", peer, token) for peer in self.listeners())
+            yield from (self.line("told entry", peer, token) for peer in self.word_receivers())
 
     def _rows(self) -> Iterator[Step]:
         for peer in self.peers:
             for token in self.rows(self.rank, peer):
-                if self.faulty(Fault.LINE_IN_GRANULES):
+                if self.has_fault(Fault.LINE_IN_GRANULES):
                     yield self.store("granule", peer, token)
                 yield self.line("line", peer, token)
 
     def _placer(self, peer: int) -> Iterator[Step]:
-        """Every one awaits all counts. What does not fit is not looked at, nor what is told of it."""
-        yield self.look("count", self.awaited(), 0)
+        """Each placer waits for all counts. Where rows do not fit, it polls neither lines nor told entries."""
+        yield self.poll("count", self.awaited_peers(), 0)
         for token in range(0 if self.refuses() else len(self.routing[peer])):
-            if self.case.routers and peer in self.awaited():
-                yield self.look("told entry", [peer], token)
+            if self.case.routers and peer in self.awaited_peers():
+                yield self.poll("told entry", [peer], token)
             if token in self.rows(peer, self.rank):
                 yield from self._row(peer, token)
 
     def _summer(self, peer: int) -> Iterator[Step]:
-        yield self.heeding(self.look("status", self.heard(), 0))
+        yield self.as_statuses(self.poll("status", self.status_ranks(), 0))
         for token in self.rows(peer, self.rank):
             yield from self._row(peer, token)
 
     def _row(self, peer: int, token: int) -> Iterator[Step]:
-        blind = self.faulty(Fault.LINE_UNCHECKED) or (peer == self.rank and self.faulty(Fault.OWN_UNHEARD))
-        yield (self.read if blind else self.look)("line", [peer], token)
-        if self.faulty(Fault.LINE_IN_GRANULES):
+        unchecked = self.has_fault(Fault.LINE_UNCHECKED) or (peer == self.rank and self.has_fault(Fault.OWN_UNHEARD))
+        yield (self.read if unchecked else self.poll)("line", [peer], token)
+        if self.has_fault(Fault.LINE_IN_GRANULES):
             yield self.read("granule", [peer], token)

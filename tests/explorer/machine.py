@@ -1,22 +1,24 @@
-"""The memory of all ranks, and what one step of one thread does to it.
+"""The possible actions in a state, and the steps that can be run at once without losing an ending.
 
-Stores are asynchronous: a store sets out, and lands at any later time, in any order with others, also after the kernel
-that made it. Only two things are sure: a drain waits until stores have landed, and stores of one rank into one word, or
-into one line, land in the order in which they were made.
+Stores are asynchronous. A store lands at any later time, in any order with others, even after the kernel that made it.
+Only two things order landings. A drain waits until stores have landed. Stores of one rank into one word, or into one
+line, land in the order in which they were made.
 
-Which steps matter. Two steps commute if neither changes what the other does or whether it can be done. Words only
-grow, have one writer and are compared by >=, so the landing of a word, and a wait that can go on, commute with every
-step that any other thread can do before it; so do a store that sets out, a drain that can go on, and what a stream
-orders. Such steps are *quiet*: doing one at once, and nothing else, loses no ending (a persistent set of one).
-Landings in slots and reads of slots are not quiet. The landing of a line is, where nobody has yet to look at what
-stands there: whoever looks at it later cannot go on before it has landed. Looks are not. Where a planted bug takes the
-reason away (words that shrink, kernels that overlap) the steps in question are not quiet either.
+**Quiet steps.** Two steps commute if neither changes the effect of the other, or whether the other can run. Words only
+grow, have one writer and are compared by >=. So the landing of a word, and a wait that can end, commute with every step
+that any other thread can run before it. So do the start of a store, a drain that can end, and steps that a stream
+orders. Such steps are *quiet*: running one at once, and nothing else, loses no ending (a persistent set of one).
 
-Waits that fail. A thread that waits does nothing that another sees. Its failure is seen by later kernels of its rank,
-and by threads of its own kernel that begin late, which then return at once; in a case with late threads any thread may,
-as if somebody had failed. So a failure at any time is as good as one at the moment when the wait begins: there, and
-nowhere else, a thread fails or decides to wait for as long as it takes. This is more than the kernels do: they do not
-fail where the word is there. An ending in which somebody waits for ever stands for none, since that wait would fail.
+- Landings in slots and reads of slots are not quiet.
+- The landing of a line is quiet if no thread has yet to poll for the present contents: a later poll cannot end before
+  the line has landed. Polls are not quiet.
+- Where a planted bug breaks these reasons (words that shrink, kernels that overlap), the steps are not quiet either.
+
+**Waits that fail.** A thread that waits has no effect on others. Its failure is seen by later kernels of its rank, and
+by threads of its own kernel that begin late, which return at once. In a case with late threads any thread may do that,
+as if another had failed. So a failure at any time equals one at the start of the wait. Only there does a thread fail,
+or decide to wait without limit. The kernels do less: they do not fail if the word is there. An ending in which a thread
+waits for ever is not counted, because that wait would fail.
 """
 
 from __future__ import annotations
@@ -28,75 +30,86 @@ from tests.explorer.case import Case
 from tests.explorer.effects import Effects
 from tests.explorer.fault import Fault
 from tests.explorer.state import Action, Landing, Log, State
-from tests.explorer.steps import OF, Act
+from tests.explorer.steps import OPERATION_MASK, Act
 
-CARELESS = {  # kinds of kernels that begin as dependents and do not wait
+NOT_WAITING = {  # kinds of kernels that begin as dependents and do not wait for the kernel before
     Fault.NO_DEPENDENT_WAIT: ("dispatch", "combine", "use", "other"),
     Fault.USER_WITHOUT_WAIT: ("use",),
     Fault.NEIGHBOUR_WITHOUT_WAIT: ("other",),
 }
-UNORDERED = (*CARELESS, Fault.EPOCH_BY_FIRST_OUT)
+UNORDERED = (*NOT_WAITING, Fault.EPOCH_BY_FIRST_OUT)
 SHRINKING = (Fault.BAKED_EPOCH, Fault.EQUAL, *UNORDERED)
 LINES_APART = (Fault.SHARED_EPOCH, Fault.LINE_UNCHECKED, Fault.OWN_UNHEARD, Fault.UNORDERED_LINES)
 
 
 class Machine(Effects):
-    """What may happen in a state, and what happens at once."""
+    """The possible actions in a state, and the quiet steps."""
 
     def __init__(self, case: Case, reduced: bool = True) -> None:
         super().__init__(case)
         monotone = case.fault not in SHRINKING
         self.at_once = reduced and monotone
-        self._careless = CARELESS.get(case.fault, ()) if case.fault else ()
+        self._not_waiting = NOT_WAITING.get(case.fault, ()) if case.fault else ()
         self._ordered_from = self.memory.lines_from
         if case.fault is Fault.UNORDERED_LINES:
             self._ordered_from = self.memory.words_from
         self.quiet = (
-            {Act.STORE, Act.DRAIN, Act.WORD, Act.JOIN, Act.LINE, Act.COPY, Act.ABSTAIN, Act.HOLD} if reduced else set()
+            {
+                Act.STORE,
+                Act.DRAIN,
+                Act.STORE_WORD,
+                Act.JOIN,
+                Act.STORE_LINE,
+                Act.COPY,
+                Act.SKIP_IF_REFUSED,
+                Act.SKIP_UNLESS_TAKEN,
+            }
+            if reduced
+            else set()
         )
         if reduced and monotone:
             self.quiet.add(Act.WAIT)
         if reduced and case.fault not in UNORDERED:
-            self.quiet |= {Act.ENTER, Act.EPOCH}
+            self.quiet |= {Act.ENTER, Act.STORE_EPOCH}
         lines = self.memory.lines_from < self.memory.words_from
         self._lines_at_once = self.at_once and lines and case.fault not in LINES_APART
         self._lookers = self._find_lookers()
 
     def _find_lookers(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """Who looks at a line for what an operation has stored there: thread and step."""
+        """The polls of a line for an operation's store: thread and step, by (address, operation)."""
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for number, steps in enumerate(self.steps):
             for index, step in enumerate(steps):
-                if step.act is Act.LOOK:
-                    for at in {each + behind for each in step.of for behind in (0, step.stride)}:
+                if step.act is Act.POLL_LINES:
+                    for at in {each + behind for each in step.operands for behind in (0, step.stride)}:
                         found.setdefault((at, step.value), []).append((number, index))
         return found
 
     def start(self, log: Log | None = None) -> State:
-        """With what is quiet already done."""
+        """The first state, after all quiet steps."""
         nothing = bytes(len(self.threads))
         state = State((nothing, nothing, bytes(len(self.memory.names)), ()))
         self.settle(state, range(self.case.ranks), log)
         return state
 
-    # ---- what may happen ---------------------------------------------------------------------------------------------
+    # ---- actions -----------------------------------------------------------------------------------------------------
 
     def actions(self, state: State) -> list[Action]:
         found = []
         for number in self._running(state):
             step = self.step(state, number)
-            if not self.can(state, number, step):
+            if not self.can_run(state, number, step):
                 continue
             choices = [Action("step", number)]
-            if step.act is Act.DARE:
+            if step.act is Act.MAY_FAIL:
                 choices.append(Action("fail", number))
                 if self.quiet:
-                    return choices  # both commute with what all others do
+                    return choices  # both commute with all other steps
             found += choices
         return [*found, *(Action("land", landing.thread, landing) for landing in self._landings(state))]
 
     def settle(self, state: State, ranks: Iterable[int], log: Log | None = None) -> None:
-        """Does every quiet step of these ranks, and of those that it gives something to do, until there is none."""
+        """Run all quiet steps of these ranks, and of the ranks whose waits these end, until there are none."""
         waiting = set(ranks) if self.quiet else set()
         while waiting:
             rank = waiting.pop()
@@ -107,46 +120,46 @@ class Machine(Effects):
                     steps, end = self.steps[number], self.ends[number]
                     while (at := state.at[number]) < end:
                         step = steps[at]
-                        if step.act not in self.quiet or not self.can(state, number, step):
+                        if step.act not in self.quiet or not self.can_run(state, number, step):
                             break
-                        if step.act is Act.WORD:
+                        if step.act is Act.STORE_WORD:
                             waiting.add(self.memory.owners[step.at])
-                        self.do(state, number, step, log)
+                        self.run(state, number, step, log)
                         moving = True
         while self._lines_at_once and self._land_lines(state, log):
             pass
 
     def apply(self, state: State, action: Action, log: Log | None = None) -> None:
-        """An action, and all that is quiet after it."""
+        """Run an action, and all quiet steps after it."""
         if action.landing is not None:
             self._land(state, action.landing, log)
-        elif action.what == "fail":
+        elif action.kind == "fail":
             self.fail(state, action.thread, log)
         else:
-            self.do(state, action.thread, self.step(state, action.thread), log)
-        alone = self.at_once or action.landing is None  # else a word that lands lets another rank go on
+            self.run(state, action.thread, self.step(state, action.thread), log)
+        alone = self.at_once or action.landing is None  # otherwise a word that lands may end a wait of another rank
         self.settle(state, (self.threads[action.thread].rank,) if alone else range(self.case.ranks), log)
 
     def ended(self, state: State) -> bool:
         return list(state.at) == self.ends
 
     def stuck(self, state: State) -> list[str]:
-        """What each thread that has not ended waits for."""
+        """The steps in which threads wait."""
         return [
             wording.step(self, state, number)
             for number in self._running(state)
-            if not self.can(state, number, self.step(state, number))
+            if not self.can_run(state, number, self.step(state, number))
         ]
 
-    def apart(self, state: State) -> int:
-        """How many launches the fastest rank has completed more than the slowest."""
+    def launches_ahead(self, state: State) -> int:
+        """How many more launches the fastest rank has completed than the slowest."""
         oldest = [state.memory[each] for each in self.oldest]
         return max(oldest) - min(oldest)
 
-    # ---- what lands --------------------------------------------------------------------------------------------------
+    # ---- landings ----------------------------------------------------------------------------------------------------
 
     def _landings(self, state: State) -> list[Landing]:
-        """Of stores into slots all, of those into a line or a word the one that was made first."""
+        """The stores that can land: all into slots, but only the oldest into each line or word."""
         found, first = [], {}
         for landing in sorted(state.pending):
             if landing.at < self._ordered_from:
@@ -162,23 +175,25 @@ class Machine(Effects):
             log(wording.landing(self, landing.thread, landing.at, landing.value))
 
     def _land_lines(self, state: State, log: Log | None) -> bool:
-        """Those that nobody can miss."""
+        """Land the lines whose landing is quiet."""
         landed = False
         for landing in self._landings(state) if state.pending else ():
-            if self.memory.lines_from <= landing.at < self.memory.words_from and not self._is_wanted(state, landing.at):
+            if self.memory.lines_from <= landing.at < self.memory.words_from and not self._is_polled_for(
+                state, landing.at
+            ):
                 self._land(state, landing, log)
                 landed = True
         return landed
 
-    def _is_wanted(self, state: State, at: int) -> bool:
-        """Whether somebody has yet to look at what stands there."""
-        lookers = self._lookers.get((at, state.memory[at] & OF), ())
+    def _is_polled_for(self, state: State, at: int) -> bool:
+        """Whether a thread has yet to poll for the present contents of a line."""
+        lookers = self._lookers.get((at, state.memory[at] & OPERATION_MASK), ())
         return any(state.at[number] <= index for number, index in lookers)
 
-    # ---- who runs ----------------------------------------------------------------------------------------------------
+    # ---- threads -----------------------------------------------------------------------------------------------------
 
     def _running(self, state: State) -> Iterator[int]:
-        """Threads that have not ended, of kernels that have begun or may begin."""
+        """The threads that have not ended, of kernels that have begun or may begin."""
         for rank in range(self.case.ranks):
             yield from self._running_on(state, rank)
 
@@ -188,15 +203,15 @@ class Machine(Effects):
         if oldest == len(kernels):
             return []
         found = [number for number in kernels[oldest] if at[number] < ends[number]]
-        for place in range(oldest + 1, len(kernels) if self._careless else 0):
-            if not self._begins_beside(state, rank, place):
+        for index in range(oldest + 1, len(kernels) if self._not_waiting else 0):
+            if not self._begins_beside(state, rank, index):
                 break
-            found += [number for number in kernels[place] if at[number] < ends[number]]
+            found += [number for number in kernels[index] if at[number] < ends[number]]
         return found
 
-    def _begins_beside(self, state: State, rank: int, place: int) -> bool:
-        """A dependent launch begins when all blocks of the kernel before have begun, or ended."""
-        before = self.kernels[rank][place - 1]
-        if self.launches[place].kind in self._careless:
+    def _begins_beside(self, state: State, rank: int, index: int) -> bool:
+        """Whether a dependent launch may begin: all blocks of the kernel before it have begun, or have ended."""
+        before = self.kernels[rank][index - 1]
+        if self.launches[index].kind in self._not_waiting:
             return all(state.at[number] for number in before)
         return all(state.at[number] == self.ends[number] for number in before)

@@ -1,4 +1,4 @@
-"""The memory of all ranks: a byte for each slot, line and word."""
+"""The memory of all ranks in the model: a byte for each slot, line and word."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ KINDS = ("dispatch", "combine")
 
 
 class Memory:
-    """Names of all places: slots first, then lines, then words that cross ranks, then words of a rank's own.
+    """Assigns addresses: first slots, then lines, then words that cross ranks, then words of one rank alone.
 
-    Places are found by what they are for, with the half last: ("dispatch", "row", owner, writer, token, 0).
+    An address is found by a key, with the parity last: ("dispatch", "row", owner, writer, token, 0).
     """
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self.names: list[str] = []
-        self.owners: dict[int, int] = {}  # of words that cross ranks: the rank whose threads wait for it
-        self.writers: dict[int, int] = {}  # of slots and lines with halves
+        self.owners: dict[int, int] = {}  # the rank whose threads wait for a word that crosses ranks
+        self.writers: dict[int, int] = {}  # of slots and lines with two buffers
         self._index: dict[tuple[object, ...], int] = {}
         ranks = range(case.ranks)
         self._pairs = [(owner, writer) for owner in ranks for writer in ranks if owner != writer or case.own]
         launches = [launch for launch in case.launches() if launch.kind in KINDS]
-        in_words = any(launch.way != "lines" for launch in launches)
+        in_words = any(launch.path != "lines" for launch in launches)
         if in_words:
             self._add_slots()
-        if any(launch.way == "blocks" for launch in launches):
+        if any(launch.path == "blocks" for launch in launches):
             self._add_blocks()
         if case.fault is Fault.LINE_IN_GRANULES:
-            self._add_halves("dispatch", [("granule", token) for token in range(case.tokens)])
-            self._add_halves("combine", [("granule", token) for token in range(case.tokens)])
+            self._add_buffers("dispatch", [("granule", token) for token in range(case.tokens)])
+            self._add_buffers("combine", [("granule", token) for token in range(case.tokens)])
         self.lines_from = len(self.names)
-        if any(launch.way == "lines" for launch in launches):
+        if any(launch.path == "lines" for launch in launches):
             self._add_lines()
         self.words_from = len(self.names)
         if in_words:
@@ -42,12 +42,12 @@ class Memory:
     def __getitem__(self, key: tuple[object, ...]) -> int:
         return self._index[key]
 
-    def halves(self, *key: object) -> tuple[int, int]:
-        """Where the even half is, and how far the odd one is from it."""
+    def buffers(self, *key: object) -> tuple[int, int]:
+        """The address for parity 0, and the distance from there to parity 1."""
         return self._index[(*key, 0)], self._index[(*key, 1)] - self._index[(*key, 0)]
 
     def taken(self, rank: int, kind: str) -> list[int]:
-        """Which lane has taken each row of a run; nothing where a rank has one lane."""
+        """The addresses that hold the lane which has taken each row of a run; none where a rank has one lane."""
         places = [self._index.get(("taken", rank, kind, token)) for token in range(self._case.tokens)]
         return [at for at in places if at is not None]
 
@@ -55,23 +55,23 @@ class Memory:
         self.names.append(name)
         return len(self.names) - 1
 
-    def _add_halves(self, kind: str, parts: list[tuple[str, int]]) -> None:
+    def _add_buffers(self, kind: str, parts: list[tuple[str, int]]) -> None:
         single = self._case.fault is Fault.SINGLE_BUFFER
         for owner, writer in self._pairs:
             for part, number in parts:
-                for half in (0, 1):
-                    key = (kind, part, owner, writer, number, half)
-                    name = f"{kind} {part} {number} of rank {writer} at rank {owner}, half {half}"
-                    self._index[key] = at = self._index[(*key[:-1], 0)] if single and half else self._add(name)
+                for parity in (0, 1):
+                    key = (kind, part, owner, writer, number, parity)
+                    name = f"{kind} {part} {number} of rank {writer} at rank {owner}, parity {parity}"
+                    self._index[key] = at = self._index[(*key[:-1], 0)] if single and parity else self._add(name)
                     self.writers[at] = writer
 
     def _add_slots(self) -> None:
         for kind in KINDS:
             parts = [("row", token) for token in range(self._case.tokens)]
-            self._add_halves(kind, parts + [("told", router) for router in range(max(self._case.routers, 1))])
+            self._add_buffers(kind, parts + [("told", router) for router in range(max(self._case.routers, 1))])
 
     def _add_blocks(self) -> None:
-        """Slots that copies go to, and at their writer those that they come from: no halves."""
+        """Slots that copies write, and at their writer those that copies read. They have one buffer."""
         for owner in range(self._case.ranks):
             for writer in range(self._case.ranks):
                 for token in range(self._case.tokens):
@@ -81,8 +81,8 @@ class Memory:
     def _add_lines(self) -> None:
         lines = [("line", token) for token in range(self._case.tokens)]
         told = [("told entry", token) for token in range(self._case.tokens if self._case.routers else 0)]
-        self._add_halves("dispatch", [("count", 0), *told, *lines])
-        self._add_halves("combine", [("status", 0), *lines])
+        self._add_buffers("dispatch", [("count", 0), *told, *lines])
+        self._add_buffers("combine", [("status", 0), *lines])
 
     def _add_words(self) -> None:
         for kind in KINDS:
@@ -92,7 +92,7 @@ class Memory:
                     name = f"{kind} word of row {token} of rank {writer} at rank {owner}"
                     self._add_word(owner, (kind, "arrived", owner, writer, token), name)
                 for sender in range(self._case.senders):
-                    name = f"{kind} last word of rank {writer}, sender {sender}, at rank {owner}"
+                    name = f"{kind} done word of rank {writer}, sender {sender}, at rank {owner}"
                     self._add_word(owner, (kind, "done", owner, writer, sender), name)
 
     def _add_word(self, owner: int, key: tuple[object, ...], name: str) -> None:
@@ -111,6 +111,6 @@ class Memory:
                 self._index[what, rank] = self._add(f"{what} of rank {rank}")
             for launch in self._case.launches():
                 if launch.kind == "dispatch" and launch.receives:
-                    self._index["used", rank, launch.number] = self._add(f"half of dispatch {launch.number}")
+                    self._index["used", rank, launch.number] = self._add(f"parity of dispatch {launch.number}")
                     if self._case.refused:
                         self._index["refusal", rank, launch.number] = self._add(f"refusal of dispatch {launch.number}")

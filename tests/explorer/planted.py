@@ -1,4 +1,4 @@
-"""For each bug that can be planted a small case that it breaks, and what is said then."""
+"""For each bug that can be planted: a small case that it breaks, and a pattern of the failure's text."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
 
 Planted = tuple[Case, str]
-_NEVER = "never written; it wants that of"
-_STALE = "that of 2; it wants that of 1"
-_FULL = "that of 3; it wants that of 1"
-_STUCK = "nobody can go on; "
+_NEVER = "never written; it needs operation"
+_STALE = "operation 2; it needs operation 1"
+_FULL = "operation 3; it needs operation 1"
+_STUCK = "no thread can go on; "
 
 
 def _cases(fault: Fault, ranks: int) -> Callable[..., Case]:
-    def case(program: str, **others: object) -> Case:
-        told = 1 if ranks == 2 else 0
-        usual = {"ranks": ranks, "program": program, "routings": (full(ranks),), "routers": told, "fault": fault}
-        return Case(**usual | others)
+    def case(program: str, **fields: object) -> Case:
+        routers = 1 if ranks == 2 else 0
+        usual = {"ranks": ranks, "program": program, "routings": (full(ranks),), "routers": routers, "fault": fault}
+        return Case(**usual | fields)
 
     return case
 
 
 def _filled(ranks: int) -> tuple[Routing, ...]:
-    """Who is overwritten in epoch 3 heard of nothing but words in epoch 2."""
+    """In epoch 2 the ranks exchange words only; what epoch 3 overwrites is from epoch 1."""
     return full(ranks), empty(ranks), full(ranks)
 
 
@@ -39,10 +39,10 @@ def planted(fault: Fault, ranks: int) -> Planted:
         Fault.ROWS_AFTER_WORD: (case("D C"), f"row .*{_NEVER}"),
         Fault.HEAD_BEFORE_COUNTS: (case("D", routers=1, routings=(empty(ranks),)), f"told .*{_NEVER}"),
         Fault.RELAXED_TICKET: (case("D", routers=2, routings=(empty(ranks),)), f"told 1 .*{_NEVER}"),
-        Fault.SINGLE_BUFFER: (case("D D D"), r"half 0 = that of (\d); it wants that of (?!\1)"),
-        Fault.BAKED_EPOCH: (case("D D D", calls=("err",) * ranks), r"that of (\d); it wants that of (?!\1)"),
+        Fault.SINGLE_BUFFER: (case("D D D"), r"parity 0 = operation (\d); it needs operation (?!\1)"),
+        Fault.BAKED_EPOCH: (case("D D D", calls=("err",) * ranks), r"operation (\d); it needs operation (?!\1)"),
         Fault.SHARED_EPOCH: (case("D C U1 D C U2", layout="rank"), f"use 1, use: READS .*{_STALE}"),
-        Fault.EPOCH_BY_FIRST_OUT: (case("D D"), "it wants that of"),
+        Fault.EPOCH_BY_FIRST_OUT: (case("D D"), "it needs operation"),
         Fault.EPOCH_BY_SEND: (case("DS DR"), f"{_STUCK}.*dispatch receive 1"),
         Fault.EQUAL: (case("D D"), _STUCK),
         Fault.SILENT: (case("D D D", routings=filled), f"{_STUCK}.*dispatch 2"),
@@ -66,27 +66,27 @@ def planted(fault: Fault, ranks: int) -> Planted:
             "stores in an operation that began poisoned",
         ),
         Fault.LATE_READ: (case("D U1 D U2 D", layout="rank"), f"use 1, use: READS .*{_FULL}"),
-        Fault.NO_DEPENDENT_WAIT: (case("D D"), "it wants that of"),
-        Fault.NEIGHBOUR_WITHOUT_WAIT: (case("D N D"), "it wants that of"),
+        Fault.NO_DEPENDENT_WAIT: (case("D D"), "it needs operation"),
+        Fault.NEIGHBOUR_WITHOUT_WAIT: (case("D N D"), "it needs operation"),
         Fault.USER_WITHOUT_WAIT: (case("D U1", layout="rank"), "before it has ended"),
         Fault.OWN_UNHEARD: (case("D", routings=own, own="slots"), rf"row 0 of rank (\d) at rank \1.*{_NEVER}"),
         Fault.OWN_UNAWAITED: (
             case("D U1", routings=own, own="copied", layout="rank"),
             rf"use 1, use: READS dispatch row 0 of rank (\d) at rank \1.*{_NEVER}",
         ),
-        Fault.STATUS_BEFORE_COUNTS: (case("D C", **refused), "combine 1, .* takes for good what a rank refuses"),
+        Fault.STATUS_BEFORE_COUNTS: (case("D C", **refused), "combine 1, .* accepts data that a rank refuses"),
         Fault.STATUS_UNHEARD: (
             case("D C", routings=(silent,), **refused),
-            "rank 0, combine 1, .* takes for good what a rank refuses",
+            "rank 0, combine 1, .* accepts data that a rank refuses",
         ),
         Fault.STATUS_UNNUMBERED: (
             case("D D C", mixed=((1, 1, 1),)),
-            "combine 1, .* takes for good what a rank refuses",
+            "combine 1, .* accepts data that a rank refuses",
         ),
         Fault.REFUSAL_SILENT: (case("D C", **refused), f"{_STUCK}.*waits for combine head of rank 1"),
         Fault.REFUSAL_UNCOUNTED: (
             case("D C D C", routings=(one_row,), **refused),
-            "combine 2, .*that of 1.*; it wants that of 2",
+            "combine 2, .*operation 1.*; it needs operation 2",
         ),
         Fault.REFUSAL_POISONS: (
             case("D C D C", routings=(one_row,), **refused),
@@ -94,7 +94,7 @@ def planted(fault: Fault, ranks: int) -> Planted:
         ),
         Fault.LINE_UNCHECKED: (case("FD"), f"line 0 .*{_NEVER}"),
         Fault.LINE_IN_GRANULES: (case("FD"), f"granule 0 .*{_NEVER}"),
-        # Dispatch 1 does not fit on rank 1, so nobody looks at its line there.
+        # Dispatch 1 does not fit on rank 1, so no thread polls its line there.
         Fault.UNORDERED_LINES: (
             case("FD FD FD", routings=(two_rows,), routers=0, **refused),
             f"{_STUCK}.*rank 1, dispatch in lines 3.*sees dispatch line . .*epoch 1",
@@ -103,29 +103,37 @@ def planted(fault: Fault, ranks: int) -> Planted:
 
 
 def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
-    """Bugs that the way of few tokens could have as well. What is overwritten there is not misread but missed, since a
-    line says of which epoch it is."""
+    """The same for bugs that the LL path could have too. A line that is overwritten is missed there, not misread, since
+    it holds its epoch."""
     filled = _filled(ranks)
-    missed = f"{_STUCK}.*looks for epoch 1, sees .*epoch"
+    missed = f"{_STUCK}.*polls for epoch 1, sees .*epoch"
     silent: Routing = ((), *full(ranks)[1:])
     own: Routing = (((0,),), *empty(ranks)[1:])
     refused = {"refused": ((1, 1),)}
 
     made = {
         Fault.SINGLE_BUFFER: ("FD FD FD", {}, missed),
-        Fault.BAKED_EPOCH: ("FD FD FD", {"calls": ("err",) * ranks}, "that of 1, epoch 1; it wants that of 2"),
+        Fault.BAKED_EPOCH: ("FD FD FD", {"calls": ("err",) * ranks}, "operation 1, epoch 1; it needs operation 2"),
         Fault.SHARED_EPOCH: ("FD DS FC1 DR", {}, f"{_STUCK}.*dispatch receive 2"),
         Fault.EPOCH_BY_FIRST_OUT: ("FD FD", {}, f"{_STUCK}.*dispatch in lines 2"),
-        Fault.SILENT: ("FD FD FD", {"routings": filled}, f"{_STUCK}.*looks for epoch 2"),
+        Fault.SILENT: ("FD FD FD", {"routings": filled}, f"{_STUCK}.*polls for epoch 2"),
         Fault.SILENT_UNAWAITED: ("FD FD FD", {"routings": filled}, missed),
         Fault.EARLY_END: ("FD FD FD", {"routings": filled}, missed),
         Fault.POISON_UNREAD: ("FD FD", {"timeouts": True}, "stores in an operation that began poisoned"),
-        Fault.NO_DEPENDENT_WAIT: ("FD FD", {}, "it wants that of"),
-        Fault.NEIGHBOUR_WITHOUT_WAIT: ("FD N FD", {}, "it wants that of"),
+        Fault.NO_DEPENDENT_WAIT: ("FD FD", {}, "it needs operation"),
+        Fault.NEIGHBOUR_WITHOUT_WAIT: ("FD N FD", {}, "it needs operation"),
         Fault.OWN_UNHEARD: ("FD", {"routings": (own,), "own": "slots"}, f"line 0 .*{_NEVER}"),
-        Fault.STATUS_BEFORE_COUNTS: ("FD FC", refused, "combine in lines 1, .* takes for good what a rank refuses"),
-        Fault.STATUS_UNHEARD: ("FD FC", {"routings": (silent,), **refused}, "rank 0, .* takes for good"),
-        Fault.STATUS_UNNUMBERED: ("FD FD FC", {"mixed": ((1, 1, 1),)}, "combine in lines 1, .* takes for good"),
+        Fault.STATUS_BEFORE_COUNTS: ("FD FC", refused, "combine in lines 1, .* accepts data that a rank refuses"),
+        Fault.STATUS_UNHEARD: (
+            "FD FC",
+            {"routings": (silent,), **refused},
+            "rank 0, .* accepts data that a rank refuses",
+        ),
+        Fault.STATUS_UNNUMBERED: (
+            "FD FD FC",
+            {"mixed": ((1, 1, 1),)},
+            "combine in lines 1, .* accepts data that a rank refuses",
+        ),
         Fault.REFUSAL_SILENT: ("FD FC", refused, f"{_STUCK}.*sees combine status 0 of rank 1 .*never written"),
         Fault.REFUSAL_POISONS: ("FD FC FD FC", refused, "does nothing, and no wait has failed"),
         Fault.LINE_UNCHECKED: ("FD FC", {}, f"line 0 .*{_NEVER}"),
@@ -136,4 +144,6 @@ def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
             f"{_STUCK}.*rank 1, combine in lines 3.*sees combine line . .*epoch 1",
         ),
     }
-    return {fault: (_cases(fault, ranks)(program, **others), how) for fault, (program, others, how) in made.items()}
+    return {
+        fault: (_cases(fault, ranks)(program, **fields), pattern) for fault, (program, fields, pattern) in made.items()
+    }

@@ -1,4 +1,4 @@
-"""Walks every state that a case can reach, breadth first, so that the trace of what went wrong is a shortest one."""
+"""Visit every state that a case can reach, breadth first, so that the trace of a failure is a shortest one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.explorer.state import BrokenError, Key, Log, State
 
 @dataclass(frozen=True)
 class Found:
-    """What an exploration found; `broken` is empty where the protocol held everywhere."""
+    """The result of an exploration; `broken` is empty if the protocol held in every state."""
 
     states: int
-    endings: frozenset[Key]  # all that it can come to
-    apart: int  # launches that one rank was at most ahead of another
+    endings: frozenset[Key]  # all final states
+    most_ahead: int  # the most launches that one rank was ahead of another
     broken: str = ""
     trace: tuple[str, ...] = ()
 
@@ -30,30 +30,30 @@ class Found:
 
 
 class TooManyStatesError(Exception):
-    """The case is larger than the caller allows."""
+    """The case has more states than the caller allows."""
 
 
 def explore(case: Case, *, reduced: bool = True, deep: bool = False, limit: int = 1_000_000) -> Found:
-    """Every interleaving of the case; without `reduced`, also those that differ in quiet steps only.
+    """Explore every interleaving of a case; without `reduced`, also those that differ only in quiet steps.
 
-    `deep`: depth first, which comes upon a fault sooner, by a longer trace.
+    `deep`: depth first, which finds a fault sooner, with a longer trace.
     """
     machine = Machine(case, reduced)
     first = machine.start()
     parents: dict[Key, Key | None] = {first.key(): None}
     waiting = deque(parents)
     endings: set[Key] = set()
-    apart = 0
+    most_ahead = 0
     shuffle = Random(0)
     while waiting:
         key = waiting.pop() if deep else waiting.popleft()
         state = State(key)
-        apart = max(apart, machine.apart(state))
+        most_ahead = max(most_ahead, machine.launches_ahead(state))
         actions = machine.actions(state)
         if not actions:
             if not machine.ended(state) and not case.timeouts:
-                broken = "nobody can go on; " + "; ".join(machine.stuck(state))
-                return Found(len(parents), frozenset(endings), apart, broken, _trace(machine, parents, key))
+                broken = "no thread can go on; " + "; ".join(machine.stuck(state))
+                return Found(len(parents), frozenset(endings), most_ahead, broken, _trace(machine, parents, key))
             if machine.ended(state):
                 endings.add(key)
         numbers = list(range(len(actions)))
@@ -66,18 +66,18 @@ def explore(case: Case, *, reduced: bool = True, deep: bool = False, limit: int 
             except BrokenError as why:
                 trace = _trace(machine, parents, key)
                 last = _lines(machine, key, number)
-                return Found(len(parents), frozenset(endings), apart, str(why), (*trace, *last))
+                return Found(len(parents), frozenset(endings), most_ahead, str(why), (*trace, *last))
             reached = after.key()
             if reached not in parents:
                 parents[reached] = key
                 waiting.append(reached)
         if len(parents) > limit:
             raise TooManyStatesError(f"more than {limit} states; fewer ranks, launches or tokens, or a higher limit")
-    return Found(len(parents), frozenset(endings), apart)
+    return Found(len(parents), frozenset(endings), most_ahead)
 
 
 def _trace(machine: Machine, parents: dict[Key, Key | None], key: Key) -> tuple[str, ...]:
-    """How `key` came about: the steps are done once more, and told."""
+    """The trace that leads to `key`: the steps are run again, with a log."""
     path = [key]
     while (before := parents[path[-1]]) is not None:
         path.append(before)
@@ -86,9 +86,9 @@ def _trace(machine: Machine, parents: dict[Key, Key | None], key: Key) -> tuple[
     machine.start(lines.append)
     for before, after in pairwise(path):
         for number in range(len(machine.actions(State(before)))):
-            told, reached = _again(machine, before, number)
+            step, reached = _again(machine, before, number)
             if reached == after:
-                lines += told
+                lines += step
                 break
     return tuple(lines)
 

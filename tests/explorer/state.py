@@ -1,4 +1,4 @@
-"""What changes in an exploration, and what may change it."""
+"""The state of an exploration, and the actions that change it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ Key = tuple[bytes, bytes, bytes, tuple["Landing", ...]]
 
 
 class BrokenError(Exception):
-    """The protocol does what it must not."""
+    """The protocol is broken."""
 
 
 class Landing(NamedTuple):
-    """A store under way."""
+    """A store that has not landed."""
 
     at: int
-    order: int  # among the stores of its thread
+    order: int  # launch and step of the store
     value: int
     thread: int
 
 
 class Action(NamedTuple):
-    """What may happen next: a step of `thread`, the failure of its wait, or the landing of a store."""
+    """A possible next action: a step of `thread`, the failure of its wait, or the landing of a store."""
 
-    what: str
+    kind: str
     thread: int
     landing: Landing | None = None
 
 
 class State:
-    """Everything that changes. `at` and `epoch` are by thread; the epoch of an ended thread is 0, or RETURNED."""
+    """The whole state. `at` (the next step) and `epoch` are by thread; an ended thread's epoch is 0 or RETURNED."""
 
     __slots__ = ("at", "epoch", "memory", "pending")
 

@@ -1,4 +1,4 @@
-"""What a thread can do, and what stands in a place of memory afterwards."""
+"""The steps of a thread, and the contents of the model's memory."""
 
 from __future__ import annotations
 
@@ -6,48 +6,54 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-EVER = 255  # no thread has so many steps
+MAX_STEPS = 255  # more than any thread has
 
-# A slot holds the number of the operation that filled it, which the model alone knows; a line its epoch too.
-OF = 15
-EPOCHS = 16  # what a line's epoch is multiplied by
-REFUSED = 128  # besides: the rank refuses the data of the step
+# A slot holds the number of the operation that filled it, which only the model knows. A line also holds its epoch.
+OPERATION_MASK = 15
+EPOCH_FACTOR = 16  # a line's epoch is multiplied by this
+REFUSED_BIT = 128  # the rank refuses the data of the step
 
 
 class Act(IntEnum):
-    ENTER = 0  # wait for the stream, look at the poison, read the epoch
-    STORE = 1  # a store into a slot sets out; it lands at any time
-    DRAIN = 2  # until the stores that threads `of` made before their step `value` have landed
-    WORD = 3  # a store into a word sets out
-    WAIT = 4  # until a word is at least `value`
-    READ = 5  # slots `of`, which must be of this operation
-    USE = 6  # a slot by a kernel of the user's: the half is that of the dispatch it belongs to
-    JOIN = 7  # until threads `of` have ended: the ticket
-    EPOCH = 8  # store the epoch
-    DARE = 9  # fail, or go on for good
-    LINE = 10  # a store into a line, with its epoch, sets out
-    LOOK = 11  # until the lines `of` are all of this epoch; they must be of this operation
-    ABSTAIN = 12  # leave out the next `skips` steps where this rank refuses the data
-    TAKE = 13  # a row that no lane has taken, as lane `value`; leave out the next `skips` steps where one has
-    HOLD = 14  # leave out the next `skips` steps where it is not lane `value` that has taken the row
-    COPY = 15  # a store of what is at `of` sets out, by the copy engine
+    """The kinds of steps. Stores and copies are asynchronous: they land at any later time."""
+
+    ENTER = 0  # wait for the stream, check the poison, read the epoch
+    STORE = 1  # store into a slot
+    DRAIN = 2  # wait until the stores of threads `operands` before their step `value` have landed
+    STORE_WORD = 3
+    WAIT = 4  # wait until a word is at least `value`
+    READ = 5  # read slots `operands`, which must be of this operation
+    USE = 6  # read a slot in a user's kernel, by the parity of its dispatch
+    JOIN = 7  # wait until threads `operands` have ended: the ticket
+    STORE_EPOCH = 8
+    MAY_FAIL = 9  # fail now, or never in this wait
+    STORE_LINE = 10  # store into a line, with its epoch
+    POLL_LINES = 11  # wait until lines `operands` are of this epoch; they must be of this operation
+    SKIP_IF_REFUSED = 12  # skip the next `skips` steps if this rank refuses the data
+    TAKE_ROW = 13  # take a row as lane `value`, or skip the next `skips` steps if another lane has taken it
+    SKIP_UNLESS_TAKEN = 14  # skip the next `skips` steps unless lane `value` has taken the row
+    COPY = 15  # copy `operands`, by the copy engine
 
 
 class Step(NamedTuple):
+    """One step of a thread. An address is an index into the model's memory."""
+
     act: Act
-    at: int = 0  # place in memory; of the even half, for a slot or a line
-    stride: int = 0  # from the even half to the odd one
+    at: int = 0  # the address; of a slot or a line, that of parity 0
+    stride: int = 0  # from parity 0 to parity 1
     value: int = 0
-    scale: int = 0  # what the epoch adds to `value`
-    of: tuple[int, ...] = ()
-    says: int = 0  # place of the refusal that goes with what is stored; 0: none does
-    heeds: bool = False  # what is read are statuses of ranks
-    skips: int = 0  # steps to leave out where one of them, or this rank, refuses; EVER: all that are left
+    scale: int = 0  # times the epoch, added to `value`
+    operands: tuple[int, ...] = ()  # addresses or threads
+    refusal: int = 0  # address of the refusal that is stored with a status; 0: none
+    statuses: bool = False  # whether a read is of statuses
+    skips: int = 0  # steps to skip; MAX_STEPS: all that are left. After statuses: if a rank refuses
 
 
 @dataclass(frozen=True)
 class Thread:
+    """A thread of a launch of one rank. `launch` is the launch's index in the program."""
+
     rank: int
-    place: int  # of its launch in the program
+    launch: int
     role: str
     steps: tuple[Step, ...]

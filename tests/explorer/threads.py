@@ -1,8 +1,8 @@
-"""The protocol, as the steps of every thread that takes part.
+"""The protocol as the steps of all threads that take part.
 
-A thread stands for blocks of a kernel that do one thing: a lane that sends rows, a router, a placer, the last block on
-its way out. words.py has those of the way of many tokens, blocks.py what differs where rows go by the copy engine,
-lines.py the way of few tokens. `docs/protocol.md` is the same in words; the kernels are what both describe.
+A thread of the model stands for a part of a kernel: a lane that sends rows, a router, a placer, the last block out.
+words.py has the path with words, blocks.py its differences where rows go by the copy engine, lines.py the LL path.
+`docs/protocol.md` describes the same protocol, and the kernels implement it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from tests.explorer.memory import Memory
 from tests.explorer.steps import Thread
 from tests.explorer.words import WordKernel
 
-_WAYS = {"words": WordKernel, "stages": WordKernel, "blocks": BlockKernel, "lines": LineKernel}
+_PATHS = {"words": WordKernel, "stages": WordKernel, "blocks": BlockKernel, "lines": LineKernel}
 
 
 def _kernel(case: Case, memory: Memory, launch: Launch, rank: int, first: int) -> Kernel:
-    ours = launch.kind in ("dispatch", "combine", "copies")
+    in_workspace = launch.kind in ("dispatch", "combine", "copies")
     if launch.kind == "combine":
         launch = replace(launch, dispatch=case.combined(rank, launch.number))
-    return (_WAYS[launch.way] if ours else Kernel)(case, memory, launch, rank, first)
+    return (_PATHS[launch.path] if in_workspace else Kernel)(case, memory, launch, rank, first)
 
 
 def threads(case: Case, memory: Memory) -> list[Thread]:
-    """Of all ranks, by rank and launch."""
+    """The threads of all ranks, in the order (rank, launch)."""
     found: list[Thread] = []
     for rank in range(case.ranks):
-        for place, launch in enumerate(case.launches()):
+        for index, launch in enumerate(case.launches()):
             steps = _kernel(case, memory, launch, rank, len(found)).threads()
-            found += [Thread(rank, place, role, each) for role, each in steps.items()]
+            found += [Thread(rank, index, role, each) for role, each in steps.items()]
     return found

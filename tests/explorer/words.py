@@ -1,5 +1,4 @@
-"""The way of many tokens: rows go into slots, and words say that they are there. Of dispatch.cu, alltoallv.cu and
-combine.cu."""
+"""The path with words: rows go into slots, and words announce them (dispatch.cu, alltoallv.cu, combine.cu)."""
 
 from __future__ import annotations
 
@@ -7,21 +6,21 @@ from collections.abc import Iterator
 
 from tests.explorer.fault import Fault
 from tests.explorer.kernel import Kernel, Roles
-from tests.explorer.steps import EVER, Act, Step
+from tests.explorer.steps import MAX_STEPS, Act, Step
 
-YOUNGER = 1  # rows of a lane whose stores may be under way while the ones before are announced
+YOUNGER = 1  # rows of a lane whose stores may be in flight while earlier rows are announced
 
 
 class WordKernel(Kernel):
-    """A launch that announces what it stores by words."""
+    """A launch that announces its stores by words."""
 
     def roles(self) -> Roles:
         roles: Roles = {}
-        if self.launch.sends and self.speaks():
+        if self.launch.sends and self.sends_words():
             for sender in range(self.case.senders):
                 self._add_sender(roles, sender)
-        if self.launch.tells and self.speaks():
-            self._add_tellers(roles)
+        if self.launch.sends_metadata and self.sends_words():
+            self._add_metadata_senders(roles)
         if self.launch.receives:
             role = "placer" if self.launch.kind == "dispatch" else "summer"
             for peer in self.peers:
@@ -31,109 +30,119 @@ class WordKernel(Kernel):
         roles["out"] = list(self._out(len(roles)))
         return roles
 
-    # ---- what sends --------------------------------------------------------------------------------------------------
+    # ---- senders -----------------------------------------------------------------------------------------------------
 
     def _add_sender(self, roles: Roles, sender: int) -> None:
-        """The lanes of a block, and what says behind one fence that all of them are done."""
+        """Add the lanes of a block, and the thread that stores its done words behind one fence."""
         first = self.first + len(roles)
         of = tuple(range(first, first + self.case.lanes))
         alone = len(of) == 1
         for lane, thread in enumerate(of, start=sender * self.case.lanes):
-            steps = self.abstaining(self._pushes(lane, thread))
-            if alone or (thread == first and self.faulty(Fault.LANES_APART)):
-                steps += self._released((thread,), EVER, self.said_done(sender))
+            steps = self.unless_refused(self._pushes(lane, thread))
+            if alone or (thread == first and self.has_fault(Fault.LANES_APART)):
+                steps += self._after_drain((thread,), MAX_STEPS, self.done_words(sender))
             roles[f"lane {lane}"] = steps
-        if not alone and not self.faulty(Fault.LANES_APART):
-            roles[f"sender {sender}"] = [Step(Act.JOIN, of=of), *self._released(of, EVER, self.said_done(sender))]
+        if not alone and not self.has_fault(Fault.LANES_APART):
+            roles[f"sender {sender}"] = [
+                Step(Act.JOIN, operands=of),
+                *self._after_drain(of, MAX_STEPS, self.done_words(sender)),
+            ]
 
     def _pushes(self, lane: int, thread: int) -> list[Step]:
-        """Rows that no other lane takes. The word of a row follows when YOUNGER more have been pushed."""
-        ahead = 1 + (self.case.timeouts and self.case.late) + len(self.abstaining([]))  # ENTER, DARE, ABSTAIN
+        """Push the rows that no other lane takes. A row's word follows after YOUNGER more rows."""
+        ahead = (
+            1 + (self.case.timeouts and self.case.late) + len(self.unless_refused([]))
+        )  # ENTER, MAY_FAIL, SKIP_IF_REFUSED
         steps: list[Step] = []
-        begins = []  # the step at which each row's stores begin
+        begins = []  # the first step of each row's stores
         for token in range(self.case.tokens):
             begins.append(len(steps) + ahead)
             pushed = [self.store("row", peer, token) for peer in self.peers if token in self.rows(self.rank, peer)]
-            steps += self._guarded(Act.TAKE, lane, token, pushed)
+            steps += self._only_one_lane(Act.TAKE_ROW, lane, token, pushed)
             if token >= YOUNGER:
-                steps += self._said(lane, token - YOUNGER, thread, begins[token - YOUNGER + 1])
+                steps += self._row_words(lane, token - YOUNGER, thread, begins[token - YOUNGER + 1])
         for token in range(max(0, self.case.tokens - YOUNGER), self.case.tokens):
-            steps += self._said(lane, token, thread, EVER)
+            steps += self._row_words(lane, token, thread, MAX_STEPS)
         return steps
 
-    def _said(self, lane: int, token: int, thread: int, before: int) -> list[Step]:
-        """The words of a row; with stages it has none of its own."""
-        if self.launch.way == "stages":
+    def _row_words(self, lane: int, token: int, thread: int, until: int) -> list[Step]:
+        """The words of a row; with stages there are none."""
+        if self.launch.path == "stages":
             return []
         to = [peer for peer in self.peers if token in self.rows(self.rank, peer)]
         at = [self.memory[self.launch.kind, "arrived", peer, self.rank, token] for peer in to]
-        words = [Step(Act.WORD, each, scale=1) for each in at]
-        return self._guarded(Act.HOLD, lane, token, self._released((thread,), before, words) if words else [])
+        words = [Step(Act.STORE_WORD, each, scale=1) for each in at]
+        return self._only_one_lane(
+            Act.SKIP_UNLESS_TAKEN, lane, token, self._after_drain((thread,), until, words) if words else []
+        )
 
-    def _guarded(self, act: Act, lane: int, token: int, steps: list[Step]) -> list[Step]:
-        """What one lane does, of all that could. Lanes of a staged dispatch know their rows beforehand."""
+    def _only_one_lane(self, act: Act, lane: int, token: int, steps: list[Step]) -> list[Step]:
+        """Steps that only one of the lanes does. Lanes of a staged dispatch know their rows beforehand."""
         lanes = self.case.senders * self.case.lanes
         if lanes == 1 or not steps:
             return steps
-        if self.launch.way == "stages":
+        if self.launch.path == "stages":
             return steps if token % lanes == lane else []
         at = self.memory["taken", self.rank, self.launch.kind, token]
         return [Step(act, at, value=lane + 1, skips=len(steps)), *steps]
 
-    def _released(self, of: tuple[int, ...], before: int, words: list[Step]) -> list[Step]:
-        """Words behind what threads `of` have stored before a step."""
-        drain = Step(Act.DRAIN, of=of, value=before)
-        return [*words, drain] if self.faulty(Fault.ROWS_AFTER_WORD) else [drain, *words]
+    def _after_drain(self, of: tuple[int, ...], until: int, words: list[Step]) -> list[Step]:
+        """Words behind a drain of the stores that threads `of` make before their step `until`."""
+        drain = Step(Act.DRAIN, operands=of, value=until)
+        return [*words, drain] if self.has_fault(Fault.ROWS_AFTER_WORD) else [drain, *words]
 
-    def said_done(self, sender: int) -> list[Step]:
-        at = [self.memory[self.launch.kind, "done", peer, self.rank, sender] for peer in self.listeners()]
-        return [Step(Act.WORD, each, scale=1) for each in at]
+    def done_words(self, sender: int) -> list[Step]:
+        at = [self.memory[self.launch.kind, "done", peer, self.rank, sender] for peer in self.word_receivers()]
+        return [Step(Act.STORE_WORD, each, scale=1) for each in at]
 
-    # ---- what tells --------------------------------------------------------------------------------------------------
+    # ---- metadata ----------------------------------------------------------------------------------------------------
 
-    def _add_tellers(self, roles: Roles) -> None:
-        """Routers of a dispatch; in a combine the one thread that tells why its rank refuses the data, if it does."""
-        tellers = tuple(self.first + len(roles) + each for each in range(self._parts()))
-        name = "router" if self.launch.kind == "dispatch" else "teller"
-        for number in range(len(tellers)):
+    def _add_metadata_senders(self, roles: Roles) -> None:
+        """Add the routers of a dispatch, or the one thread of a combine that sends its rank's status."""
+        senders = tuple(self.first + len(roles) + each for each in range(self._parts()))
+        name = "router" if self.launch.kind == "dispatch" else "status sender"
+        for number in range(len(senders)):
             told = [self.store("told", peer, number) for peer in self.peers]
-            roles[f"{name} {number}"] = told if self.launch.kind == "dispatch" else [self.saying(each) for each in told]
+            roles[f"{name} {number}"] = (
+                told if self.launch.kind == "dispatch" else [self.with_refusal(each) for each in told]
+            )
         heads = [
-            Step(Act.WORD, self.memory[self.launch.kind, "head", peer, self.rank], scale=1) for peer in self.listeners()
+            Step(Act.STORE_WORD, self.memory[self.launch.kind, "head", peer, self.rank], scale=1)
+            for peer in self.word_receivers()
         ]
-        released = tellers[:1] if self.faulty(Fault.RELAXED_TICKET) else tellers
-        drain = Step(Act.DRAIN, of=released, value=EVER)
-        last = [*heads, drain] if self.faulty(Fault.HEAD_BEFORE_COUNTS) else [drain, *heads]
-        roles[f"last {name}"] = [Step(Act.JOIN, of=tellers), *last]
+        released = senders[:1] if self.has_fault(Fault.RELAXED_TICKET) else senders
+        drain = Step(Act.DRAIN, operands=released, value=MAX_STEPS)
+        last = [*heads, drain] if self.has_fault(Fault.HEAD_BEFORE_COUNTS) else [drain, *heads]
+        roles[f"last {name}"] = [Step(Act.JOIN, operands=senders), *last]
 
     def _parts(self) -> int:
-        """Of what is told beside the rows."""
+        """The number of messages of metadata."""
         if self.launch.kind == "dispatch":
             return self.case.routers
         return 1 if self.case.routers or self.case.refused or self.case.mixed else 0
 
-    # ---- what waits and reads ----------------------------------------------------------------------------------------
+    # ---- readers -----------------------------------------------------------------------------------------------------
 
-    def _unheard(self, peer: int) -> bool:
-        return peer == self.rank and self.faulty(Fault.OWN_UNHEARD)
+    def _not_awaited(self, peer: int) -> bool:
+        return peer == self.rank and self.has_fault(Fault.OWN_UNHEARD)
 
     def heads(self) -> list[Step]:
-        at = [self.memory[self.launch.kind, "head", self.rank, peer] for peer in self.awaited()]
+        at = [self.memory[self.launch.kind, "head", self.rank, peer] for peer in self.awaited_peers()]
         return [Step(Act.WAIT, each, scale=1) for each in at]
 
     def _reader(self, peer: int) -> Iterator[Step]:
         yield from self.heads()
         if self.launch.kind == "combine":
             yield from self._statuses()
-        elif peer in self.awaited():
+        elif peer in self.awaited_peers():
             yield from (self.read("told", [peer], number) for number in range(self._parts()))
             if self.refuses() or self.case.layout == "rank":
-                return  # what does not fit is not placed, and with layout rank nothing is
-        staged = self.launch.way in ("stages", "blocks") and self.launch.kind == "dispatch"
+                return  # rows that do not fit are not placed; with layout rank no rows are
+        staged = self.launch.path in ("stages", "blocks") and self.launch.kind == "dispatch"
         if staged:
-            yield from self.last_words()
+            yield from self.await_done_words()
         for token in self.rows(peer, self.rank):
-            if not staged and not self._unheard(peer):
+            if not staged and not self._not_awaited(peer):
                 at = self.memory[self.launch.kind, "arrived", self.rank, peer, token]
                 yield Step(Act.WAIT, at, scale=1)
             yield self.row(peer, token)
@@ -141,39 +150,39 @@ class WordKernel(Kernel):
     def row(self, peer: int, token: int) -> Step:
         return self.read("row", [peer], token)
 
-    def _statuses(self, skips: int = EVER) -> Iterator[Step]:
+    def _statuses(self, skips: int = MAX_STEPS) -> Iterator[Step]:
         if self._parts():
-            yield self.heeding(self.read("told", self.heard(), 0), skips)
+            yield self.as_statuses(self.read("told", self.status_ranks(), 0), skips)
 
     def _own_placer(self, thread: int) -> Iterator[Step]:
-        """With layout rank: the rows of this rank itself into their slots."""
+        """With layout rank: copy this rank's own rows into their slots."""
         yield from self.heads()
         if not self.refuses():
             yield from (self.store("row", self.rank, token) for token in self.rows(self.rank, self.rank))
-        if not self.faulty(Fault.OWN_UNAWAITED):
-            yield Step(Act.DRAIN, of=(thread,), value=EVER)
+        if not self.has_fault(Fault.OWN_UNAWAITED):
+            yield Step(Act.DRAIN, operands=(thread,), value=MAX_STEPS)
 
-    def _out(self, others: int) -> Iterator[Step]:
-        join = Step(Act.JOIN, of=tuple(range(self.first, self.first + others)))
-        epoch = Step(Act.EPOCH, self.memory["epoch", self.rank, self.launch.kind])
-        if self.faulty(Fault.EPOCH_BY_FIRST_OUT):
+    def _out(self, count: int) -> Iterator[Step]:
+        join = Step(Act.JOIN, operands=tuple(range(self.first, self.first + count)))
+        epoch = Step(Act.STORE_EPOCH, self.memory["epoch", self.rank, self.launch.kind])
+        if self.has_fault(Fault.EPOCH_BY_FIRST_OUT):
             yield epoch
         yield join
         if self.launch.receives:
             if self.launch.kind == "combine":
                 yield from self.heads()
                 yield from self._statuses(skips=0)
-            if self.launch.kind == "combine" or not self.faulty(Fault.NO_LAST_WORDS):
-                yield from self.last_words()
-            if self.launch.kind == "combine" and self.faulty(Fault.REFUSAL_UNCOUNTED):
+            if self.launch.kind == "combine" or not self.has_fault(Fault.NO_LAST_WORDS):
+                yield from self.await_done_words()
+            if self.launch.kind == "combine" and self.has_fault(Fault.REFUSAL_UNCOUNTED):
                 yield from self._statuses()
-        stores = self.launch.sends if self.faulty(Fault.EPOCH_BY_SEND) else self.launch.receives
-        if stores and not self.faulty(Fault.EPOCH_BY_FIRST_OUT):
+        stores = self.launch.sends if self.has_fault(Fault.EPOCH_BY_SEND) else self.launch.receives
+        if stores and not self.has_fault(Fault.EPOCH_BY_FIRST_OUT):
             yield epoch
 
-    def last_words(self) -> Iterator[Step]:
-        """That all senders of all ranks have nothing more to send; of a block there is one."""
-        senders = 1 if self.launch.way == "blocks" or self.faulty(Fault.SENDERS_UNHEARD) else self.case.senders
-        for peer in self.awaited():
-            for sender in range(0 if self._unheard(peer) else senders):
+    def await_done_words(self) -> Iterator[Step]:
+        """Wait for the done words of all senders of all ranks; blocks have one sender."""
+        senders = 1 if self.launch.path == "blocks" or self.has_fault(Fault.SENDERS_UNHEARD) else self.case.senders
+        for peer in self.awaited_peers():
+            for sender in range(0 if self._not_awaited(peer) else senders):
                 yield Step(Act.WAIT, self.memory[self.launch.kind, "done", self.rank, peer, sender], scale=1)

@@ -1,4 +1,4 @@
-"""Fixtures of the gang tests: the command in a child that cannot hang, one shared head, the hunt for leftovers."""
+"""Fixtures of the gang tests: the command in a child with a time limit, a shared Ray head, checks for leftovers."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ from tests.conftest import MARK
 from tests.python_path import python_path
 
 REPO = Path(__file__).resolve().parents[2]
-UNSET = "(not set)"  # as a value in env=: take the variable away
+UNSET = "(not set)"  # as a value in env=: remove the variable
 RUN_S = 90.0  # no command of these tests takes longer on two busy cores
 
 
 @dataclass
 class Command:
-    """A running `raymoe`: what it has said so far, and how it ended."""
+    """A running `raymoe`: its process, its stderr so far, and its run directory."""
 
     process: subprocess.Popen[str]
     log: Path
     out: Path
     began: float = field(default_factory=time.monotonic)
 
-    def said(self) -> str:
+    def stderr(self) -> str:
         return self.log.read_text()
 
     def wait_for(self, pattern: str, seconds: float = RUN_S) -> re.Match[str]:
-        """Wait until stderr holds the pattern; fails with all that was said when the command ends without it."""
+        """Wait until stderr holds the pattern. Fail with the whole stderr if the command ends without it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             ended = self.process.poll() is not None
-            if match := re.search(pattern, self.said(), re.MULTILINE):
+            if match := re.search(pattern, self.stderr(), re.MULTILINE):
                 return match
             if ended:
                 break
             time.sleep(0.02)
-        raise AssertionError(f"{pattern!r} was never said:\n{self.said()}")
+        raise AssertionError(f"{pattern!r} did not appear in stderr:\n{self.stderr()}")
 
     def pids(self, generation: int = 0) -> list[int]:
-        """The processes of the ranks, once the generation is ready."""
+        """Wait until the generation is ready; return the pids of its ranks."""
         line = self.wait_for(rf"^generation {generation}: .*ready.*$").group()
         return [int(pid) for pid in re.findall(r"pid (\d+)", line)]
 
     def end(self, seconds: float = RUN_S) -> int:
-        """The exit code."""
+        """Wait for the command to end; return its exit code."""
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {seconds} s:\n{self.said()}") from None
+            raise AssertionError(f"still running after {seconds} s:\n{self.stderr()}") from None
 
     def last_line(self) -> str:
-        return self.said().rstrip("\n").rpartition("\n")[2]
+        return self.stderr().rstrip("\n").rpartition("\n")[2]
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -77,7 +77,7 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("quickstart", "--set", …)` runs `raymoe run` in a child; whatever is left of it is ended afterwards.
+    """`start("quickstart", "--set", …)` runs `raymoe run` in a child, which is killed if it outlives the test.
 
     `first` is Python that the child runs before the command, to shorten a wait.
     """
@@ -106,12 +106,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def free_port() -> int:
-    """A port that nothing listens at, above those of Ray's workers and, where that leaves enough, below those that the
-    kernel hands out: one of these may be given to any outgoing connection before whom it is for listens there.
+    """Return a port on which nothing listens, above the ports of Ray's workers.
+
+    It is below the ephemeral ports if these begin above 30000. The kernel may give an ephemeral port to any outgoing
+    connection before the intended process listens on it.
     """
-    handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        port = random.randrange(20000, max(handed_out, 30000))
+        port = random.randrange(20000, max(first_ephemeral, 30000))
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -128,16 +130,16 @@ class Head:
 
 @contextmanager
 def ray_head(tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, str] | None = None) -> Iterator[Head]:
-    """`ray start --head --block` on ports of its own; ended by pid, with all that it started."""
+    """Run `ray start --head --block` on free ports; at the end kill its session and remove its files."""
     port, dashboard, metrics = free_port(), free_port(), free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += [f"--port={port}", f"--dashboard-port={dashboard}", f"--metrics-export-port={metrics}"]
     command += [f"--num-cpus={cpus}", "--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
     command += [] if gpus is None else [f"--num-gpus={gpus}"]
     command += ["--include-dashboard=true", f"--ray-client-server-port={free_port()}"]
-    # An agent's ports are fixed by default, and a second head on the machine would be left without one.
+    # An agent's ports are fixed by default, so the agent of a second head on the machine could not start.
     command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"]
-    # Likewise the file that tells jobs their cluster's address. A short name: sockets lie below it.
+    # The file that tells jobs their cluster's address is also shared by default. Sockets need a short path.
     folder = Path(tempfile.mkdtemp(prefix="raymoe-"))
     command += [f"--temp-dir={folder}"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
@@ -163,7 +165,7 @@ def ray_head(tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, s
 
 
 def end_session(session: int) -> None:
-    """Kill every process of a session; the head's agents stay in it when their parent has gone."""
+    """Kill every process of a session; the head's agents stay in it after their parent has ended."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -175,14 +177,14 @@ def end_session(session: int) -> None:
 
 @pytest.fixture(scope="session")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """One head for every test that does not end it. In its home there is no token, so it asks for none."""
+    """One head for every test that does not end it. Its home holds no auth token, so it asks for none."""
     folder = tmp_path_factory.mktemp("head")
     with ray_head(folder, env={"HOME": str(folder)}) as it:
         yield it
 
 
 def ray_processes() -> set[int]:
-    """Processes that these tests started, also through Ray: they inherit the mark. Ray's idle workers do not count."""
+    """Return the processes that inherited these tests' mark, except zombies and Ray's idle workers."""
     found, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -206,13 +208,13 @@ def commands_of(pids: set[int]) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Named shared memory on this machine, but for the semaphores of whoever else runs Python here."""
+    """Return the names of shared memory on this machine, without semaphores, which other Python processes make too."""
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """Fails where a process or shared memory that was not there before is there 1 s after the test."""
+    """Fail if a process that the test started, or shared memory, still exists 1 s after the test."""
     before, shared = ray_processes(), shared_memory()
     yield
     deadline = time.monotonic() + 1.0
@@ -223,8 +225,8 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def home_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray leaves an auth token in the home of whoever starts one; not in the home of whoever runs the tests."""
+def private_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Set HOME to a temporary folder: a local Ray writes an auth token there."""
     before = os.environ["HOME"]
     os.environ["HOME"] = str(tmp_path_factory.mktemp("home"))
     yield
@@ -234,7 +236,7 @@ def home_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @contextmanager
 def address_file(address: str) -> Iterator[None]:
-    """The file in which `ray start --head` leaves its address, with this one in it."""
+    """Write this address to the file in which `ray start --head` leaves its own; restore the file at the end."""
     before = ADDRESS_FILE.read_text() if ADDRESS_FILE.exists() else None
     ADDRESS_FILE.parent.mkdir(parents=True, exist_ok=True)
     ADDRESS_FILE.write_text(address)
@@ -249,14 +251,14 @@ def address_file(address: str) -> Iterator[None]:
 
 @pytest.fixture
 def stale_address_file() -> Iterator[None]:
-    """The file of a head that is gone, as a killed `ray start --head` leaves it."""
+    """The address file of a head that has ended, as a killed `ray start --head` leaves it."""
     with address_file(f"127.0.0.1:{free_port()}"):
         yield
 
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port that accepts and never says a word."""
+    """A port that accepts connections and never answers."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

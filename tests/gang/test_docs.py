@@ -1,8 +1,7 @@
-"""The commands in README.md, CONTRIBUTING.md and docs/ do what these pages say: run as they stand, or named with the
-test that runs them.
+"""The commands in README.md, CONTRIBUTING.md and docs/ work: they are run here, or listed with the test that runs them.
 
-The first run of a page has a Ray of its own, as on a reader's machine. Later ones are pointed at a cluster by
-RAY_ADDRESS, which spares them its start.
+The first run of a page starts its own Ray, as on a reader's machine. RAY_ADDRESS points later runs to a shared
+cluster, which saves the start.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from tests.unit import library_page
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
 WANT_GPUS = ("raymoe run p2p ", "raymoe run exchange_", "raymoe run bench_")
 ELSEWHERE = {
-    "make run": "`make` does the set-up of this very run; what it runs is `raymoe run quickstart`, below",
-    "make test": "this is it",
+    "make run": "`make` set up this test run; the command itself is `raymoe run quickstart`, tested below",
+    "make test": "it runs this test",
     "make check": "a half of `make test`",
     'make unit PYTEST="tests/unit -k plan"': "a part of `make test`",
     "pip install .": "tests/unit/test_packaging.py",
@@ -36,7 +35,7 @@ ELSEWHERE = {
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of the page's fenced blocks that have no language."""
+    """Return the commands in the page's fenced blocks that name no language."""
     fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     blocks = [block for language, block in fenced if not language]
     lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
@@ -49,24 +48,24 @@ def yaml_block(page: Path) -> str:
     return found[1]
 
 
-def test_every_command_is_run_somewhere() -> None:
+def test_every_command_in_the_docs_is_run_by_a_test() -> None:
     lines = [line for page in PAGES for line in commands(page)]
     assert len(lines) > 10
     unknown = [line for line in lines if line not in ELSEWHERE and not line.startswith("raymoe ")]
-    assert not unknown, "run these here, or say in ELSEWHERE which test does"
+    assert not unknown, "no test runs these commands; run them here or name their test in ELSEWHERE"
     assert set(ELSEWHERE) <= set(lines), "ELSEWHERE names a command that no page has"
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -> None:
+def test_the_raymoe_commands_of_a_page_succeed(page: Path, tmp_path: Path, head: Head) -> None:
     lines = [line for line in commands(page) if line.startswith("raymoe ")]
     if any("my.yaml" in line for line in lines):
         (tmp_path / "my.yaml").write_text(yaml_block(page))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with address_file(head.address):
         for line in lines:
-            if f"{line} ".startswith(WANT_GPUS):  # here only validated
+            if f"{line} ".startswith(WANT_GPUS):  # validate only
                 line = line.replace("run", "validate", 1)
             done = subprocess.run(
                 ["bash", "-c", line],
@@ -86,10 +85,10 @@ def test_the_raymoe_commands_of_a_page(page: Path, tmp_path: Path, head: Head) -
 
 @ray.remote(num_cpus=0)
 class Reader:
-    """An actor of a reader's, who copies what the pages say."""
+    """A user's actor that runs code copied from the pages."""
 
     def run(self, blocks: list[str], rank: int, size: int) -> float:
-        """How far y is from what the experts of the README make of each token."""
+        """Run the blocks; return the relative error of y against the README's experts."""
         import torch
 
         import raymoe
@@ -106,8 +105,8 @@ class Reader:
 
 
 @pytest.mark.timeout(200)
-def test_the_python_blocks_for_actors(head: Head) -> None:
-    """Of the README, and of docs/library.md those that need Ray."""
+def test_the_python_blocks_for_ray_actors_compute_the_expected_y(head: Head) -> None:
+    """The README's block, and the block of docs/library.md that needs Ray."""
     ray.init(
         address=head.address,
         log_to_driver=False,

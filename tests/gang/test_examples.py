@@ -1,4 +1,4 @@
-"""The programs in examples/, each as its first lines say to start it, on CPU ranks."""
+"""The programs in examples/ run on CPU ranks, each started by the command in its first lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.
 
 @dataclass(frozen=True)
 class Example:
-    """How a program is started, what it calls its ranks' results, and what it needs."""
+    """How a program is started, the pattern and number of its result lines, and whether it needs Ray."""
 
     start: str
     says: str
@@ -37,7 +37,7 @@ EXAMPLES = {
 
 
 def run(example: Example, folder: Path, **variables: str) -> str:
-    """What the program prints. Its storage and cache are in `folder`."""
+    """Run the program, with its storage and cache in `folder`; return its output."""
     program, *arguments = example.start.split()
     start = TORCHRUN if program == "torchrun" else ()
     done = subprocess.run(
@@ -54,7 +54,7 @@ def run(example: Example, folder: Path, **variables: str) -> str:
 
 
 def results(example: Example, printed: str, device: str) -> list[str]:
-    """The lines of the ranks, in order, without what Ray prints around them."""
+    """Return the ranks' result lines, sorted, without Ray's output."""
     return sorted(re.findall(f"^{example.says.format(device=device)}$", printed, re.MULTILINE))
 
 
@@ -62,15 +62,15 @@ ELSEWHERE = {"channel.py"}
 """tests/unit/test_channel_example.py runs it."""
 
 
-def test_every_example_is_run() -> None:
+def test_every_example_program_has_a_test() -> None:
     assert {path.name for path in (REPO / "examples").glob("*.py")} == ELSEWHERE | set(EXAMPLES)
     for name, example in EXAMPLES.items():
-        assert f"\n    {example.start}\n" in (REPO / "examples" / name).read_text(), "its first lines say how"
+        assert f"\n    {example.start}\n" in (REPO / "examples" / name).read_text(), "its first lines lack the command"
 
 
 @pytest.mark.timeout(DEADLINE_S + 30)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_on_cpu_ranks(name: str, head: Head, tmp_path: Path) -> None:
+def test_an_example_runs_on_cpu_ranks(name: str, head: Head, tmp_path: Path) -> None:
     example = EXAMPLES[name]
     variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     if example.on_ray:

@@ -1,4 +1,4 @@
-"""Ranks that die or stop, in every phase: named, bounded in time, and the gang restarted only where it may be."""
+"""A rank that dies or stops, in every phase, is named in bounded time; the gang restarts only where it may."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def summary_of(directory: Path) -> dict[str, object]:
     return json.loads((directory / "summary.json").read_text())
 
 
-def test_a_rank_killed_in_a_step_is_named_within_a_second_and_the_gang_goes_on(
-    start: Start, head: Head, tmp_path: Path
-) -> None:
+def test_a_rank_killed_in_a_step_is_named_and_the_gang_restarts(start: Start, head: Head, tmp_path: Path) -> None:
     config = configs.write(tmp_path, matrix={"steps.count": [5, 1000]})
     run = start(config, "--address", head.address)
     victim = run.pids()[1]
@@ -42,35 +40,37 @@ def test_a_rank_killed_in_a_step_is_named_within_a_second_and_the_gang_goes_on(
     began = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     run.wait_for("rank 1 .* died .*: it printed no cause; its log: .*; starting the gang again", seconds=10)
-    assert time.monotonic() - began < 3.0  # noticed, last words heard, every process buried
-    assert run.end() == 0, run.said()
+    assert time.monotonic() - began < 3.0  # noticed, its log read, every process ended
+    assert run.end() == 0, run.stderr()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
     assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=1000", 1)}
     first, second = summary_of(run.out)["generations"]
     assert (first["cause"], first["culprit"]) == ("RankDied", 1) and second["cause"] == "done"
 
 
-def test_a_rank_that_crashes_with_no_restart_left_is_exit_4_and_its_last_words_are_told(
+def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
     start: Start, head: Head, tmp_path: Path
 ) -> None:
     run = start(configs.write(tmp_path, steps__count=configs.LONG, world__restarts=0), "--address", head.address)
     victim = run.pids()[2]
     os.kill(victim, signal.SIGSEGV)
     assert run.end(10) == 4
-    words = rf"rank 2 \(pid {victim}\) died in `(?:run|poll)`: Segmentation fault; its log: (\S+)$"
-    told = re.search(words, run.last_line())
-    assert told is not None, run.last_line()
-    assert str(victim) in told[1] and Path(told[1]).is_file()
+    pattern = rf"rank 2 \(pid {victim}\) died in `(?:run|poll)`: Segmentation fault; its log: (\S+)$"
+    found = re.search(pattern, run.last_line())
+    assert found is not None, run.last_line()
+    assert str(victim) in found[1] and Path(found[1]).is_file()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_stops_answering_is_the_culprit(start: Start, head: Head, tmp_path: Path, rank: int) -> None:
+def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
+    start: Start, head: Head, tmp_path: Path, rank: int
+) -> None:
     run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
     pids = run.pids()
     run.wait_for(r"case 1/1 default: step")
     began = time.monotonic()
     os.kill(pids[rank], signal.SIGSTOP)
-    assert run.end(20) == 5, run.said()
+    assert run.end(20) == 5, run.stderr()
     assert time.monotonic() - began < 2 + 10  # wait_timeout_s + 10
     assert f"rank {rank}" in run.last_line()
     generations = summary_of(run.out)["generations"]
@@ -78,15 +78,15 @@ def test_a_rank_that_stops_answering_is_the_culprit(start: Start, head: Head, tm
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a stopped rank holds its GPU"
 
 
-def test_a_lone_rank_that_stops_is_noticed_though_nobody_waits_for_it(start: Start, head: Head, tmp_path: Path) -> None:
+def test_a_run_of_one_rank_exits_5_when_the_rank_stops(start: Start, head: Head, tmp_path: Path) -> None:
     run = start(configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG), "--address", head.address)
     os.kill(run.pids()[0], signal.SIGSTOP)
     assert run.end(20) == 5
     assert "rank 0" in run.last_line()
 
 
-class Saboteur(Driver):
-    """A driver that does something to a rank just before an action, or when it hears certain news."""
+class FaultyDriver(Driver):
+    """A driver that calls a function with rank 1's pid just before an action."""
 
     before: tuple[sv.Action, Callable[[int], None]] | None = None
     generation = 0
@@ -98,37 +98,37 @@ class Saboteur(Driver):
         super()._act(action)
 
 
-def drive(head: Head, config: str, prepare: Callable[[Saboteur], None]) -> tuple[RunOutcome, list[Message]]:
-    news: list[Message] = []
-    driver = Saboteur(
-        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None
+def drive(head: Head, config: str, prepare: Callable[[FaultyDriver], None]) -> tuple[RunOutcome, list[Message]]:
+    received: list[Message] = []
+    driver = FaultyDriver(
+        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), received.append, lambda: None
     )
     prepare(driver)
     try:
-        return driver.run(), news
+        return driver.run(), received
     finally:
         ray.shutdown()
 
 
 @pytest.mark.parametrize("action", [sv.Action.WIRE, sv.Action.RUN])
-def test_a_rank_killed_while_it_is_wired_or_started(head: Head, tmp_path: Path, action: sv.Action) -> None:
-    def prepare(driver: Saboteur) -> None:
+def test_a_rank_killed_during_wire_or_run_costs_one_restart(head: Head, tmp_path: Path, action: sv.Action) -> None:
+    def prepare(driver: FaultyDriver) -> None:
         driver.before = (action, lambda pid: os.kill(pid, signal.SIGKILL))
 
-    outcome, news = drive(head, configs.write(tmp_path), prepare)
+    outcome, received = drive(head, configs.write(tmp_path), prepare)
     assert outcome.exit_code == 0
-    ended = [item for item in news if isinstance(item, GenerationEnded)]
+    ended = [item for item in received if isinstance(item, GenerationEnded)]
     assert [(item.cause, item.culprit, item.restarting) for item in ended] == [
         ("RankDied", 1, True),
         ("done", None, False),
     ]
-    assert [item.generation for item in news if isinstance(item, Ready)] == (
+    assert [item.generation for item in received if isinstance(item, Ready)] == (
         [1] if action is sv.Action.WIRE else [0, 1]
     )
 
 
 class EarlyDeath(Driver):
-    """A driver whose first generation loses rank 1 before that has told where it sits."""
+    """A driver whose first generation loses rank 1 before the rank reports its seat."""
 
     def _act(self, action: sv.Action) -> None:
         super()._act(action)
@@ -138,19 +138,19 @@ class EarlyDeath(Driver):
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_rank_that_dies_before_it_tells_where_it_sits(
+def test_a_rank_that_dies_before_it_reports_its_seat_is_named(
     head: Head, tmp_path: Path, restarts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sv, "ABORT_ANSWER_S", 4.0)  # so that the other ranks tell where they sit after the death
-    config, news = configs.write(tmp_path, world__restarts=restarts), []
+    monkeypatch.setattr(sv, "ABORT_ANSWER_S", 4.0)  # so that the other ranks report their seats after the death
+    config, received = configs.write(tmp_path, world__restarts=restarts), []
     driver = EarlyDeath(
-        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), news.append, lambda: None
+        RunOrder(load_job(config), f"test-{time.monotonic_ns()}", head.address), received.append, lambda: None
     )
     try:
         outcome = driver.run()
     finally:
         ray.shutdown()
-    ended = [(item.cause, item.culprit) for item in news if isinstance(item, GenerationEnded)]
+    ended = [(item.cause, item.culprit) for item in received if isinstance(item, GenerationEnded)]
     if restarts:
         assert outcome.exit_code == 0
         assert ended == [("RankDied", 1), ("done", None)]
@@ -160,8 +160,8 @@ def test_a_rank_that_dies_before_it_tells_where_it_sits(
         assert ended == [("RankDied", 1)]
 
 
-def test_nothing_is_asked_next_where_one_rank_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever rank is the last to come back: the seats of all are needed to number the ranks."""
+def test_a_dead_rank_stops_the_next_call_in_any_order_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gang needs all seats to number the ranks, whichever rank answers last."""
     answers = {0: Location(0, "n", None, (1, 1)), 1: RayActorError(), 2: Location(2, "n", None, (3, 1))}
     monkeypatch.setattr("raymoe.gang.gang.ray.get", lambda rank: raised(answers[rank]))
     for order in itertools.permutations(answers):
@@ -179,11 +179,11 @@ def raised(answer: object) -> object:
     return answer
 
 
-def test_a_rank_killed_between_two_cases(head: Head, tmp_path: Path) -> None:
+def test_every_case_runs_once_when_a_rank_is_killed_between_cases(head: Head, tmp_path: Path) -> None:
     config = configs.write(tmp_path, matrix={"steps.count": [300, 301, 302]})
     killed: list[str] = []
 
-    def prepare(driver: Saboteur) -> None:
+    def prepare(driver: FaultyDriver) -> None:
         tell = driver.tell
 
         def kill_after_first(item: Message) -> None:
@@ -195,14 +195,14 @@ def test_a_rank_killed_between_two_cases(head: Head, tmp_path: Path) -> None:
 
         driver.tell = kill_after_first
 
-    outcome, news = drive(head, config, prepare)
+    outcome, received = drive(head, config, prepare)
     assert outcome.exit_code == 0
-    done = [item.case for item in news if isinstance(item, CaseDone)]
+    done = [item.case for item in received if isinstance(item, CaseDone)]
     assert done == ["count=300", "count=301", "count=302"], "every case once"
 
 
-def test_a_rank_stopped_while_it_is_wired(head: Head, tmp_path: Path) -> None:
-    def prepare(driver: Saboteur) -> None:
+def test_a_rank_stopped_during_wiring_is_named_within_30_s(head: Head, tmp_path: Path) -> None:
+    def prepare(driver: FaultyDriver) -> None:
         driver.before = (sv.Action.WIRE, lambda pid: os.kill(pid, signal.SIGSTOP))
 
     began = time.monotonic()
@@ -211,8 +211,8 @@ def test_a_rank_stopped_while_it_is_wired(head: Head, tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_a_poll_that_was_overtaken_by_the_last_one_is_passed_over() -> None:
-    """Both can be ready in one look; taking the finished cases of both would write them twice."""
+def test_a_poll_answered_after_the_last_poll_is_ignored() -> None:
+    """Both polls can be ready at the same time. Taking the finished cases of both would write them twice."""
     gang = object.__new__(Gang)
     gang._polls = {}
     assert gang._on_poll(0, ray.ObjectRef.nil()) == []

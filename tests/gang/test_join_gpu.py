@@ -1,4 +1,4 @@
-"""`raymoe.join` in an actor that Ray has assigned a GPU to, on a machine where torch sees none."""
+"""`raymoe.join` in an actor to which Ray has assigned a GPU, on a machine where torch sees none."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.gang.test_join import Engine
 from tests.python_path import python_path
 
 
-def test_an_actor_with_a_gpu_never_has_a_cpu_world_silently(tmp_path: Path) -> None:
-    """Ray counts a GPU here that torch does not see, as where torch was installed without CUDA."""
+def test_an_actor_with_a_gpu_gets_a_cpu_world_only_on_request(tmp_path: Path) -> None:
+    """Ray counts a GPU that torch does not see, as with a torch that was installed without CUDA."""
     import torch
 
     if torch.version.cuda is not None and torch.cuda.is_available():
@@ -24,7 +24,7 @@ def test_an_actor_with_a_gpu_never_has_a_cpu_world_silently(tmp_path: Path) -> N
             ray.init(address=head.address, log_to_driver=False, logging_level="error", runtime_env=environment)
             engine = Engine.options(num_gpus=1).remote()
             assert "Ray assigned GPU 0; torch" in ray.get(engine.join.remote("gpu", 0, 1, 30.0), timeout=60)
-            said = ray.get(engine.join.remote("gpu", 0, 1, 30.0, device="cpu"), timeout=60)
-            assert said == "joined on cpu"
+            message = ray.get(engine.join.remote("gpu", 0, 1, 30.0, device="cpu"), timeout=60)
+            assert message == "joined on cpu"
         finally:
             ray.shutdown()

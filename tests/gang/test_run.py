@@ -21,9 +21,9 @@ def read(directory: Path) -> tuple[list[dict[str, object]], dict[str, object]]:
     return lines, json.loads((directory / "summary.json").read_text())
 
 
-def test_quickstart_with_two_ranks_leaves_what_the_contract_says(start: Start) -> None:
+def test_quickstart_with_two_ranks_writes_a_complete_run_directory(start: Start) -> None:
     run = start("quickstart", "--set", "world.ranks=2", "--set", "steps.count=4")
-    assert run.end() == 0, run.said()
+    assert run.end() == 0, run.stderr()
     lines, summary = read(run.out)
     assert {"step"} <= {line["op"] for line in lines}
     assert all(tuple(line) == KEYS and line["verified"] is True and line["ranks"] == 2 for line in lines)
@@ -34,30 +34,30 @@ def test_quickstart_with_two_ranks_leaves_what_the_contract_says(start: Start) -
     assert yaml.safe_load((run.out / "config.yaml").read_text())["world"]["ranks"] == 2
 
 
-def test_two_runs_at_once_on_one_machine_and_a_stale_address_file(
+def test_only_address_auto_fails_on_a_stale_address_file(
     start: Start, tmp_path: Path, stale_address_file: None
 ) -> None:
     config = configs.write(tmp_path, world__ranks=2)
     runs = [start(config), start(config)]
     for run in runs:
-        assert run.end() == 0, run.said()
+        assert run.end() == 0, run.stderr()
         assert len(read(run.out)[0]) > 0
     late = start(config, "--address", "auto")
     assert late.end(15) == 3
     assert "nothing answers there" in late.last_line() and "ray start --head" in late.last_line()
 
 
-def test_every_case_of_a_matrix_on_a_cluster_in_file_order(start: Start, head: Head, tmp_path: Path) -> None:
+def test_a_cluster_runs_every_case_of_a_matrix_in_file_order(start: Start, head: Head, tmp_path: Path) -> None:
     config = configs.write(tmp_path, matrix={"exchange.backend": ["host", "collective"], "shape.tokens": [4, 8]})
     run = start(config, "--address", head.address)
-    assert run.end() == 0, run.said()
+    assert run.end() == 0, run.stderr()
     lines, summary = read(run.out)
     names = list(dict.fromkeys(line["case"] for line in lines))
     assert names == [f"backend={b},tokens={t}" for b in ("host", "collective") for t in (4, 8)]
     assert summary["cases"] == dict.fromkeys(names, "done")
 
 
-def test_a_run_that_was_stopped_goes_on_where_it_was(start: Start, head: Head, tmp_path: Path) -> None:
+def test_resume_keeps_the_finished_cases_of_a_stopped_run(start: Start, head: Head, tmp_path: Path) -> None:
     config = configs.write(tmp_path, world__ranks=2, matrix={"steps.count": [3, configs.LONG]})
     run = start(config, "--address", head.address)
     run.wait_for(r"case 1/2 count=3: done")
@@ -71,16 +71,18 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(start: Start, head: Head, t
     again.wait_for(r"case 2/2 count=1000000: step")
     again.signal(signal.SIGINT)
     assert again.end(10) == 130
-    assert read(run.out)[0] == lines, "the finished case was kept, not run again"
+    assert read(run.out)[0] == lines, "the finished case was not kept as it was"
 
 
-def test_what_no_node_can_hold_fails_at_once_and_says_what_there_is(start: Start, head: Head, tmp_path: Path) -> None:
+def test_ranks_too_large_for_every_node_are_refused_with_the_cpus_found(
+    start: Start, head: Head, tmp_path: Path
+) -> None:
     run = start(configs.write(tmp_path, world__cpus=64), "--address", head.address)
     assert run.end(20) == 3
     assert "3 ranks with 64 CPU each" in run.last_line() and "8 CPU" in run.last_line()
 
 
-def test_a_full_cluster_is_waited_for_as_long_as_the_job_says(start: Start, head: Head, tmp_path: Path) -> None:
+def test_a_run_waits_placement_timeout_s_for_a_full_cluster(start: Start, head: Head, tmp_path: Path) -> None:
     holder = start(
         configs.write(tmp_path, "holder", world__cpus=2.5, steps__count=configs.LONG), "--address", head.address
     )
@@ -92,17 +94,17 @@ def test_a_full_cluster_is_waited_for_as_long_as_the_job_says(start: Start, head
     waits.wait_for("placing ranks")
     holder.signal(signal.SIGTERM)
     assert holder.end(10) == 143
-    assert waits.end() == 0, waits.said()
+    assert waits.end() == 0, waits.stderr()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address", "ray://127.0.0.1:10001"])
-def test_a_cluster_that_is_not_there(start: Start, tmp_path: Path, address: str) -> None:
+def test_an_unreachable_cluster_address_is_named_and_exits_3(start: Start, tmp_path: Path, address: str) -> None:
     run = start(configs.write(tmp_path), "--address", address)
     assert run.end(15) == 3
     assert address in run.last_line()
 
 
-def test_a_port_that_answers_but_is_no_cluster_is_given_up(start: Start, tmp_path: Path, silent_port: int) -> None:
+def test_a_port_that_is_no_cluster_is_given_up_after_a_timeout(start: Start, tmp_path: Path, silent_port: int) -> None:
     first = "from raymoe.gang import cluster; cluster.CONNECT_S = 4.0"
     run = start(configs.write(tmp_path), "--address", f"127.0.0.1:{silent_port}", first=first)
     assert run.end(15) == 3
@@ -112,33 +114,33 @@ def test_a_port_that_answers_but_is_no_cluster_is_given_up(start: Start, tmp_pat
 def test_a_heap_larger_than_memory_is_refused_before_ray_starts(start: Start, tmp_path: Path) -> None:
     run = start(configs.write(tmp_path, shape__tokens=4_000_000, shape__hidden=16384))
     assert run.end(10) == 3
-    assert "GiB" in run.last_line() and "local Ray" not in run.said()
+    assert "GiB" in run.last_line() and "local Ray" not in run.stderr()
 
 
 def test_a_heap_larger_than_memory_on_a_cluster_is_refused_by_its_node(
     start: Start, head: Head, tmp_path: Path
 ) -> None:
     run = start(configs.write(tmp_path, shape__tokens=4_000_000, shape__hidden=16384), "--address", head.address)
-    assert run.end(30) == 3, run.said()
+    assert run.end(30) == 3, run.stderr()
     assert "GiB" in run.last_line()
 
 
-def test_more_ranks_than_the_machine_has_room_for(start: Start, tmp_path: Path) -> None:
+def test_ranks_that_need_more_cpus_than_the_machine_has_are_refused(start: Start, tmp_path: Path) -> None:
     run = start(configs.write(tmp_path, world__cpus=64))
     assert run.end(40) == 3
     assert "3 ranks with 64 CPU each" in run.last_line()
 
 
-def test_a_directory_that_cannot_be_written(start: Start, tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_written_exits_8(start: Start, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = start(configs.write(tmp_path), out=tmp_path / "file" / "below")
     assert run.end(10) == 8
     assert str(tmp_path / "file" / "below") in run.last_line()
 
 
-def test_data_that_is_refused_is_exit_7(start: Start, head: Head, tmp_path: Path) -> None:
+def test_refused_data_exits_7(start: Start, head: Head, tmp_path: Path) -> None:
     run = start(
         configs.write(tmp_path, exchange__capacity=40, routing={"kind": "hot", "share": 1.0}), "--address", head.address
     )
-    assert run.end() == 7, run.said()
+    assert run.end() == 7, run.stderr()
     assert "capacity" in run.last_line()

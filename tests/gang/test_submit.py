@@ -1,4 +1,4 @@
-"""Ray's own tools: `ray job submit`, before and after a local run left its auth token, and the metrics."""
+"""Ray's tools: `ray job submit`, before and after a local run leaves its auth token, and the exported metrics."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def submit(head: Head, home: Path, *words: str, env: dict[str, str] | None = Non
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=110, check=False, cwd=home
         )
-        said = done.stdout + done.stderr
-        if "No available agent" not in said or time.monotonic() > deadline:  # the agent comes up after the head
-            return done.returncode, said
+        output = done.stdout + done.stderr
+        if "No available agent" not in output or time.monotonic() > deadline:  # the agent comes up after the head
+            return done.returncode, output
         time.sleep(0.5)
 
 
@@ -41,42 +41,42 @@ def quick(out: Path | None = None, ranks: int = 1) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_job_submit_before_and_after_a_local_run(tmp_path: Path, start: Start, head: Head) -> None:
-    """Before: no token, and a head without auth. After: the local run left one, so a head started then asks for it."""
+def test_job_submit_works_before_and_after_a_local_run(tmp_path: Path, start: Start, head: Head) -> None:
+    """Before the local run there is no token. The run leaves one, so a head started later asks for it."""
     home = tmp_path / "home"
     home.mkdir()
     bare = {"HOME": str(home), "RAY_AUTH_MODE": UNSET}
-    code, said = submit(head, home, *quick(ranks=2), env=bare)
-    assert code == 0 and "succeeded" in said, said
-    found = re.search(r"results go to (\S+)", said)
+    code, output = submit(head, home, *quick(ranks=2), env=bare)
+    assert code == 0 and "succeeded" in output, output
+    found = re.search(r"results go to (\S+)", output)
     assert found and (Path(found[1]) / "summary.json").exists()
     assert "_ray_pkg" not in found[1], "Ray deletes the working directory"
 
     local = start(configs.write(tmp_path, world__ranks=1), env=bare)
-    assert local.end() == 0, local.said()
+    assert local.end() == 0, local.stderr()
     assert (home / ".ray" / "auth_token").exists()
-    code, said = submit(head, home, *quick(home / "between"), env=bare)
-    assert code == 0 and "succeeded" in said, said
+    code, output = submit(head, home, *quick(home / "between"), env=bare)
+    assert code == 0 and "succeeded" in output, output
     assert (home / "between" / "summary.json").exists()
 
-    with ray_head(tmp_path, env=bare) as asking:
-        code, said = submit(asking, home, *quick(home / "unasked"), env=bare)
-        assert code != 0 and "RAY_AUTH_MODE" in said, "docs/ray.md says why"
-        code, said = submit(asking, home, *quick(home / "after"), env={"RAY_AUTH_MODE": "token"})
-        assert code == 0 and "succeeded" in said, said
+    with ray_head(tmp_path, env=bare) as head_with_auth:
+        code, output = submit(head_with_auth, home, *quick(home / "unasked"), env=bare)
+        assert code != 0 and "RAY_AUTH_MODE" in output, "docs/ray.md says why"
+        code, output = submit(head_with_auth, home, *quick(home / "after"), env={"RAY_AUTH_MODE": "token"})
+        assert code == 0 and "succeeded" in output, output
         assert (home / "after" / "summary.json").exists()
 
-        refused = start(configs.write(tmp_path), "--address", asking.address, env=bare)
+        refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=bare)
         assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
 
 
-def test_a_bad_config_fails_the_job_with_its_own_exit_code(head: Head, tmp_path: Path) -> None:
-    code, said = submit(head, Path(os.environ["HOME"]), "raymoe", "run", "quickstart", "--set", "shape.hiden=3")
-    assert code == 1 and "failed with exit code 2" in said, said
-    assert "did you mean" in said and "hidden" in said
+def test_a_bad_config_fails_the_job_with_exit_code_2(head: Head, tmp_path: Path) -> None:
+    code, output = submit(head, Path(os.environ["HOME"]), "raymoe", "run", "quickstart", "--set", "shape.hiden=3")
+    assert code == 1 and "failed with exit code 2" in output, output
+    assert "did you mean" in output and "hidden" in output
 
 
-def test_steps_and_rank_states_go_out_as_metrics(start: Start, head: Head, tmp_path: Path) -> None:
+def test_steps_and_rank_states_are_exported_as_metrics(start: Start, head: Head, tmp_path: Path) -> None:
     run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
     run.pids()
     name = (run.out / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")

@@ -12,7 +12,7 @@ from raymoe import Channel  # noqa: E402
 from raymoe.errors import CaptureError, ConfigError, PeerTimeout  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
-from tests.unit.test_channel_example import said_by_the_example  # noqa: E402
+from tests.unit.test_channel_example import verified_by_the_example  # noqa: E402
 
 pytestmark = NEEDS_GPU
 
@@ -98,7 +98,7 @@ def test_two_ranks_send_both_ways_by_nccl(ranks, protocol):
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs a GPU for each of 2 ranks; {GPUS} here")
 def test_the_example_runs_on_two_gpus():
-    assert said_by_the_example() == ["put by tma on cuda", "get by tma on cuda"]
+    assert verified_by_the_example() == ["put by tma on cuda", "get by tma on cuda"]
 
 
 def replay_after_freeing_the_message(world: World, transport: str) -> bool:

@@ -160,7 +160,7 @@ QUANTISED = [
 )
 def test_rows_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) -> None:
     if backend not in QUANTISING:
-        pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal refuses them")
+        pytest.skip(f"{backend} sends rows in their own dtype; choice.why_not says so")
     case = Case(RANKS, spec, backend, ("uniform", "masked", "one"), seed=spec.hidden)
     answers = ranks.run(RANKS, on_rank.quantised_steps, case)
     for step in range(len(case.routing)):
@@ -169,7 +169,7 @@ def test_rows_cross_as_fp8(ranks: GpuRanks, backend: str, spec: ExchangeSpec) ->
 
 def test_raw_rows_of_an_odd_width_are_refused(ranks: GpuRanks, backend: str) -> None:
     if backend not in QUANTISING:
-        pytest.skip(f"{backend} sends rows in their own dtype; choice.refusal refuses them")
+        pytest.skip(f"{backend} sends rows in their own dtype; choice.why_not says so")
     spec = replace(QUANTISED[1], output="raw")
     for error in ranks.run(RANKS, on_rank.error_of_spec, Case(RANKS, spec, backend, ("uniform",))):
         assert error == "output raw with hidden 200; rows of fp8 need a multiple of 16 elements"
@@ -377,7 +377,7 @@ def test_misuse_is_refused_before_anything_is_sent(ranks: GpuRanks, backend: str
         "num_tokens is 10; x has 9 rows",
         "num_tokens is 1 inside a capture" if backend in CAPTURABLE else no_capture,
         "x has shape [9, 8]; [any, 64] is needed" if backend in CAPTURABLE else no_capture,
-        "an exchange was to be made inside a capture",
+        "an exchange cannot be made inside a capture",
         "check waits for the device",
     ]
     for errors in ranks.run(RANKS, on_rank.misuse_errors, case):

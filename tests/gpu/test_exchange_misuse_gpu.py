@@ -49,7 +49,7 @@ def test_mistakes_are_refused_and_the_exchange_still_works(ranks: GpuRanks, back
     for rank, messages in enumerate(ranks.run(RANKS, on_rank.misuse_errors, SPEC, backend)):
         for mistake, expected in {
             "at once": f"dispatch on rank {rank} while a call",
-            "taken": "rows are in the exchange's own memory, which a later dispatch has been given since",
+            "taken": "rows are in the exchange's own memory, which a later dispatch has overwritten",
             "negative": "x is a negative view",
             "weights": "topk_weights is a negative view",
             "vmap": "dispatch inside torch.vmap",

@@ -1,4 +1,4 @@
-"""Configs written for one test, and the problems found in them."""
+"""Write a config for one test, and collect the problems that the loader finds in it."""
 
 from pathlib import Path
 from textwrap import dedent
@@ -24,5 +24,5 @@ def refused(config: str, *sets: str) -> ConfigError:
 
 
 def problems(folder: Path, text: str, *sets: str) -> list[str]:
-    """What is told of a config, each without the folder's name."""
+    """Return the problems of a config, without the folder's name."""
     return [str(problem).replace(f"{folder}/", "") for problem in refused(write(folder, text), *sets).problems]

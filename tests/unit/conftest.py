@@ -1,4 +1,4 @@
-"""What tests of this folder share: four rank processes, started when the first test asks for them."""
+"""The fixture that tests of this folder share: four rank processes, started for the first test that needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches on a CPU: each kernel runs at once, on the emulator's machine of one rank, in memory of torch's."""
+"""Launches on a CPU: each kernel runs at once on an emulator of one rank, in torch's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_STEPS = 100_000_000
 
 
 class EmulatedLauncher:
-    """Small blocks and few of them, so that everything wraps. Every launch has an interleaving of its own."""
+    """A launcher of few small blocks, so that every loop wraps. Every launch has its own interleaving."""
 
     threads = 64
     sms = 13
@@ -42,7 +42,7 @@ class EmulatedLauncher:
         return EmulatedWords(torch.zeros(count, dtype=torch.int64))
 
     def close(self, together: bool) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 @dataclass
@@ -75,6 +75,6 @@ class EmulatedLaunch:
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where its storage begins, and its bytes."""
+    """Return the address and the bytes of a tensor's storage."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()

@@ -1,4 +1,4 @@
-"""All ranks around the kernels of NCCL's backends, in one process and emulated, with copies in place of NCCL."""
+"""The kernels of NCCL's backends for all ranks, emulated in one process, with copies in place of NCCL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.exchange_cases import Batch, Case, batches
 
 @dataclass(frozen=True)
 class Named:
-    """All that kernels want to know of a world."""
+    """The facts of a world that the kernels need."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class Named:
 
 @dataclass
 class Rank:
-    """One rank's kernels, and what a dispatch of it has left."""
+    """One rank's kernels, and the results of its dispatch."""
 
     kernels: RoundKernels
     got: Dispatched
@@ -53,11 +53,11 @@ class Ranks:
         ranks = []
         for kernels, tokens in zip(self.kernels, sent, strict=True):
             got, kept = self.new(kernels, tokens)
-            kernels.tell(0, tokens, kept)
+            kernels.write_metadata(0, tokens, kept)
             ranks.append(Rank(kernels, got, kept, self.launcher.words(1 + 2 * len(self.kernels))))
-        told = [rank.kernels.told(rank.kept)[1].clone() for rank in ranks]
+        metadata = [rank.kernels.metadata(rank.kept)[1].clone() for rank in ranks]
         for rank in ranks:
-            rank.kernels.told(rank.kept)[0].copy_(torch.cat(told))
+            rank.kernels.metadata(rank.kept)[0].copy_(torch.cat(metadata))
             rank.kernels.number(0, rank.got, rank.kept, rank.heard)
         self.move(ranks, sent)
         for rank, tokens in zip(ranks, sent, strict=True):
@@ -78,7 +78,7 @@ class Ranks:
         return got, kept
 
     def move(self, ranks: list[Rank], sent: Sequence[Tokens]) -> None:
-        """Rows of all ranks into the tables of all."""
+        """Copy every rank's rows into the tables of all ranks."""
         size, tokens = len(ranks), self.spec.tokens
         tables = [rank.kernels.blocks.table[:-1].view(size, tokens, -1) for rank in ranks]
         for source, (rank, mine) in enumerate(zip(ranks, sent, strict=True)):
@@ -110,7 +110,7 @@ def tokens_of(batch: Batch) -> Tokens:
 
 
 def judge_step(case: Case, compact: bool, launcher: EmulatedLauncher) -> None:
-    """A dispatch and a combine of all ranks, exactly."""
+    """Check a dispatch and a combine of all ranks exactly."""
     spec, ranks, sent = case.spec, Ranks(case, compact, launcher), batches(case, 0)
     got = ranks.dispatch([tokens_of(batch) for batch in sent])
     ids = [batch.ids[: batch.num_tokens] for batch in sent]
@@ -132,7 +132,7 @@ def judge_step(case: Case, compact: bool, launcher: EmulatedLauncher) -> None:
 
 
 def judge_places(case: Case, sent: list[Batch], theirs: plan.Plan, got: Dispatched) -> None:
-    """Rows, weights and counts of one rank, exactly."""
+    """Check rows, weights and counts of one rank exactly."""
     spec = case.spec
     assert (got.expert_counts.tolist(), got.expert_offsets.tolist()) == (theirs.counts, theirs.offsets)
     want = plan.dispatch([batch.x for batch in sent], theirs, spec.rows(case.ranks))
@@ -150,7 +150,7 @@ def judge_places(case: Case, sent: list[Batch], theirs: plan.Plan, got: Dispatch
 
 
 def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, found: Rank, compact: bool) -> None:
-    """The numbers that the host is told."""
+    """Check the numbers that the host reads."""
     local = case.spec.local_experts(case.ranks)
     giving = [len(plan.rank_rows(ids[rank], peer, local)) for peer in range(case.ranks)]
     taking = [len(plan.rank_rows(theirs, rank, local)) for theirs in ids]
@@ -159,7 +159,7 @@ def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, found: Rank, c
 
 
 def drawn(seed: int, changes: tuple[Change, ...] = ()) -> None:
-    """One of the cases that planted bugs are looked for in: many runs of few tokens, or one of many."""
+    """Check the case of this seed, with changed kernels: planted faults must fail in some seeds."""
     launcher = EmulatedLauncher(seed=seed * 1000, changes=changes)
     launcher.sms = 3 if seed % 5 == 0 else 13
     spec = ExchangeSpec(

@@ -1,7 +1,7 @@
-"""Cases of the exchange tests: a spec, a few steps, and what a rank does with them.
+"""Cases of the exchange tests: a spec, a few steps, and the code that a rank runs for them.
 
-The reference here is an oracle in float64 that knows nothing of plans or slots: y = sum over k of w * f_e(x), with a
-different map f_e, not linear through zero, for every expert.
+The reference here is an oracle in float64 that uses no plans or slots: y = sum over k of w * f_e(x). Every expert has
+a different map f_e, which is not linear through zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass
 class Batch:
-    """What one rank hands over in one step."""
+    """The input of one rank in one step."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass
 class Result:
-    """What one rank got in one step; rows in float32, which holds each of the dtypes exactly."""
+    """The output of one rank in one step; rows in float32, which holds each of the dtypes exactly."""
 
     x: np.ndarray
     weights: np.ndarray
@@ -62,7 +62,7 @@ class Result:
 
 
 def batches(case: Case, step: int) -> list[Batch]:
-    """The batches of all ranks: every rank and the judge make the same ones."""
+    """Make the batches of all ranks; every rank and the judge make the same ones."""
     spec, made = case.spec, []
     for rank in range(case.ranks):
         rng = np.random.default_rng((case.seed, step, rank))
@@ -97,9 +97,9 @@ def expert_map(expert: int, x: np.ndarray) -> np.ndarray:
 
 
 def oracle(batch: Batch, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """What y should be, and for each element the sum of |w * row| that errors are measured by.
+    """Return the expected y, and for each element the sum of |w * row|, to which errors are relative.
 
-    Experts give rows of the batch's dtype. That rounding is theirs, and not an error of the exchange.
+    Experts return rows of the batch's dtype. Their rounding is not an error of the exchange.
     """
     x = batch.x.double().numpy()
     want, scale = np.zeros_like(x), np.zeros_like(x)
@@ -114,8 +114,9 @@ def oracle(batch: Batch, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 ENGINE = "engine staged"
+"""A case's backend: staged, with rows moved by the copy engine."""
 MANY = "many fused"
-"""A case's backend: staged, whose rows go by the copy engine."""
+"""A case's backend: fused, with the kernels for many tokens."""
 
 
 def spec_of(case: Case) -> ExchangeSpec:
@@ -123,20 +124,23 @@ def spec_of(case: Case) -> ExchangeSpec:
 
 
 def open_exchange(world: World, case: Case, **options: Any) -> Exchange:
-    """The exchange of a case. Backend `tensor NAME` is what GPU ranks have by that name, on CPU ranks; MANY is `fused`
-    with the kernels of many tokens, however few there are."""
+    """Open the exchange of a case.
+
+    Backend `tensor NAME` runs the GPU ranks' backend NAME on CPU ranks. MANY is `fused` with the kernels for many
+    tokens, however few there are.
+    """
     kind, _, name = case.backend.rpartition(" ")
     if case.backend == MANY:
         with mock.patch("raymoe.exchange.workspace.FEW_TOKENS", 0):
             return Exchange(world, case.spec, backend=name, **options)
     if kind in ("", "engine"):
         return Exchange(world, spec_of(case), backend=name, **options)
-    with mock.patch("raymoe.exchange.exchange.make", on_tensors):
+    with mock.patch("raymoe.exchange.exchange.make_backend", on_tensors):
         return Exchange(world, case.spec, backend=name, **options)
 
 
 def run_case(world: World, case: Case) -> list[Result]:
-    """On a rank: all steps of a case, one exchange."""
+    """Run all steps of a case on a rank, in one exchange."""
     with open_exchange(world, case) as exchange:
         for rows in exchange._own:
             rows.fill_(torch.nan)
@@ -144,7 +148,7 @@ def run_case(world: World, case: Case) -> list[Result]:
 
 
 def run_step(exchange: Exchange, case: Case, batch: Batch) -> Result:
-    """One step, eagerly. On a GPU nothing is waited for before `check`."""
+    """Run one step without capture. On a GPU nothing waits before `check`."""
     spec, capacity, device = case.spec, case.spec.rows(case.ranks), exchange.world.device
     mine = batch.on(device)
     out = torch.full((capacity, spec.hidden), torch.nan, dtype=mine.x.dtype, device=device) if case.given else None
@@ -171,7 +175,7 @@ def result_of(got: Dispatched, x: torch.Tensor, y: torch.Tensor) -> Result:
 
 
 def standing(got: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each of C places the local expert whose rows are there or behind, and whether a row stands there."""
+    """Return for each of C places the local expert whose rows are there or just before, and whether it holds a row."""
     offsets, counts = got.expert_offsets, got.expert_counts
     places = torch.arange(len(got.weights), dtype=offsets.dtype, device=offsets.device)
     expert = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(counts) - 1)
@@ -179,7 +183,7 @@ def standing(got: Dispatched) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expert_major(got: Dispatched) -> torch.Tensor:
-    """The C places, without a wait. What lies in gaps is kept: a row of zeros with padding `zero`."""
+    """Return the rows of the C places, without a wait. Gaps keep their content: zeros with padding `zero`."""
     if got.index is None:
         return got.x
     last = got.expert_offsets[-1]
@@ -188,7 +192,7 @@ def expert_major(got: Dispatched) -> torch.Tensor:
 
 
 def apply_experts(exchange: Exchange, got: Dispatched, x: torch.Tensor) -> torch.Tensor:
-    """Rows of this rank's experts, without a wait; what is not a row of an expert is NaN and must not matter."""
+    """Return the rows of this rank's experts, without a wait. Other rows are NaN and must not change the result."""
     local, there = standing(got)
     expert = (local + exchange.world.rank * len(got.expert_counts)).double()[:, None]
     rows = x.double() * (0.5 + expert / 8) + (expert - 2.25) / 4  # as `expert_map` has it

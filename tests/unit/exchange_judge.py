@@ -1,4 +1,4 @@
-"""What the results of a case must be: exact where rows are only moved, within a bound where they are summed."""
+"""Check the results of a case: exactly where rows are only moved, within a bound where they are summed."""
 
 from __future__ import annotations
 
@@ -47,16 +47,15 @@ def judge_combine(case: Case, batch: Batch, y: np.ndarray) -> None:
 
 
 QUANTISED_SLACK = 2.0**-20
-"""Relative. A float32 quotient may be off by a few units, and where that is next to the middle between two 8-bit floats
-either of them is right."""
+"""Relative. A float32 quotient may be off by a few units. Near the middle between two 8-bit floats, either is right."""
 HALF_A_STEP = {"bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-25), "float32": (2.0**-24, 0.0)}
-"""Of rounding to a dtype: relative, and below the smallest normal number."""
+"""Rounding error of a dtype: relative, and absolute below the smallest normal number."""
 
 
-def reaches(blocks: torch.Tensor) -> torch.Tensor:
-    """What the scales of blocks are made of: 0, or the largest finite magnitude, if that is not too small for a scale.
+def block_maxima(blocks: torch.Tensor) -> torch.Tensor:
+    """Return each block's largest finite magnitude, from which its scale is made: 0, or at least a scale's minimum.
 
-    >>> reaches(torch.tensor([[1.0, -torch.inf], [torch.nan, -2.0], [0.0, 0.0]])).tolist()
+    >>> block_maxima(torch.tensor([[1.0, -torch.inf], [torch.nan, -2.0], [0.0, 0.0]])).tolist()
     [1.0, 2.0, 0.0]
     """
     finite = torch.where(blocks.isfinite(), blocks.abs(), 0.0).amax(dim=-1)
@@ -64,10 +63,12 @@ def reaches(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def odd_blocks(dtype: torch.dtype) -> torch.Tensor:
-    """Blocks of 128 elements that are hard to scale: a few such numbers, and zeros. There are more of them than the
-    kernels scale together: 15 where tokens are few, 32 where they are many."""
+    """Return blocks of 128 elements that are hard to scale: a few extreme numbers, then zeros.
+
+    There are more blocks than the kernels scale together: 15 for few tokens, 32 for many.
+    """
     limits, nan, inf = torch.finfo(dtype), float("nan"), float("inf")
-    least = limits.smallest_normal * limits.eps  # the least number that is not zero
+    least = limits.smallest_normal * limits.eps  # the smallest positive number
     heads = [
         *([0], [nan], [inf], [-inf, nan], [nan, 1], [2, -inf, nan, inf], [-inf, -3, 2]),
         *([least], [-least, inf], [limits.smallest_normal], [1e-37], [1e-36, -1e-37], [6e-36]),
@@ -81,13 +82,13 @@ def odd_blocks(dtype: torch.dtype) -> torch.Tensor:
 
 
 def judge_odd_blocks(x: torch.Tensor, found: torch.Tensor, found_scales: torch.Tensor | None) -> None:
-    """A row of such blocks that has crossed as float8_e4m3, bit by bit: values and scales, or without scales a row."""
+    """Check a row of `odd_blocks` that crossed as float8_e4m3, bit by bit: values and scales, or dequantised rows."""
     blocks = x.float().view(-1, FP8_BLOCK)
-    reach = reaches(blocks)
-    scales = torch.where(reach == 0, 1.0, reach / LARGEST_E4M3)
+    maxima = block_maxima(blocks)
+    scales = torch.where(maxima == 0, 1.0, maxima / LARGEST_E4M3)
     assert scales.isfinite().all()
     assert (scales >= torch.finfo(torch.float32).tiny).all()
-    values = (blocks * torch.where(reach == 0, 1.0, LARGEST_E4M3 / reach)[:, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3)
+    values = (blocks * torch.where(maxima == 0, 1.0, LARGEST_E4M3 / maxima)[:, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3)
     want = values.to(torch.float8_e4m3fn).float()
     if found_scales is None:
         want = (want * scales[:, None]).to(x.dtype).float()
@@ -99,7 +100,7 @@ def judge_odd_blocks(x: torch.Tensor, found: torch.Tensor, found_scales: torch.T
 
 
 def quantised(row: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The two values, mostly one, that an element may have after it has crossed as float8_e4m3.
+    """Return the two values, mostly equal, that an element may have after it has crossed as float8_e4m3.
 
     >>> low, high = quantised(torch.tensor([448.0, 1.0, -0.3, 0.0]))  # a scale of 1; 3 bits of mantissa
     >>> low.tolist(), bool((low == high).all())
@@ -107,7 +108,7 @@ def quantised(row: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """
     x = row.double()
     blocks = torch.nn.functional.pad(x, (0, -len(x) % FP8_BLOCK)).view(-1, FP8_BLOCK)
-    largest = reaches(blocks)[:, None]
+    largest = block_maxima(blocks)[:, None]
     scales = torch.where(largest == 0, 1.0, largest / LARGEST_E4M3)
     ends = []
     for off in (1 - QUANTISED_SLACK, 1 + QUANTISED_SLACK):
@@ -117,9 +118,9 @@ def quantised(row: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def judge_quantised(case: Case, sent: list[Batch], results: list[Result]) -> None:
-    """A step whose rows crossed as fp8: each row as near as 8 bits allow, and the sums of what experts made of those.
+    """Check a step whose rows crossed as fp8: each row as near as 8 bits allow, and the sums of the experts' rows.
 
-    An expert's row may cancel to nothing, so the sums say nothing about the rows: each is judged for itself.
+    An expert's row may cancel to zero, so the sums do not check the rows. Each row is checked by itself.
     """
     crossed: dict[tuple[int, int], np.ndarray] = {}
     for rank, result in enumerate(results):
@@ -135,7 +136,7 @@ def judge_quantised(case: Case, sent: list[Batch], results: list[Result]) -> Non
 def judge_quantised_rows(
     case: Case, sent: list[Batch], rank: int, result: Result, crossed: dict[tuple[int, int], np.ndarray]
 ) -> None:
-    """The right rows in the right places, the same wherever a token went; `crossed` keeps them by (source, token)."""
+    """Check that every place holds the right row, equal on all ranks; `crossed` keeps rows by (source, token)."""
     spec = case.spec
     ids = [batch.ids[: batch.num_tokens] for batch in sent]
     theirs = plan.plan(ids, rank, spec.local_experts(case.ranks), spec.alignment)
@@ -157,7 +158,7 @@ def judge_quantised_rows(
 
 
 def judge_bytes(case: Case, sent: list[Batch]) -> None:
-    """The plan counts each (token, other rank) once: counted here with sets."""
+    """Check that the plan counts each (token, other rank) once, by counting with sets."""
     local = case.spec.local_experts(case.ranks)
     crossing = set()
     for source, batch in enumerate(sent):

@@ -1,4 +1,4 @@
-"""The backends that GPU ranks have over NCCL, on CPU ranks: Gloo takes NCCL's place, the emulator the GPU's."""
+"""The NCCL backends of GPU ranks, on CPU ranks: Gloo replaces NCCL, and the emulator replaces the GPU."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ class GlooRounds:
     def exchange(self, receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor]) -> None:
         ranks, nothing = range(self._world.size), torch.empty(0, dtype=torch.uint8)
         blocks = [sends.get(rank, nothing).flatten() for rank in ranks]
-        leaving, taking = torch.cat(blocks), [receives.get(rank, nothing).numel() for rank in ranks]
-        came = torch.empty(sum(taking), dtype=torch.uint8)
-        self._gloo.all_to_all("rows", came, leaving, taking, [block.numel() for block in blocks])()
-        for rank, rows in enumerate(torch.split(came, taking)):
+        sent_rows, received_sizes = torch.cat(blocks), [receives.get(rank, nothing).numel() for rank in ranks]
+        received_rows = torch.empty(sum(received_sizes), dtype=torch.uint8)
+        self._gloo.all_to_all("rows", received_rows, sent_rows, received_sizes, [block.numel() for block in blocks])()
+        for rank, rows in enumerate(torch.split(received_rows, received_sizes)):
             if rank in receives:
                 receives[rank].copy_(rows.view(receives[rank].shape))
 
-    def wait(self, op: str, over: Callable[[], bool], lagging: Lagging | None = None) -> None:
-        """Gloo and kernels have waited; hosts have not."""
+    def wait(self, op: str, is_done: Callable[[], bool], lagging: Lagging | None = None) -> None:
+        """Wait for the ranks' hosts; Gloo and the kernels have already waited."""
         start = time.monotonic()
-        if not self._world.waiter.until(op, lagging()[0] if lagging else 0, over, self._world.timeout_s):
+        if not self._world.waiter.until(op, lagging()[0] if lagging else 0, is_done, self._world.timeout_s):
             assert lagging is not None
             peer, seen, mine = lagging()
             raise PeerTimeout(op, mine, peer, mine, seen, time.monotonic() - start, self._world.rank)
 
     def wait_for_all(self, op: str) -> None:
-        """Gloo has waited."""
+        """Do nothing: Gloo has already waited."""
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)
 
 
 def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None) -> Backend:
-    """Takes the place of `choice.make`."""
+    """Make an NCCL backend over Gloo and the emulator; tests patch `choice.make_backend` with it."""
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]
     with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
         return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

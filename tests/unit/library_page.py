@@ -11,7 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "library.md"
 
 
 def blocks(page: Path = PAGE) -> list[tuple[str, str]]:
-    """What each Python block needs, "" or `gpu` or `ray`, and its text with the page's line numbers."""
+    """Return each Python block's requirement ("", `gpu` or `ray`) and its text with the page's line numbers."""
     text = page.read_text()
     found = []
     for block in re.finditer(r"^```python ?(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
@@ -20,7 +20,7 @@ def blocks(page: Path = PAGE) -> list[tuple[str, str]]:
 
 
 def run(needs: set[str]) -> tuple[list[str], str]:
-    """Run the blocks that need no more than this, one after the other: the names that they made, what they printed."""
+    """Run the blocks whose requirement is met, in order; return the names they defined and their output."""
     names: dict[str, object] = {"__name__": "library_page"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for need, text in blocks():

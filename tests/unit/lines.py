@@ -1,4 +1,4 @@
-"""Result lines for tests of the report, shaped like those of real workloads."""
+"""Result lines for tests of the report, with the columns of real workloads."""
 
 from raymoe.report.results import Line, complete
 
@@ -6,14 +6,14 @@ SHAPE = {"ranks": 4, "tokens": 512, "hidden": 1024, "experts": 32, "topk": 4, "d
 SETTING = {"routing": "uniform", "seed": 0, "layout": "expert", "alignment": 16, "padding": "any", "device": "cpu"}
 
 
-def whole(measured: dict[str, object], run: str = "quick-1") -> Line:
+def complete_line(measured: dict[str, object], run: str = "quick-1") -> Line:
     return complete(measured, run=run, generation=0, commit="0123456789ab")
 
 
 def exchange_case(backend: str, us: float, run: str = "quick-1") -> list[Line]:
     times = {"dispatch": 0.4 * us, "combine": 0.6 * us, "exchange": us}
     return [
-        whole(
+        complete_line(
             {
                 "case": f"backend={backend}",
                 "workload": "exchange",
@@ -39,7 +39,7 @@ def exchange_case(backend: str, us: float, run: str = "quick-1") -> list[Line]:
 
 def copy_case() -> list[Line]:
     return [
-        whole(
+        complete_line(
             {
                 "case": "default",
                 "workload": "p2p",
@@ -68,7 +68,7 @@ def copy_case() -> list[Line]:
 
 
 def traced_exchange(tokens: tuple[int, ...] = (1, 4096)) -> list[Line]:
-    """Lines of `fused` with made-up timelines, which few tokens have less of."""
+    """Return lines of `fused` with invented timelines; a single token has fewer points."""
     lines = gpu_exchange("fused", 8.0, tokens)
     for line in lines:
         count = int(str(line["tokens"]))
@@ -83,7 +83,7 @@ def traced_exchange(tokens: tuple[int, ...] = (1, 4096)) -> list[Line]:
     return lines
 
 
-# Microseconds of the first, the median and the last block with no tokens, and their shares of the time of the rows.
+# For the first, the median and the last block: microseconds without tokens, and the share of the rows' time.
 DISPATCH_POINTS = {
     "start": ((0.0, 0), (0.4, 0), (1.1, 0)),
     "first push": ((2.4, 0), (3.0, 0.01), (3.6, 0.02)),
@@ -108,7 +108,7 @@ ROW_BYTES = 14336
 
 
 def gpu_exchange(backend: str, us: float, tokens: tuple[int, ...] = (128, 4096), **keys: object) -> list[Line]:
-    """Lines of an exchange between GPUs that takes `us` and 1/8 of a microsecond for each token."""
+    """Return lines of an exchange between GPUs that takes `us` plus 1/8 microsecond for each token."""
     push = backend == "row_push"
     setting = {**GPU_SHAPE, **SETTING, "device": "NVIDIA H200", "samples": 50, "graph": backend != "collective"}
     lines = []
@@ -126,5 +126,5 @@ def gpu_exchange(backend: str, us: float, tokens: tuple[int, ...] = (128, 4096),
                 known |= {"sms": 12 if push else 132, "leaves_out": LEFT_OUT if push else None}
                 known |= {"verified": None if push else True, "max_error": None if push else 4e-3}
                 case = f"backend={backend},tokens={count}"
-                lines.append(whole({"case": case, **setting, **known, **measured, **keys}))
+                lines.append(complete_line({"case": case, **setting, **known, **measured, **keys}))
     return lines

@@ -8,23 +8,23 @@ from raymoe.packaged import packaged_config, packaged_names
 
 
 def commands(name: str) -> list[list[str]]:
-    """Each command's words after `raymoe run`: a config, then its options."""
+    """Return each command's words after `raymoe run`: a config, then its options."""
     path = packaged_config(name)
     assert path is not None
     comments = [line.removeprefix("#") for line in path.read_text().splitlines() if line.startswith("#")]
-    whole = "\n".join(comments).replace("\\\n", " ")
-    lines = [line.strip() for line in whole.splitlines() if line.startswith("   raymoe run ")]
+    joined = "\n".join(comments).replace("\\\n", " ")
+    lines = [line.strip() for line in joined.splitlines() if line.startswith("   raymoe run ")]
     return [shlex.split(command)[2:] for line in lines for command in line.split(" && ")]
 
 
 def settings(command: list[str]) -> tuple[str, ...]:
-    """The settings of a command that has no other options."""
+    """Return the settings of a command; it must have no other options."""
     assert command[1::2] == ["--set"] * (len(command) // 2)
     return tuple(command[2::2])
 
 
 def variants() -> list[tuple[str, tuple[str, ...]]]:
-    """Every packaged config as it stands, with the settings of each command in its comments, and with all of these."""
+    """Return every packaged config: without settings, with those of each command in its comments, with all of them."""
     found = []
     for name in packaged_names():
         own = [settings(command) for command in commands(name) if command[0] == name]

@@ -1,6 +1,6 @@
-"""The arithmetic of dispatch and combine, all ranks at once: what every backend is held to.
+"""The reference arithmetic of dispatch and combine for all ranks at once; tests compare every backend with it.
 
-Nothing here moves between ranks and nothing is fast. A *routing* is what one rank hands over: ids[T', K] and
+Nothing here moves between ranks and nothing is fast. A *routing* is the input of one rank: ids[T', K] and
 weights[T', K]. Expert e lives on rank e // L, where L = experts / ranks.
 """
 
@@ -16,7 +16,7 @@ from raymoe.memory.layout import round_up
 
 
 def rank_rows(ids: torch.Tensor, rank: int, local_experts: int) -> list[int]:
-    """The tokens that have an expert on `rank`: one row each crosses, however many experts of that rank they name.
+    """Return the tokens that have an expert on `rank`. Each sends one row, however many experts of that rank it names.
 
     >>> ids = torch.tensor([[0, 1], [2, 0], [3, -1], [-1, -1]])
     >>> rank_rows(ids, rank=0, local_experts=2), rank_rows(ids, rank=1, local_experts=2)
@@ -27,7 +27,7 @@ def rank_rows(ids: torch.Tensor, rank: int, local_experts: int) -> list[int]:
 
 
 def expert_entries(ids: Sequence[torch.Tensor], expert: int) -> list[tuple[int, int, int]]:
-    """Who sends `expert` something: (source rank, token, k), in that order. A token may name it several times.
+    """Return the entries that `expert` receives, ordered by (source rank, token, k). A token may name it several times.
 
     >>> expert_entries([torch.tensor([[0, 1], [1, 1]]), torch.tensor([[2, 1]])], expert=1)
     [(0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 1)]
@@ -39,7 +39,7 @@ def expert_entries(ids: Sequence[torch.Tensor], expert: int) -> list[tuple[int, 
 
 
 def expert_offsets(counts: Sequence[int], alignment: int) -> list[int]:
-    """Where each expert's rows begin: behind those of the one before, at a multiple of `alignment`.
+    """Return where each expert's rows begin: after the previous expert's rows, at a multiple of `alignment`.
 
     >>> expert_offsets([3, 0, 5], alignment=4)
     [0, 4, 4, 12]
@@ -52,7 +52,7 @@ def expert_offsets(counts: Sequence[int], alignment: int) -> list[int]:
 
 @dataclass
 class Plan:
-    """What one rank receives: for each expert-major place (source, token, k), None in gaps."""
+    """The rows that one rank receives: (source, token, k) for each expert-major place, None in gaps."""
 
     entries: list[tuple[int, int, int] | None]
     counts: list[int]
@@ -60,7 +60,7 @@ class Plan:
 
 
 def plan(ids: Sequence[torch.Tensor], rank: int, local_experts: int, alignment: int) -> Plan:
-    """Who stands where on `rank`.
+    """Return the entry of every place on `rank`.
 
     >>> plan([torch.tensor([[0, 1]]), torch.tensor([[1, 3]])], rank=0, local_experts=2, alignment=2)
     Plan(entries=[(0, 0, 0), None, (0, 0, 1), (1, 0, 0)], counts=[1, 2], offsets=[0, 2, 4])
@@ -76,7 +76,7 @@ def plan(ids: Sequence[torch.Tensor], rank: int, local_experts: int, alignment: 
 
 
 def dispatch(xs: Sequence[torch.Tensor], theirs: Plan, capacity: int) -> torch.Tensor:
-    """`x[C, H]` of the rank that `theirs` is of; zeros in gaps and behind the last row.
+    """Return `x[C, H]` of the rank whose plan is `theirs`; zeros in gaps and after the last row.
 
     >>> xs = [torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 2.0]])]
     >>> dispatch(xs, plan([torch.tensor([[0]]), torch.tensor([[0]])], 0, 1, 4), capacity=4)[:, 0].tolist()
@@ -98,18 +98,18 @@ def combine(
     tokens: int,
     wire: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`y[T', H]` of `source`, from the expert-major rows of all ranks.
+    """Return `y[T', H]` of `source`, from the expert-major rows of all ranks.
 
-    A rank sums its experts' rows of a token in float32, in the order of k, times their weights where there are some,
-    and rounds once, to `wire`: the rows' own dtype unless said. The source sums the ranks' rows in float32, in rank
-    order, and rounds once, to the rows' dtype.
+    A rank multiplies its experts' rows of a token by their weights, if there are weights. It sums them in float32, in
+    the order of k, and rounds once, to `wire` (by default the rows' dtype). The source sums the ranks' rows in float32,
+    in rank order, and rounds once, to the rows' dtype.
 
     >>> plans = [plan([torch.tensor([[0, 1], [-1, 1]])], rank=0, local_experts=2, alignment=1)]
     >>> rows = torch.tensor([[10.0], [1.0], [2.0]])  # expert 0: token 0; expert 1: tokens 0 and 1
     >>> combine([rows], plans, [torch.tensor([[0.5, 1.0], [0.0, 3.0]])], source=0, tokens=3)[:, 0].tolist()
     [6.0, 6.0, 0.0]
 
-    A sum of 257 crosses as bfloat16 only as 256.
+    bfloat16 cannot hold a sum of 257; it crosses as 256.
 
     >>> rows, ids = torch.tensor([[255.0], [2.0]]), [torch.tensor([[0, 1]])]
     >>> combine([rows], [plan(ids, 0, 2, 1)], [None], source=0, tokens=1, wire=torch.bfloat16).tolist()
@@ -129,7 +129,7 @@ def combine(
 
 
 def bytes_wire(ids: torch.Tensor, rank: int, ranks: int, spec: ExchangeSpec) -> int:
-    """Bytes of rows that a dispatch sends from `rank`: each token once for each other rank that has one of its experts.
+    """Return the bytes of rows that a dispatch sends from `rank`: a token goes once to each other rank that needs it.
 
     >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=2, dtype="float32")
     >>> bytes_wire(torch.tensor([[0, 2], [2, 3], [1, 0]]), rank=0, ranks=2, spec=spec)  # two rows of 32 bytes

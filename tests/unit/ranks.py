@@ -1,5 +1,8 @@
-"""Rank processes that outlive a test. Importing torch for each would be most of what a small test costs, so they are
-forked from a process that has imported it and done nothing else."""
+"""Rank processes that outlive a test.
+
+An import of torch in each would take most of a small test's time. They are therefore forked from a process that has
+only imported torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ DEADLINE_S = 60.0
 
 
 class RankPool:
-    """`run(n, f, *args)` calls `f(world, *args)` on n ranks of a new world and gives their results in rank order."""
+    """`run(n, f, *args)` calls `f(world, *args)` on n ranks of a new world and returns the results in rank order."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -22,15 +25,15 @@ class RankPool:
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            near_end, far_end = context.Pipe()
+            process = context.Process(target=_serve, args=(far_end,), daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            far_end.close()
+            self._pipes.append(near_end)
             self._processes.append(process)
 
     def run(self, size: int, function: Callable[..., Any], *args: object) -> list[Any]:
-        """The results; the first error is raised."""
+        """Return the results; raise the first error."""
         outcomes = self.outcomes(size, function, *args)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -38,7 +41,7 @@ class RankPool:
         return outcomes
 
     def outcomes(self, size: int, function: Callable[..., Any], *args: object) -> list[Any]:
-        """The results, or the errors in their place."""
+        """Return each rank's result, or the error it raised."""
         deadline = time.monotonic() + DEADLINE_S
         pipes = self._pipes[:size]
         for rank, pipe in enumerate(pipes):
@@ -55,7 +58,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.kill()  # it holds nothing that outlives it, and torch takes its time to leave
+            process.kill()  # it holds nothing that outlives it, and torch exits slowly
             process.join()
 
 
@@ -63,7 +66,7 @@ def _outcome(pipe: Connection, deadline: float) -> Any:
     try:
         return _receive(pipe, deadline)
     except (EOFError, ConnectionResetError) as error:
-        return error  # the process is gone
+        return error  # the process has ended
 
 
 def _receive(pipe: Connection, deadline: float) -> Any:

@@ -1,4 +1,4 @@
-"""A process beside a rank that does what the name of the job says, in place of another system."""
+"""A process that stands in for another system beside a rank. The job's name holds its script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device `auto` is, and where it must be refused."""
+"""Which device `auto` means, and when it is refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ UUIDS = ["GPU-aaaa1111-0000", "GPU-bbbb2222-0000"]
     ("assigned", "visible", "sight", "want"),
     [
         (["1"], "0,1", VisibleGpus(2, None), "cuda:1"),
-        (["5", "4"], "4,5", VisibleGpus(2, None), "cuda:0"),  # Ray's ids come in no order
+        (["5", "4"], "4,5", VisibleGpus(2, None), "cuda:0"),  # Ray's ids are in no fixed order
         (["5", "4"], "4,5", VisibleGpus(2, 1), "cuda:1"),
-        (["4"], "4,5", VisibleGpus(2, 1), "cuda:0"),  # torch's current device is another's
+        (["4"], "4,5", VisibleGpus(2, 1), "cuda:0"),  # torch's current device is not the assigned one
         ([UUIDS[1]], ",".join(UUIDS), VisibleGpus(2, None), "cuda:1"),
         ([UUIDS[1]], "GPU-aaaa,GPU-bbbb", VisibleGpus(2, None), "cuda:1"),
         (["0"], " 0", VisibleGpus(1, None), "cuda:0"),
@@ -24,7 +24,9 @@ UUIDS = ["GPU-aaaa1111-0000", "GPU-bbbb2222-0000"]
         ([], "", VisibleGpus(0, None), "cpu"),
     ],
 )
-def test_auto_in_ray(assigned: list[str], visible: str | None, sight: VisibleGpus, want: str) -> None:
+def test_auto_in_ray_is_the_assigned_gpu_or_the_cpu(
+    assigned: list[str], visible: str | None, sight: VisibleGpus, want: str
+) -> None:
     assert device_in_ray("auto", assigned, visible, sight) == want
     assert device_in_ray("cpu", assigned, visible, sight) == "cpu"
 
@@ -44,7 +46,7 @@ def test_auto_in_ray(assigned: list[str], visible: str | None, sight: VisibleGpu
         (["3"], "1,3", VisibleGpus(1, None), "torch sees 1 GPUs"),  # set after CUDA was initialised
     ],
 )
-def test_an_assigned_gpu_is_never_silently_left_out(
+def test_auto_raises_when_torch_cannot_see_the_assigned_gpu(
     assigned: list[str], visible: str | None, sight: VisibleGpus, says: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

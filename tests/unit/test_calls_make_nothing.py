@@ -1,4 +1,4 @@
-"""What does not change between two calls of an exchange is made once: launches, and what they are checked by."""
+"""Launches and their packed parameters are made once for an exchange, not in every call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.exchange_cases import Case
 
 
 class Counting:
-    """How often this package called something."""
+    """Count the calls of a function that come from the raymoe package."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -32,7 +32,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
-def test_a_dispatch_makes_one_allocation_and_no_launch(kind: str) -> None:
+def test_a_second_dispatch_makes_one_allocation_and_no_launch_object(kind: str) -> None:
     launches, allocations, packed = Counting(), Counting(), Counting()
     spec = spec_for(kind)
     with (

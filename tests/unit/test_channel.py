@@ -1,4 +1,4 @@
-"""`raymoe.Channel` between CPU ranks: messages come whole and in order, and each misuse is one sentence."""
+"""`raymoe.Channel` between CPU ranks: messages arrive complete and in order; each misuse raises one sentence."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ both_protocols = pytest.mark.parametrize("protocol", ["put", "get"])
 
 
 def message_of(rank: int, step: int) -> torch.Tensor:
-    """A message that no other rank sends in any step."""
+    """Return a message that no other rank sends in any step."""
     return torch.arange(NBYTES // 4, dtype=torch.float32).view(32, -1) + 100_000 * rank + 2000 * step
 
 
 def wrong_steps(channel: Channel, how: str) -> list[int]:
-    """The steps in which something else came than the peer sent; both directions in each step."""
+    """Send a message in both directions in each step; return the steps in which a wrong message arrived."""
     wrong = []
     for step in range(STEPS):
         mine = message_of(channel.world.rank, step)
@@ -48,7 +48,7 @@ def wrong_steps(channel: Channel, how: str) -> list[int]:
     return wrong
 
 
-def talk(world: World, peers: list[int | None], protocol: str, how: str) -> list[int] | None:
+def run_channel(world: World, peers: list[int | None], protocol: str, how: str) -> list[int] | None:
     with Channel(world, peers[world.rank], NBYTES, protocol) as channel:
         assert (channel.transport, channel.nbytes, channel.protocol) == ("host", NBYTES, protocol)
         return None if channel.peer is None else wrong_steps(channel, how)
@@ -57,12 +57,14 @@ def talk(world: World, peers: list[int | None], protocol: str, how: str) -> list
 @both_protocols
 @pytest.mark.parametrize("how", ["one by one", "together", "together, without release"])
 @pytest.mark.parametrize("peers", [[1, 0], [3, None, None, 0], [2, 3, 0, 1]], ids=str)
-def test_both_ends_send_and_receive(pool: RankPool, protocol: str, how: str, peers: list[int | None]) -> None:
-    found = pool.run(len(peers), talk, peers, protocol, how)
+def test_messages_arrive_unchanged_in_both_directions(
+    pool: RankPool, protocol: str, how: str, peers: list[int | None]
+) -> None:
+    found = pool.run(len(peers), run_channel, peers, protocol, how)
     assert found == [None if peer is None else [] for peer in peers]
 
 
-def talk_in_a_group(world: World) -> list[int] | None:
+def run_channel_in_a_group(world: World) -> list[int] | None:
     group = world.group((2, 0))
     if group is None:
         return None
@@ -70,19 +72,19 @@ def talk_in_a_group(world: World) -> list[int] | None:
         return wrong_steps(channel, "together")
 
 
-def test_a_group_of_ranks_has_channels_too(pool: RankPool) -> None:
-    assert pool.run(3, talk_in_a_group) == [[], None, []]
+def test_a_channel_works_in_a_group_of_ranks(pool: RankPool) -> None:
+    assert pool.run(3, run_channel_in_a_group) == [[], None, []]
 
 
 @pytest.fixture
-def two() -> Iterator[list[World]]:
+def two_worlds() -> Iterator[list[World]]:
     worlds = wired(2, timeout_s=0.4)
     yield worlds
     close(worlds)
 
 
-def retyped(world: World) -> list[Any]:
-    """What arrives of messages that are sent as one dtype and shape and received as another."""
+def receive_as_other_types(world: World) -> list[Any]:
+    """Send messages of one dtype and shape, receive them as another; return the received values."""
     seen: list[Any] = []
     with torch.inference_mode():
         made = Channel(world, 1 - world.rank, 8)
@@ -100,11 +102,11 @@ def retyped(world: World) -> list[Any]:
     return seen
 
 
-def test_any_dtype_and_shape_of_as_many_bytes(two: list[World]) -> None:
-    assert each(two, retyped) == [[-2.0, [1, 2], [1] * 8, [[0.0, 0.0], [0.0, 0.0]], []]] * 2
+def test_a_message_can_be_received_as_any_dtype_and_shape_of_its_size(two_worlds: list[World]) -> None:
+    assert each(two_worlds, receive_as_other_types) == [[-2.0, [1, 2], [1] * 8, [[0.0, 0.0], [0.0, 0.0]], []]] * 2
 
 
-def unreleased(world: World) -> str | None:
+def send_without_release(world: World) -> str | None:
     channel = Channel(world, 1 - world.rank, 8)
     message = torch.zeros(8, dtype=torch.uint8)
     if world.rank == 1:
@@ -122,8 +124,8 @@ def unreleased(world: World) -> str | None:
     return str(caught.value)
 
 
-def test_a_message_that_is_not_released_holds_up_the_next_until_the_deadline(two: list[World]) -> None:
-    said, _ = each(two, unreleased)
+def test_a_send_without_a_release_times_out_and_fails_the_channel(two_worlds: list[World]) -> None:
+    said, _ = each(two_worlds, send_without_release)
     assert "rank 0 waited 0.4 s for rank 1 in send" in said
 
 
@@ -153,14 +155,14 @@ IMPOSSIBLE: dict[str, tuple[Asked, str]] = {
 }
 
 
-def test_channels_that_cannot_be_are_refused_on_all_ranks() -> None:
+def test_impossible_channels_are_refused_on_all_ranks() -> None:
     worlds = wired(3, timeout_s=5.0)
     for what, (ask, says) in IMPOSSIBLE.items():
         for outcome in each(worlds, ask):
             assert isinstance(outcome, errors.ConfigError), (what, outcome)
             assert says in str(outcome), what
     made = each(worlds, lambda world: Channel(world, (1, 0, None)[world.rank], 8))
-    assert [type(channel) for channel in made] == [Channel] * 3, "the worlds are as good as before"
+    assert [type(channel) for channel in made] == [Channel] * 3, "the worlds must still work"
     with pytest.raises(errors.ConfigError, match="rank 2, which named no peer"):
         made[2].send(torch.zeros(8, dtype=torch.uint8))
     with pytest.raises(errors.ConfigError, match="rank 2, which named no peer"):
@@ -180,7 +182,7 @@ def freed() -> torch.Tensor:
     return message
 
 
-def mapped(channel: Channel) -> None:
+def send_inside_vmap(channel: Channel) -> None:
     def send(message: torch.Tensor) -> torch.Tensor:
         channel.send(message)
         return message
@@ -204,12 +206,12 @@ MESSAGES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def misused(world: World) -> list[str]:
-    """What is said to each misuse; between them messages go on."""
+def make_every_mistake(world: World) -> list[str]:
+    """Make every mistake, with a good message after each; return the errors."""
     channel = Channel(world, 1 - world.rank, 8)
     calls: list[Callable[[], object]] = [lambda make=make: channel.send(make()) for make, _ in MESSAGES.values()]
     calls += [
-        lambda: mapped(channel),
+        lambda: send_inside_vmap(channel),
         lambda: channel.receive((3,)),
         lambda: channel.receive((-2, -4)),
         lambda: channel.receive(8),
@@ -234,7 +236,7 @@ def misused(world: World) -> list[str]:
     return said
 
 
-def test_misuse_is_told_and_the_channel_goes_on(two: list[World]) -> None:
+def test_misuse_raises_config_error_and_the_channel_still_works(two_worlds: list[World]) -> None:
     wanted = [says for _, says in MESSAGES.values()]
     wanted += [
         "without memory of its own",
@@ -244,12 +246,12 @@ def test_misuse_is_told_and_the_channel_goes_on(two: list[World]) -> None:
         "dtype is 'float32'; a torch.dtype is needed",
         r"torch.complex128 \[0\], 0 bytes",
     ]
-    for said in each(two, misused):
+    for said in each(two_worlds, make_every_mistake):
         for sentence, want in zip(said, wanted, strict=True):
             assert re.search(want, sentence), (sentence, want)
 
 
-def undone(world: World) -> list[int]:
+def raise_inside_together(world: World) -> list[int]:
     message = torch.full((8,), 7, dtype=torch.uint8)
     with Channel(world, 1 - world.rank, 8) as channel:
         with pytest.raises(ZeroDivisionError), channel.together():
@@ -263,12 +265,12 @@ def undone(world: World) -> list[int]:
         return got.tolist()
 
 
-def test_an_exception_undoes_what_was_asked_for_together(two: list[World]) -> None:
-    assert each(two, undone) == [[1] * 8, [0] * 8]
+def test_an_exception_in_together_cancels_its_send_and_receive(two_worlds: list[World]) -> None:
+    assert each(two_worlds, raise_inside_together) == [[1] * 8, [0] * 8]
 
 
-def echoed(world: World, protocol: str) -> list[list[int]]:
-    """What goes to and fro when each end sends what it has received."""
+def send_back_what_arrived(world: World, protocol: str) -> list[list[int]]:
+    """Send back what was received, twice; return what arrived."""
     seen = []
     with Channel(world, 1 - world.rank, 8, protocol) as channel:
         with channel.together():
@@ -287,9 +289,14 @@ def echoed(world: World, protocol: str) -> list[list[int]]:
 
 
 @both_protocols
-def test_what_was_received_is_sent_together_as_a_copy(two: list[World], protocol: str) -> None:
+def test_together_sends_a_clone_of_a_received_message_but_not_the_message(
+    two_worlds: list[World], protocol: str
+) -> None:
     mine = [[rank] * 8 for rank in range(2)]
-    assert each(two, lambda world: echoed(world, protocol)) == [[mine[0], mine[1]], [mine[1], mine[0]]]
+    assert each(two_worlds, lambda world: send_back_what_arrived(world, protocol)) == [
+        [mine[0], mine[1]],
+        [mine[1], mine[0]],
+    ]
 
 
 def test_a_world_closes_its_channels() -> None:
@@ -304,24 +311,24 @@ def test_a_world_closes_its_channels() -> None:
         channel.close()
 
 
-def test_a_dropped_channel_goes_without_its_world(two: list[World]) -> None:
+def test_a_dropped_channel_is_freed_with_a_warning(two_worlds: list[World]) -> None:
     def drop(world: World) -> weakref.ref[Channel]:
         return weakref.ref(Channel(world, 1 - world.rank, 8))
 
     with pytest.warns(ResourceWarning, match=r"channels by host of rank"):
-        assert [dropped() for dropped in each(two, drop)] == [None, None]
+        assert [dropped() for dropped in each(two_worlds, drop)] == [None, None]
 
 
-def test_a_failure_inside_the_block_is_what_is_raised(two: list[World]) -> None:
+def test_an_exception_inside_the_with_block_is_raised_unchanged(two_worlds: list[World]) -> None:
     def fails(world: World) -> None:
         with Channel(world, 1 - world.rank, 8):
             raise ZeroDivisionError
 
-    assert [type(outcome) for outcome in each(two, fails)] == [ZeroDivisionError] * 2
+    assert [type(outcome) for outcome in each(two_worlds, fails)] == [ZeroDivisionError] * 2
 
 
-def captured(world: World, told: list[bool]) -> list[str]:
-    """What is said to calls inside captures and outside them, where `told` says which it is."""
+def call_in_captures(world: World, in_capture: list[bool]) -> list[str]:
+    """Call inside and outside captures, which `in_capture` simulates; return the errors."""
     said = []
 
     def refused(kind: type[errors.RaymoeError], call: Callable[[], object]) -> None:
@@ -332,38 +339,40 @@ def captured(world: World, told: list[bool]) -> list[str]:
     channel = Channel(world, 1 - world.rank, 8)
     message = torch.zeros(8, dtype=torch.uint8)
     world.swap(None, "test: made")
-    told[0] = True
+    in_capture[0] = True
     refused(errors.CaptureError, lambda: Channel(world, 1 - world.rank, 8))
     refused(errors.CaptureError, channel.check)
     channel.send(message)
-    assert len(channel._captured_messages) == 1, "a replay reads it again"
+    assert len(channel._captured_messages) == 1, "the message must live on for replays"
     channel.receive()
     world.swap(None, "test: received in a capture")
-    told[0] = False
+    in_capture[0] = False
     refused(errors.ConfigError, channel.release)
     refused(errors.ConfigError, channel.receive)
     world.swap(None, "test: refused")
-    told[0] = True
+    in_capture[0] = True
     channel.release()
     world.swap(None, "test: released")
-    told[0] = False
+    in_capture[0] = False
     channel.send(message)
     channel.receive()
     world.swap(None, "test: received")
-    told[0] = True
+    in_capture[0] = True
     refused(errors.ConfigError, channel.release)
     refused(errors.ConfigError, channel.receive)
     world.swap(None, "test: refused again")
-    told[0] = False
+    in_capture[0] = False
     channel.release()
     channel.close()
     return said
 
 
-def test_a_graph_releases_what_it_received_and_nothing_else(two: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [False]
-    monkeypatch.setattr(channel_module, "capturing", lambda _: told[0])
-    for said in each(two, lambda world: captured(world, told)):
+def test_a_capture_releases_only_messages_that_it_received(
+    two_worlds: list[World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_capture = [False]
+    monkeypatch.setattr(channel_module, "capturing", lambda _: in_capture[0])
+    for said in each(two_worlds, lambda world: call_in_captures(world, in_capture)):
         assert "inside a capture; make it before" in said[0] and "call it after the replay" in said[1]
         assert all("outside a capture" in sentence and "capture its release()" in sentence for sentence in said[2:4])
         assert all("call release() before the capture begins" in sentence for sentence in said[4:])

@@ -1,4 +1,4 @@
-"""`examples/channel.py` between two CPU ranks, as its first lines say to start it."""
+"""`examples/channel.py` between two CPU ranks, started as its first lines show."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.python_path import python_path
 REPO = Path(__file__).resolve().parents[2]
 
 
-def said_by_the_example(**variables: str) -> list[str]:
-    """What it says of put and of get, without the bytes and steps."""
+def verified_by_the_example(**variables: str) -> list[str]:
+    """Run the example; return its verified lines for put and get, without bytes and steps."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     done = subprocess.run(
         [*command, "--nproc-per-node", "2", "examples/channel.py"],
@@ -28,5 +28,5 @@ def said_by_the_example(**variables: str) -> list[str]:
     return [line.partition(":")[0] for line in done.stdout.splitlines() if line.endswith("verified")]
 
 
-def test_the_example_of_channels_runs() -> None:
-    assert said_by_the_example(CUDA_VISIBLE_DEVICES="") == ["put by host on cpu", "get by host on cpu"]
+def test_the_channel_example_verifies_put_and_get() -> None:
+    assert verified_by_the_example(CUDA_VISIBLE_DEVICES="") == ["put by host on cpu", "get by host on cpu"]

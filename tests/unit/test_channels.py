@@ -1,4 +1,4 @@
-"""Messages between ranks: put and get, to oneself, all to all, and what goes wrong."""
+"""Messages between ranks: put and get, to the rank itself, all to all; and the errors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.unit.worlds import close, each, wired
 MESSAGES = 7
 
 
-def talk(world: World, spec: ChannelSpec) -> dict[int, list[list[int]]]:
-    """Everyone sends MESSAGES messages on each of its channels, all distinct; what was received from whom."""
+def send_and_receive(world: World, spec: ChannelSpec) -> dict[int, list[list[int]]]:
+    """Send MESSAGES distinct messages on each channel of this rank; return the messages received from each source."""
     channels = Channels(world, spec)
-    heard: dict[int, list[list[int]]] = {}
+    messages: dict[int, list[list[int]]] = {}
     for step in range(MESSAGES):
         for source, destination in spec.pairs:
             if source == world.rank:
@@ -29,11 +29,11 @@ def talk(world: World, spec: ChannelSpec) -> dict[int, list[list[int]]]:
         for source, destination in spec.pairs:
             if destination == world.rank:
                 got = channels.receive(source)
-                heard.setdefault(source, []).append(sorted(set(got.flatten().tolist())))
+                messages.setdefault(source, []).append(sorted(set(got.flatten().tolist())))
                 channels.release(source)
     assert channels.nbytes == torch.Size(spec.shape).numel()
     channels.close()
-    return heard
+    return messages
 
 
 @pytest.mark.parametrize("protocol", ["put", "get"])
@@ -46,29 +46,29 @@ def talk(world: World, spec: ChannelSpec) -> dict[int, list[list[int]]]:
         (4, tuple((a, b) for a in range(4) for b in range(4) if a != b)),
     ],
 )
-def test_messages_come_whole_and_in_order(pool: RankPool, protocol: str, size: int, pairs: tuple) -> None:
+def test_messages_arrive_complete_and_in_order(pool: RankPool, protocol: str, size: int, pairs: tuple) -> None:
     spec = ChannelSpec(pairs, shape=(33, 1000), protocol=protocol)
-    heard = pool.run(size, talk, spec)
+    messages = pool.run(size, send_and_receive, spec)
     for source, destination in pairs:
         want = [[50 * source + 10 * destination + step] for step in range(MESSAGES)]
-        assert heard[destination][source] == want
+        assert messages[destination][source] == want
 
 
 @pytest.fixture
-def two():
+def two_worlds():
     worlds = wired(2, timeout_s=0.4)
     yield worlds
     close(worlds)
 
 
-def test_ends_that_disagree(two: list[World]) -> None:
+def test_different_specs_at_the_two_ends_are_refused(two_worlds: list[World]) -> None:
     specs = [ChannelSpec(((0, 1),), shape=(16,)), ChannelSpec(((0, 1),), shape=(32,))]
-    for outcome in each(two, lambda world: Channels(world, specs[world.rank])):
+    for outcome in each(two_worlds, lambda world: Channels(world, specs[world.rank])):
         assert isinstance(outcome, ConfigError)
         assert "(32,)" in str(outcome)
         assert "(16,)" in str(outcome)
     kinds = [ChannelSpec(((0, 1),), (16,), "int32"), ChannelSpec(((0, 1),), (16,), "float32")]
-    for outcome in each(two, lambda world: Channels(world, kinds[world.rank])):
+    for outcome in each(two_worlds, lambda world: Channels(world, kinds[world.rank])):
         assert "int32" in str(outcome)
         assert "float32" in str(outcome)
 
@@ -82,13 +82,13 @@ def test_ends_that_disagree(two: list[World]) -> None:
         (ChannelSpec(((0, 1),), (4,), protocol="push"), "protocol is 'push'; it is one of put, get"),
     ],
 )
-def test_specs_that_cannot_be(two: list[World], spec: ChannelSpec, says: str) -> None:
-    for outcome in each(two, lambda world: Channels(world, spec)):
+def test_impossible_channel_specs_are_refused(two_worlds: list[World], spec: ChannelSpec, says: str) -> None:
+    for outcome in each(two_worlds, lambda world: Channels(world, spec)):
         assert isinstance(outcome, ConfigError)
         assert says in str(outcome)
 
 
-def misuse(world: World) -> list[str]:
+def make_every_mistake(world: World) -> list[str]:
     channels = Channels(world, ChannelSpec(((0, 1),), shape=(8,)))
     said = []
     attempts = [lambda: channels.send(0, torch.zeros(8)), lambda: channels.receive(5)]
@@ -102,15 +102,15 @@ def misuse(world: World) -> list[str]:
     return said
 
 
-def test_misuse_is_told(two: list[World]) -> None:
-    first, second = each(two, misuse)
+def test_misuse_raises_config_error(two_worlds: list[World]) -> None:
+    first, second = each(two_worlds, make_every_mistake)
     assert "no channel from rank 0 to rank 0" in first[0]
     assert "torch.uint8 [9] to be copied into torch.uint8 [8]" in first[2]
     assert "torch.float32 [8] to be copied into torch.uint8 [8]" in first[3]
     assert "no channel from rank 5 to rank 1" in second[1]
 
 
-def silent(world: World) -> str:
+def wait_for_a_silent_peer(world: World) -> str:
     channels = Channels(world, ChannelSpec(((0, 1), (1, 0)), shape=(8,)))
     said = ""
     if world.rank == 0:
@@ -123,32 +123,32 @@ def silent(world: World) -> str:
     return said
 
 
-def test_a_silent_peer_is_named_and_the_channels_are_of_no_more_use(two: list[World]) -> None:
-    said, _ = each(two, silent)
+def test_a_silent_peer_is_named_and_later_calls_raise_the_same_error(two_worlds: list[World]) -> None:
+    said, _ = each(two_worlds, wait_for_a_silent_peer)
     assert "expected 1, seen 0" in said
 
 
-def mapped() -> int:
+def mapped_regions() -> int:
     return sum("memfd:raymoe-test-channels" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_dropped_channels_let_go_at_once_and_tell(two: list[World]) -> None:
+def test_dropped_channels_are_unmapped_at_once_with_a_warning(two_worlds: list[World]) -> None:
     def drop(world: World) -> None:
         channels = Channels(world, ChannelSpec(((0, 1), (1, 0)), shape=(8,)))
         channels.send(1 - world.rank, torch.full((8,), world.rank, dtype=torch.uint8))
         assert channels.receive(1 - world.rank).eq(1 - world.rank).all()
 
-    gc.collect()  # the cycles of earlier tests hold mappings too
+    gc.collect()  # errors in earlier tests may still hold channels
     gc.disable()
     try:
         with pytest.warns(ResourceWarning, match=r"channels by host of rank"):
-            assert each(two, drop) == [None, None]
-        assert mapped() == 0
+            assert each(two_worlds, drop) == [None, None]
+        assert mapped_regions() == 0
     finally:
         gc.enable()
 
 
-def test_channels_of_a_closed_world() -> None:
+def test_channels_of_a_closed_world_refuse_to_send() -> None:
     [world] = wired(1)
     channels = Channels(world, ChannelSpec(((0, 0),), shape=(8,)))
     close([world])

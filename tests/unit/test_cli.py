@@ -1,4 +1,4 @@
-"""The commands as a shell sees them: output, last line, exit code, time."""
+"""The commands as a shell sees them: output, last line of stderr, exit code, time."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def in_process(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int
     return code, out, err.splitlines()
 
 
-def test_validate_says_what_is_valid(capsys, tmp_path):
+def test_validate_prints_workload_ranks_and_cases(capsys, tmp_path):
     config = write(tmp_path, "workload: exchange\nmatrix: {shape.tokens: [1, 2]}\n")
     assert in_process(capsys, "validate", config) == (0, f"{config} is valid: exchange on 4 ranks, 2 cases\n", [])
     assert in_process(capsys, "validate", "quickstart", "--set", "world.ranks=2")[:2] == (
@@ -55,13 +55,13 @@ def test_all_problems_go_to_stderr_and_the_last_line_sums_up(capsys, tmp_path, m
     )
 
 
-def test_one_sentence_is_told_once(capsys):
+def test_a_single_problem_is_printed_once(capsys):
     code, _, err = in_process(capsys, "show", "quikstart")
     assert (code, err) == (2, ["quikstart: neither a file nor a packaged config, did you mean 'quickstart'?"])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         ([], "Missing command; raymoe --help tells more"),
         (["foo"], "No such command 'foo'"),
@@ -72,14 +72,14 @@ def test_one_sentence_is_told_once(capsys):
     ],
     ids=str,
 )
-def test_a_wrong_command_line_ends_with_2_and_a_sentence(capsys, arguments, told):
+def test_a_wrong_command_line_exits_2_with_a_sentence(capsys, arguments, expected):
     code, out, err = in_process(capsys, *arguments)
     assert (code, out) == (2, "")
-    assert told in err[-1] and err[-1].endswith("--help tells more")
+    assert expected in err[-1] and err[-1].endswith("--help tells more")
     assert len(err) == 1 or err[0].startswith("Usage: raymoe")
 
 
-def test_show_prints_a_config_that_is_the_same_job(capsys, tmp_path):
+def test_show_prints_a_config_that_loads_as_the_same_job(capsys, tmp_path):
     for config in ("quickstart", "host_exchange", "p2p_host"):
         code, out, err = in_process(capsys, "show", config, "--set", "steps.count=7")
         assert (code, err) == (0, [])
@@ -88,18 +88,18 @@ def test_show_prints_a_config_that_is_the_same_job(capsys, tmp_path):
         assert Job.from_resolved(yaml.safe_load(out)) == job
 
 
-def test_schema_prints_json(capsys):
+def test_schema_prints_the_job_schema_as_json(capsys):
     code, out, _ = in_process(capsys, "schema")
     assert (code, json.loads(out)) == (0, job_schema())
 
 
-def test_help_and_version(capsys):
+def test_help_and_version_are_printed(capsys):
     code, out, err = in_process(capsys, "--help")
     assert (code, err) == (0, []) and "validate" in out
     assert in_process(capsys, "--version")[1].startswith("raymoe ")
 
 
-def test_a_bug_ends_with_1_a_traceback_and_a_sentence(capsys, monkeypatch):
+def test_a_bug_exits_1_with_a_traceback_and_a_sentence(capsys, monkeypatch):
     def broken(*_: object) -> None:
         raise KeyError("oh\nno")
 
@@ -108,12 +108,12 @@ def test_a_bug_ends_with_1_a_traceback_and_a_sentence(capsys, monkeypatch):
     assert code == 1 and err[0].startswith("Traceback") and err[-1] == "a bug in raymoe: KeyError: 'oh\\nno'"
 
 
-def test_an_interrupt_ends_with_130(capsys, monkeypatch):
+def test_sigint_exits_130(capsys, monkeypatch):
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(cli, "_load", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has jobs behind & ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job started by & ignores SIGINT
     try:
         code, _, err = in_process(capsys, "validate", "quickstart")
     finally:
@@ -121,13 +121,13 @@ def test_an_interrupt_ends_with_130(capsys, monkeypatch):
     assert (code, err[-1]) == (130, "stopped by SIGINT; finished cases are kept")
 
 
-def test_a_full_disk_behind_stdout_ends_with_8():
+def test_a_full_disk_behind_stdout_exits_8():
     with Path("/dev/full").open("w") as full:
         ended = command("schema", capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (8, "the output cannot be written: No space left on device\n")
 
 
-def test_a_reader_that_had_enough_is_no_failure():
+def test_a_closed_pipe_behind_stdout_exits_0():
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -137,7 +137,7 @@ def test_a_reader_that_had_enough_is_no_failure():
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_the_last_line_is_plain_and_unwrapped_however_narrow_the_terminal(tmp_path):
+def test_the_last_line_is_plain_and_unwrapped_on_a_narrow_terminal(tmp_path):
     config = write(tmp_path, "workload: layer\nshape: {" + ", ".join(f"key_number_{i}: 1" for i in range(9)) + "}\n")
     narrow = os.environ | {"PYTHONPATH": python_path(), "COLUMNS": "20", "FORCE_COLOR": "1", "TERM": "xterm-256color"}
     ended = command("validate", config, env=narrow)
@@ -145,7 +145,7 @@ def test_the_last_line_is_plain_and_unwrapped_however_narrow_the_terminal(tmp_pa
     assert ended.stderr.splitlines()[-1].startswith(f"{config} has 9 problems; the first is line 2, shape.key_number_0")
 
 
-def test_validate_needs_neither_torch_nor_ray_and_answers_at_once():
+def test_validate_loads_neither_torch_nor_ray_and_takes_under_0_6_s():
     script = (
         "import sys; from raymoe.cli import main; code = main(['validate', 'quickstart'])\n"
         "heavy = {'torch', 'ray', 'cuda', 'numpy', 'matplotlib'} & set(sys.modules)\n"
@@ -159,5 +159,5 @@ def test_validate_needs_neither_torch_nor_ray_and_answers_at_once():
         assert command("validate", "quickstart").returncode == 0
         return time.monotonic() - began
 
-    # The bound holds on a machine with nothing else to do; the best of several tries is what others' work leaves of it.
+    # The bound is for an idle machine; the best of several tries removes most of the load of other processes.
     assert min(took() for _ in range(7)) < 0.6

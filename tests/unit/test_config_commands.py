@@ -15,8 +15,8 @@ from raymoe.packaged import packaged_config, packaged_names
 from tests.python_path import REPOSITORY
 from tests.unit.packaged_commands import commands, settings
 
-# It stands for `raymoe` in a virtual environment, and keeps each command's words.
-NOTES_ITS_WORDS = '#!/bin/sh\nprintf "%s\\n" "$@" "" >> "$(dirname "$0")/words"\n'
+# It replaces `raymoe` in a virtual environment and records each command's words.
+RECORDING_SCRIPT = '#!/bin/sh\nprintf "%s\\n" "$@" "" >> "$(dirname "$0")/words"\n'
 
 
 def parent(name: str) -> str | None:
@@ -30,13 +30,13 @@ MODELS = [name for name in packaged_names() if parent(name) == "exchange_gpu.yam
 
 
 def sweep(job: Job) -> tuple[set[object], set[object]]:
-    """The tokens and the routing of a job's cases."""
+    """Return the tokens and the routings of a job's cases."""
     cases = [case.job for case in job.cases()]
     return {case.shape.tokens for case in cases}, {(case.routing.kind, case.routing.alpha) for case in cases}
 
 
 def wires(job: Job) -> set[object]:
-    """How rows go to the experts in a job's cases, how these get them, and by which backend."""
+    """Return the dispatch wires, outputs and backends of a job's cases."""
     cases = [case.job.exchange for case in job.cases()]
     return {(case.wire.dispatch, case.output, case.backend) for case in cases}
 
@@ -46,14 +46,14 @@ FULL = {1, 128, 4096, 8192}, {("uniform", 1.0), ("zipf", 1.2)}
 FP8 = {("float8_e4m3", "raw", backend) for backend in ("fused", "staged", "row_push")}
 
 
-def made(target: str, folder: Path) -> list[list[str]]:
-    """The words of every raymoe command that a target of the Makefile runs."""
+def commands_of_target(target: str, folder: Path) -> list[list[str]]:
+    """Run a target of the Makefile; return the words of every raymoe command it runs."""
     (folder / "bin").mkdir()
     stand_in = folder / "bin" / "raymoe"
-    stand_in.write_text(NOTES_ITS_WORDS)
+    stand_in.write_text(RECORDING_SCRIPT)
     stand_in.chmod(0o755)
     (folder / ".installed").touch()
-    # Flags of a make that runs these tests are not for this one.
+    # This make must not inherit the flags of a make that runs the tests.
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     asked = ["make", "--directory", str(REPOSITORY), target, f"VENV={folder}"]
     subprocess.run(asked, check=True, env=environment, capture_output=True, timeout=60)
@@ -69,12 +69,12 @@ def test_the_commands_in_a_config_are_valid(capsys: pytest.CaptureFixture[str], 
         assert cli.main(["validate", *command]) == 0, capsys.readouterr().err
 
 
-def test_the_models_are_five() -> None:
+def test_there_are_five_model_configs() -> None:
     assert len(MODELS) == 5
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_run_as_it_stands_in_full_and_as_fp8(name: str) -> None:
+def test_a_model_config_has_a_short_a_full_and_an_fp8_command(name: str) -> None:
     asked = commands(name)
     assert [command[0] for command in asked] == [name] * 3
     plain, full, fp8 = (load_job(name, settings(command)) for command in asked)
@@ -84,10 +84,10 @@ def test_a_model_is_run_as_it_stands_in_full_and_as_fp8(name: str) -> None:
     assert wires(fp8) == FP8
 
 
-def test_make_exchange_full_runs_every_model_in_full_then_as_fp8_too(
+def test_make_exchange_full_runs_every_model_in_full_and_as_fp8(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    ran = made("exchange-full", tmp_path)
+    ran = commands_of_target("exchange-full", tmp_path)
     want = []
     for name in MODELS:
         _, full, fp8 = map(settings, commands(name))

@@ -14,7 +14,7 @@ def test_maps_merge_and_lists_replace(tmp_path):
     assert job.name == "x"
 
 
-def test_a_problem_in_a_parent_points_at_the_parent(tmp_path):
+def test_a_problem_in_a_parent_names_the_parent_file(tmp_path):
     write(tmp_path, "workload: layer\n\nworld: {rnks: 2}\nshape:\n  topk: 99\n", "base.yaml")
     assert problems(tmp_path, "defaults: base.yaml\nsteps: {cont: 2}\n") == [
         "x.yaml: line 2, steps.cont = 2: unknown key, did you mean 'count'?",
@@ -24,7 +24,7 @@ def test_a_problem_in_a_parent_points_at_the_parent(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["defaults: x.yaml\n", "defaults: base.yaml\n", "defaults: ./far/../base.yaml\n"])
-def test_cycles_are_refused(tmp_path, text):
+def test_a_cycle_of_parents_is_refused(tmp_path, text):
     write(tmp_path, "defaults: middle.yaml\n", "base.yaml")
     write(tmp_path, "defaults: x.yaml\n", "middle.yaml")
     (tmp_path / "far").mkdir()
@@ -37,37 +37,39 @@ def test_a_cycle_through_a_link_is_refused(tmp_path):
     assert "a cycle" in problems(tmp_path, "defaults: link.yaml\n")[0]
 
 
-def test_a_chain_of_parents_has_an_end(tmp_path):
+def test_more_than_16_parents_are_refused(tmp_path):
     for i in range(40):
         write(tmp_path, f"defaults: {i + 1}.yaml\n", f"{i}.yaml")
     assert "more than 16 parents" in problems(tmp_path, "defaults: 0.yaml\n")[0]
 
 
 @pytest.mark.parametrize(
-    ("parent", "told"),
+    ("parent", "expected"),
     [
         ("nope.yaml", "nope.yaml cannot be read: No such file or directory"),
-        (".", "is a directory, not a config"),
+        ("folder.yaml", "is a directory, not a config"),
+        (".", "a parent is a file .yaml or .yml"),
         ("[a, b]", "the path of one parent is wanted"),
         ("12", "the path of one parent is wanted"),
         ("broken.yaml", "not YAML"),
     ],
 )
-def test_a_parent_that_cannot_be_read_hides_no_other_problem(tmp_path, parent, told):
+def test_an_unreadable_parent_hides_no_other_problem(tmp_path, parent, expected):
     write(tmp_path, "a: [\n", "broken.yaml")
+    (tmp_path / "folder.yaml").mkdir()
     found = problems(tmp_path, f"defaults: {parent}\nshape: {{hiden: 2}}\n")
     assert len(found) == 2
-    assert any(told in line for line in found) and any("did you mean 'hidden'?" in line for line in found)
+    assert any(expected in line for line in found) and any("did you mean 'hidden'?" in line for line in found)
 
 
-def test_settings(tmp_path):
+def test_settings_override_the_file_in_order(tmp_path):
     config = write(tmp_path, "workload: layer\nworld: {ranks: 4}\nsteps: {count: 9}\n")
     job = load_job(config, ["world.ranks=1", "world.ranks=2", "steps={warmup: 0}", "routing.ragged=true"])
     assert (job.world.ranks, job.steps.count, job.steps.warmup, job.routing.ragged) == (2, 9, 0, True)
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "expected"),
     [
         ("world.rank=2", "--set world.rank=2: unknown key, did you mean 'ranks'?"),
         ("wrld.ranks=2", "--set wrld.ranks=2: wrld: unknown key, did you mean 'world'?"),
@@ -85,8 +87,8 @@ def test_settings(tmp_path):
         ("shape={topk: 40, x: 1}", "shape.x = 1: unknown key"),
     ],
 )
-def test_problems_of_a_setting_name_it(tmp_path, setting, told):
+def test_a_problem_of_a_setting_names_the_setting(tmp_path, setting, expected):
     error = refused(write(tmp_path, "workload: layer\n"), setting)
     assert all(problem.where.startswith("--set ") for problem in error.problems)
-    assert any(told in str(problem) for problem in error.problems)
+    assert any(expected in str(problem) for problem in error.problems)
     assert "--set" in str(error)

@@ -1,4 +1,4 @@
-"""Where a job's ranks run, as far as the job says."""
+"""Whether a job asks for GPU ranks, for CPU ranks, or leaves it open."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from raymoe.config.job import kind_of_ranks
 from raymoe.errors import ConfigError
 from tests.unit.configs_on_disk import write
 
-SAID = [
+KINDS = [
     (["world.device=cuda"], "cuda"),
     (["world.device=cpu"], "cpu"),
     ([], None),
@@ -23,12 +23,12 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "kind"), SAID, ids=[" ".join(settings) or "nothing" for settings, _ in SAID])
-def test_kind(tmp_path, settings, kind):
+@pytest.mark.parametrize(("settings", "kind"), KINDS, ids=[" ".join(settings) or "nothing" for settings, _ in KINDS])
+def test_kind_of_ranks_follows_device_backend_and_workload(tmp_path, settings, kind):
     assert kind_of_ranks(load_job(write(tmp_path, "workload: exchange\n"), settings)) == kind
 
 
-def test_backends_of_two_kinds_make_no_gang(tmp_path):
+def test_backends_of_two_kinds_in_one_matrix_are_refused(tmp_path):
     job = load_job(write(tmp_path, "workload: exchange\nmatrix: {exchange.backend: [fused, host]}\n"))
     with pytest.raises(ConfigError, match=r"needs GPU ranks in one case \(fused\) and CPU ranks in another \(host\)"):
         kind_of_ranks(job)

@@ -1,4 +1,4 @@
-"""Cases: their names, their order, and what a matrix may not say."""
+"""Cases of a matrix: their names, their order, and matrices that are refused."""
 
 import pytest
 
@@ -30,19 +30,19 @@ def test_a_job_without_a_matrix_has_one_case(tmp_path):
     assert (case.name, case.index, case.job) == ("default", 0, job)
 
 
-def test_values_of_every_type_have_names(tmp_path):
+def test_case_names_show_values_of_every_type(tmp_path):
     text = "workload: layer\nmatrix: {routing.kind: [zipf], routing.alpha: [1, 1e-1], steps.verify: [true, false]}\n"
     names = [case.name for case in load_job(write(tmp_path, text)).cases()]
     assert names[0] == "kind=zipf,alpha=1.0,verify=true"
     assert names[-1] == "kind=zipf,alpha=0.1,verify=false"
 
 
-def test_keys_that_share_their_last_part_keep_the_whole(tmp_path):
+def test_case_names_use_the_last_part_of_a_nested_key(tmp_path):
     text = "workload: layer\nmatrix: {exchange.wire.dispatch: [bfloat16], exchange.wire.combine: [bfloat16]}\n"
     assert load_job(write(tmp_path, text)).cases()[0].name == "dispatch=bfloat16,combine=bfloat16"
 
 
-def test_a_key_may_mean_something_in_some_cases_only(tmp_path):
+def test_a_key_may_apply_in_some_cases_only(tmp_path):
     text = "workload: exchange\nrouting: {alpha: 2}\nmatrix: {routing.kind: [uniform, zipf]}\n"
     job = load_job(write(tmp_path, text))
     assert job.cases()[1].job.routing.alpha == 2
@@ -77,14 +77,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("matrix", "told"), WRONG, ids=[matrix for matrix, _ in WRONG])
-def test_wrong_matrices(tmp_path, matrix, told):
+@pytest.mark.parametrize(("matrix", "expected"), WRONG, ids=[matrix for matrix, _ in WRONG])
+def test_a_wrong_matrix_is_reported_at_its_line(tmp_path, matrix, expected):
     found = problems(tmp_path, f"workload: layer\nmatrix: {{{matrix}}}\n")
-    assert told in found[0]
+    assert expected in found[0]
     assert found[0].startswith("x.yaml: line 2")
 
 
-def test_the_number_of_cases_is_bounded(tmp_path):
+def test_more_than_1000_cases_are_refused(tmp_path):
     many = ", ".join(str(i) for i in range(1, 101))
     text = f"workload: layer\nmatrix: {{shape.tokens: [{many}], steps.count: [{many}], routing.seed: [{many}]}}\n"
     assert problems(tmp_path, text) == ["x.yaml: line 2, matrix: 1000000 cases, at most 1000 are run"]

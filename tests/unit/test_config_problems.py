@@ -1,4 +1,4 @@
-"""One problem at a time: what is told of it, and where."""
+"""The message and the location of every kind of problem in a config."""
 
 import pytest
 
@@ -69,25 +69,25 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), LINES, ids=[line for line, _ in LINES])
-def test_a_problem_is_told_with_its_line_key_and_value(tmp_path, line, told):
+@pytest.mark.parametrize(("line", "expected"), LINES, ids=[line for line, _ in LINES])
+def test_a_problem_is_reported_with_its_line_key_and_value(tmp_path, line, expected):
     found = problems(tmp_path, f"workload: layer\n{line}\n")
     assert len(found) == 1
     assert found[0].startswith("x.yaml: line 2")
-    assert told in found[0]
+    assert expected in found[0]
 
 
 @pytest.mark.parametrize("workload", ["train", "laye", "1"])
-def test_a_workload_that_does_not_exist(tmp_path, workload):
+def test_an_unknown_workload_is_reported_with_the_known_ones(tmp_path, workload):
     (found,) = problems(tmp_path, f"workload: {workload}\n")
     assert "not one of p2p, exchange, overlap, layer" in found
 
 
-def test_a_missing_workload(tmp_path):
+def test_a_missing_workload_is_reported(tmp_path):
     assert problems(tmp_path, "name: x\n") == ["x.yaml: workload: required, one of p2p, exchange, overlap or layer"]
 
 
-def test_all_problems_come_in_one_report_in_the_order_of_the_file(tmp_path):
+def test_all_problems_are_reported_together_in_file_order(tmp_path):
     text = """\
         workload: layr
         shape:
@@ -114,24 +114,24 @@ def test_all_problems_come_in_one_report_in_the_order_of_the_file(tmp_path):
                                "p2p, exchange, overlap, layer, did you mean 'layer'?")  # fmt: skip
 
 
-def test_a_key_with_a_problem_does_not_make_others_impossible(tmp_path):
-    """The 32 experts of the default would not divide among the 3 ranks; that is nobody's mistake."""
+def test_a_key_with_a_problem_is_not_checked_against_other_keys(tmp_path):
+    """The default of 32 experts does not divide among 3 ranks, but the user did not write it."""
     (found,) = problems(tmp_path, "workload: layer\nworld: {ranks: 3}\nshape: {experts: x}\n")
     assert "shape.experts" in found
     (found,) = problems(tmp_path, "workload: layer\nworld: {ranks: 3}\nshape: 8\n")
     assert "shape = 8: a mapping is wanted" in found
 
 
-def test_values_are_cut_and_made_printable(tmp_path):
+def test_quoted_values_are_cut_and_made_printable(tmp_path):
     (found,) = problems(tmp_path, 'workload: "a\\nb\\e[31m' + "x" * 500 + '"\n')
     assert "\\n" in found and "\x1b" not in found and len(found) < 300
 
 
-def test_numbers_of_any_length_are_no_crash(tmp_path):
+def test_numbers_of_any_length_are_reported_without_a_crash(tmp_path):
     for digits in ("9" * 5000, "0" * 5000, "1:" * 900 + "1", "1." + "9" * 5000, "0x" + "f" * 5000, "1e" + "9" * 400):
         assert "world.ranks" in problems(tmp_path, f"workload: layer\nworld: {{ranks: {digits}}}\n")[0]
 
 
-def test_scientific_notation_is_a_number(tmp_path):
+def test_scientific_notation_is_read_as_a_number(tmp_path):
     job = load_job(write(tmp_path, "workload: layer\nworld: {cpus: 1e-3, wait_timeout_s: 2E1}\n"))
     assert (job.world.cpus, job.world.wait_timeout_s) == (0.001, 20.0)

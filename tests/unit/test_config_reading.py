@@ -1,4 +1,4 @@
-"""Configs that are no configs: each ends at once, with one sentence."""
+"""Files that are no configs are refused quickly, with one sentence."""
 
 import os
 import time
@@ -41,17 +41,17 @@ STATIC = {
 
 
 @pytest.mark.parametrize("case", STATIC)
-def test_content_that_is_no_config(tmp_path, case):
-    content, told = STATIC[case]
+def test_content_that_is_no_config_is_refused_within_2_s(tmp_path, case):
+    content, expected = STATIC[case]
     path = tmp_path / "x.yaml"
     path.write_bytes(content)
     began = time.monotonic()
     error = refused(str(path))
     assert time.monotonic() - began < 2
-    assert told in str(error) and str(path) in str(error)
+    assert expected in str(error) and str(path) in str(error)
 
 
-def test_a_hundred_megabytes_are_refused_unread(tmp_path):
+def test_a_file_of_100_mib_is_refused_unread(tmp_path):
     path = tmp_path / "x.yaml"
     with path.open("wb") as file:
         file.truncate(100 * 2**20)
@@ -60,49 +60,49 @@ def test_a_hundred_megabytes_are_refused_unread(tmp_path):
     assert time.monotonic() - began < 0.5
 
 
-def test_a_file_that_never_tells_its_size_is_bounded_too():
+def test_a_file_of_unknown_size_is_read_only_up_to_the_limit():
     assert "more than 65536 bytes" in str(refused("/proc/kallsyms"))
 
 
-def test_a_directory(tmp_path):
+def test_a_directory_is_refused(tmp_path):
     assert str(refused(str(tmp_path))) == f"{tmp_path}: is a directory, not a config"
 
 
-def test_a_fifo_does_not_hang(tmp_path):
+def test_a_fifo_is_refused_without_a_hang(tmp_path):
     os.mkfifo(tmp_path / "x.yaml")
     assert "is not a regular file" in str(refused(str(tmp_path / "x.yaml")))
 
 
 @pytest.mark.parametrize("device", ["/dev/null", "/dev/zero"])
-def test_a_device(device):
+def test_a_device_file_is_refused(device):
     assert "is not a regular file" in str(refused(device))
 
 
-def test_a_link_to_itself(tmp_path):
+def test_a_link_to_itself_is_refused(tmp_path):
     (tmp_path / "x.yaml").symlink_to(tmp_path / "x.yaml")
     assert "Too many levels of symbolic links" in str(refused(str(tmp_path / "x.yaml")))
 
 
-def test_permission_denied(tmp_path, monkeypatch):
+def test_a_file_without_read_permission_is_refused(tmp_path, monkeypatch):
     config = write(tmp_path, "workload: layer\n")
 
     def denied(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("raymoe.config.files.os.open", denied)  # root, whom tests may run as, is denied nothing
+    monkeypatch.setattr("raymoe.config.files.os.open", denied)  # root, as which tests may run, can read every file
     assert str(refused(config)) == f"{config}: cannot be read: Permission denied"
 
 
 @pytest.mark.parametrize("config", ["nope", "nope.yaml", "no/such/config.yaml", "", "a\nb", "a\0b", "x" * 5000])
-def test_a_config_that_is_nowhere(config):
+def test_a_config_that_does_not_exist_is_refused_in_one_short_sentence(config):
     assert len(str(refused(config))) < 360
 
 
-def test_a_misspelt_packaged_config():
+def test_a_misspelt_packaged_config_gets_a_suggestion():
     assert "did you mean 'quickstart'?" in str(refused("quikstart"))
 
 
-def test_a_path_that_exists_is_a_file(tmp_path, monkeypatch):
+def test_an_existing_file_goes_before_a_packaged_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("quickstart").write_text("workload: p2p\n")
     assert load_job("quickstart").workload == "p2p"
@@ -110,7 +110,7 @@ def test_a_path_that_exists_is_a_file(tmp_path, monkeypatch):
     assert load_job("quickstart").workload == "layer"
 
 
-def test_a_byte_order_mark_is_fine(tmp_path):
+def test_a_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_bytes(b"\xef\xbb\xbfworkload: layer\n")
     assert load_job(str(path)).workload == "layer"
@@ -122,12 +122,12 @@ def test_anchors_and_merge_keys_are_read(tmp_path):
     assert (job.shape.tokens, job.shape.topk, job.steps.count, job.steps.warmup) == (4, 1, 3, 3)
 
 
-def test_a_job_is_called_after_its_file(tmp_path):
+def test_a_job_is_named_after_its_file(tmp_path):
     for name, called in (("a b.yaml", "a-b"), ("1e3.yaml", "1e3"), ("ä.yaml", "job"), ("x" * 90 + ".yaml", "x" * 64)):
         assert load_job(write(tmp_path, "workload: layer\n", name)).name == called
 
 
-def test_an_error_is_a_value_error_too():
+def test_a_config_error_is_also_a_value_error():
     with pytest.raises(ValueError, match="neither a file nor a packaged config") as caught:
         load_job("nope")
     assert isinstance(caught.value, ConfigError) and caught.value.exit_code == 2

@@ -1,4 +1,4 @@
-"""A job, resolved and read back, is the same job; configs of any text are read or refused, never a crash."""
+"""A resolved job reads back as the same job. Any text is read as a config or refused, without a crash."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 
 @st.composite
 def jobs(draw: st.DrawFn) -> dict[str, object]:
-    """A config that is valid."""
+    """Draw a valid config."""
     ranks = draw(st.sampled_from([2, 3, 4, 8]))
     experts = ranks * draw(st.integers(1, 8))
     kind = draw(st.sampled_from(["uniform", "zipf", "hot"]))
@@ -53,7 +53,7 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
 
 @QUICK
 @given(jobs())
-def test_resolved_jobs_come_back(tmp_path: Path, config: dict[str, object]) -> None:
+def test_a_resolved_job_reads_back_as_the_same_job(tmp_path: Path, config: dict[str, object]) -> None:
     job = load_job(write(tmp_path, to_yaml(config)))
     assert Job.from_resolved(job.resolved()) == job
     assert Job.from_resolved(json.loads(json.dumps(job.resolved()))) == job
@@ -92,7 +92,7 @@ PIECES = st.sampled_from([*WORDS.split(), *MARKS, *SCALARS])
 
 @settings(QUICK, max_examples=300)
 @given(st.lists(PIECES, max_size=40).map("".join))
-def test_any_text_is_read_or_refused(tmp_path: Path, text: str) -> None:
+def test_any_text_is_read_or_refused_with_a_config_error(tmp_path: Path, text: str) -> None:
     try:
         load_job(write(tmp_path, text))
     except ConfigError as error:
@@ -110,7 +110,7 @@ KEYS = [*leaves(key_tree()), *key_tree(), "matrix.shape.tokens", "matrix.exchang
 
 @settings(QUICK, max_examples=300)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
-def test_any_value_of_any_key_is_taken_or_refused(tmp_path: Path, given_values: dict[str, object]) -> None:
+def test_any_value_of_any_key_is_accepted_or_refused(tmp_path: Path, given_values: dict[str, object]) -> None:
     config = write(tmp_path, "workload: layer\n")
     sets = [f"{key}={json.dumps(value)}" for key, value in given_values.items()]
     try:
@@ -123,7 +123,7 @@ def test_any_value_of_any_key_is_taken_or_refused(tmp_path: Path, given_values: 
 
 @settings(QUICK, max_examples=200)
 @given(st.text(max_size=12) | st.from_regex(r"\A[-+0-9eE.:_xon~]{1,6}\Z"))
-def test_text_is_written_so_that_it_is_read_as_text(tmp_path: Path, text: str) -> None:
+def test_written_text_reads_back_as_text(tmp_path: Path, text: str) -> None:
     written = to_yaml({"workload": "layer", "routing": {"kind": "trace", "file": text}})
     assert yaml.safe_load(written)["routing"]["file"] == text
     from raymoe.config.yaml_tree import Source, compose
@@ -133,13 +133,13 @@ def test_text_is_written_so_that_it_is_read_as_text(tmp_path: Path, text: str) -
     assert root.plain() == {"workload": "layer", "routing": {"kind": "trace", "file": text}}
 
 
-def test_what_yaml_does_not_surprise_with_is_read_as_yaml_reads_it() -> None:
+def test_plain_scalars_resolve_as_pyyaml_resolves_them() -> None:
     numbers = ["12", "-3", "+4", "1_000", "0x1F", "1.5", ".5", "1.0e+3", "1.e+3", ".inf"]
     for text in [*numbers, "true", "False", "null", "~", "word"]:
         assert resolve(text) == yaml.safe_load(text)
 
 
-def test_not_a_resolved_job() -> None:
+def test_from_resolved_refuses_an_invalid_job() -> None:
     with pytest.raises(ConfigError, match=r"not a resolved job: shape\.topk: topk 64 is more than the 32 experts"):
         Job.from_resolved({"name": "x", "workload": "layer", "shape": {"topk": 64}})
     with pytest.raises(ConfigError, match="workload"):

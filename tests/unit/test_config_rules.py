@@ -1,4 +1,4 @@
-"""What keys ask of one another."""
+"""Rules between keys: combinations that are refused or accepted."""
 
 import pytest
 
@@ -34,14 +34,14 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("workload", "setting", "told"), IMPOSSIBLE, ids=[setting for _, setting, _ in IMPOSSIBLE])
-def test_impossible_combinations_are_put_down_to_what_was_given_last(tmp_path, workload, setting, told):
+@pytest.mark.parametrize(("workload", "setting", "expected"), IMPOSSIBLE, ids=[setting for _, setting, _ in IMPOSSIBLE])
+def test_an_impossible_combination_is_reported_at_the_last_setting(tmp_path, workload, setting, expected):
     found = problems(tmp_path, f"workload: {workload}\n", setting)
     assert len(found) == 1
-    assert found[0].startswith("--set ") and told in found[0]
+    assert found[0].startswith("--set ") and expected in found[0]
 
 
-def test_rows_that_offsets_cannot_count(tmp_path):
+def test_more_rows_than_offsets_can_count_are_refused(tmp_path):
     (found,) = problems(tmp_path, "workload: layer\nshape: {tokens: 16777216, topk: 64, experts: 64}\n")
     assert "line 2, shape.tokens = 16777216: a rank may receive 4294967536 rows, offsets count to 2147483647" in found
 
@@ -82,13 +82,13 @@ ON_A_DEVICE = [
 ]
 
 
-@pytest.mark.parametrize(("text", "setting", "told"), ON_A_DEVICE, ids=[setting for _, setting, _ in ON_A_DEVICE])
-def test_what_ranks_of_one_kind_cannot_do(tmp_path, text, setting, told):
+@pytest.mark.parametrize(("text", "setting", "expected"), ON_A_DEVICE, ids=[setting for _, setting, _ in ON_A_DEVICE])
+def test_settings_that_the_device_cannot_do_are_refused(tmp_path, text, setting, expected):
     (found,) = problems(tmp_path, f"workload: exchange\n{text}\n", setting)
-    assert found.startswith("--set ") and told in found
+    assert found.startswith("--set ") and expected in found
 
 
-def test_a_matrix_names_the_case_that_a_backend_cannot_do(tmp_path):
+def test_the_impossible_case_of_a_matrix_is_named(tmp_path):
     text = f"workload: exchange\n{CUDA}\nmatrix: {{exchange.backend: [fused, host]}}\n"
     (found,) = problems(tmp_path, text)
     assert "host is no backend of cuda ranks (case backend=host)" in found
@@ -112,7 +112,7 @@ def test_a_matrix_names_the_case_that_a_backend_cannot_do(tmp_path):
     ],
     ids=str,
 )
-def test_exchanges_on_gpus_that_are_possible(tmp_path, settings):
+def test_possible_exchange_settings_are_accepted(tmp_path, settings):
     load_job(write(tmp_path, "workload: exchange\n"), settings)
 
 
@@ -139,7 +139,7 @@ def test_exchanges_on_gpus_that_are_possible(tmp_path, settings):
     ],
     ids=str,
 )
-def test_possible_combinations(tmp_path, settings):
+def test_possible_combinations_are_accepted(tmp_path, settings):
     load_job(write(tmp_path, "workload: layer\n"), settings)
 
 
@@ -149,18 +149,18 @@ def test_a_trace_is_found_beside_its_config(tmp_path):
     assert load_job(config).routing.file == str(tmp_path / "jobs/ids.npy")
 
 
-def test_a_trace_that_is_not_there(tmp_path):
+def test_a_missing_trace_file_is_refused(tmp_path):
     (found,) = problems(tmp_path, "workload: layer\nrouting:\n  kind: trace\n  file: ids.npy\n")
     assert found == "x.yaml: line 4, routing.file = ids.npy: no such file, looked for ids.npy"
 
 
-def test_sections_of_other_workloads_are_typed_and_left_out(tmp_path):
+def test_sections_of_other_workloads_are_checked_and_left_out(tmp_path):
     job = load_job(write(tmp_path, "workload: layer\np2p: {bytes: [4KiB]}\n"))
     assert "p2p" not in job.resolved()
     assert "p2p.bytes" in problems(tmp_path, "workload: layer\np2p: {bytes: [4Kb]}\n")[0]
 
 
-def test_a_later_layer_takes_the_meaning_of_an_inherited_key_away(tmp_path):
+def test_a_setting_may_make_a_key_of_the_file_meaningless(tmp_path):
     config = write(tmp_path, "workload: layer\nrouting: {kind: zipf, alpha: 2}\n")
     assert load_job(config, ["routing.kind=uniform"]).resolved()["routing"].get("alpha") is None
     assert load_job(config).routing.alpha == 2

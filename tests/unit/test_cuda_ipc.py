@@ -1,4 +1,4 @@
-"""Device memory that ranks share, without a GPU: a fake of the driver keeps a diary and knows what CUDA forbids."""
+"""Device memory that ranks share, without a GPU: a fake driver logs its calls and detects what CUDA forbids."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ OUT_OF_MEMORY, MAP_FAILED, NOT_SUPPORTED = 2, 205, 801
 
 @dataclass
 class Node:
-    """The memory of all GPUs of a pretended machine, and what its ranks did with it, in order."""
+    """The memory of all GPUs of a fake machine, and a log of its ranks' calls."""
 
     total: int = 64 * GRANULE
-    diary: list[tuple[Any, ...]] = field(default_factory=list)
+    call_log: list[tuple[Any, ...]] = field(default_factory=list)
     words: dict[int, int] = field(default_factory=dict)
     live: dict[int, int] = field(default_factory=dict)  # base → bytes
     handles: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # handle → (rank, base)
-    mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # where → (by whom, base)
-    broken: list[str] = field(default_factory=list)
+    mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # address → (mapping rank, base)
+    violations: list[str] = field(default_factory=list)
     addresses: Iterator[int] = field(default_factory=lambda: itertools.count(1 << 40, 1 << 32))
 
-    def wrote(self, *kinds: str) -> list[tuple[Any, ...]]:
-        return [line for line in self.diary if line[1] in kinds]
+    def calls_of(self, *kinds: str) -> list[tuple[Any, ...]]:
+        return [line for line in self.call_log if line[1] in kinds]
 
 
 class FakeGpu:
-    """What one rank's process asks of its GPU."""
+    """The GPU of one rank's process."""
 
     def __init__(self, node: Node, rank: int, fails: Callable[[str], int] | None = None) -> None:
         self.node, self.rank, self.fails = node, rank, fails
@@ -54,7 +54,7 @@ class FakeGpu:
         code = self.fails(call) if self.fails else 0
         if code:
             raise CudaError(f"{call} failed: CODE_{code}", code)
-        self.node.diary.append((self.rank, call, *what))
+        self.node.call_log.append((self.rank, call, *what))
 
     def allocate(self, nbytes: int) -> int:
         if nbytes > self.available()[0]:
@@ -63,14 +63,14 @@ class FakeGpu:
         self._note("allocate", address, nbytes)
         self.node.live[address] = nbytes
         for word in range(0, 8 * 128, 8):
-            self.node.words[address + word] = 99  # what was there before
+            self.node.words[address + word] = 99  # content from an earlier owner
         return address
 
     def free(self, address: int) -> None:
         if any(base == address for _, base in self.node.mapped.values()):
-            self.node.broken.append(f"rank {self.rank} freed what a peer maps")
+            self.node.violations.append(f"rank {self.rank} freed what a peer maps")
         if not self.is_open:
-            self.node.broken.append(f"rank {self.rank} freed without a context")
+            self.node.violations.append(f"rank {self.rank} freed without a context")
         self._note("free", address)
         del self.node.live[address]
 
@@ -97,7 +97,7 @@ class FakeGpu:
             raise CudaError("map failed: CUDA_ERROR_INVALID_HANDLE", 400)
         owner, base = self.node.handles[handle]
         if owner == self.rank:
-            self.node.broken.append(f"rank {self.rank} opened its own handle")
+            self.node.violations.append(f"rank {self.rank} opened its own handle")
         where = next(self.node.addresses)
         self.node.mapped[where] = (self.rank, base)
         return where
@@ -126,10 +126,10 @@ class FakeGpu:
 def node() -> Iterator[Node]:
     node = Node()
     yield node
-    assert node.broken == []
+    assert node.violations == []
 
 
-def opened(node: Node, size: int, timeout_s: float = 10.0, **fails: Callable[[str], int]) -> list[World]:
+def open_worlds(node: Node, size: int, timeout_s: float = 10.0, **fails: Callable[[str], int]) -> list[World]:
     made = []
     for rank in range(size):
         gpu = FakeGpu(node, rank, fails.get(f"rank{rank}"))
@@ -139,14 +139,14 @@ def opened(node: Node, size: int, timeout_s: float = 10.0, **fails: Callable[[st
     return made
 
 
-def wired(node: Node, size: int, timeout_s: float = 10.0, **fails: Callable[[str], int]) -> list[World]:
-    worlds = opened(node, size, timeout_s, **fails)
+def wire_worlds(node: Node, size: int, timeout_s: float = 10.0, **fails: Callable[[str], int]) -> list[World]:
+    worlds = open_worlds(node, size, timeout_s, **fails)
     descriptors = [world.descriptor() for world in worlds]
     assert each(worlds, lambda world: world.wire(descriptors)) == [None] * size
     return worlds
 
 
-def heaps(worlds: list[World], what: str = "rows") -> list[DeviceHeap]:
+def allocate_heaps(worlds: list[World], what: str = "rows") -> list[DeviceHeap]:
     made = each(worlds, lambda world: world.allocate(ROWS, what, where="device"))
     assert all(isinstance(heap, DeviceHeap) for heap in made), made
     return made
@@ -164,8 +164,8 @@ def heaps(worlds: list[World], what: str = "rows") -> list[DeviceHeap]:
         ("share_gpu", 1, "whose 'share_gpu' is of type int; bool is needed"),
     ],
 )
-def test_descriptors_that_disagree(node: Node, field: str, value: object, says: str) -> None:
-    worlds = opened(node, 2)
+def test_descriptors_that_disagree_are_refused(node: Node, field: str, value: object, says: str) -> None:
+    worlds = open_worlds(node, 2)
     descriptors = [world.descriptor() for world in worlds]
     with pytest.raises(WiringError, match=says):
         worlds[0].wire([descriptors[0], descriptors[1] | {field: value}])
@@ -175,7 +175,7 @@ def test_descriptors_that_disagree(node: Node, field: str, value: object, says: 
     close(worlds)
 
 
-def sharing(node: Node, shares: list[bool]) -> tuple[list[World], list[dict[str, object]]]:
+def worlds_on_shared_gpus(node: Node, shares: list[bool]) -> tuple[list[World], list[dict[str, object]]]:
     worlds = []
     for rank, share in enumerate(shares):
         gpu = FakeGpu(node, rank)
@@ -188,22 +188,22 @@ def sharing(node: Node, shares: list[bool]) -> tuple[list[World], list[dict[str,
     ("shares", "who"),
     [([False] * 3, "no rank set it"), ([True, False, True], "all ranks but 1 set it")],
 )
-def test_two_ranks_on_one_gpu_are_refused(node: Node, shares: list[bool], who: str) -> None:
-    worlds, descriptors = sharing(node, shares)
+def test_two_ranks_on_one_gpu_are_refused_unless_all_share(node: Node, shares: list[bool], who: str) -> None:
+    worlds, descriptors = worlds_on_shared_gpus(node, shares)
     for world in worlds:
         with pytest.raises(WiringError, match=rf"ranks 0 and 2 are both on GPU one; .*share_gpu.*{who}"):
             world.wire(descriptors)
     close(worlds)
 
 
-def test_two_ranks_on_one_gpu_where_all_agreed_to_share(node: Node) -> None:
-    worlds, descriptors = sharing(node, [True] * 3)
+def test_ranks_that_all_set_share_gpu_may_use_one_gpu(node: Node) -> None:
+    worlds, descriptors = worlds_on_shared_gpus(node, [True] * 3)
     assert each(worlds, lambda world: world.wire(descriptors)) == [None] * 3
-    assert len(heaps(worlds)) == 3
+    assert len(allocate_heaps(worlds)) == 3
     close(worlds)
 
 
-def test_device_memory_is_not_for_cpu_worlds() -> None:
+def test_a_cpu_world_refuses_device_memory() -> None:
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
         with pytest.raises(ConfigError, match="device memory was asked for; the world of rank 0 is on cpu"):
@@ -216,7 +216,7 @@ def test_device_memory_is_not_for_cpu_worlds() -> None:
         World.open(0, 1, device="tpu")
 
 
-def test_options_that_are_not_known_are_refused() -> None:
+def test_unknown_options_of_a_world_are_refused() -> None:
     with pytest.raises(TypeError, match="sharegpu"):
         World.open(0, 1, sharegpu=True)
 
@@ -224,18 +224,18 @@ def test_options_that_are_not_known_are_refused() -> None:
 # The life of a heap
 
 
-def test_zeroed_then_synchronised_then_published(node: Node) -> None:
+def test_memory_is_zeroed_and_synchronised_before_it_is_exported(node: Node) -> None:
     segment = DeviceMemory(FakeGpu(node, 0)).own("rows", GRANULE + 1)
-    assert [line[1] for line in node.diary] == ["allocate", "zero", "synchronise", "export"]
-    assert node.diary[0][3] == node.diary[1][3] == segment.nbytes == 2 * GRANULE
+    assert [line[1] for line in node.call_log] == ["allocate", "zero", "synchronise", "export"]
+    assert node.call_log[0][3] == node.call_log[1][3] == segment.nbytes == 2 * GRANULE
     segment.close()
     assert node.live == {}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_ranks_reach_one_another(node: Node, size: int) -> None:
-    worlds = wired(node, size)
-    made = heaps(worlds)
+def test_every_rank_writes_into_the_heap_of_every_peer(node: Node, size: int) -> None:
+    worlds = wire_worlds(node, size)
+    made = allocate_heaps(worlds)
     assert [heap.nbytes for heap in made] == [GRANULE] * size
     for rank, heap in enumerate(made):
         for peer in range(size):
@@ -244,21 +244,21 @@ def test_ranks_reach_one_another(node: Node, size: int) -> None:
         assert heap.address("rows") == heap.address("rows", rank)
     for rank, heap in enumerate(made):
         assert [heap.word("flag", writer) for writer in range(size)] == [10 * writer + rank for writer in range(size)]
-    assert len(node.wrote("map")) == size * (size - 1)  # each peer once, oneself never
+    assert len(node.calls_of("map")) == size * (size - 1)  # each peer once, the rank's own heap never
     close(worlds)
     assert (node.live, node.mapped) == ({}, {})
 
 
 def test_every_mapping_is_closed_before_any_memory_is_freed(node: Node) -> None:
-    worlds = wired(node, 3)
-    first, second = heaps(worlds, "first"), heaps(worlds, "second")
-    close(worlds)  # the fake objects to a free while a peer maps
+    worlds = wire_worlds(node, 3)
+    first, second = allocate_heaps(worlds, "first"), allocate_heaps(worlds, "second")
+    close(worlds)  # the fake driver reports a free while a peer maps the memory
     assert (node.live, node.mapped) == ({}, {})
     for rank in range(3):
-        mine = [line[1] for line in node.diary if line[0] == rank]
+        mine = [line[1] for line in node.call_log if line[0] == rank]
         assert mine.count("unmap") == 4
         assert mine[-3:] == ["free", "free", "close"]
-        assert mine[mine.index("unmap") - 1] == "synchronise"  # what the device still had to do with it is done
+        assert mine[mine.index("unmap") - 1] == "synchronise"  # the device's pending work has ended
     with pytest.raises(WiringError, match="this heap is closed"):
         first[0].address("rows")
     with pytest.raises(WiringError, match="this heap is closed"):
@@ -266,101 +266,101 @@ def test_every_mapping_is_closed_before_any_memory_is_freed(node: Node) -> None:
 
 
 @given(st.permutations([(rank, heap) for rank in range(2) for heap in range(2)]))
-def test_heaps_are_closed_in_any_order(order: list[tuple[int, int]]) -> None:
+def test_heaps_may_be_closed_in_any_order(order: list[tuple[int, int]]) -> None:
     node = Node()
-    worlds = wired(node, 2)
-    made = [heaps(worlds, what) for what in ("first", "second")]
+    worlds = wire_worlds(node, 2)
+    made = [allocate_heaps(worlds, what) for what in ("first", "second")]
     orders = [[heap for rank, heap in order if rank == mine] for mine in range(2)]
     each(worlds, lambda world: [made[heap][world.rank].unmap_peers() for heap in orders[world.rank]])
     close(worlds)
-    assert (node.broken, node.live, node.mapped) == ([], {}, {})
+    assert (node.violations, node.live, node.mapped) == ([], {}, {})
 
 
-def test_a_heap_that_all_close_is_freed_then(node: Node) -> None:
-    worlds = wired(node, 2)
-    made = heaps(worlds)
+def test_a_heap_is_freed_once_all_ranks_close_it(node: Node) -> None:
+    worlds = wire_worlds(node, 2)
+    made = allocate_heaps(worlds)
     together([heap.close for heap in made])
     assert (node.live, node.mapped) == ({}, {})
     made[0].close()
     close(worlds)
 
 
-def test_a_heap_that_one_closes_is_freed_when_the_other_has(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heap_closed_by_one_rank_is_freed_after_the_other_closes(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raymoe.memory.heap.CLOSING_S", 0.05)
-    worlds = wired(node, 2)
-    made = heaps(worlds)
+    worlds = wire_worlds(node, 2)
+    made = allocate_heaps(worlds)
     made[0].close()
     assert len(node.live) == 2
-    made[1].set_word("flag", 1, 7, peer=0)  # what rank 1 maps is there still
+    made[1].set_word("flag", 1, 7, peer=0)  # rank 0's memory still exists
     made[1].close()
     assert len(node.live) == 1
-    assert len(heaps(worlds, "next")) == 2
+    assert len(allocate_heaps(worlds, "next")) == 2
     assert len(node.live) == 2  # rank 0 freed the old one when it made the new one
     close(worlds)
     assert node.live == {}
 
 
-def test_what_a_dead_peer_may_map_is_left_to_the_process(node: Node) -> None:
-    worlds = wired(node, 3, timeout_s=0.3)
-    heaps(worlds)
-    assert isinstance(each(worlds[:2], lambda world: world.barrier("lunch"))[0], PeerTimeout)
+def test_memory_that_a_dead_peer_may_map_is_not_freed(node: Node) -> None:
+    worlds = wire_worlds(node, 3, timeout_s=0.3)
+    allocate_heaps(worlds)
+    assert isinstance(each(worlds[:2], lambda world: world.barrier("without rank 2"))[0], PeerTimeout)
     start = time.monotonic()
     close(worlds[:2])
     assert time.monotonic() - start < 5
-    assert len(node.wrote("unmap")) == 4
-    assert node.wrote("free", "close") == []
+    assert len(node.calls_of("unmap")) == 4
+    assert node.calls_of("free", "close") == []
     assert len(node.live) == 3
 
 
-def test_memory_lives_while_a_tensor_needs_it(node: Node) -> None:
+def test_memory_is_freed_after_the_last_tensor_that_needs_it(node: Node) -> None:
     segment = DeviceMemory(FakeGpu(node, 0)).own("rows", 100)
     tensor_refers_to = segment.owner
     segment.close()
-    assert node.wrote("free") == []
+    assert node.calls_of("free") == []
     del tensor_refers_to
     gc.collect()
-    assert len(node.wrote("free")) == 1
+    assert len(node.calls_of("free")) == 1
 
 
-# What goes wrong
+# Failures
 
 
 @pytest.mark.parametrize("call", ["allocate", "zero", "synchronise", "export"])
-def test_a_failure_in_the_middle_frees_what_was_made(node: Node, call: str) -> None:
+def test_an_allocation_that_fails_half_way_frees_all_memory(node: Node, call: str) -> None:
     failing = {"now": False}
-    worlds = wired(node, 3, rank1=lambda asked: 999 if asked == call and failing["now"] else 0)
+    worlds = wire_worlds(node, 3, rank1=lambda asked: 999 if asked == call and failing["now"] else 0)
     failing["now"] = True
     outcomes = each(worlds, lambda world: world.allocate(ROWS, "rows", where="device"))
     failing["now"] = False
     assert all(isinstance(outcome, RaymoeError) for outcome in outcomes), outcomes
     assert all(f"{call} failed" in str(outcome) for outcome in outcomes)
     assert (node.live, node.mapped) == ({}, {})
-    assert len(heaps(worlds, "next")) == 3
+    assert len(allocate_heaps(worlds, "next")) == 3
     close(worlds)
     assert node.live == {}
 
 
-def test_a_rank_that_cannot_map_makes_all_let_go_and_free(node: Node) -> None:
+def test_all_ranks_free_their_memory_if_one_cannot_map(node: Node) -> None:
     failing = {"code": NOT_SUPPORTED}
-    worlds = wired(node, 3, rank2=lambda asked: failing["code"] if asked == "map" else 0)
+    worlds = wire_worlds(node, 3, rank2=lambda asked: failing["code"] if asked == "map" else 0)
     outcomes = each(worlds, lambda world: world.allocate(ROWS, "rows", where="device"))
     assert all(isinstance(outcome, WiringError) for outcome in outcomes)
     assert "could not be mapped on GPU uuid-2: map failed: CODE_801; MIG" in str(outcomes[0])
     assert (node.live, node.mapped) == ({}, {})
-    assert node.wrote("unmap")
+    assert node.calls_of("unmap")
     failing["code"] = 0
-    assert len(heaps(worlds, "next")) == 3
+    assert len(allocate_heaps(worlds, "next")) == 3
     close(worlds)
 
 
-def test_the_proof_catches_mappings_taken_for_one_another(node: Node) -> None:
-    worlds = wired(node, 3)
+def test_the_proof_detects_a_mapping_of_the_wrong_peer(node: Node) -> None:
+    worlds = wire_worlds(node, 3)
     gpu = worlds[0]._gpu
     assert gpu is not None
     real = gpu.device.map
     given: list[bytes] = []
 
-    def crossed(handle: bytes) -> int:  # rank 0 takes the memory of 2 for that of 1; the other way would need both
+    def crossed(handle: bytes) -> int:  # the second mapping of rank 0 repeats its first
         given.append(handle)
         return real(handle if len(given) == 1 else given[0])
 
@@ -384,7 +384,7 @@ def test_the_proof_catches_mappings_taken_for_one_another(node: Node) -> None:
         ({"handle": b"x" * 64}, "CUDA_ERROR_INVALID_HANDLE; its owner has freed it"),
     ],
 )
-def test_a_descriptor_that_is_wrong(node: Node, forged: dict[str, object], says: str) -> None:
+def test_a_wrong_descriptor_is_not_mapped(node: Node, forged: dict[str, object], says: str) -> None:
     good = DeviceMemory(FakeGpu(node, 1)).own("rows", 100).descriptor()
     with pytest.raises(WiringError, match=says):
         DeviceMemory(FakeGpu(node, 0)).map_peer(good | forged)
@@ -392,21 +392,21 @@ def test_a_descriptor_that_is_wrong(node: Node, forged: dict[str, object], says:
 
 
 @pytest.mark.parametrize("missing", ["kind", "handle", "nbytes"])
-def test_a_descriptor_cut_short(node: Node, missing: str) -> None:
+def test_an_incomplete_descriptor_is_refused(node: Node, missing: str) -> None:
     descriptor = DeviceMemory(FakeGpu(node, 1)).own("rows", 100).descriptor()
     del descriptor[missing]
     with pytest.raises(WiringError, match=f"without '{missing}'"):
         DeviceMemory(FakeGpu(node, 0)).map_peer(descriptor)
 
 
-def test_ones_own_handle_is_never_opened(node: Node) -> None:
+def test_a_ranks_own_handle_is_not_opened(node: Node) -> None:
     memory = DeviceMemory(FakeGpu(node, 0))
     own = memory.own("rows", 100)
     with pytest.raises(WiringError, match="a handle that is this rank's own"):
         memory.map_peer(own.descriptor())
 
 
-def test_a_peer_is_mapped_once(node: Node) -> None:
+def test_a_peer_is_mapped_only_once_at_a_time(node: Node) -> None:
     memory, other = DeviceMemory(FakeGpu(node, 0)), DeviceMemory(FakeGpu(node, 1)).own("rows", 100)
     mapped = memory.map_peer(other.descriptor())
     with pytest.raises(WiringError, match="mapped here already"):
@@ -414,21 +414,21 @@ def test_a_peer_is_mapped_once(node: Node) -> None:
     with pytest.raises(WiringError, match="only open own memory has one"):
         mapped.descriptor()
     mapped.close()
-    memory.map_peer(other.descriptor()).close()  # and again once that is closed
+    memory.map_peer(other.descriptor()).close()  # allowed again after the first is closed
     assert node.mapped == {}
 
 
 @pytest.mark.parametrize(
     ("code", "way_out"), [(1, "--ipc=host"), (304, "--pid=host"), (803, "reboot"), (217, "topo"), (7, "old driver")]
 )
-def test_a_driver_that_refuses_is_quoted_with_the_way_out(node: Node, code: int, way_out: str) -> None:
+def test_a_refusal_of_the_driver_is_quoted_with_advice(node: Node, code: int, way_out: str) -> None:
     other = DeviceMemory(FakeGpu(node, 1)).own("rows", 100)
     refusing = DeviceMemory(FakeGpu(node, 0, lambda call: code if call == "map" else 0))
     with pytest.raises(WiringError, match=f"map failed: CODE_{code}; .*{way_out}.*raymoe doctor"):
         refusing.map_peer(other.descriptor())
 
 
-def test_memory_that_becomes_free_late_is_waited_for(node: Node) -> None:
+def test_an_allocation_waits_for_memory_that_is_freed_late(node: Node) -> None:
     hog = DeviceMemory(FakeGpu(node, 1)).own("a lost gang", node.total)
     memory = DeviceMemory(FakeGpu(node, 0), retry_s=10)
 
@@ -440,7 +440,7 @@ def test_memory_that_becomes_free_late_is_waited_for(node: Node) -> None:
     assert segment.nbytes == GRANULE
 
 
-def test_memory_that_stays_away_is_told_in_bytes(node: Node) -> None:
+def test_missing_memory_is_reported_in_bytes(node: Node) -> None:
     DeviceMemory(FakeGpu(node, 1)).own("other", node.total - GRANULE)
     with pytest.raises(
         PlacementError, match=f"rows asks for {2 * GRANULE} bytes .*; {GRANULE} of {node.total} are free on GPU uuid-0"
@@ -448,22 +448,22 @@ def test_memory_that_stays_away_is_told_in_bytes(node: Node) -> None:
         DeviceMemory(FakeGpu(node, 0), retry_s=0.05).own("rows", GRANULE + 1)
 
 
-def test_more_than_the_gpu_has_is_refused_at_once(node: Node) -> None:
+def test_more_memory_than_the_gpu_has_is_refused_at_once(node: Node) -> None:
     start = time.monotonic()
     with pytest.raises(PlacementError, match=f"rows asks for {node.total + GRANULE} bytes"):
         DeviceMemory(FakeGpu(node, 0), retry_s=30).own("rows", node.total + 1)
     assert time.monotonic() - start < 5
 
 
-def test_the_proof_lies_behind_the_regions_and_moves_none() -> None:
+def test_the_proof_lies_after_the_regions_and_moves_none() -> None:
     proved = with_proof(ROWS, 4)
     assert proved.placed[:-1] == ROWS.placed
     assert proved.placed[-1].offset >= ROWS.placed[-1].offset + ROWS.placed[-1].region.nbytes
 
 
-def test_words_outside_a_region_are_refused(node: Node) -> None:
-    worlds = wired(node, 1)
-    [heap] = heaps(worlds)
+def test_words_outside_a_region_and_unknown_ranks_are_refused(node: Node) -> None:
+    worlds = wire_worlds(node, 1)
+    [heap] = allocate_heaps(worlds)
     with pytest.raises(WiringError, match="word 4 of region flag was asked for; it has words 0 to 3"):
         heap.word("flag", 4)
     with pytest.raises(WiringError, match="heap of rank 1 was asked for in a world of 1"):
@@ -471,12 +471,12 @@ def test_words_outside_a_region_are_refused(node: Node) -> None:
     close(worlds)
 
 
-def test_a_failing_gpu_says_so_when_the_world_closes_and_frees_nothing(node: Node) -> None:
+def test_a_failing_gpu_raises_at_close_and_nothing_is_freed(node: Node) -> None:
     failing = {"code": 0}
-    worlds = wired(node, 2, rank0=lambda call: failing["code"] if call == "synchronise" else 0)
-    heaps(worlds)
+    worlds = wire_worlds(node, 2, rank0=lambda call: failing["code"] if call == "synchronise" else 0)
+    allocate_heaps(worlds)
     failing["code"] = 700
     outcomes = together([world.close for world in worlds])
     assert isinstance(outcomes[0], CudaError)
     assert outcomes[1] is None
-    assert node.wrote("free") == []  # rank 0 told nobody that it let go, and frees nothing itself
+    assert node.calls_of("free") == []  # rank 0 did not report its unmapping, and frees nothing itself

@@ -1,4 +1,4 @@
-"""Torch's current device, where it is another one than the world's."""
+"""Code that uses the world's device where torch's current device is another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raymoe.exchange.nccl import CapturedMemory
 
 
 class Cuda:
-    """Two GPUs in the place of torch.cuda; a stream of the second one is being captured."""
+    """Replaces torch.cuda by two GPUs; a stream of the second one is being captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current, self.set, self.pools = 0, 0, []
@@ -39,18 +39,18 @@ class Cuda:
         self.pools.append((pool, self.current if device is None else device.index))
 
 
-def test_a_capture_on_another_device_than_the_current_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_sees_a_capture_on_a_device_that_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     assert [capturing(torch.device("cuda", ordinal)) for ordinal in (0, 1)] == [False, True]
     assert not capturing(torch.device("cpu"))
-    assert (cuda.current, cuda.set) == (0, 1), "and only a device that is not current is set"
+    assert (cuda.current, cuda.set) == (0, 1), "a device is set only if it is not current"
     cuda.current = 1
     assert [capturing(torch.device("cuda", ordinal)) for ordinal in (0, 1)] == [False, True]
     with on(torch.device("cuda", 1)), on(torch.device("cpu")):
         assert (cuda.current, cuda.set) == (1, 2)
 
 
-def test_memory_of_captured_calls_is_of_the_worlds_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_memory_is_on_the_worlds_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     CapturedMemory(torch.device("cuda", 1))()
     assert cuda.pools == [(1, 1)]

@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere, and files that documents and comments name are there."""
+"""Links in the documents resolve, and files that documents and code name exist."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SOURCES = [
     if path.is_file() and "__pycache__" not in path.parts
 ]
 NAMES = {path.name for path in SOURCES} | {path.name for path in ROOT.iterdir()}
-OTHERS = {"a.cuh", "job_supervisor.py"}
-"""Names of an example, and of a file of Ray."""
+EXTERNAL_NAMES = {"a.cuh", "job_supervisor.py"}
+"""File names that are not in the repository: an example, and a file of Ray."""
 _SOURCE_NAME = re.compile(r"(?<![\w.*{-])([a-z][a-z0-9_]*\.(?:py|cu|cuh))\b(?!\()")
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_every_link_of_a_page_resolves(page: Path) -> None:
     wrong = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = target.partition("#")
@@ -42,19 +42,19 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_paths_that_a_page_names_are_there(page: Path) -> None:
+def test_paths_named_in_a_page_exist(page: Path) -> None:
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
-def test_files_that_comments_name_are_there() -> None:
+def test_files_named_in_code_and_pages_exist() -> None:
     wrong = []
     for path in [*SOURCES, *PAGES]:
         if path.suffix not in (".py", ".cu", ".cuh", ".md") or path.name == "CHANGELOG.md":
             continue
-        if path.parent.name == "unit":  # these make files of their own
+        if path.parent.name == "unit":  # unit tests name files that they create
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
-            names = set(_SOURCE_NAME.findall(line)) - NAMES - OTHERS
+            names = set(_SOURCE_NAME.findall(line)) - NAMES - EXTERNAL_NAMES
             wrong += [f"{path.relative_to(ROOT)}:{number}: {name}" for name in names]
     assert wrong == []

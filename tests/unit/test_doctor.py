@@ -1,4 +1,4 @@
-"""What the doctor makes of what its probes told: machines as they were recorded, and machines that are broken."""
+"""The doctor's findings for probe values: of recorded machines, and of machines with faults."""
 
 from __future__ import annotations
 
@@ -19,63 +19,63 @@ NEEDS = Needs("quickstart", "layer", "auto", 4, GIB // 2)
 P2P = Needs("p2p", "p2p", "auto", 4, GIB)
 MISSING = {"missing": "cuda.bindings.nvml: not found; pynvml: No module named 'pynvml'; nvidia-smi: not found"}
 
-Told = dict[str, dict[str, Any]]
+ProbeValues = dict[str, dict[str, Any]]
 
 
 RECORDED = Path(__file__).parent / "recorded"
-"""What the probes told on real machines, a file each; UUIDs are cut short."""
+"""Probe values of real machines, one file each; UUIDs are shortened."""
 
 
-def recorded(name: str) -> Told:
+def recorded(name: str) -> ProbeValues:
     return json.loads((RECORDED / f"{name}.json").read_text())
 
 
-def no_gpu() -> Told:
+def no_gpu() -> ProbeValues:
     return recorded("no_gpu")
 
 
-def with_gpus(number: int, name: str = "NVIDIA H200", word: str = "NV18") -> Told:
-    """The two H200 as they were recorded, made more, fewer or others."""
-    told = recorded("two_h200")
+def with_gpus(number: int, name: str = "NVIDIA H200", word: str = "NV18") -> ProbeValues:
+    """Return the values recorded on two H200, changed to this number, name and link of GPUs."""
+    probed = recorded("two_h200")
     for probe in ("nvml", "cuda"):
-        first = told[probe]["gpus"][0]
-        told[probe]["gpus"] = [first | {"name": name, "uuid": f"GPU-{index}"} for index in range(number)]
-    told["nvml"]["topology"] = [["X" if one == other else word for other in range(number)] for one in range(number)]
-    told["nvml"]["host_gpus"] = number
-    told["cuda"]["peers"] = [[True] * number for _ in range(number)]
-    told["ipc"] = {"gpus": number, "processes": max(2, number)}
-    told["torch"]["gpus"] = told["ray"]["gpus"] = number
-    return told
+        first = probed[probe]["gpus"][0]
+        probed[probe]["gpus"] = [first | {"name": name, "uuid": f"GPU-{index}"} for index in range(number)]
+    probed["nvml"]["topology"] = [["X" if one == other else word for other in range(number)] for one in range(number)]
+    probed["nvml"]["host_gpus"] = number
+    probed["cuda"]["peers"] = [[True] * number for _ in range(number)]
+    probed["ipc"] = {"gpus": number, "processes": max(2, number)}
+    probed["torch"]["gpus"] = probed["ray"]["gpus"] = number
+    return probed
 
 
-def mig_on() -> Told:
-    told = with_gpus(1, "NVIDIA H100 80GB HBM3")
-    told["nvml"]["gpus"][0]["mig"] = True
-    return told
+def mig_on() -> ProbeValues:
+    probed = with_gpus(1, "NVIDIA H100 80GB HBM3")
+    probed["nvml"]["gpus"][0]["mig"] = True
+    return probed
 
 
-def driver_525() -> Told:
-    told = with_gpus(1, "NVIDIA H100 80GB HBM3")
-    told["nvml"]["driver"] = "525.147.05"
-    told["cuda"] = {"version": [12, 0], "error": "cuDeviceGetUuid failed: no such function", "code": 0}
-    return told
+def driver_525() -> ProbeValues:
+    probed = with_gpus(1, "NVIDIA H100 80GB HBM3")
+    probed["nvml"]["driver"] = "525.147.05"
+    probed["cuda"] = {"version": [12, 0], "error": "cuDeviceGetUuid failed: no such function", "code": 0}
+    return probed
 
 
-def no_peer_access() -> Told:
-    told = with_gpus(2, "NVIDIA L40S", "SYS")
-    for gpu in (*told["nvml"]["gpus"], *told["cuda"]["gpus"]):
+def no_peer_access() -> ProbeValues:
+    probed = with_gpus(2, "NVIDIA L40S", "SYS")
+    for gpu in (*probed["nvml"]["gpus"], *probed["cuda"]["gpus"]):
         gpu["capability"] = [8, 9]
         gpu |= {"links": 0} if "links" in gpu else {}
-    told["cuda"]["peers"] = [[True, False], [False, True]]
+    probed["cuda"]["peers"] = [[True, False], [False, True]]
     error = "cuIpcOpenMemHandle failed: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (peer access is not supported)"
-    told["ipc"] |= {"failed": "mapping the next one's memory", "error": error, "code": 217}
-    return told
+    probed["ipc"] |= {"failed": "mapping the next one's memory", "error": error, "code": 217}
+    return probed
 
 
-def tiny_shm() -> Told:
-    told = no_gpu()
-    told["host"]["shm"] |= {"total_bytes": 64 * 2**20, "free_bytes": 60 * 2**20}
-    return told
+def tiny_shm() -> ProbeValues:
+    probed = no_gpu()
+    probed["host"]["shm"] |= {"total_bytes": 64 * 2**20, "free_bytes": 60 * 2**20}
+    return probed
 
 
 MACHINES = {
@@ -106,23 +106,23 @@ MACHINES = {
 }
 
 
-def machine(told: Told, needs: Needs = NEEDS, **troubles: str) -> Machine:
-    return Machine({name: ProbeOutcome(values, troubles.get(name, "")) for name, values in told.items()}, needs)
+def machine(probed: ProbeValues, needs: Needs = NEEDS, **troubles: str) -> Machine:
+    return Machine({name: ProbeOutcome(values, troubles.get(name, "")) for name, values in probed.items()}, needs)
 
 
 class Recorded(dict[str, ProbeOutcome]):
-    """Stands in for the probes of an examination."""
+    """Replaces the probes of an examination."""
 
-    def __init__(self, told: Told) -> None:
-        super().__init__({name: ProbeOutcome(values) for name, values in told.items()})
+    def __init__(self, probed: ProbeValues) -> None:
+        super().__init__({name: ProbeOutcome(values) for name, values in probed.items()})
 
     def close(self) -> None: ...
 
 
-def judged(told: Told, needs: Needs = NEEDS, **troubles: str) -> dict[str, Finding]:
+def findings_of(probed: ProbeValues, needs: Needs = NEEDS, **troubles: str) -> dict[str, Finding]:
     for name in troubles:
-        told[name] = {}
-    findings = [check(machine(told, needs, **troubles)) for check in CHECKS]
+        probed[name] = {}
+    findings = [check(machine(probed, needs, **troubles)) for check in CHECKS]
     assert len({finding.name for finding in findings}) == len(CHECKS)
     for finding in findings:
         assert (finding.level == "fail") == bool(finding.blocks), finding
@@ -132,21 +132,21 @@ def judged(told: Told, needs: Needs = NEEDS, **troubles: str) -> dict[str, Findi
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_machines(name):
+def test_findings_and_verdict_of_each_machine(name):
     make, levels, sentence = MACHINES[name]
-    found = judged(make())
+    found = findings_of(make())
     assert {name: finding.level for name, finding in found.items() if finding.level != "ok"} == levels
     assert verdict(list(found.values()), machine(make())) == sentence
 
 
-def test_without_a_driver_there_is_nothing_to_check():
-    found = judged(no_gpu())
+def test_without_a_driver_every_gpu_check_finds_none():
+    found = findings_of(no_gpu())
     for name in ("driver", "GPUs", "NVLink", "peer access", "CUDA IPC", "TMA", "stream memory ops"):
         assert found[name].found.startswith("none: no NVIDIA driver")
 
 
-def test_two_h200_say_what_they_have():
-    found = judged(recorded("two_h200"))
+def test_findings_of_two_recorded_h200():
+    found = findings_of(recorded("two_h200"))
     assert found["driver"].found == "580.159.04, CUDA 13.0 (NVML by cuda.bindings.nvml)"
     assert found["GPUs"].found == "2 × NVIDIA H200 (sm_90, 140 GiB)"
     assert found["NVLink"].found == "NV18 between every two of 2 GPUs, 18 links of NVLink 4, 450 GB/s a direction"
@@ -157,23 +157,23 @@ def test_two_h200_say_what_they_have():
     assert found["Ray"].found.endswith("with 2 GPUs")
 
 
-def test_one_visible_gpu_of_two_is_said_to_be_that():
-    found = judged(recorded("one_of_two_h200"))
+def test_findings_where_one_of_two_gpus_is_visible():
+    found = findings_of(recorded("one_of_two_h200"))
     assert found["GPUs"].found == "1 × NVIDIA H200 (sm_90), of 2 on this machine"
     assert found["peer access"].found == "one GPU, so there is no peer"
     assert found["CUDA IPC"].found.startswith("two processes on one GPU wrote")
 
 
-def test_p2p_runs_on_gpus_where_there_are_enough():
-    assert verdict(list(judged(with_gpus(4), P2P).values()), machine(with_gpus(4), P2P)).endswith("on 4 GPU ranks")
+def test_p2p_needs_a_usable_gpu_for_each_rank():
+    assert verdict(list(findings_of(with_gpus(4), P2P).values()), machine(with_gpus(4), P2P)).endswith("on 4 GPU ranks")
     with pytest.raises(PlacementError, match="asks for 4 GPU ranks and 1 GPU can be seen"):
-        verdict(list(judged(with_gpus(1), P2P).values()), machine(with_gpus(1), P2P))
+        verdict(list(findings_of(with_gpus(1), P2P).values()), machine(with_gpus(1), P2P))
     with pytest.raises(PlacementError, match=r"on GPU ranks: CUDA IPC: no: MIG is on at GPU 0.*nvidia-smi -i 0 -mig 0"):
-        verdict(list(judged(mig_on(), P2P).values()), machine(mig_on(), P2P))
+        verdict(list(findings_of(mig_on(), P2P).values()), machine(mig_on(), P2P))
 
 
 BROKEN = {
-    # A change to a machine, the check that should tell, its level, and words of its line.
+    # Changed probe values, the check that must report them, its level, and a part of its line.
     "fabric": ({"cuda": {"version": [13, 0], "error": "x", "code": 802}}, "driver", "fail", "nvidia-fabricmanager"),
     "container without compute": ({"cuda": {"missing": "no libcuda"}}, "driver", "fail", "NVIDIA_DRIVER_CAPABILITIES"),
     "NVML gone": ({"nvml": MISSING}, "driver", "warn", "no NVML: cuda.bindings.nvml: not found"),
@@ -230,60 +230,60 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_broken_is_told_with_the_way_out(name):
+def test_a_broken_machine_is_reported_by_the_right_check(name):
     change, check, level, words = BROKEN[name]
-    told = copy.deepcopy(with_gpus(4))
+    probed = copy.deepcopy(with_gpus(4))
     for probe, values in change.items():
-        whole = {"error", "missing", "gpus"} & set(values) and probe in ("cuda", "nvml")
-        shm = {"shm": told[probe].get("shm", {}) | values["shm"]} if "shm" in values else {}
-        told[probe] = dict(values) if whole else told[probe] | values | shm
-    finding = judged(told)[check]
+        replaced = {"error", "missing", "gpus"} & set(values) and probe in ("cuda", "nvml")
+        shm = {"shm": probed[probe].get("shm", {}) | values["shm"]} if "shm" in values else {}
+        probed[probe] = dict(values) if replaced else probed[probe] | values | shm
+    finding = findings_of(probed)[check]
     assert finding.level == level
     assert words in finding.line()
 
 
-def test_a_gpu_on_the_bus_without_a_driver_is_told():
-    told = no_gpu()
-    told["host"]["nvidia_on_pci"] = 8
-    assert judged(told)["driver"].level == "warn"
-    assert "8 NVIDIA devices on the PCI bus" in judged(told)["driver"].line()
+def test_gpus_on_the_pci_bus_without_a_driver_are_reported():
+    probed = no_gpu()
+    probed["host"]["nvidia_on_pci"] = 8
+    assert findings_of(probed)["driver"].level == "warn"
+    assert "8 NVIDIA devices on the PCI bus" in findings_of(probed)["driver"].line()
 
 
 @pytest.mark.parametrize("probe", ["host", "nvml", "cuda", "ipc", "nvrtc", "torch", "ray"])
 @pytest.mark.parametrize("make", [no_gpu, lambda: with_gpus(4)], ids=["no GPU", "four H200"])
-def test_no_probe_that_breaks_takes_the_command_down(probe, make):
-    told = make()
-    found = judged(told, **{probe: "no answer within 60 s"})
-    silent = probe == "ipc" and make is no_gpu  # nobody asks it
-    assert silent or any("no answer within 60 s" in finding.line() for finding in found.values())
+def test_a_broken_probe_is_reported_and_no_check_raises(probe, make):
+    probed = make()
+    found = findings_of(probed, **{probe: "no answer within 60 s"})
+    unused = probe == "ipc" and make is no_gpu  # no check reads it
+    assert unused or any("no answer within 60 s" in finding.line() for finding in found.values())
     if probe in ("host", "torch", "ray"):
         with pytest.raises(PlacementError, match=r"quickstart cannot run here on CPU ranks: .*no answer within 60 s"):
-            verdict(list(found.values()), machine(told, **{probe: "no answer within 60 s"}))
+            verdict(list(found.values()), machine(probed, **{probe: "no answer within 60 s"}))
 
 
-def test_the_sentence_names_the_first_and_counts_the_rest():
-    told = no_gpu()
-    found = judged(told, host="ended by SIGSEGV", ray="no answer within 150 s while starting a local Ray")
+def test_the_verdict_names_the_first_failed_check_and_counts_the_rest():
+    probed = no_gpu()
+    found = findings_of(probed, host="ended by SIGSEGV", ray="no answer within 150 s while starting a local Ray")
     with pytest.raises(PlacementError) as error:
-        verdict(list(found.values()), machine(told))
+        verdict(list(found.values()), machine(probed))
     assert str(error.value).startswith("quickstart cannot run here on CPU ranks: Ray: no: no answer within 150 s while")
     assert str(error.value).endswith("(and 2 more checks failed)")
     assert error.value.exit_code == 3
 
 
-def test_the_way_out_of_an_error_of_ours_is_told_once():
-    said = "asked for the Ray cluster at 10.0.0.1:6379, and nothing answers there; start one with `ray start --head`"
-    assert judged(no_gpu(), ray=said)["Ray"].way_out == "start one with `ray start --head`"
-    assert "'ray[default]" in judged(no_gpu(), ray="ended by SIGSEGV while starting a local Ray")["Ray"].way_out
+def test_the_advice_of_a_raymoe_error_is_the_findings_way_out():
+    trouble = "asked for the Ray cluster at 10.0.0.1:6379, and nothing answers there; start one with `ray start --head`"
+    assert findings_of(no_gpu(), ray=trouble)["Ray"].way_out == "start one with `ray start --head`"
+    assert "'ray[default]" in findings_of(no_gpu(), ray="ended by SIGSEGV while starting a local Ray")["Ray"].way_out
 
 
-def test_the_needs_of_the_default_config():
+def test_the_needs_of_quickstart():
     needs = needs_of(load_job("quickstart"), "quickstart")
     assert (needs.workload, needs.ranks) == ("layer", 4)
     assert needs.bytes_per_rank > 2**20
 
 
-def test_a_check_that_breaks_is_a_line(monkeypatch):
+def test_a_check_that_raises_is_reported_as_a_warning(monkeypatch):
     def judge_nothing(machine: Machine) -> Finding:
         raise KeyError("peers")
 

@@ -1,4 +1,4 @@
-"""The doctor's children, which may do anything, and the last of its three ways to ask NVML."""
+"""The doctor's probe processes, which may fail in any way, and nvidia-smi, the last of three ways to ask NVML."""
 
 # ruff: noqa: ARG002, N802  (the names and arguments of CUDA's driver)
 
@@ -40,7 +40,7 @@ time.sleep(600)
 
 
 def runs(pid: int) -> bool:
-    """An orphan stays a zombie until the system collects it."""
+    """Return whether the process runs. An ended orphan stays a zombie until the system collects it."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
@@ -55,19 +55,19 @@ def runs(pid: int) -> bool:
         ("pass", "ended with code 0"),
     ],
 )
-def test_a_child_that_fails_says_how(program, trouble):
+def test_the_failure_of_a_probe_process_is_described(program, trouble):
     outcome = Child("any", 20.0, program).outcome()
     assert (dict(outcome.values), outcome.trouble) == ({}, trouble)
 
 
-def test_what_libraries_print_does_no_harm():
+def test_output_of_libraries_does_not_disturb_a_probe():
     program = (
         "print('{\"values\": 1}'); " + TELL + """tell('{"values": {"gpus": 4}}\\n'); print('{broken', flush=True)"""
     )
     assert Child("any", 20.0, program).outcome().values == {"gpus": 4}
 
 
-def test_a_child_that_hangs_is_ended_with_what_it_started():
+def test_a_hung_probe_process_is_ended_with_its_children():
     child = Child("any", 3.0, HANGS)
     began = time.monotonic()
     outcome = child.outcome()
@@ -80,15 +80,15 @@ def test_a_child_that_hangs_is_ended_with_what_it_started():
     assert not runs(grandchild)
 
 
-def test_what_was_not_looked_at_is_ended_too():
+def test_close_ends_a_probe_that_was_not_read():
     probes = Probes({"nvrtc": 60.0, "ipc": 60.0})
     pid = probes._children["nvrtc"]._process.pid
-    assert list(probes._children) == ["nvrtc"]  # ipc waits until it is looked at
+    assert list(probes._children) == ["nvrtc"]  # ipc starts only when it is read
     probes.close()
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_process_that_cannot_be_started_is_an_outcome(monkeypatch):
+def test_a_probe_process_that_cannot_be_started_has_an_outcome(monkeypatch):
     def refuse(*arguments, **options):
         raise OSError(11, "Resource temporarily unavailable")
 
@@ -96,24 +96,24 @@ def test_a_process_that_cannot_be_started_is_an_outcome(monkeypatch):
     assert "Resource temporarily unavailable" in Probes({"host": 1.0})["host"].trouble
 
 
-def test_every_probe_has_a_bound():
+def test_every_probe_has_a_time_limit():
     assert set(BOUNDS) == set(PROBES)
 
 
-def test_a_probe_in_a_child_tells_of_this_machine():
+def test_the_host_probe_describes_this_machine():
     outcome = Child("host", 60.0).outcome()
     assert outcome.trouble == ""
     assert outcome.values["memfd"] == ""
     assert outcome.values["available_bytes"] > 2**20
 
 
-def test_an_exception_in_a_probe_is_told_in_one_line():
+def test_an_exception_in_a_probe_is_reported_in_one_line():
     assert outcome_of('{"trouble": "ModuleNotFoundError: No module named \'ray\'"}', "", "").trouble.endswith("'ray'")
     outcome = Child("no such probe", 60.0).outcome()
     assert outcome.trouble == "KeyError: 'no such probe'"
 
 
-def test_ray_that_is_not_there_is_told(monkeypatch):
+def test_an_unreachable_ray_cluster_is_reported(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(Exception, match=r"asked for the Ray cluster at 127\.0\.0\.1:1, and nothing answers there"):
         ask_ray(lambda _: None)
@@ -128,7 +128,7 @@ class FakeHandle:
 
 
 class FakeDriver:
-    """A driver whose device memory forked processes share; an address is the number of an allocation."""
+    """A driver whose device memory forked processes share. An address is the index of an allocation."""
 
     def __init__(self, gpus: int, fault: str) -> None:
         self.gpus, self.fault = gpus, fault
@@ -183,7 +183,7 @@ FORK = multiprocessing.get_context("fork")
         (2, "astray", {"failed": "reading", "error": "bytes [2] were written, [0] found"}),
     ],
 )
-def test_the_ring_of_cuda_ipc(monkeypatch, gpus, fault, told):
+def test_the_ring_of_cuda_ipc_reports_success_or_the_failed_step(monkeypatch, gpus, fault, told):
     monkeypatch.setattr(ipc, "NBYTES", 4096)
     driver = FakeDriver(gpus, fault)
     monkeypatch.setattr(ipc, "call", driver.call)
@@ -192,7 +192,7 @@ def test_the_ring_of_cuda_ipc(monkeypatch, gpus, fault, told):
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: FORK)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     asked: list[str] = []
-    others = set(multiprocessing.active_children())  # the ranks of other tests, which live on
+    others = set(multiprocessing.active_children())  # rank processes of other tests, which must live on
     assert told.items() <= ipc.probe(asked.append).items()
     assert fault or asked == ["counting GPUs", *ipc.STEPS]
     for child in set(multiprocessing.active_children()) - others:
@@ -211,7 +211,7 @@ TOPOLOGY = (
 )
 
 
-def test_nvidia_smi_is_read():
+def test_the_output_of_nvidia_smi_is_parsed():
     told = machine_of(SMI, TOPOLOGY)
     assert told["driver"] == "580.95.05"
     assert told["topology"] == [["X", "NV18"], ["NV18", "X"]]
@@ -226,14 +226,14 @@ def test_nvidia_smi_is_read():
         machine_of("No devices were found", "")
 
 
-def test_nvidia_smi_is_the_last_way(monkeypatch, tmp_path):
+def test_nvidia_smi_is_asked_after_the_nvml_bindings(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").write_text(
         f"#!/bin/sh\ncase $1 in topo) cat {tmp_path}/topology;; *) cat {tmp_path}/gpus;; esac\n"
     )
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "topology").write_text(TOPOLOGY)
     (tmp_path / "gpus").write_text(SMI)
-    monkeypatch.setattr(nvml, "WAYS", (NvmlBinding("no_such_module", 0, "Error", ""),))
+    monkeypatch.setattr(nvml, "BINDINGS", (NvmlBinding("no_such_module", 0, "Error", ""),))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     asked: list[str] = []
     told = nvml.probe(asked.append)
@@ -243,7 +243,7 @@ def test_nvidia_smi_is_the_last_way(monkeypatch, tmp_path):
     assert "missing" in nvml.probe(asked.append)
 
 
-def test_the_host_is_looked_at(tmp_path):
+def test_shm_container_and_pci_gpus_are_detected(tmp_path):
     assert _shm(tmp_path / "none") == {"there": False}
     assert _shm(tmp_path)["writable"] is True
     assert _container({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) == "Kubernetes"
@@ -251,4 +251,4 @@ def test_the_host_is_looked_at(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(f"{vendor}\n")
         (tmp_path / name / "class").write_text(f"{kind}\n")
-    assert _nvidia_on_pci(tmp_path) == 1  # NVSwitches and others are no GPUs
+    assert _nvidia_on_pci(tmp_path) == 1  # an NVSwitch and a device of another vendor do not count

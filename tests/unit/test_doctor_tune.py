@@ -21,25 +21,25 @@ from raymoe.workload.p2p.copies import copies_of
 
 RANKS = 3
 KIB, MIB = 1 << 10, 1 << 20
-# Microseconds before the first byte, and bytes a microsecond.
+# Microseconds before the first byte, and bytes per microsecond.
 COST = {"tma": (3.0, 340e3), "copy_engine": (9.0, 390e3)}
 GPUS = ProbeOutcome({"gpus": [{"name": "NVIDIA H200"}] * RANKS})
 
 
 def job() -> Job:
-    """The config, with more pairs than it asks for: a table is made of any number."""
+    """Return the job of the config, with all pairs; a table can be made from any number of pairs."""
     return load_job(tune.CONFIG, [f"world.ranks={RANKS}", "p2p.pairs=all"])
 
 
 def us(transport: str, protocol: str, pattern: str, nbytes: int) -> float:
     start, speed = COST[transport]
     if transport == "copy_engine" and (protocol, pattern) == ("get", "all_to_all"):
-        speed /= 2  # what an H200 does
+        speed /= 2  # as measured on an H200
     return start + nbytes / speed
 
 
 def lines_of(job: Job) -> list[Line]:
-    """What a run of the config gives, on ranks whose first pair is slower than the others."""
+    """Return the result lines of a run in which the first pair is slower than the others."""
     lines = []
     for case in job.cases():
         p2p = case.job.p2p
@@ -57,18 +57,18 @@ def lines_of(job: Job) -> list[Line]:
     return lines
 
 
-def test_the_config_measures_what_the_table_is_about() -> None:
+def test_the_config_covers_every_protocol_pattern_and_transport() -> None:
     cases = job().cases()
     assert {(case.job.p2p.protocol, case.job.p2p.pattern) for case in cases} == {
         (protocol, pattern) for protocol in PROTOCOLS for pattern in PATTERNS
     }
     assert all(set(case.job.p2p.transports) == set(CANDIDATES) for case in cases)
     assert all(case.job.steps.verify and case.job.world.device == "cuda" for case in cases)
-    asked = load_job(tune.CONFIG, ["world.ranks=8"]).cases()  # as many copies as between two
+    asked = load_job(tune.CONFIG, ["world.ranks=8"]).cases()  # as many copies as with two ranks
     assert [len(list(copies_of(case))) for case in asked] == [44, 22, 44, 22]
 
 
-def test_put_and_get_are_one_table_and_every_size_gets_the_faster_way() -> None:
+def test_the_table_picks_the_faster_transport_for_every_size() -> None:
     table = tune.table_of(lines_of(job()), job())
     assert table.gpu == "NVIDIA H200"
     for case in job().cases():
@@ -81,15 +81,15 @@ def test_put_and_get_are_one_table_and_every_size_gets_the_faster_way() -> None:
     assert {table.pick("all_to_all", "get", nbytes) for nbytes in (1, MIB, 1 << 40)} == {"tma"}
 
 
-def test_what_is_told() -> None:
+def test_the_printed_table_shows_medians_and_choices() -> None:
     lines = lines_of(job())
     table = tune.table_of(lines, job())
-    said = tune.report(tune.times_of(lines, job()), table).splitlines()
-    assert said[0].split() == ["pattern", "protocol", "bytes", "copy_engine", "us", "tma", "us", "auto"]
-    smallest = next(row.split() for row in said if "4KiB" in row)
+    printed = tune.report(tune.times_of(lines, job()), table).splitlines()
+    assert printed[0].split() == ["pattern", "protocol", "bytes", "copy_engine", "us", "tma", "us", "auto"]
+    smallest = next(row.split() for row in printed if "4KiB" in row)
     assert smallest == ["pairs", "put", "4KiB", "9.0", "3.0", "tma"]  # medians: the one slow pair does not count
-    assert len(said) == 1 + 4 * len(job().p2p.bytes) + 1 + 4
-    assert said[-4:] == [
+    assert len(printed) == 1 + 4 * len(job().p2p.bytes) + 1 + 4
+    assert printed[-4:] == [
         "all_to_all put: tma, copy_engine from 16MiB",
         "pairs put: tma, copy_engine from 16MiB",
         "all_to_all get: tma",
@@ -97,7 +97,7 @@ def test_what_is_told() -> None:
     ]
 
 
-def test_bytes_that_came_wrong_make_no_table() -> None:
+def test_unverified_or_missing_lines_make_no_table() -> None:
     lines = lines_of(job())
     lines[5] |= {"verified": False}
     with pytest.raises(WrongResult, match="case protocol=put,pattern=pairs has a line that is not verified"):
@@ -125,14 +125,14 @@ def test_bytes_that_came_wrong_make_no_table() -> None:
         ),
     ],
 )
-def test_without_two_gpus_there_is_nothing_to_measure(told: ProbeOutcome, says: str) -> None:
+def test_fewer_than_two_gpus_are_refused(told: ProbeOutcome, says: str) -> None:
     with pytest.raises(PlacementError, match=says) as caught:
         tune.count_gpus(told)
     assert caught.value.exit_code == 3
 
 
-class Runs:
-    """Stands in for `raymoe.run.run`: writes the directory that a run leaves."""
+class FakeRun:
+    """Replaces `raymoe.run.run`: writes a run directory."""
 
     def __init__(self, code: int = 0) -> None:
         self.code = code
@@ -153,11 +153,11 @@ class Runs:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune, "Probes", lambda _: Seen())
+    monkeypatch.setattr(tune, "Probes", lambda _: FakeProbes())
     return tmp_path / "cache"
 
 
-class Seen(dict[str, ProbeOutcome]):
+class FakeProbes(dict[str, ProbeOutcome]):
     def __init__(self) -> None:
         super().__init__({"cuda": GPUS})
 
@@ -165,28 +165,28 @@ class Seen(dict[str, ProbeOutcome]):
 
 
 def test_the_command_runs_the_config_on_all_gpus_and_writes_the_table(cache, monkeypatch, capsys) -> None:
-    runs = Runs()
+    runs = FakeRun()
     monkeypatch.setattr(raymoe.run, "run", runs)
     assert cli.main(["doctor", "--tune"]) == 0
     [request] = runs.requests
     assert (request.config, request.sets, request.address) == ("tune", (f"world.ranks={RANKS}",), "local")
-    assert request.out is not None and not request.out.exists()  # nothing is left behind
+    assert request.out is not None and not request.out.exists()  # the run directory is removed
     out, err = capsys.readouterr()
     assert out.endswith(f"auto uses this table on every NVIDIA H200 that reads {cache / FILE}\n")
     assert "between 3 GPUs" in err
     assert Table.load() == tune.table_of(lines_of(job()), job())
 
 
-def test_a_run_that_fails_leaves_the_table_as_it_was(cache, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(raymoe.run, "run", Runs(code=5))
+def test_a_failed_run_writes_no_table(cache, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(raymoe.run, "run", FakeRun(code=5))
     assert cli.main(["doctor", "--tune"]) == 5
     assert capsys.readouterr().out == ""
     assert Table.load() is None and not cache.exists()
 
 
-def test_a_table_that_cannot_be_kept_is_told_after_the_figures(cache, monkeypatch, capsys) -> None:
+def test_a_table_that_cannot_be_written_is_printed_and_exits_8(cache, monkeypatch, capsys) -> None:
     cache.write_text("a file, not a folder")
-    monkeypatch.setattr(raymoe.run, "run", Runs())
+    monkeypatch.setattr(raymoe.run, "run", FakeRun())
     assert cli.main(["doctor", "--tune"]) == 8
     out, err = capsys.readouterr()
     assert "pairs put: tma, copy_engine from 16MiB" in out

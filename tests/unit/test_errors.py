@@ -1,4 +1,4 @@
-"""Errors cross processes whole."""
+"""Errors keep every attribute when they cross processes."""
 
 import pickle
 
@@ -37,12 +37,12 @@ def test_errors_survive_pickling_with_every_attribute(error, exit_code):
     assert again.exit_code == error.exit_code == exit_code
 
 
-def test_every_error_is_in_the_list_above():
+def test_every_error_class_is_in_the_list():
     here = {
         value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.RaymoeError)
     }
     assert here == {type(error) for error, _ in ALL}
 
 
-def test_a_timeout_says_who_waited_for_whom():
+def test_a_timeout_names_both_ranks_the_operation_and_the_values():
     assert str(ALL[6][0]) == "rank 0 waited 2.0 s for rank 1 in dispatch (epoch 7): expected 7, seen 6"

@@ -1,4 +1,4 @@
-"""Every backend against the plan, exactly where rows are only moved, and against the oracle where they are summed."""
+"""Every backend equals the plan where rows are only moved, and is near the oracle where they are summed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.ranks import RankPool
 
 BACKENDS = ("host", "collective", "allgather")
 ON_TENSORS = ("tensor collective", "tensor allgather")
-"""What GPU ranks have, on CPU ranks: everything but NCCL's own calls."""
+"""The NCCL backends of GPU ranks, on CPU ranks: everything except NCCL's own calls."""
 
 
 @st.composite
@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn, backend: str) -> Case:
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
-def test_generated_cases(pool: RankPool, backend: str) -> None:
+def test_generated_cases_match_plan_and_oracle(pool: RankPool, backend: str) -> None:
     @settings(max_examples=40 if backend == "host" else 15)
     @given(case=cases(backend))
     def hold(case: Case) -> None:
@@ -68,7 +68,7 @@ def test_generated_cases(pool: RankPool, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
 @pytest.mark.parametrize("dtype", sorted(BOUND))
-def test_a_larger_case(pool: RankPool, backend: str, dtype: str) -> None:
+def test_a_larger_case_matches_plan_and_oracle(pool: RankPool, backend: str, dtype: str) -> None:
     spec = ExchangeSpec(tokens=96, hidden=256, experts=16, topk=4, dtype=dtype)
     case = Case(4, spec, backend, ("uniform", "masked", "one", "uniform"), seed=5)
     judge(case, pool.run(4, run_case, case))
@@ -80,13 +80,13 @@ WIRES = (
     ("bfloat16", "float32", 8),
     ("bfloat16", "float16", 24),
 )
-"""A dtype, that in which sums cross, and elements of a row: 4 and 12 do not fill whole pieces of 16 bytes there."""
+"""A dtype, the combine wire, and elements of a row. On the wire, 4 and 12 elements do not fill pieces of 16 bytes."""
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, *ON_TENSORS])
 @pytest.mark.parametrize("topk", [1, 4])
-def test_sums_are_rounded_once_to_what_they_cross_as(pool: RankPool, backend: str, topk: int) -> None:
-    """Bit for bit. Weighted where there is nothing to add: a product may be added unrounded."""
+def test_sums_are_rounded_once_to_the_combine_wire(pool: RankPool, backend: str, topk: int) -> None:
+    """Compare bit by bit. Weights are used only where nothing is added: a product may be added unrounded."""
     for dtype, wire, hidden in WIRES:
         spec = ExchangeSpec(20, hidden, experts=6, topk=topk, dtype=dtype, wire={"combine": wire}, alignment=1)
         case = Case(3, spec, backend, ("uniform",), seed=7, weighted=topk == 1)
@@ -94,12 +94,12 @@ def test_sums_are_rounded_once_to_what_they_cross_as(pool: RankPool, backend: st
         for result, want in zip(pool.run(3, run_case, case), wants, strict=True):
             assert np.array_equal(result[0].y, want.float().numpy())
         plain = combined(case, getattr(torch, dtype))
-        told_apart = any(not torch.equal(*pair) for pair in zip(wants, plain, strict=True))
-        assert told_apart == (wire != "float32" or topk > 1), "where one sum comes home, float32 says no more"
+        differs = any(not torch.equal(*pair) for pair in zip(wants, plain, strict=True))
+        assert differs == (wire != "float32" or topk > 1), "float32 on the wire changes nothing for a single sum"
 
 
 def combined(case: Case, wire: torch.dtype) -> list[torch.Tensor]:
-    """The plan's y of the first step, for all ranks."""
+    """Return the plan's y of the first step, for all ranks."""
     sent, local = batches(case, 0), case.spec.local_experts(case.ranks)
     plans = [plan.plan([batch.ids for batch in sent], rank, local, case.spec.alignment) for rank in range(case.ranks)]
     rows = []
@@ -114,7 +114,7 @@ def combined(case: Case, wire: torch.dtype) -> list[torch.Tensor]:
 
 
 def repeated(world: World, case: Case) -> list[bool]:
-    """The same step several times, other steps between."""
+    """Run the same step several times, with other steps between; return whether each repeat equals the first."""
     same = []
     with open_exchange(world, case) as exchange:
         first = run_step(exchange, case, batches(case, 0)[world.rank])
@@ -133,7 +133,7 @@ def test_results_repeat_bit_for_bit(pool: RankPool, backend: str) -> None:
 
 
 def outstanding(world: World, case: Case) -> list[np.ndarray]:
-    """Three dispatches first, their combines afterwards, in another order."""
+    """Call three dispatches, then their combines in another order."""
     with open_exchange(world, case) as exchange:
         gots = []
         for step in range(3):
@@ -158,7 +158,7 @@ def test_several_dispatches_may_be_outstanding(pool: RankPool, backend: str) -> 
 
 
 def any_order(world: World, case: Case, program: list[int]) -> dict[int, np.ndarray]:
-    """Dispatch where the program says 0, else combine one of those outstanding, every rank at a pace of its own."""
+    """Dispatch where the program holds 0, else combine an outstanding dispatch. Every rank has its own pace."""
     pace = np.random.default_rng((case.seed, world.rank))
     ys: dict[int, np.ndarray] = {}
     outstanding: list[tuple[int, Any, torch.Tensor]] = []
@@ -182,7 +182,7 @@ def any_order(world: World, case: Case, program: list[int]) -> dict[int, np.ndar
     seed=st.integers(0, 2**16),
     layout=st.sampled_from(["expert", "rank"]),
 )
-def test_dispatches_and_combines_in_any_order_at_any_pace(
+def test_dispatches_and_combines_in_any_order_give_correct_sums(
     pool: RankPool, program: list[int], seed: int, layout: str
 ) -> None:
     spec = ExchangeSpec(tokens=7, hidden=16, experts=6, topk=2, dtype="float32", layout=layout)
@@ -193,7 +193,7 @@ def test_dispatches_and_combines_in_any_order_at_any_pace(
 
 
 def two_exchanges(world: World, cases: list[Case]) -> list[list[Result]]:
-    """Exchanges of different specs in turns, one beside the other."""
+    """Run the steps of two exchanges with different specs in turns."""
     with Exchange(world, cases[0].spec, cases[0].backend) as a, Exchange(world, cases[1].spec, cases[1].backend) as b:
         results: list[list[Result]] = [[], []]
         for step in range(2):
@@ -203,7 +203,7 @@ def two_exchanges(world: World, cases: list[Case]) -> list[list[Result]]:
         return results
 
 
-def test_two_exchanges_in_one_world(pool: RankPool) -> None:
+def test_two_exchanges_in_one_world_give_correct_results(pool: RankPool) -> None:
     small = Case(2, ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1), "auto", ("uniform", "one"), seed=1)
     large = Case(2, ExchangeSpec(tokens=30, hidden=64, experts=8, topk=4), "auto", ("skewed", "masked"), seed=2)
     results = pool.run(2, two_exchanges, [small, large])
@@ -224,16 +224,16 @@ def rank_layout_slots(world: World, case: Case) -> dict[str, Any]:
         return {"addresses": addresses, "indices": indices, "zeros": zeros, "backend": exchange.backend}
 
 
-def test_layout_rank_gives_one_address_and_indices_that_hold_the_parity(pool: RankPool) -> None:
+def test_layout_rank_keeps_one_address_and_its_indices_select_the_parity(pool: RankPool) -> None:
     spec = ExchangeSpec(tokens=5, hidden=16, experts=2, topk=1, layout="rank", alignment=1)
     case = Case(2, spec, "host", ("uniform",) * 3, seed=4, ragged=False)
     for found in pool.run(2, rank_layout_slots, case):
         assert len(set(found["addresses"])) == 1
         assert found["zeros"] == 0
-        half = 2 * spec.tokens
+        parity_rows = 2 * spec.tokens
         for step, index in enumerate(found["indices"]):
             parity = (step + 1) % 2
-            assert all(parity * half <= i < (parity + 1) * half for i in index), (step, index)
+            assert all(parity * parity_rows <= i < (parity + 1) * parity_rows for i in index), (step, index)
 
 
 def test_the_oracle_is_not_linear_through_zero() -> None:

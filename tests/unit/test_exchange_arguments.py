@@ -1,4 +1,4 @@
-"""What a caller gets wrong is told before anything is sent, with what was asked and what was found."""
+"""Wrong arguments are refused before anything is sent; the error names the value asked and the value found."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.choice import RankFacts, refusal
-from raymoe.exchange.cpu import OnCpu
+from raymoe.exchange.choice import RankFacts, why_not
+from raymoe.exchange.cpu import CpuBackend
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
@@ -58,14 +58,14 @@ def arguments() -> dict:
         ({"out": torch.empty(8, H).half()}, "out is torch.float16; torch.float32 is needed"),
     ],
 )
-def test_dispatch(exchange: Exchange, change: dict, says: str) -> None:
+def test_wrong_arguments_of_dispatch_are_refused(exchange: Exchange, change: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         exchange.dispatch(**(arguments() | change))
-    exchange.dispatch(**arguments())  # nothing was sent, nothing is broken
+    exchange.dispatch(**arguments())  # nothing was sent, so the exchange still works
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that has no memory of its own, as DTensor is."""
+    """A subclass without its own memory, like DTensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
@@ -78,7 +78,7 @@ class Wrapper(torch.Tensor):
 
 
 class Named(torch.Tensor):
-    """A subclass with memory, which answers questions in its own way."""
+    """A subclass with memory, whose own `__torch_function__` raises."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,14 +96,14 @@ def freed(*shape: int) -> torch.Tensor:
     return made
 
 
-def leaked(*shape: int) -> torch.Tensor:
-    """A tensor of vmap that outlives it."""
+def leaked_from_vmap(*shape: int) -> torch.Tensor:
+    """Return a tensor of vmap that outlives the vmap."""
     kept: list[torch.Tensor] = []
     torch.vmap(lambda each: (kept.append(each), each)[1])(torch.ones(2, *shape))
     return kept[0]
 
 
-IMPURE: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+NOT_PLAIN_MEMORY: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "negative": (lambda *shape: torch._neg_view(torch.ones(shape)), r"is a negative view, .*; call \.resolve_neg\(\)"),
     "conjugate": (lambda *shape: torch.ones(shape, dtype=torch.complex64).conj(), r"is torch\.complex64"),
     "sparse": (lambda *shape: torch.ones(shape).to_sparse(), r"has layout torch\.sparse_coo; .* \.to_dense\(\)"),
@@ -114,20 +114,20 @@ IMPURE: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     ),
     "meta": (lambda *shape: torch.ones(shape, device="meta"), "is on meta; this world's ranks are on cpu"),
     "fake": (fake, "is a FakeTensor, which has no values"),
-    "vmap": (leaked, r"belongs to torch\.vmap or a transform of torch\.func"),
+    "vmap": (leaked_from_vmap, r"belongs to torch\.vmap or a transform of torch\.func"),
     "functional": (lambda *shape: torch._to_functional_tensor(torch.ones(shape)), "is being traced"),
     "wrapper": (lambda *shape: Wrapper(torch.ones(shape)), "is a Wrapper, a subclass of Tensor without memory"),
     "zeros": (torch._efficientzerotensor, "is a tensor of zeros without memory"),
-    "freed": (freed, "has no memory, its storage was freed"),
+    "freed": (freed, "has no memory: its storage was freed"),
     "nested": (lambda *shape: torch.nested.nested_tensor([torch.ones(shape)]), "is a nested tensor"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
-@pytest.mark.parametrize("kind", IMPURE)
-def test_tensors_that_are_not_plain_memory(exchange: Exchange, kind: str) -> None:
-    make, says = IMPURE[kind]
+@pytest.mark.parametrize("kind", NOT_PLAIN_MEMORY)
+def test_tensors_that_are_not_plain_memory_are_refused(exchange: Exchange, kind: str) -> None:
+    make, says = NOT_PLAIN_MEMORY[kind]
     got, rows = exchange.dispatch(**arguments()), torch.ones(8, H)
     for name, shape in {"x": (3, H), "topk_weights": (3, K), "out": (8, H)}.items():
         with pytest.raises(ConfigError, match=f"^{name} {says}"):
@@ -136,10 +136,10 @@ def test_tensors_that_are_not_plain_memory(exchange: Exchange, kind: str) -> Non
         exchange.combine(make(8, H), got)
     with pytest.raises(ConfigError, match=f"^out {says}"):
         exchange.combine(rows, got, out=make(3, H))
-    assert exchange.combine(rows, got, weighted=False).eq(2).all()  # nothing was sent, nothing is broken
+    assert exchange.combine(rows, got, weighted=False).eq(2).all()  # nothing was sent, so the exchange still works
 
 
-def test_whole_numbers_that_are_not_plain_memory(exchange: Exchange) -> None:
+def test_ids_and_counts_that_are_not_plain_memory_are_refused(exchange: Exchange) -> None:
     ids, one = torch.zeros(3, K, dtype=torch.int64), torch.ones(1, dtype=torch.int32)
     with pytest.raises(ConfigError, match=r"^topk_idx has layout torch\.sparse_coo"):
         exchange.dispatch(**(arguments() | {"topk_idx": ids.to_sparse()}))
@@ -151,7 +151,7 @@ def test_whole_numbers_that_are_not_plain_memory(exchange: Exchange) -> None:
         exchange.dispatch(**arguments(), num_tokens=Wrapper(one))
 
 
-def test_tensors_that_are_plain_memory_by_another_name(exchange: Exchange) -> None:
+def test_parameters_and_subclasses_with_memory_are_accepted(exchange: Exchange) -> None:
     x, ids, weights = arguments().values()
     with torch.inference_mode():
         made_in_inference = torch.full((3, H), 3.0)
@@ -159,10 +159,10 @@ def test_tensors_that_are_plain_memory_by_another_name(exchange: Exchange) -> No
         got = exchange.dispatch(given, ids, torch.nn.Parameter(weights))
         assert type(got.x) is torch.Tensor
         assert exchange.combine(got.x.as_subclass(Named), got).eq(6).all()
-    assert exchange.dispatch(x[:0], ids[:0], weights[:0]).tokens == 0  # which has no address
+    assert exchange.dispatch(x[:0], ids[:0], weights[:0]).tokens == 0  # an empty tensor has no address
 
 
-def test_inference_mode(exchange: Exchange) -> None:
+def test_inference_mode_works_and_its_outputs_are_refused_outside(exchange: Exchange) -> None:
     with torch.inference_mode():
         out, y = torch.empty(8, H), torch.empty(3, H)
         got = exchange.dispatch(**arguments(), out=out)
@@ -174,12 +174,12 @@ def test_inference_mode(exchange: Exchange) -> None:
     for backend in ("host", "collective", "allgather"):
         with torch.inference_mode():
             made = Exchange(exchange.world, SPEC, backend)
-        got = made.dispatch(**arguments())  # its own memory can be written to here
+        got = made.dispatch(**arguments())  # its memory is not an inference tensor
         assert made.combine(got.x, got).eq(2).all()
         made.close()
 
 
-def test_transforms_and_tracing(exchange: Exchange) -> None:
+def test_calls_inside_transforms_and_fake_mode_are_refused(exchange: Exchange) -> None:
     x, ids, weights = arguments().values()
 
     def summed(x: torch.Tensor) -> torch.Tensor:
@@ -204,7 +204,7 @@ def test_transforms_and_tracing(exchange: Exchange) -> None:
     assert summed(x) == 2 * x.sum()
 
 
-def test_torch_compile_calls_them_as_they_stand(exchange: Exchange) -> None:
+def test_torch_compile_runs_dispatch_and_combine_untraced(exchange: Exchange) -> None:
     x, ids, weights = arguments().values()
 
     def twice(x: torch.Tensor) -> torch.Tensor:
@@ -214,20 +214,20 @@ def test_torch_compile_calls_them_as_they_stand(exchange: Exchange) -> None:
     compiled = torch.compile(twice, backend="eager")
     for _ in range(2):
         assert compiled(x).eq(7).all()
-    torch.compiler.reset()  # which knows by now that there is nothing to be traced in one graph
+    torch.compiler.reset()  # it remembers that these calls break the graph
     with pytest.raises(Exception, match="dispatch of an exchange cannot be traced"):
         torch.compile(twice, backend="eager", fullgraph=True)(x)
     assert twice(x).eq(7).all()
 
 
-def test_combine(exchange: Exchange) -> None:
+def test_wrong_arguments_of_combine_are_refused(exchange: Exchange) -> None:
     got = exchange.dispatch(**arguments())
     rows = torch.ones(8, H)
     with pytest.raises(ConfigError, match=r"rows has shape \[6, 16\]; \[8, 16\] is needed"):
         exchange.combine(rows[:6], got)
     with pytest.raises(ConfigError, match=r"rows is torch.float64; torch.float32 is needed"):
         exchange.combine(rows.double(), got)
-    with pytest.raises(ConfigError, match="got is a str; combine takes what dispatch gave"):
+    with pytest.raises(ConfigError, match="got is a str; combine takes the result of dispatch"):
         exchange.combine(rows, "got")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"out has shape \[2, 16\]; \[3, 16\] is needed"):
         exchange.combine(rows, got, out=torch.empty(2, H))
@@ -238,7 +238,7 @@ def test_combine(exchange: Exchange) -> None:
     assert exchange.combine(rows, got, weighted=False).eq(2).all()
 
 
-def test_memory_for_rows() -> None:
+def test_depth_and_layout_decide_where_rows_arrive() -> None:
     [world] = wired(1)
     with Exchange(world, replace(SPEC, depth=0)) as none, Exchange(world, replace(SPEC, depth=2)) as two:
         with pytest.raises(ConfigError, match="dispatch without out; this exchange has depth 0"):
@@ -255,7 +255,7 @@ def test_memory_for_rows() -> None:
     close([world])
 
 
-def test_memory_that_is_read_is_not_written_to(exchange: Exchange) -> None:
+def test_inputs_that_overlap_outputs_are_refused(exchange: Exchange) -> None:
     given, out = arguments(), torch.empty(10, H)
     for first, from_row in ((0, 0), (0, 5), (0, 7), (2, 0), (2, 7)):
         given["x"] = out[from_row : from_row + 3]
@@ -271,7 +271,7 @@ def test_memory_that_is_read_is_not_written_to(exchange: Exchange) -> None:
     assert exchange.combine(own.x, own).eq(2).all()
 
 
-def test_what_another_exchange_gave() -> None:
+def test_a_dispatch_of_another_exchange_is_refused() -> None:
     [world] = wired(1)
     with Exchange(world, SPEC) as one, Exchange(world, SPEC) as other:
         got = one.dispatch(**arguments())
@@ -279,11 +279,11 @@ def test_what_another_exchange_gave() -> None:
             other.combine(torch.ones(8, H), got)
     with pytest.raises(ConfigError, match="dispatch on rank 0: this exchange is closed"):
         one.dispatch(**arguments())
-    assert got.x.shape == (8, H)  # what was dispatched stays valid
+    assert got.x.shape == (8, H)  # dispatched rows stay valid
     close([world])
 
 
-def test_inputs_that_require_grad_give_outputs_that_do_not(exchange: Exchange) -> None:
+def test_outputs_do_not_require_grad(exchange: Exchange) -> None:
     given = arguments()
     given["x"].requires_grad_()
     given["topk_weights"].requires_grad_()
@@ -308,7 +308,9 @@ def test_inputs_that_require_grad_give_outputs_that_do_not(exchange: Exchange) -
         ([ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3")] * 2, ["auto"] * 2, ["only fused and staged, on GPUs"]),
     ],
 )
-def test_ranks_that_ask_for_different_things_all_raise(specs: list, backends: list, says: list[str]) -> None:
+def test_all_ranks_raise_if_specs_or_backends_differ_or_are_impossible(
+    specs: list, backends: list, says: list[str]
+) -> None:
     worlds = wired(2)
     outcomes = each(worlds, lambda world: Exchange(world, specs[world.rank], backends[world.rank]))
     for outcome in outcomes:
@@ -330,7 +332,7 @@ def test_ranks_that_ask_for_different_things_all_raise(specs: list, backends: li
         ([{"workspace": object()}, {}], "a workspace or a number of sms asked for on CPU ranks"),
     ],
 )
-def test_what_only_gpus_have(options: list[dict[str, Any]], says: str) -> None:
+def test_gpu_options_are_refused_on_cpu_ranks(options: list[dict[str, Any]], says: str) -> None:
     worlds = wired(2)
     for outcome in each(worlds, lambda world: Exchange(world, SPEC, **options[world.rank])):
         assert isinstance(outcome, ConfigError)
@@ -367,14 +369,16 @@ OLD = replace(B, name="A100", capability=(8, 0))
         ("allgather", SPEC, [A, replace(B, nccl=False)], "the torch of rank 1 was built without NCCL"),
     ],
 )
-def test_what_gpus_can_do(backend: str, spec: ExchangeSpec, facts: list[RankFacts], says: str | None) -> None:
-    found = refusal(backend, "cuda", spec, facts)
+def test_a_backend_is_refused_with_what_the_gpus_lack(
+    backend: str, spec: ExchangeSpec, facts: list[RankFacts], says: str | None
+) -> None:
+    found = why_not(backend, "cuda", spec, facts)
     assert (found is None) == (says is None), found
     assert says is None or says in str(found)
 
 
-class InTwo(OnCpu):
-    """Halves that do everything late: what the exchange says of their order is what counts here."""
+class SplitOnCpu(CpuBackend):
+    """A backend that can split its operations. A send leaves NaN; a receive gives the results."""
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.tokens, self.out = tokens, out
@@ -391,28 +395,28 @@ class InTwo(OnCpu):
         self.combine(rows, got, weighted, out)
 
 
-def test_halves_come_in_their_order() -> None:
+def test_sends_and_receives_must_alternate() -> None:
     [world] = wired(1)
     with Exchange(world, SPEC) as whole:
-        with pytest.raises(ConfigError, match="dispatch_send asked for; host has no operation in halves"):
+        with pytest.raises(ConfigError, match="dispatch_send asked for; host cannot split operations: take fused"):
             whole.dispatch_send(**arguments())
         want = whole.combine(torch.ones(8, H), whole.dispatch(**arguments()))
     with Exchange(world, SPEC) as exchange:
-        exchange._backend = InTwo(world, SPEC, HostSlots(world, SPEC))
+        exchange._backend = SplitOnCpu(world, SPEC, HostSlots(world, SPEC))
         got = exchange.dispatch_send(**arguments())
         for call in (exchange.dispatch, exchange.dispatch_send):
-            with pytest.raises(ConfigError, match="dispatch_send has been called; dispatch_receive of it comes next"):
+            with pytest.raises(ConfigError, match="dispatch_send has been called; call dispatch_receive with its"):
                 call(**arguments())
-        with pytest.raises(ConfigError, match="combine of what has not arrived"):
+        with pytest.raises(ConfigError, match="combine of a dispatch whose rows have not arrived"):
             exchange.combine(torch.ones(8, H), got)
-        with pytest.raises(ConfigError, match="that is not what the last dispatch_send gave"):
+        with pytest.raises(ConfigError, match="that is not the result of the last dispatch_send"):
             exchange.dispatch_receive(replace(got))
         assert exchange.dispatch_receive(got) is got
         sent = exchange.combine_send(torch.ones(8, H), got)
-        with pytest.raises(ConfigError, match="combine_send has been called; combine_receive of it comes next"):
+        with pytest.raises(ConfigError, match="combine_send has been called; call combine_receive with its"):
             exchange.combine(torch.ones(8, H), got)
-        exchange.dispatch_receive(exchange.dispatch_send(**arguments()))  # the other kind has an order of its own
+        exchange.dispatch_receive(exchange.dispatch_send(**arguments()))  # combine's halves do not order it
         assert torch.equal(exchange.combine_receive(sent), want)
-        with pytest.raises(ConfigError, match="that is not what the last combine_send gave"):
+        with pytest.raises(ConfigError, match="that is not the result of the last combine_send"):
             exchange.combine_receive(sent)
     close([world])

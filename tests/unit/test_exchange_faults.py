@@ -1,4 +1,4 @@
-"""Data that is refused, peers that are slow, gone or lie: who is told what, and what still works afterwards."""
+"""Refused data, and peers that are slow, dead or send wrong metadata: each rank's error, and the steps after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
-from raymoe.exchange.cpu import OnCpu
+from raymoe.exchange.cpu import CpuBackend
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
@@ -26,30 +26,30 @@ SPEC = ExchangeSpec(tokens=6, hidden=16, experts=6, topk=2, dtype="float32", ali
 
 
 def slots_of(exchange: Exchange) -> HostSlots:
-    assert isinstance(exchange._backend, OnCpu)
+    assert isinstance(exchange._backend, CpuBackend)
     carrier = exchange._backend._carrier
     assert isinstance(carrier, HostSlots)
     return carrier
 
 
 def refused_step(exchange: Exchange, case: Case, batch: Batch) -> dict[str, Any]:
-    """One step that must be refused: what was raised, where, and what became of the memory that was given."""
+    """Run a step that must be refused; return what was raised where, and the state of the caller's memory."""
     rows = case.spec.rows(case.ranks)
     guarded = torch.full((rows + 8, case.spec.hidden), torch.nan)
     y = torch.ones_like(batch.x)
     got = exchange.dispatch(batch.x, batch.ids, batch.weights, out=guarded[4 : 4 + rows])
-    told = {"local": "", "combine": "", "kind": ""}
+    report = {"local": "", "combine": "", "kind": ""}
     try:
         exchange.check()
     except DataRefused as error:
-        told["local"] = str(error)
+        report["local"] = str(error)
     try:
         exchange.combine(apply_experts(exchange, got, got.x), got, out=y)
     except RaymoeError as error:
-        told |= {"combine": str(error), "kind": type(error).__name__}
-    exchange.check()  # what combine has told is not told twice
+        report |= {"combine": str(error), "kind": type(error).__name__}
+    exchange.check()  # it does not raise combine's error again
     outside = torch.cat([guarded[:4], guarded[4 + rows :]])
-    return told | {
+    return report | {
         "outside": bool(outside.isnan().all()),
         "nan": bool(y.isnan().all()),
         "counts": got.expert_counts.tolist(),
@@ -57,50 +57,50 @@ def refused_step(exchange: Exchange, case: Case, batch: Batch) -> dict[str, Any]
 
 
 def refuse_then_go_on(world: World, case: Case, bad: int) -> tuple[dict[str, Any], Any]:
-    """A step in which rank 1 names expert `bad`, between two good ones."""
+    """Run a step in which rank 1 names expert `bad`, between two good steps."""
     with Exchange(world, case.spec, backend=case.backend) as exchange:
         run_step(exchange, case, batches(case, 0)[world.rank])
         batch = batches(case, 1)[world.rank]
         if world.rank == 1:
             batch.ids[2, 1] = bad
-        told = refused_step(exchange, case, batch)
-        return told, run_step(exchange, case, batches(case, 2)[world.rank]).y
+        report = refused_step(exchange, case, batch)
+        return report, run_step(exchange, case, batches(case, 2)[world.rank]).y
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [6, -2, 2**40])
-def test_an_id_out_of_range_makes_all_raise_on_that_step(pool: RankPool, backend: str, bad: int) -> None:
+def test_all_ranks_raise_on_an_id_out_of_range(pool: RankPool, backend: str, bad: int) -> None:
     case = Case(3, SPEC, backend, ("uniform",) * 3, seed=8, ragged=False)
-    for rank, (told, y) in enumerate(pool.run(3, refuse_then_go_on, case, bad)):
-        assert told["kind"] == "DataRefused"
-        assert told["combine"] == f"rank 1 asked for expert {bad} for its token 2; ids are -1 to 5"
-        assert told["local"] == (told["combine"] if rank == 1 else "")
-        assert told["outside"]
-        assert told["nan"]
+    for rank, (report, y) in enumerate(pool.run(3, refuse_then_go_on, case, bad)):
+        assert report["kind"] == "DataRefused"
+        assert report["combine"] == f"rank 1 asked for expert {bad} for its token 2; ids are -1 to 5"
+        assert report["local"] == (report["combine"] if rank == 1 else "")
+        assert report["outside"]
+        assert report["nan"]
         judge_combine(case, batches(case, 2)[rank], y)
 
 
 def overflow_then_go_on(world: World, case: Case) -> tuple[dict[str, Any], Any]:
     with Exchange(world, case.spec, backend=case.backend) as exchange:
-        told = refused_step(exchange, case, batches(case, 0)[world.rank])
-        return told, run_step(exchange, case, batches(case, 1)[world.rank]).y
+        report = refused_step(exchange, case, batches(case, 0)[world.rank])
+        return report, run_step(exchange, case, batches(case, 1)[world.rank]).y
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_more_rows_than_the_capacity_make_all_raise(pool: RankPool, backend: str) -> None:
+def test_all_ranks_raise_on_more_rows_than_the_capacity(pool: RankPool, backend: str) -> None:
     # Step 0 sends everything to the last expert: 3 ranks x 6 tokens x 2 = 36 rows for rank 2.
     case = Case(3, replace(SPEC, capacity=32), backend, ("one", "uniform"), seed=8, ragged=False)
-    for rank, (told, y) in enumerate(pool.run(3, overflow_then_go_on, case)):
-        assert told["combine"].startswith("36 rows, gaps included, came to rank 2; its capacity is 32")
-        assert told["local"] == (told["combine"] if rank == 2 else "")
-        assert told["outside"]
-        assert told["nan"]
-        assert told["counts"] == [0, 0]
+    for rank, (report, y) in enumerate(pool.run(3, overflow_then_go_on, case)):
+        assert report["combine"].startswith("36 rows, gaps included, came to rank 2; its capacity is 32")
+        assert report["local"] == (report["combine"] if rank == 2 else "")
+        assert report["outside"]
+        assert report["nan"]
+        assert report["counts"] == [0, 0]
         judge_combine(case, batches(case, 1)[rank], y)
 
 
 def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, Any], Any]:
-    """Two dispatches, of which rank 2 combines another than the others, or without weights; then a good step."""
+    """Dispatch twice. Rank 2 combines another dispatch than its peers, or without weights. Then run a good step."""
     rows = case.spec.rows(case.ranks)
     with Exchange(world, case.spec, backend=case.backend) as exchange:
         sent = [batches(case, step)[world.rank] for step in range(2)]
@@ -110,14 +110,16 @@ def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, A
         odd = world.rank == 2
         got = gots[0 if odd and how == "dispatch" else 1]
         y = torch.ones(got.tokens, case.spec.hidden)
-        told = ""
+        report = ""
         try:
             made = apply_experts(exchange, got, got.x)
             exchange.combine(made, got, weighted=not (odd and how == "weighted"), out=y)
         except DataRefused as error:
-            told = str(error)
+            report = str(error)
         exchange.check()
-        return {"told": told, "nan": bool(y.isnan().all())}, run_step(exchange, case, batches(case, 2)[world.rank]).y
+        return {"message": report, "nan": bool(y.isnan().all())}, run_step(
+            exchange, case, batches(case, 2)[world.rank]
+        ).y
 
 
 @pytest.mark.parametrize("backend", ["host", "collective", "allgather"])
@@ -131,23 +133,23 @@ def combine_differently(world: World, case: Case, how: str) -> tuple[dict[str, A
         ),
     ],
 )
-def test_ranks_that_combine_different_things_all_raise(pool: RankPool, backend: str, how: str, says: str) -> None:
+def test_all_ranks_raise_when_their_combines_differ(pool: RankPool, backend: str, how: str, says: str) -> None:
     case = Case(3, SPEC, backend, ("uniform",) * 3, seed=5)
     for rank, (found, y) in enumerate(pool.run(3, combine_differently, case, how)):
-        assert found["told"].startswith(says)
+        assert found["message"].startswith(says)
         assert found["nan"]
         judge_combine(case, batches(case, 2)[rank], y)
 
 
-def lie(world: World, case: Case, about: str) -> tuple[dict[str, Any], Any]:
-    """Rank 1 changes what it has told its peers just before it raises its flags, in one dispatch."""
+def send_wrong_metadata(world: World, case: Case, tampered: str) -> tuple[dict[str, Any], Any]:
+    """In one dispatch, rank 1 changes the metadata it sent its peers just before it raises its flags."""
     with Exchange(world, case.spec, backend="host") as exchange:
         backend = slots_of(exchange)
-        honest = world.waiter.fence
+        real_fence = world.waiter.fence
 
         def tamper() -> None:
             for _, at in backend._peers:
-                if about == "count":
+                if tampered == "count":
                     at.dispatch_head[1, 1, 1] = 10**12
                 else:
                     at.ids[1, 1, 0, 0] = 77
@@ -156,61 +158,61 @@ def lie(world: World, case: Case, about: str) -> tuple[dict[str, Any], Any]:
             world.waiter.fence = tamper
         batch = batches(case, 0)[world.rank]
         original = backend.combine
-        # The lie is about the dispatch alone.
-        backend.combine = lambda *args: (setattr(world.waiter, "fence", honest), original(*args))[1]  # type: ignore[method-assign]
-        told = refused_step(exchange, case, batch)
-        world.waiter.fence = honest
-        return told, run_step(exchange, case, batches(case, 1)[world.rank]).y
+        # Only the dispatch is tampered with.
+        backend.combine = lambda *args: (setattr(world.waiter, "fence", real_fence), original(*args))[1]  # type: ignore[method-assign]
+        report = refused_step(exchange, case, batch)
+        world.waiter.fence = real_fence
+        return report, run_step(exchange, case, batches(case, 1)[world.rank]).y
 
 
 @pytest.mark.parametrize(
-    ("about", "says"),
+    ("tampered", "says"),
     [
-        ("count", "rank 1 told rank 0 of 1000000000000 rows; 0 to 6 can be sent"),
+        ("count", "rank 1 announced 1000000000000 rows to rank 0; 0 to 6 can be sent"),
         ("id", "rank 1 sent rank 0 a row for its expert 77; it has 2"),
     ],
 )
-def test_a_peer_that_lies_is_refused(pool: RankPool, about: str, says: str) -> None:
+def test_wrong_metadata_of_a_peer_is_refused(pool: RankPool, tampered: str, says: str) -> None:
     case = Case(3, SPEC, "host", ("uniform", "uniform"), seed=3, ragged=False)
-    for rank, (told, y) in enumerate(pool.run(3, lie, case, about)):
-        assert told["combine"] == says
-        assert told["outside"]
-        assert told["nan"]
+    for rank, (report, y) in enumerate(pool.run(3, send_wrong_metadata, case, tampered)):
+        assert report["combine"] == says
+        assert report["outside"]
+        assert report["nan"]
         judge_combine(case, batches(case, 1)[rank], y)
 
 
 def wait_in_vain(world: World, case: Case) -> Any:
-    """Rank 1 leaves out a dispatch. The others time out, and must not write to it any more."""
+    """Rank 1 leaves out a dispatch. The other ranks time out, and must not write to rank 1 afterwards."""
     with Exchange(world, case.spec, backend="host") as exchange:
         run_step(exchange, case, batches(case, 0)[world.rank])
-        batch, told = batches(case, 1)[world.rank], []
+        batch, report = batches(case, 1)[world.rank], []
         if world.rank != 1:
             world.waiter.timeout_s = 0.3
             for _ in range(3):
                 start = time.monotonic()
                 with pytest.raises(PeerTimeout) as caught:
                     exchange.dispatch(batch.x, batch.ids, batch.weights)
-                told.append((caught.value.op, caught.value.peer, caught.value.epoch, time.monotonic() - start))
+                report.append((caught.value.op, caught.value.peer, caught.value.epoch, time.monotonic() - start))
             with pytest.raises(PeerTimeout):
                 exchange.check()
             world.waiter.timeout_s = 20
         world.barrier("over")
         backend = slots_of(exchange)
-        return told, [backend._mine.dispatch_flag[rank] for rank in range(3)]
+        return report, [backend._mine.dispatch_flag[rank] for rank in range(3)]
 
 
 def test_a_late_peer_is_named_and_not_written_to_again(pool: RankPool) -> None:
     case = Case(3, SPEC, "host", ("uniform",) * 2, seed=1)
     outcomes = pool.run(3, wait_in_vain, case)
-    for rank, (told, flags) in enumerate(outcomes):
-        assert flags == [1, 1, 1]  # of the good step: no flag is raised before all have entered
+    for rank, (report, flags) in enumerate(outcomes):
+        assert flags == [1, 1, 1]  # from the good step: no flag is raised before all ranks have entered
         if rank != 1:
-            assert [found[:3] for found in told] == [("dispatch", 1, 3)] * 3  # the third operation of the world
-            assert told[0][3] >= 0.3
-            assert max(found[3] for found in told[1:]) < 0.2
+            assert [found[:3] for found in report] == [("dispatch", 1, 3)] * 3  # the third operation of the world
+            assert report[0][3] >= 0.3
+            assert max(found[3] for found in report[1:]) < 0.2
 
 
-def killed(world: World, case: Case) -> Any:
+def dispatch_until_killed(world: World, case: Case) -> Any:
     world.waiter.timeout_s = world.timeout_s = 1.0
     with Exchange(world, case.spec, backend=case.backend) as exchange:
         run_step(exchange, case, batches(case, 0)[world.rank])
@@ -231,7 +233,7 @@ def killed(world: World, case: Case) -> Any:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_peer_is_named(backend: str) -> None:
     with RankPool(2) as own:
-        first, second = own.outcomes(2, killed, Case(2, SPEC, backend, ("uniform",) * 2))
+        first, second = own.outcomes(2, dispatch_until_killed, Case(2, SPEC, backend, ("uniform",) * 2))
     assert isinstance(second, (EOFError, ConnectionResetError))
     peer, rank, waited, again = first
     assert (peer, rank) == (1, 0)
@@ -239,8 +241,8 @@ def test_a_killed_peer_is_named(backend: str) -> None:
     assert again < 0.2
 
 
-def aborted(world: World, case: Case) -> Any:
-    """Rank 1 does not come; somebody tells rank 0 to stop."""
+def dispatch_until_aborted(world: World, case: Case) -> Any:
+    """Rank 1 leaves out a dispatch; another thread aborts rank 0."""
     exchange = Exchange(world, case.spec, backend=case.backend)
     run_step(exchange, case, batches(case, 0)[world.rank])
     if world.rank == 1:
@@ -269,8 +271,8 @@ def aborted(world: World, case: Case) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_abort_ends_an_exchange(backend: str) -> None:
+def test_abort_ends_a_waiting_dispatch_within_0_5_s(backend: str) -> None:
     with RankPool(2) as own:
-        took, _ = own.outcomes(2, aborted, Case(2, SPEC, backend, ("uniform",) * 2))
+        took, _ = own.outcomes(2, dispatch_until_aborted, Case(2, SPEC, backend, ("uniform",) * 2))
     assert isinstance(took, float), took
     assert took < 0.5

@@ -1,4 +1,4 @@
-"""An exchange used as it cannot be used: a sentence each time, and afterwards it still works."""
+"""Misuse of an exchange: each mistake raises one sentence, and the exchange still works afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 from raymoe.errors import ConfigError, PeerTimeout, PlacementError, WiringError
 from raymoe.exchange.calls import Calls
 from raymoe.exchange.choice import Choice
-from raymoe.exchange.cpu import OnCpu, OperationOrder
+from raymoe.exchange.cpu import CpuBackend, OperationOrder
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
@@ -42,8 +42,8 @@ def world() -> Iterator[World]:
     close([made])
 
 
-class Held:
-    """A backend whose dispatch does not return before it may."""
+class HeldDispatch:
+    """A dispatch that does not return before `may_end` is set."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.began, self.may_end = threading.Event(), threading.Event()
@@ -57,21 +57,21 @@ class Held:
 
 @contextmanager
 def in_dispatch(exchange: Exchange) -> Iterator[None]:
-    """While another thread is in a dispatch of this exchange."""
-    held, outcome = Held(exchange), []
-    with mock.patch.object(exchange._backend, "dispatch", held.dispatch):
+    """Run the block while another thread is in a dispatch of this exchange."""
+    held_dispatch, outcome = HeldDispatch(exchange), []
+    with mock.patch.object(exchange._backend, "dispatch", held_dispatch.dispatch):
         thread = threading.Thread(target=lambda: outcome.extend(together([lambda: exchange.dispatch(*tokens())])))
         thread.start()
-        assert held.began.wait(20)
+        assert held_dispatch.began.wait(20)
         try:
             yield
         finally:
-            held.may_end.set()
+            held_dispatch.may_end.set()
             thread.join(20)
     assert outcome[0].tokens == 3, outcome
 
 
-def test_simultaneous_calls_are_refused_and_turns_of_threads_are_not(world: World) -> None:
+def test_simultaneous_calls_are_refused_and_alternating_threads_are_not(world: World) -> None:
     with Exchange(world, SPEC) as exchange, Exchange(world, SPEC) as other:
         got = other.dispatch(*tokens())
         rows = torch.ones(8, H)
@@ -90,20 +90,20 @@ def test_simultaneous_calls_are_refused_and_turns_of_threads_are_not(world: Worl
             with pytest.raises(ConfigError, match=r"^combine on rank 0 while dispatch of an exchange that shares"):
                 other.combine(rows, got)
         assert other.combine(rows, got, weighted=False).eq(2).all()
-        for _ in range(3):  # a thread of its own for each call
+        for _ in range(3):  # each call in a new thread
             [mine] = together([lambda: exchange.dispatch(*tokens())])
             [y] = together([lambda got=mine: exchange.combine(got.x, got)])
             assert y.eq(2).all()
 
 
-def test_exchanges_of_one_workspace_take_turns_and_those_of_two_do_not(world: World) -> None:
-    """On GPUs, where two threads may each have a workspace."""
+def test_only_exchanges_that_share_a_workspace_refuse_simultaneous_calls(world: World) -> None:
+    """As on GPUs, where two threads may each have their own workspace."""
     shared, own = (SimpleNamespace(calls=Calls(), captured=False) for _ in range(2))
     made = []
     for workspace in (shared, shared, own):
-        backend = OnCpu(world, SPEC, HostSlots(world, SPEC))
+        backend = CpuBackend(world, SPEC, HostSlots(world, SPEC))
         cast(Any, backend).workspace = workspace
-        with mock.patch("raymoe.exchange.exchange.make", lambda *_, backend=backend: backend):
+        with mock.patch("raymoe.exchange.exchange.make_backend", lambda *_, backend=backend: backend):
             made.append(Exchange(world, SPEC))
     first, second, third = made
     with in_dispatch(first):
@@ -114,7 +114,7 @@ def test_exchanges_of_one_workspace_take_turns_and_those_of_two_do_not(world: Wo
         exchange.close()
 
 
-def test_threads_that_do_not_take_turns_get_errors_and_never_wrong_results(world: World) -> None:
+def test_racing_threads_get_errors_and_never_wrong_results(world: World) -> None:
     with Exchange(world, replace(SPEC, depth=2)) as exchange:
 
         def run(value: float) -> int:
@@ -124,7 +124,7 @@ def test_threads_that_do_not_take_turns_get_errors_and_never_wrong_results(world
                     got = exchange.dispatch(*tokens(value))
                     y = exchange.combine(got.x, got)
                 except ConfigError:
-                    continue  # refused, as it should be
+                    continue  # refused because the other thread is in a call
                 assert y.eq(2 * value).all(), y
                 right += 1
             return right
@@ -136,7 +136,7 @@ def test_threads_that_do_not_take_turns_get_errors_and_never_wrong_results(world
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_has_no_memory_for_rows_makes_all_raise(backend: str) -> None:
+def test_all_ranks_raise_if_one_has_no_memory_for_rows(backend: str) -> None:
     worlds = wired(2)
     empty = torch.empty
 
@@ -145,13 +145,13 @@ def test_a_rank_that_has_no_memory_for_rows_makes_all_raise(backend: str) -> Non
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return empty(*given, **options)
 
-    before = mapped("test")
+    before = mapped_regions("test")
     with mock.patch("torch.empty", refused):
         outcomes = each(worlds, lambda world: Exchange(world, SPEC, backend))
-    says = f"memory for 1 times 16 rows of {H} torch.float32 on rank 1 was refused: take a smaller capacity or depth"
+    says = f"rank 1 cannot allocate 1 times 16 rows of {H} torch.float32: take a smaller capacity or depth"
     assert [type(outcome) for outcome in outcomes] == [WiringError, PlacementError]
     assert all(str(outcome).startswith(says) for outcome in outcomes)
-    assert mapped("test") == before
+    assert mapped_regions("test") == before
 
     def good(world: World) -> bool:
         with Exchange(world, SPEC, backend) as exchange:
@@ -166,7 +166,7 @@ def test_a_rank_that_has_no_memory_for_rows_makes_all_raise(backend: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_default_device_of_torch_does_not_matter(world: World, backend: str, dtype: str) -> None:
+def test_the_default_device_of_torch_is_ignored(world: World, backend: str, dtype: str) -> None:
     x, ids, weights = tokens(3.0)
     x = x.to(getattr(torch, dtype))
     x[0] = torch.inf
@@ -178,7 +178,7 @@ def test_the_default_device_of_torch_does_not_matter(world: World, backend: str,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_calls_after_the_world_was_closed(backend: str) -> None:
+def test_calls_after_the_world_is_closed_are_refused(backend: str) -> None:
     [world] = wired(1)
     exchange = Exchange(world, SPEC, backend)
     got = exchange.dispatch(*tokens())
@@ -195,40 +195,40 @@ def test_calls_after_the_world_was_closed(backend: str) -> None:
     exchange.close()
     with pytest.raises(ConfigError, match="this exchange is closed"):
         exchange.check()
-    assert got.x[0].eq(1).all()  # what was dispatched stays valid
+    assert got.x[0].eq(1).all()  # dispatched rows stay valid
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_a_later_dispatch_has_overwritten_are_refused(world: World, backend: str) -> None:
+def test_rows_overwritten_by_a_later_dispatch_are_refused(world: World, backend: str) -> None:
     with Exchange(world, SPEC, backend) as exchange:
         first, second = exchange.dispatch(*tokens(1.0)), exchange.dispatch(*tokens(5.0))
         assert first.x.data_ptr() == second.x.data_ptr()
-        says = "a later dispatch has been given since; give each dispatch memory by out=, or .* a depth of more than 1"
+        says = "a later dispatch has overwritten; give each dispatch memory by out=, or .* a depth of more than 1"
         for rows in (first.x, first.x.view(-1).view(8, H), first.x.detach()):
             with pytest.raises(ConfigError, match=says):
                 exchange.combine(rows, first)
         assert exchange.combine(second.x, second).eq(10).all()
-        assert exchange.combine(torch.ones(8, H), first).eq(2).all()  # rows of the caller's own
-        again = exchange.dispatch(*tokens(2.0), out=second.x)  # its memory, given by hand
+        assert exchange.combine(torch.ones(8, H), first).eq(2).all()  # the caller's own rows
+        again = exchange.dispatch(*tokens(2.0), out=second.x)  # the exchange's memory, passed as out
         with pytest.raises(ConfigError, match=says):
             exchange.combine(second.x, second)
         del second
         assert exchange.combine(again.x, again).eq(4).all()
         del again
-        with pytest.raises(ConfigError, match=says):  # whoever had it is gone, its rows are not the first's still
+        with pytest.raises(ConfigError, match=says):  # although the later dispatch is gone
             exchange.combine(first.x, first)
 
 
-def test_rows_in_memory_of_their_own_outlive_later_dispatches(world: World) -> None:
+def test_rows_in_separate_memory_outlive_later_dispatches(world: World) -> None:
     with Exchange(world, replace(SPEC, depth=2)) as two, Exchange(world, replace(SPEC, layout="rank")) as slots:
         gots = [two.dispatch(*tokens(value)) for value in (1.0, 5.0)]
         given = two.dispatch(*tokens(7.0), out=torch.empty(8, H))
         for got, other in (gots, gots[::-1], (given, gots[0])):
-            with pytest.raises(ConfigError, match="rows are where another dispatch than got put its own"):
+            with pytest.raises(ConfigError, match="rows are in memory that holds the rows of another dispatch"):
                 two.combine(other.x, got)
         for got, want in zip((*gots, given), (2, 10, 14), strict=True):
             assert two.combine(got.x, got).eq(want).all()
-        # With layout rank a combine takes rows of the caller's own, so a later dispatch takes nothing away.
+        # With layout rank, combine takes the caller's own rows, so a later dispatch overwrites nothing.
         first = slots.dispatch(*tokens(1.0))
         assert first.index is not None
         rows = first.x[first.index]
@@ -236,25 +236,25 @@ def test_rows_in_memory_of_their_own_outlive_later_dispatches(world: World) -> N
         assert slots.combine(rows, first).eq(2).all()
 
 
-def mapped(name: str) -> int:
+def mapped_regions(name: str) -> int:
     return sum(f"memfd:raymoe-{name}" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def make_and_drop(world: World, make: Callable[[World], object]) -> list[str]:
-    """Without the help of the cyclic collector. Gives the warnings."""
+    """Make an object and drop it with the cyclic collector disabled; return the warnings."""
     gc.collect()
     gc.disable()
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             made = make(world)
             del made
-        return [str(each.message) for each in told if each.category is ResourceWarning]
+        return [str(each.message) for each in caught if each.category is ResourceWarning]
     finally:
         gc.enable()
 
 
-def used(world: World, backend: str) -> Exchange:
+def used_exchange(world: World, backend: str) -> Exchange:
     exchange = Exchange(world, SPEC, backend)
     got = exchange.dispatch(*tokens())
     exchange.combine(got.x, got)
@@ -264,24 +264,24 @@ def used(world: World, backend: str) -> Exchange:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_dropped_exchange_lets_go_of_its_memory_at_once(world: World, backend: str) -> None:
-    world.shared(OperationOrder)  # which stays with the world
-    before = mapped("test")
-    told = make_and_drop(world, lambda world: used(world, backend))
-    assert mapped("test") == before
-    assert told == [
+def test_a_dropped_exchange_frees_its_memory_at_once_with_a_warning(world: World, backend: str) -> None:
+    world.shared(OperationOrder)  # it stays with the world
+    before = mapped_regions("test")
+    caught = make_and_drop(world, lambda world: used_exchange(world, backend))
+    assert mapped_regions("test") == before
+    assert caught == [
         f"an exchange ({backend}) of rank 0 of world 'test' was dropped without close(); close it, or use it in a with "
         "statement"
     ]
-    assert make_and_drop(world, lambda world: used(world, backend).close()) == []
+    assert make_and_drop(world, lambda world: used_exchange(world, backend).close()) == []
 
 
-def test_what_was_dispatched_outlives_a_dropped_exchange(world: World) -> None:
+def test_dispatched_rows_outlive_a_dropped_exchange(world: World) -> None:
     kept: list[Any] = []
-    make_and_drop(world, lambda world: kept.append(used(world, "host").dispatch(*tokens(3.0))))
-    before = mapped("test")
-    make_and_drop(world, lambda world: kept.append(used(world, "host").dispatch(*tokens(3.0))))
-    assert mapped("test") == before  # rows of layout expert are no slots
+    make_and_drop(world, lambda world: kept.append(used_exchange(world, "host").dispatch(*tokens(3.0))))
+    before = mapped_regions("test")
+    make_and_drop(world, lambda world: kept.append(used_exchange(world, "host").dispatch(*tokens(3.0))))
+    assert mapped_regions("test") == before  # rows of layout expert are not in slots
     make_and_drop(
         world, lambda world: kept.append(Exchange(world, replace(SPEC, layout="rank")).dispatch(*tokens(3.0)))
     )
@@ -289,10 +289,10 @@ def test_what_was_dispatched_outlives_a_dropped_exchange(world: World) -> None:
     assert kept[-1].x[kept[-1].index[0]].eq(3).all()
 
 
-def test_a_failed_exchange_that_is_dropped_lets_go_too() -> None:
+def test_a_failed_exchange_frees_its_memory_when_dropped() -> None:
     worlds = wired(2, timeout_s=0.2)
     each(worlds, lambda world: world.shared(OperationOrder))
-    before = mapped("test")
+    before = mapped_regions("test")
 
     def fail(world: World) -> None:
         exchange = Exchange(world, SPEC, "host")
@@ -308,15 +308,15 @@ def test_a_failed_exchange_that_is_dropped_lets_go_too() -> None:
     try:
         with pytest.warns(ResourceWarning):
             assert each(worlds, run) == [None, None]
-        left = mapped("test") - before
+        left = mapped_regions("test") - before
     finally:
         gc.enable()
     assert left == 0
     close(worlds)
 
 
-def test_a_dropped_exchange_of_a_gpu_is_freed_where_the_device_may_be_touched(world: World) -> None:
-    """Its destructor touches nothing: a graph may be under capture in any thread. What is made or closed next frees."""
+def test_a_dropped_gpu_exchange_is_freed_at_the_next_open_or_close(world: World) -> None:
+    """The destructor does not touch the device: any thread may be capturing. The next open or close frees it."""
     closed: list[str] = []
 
     def drop(name: str) -> list[str]:
@@ -324,7 +324,7 @@ def test_a_dropped_exchange_of_a_gpu_is_freed_where_the_device_may_be_touched(wo
         backend.close.side_effect = lambda **_: closed.append(name)
         on_gpu = SimpleNamespace(type="cuda")
         with (
-            mock.patch("raymoe.exchange.exchange.make", lambda *_: backend),
+            mock.patch("raymoe.exchange.exchange.make_backend", lambda *_: backend),
             mock.patch("raymoe.exchange.exchange.choose", lambda *_: Choice("fused", sms=132)),
             mock.patch("raymoe.exchange.exchange.capturing", lambda _: False),
             mock.patch.object(world, "device", on_gpu),

@@ -23,15 +23,15 @@ SPEC = ExchangeSpec(tokens=6, hidden=H, experts=6, topk=2, dtype="float32", alig
 
 
 def step(world: World, exchange: Exchange, value: float = 1.0) -> bool:
-    """One step in order, whose sums are known."""
+    """Run one step in order; return whether its sums are right."""
     x = torch.full((world.rank + 2, H), value)
     ids = torch.arange(2 * len(x)).view(-1, 2) % 6
     got = exchange.dispatch(x, ids, torch.ones(len(x), 2))
     return bool(exchange.combine(got.x, got).eq(2 * value).all())
 
 
-def refused(call: Callable[[], Any]) -> str:
-    """That it is refused at once, and how."""
+def message_of_refusal(call: Callable[[], Any]) -> str:
+    """Check that the call is refused; return its message."""
     with pytest.raises((ConfigError, DataRefused)) as caught:
         call()
     return str(caught.value)
@@ -48,14 +48,16 @@ def one_dispatches_one_combines(world: World, backend: str, odd: int) -> list[An
         got = dispatch(exchange)
         rows = got.x.clone()
         wrong = (lambda: exchange.combine(rows, got)) if world.rank == odd else (lambda: dispatch(exchange))
-        told = [refused(wrong), refused(wrong)]
+        messages = [message_of_refusal(wrong), message_of_refusal(wrong)]
         y = exchange.combine(rows, got)
-        return [*told, bool(y.eq(2).all()), step(world, exchange, 3.0)]
+        return [*messages, bool(y.eq(2).all()), step(world, exchange, 3.0)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("size", "odd"), [(2, 1), (3, 0)])
-def test_one_rank_in_another_operation(pool: RankPool, backend: str, size: int, odd: int) -> None:
+def test_ranks_in_different_operations_all_raise_and_name_both(
+    pool: RankPool, backend: str, size: int, odd: int
+) -> None:
     for rank, (first, second, right, after) in enumerate(pool.run(size, one_dispatches_one_combines, backend, odd)):
         here, there = ("combine", "dispatch") if rank == odd else ("dispatch", "combine")
         assert first.startswith(f"rank {rank} is in {here} while rank ")
@@ -68,20 +70,20 @@ def test_one_rank_in_another_operation(pool: RankPool, backend: str, size: int, 
 def two_in_turns(world: World, backends: tuple[str, str]) -> list[Any]:
     with Exchange(world, SPEC, backends[0]) as one, Exchange(world, SPEC, backends[1]) as two:
         mine, other = (one, two) if world.rank == 0 else (two, one)
-        told = [refused(lambda: dispatch(mine)), refused(lambda: dispatch(other))]
+        messages = [message_of_refusal(lambda: dispatch(mine)), message_of_refusal(lambda: dispatch(other))]
         gots = [dispatch(one, 2), dispatch(two, 5)]
         owner, got = ((one, gots[0]), (two, gots[1]))[world.rank != 0]
-        told.append(refused(lambda: owner.combine(got.x, got)))
+        messages.append(message_of_refusal(lambda: owner.combine(got.x, got)))
         ys = [exchange.combine(got.x, got) for exchange, got in zip((two, one), reversed(gots), strict=True)]
-        return [told, [bool(y.eq(2).all()) for y in ys], step(world, one), step(world, two)]
+        return [messages, [bool(y.eq(2).all()) for y in ys], step(world, one), step(world, two)]
 
 
 @pytest.mark.parametrize("backends", [*[(each, each) for each in BACKENDS], ("host", "collective")])
-def test_exchanges_in_different_orders(pool: RankPool, backends: tuple[str, str]) -> None:
-    for rank, (told, ys, one, two) in enumerate(pool.run(3, two_in_turns, backends)):
+def test_ranks_in_different_exchanges_all_raise_and_name_both(pool: RankPool, backends: tuple[str, str]) -> None:
+    for rank, (messages, ys, one, two) in enumerate(pool.run(3, two_in_turns, backends)):
         numbers = (1, 2) if rank == 0 else (2, 1)
         for text, op, (here, there) in zip(
-            told, ("dispatch", "dispatch", "combine"), (numbers, numbers[::-1], numbers), strict=True
+            messages, ("dispatch", "dispatch", "combine"), (numbers, numbers[::-1], numbers), strict=True
         ):
             peer = 1 if rank == 0 else 0
             assert text.startswith(
@@ -94,12 +96,12 @@ def test_exchanges_in_different_orders(pool: RankPool, backends: tuple[str, str]
 def refused_between_two(world: World) -> list[Any]:
     with Exchange(world, replace(SPEC, depth=2)) as exchange:
         first = dispatch(exchange)
-        refused(lambda: exchange.combine(first.x, first) if world.rank else dispatch(exchange))
+        message_of_refusal(lambda: exchange.combine(first.x, first) if world.rank else dispatch(exchange))
         second = dispatch(exchange)
         return [exchange.combine(got.x, got).tolist() for got in (first, second)]
 
 
-def test_a_dispatch_that_is_refused_takes_no_memory_from_another(pool: RankPool) -> None:
+def test_a_refused_dispatch_takes_no_row_memory(pool: RankPool) -> None:
     for first, second in pool.run(2, refused_between_two):
         assert first == second
 
@@ -109,15 +111,15 @@ def different_dispatches(world: World) -> list[Any]:
         gots = [dispatch(exchange, 1), dispatch(exchange, 6)]
         rows = torch.ones(SPEC.rows(world.size), H)
         mine = gots[world.rank == 0]
-        told = [refused(lambda: exchange.combine(rows, mine))]
-        told.append(refused(lambda: exchange.combine(rows, gots[0], weighted=world.rank == 0)))
-        return [told, [bool(exchange.combine(rows, got).eq(2).all()) for got in gots]]
+        messages = [message_of_refusal(lambda: exchange.combine(rows, mine))]
+        messages.append(message_of_refusal(lambda: exchange.combine(rows, gots[0], weighted=world.rank == 0)))
+        return [messages, [bool(exchange.combine(rows, got).eq(2).all()) for got in gots]]
 
 
 def test_collective_survives_combines_of_different_dispatches(pool: RankPool) -> None:
-    """Their rows have different numbers, of which Gloo ends the process."""
-    for told, ys in pool.run(2, different_dispatches):
-        assert told == [
+    """The ranks' row counts differ, and Gloo would end the process on that."""
+    for messages, ys in pool.run(2, different_dispatches):
+        assert messages == [
             "rank 0 combines its dispatch 2 and rank 1 its dispatch 1; all ranks combine the same dispatch",
             "rank 0 combines dispatch 1 with weighted=True and rank 1 with weighted=False; all ranks give the same "
             "weighted",
@@ -125,30 +127,30 @@ def test_collective_survives_combines_of_different_dispatches(pool: RankPool) ->
         assert ys == [True, True]
 
 
-def absent(world: World, backend: str) -> Any:
+def leave_out_dispatches(world: World, backend: str) -> Any:
     exchanges = [Exchange(world, SPEC, backend) for _ in range(2)]
     assert step(world, exchanges[0])
     world.waiter.timeout_s = 0.3
-    told = []
+    messages = []
     if world.rank != 1:
         for exchange in (exchanges[0], *exchanges):
             with pytest.raises(PeerTimeout) as caught:
                 dispatch(exchange)
-            told.append((caught.value.op, caught.value.peer))
+            messages.append((caught.value.op, caught.value.peer))
     world.waiter.timeout_s = 20.0
     world.barrier("over")
     for exchange in exchanges:
-        exchange.close(together=False)  # rank 1 knows of nothing
-    return told
+        exchange.close(together=False)  # rank 1 has seen no error
+    return messages
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_does_not_come_is_named_and_no_exchange_of_the_world_goes_on(pool: RankPool, backend: str) -> None:
-    assert pool.run(3, absent, backend) == [[("dispatch", 1)] * 3, [], [("dispatch", 1)] * 3]
+def test_a_missing_rank_is_named_by_every_exchange_of_the_world(pool: RankPool, backend: str) -> None:
+    assert pool.run(3, leave_out_dispatches, backend) == [[("dispatch", 1)] * 3, [], [("dispatch", 1)] * 3]
 
 
 def threads_in_turns(world: World, backend: str) -> list[Any]:
-    """Two threads on rank 0, which try again when they are refused, beside a rank with one."""
+    """Run steps in two threads of rank 0, which take turns and call check at any time; rank 1 has one thread."""
     with Exchange(world, SPEC, backend) as exchange:
         if world.rank == 1:
             return [step(world, exchange) for _ in range(40)]
@@ -171,5 +173,5 @@ def threads_in_turns(world: World, backend: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_threads_beside_a_rank_without(pool: RankPool, backend: str) -> None:
+def test_two_threads_of_one_rank_may_take_turns(pool: RankPool, backend: str) -> None:
     assert pool.run(2, threads_in_turns, backend) == [[True] * 40] * 2

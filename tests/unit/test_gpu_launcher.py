@@ -1,4 +1,4 @@
-"""Launches that are packed once: what a call changes reaches the driver, and the rest stays. No driver is needed."""
+"""A launch is packed once; a call changes the parameters it names and keeps the others. No driver is needed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, int]]
     return found
 
 
-def test_a_call_changes_what_it_names(enqueued: list[tuple[int, dict[str, int]]]) -> None:
+def test_a_call_changes_only_the_parameters_it_names(enqueued: list[tuple[int, dict[str, int]]]) -> None:
     gpu = SimpleNamespace(sms=4, is_current=lambda: True)
     function: Any = SimpleNamespace(gpu=gpu, handle=77)
     rows, out, other = (torch.zeros(64, dtype=torch.uint8) for _ in range(3))

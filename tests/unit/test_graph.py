@@ -1,5 +1,7 @@
-"""What a capture does to the rest of the process, with a driver that does nothing. tests/gpu/test_graph_gpu.py has
-the real one."""
+"""The effect of a capture on the rest of the process, with a driver that does nothing.
+
+tests/gpu/test_graph_gpu.py uses a real driver.
+"""
 
 import gc
 from contextlib import nullcontext
@@ -21,7 +23,7 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_nothing_is_collected_inside(gpu, collects):
+def test_a_capture_disables_the_garbage_collector_and_restores_it(gpu, collects):
     inside = []
     try:
         gc.enable() if collects else gc.disable()

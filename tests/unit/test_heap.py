@@ -1,4 +1,4 @@
-"""Where regions lie."""
+"""Offsets and sizes of regions in a layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ regions = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEM_BYTES))), min_s
 
 
 @given(regions)
-def test_regions_are_aligned_apart_and_inside(made: list[Region]) -> None:
+def test_regions_are_aligned_disjoint_and_inside_the_layout(made: list[Region]) -> None:
     layout = Layout.of(made)
     end = 0
     for placed in layout.placed:
@@ -30,7 +30,7 @@ def test_regions_are_aligned_apart_and_inside(made: list[Region]) -> None:
 
 
 @given(regions, st.integers(0, 7))
-def test_the_hash_tells_layouts_apart(made: list[Region], which: int) -> None:
+def test_different_layouts_have_different_hashes(made: list[Region], which: int) -> None:
     assert Layout.of(made).hash == Layout.of(list(made)).hash
     which %= len(made)
     other = list(made)
@@ -43,7 +43,7 @@ def test_words_of_different_writers_are_128_bytes_apart() -> None:
     assert region.nbytes == 5 * 128
 
 
-def test_slots_hold_what_an_exchange_needs() -> None:
+def test_slots_have_the_size_that_an_exchange_needs() -> None:
     spec = ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)
     layout = slots_layout(spec, ranks=4)
     assert layout.region("dispatch_rows").nbytes == (2 * 4 * 512 + 1) * 2048
@@ -63,6 +63,6 @@ def test_slots_hold_what_an_exchange_needs() -> None:
         (lambda: Layout.of([Region("a", (1,), "int64")]).region("b"), "no region b in this layout; it has a"),
     ],
 )
-def test_what_cannot_be_is_refused(make, says: str) -> None:
+def test_impossible_regions_and_layouts_are_refused(make, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()

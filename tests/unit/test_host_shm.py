@@ -1,7 +1,8 @@
-"""Memory that other processes map: who can, until when, and what is left. Children are bounded in time."""
+"""Host memory that other processes map: which processes may map it, until when, and when it is freed."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def start(code: str, *args: object) -> subprocess.Popen[str]:
 
 
 def finish(child: subprocess.Popen[str]) -> Any:
-    """What the child printed last."""
+    """Wait for the child; return the last value it printed."""
     try:
         out, _ = child.communicate(timeout=DEADLINE_S)
     finally:
@@ -40,7 +42,11 @@ def finish(child: subprocess.Popen[str]) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
-def mapped(name: str) -> bool:
+def path_of(descriptor: dict[str, object]) -> Path:
+    return Path(f"/proc/{descriptor['pid']}/fd/{descriptor['fd']}")
+
+
+def is_mapped(name: str) -> bool:
     return name in Path("/proc/self/maps").read_text()
 
 
@@ -61,7 +67,7 @@ def test_a_peer_writes_and_the_owner_reads(segment) -> None:
 
 
 def test_memory_has_no_name_and_only_its_user_may_open_it(segment) -> None:
-    path = Path(segment.descriptor()["path"])
+    path = path_of(segment.descriptor())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not [entry for entry in Path("/dev/shm").iterdir() if "raymoe" in entry.name]
     assert "(deleted)" in str(path.readlink())
@@ -70,7 +76,7 @@ def test_memory_has_no_name_and_only_its_user_may_open_it(segment) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_another_user_is_told_so(segment) -> None:
+def test_another_user_gets_an_error_that_says_so(segment) -> None:
     code = """
 os.setuid(65534)
 try: host_shm.map_peer(json.loads(sys.argv[1]))
@@ -81,8 +87,8 @@ except Exception as error: show([type(error).__name__, str(error)])
     assert "one user" in message
 
 
-@pytest.mark.parametrize("field", ["kind", "path", "pid", "started", "pid_ns", "boot_id", "inode", "nbytes"])
-def test_a_descriptor_cut_short_or_of_other_types(segment, field: str) -> None:
+@pytest.mark.parametrize("field", ["kind", "pid", "fd", "started", "pid_ns", "boot_id", "inode", "nbytes"])
+def test_a_descriptor_with_missing_or_mistyped_fields_is_refused(segment, field: str) -> None:
     descriptor = segment.descriptor()
     with pytest.raises(WiringError, match=f"whose '{field}' is of type NoneType"):
         host_shm.map_peer(descriptor | {field: None})
@@ -100,26 +106,28 @@ def test_a_descriptor_cut_short_or_of_other_types(segment, field: str) -> None:
         ("started", 1, "not the one that exported"),
         ("inode", 1, "is inode .* now, not 1"),
         ("nbytes", 4096, "holds 8192 bytes; its descriptor says 4096"),
-        ("path", "/proc/self/fd/99999", "gone or has withdrawn"),
+        ("fd", 99999, "gone or has withdrawn"),
+        ("fd", -1, "gone or has withdrawn"),
+        ("pid", -1, "is gone"),
     ],
 )
-def test_a_descriptor_that_is_wrong(segment, field: str, value: object, says: str) -> None:
+def test_a_descriptor_with_wrong_values_is_refused(segment, field: str, value: object, says: str) -> None:
     with pytest.raises(WiringError, match=says):
         host_shm.map_peer(segment.descriptor() | {field: value})
 
 
-def test_an_exporter_that_is_dead() -> None:
+def test_the_memory_of_a_dead_exporter_cannot_be_mapped() -> None:
     descriptor = finish(start("own = host_shm.own('raymoe-unit-dead', 4096); show(own.descriptor())"))
     with pytest.raises(WiringError, match=f"process {descriptor['pid']} is gone"):
         host_shm.map_peer(descriptor)
 
 
-def test_a_descriptor_number_that_something_else_has_now(segment) -> None:
+def test_a_file_number_that_now_belongs_to_other_memory_is_refused(segment) -> None:
     descriptor = segment.descriptor()
     segment.unpublish()
-    other = host_shm.own("raymoe-unit-other", 8192)  # takes the number that has just become free
+    other = host_shm.own("raymoe-unit-other", 8192)  # takes the file number that has just become free
     try:
-        assert other.descriptor()["path"] == descriptor["path"]
+        assert other.descriptor()["fd"] == descriptor["fd"]
         with pytest.raises(WiringError, match="is inode"):
             host_shm.map_peer(descriptor)
     finally:
@@ -127,25 +135,107 @@ def test_a_descriptor_number_that_something_else_has_now(segment) -> None:
 
 
 @pytest.mark.parametrize("taken_by", ["socket", "folder"])
-def test_a_descriptor_number_that_something_unopenable_has_now(segment, taken_by: str) -> None:
+def test_a_file_number_that_now_belongs_to_a_socket_or_folder_is_refused(segment, taken_by: str) -> None:
     descriptor = segment.descriptor()
     segment.unpublish()
     if taken_by == "socket":
         with socket.socket() as other:
-            assert descriptor["path"].endswith(f"/{other.fileno()}")
-            with pytest.raises(WiringError, match=r"could not be opened .*: No such device"):
+            assert descriptor["fd"] == other.fileno()
+            with pytest.raises(WiringError, match=r"leads to socket:\[\d+\], which is no heap"):
                 host_shm.map_peer(descriptor)
         return
     number = os.open("/", os.O_RDONLY)
     try:
-        assert descriptor["path"].endswith(f"/{number}")
-        with pytest.raises(WiringError, match=r"could not be opened .*: Is a directory"):
+        assert descriptor["fd"] == number
+        with pytest.raises(WiringError, match="leads to /, which is no heap"):
             host_shm.map_peer(descriptor)
     finally:
         os.close(number)
 
 
-def test_unpublished_memory_stays_with_those_who_have_it(segment) -> None:
+# A descriptor that leads to something other than a heap. Each plant gives a file descriptor of this process.
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def memfd(label: str, seals: int = SEALS, mode: int = 0o600) -> int:
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, mode)
+    os.truncate(fd, 8192)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def file(folder: Path, name: str) -> int:
+    fd = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+    os.truncate(fd, 8192)
+    return fd
+
+
+def deleted_file(folder: Path, name: str) -> int:
+    fd = file(folder, name)
+    (folder / name).unlink()
+    return fd
+
+
+def fifo(folder: Path) -> int:
+    os.mkfifo(folder / "fifo")
+    return os.open(folder / "fifo", os.O_RDWR)
+
+
+PLANTS = {
+    "a file": (lambda folder: file(folder, "authorized_keys"), "authorized_keys, which is no heap"),
+    "a file with a label": (lambda folder: file(folder, "memfd:raymoe-x"), "memfd:raymoe-x, which is no heap"),
+    "a deleted file": (lambda folder: deleted_file(folder, "memfd:raymoe-x"), r"\(deleted\), which is no heap"),
+    "a FIFO": (fifo, "fifo, which is no heap"),
+    "a device": (lambda _: os.open("/dev/zero", os.O_RDWR), "leads to /dev/zero, which is no heap"),
+    "shared memory": (lambda _: deleted_file(Path("/dev/shm"), f"raymoe-{os.getpid()}"), "which is no heap"),
+    "another program's memfd": (lambda _: memfd("somebody's"), "leads to /memfd:somebody's .* which is no heap"),
+    "a memfd that can shrink": (lambda _: memfd("raymoe-x", fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL), "is not sealed"),
+    "a memfd that can be sealed": (lambda _: memfd("raymoe-x", SEALS & ~fcntl.F_SEAL_SEAL), "is not sealed"),
+    "a memfd for everybody": (lambda _: memfd("raymoe-x", mode=0o666), "has mode 0666; a heap has 0600"),
+}
+
+
+@pytest.mark.parametrize(("plant", "says"), PLANTS.values(), ids=PLANTS)
+def test_only_a_heap_is_mapped(segment, tmp_path, monkeypatch, plant: Callable[[Path], int], says: str) -> None:
+    fd = plant(tmp_path)
+    opened: list[object] = []
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: opened.append(path) or real(path, *rest))
+    try:
+        status = os.fstat(fd)
+        path = f"/proc/self/fd/{fd}"
+        lie = {"fd": fd, "path": path, "inode": status.st_ino, "nbytes": status.st_size}
+        with pytest.raises(WiringError, match=says):
+            host_shm.map_peer(segment.descriptor() | lie)
+    finally:
+        os.close(fd)
+    assert not opened or "no heap" not in says, "it is not even opened"
+
+
+def test_a_descriptor_names_no_path(segment, tmp_path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(bytes(8192))
+    lie = {"path": str(victim), "inode": victim.stat().st_ino}
+    with pytest.raises(WiringError, match=r"not .* as exported"):
+        host_shm.map_peer(segment.descriptor() | lie)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="lets another user make a heap")
+def test_a_heap_of_another_user_is_not_mapped() -> None:
+    child = start("os.setuid(65534); own = host_shm.own('raymoe-unit', 8192); show(own.descriptor()); input()")
+    try:
+        assert child.stdout is not None
+        descriptor = json.loads(child.stdout.readline())
+        with pytest.raises(WiringError, match=r"belongs to user 65534, not to user 0; all ranks .* one user"):
+            host_shm.map_peer(descriptor)
+    finally:
+        child.kill()
+        child.communicate(timeout=DEADLINE_S)
+
+
+def test_unpublished_memory_stays_mapped_but_cannot_be_mapped_again(segment) -> None:
     descriptor = segment.descriptor()
     peer = host_shm.map_peer(descriptor)
     segment.unpublish()
@@ -157,7 +247,7 @@ def test_unpublished_memory_stays_with_those_who_have_it(segment) -> None:
     assert segment.view(0, 1)[0] == 7
 
 
-def test_an_owner_that_dies_first() -> None:
+def test_a_peer_keeps_the_memory_of_a_dead_owner() -> None:
     child = start(
         "own = host_shm.own('raymoe-unit-first', 4096); own.view(0, 2)[:] = b'ok'; show(own.descriptor()); input()"
     )
@@ -170,26 +260,26 @@ def test_an_owner_that_dies_first() -> None:
     peer.close()
 
 
-def test_views_outlive_close_and_nothing_outlives_the_views() -> None:
+def test_memory_stays_mapped_until_its_last_view_is_dropped() -> None:
     segment = host_shm.own("raymoe-unit-views", 8192)
     view = segment.view(0, 8192)
     segment.close()
     segment.close()
     view[5] = 5
-    assert mapped("raymoe-unit-views")
+    assert is_mapped("raymoe-unit-views")
     with pytest.raises(WiringError, match="closed"):
         segment.view(0, 1)
     del view
     gc.collect()
-    assert not mapped("raymoe-unit-views")
+    assert not is_mapped("raymoe-unit-views")
 
 
-def test_views_stay_inside(segment) -> None:
+def test_a_view_outside_the_segment_is_refused(segment) -> None:
     with pytest.raises(WiringError, match="bytes 8000 to 8193 asked of a segment of 8192"):
         segment.view(8000, 193)
 
 
-def test_more_than_the_machine_has() -> None:
+def test_more_shared_memory_than_available_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"asks for \d+ bytes of shared memory; \d+ are available"):
         host_shm.own("raymoe-unit-huge", 1 << 60)
-    assert not mapped("raymoe-unit-huge")
+    assert not is_mapped("raymoe-unit-huge")

@@ -1,4 +1,4 @@
-"""The rules of the house that no linter knows."""
+"""Rules of this code base that no linter checks."""
 
 import ast
 import subprocess
@@ -12,14 +12,24 @@ import raymoe
 PACKAGE = Path(raymoe.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LIBRARY = {"errors": 0, "packaged": 0, "device": 1, "memory": 2, "net": 3, "transport": 4, "exchange": 4, "moe": 5}
-"""What a program of somebody's own imports."""
-HARNESS = {"config": 6, "workload": 7, "gang": 8, "doctor": 8, "report": 8, "run": 9, "cli": 10, "__main__": 11}
-"""What `raymoe run` needs around it. All of it stands above the library, which so knows nothing of it."""
+"""The parts that a user's program imports."""
+HARNESS = {
+    "shell": 6,
+    "config": 6,
+    "workload": 7,
+    "gang": 8,
+    "doctor": 8,
+    "report": 8,
+    "run": 9,
+    "cli": 10,
+    "__main__": 11,
+}
+"""The parts that `raymoe run` needs. They are higher than the library, so the library cannot import them."""
 HEIGHT = LIBRARY | HARNESS
 EVERYWHERE = {"__version__", "__file__"}  # names of the package itself
 
 
-def named(path: Path) -> str:
+def relative_name(path: Path) -> str:
     return str(path.relative_to(PACKAGE.parent))
 
 
@@ -28,23 +38,23 @@ def part_of(path: Path) -> str:
 
 
 def imports(path: Path) -> list[tuple[int, str]]:
-    """Line and full dotted name of everything that a file imports, at any depth."""
+    """Return the line and full dotted name of every import in a file, also inside functions."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{named(path)}:{node.lineno}: imports are absolute"
+            assert node.level == 0, f"{relative_name(path)}:{node.lineno}: imports are absolute"
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
     return found
 
 
-def test_the_sources_are_found():
+def test_every_part_of_the_package_has_a_height():
     assert len(SOURCES) > 10
     assert {part_of(path) for path in SOURCES} <= {*HEIGHT, "__init__"}, "a new folder needs its place in HEIGHT"
 
 
-def test_imports_point_down():
+def test_imports_point_down_only():
     wrong = []
     for path in SOURCES:
         part = part_of(path)
@@ -52,9 +62,9 @@ def test_imports_point_down():
             words = name.split(".")
             if words[0] != "raymoe" or len(words) == 1 or words[1] in EVERYWHERE:
                 continue
-            where = f"{named(path)}:{line} imports {name}"
+            where = f"{relative_name(path)}:{line} imports {name}"
             if words[1] not in HEIGHT:
-                wrong.append(f"{where}: from the package, not from where it lives")
+                wrong.append(f"{where}: from the package, not from its module")
             elif words[1] != part and HEIGHT.get(part, 0) <= HEIGHT[words[1]]:
                 wrong.append(f"{where}: {words[1]} is not below {part}")
     assert wrong == []
@@ -65,8 +75,8 @@ def test_only_gang_imports_ray():
     assert users <= {"gang"}
 
 
-def test_files_and_parameter_lists_are_short():
-    long = {named(path): count for path in SOURCES if (count := len(path.read_text().splitlines())) > 600}
+def test_files_have_at_most_600_lines_and_functions_6_parameters():
+    long = {relative_name(path): count for path in SOURCES if (count := len(path.read_text().splitlines())) > 600}
     assert long == {}
     wide = []
     for path in SOURCES:
@@ -74,8 +84,8 @@ def test_files_and_parameter_lists_are_short():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 if len([each for each in arguments if each not in ("self", "cls")]) > 6:
-                    wide.append(f"{named(path)}:{node.lineno} {node.name}")
-    assert wide == [], "a dataclass fits before the seventh parameter"
+                    wide.append(f"{relative_name(path)}:{node.lineno} {node.name}")
+    assert wide == [], "use a dataclass before the seventh parameter"
 
 
 def test_no_error_is_swallowed():
@@ -84,7 +94,7 @@ def test_no_error_is_swallowed():
         for node in ast.walk(ast.parse(path.read_text())):
             fault = _swallows(node)
             if fault:
-                wrong.append(f"{named(path)}:{getattr(node, 'lineno', 0)}: {fault}")
+                wrong.append(f"{relative_name(path)}:{getattr(node, 'lineno', 0)}: {fault}")
     assert wrong == []
 
 
@@ -96,10 +106,12 @@ def _swallows(node: ast.AST) -> str | None:
     if node.type is None:
         return "a bare except"
     if all(isinstance(each, ast.Pass) or _is_constant(each) for each in node.body):
-        return "an except that does nothing; contextlib.suppress and a reason say it better"
+        return "an except that does nothing; use contextlib.suppress and give the reason"
     inside = [each for child in node.body for each in ast.walk(child)]
-    told = any(isinstance(each, ast.Raise) or (isinstance(each, ast.Name) and each.id == node.name) for each in inside)
-    return "catches everything and tells nobody" if _is_broad(node.type) and not told else None
+    reported = any(
+        isinstance(each, ast.Raise) or (isinstance(each, ast.Name) and each.id == node.name) for each in inside
+    )
+    return "catches every error and reports none" if _is_broad(node.type) and not reported else None
 
 
 def _is_constant(node: ast.stmt) -> bool:
@@ -113,7 +125,7 @@ def _is_broad(node: ast.expr) -> bool:
 
 def test_every_folder_is_a_package_with_a_plain_name():
     for folder in {path.parent for path in SOURCES}:
-        assert (folder / "__init__.py").exists(), f"{named(folder)} has no __init__.py"
+        assert (folder / "__init__.py").exists(), f"{relative_name(folder)} has no __init__.py"
     for path in SOURCES:
         assert not {"utils", "util", "helper", "helpers", "manager", "misc", "common"} & {path.stem, path.parent.name}
 
@@ -142,7 +154,7 @@ def test_loads_neither_torch_nor_ray_nor_cuda(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_lazy_names_arrive():
+def test_every_lazy_name_can_be_read():
     for name in raymoe.__all__:
         assert getattr(raymoe, name) is not None
     assert dir(raymoe) == sorted(raymoe.__all__)

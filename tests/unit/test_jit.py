@@ -1,4 +1,4 @@
-"""Compiling at run time: once, whole, the same for everybody, and with nothing left behind where it fails."""
+"""Compilation at run time: once, complete, the same in every process, and without leftovers if it fails."""
 
 import hashlib
 import os
@@ -47,14 +47,14 @@ def cubins(tmp_path) -> Cubins:
 
 
 def entries(cubins: Cubins) -> list[Path]:
-    return sorted(path for path in (cubins.folder / "entries").rglob("*") if path.is_file())
+    return sorted(cubins.folder.glob("*.cubin"))
 
 
-def aside(cubins: Cubins) -> list[Path]:
-    return [path for path in (cubins.folder / "tmp").rglob("*") if path.is_file()]
+def temporary_files(cubins: Cubins) -> list[Path]:
+    return [path for path in cubins.folder.glob("*") if path.suffix != ".cubin"]
 
 
-def test_the_second_start_compiles_nothing(folder, cubins):
+def test_a_second_compiler_reads_the_cache(folder, cubins):
     first, second = Compiler(folder, cubins), Compiler(folder, Cubins(cubins.folder))
     cold, warm = first.compiled(TINY, ARCH), second.compiled(TINY, ARCH)
     assert (first.compilations, second.compilations) == (1, 0)
@@ -73,7 +73,7 @@ print(compiler.compilations, done.key)
 """
 
 
-def test_the_second_process_compiles_nothing_of_what_is_shipped(tmp_path):
+def test_a_second_process_reads_the_copy_kernel_from_the_cache(tmp_path):
     def start() -> list[str]:
         environment = {**os.environ, "RAYMOE_CACHE_DIR": str(tmp_path / "cache")}
         command = [sys.executable, "-c", START]
@@ -112,7 +112,7 @@ print(hashlib.sha256(done.cubin).hexdigest(), flush=True)
 """
 
 
-def test_processes_that_race_agree(folder, cubins):
+def test_processes_that_race_get_the_same_cubin(folder, cubins):
     environment = {**os.environ, "RAYMOE_CACHE_DIR": str(cubins.folder)}
     command = [sys.executable, "-c", RACER, str(folder)]
     racers = [
@@ -125,16 +125,16 @@ def test_processes_that_race_agree(folder, cubins):
         for racer in racers:
             racer.stdin.write("go\n")
             racer.stdin.flush()
-        said = {racer.communicate(timeout=60)[0].strip() for racer in racers}
+        digests = {racer.communicate(timeout=60)[0].strip() for racer in racers}
     finally:
         for racer in racers:
             racer.kill()
             racer.wait()
     after = Compiler(folder, cubins)
-    assert said == {hashlib.sha256(after.compiled(TINY, ARCH).cubin).hexdigest()}
+    assert digests == {hashlib.sha256(after.compiled(TINY, ARCH).cubin).hexdigest()}
     assert after.compilations == 0
     assert len(entries(cubins)) == 1
-    assert aside(cubins) == []
+    assert temporary_files(cubins) == []
 
 
 def change(path: Path) -> None:
@@ -142,7 +142,7 @@ def change(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny.cu", "include/raymoe/outer.cuh", "include/raymoe/inner.cuh"])
-def test_a_change_of_the_source_or_of_any_header_is_compiled(folder, cubins, name):
+def test_a_changed_source_or_header_is_compiled_again(folder, cubins, name):
     compiler = Compiler(folder, cubins)
     before = compiler.compiled(TINY, ARCH)
     change(folder / name)
@@ -150,14 +150,14 @@ def test_a_change_of_the_source_or_of_any_header_is_compiled(folder, cubins, nam
     assert compiler.compilations == 2
 
 
-def test_a_header_that_is_not_included_changes_nothing(folder, cubins):
+def test_a_changed_header_that_is_not_included_compiles_nothing(folder, cubins):
     compiler = Compiler(folder, cubins)
     before = compiler.compiled(TINY, ARCH)
     change(folder / "include" / "raymoe" / "unused.cuh")
     assert compiler.compiled(TINY, ARCH) is before
 
 
-def test_flags_and_architecture_and_nvrtc_are_part_of_the_key(folder, cubins, monkeypatch):
+def test_defines_architecture_and_nvrtc_version_are_part_of_the_key(folder, cubins, monkeypatch):
     compiler = Compiler(folder, cubins)
     keys = [compiler.compiled(TINY, ARCH).key, compiler.compiled(TINY, "sm_100a").key]
     keys.append(compiler.compiled(KernelSource("tiny", defines=(("FACTOR", "3"),)), ARCH).key)
@@ -167,7 +167,7 @@ def test_flags_and_architecture_and_nvrtc_are_part_of_the_key(folder, cubins, mo
     assert compiler.compilations == 4
 
 
-def test_where_the_sources_lie_is_not(folder, cubins, tmp_path):
+def test_the_folder_of_the_sources_is_not_part_of_the_key(folder, cubins, tmp_path):
     Compiler(folder, cubins).compiled(TINY, ARCH)
     elsewhere = shutil.copytree(folder, tmp_path / "elsewhere" / "kernels")
     compiler = Compiler(elsewhere, cubins)
@@ -175,8 +175,8 @@ def test_where_the_sources_lie_is_not(folder, cubins, tmp_path):
     assert compiler.compilations == 0
 
 
-class Counting(cuda.core.Program):
-    """A program that says when it is made and when it is destroyed."""
+class CountingProgram(cuda.core.Program):
+    """A program that counts how many of them are open."""
 
     alive = 0
 
@@ -189,8 +189,8 @@ class Counting(cuda.core.Program):
         super().close()
 
 
-def test_a_failure_tells_everything_and_leaves_nothing(folder, cubins, monkeypatch):
-    monkeypatch.setattr(cuda.core, "Program", Counting)
+def test_a_compile_error_holds_log_and_command_and_leaves_no_files(folder, cubins, monkeypatch):
+    monkeypatch.setattr(cuda.core, "Program", CountingProgram)
     (folder / "include" / "raymoe" / "inner.cuh").write_text("#pragma once\n#define NUMBER nowhere\n")
     compiler = Compiler(folder, cubins)
     with pytest.raises(CompileError, match=r'tiny\.cu does not compile for sm_90a.*"nowhere" is undefined') as caught:
@@ -202,14 +202,14 @@ def test_a_failure_tells_everything_and_leaves_nothing(folder, cubins, monkeypat
     assert "-arch=sm_90a" in error.command
     assert str(folder / "include") in error.command
     assert any(error.log in note and error.command in note for note in error.__notes__)
-    assert entries(cubins) == aside(cubins) == []
-    assert Counting.alive == 0
+    assert entries(cubins) == temporary_files(cubins) == []
+    assert CountingProgram.alive == 0
     (folder / "include" / "raymoe" / "inner.cuh").write_text("#pragma once\n#define NUMBER 8\n")
     assert compiler.compiled(TINY, ARCH).cubin
-    assert Counting.alive == 0
+    assert CountingProgram.alive == 0
 
 
-def test_a_failure_reaches_all_who_wait_and_the_next_may_succeed(folder, cubins, monkeypatch):
+def test_a_failure_is_raised_in_all_waiting_threads_and_a_retry_compiles(folder, cubins, monkeypatch):
     compiler, start = Compiler(folder, cubins), threading.Barrier(4)
     broken = threading.Event()
     real = jit.compile_unit
@@ -236,15 +236,15 @@ def test_a_failure_reaches_all_who_wait_and_the_next_may_succeed(folder, cubins,
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
-def test_a_damaged_entry_is_compiled_again_and_mended(folder, cubins, damage):
+def test_a_damaged_cache_entry_is_compiled_again_and_replaced(folder, cubins, damage):
     good = Compiler(folder, cubins).compiled(TINY, ARCH)
     (entry,) = entries(cubins)
-    whole = entry.read_bytes()
-    middle = len(whole) // 2
+    intact = entry.read_bytes()
+    middle = len(intact) // 2
     entry.write_bytes(
         {
-            "cut": whole[:middle],
-            "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+            "cut": intact[:middle],
+            "flipped": intact[:middle] + bytes([intact[middle] ^ 1]) + intact[middle + 1 :],
             "empty": b"",
             "other": b"\x7fELF of somebody else" * 20,
         }[damage]
@@ -252,10 +252,10 @@ def test_a_damaged_entry_is_compiled_again_and_mended(folder, cubins, damage):
     compiler = Compiler(folder, Cubins(cubins.folder))
     assert compiler.compiled(TINY, ARCH).cubin == good.cubin
     assert compiler.compilations == 1
-    assert entry.read_bytes() == whole
+    assert entry.read_bytes() == intact
 
 
-def test_a_reader_finds_all_of_an_entry_or_nothing(cubins):
+def test_a_reader_never_finds_half_a_cache_entry(cubins):
     blobs = {bytes([value]) * (1 << 20) for value in range(4)}
     begun, stop = threading.Event(), threading.Event()
 
@@ -273,19 +273,19 @@ def test_a_reader_finds_all_of_an_entry_or_nothing(cubins):
         found = {reader.get("key") for _ in range(200)}
         stop.set()
         writing.result(30)
-    assert found <= blobs  # not None either, which is what a half-written entry would give
+    assert found <= blobs  # a half-written entry would give None
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from raymoe.device.jit import Cubins
-os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+os.replace = lambda *paths, **folders: os.kill(os.getpid(), signal.SIGKILL)
 Cubins(Path(sys.argv[1])).put("key", b"x" * 100000)
 """
 
 
-def test_a_writer_that_is_killed_leaves_no_entry(cubins):
+def test_a_killed_writer_leaves_no_cache_entry(cubins):
     done = subprocess.run([sys.executable, "-c", KILLED, str(cubins.folder)], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     assert entries(cubins) == []
@@ -294,7 +294,7 @@ def test_a_writer_that_is_killed_leaves_no_entry(cubins):
     assert cubins.get("key") == b"whole"
 
 
-def test_a_folder_that_cannot_be_used_is_named_once_and_costs_no_run(folder, tmp_path):
+def test_an_unusable_cache_folder_warns_once_and_compiles_anyway(folder, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     compiler = Compiler(folder, Cubins(tmp_path / "file" / "cubins"))
     with pytest.warns(RuntimeWarning, match="RAYMOE_CACHE_DIR"):
@@ -304,7 +304,7 @@ def test_a_folder_that_cannot_be_used_is_named_once_and_costs_no_run(folder, tmp
         assert compiler.compiled(TINY, "sm_100a").cubin
 
 
-def test_the_folder_comes_from_the_environment(tmp_path, monkeypatch):
+def test_the_cache_folder_comes_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path / "here"))
     assert Cubins.from_environment().folder == tmp_path / "here"
     monkeypatch.delenv("RAYMOE_CACHE_DIR")
@@ -312,17 +312,17 @@ def test_the_folder_comes_from_the_environment(tmp_path, monkeypatch):
     assert Cubins.from_environment().folder == tmp_path / ".cache" / "raymoe"
 
 
-def test_a_kernel_that_is_not_there(folder, cubins):
+def test_an_unknown_kernel_is_refused_with_the_known_ones(folder, cubins):
     with pytest.raises(RaymoeError, match=r"no kernel tinny .* there are tiny"):
         Compiler(folder, cubins).compiled(KernelSource("tinny"), ARCH)
 
 
-def test_cuda_s_own_headers_are_found(folder, cubins):
+def test_cuda_headers_are_found(folder, cubins):
     (folder / "tiny.cu").write_text(f"#include <cuda_bf16.h>\n{SOURCE}")
     assert Compiler(folder, cubins).compiled(TINY, ARCH).cubin
 
 
-def test_there_is_one_compiler_a_process(monkeypatch, tmp_path):
+def test_a_process_has_one_shared_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(jit, "_shared", None)
     start = threading.Barrier(8)
@@ -335,7 +335,7 @@ def test_there_is_one_compiler_a_process(monkeypatch, tmp_path):
         assert len(set(map(id, threads.map(ask, range(8))))) == 1
 
 
-def test_nothing_is_loaded_before_it_is_used():
+def test_importing_raymoe_device_loads_neither_torch_nor_cuda():
     modules = sorted(path.stem for path in Path(jit.__file__).parent.glob("*.py") if path.stem != "__init__")
     program = (
         f"import sys\nimport {', '.join(f'raymoe.device.{name}' for name in modules)}\n"

@@ -1,5 +1,7 @@
-"""Every kernel compiles for Hopper and Blackwell, some for Ampere, with pip's NVRTC, where there is no GPU, and is what
-it should be."""
+"""Every kernel compiles for Hopper and Blackwell, some also for Ampere, with pip's NVRTC and without a GPU.
+
+Other tests check properties of the compiled code.
+"""
 
 import os
 import re
@@ -58,10 +60,10 @@ SOURCES = (
     combine_ll_source("bfloat16", traces=True),
     *(combine_ll_source(dtype) for dtype in DTYPES),
 )
-"""As they are launched, each way of defining them."""
+"""The kernels as they are launched, with each set of defines."""
 HOPPER = {source for source in SOURCES if ("BLOCK_WARPS", str(WIDE)) in source.defines}
 NARROW = {source for source in SOURCES if source.stem == "combine" and source not in HOPPER}
-"""Combines of sixteen warps, which only Hopper is given, and of eight: raymoe/device/combine.py says why."""
+"""Combines of 16 warps, used only on Hopper, and of 8 warps. raymoe/device/combine.py gives the reason."""
 BULK = {"copy", "row_push", "dispatch", "combine"}
 """Kernels that must move their bytes by bulk copies."""
 BY_HAND = {"alltoallv", "pack", "spread_rows"}
@@ -80,7 +82,7 @@ def name_of(case: tuple[KernelSource, str]) -> str:
 
 @pytest.fixture(scope="module")
 def under_way(request, compiler) -> Iterator[dict[tuple[KernelSource, str], Future[Compiled]]]:
-    """What the tests of this session ask for, compiled ahead of them by all processors."""
+    """The compilations that this session's tests need, started in advance on all CPUs."""
     ours = [each for each in request.session.items if each.path == request.path and "compiled" in each.fixturenames]
     threads = ThreadPoolExecutor(os.cpu_count())
     asked = dict.fromkeys(each.callspec.params["compiled"] for each in ours)
@@ -101,24 +103,24 @@ def without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*", "", text)
 
 
-def test_the_kernels_are_found():
+def test_the_list_of_sources_covers_every_kernel_file():
     assert "copy" in STEMS
     assert {"base/ptx.cuh", "base/ring.cuh", "base/sync.cuh", "base/peer.cuh"} <= set(HEADERS)
     assert {source.stem for source in SOURCES} == set(STEMS)
 
 
-def test_compiles_without_a_warning(compiled):
+def test_a_kernel_compiles_without_warnings(compiled):
     assert "warning" not in compiled.log.lower(), compiled.log
     assert compiled.cubin.startswith(b"\x7fELF")
 
 
 MOST_BYTES = {"dispatch_ll": 82_000, "combine_ll": 60_000}
-"""Of instructions for Hopper, loaded line by line on a cold cache: docs/experiments/ll_path.md has what they cost."""
+"""Limits of instruction bytes on Hopper; a cold cache loads them line by line: docs/experiments/ll_path.md."""
 FEW = [source for source in SOURCES if source.stem in MOST_BYTES and ("TRACED", "1") not in source.defines]
 
 
 def instruction_bytes(cubin: bytes, kernel: str) -> int:
-    """Of a kernel's section in an ELF file of 64 bits."""
+    """Return the bytes of a kernel's section in a 64-bit ELF file."""
     at, count, names = *struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<HH", cubin, 0x3C)
     sections = [struct.unpack_from("<IIQQQQ", cubin, at + number * 64) for number in range(count)]
     named = {
@@ -129,13 +131,13 @@ def instruction_bytes(cubin: bytes, kernel: str) -> int:
 
 
 @pytest.mark.parametrize("source", FEW, ids=lambda source: name_of((source, "sm_90a")))
-def test_kernels_of_few_tokens_have_few_instructions(compiler, source):
+def test_kernels_for_few_tokens_keep_their_limit_of_instruction_bytes(compiler, source):
     size = instruction_bytes(compiler.compiled(source, "sm_90a").cubin, source.stem)
     most = MOST_BYTES[source.stem]
     assert most / 2 < size <= most, f"{size} bytes of instructions; what became unrolled or inlined?"
 
 
-def test_uses_no_local_memory(compiled):
+def test_a_kernel_uses_no_local_memory(compiled):
     figures = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", compiled.log)
     entries = re.findall(r"Compiling entry function '(\w+)'", compiled.log)
     assert len(figures) >= len(entries) >= 1, compiled.log
@@ -144,22 +146,22 @@ def test_uses_no_local_memory(compiled):
     assert not re.search(r"^\s*\.local\b", compiled.ptx, re.MULTILINE)
 
 
-def test_a_multiprocessor_holds_sixteen_warps_of_it(compiled):
+def test_a_kernel_uses_few_enough_registers_for_16_warps_per_sm(compiled):
     most = 216 if compiled.source in NARROW else 65536 // (32 * WIDE)
     for registers in re.findall(r"Used (\d+) registers", compiled.log):
         assert int(registers) <= most, compiled.log
 
 
-def test_keeps_numbers_that_are_too_small_to_be_normal(compiled):
+def test_a_kernel_does_not_flush_denormal_numbers_to_zero(compiled):
     assert ".ftz" not in compiled.ptx
 
 
-def test_has_a_kernel_called_like_the_file(compiled):
+def test_a_kernel_has_the_name_of_its_file(compiled):
     assert f".entry {compiled.source.stem}(" in compiled.ptx
 
 
-def test_a_block_has_the_threads_that_its_headers_count_with(compiled):
-    """`THREADS` of dispatch.cuh: its last thread looks at the poison in `await_all`, and strides are as wide."""
+def test_a_block_has_as_many_threads_as_its_headers_assume(compiled):
+    """It is `THREADS` of dispatch.cuh: the last thread reads the poison in `await_all`, and strides have this width."""
     text = (KERNELS / f"{compiled.source.stem}.cu").read_text()
     if "raymoe/dispatch/dispatch.cuh" in text or "raymoe/combine/combine.cuh" in text:
         defined = dict(compiled.source.defines).get("BLOCK_WARPS") or re.findall(r"#define BLOCK_WARPS (\d+)", text)
@@ -167,26 +169,26 @@ def test_a_block_has_the_threads_that_its_headers_count_with(compiled):
         assert re.findall(r"\.maxntid (\d+)", compiled.ptx) == [str(32 * warps)]
 
 
-def test_moves_bytes_by_bulk_copies(compiled):
+def test_bulk_kernels_move_bytes_by_bulk_copies(compiled):
     if compiled.source.stem in BULK:
         loads = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
-        assert loads == (compiled.source.stem != "combine")  # its reducers read rows by ordinary loads, to add them up
+        assert loads == (compiled.source.stem != "combine")  # its reducers read rows by ordinary loads
         assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
         assert "fence.proxy.async" in compiled.ptx
 
 
-def test_moves_rows_in_pieces_of_16_bytes(compiled):
+def test_kernels_without_bulk_copies_move_pieces_of_16_bytes(compiled):
     if compiled.source.stem in BY_HAND:
         for way in ("ld", "st"):
             assert f"{way}.global.v2.u64" in compiled.ptx
             assert not re.search(rf"\b{way}\.global\S*\.[bus](8|16)\b", compiled.ptx)
 
 
-def test_never_loads_by_the_read_only_path(compiled):
-    assert "ld.global.nc" not in compiled.ptx  # it may serve what a peer has overwritten since
+def test_no_kernel_loads_by_the_read_only_path(compiled):
+    assert "ld.global.nc" not in compiled.ptx  # it may return data that a peer has overwritten
 
 
-def test_a_flag_comes_after_stores_that_have_arrived_not_after_stores_that_were_read(compiled):
+def test_a_flag_is_stored_after_the_bulk_stores_have_arrived(compiled):
     if "st.release.sys" in compiled.ptx and "bulk_group" in compiled.ptx:
         arrived = re.search(r"cp\.async\.bulk\.wait_group\s+0;", compiled.ptx)
         assert arrived, "nothing waits for the stores themselves; wait_group.read is about the source"
@@ -194,13 +196,13 @@ def test_a_flag_comes_after_stores_that_have_arrived_not_after_stores_that_were_
 
 
 @pytest.mark.parametrize("header", HEADERS)
-def test_a_header_stands_on_its_own(header, tmp_path):
+def test_a_header_compiles_alone(header, tmp_path):
     (tmp_path / "include").symlink_to(KERNELS / "include")
     (tmp_path / "alone.cu").write_text(f'#include "raymoe/{header}"\nextern "C" __global__ void alone() {{}}\n')
     Compiler(tmp_path, Cubins(tmp_path / "cubins")).compiled(KernelSource("alone"), ARCHS[0])
 
 
-def test_the_other_structs_are_laid_out_as_in_python(tmp_path):
+def test_the_other_structs_have_the_same_layout_as_in_python(tmp_path):
     (tmp_path / "include").symlink_to(KERNELS / "include")
     lines = [
         '#include "raymoe/base/peer.cuh"',
@@ -212,11 +214,11 @@ def test_the_other_structs_are_laid_out_as_in_python(tmp_path):
     Compiler(tmp_path, Cubins(tmp_path / "cubins")).compiled(source, ARCHS[0])
 
 
-def test_the_offsets_of_the_copy_kernel():
+def test_the_parameters_of_the_copy_kernel_have_the_expected_offsets():
     lane, offsets = CopyLane.offsets(), CopyParams.offsets()
     assert (lane["dst"], lane["src"], lane["bytes"], CopyLane.nbytes()) == (0, 8, 16, 72)
     assert offsets["watch.timeout_ns"] == offsets["watch"] + 24 == LANES * 72 + 24
-    assert CopyParams.nbytes() == LANES * 72 + 56 < 4096  # what a kernel takes on any architecture
+    assert CopyParams.nbytes() == LANES * 72 + 56 < 4096  # the limit of a kernel's parameters on any architecture
 
 
 def test_a_struct_that_differs_does_not_compile(compiler):
@@ -229,12 +231,12 @@ def test_a_struct_that_differs_does_not_compile(compiler):
         compiler.compiled(KernelSource("copy", (Operation,)), ARCHS[0])
 
 
-def test_a_gpu_that_is_too_old_is_told_so(compiler):
+def test_the_copy_kernel_does_not_compile_for_sm_80(compiler):
     with pytest.raises(CompileError, match=r"compute capability 9\.0"):
         compiler.compiled(COPY, "sm_80")
 
 
-def test_assembly_is_in_one_file():
+def test_assembly_is_only_in_ptx_cuh():
     files = [*KERNELS.glob("*.cu"), *(KERNELS / "include").rglob("*.cuh")]
     users = {path.name for path in files if re.search(r"\basm\b", without_comments(path.read_text()))}
     assert users == {"ptx.cuh"}
@@ -243,7 +245,7 @@ def test_assembly_is_in_one_file():
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
 def test_kernel_files_are_short_and_narrow(path: Path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= (470 if path.name == "ptx.cuh" else 350)  # that one is a list
+    assert len(lines) <= (470 if path.name == "ptx.cuh" else 350)  # ptx.cuh is a list of instructions
     assert max(map(len, lines)) <= 120
 
 

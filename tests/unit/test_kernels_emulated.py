@@ -1,5 +1,7 @@
-"""The kernels themselves, compiled for this CPU and run by an emulated machine: ranks, interleavings and memory are as
-hostile as a seed makes them. What the machine may do is told in tests/emulator/."""
+"""The kernels, compiled for this CPU and run by an emulated machine.
+
+A seed decides how ranks, threads and memory interleave. tests/emulator/ describes what the machine may do.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,19 @@ SHORT_S = 2e-3
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
-def test_rows_go_where_the_plan_says_and_come_home_summed(number):
+def test_rows_arrive_as_planned_and_return_summed(number):
     """The seed also draws the types and counts, so that neighbouring runs differ in them."""
     list(RUNS.values())[number].judged(seed=number)
 
 
-def test_a_seed_is_one_interleaving():
+def test_a_seed_determines_the_interleaving():
     run = replace(RUNS["fused on 2"], routings=("uniform", "skewed"))
     assert run.judged(5) == run.judged(5) != run.judged(6)
 
 
 @pytest.mark.parametrize("kinds", [("fused", "staged"), ("ll", "fused"), ("copied", "fused")])
-def test_exchanges_of_one_workspace_take_turns(kinds):
-    """Two specs, whose slots overlap, and one count of epochs."""
+def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds):
+    """The two specs have overlapping slots and one count of epochs."""
     sizes = ((12, 64), (20, 24))
     specs = [
         spec_for(kind, tokens=tokens, hidden=hidden, experts=8, topk=2)
@@ -69,7 +71,7 @@ def test_exchanges_of_one_workspace_take_turns(kinds):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["fused", "staged", "ll"])
 def test_an_element_that_is_hard_to_scale_changes_no_other(kind, dtype, output):
-    """What is finite arrives finite, an infinity as the largest number of its block, NaN as NaN."""
+    """A finite element arrives finite, an infinity as the largest number of its block, NaN as NaN."""
     x = odd_blocks(getattr(torch, dtype)).view(1, -1)
     spec = spec_for(
         kind, tokens=1, hidden=x.shape[1], experts=1, topk=1, dtype=dtype, wire="float8_e4m3", output=output
@@ -86,7 +88,7 @@ def test_an_element_that_is_hard_to_scale_changes_no_other(kind, dtype, output):
 @pytest.mark.parametrize("sms", [2, 3, 4, 5])
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_launch_is_larger_than_what_was_asked_for(kind, form, sms):
+def test_no_launch_has_more_blocks_than_the_given_sms(kind, form, sms):
     spec = spec_for(kind)
     case = Case(2, spec, "auto", ("uniform",), seed=sms)
     with Emulator(2) as emulator:
@@ -162,7 +164,7 @@ def _dispatched(owner: Any, batch: Batch) -> Dispatched:
 
 
 def _combined(owner: Any, got: Dispatched, weighted: bool = True, form: str = "whole") -> torch.Tensor:
-    """y, of rows that are all 1."""
+    """Combine rows that are all 1; return y."""
     rows = owner.new((owner.spec.rows(owner.world.size), owner.spec.hidden), torch.bfloat16, "expert rows")
     y = owner.new((got.tokens, owner.spec.hidden), torch.bfloat16, "y")
     rows.fill_(1), y.fill_(7)
@@ -181,7 +183,7 @@ DIFFERENT = {
 
 
 def _combine_differently(kind: str, form: str, how: str, seed: int, *changes: Change) -> None:
-    """Of two dispatches rank 2 combines another than ranks 0 and 1, or without weights. The next step is a good one."""
+    """Rank 2 combines another of two dispatches than ranks 0 and 1, or without weights. Then run a good step."""
     case = Case(3, spec_for(kind), "auto", ("uniform", "skewed", "masked"), ragged=False, seed=seed)
     with Emulator(3, changes=changes) as emulator:
         spaces = workspaces(emulator, case.spec, timeout_s=5 * SHORT_S)
@@ -196,7 +198,7 @@ def _combine_differently(kind: str, form: str, how: str, seed: int, *changes: Ch
         for each, y in zip(owners, ys, strict=True):
             with pytest.raises(DataRefused, match=DIFFERENT[how]):
                 each.check()
-            each.check()  # it is told once
+            each.check()  # the error is raised once
             assert y.isnan().all()
         steps = Steps(emulator, replace(case, routing=("masked",)), owners)
         steps.enqueue(0)
@@ -207,7 +209,7 @@ def _combine_differently(kind: str, form: str, how: str, seed: int, *changes: Ch
 @pytest.mark.parametrize("how", DIFFERENT)
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_that_combine_different_things_refuse_it_together(kind, form, how):
+def test_all_ranks_refuse_combines_that_differ(kind, form, how):
     for seed in range(2):
         _combine_differently(kind, form, how, seed)
 
@@ -221,14 +223,14 @@ def test_ranks_that_combine_different_things_refuse_it_together(kind, form, how)
     ],
     ids=["no number said", "no number left", "nothing said of weights"],
 )
-def test_ranks_that_do_not_say_what_they_combine_are_found(how, change):
-    with pytest.raises((AssertionError, RaymoeError, pytest.fail.Exception)):  # the last: nobody refused
+def test_a_fault_planted_in_the_check_of_combines_is_found(how, change):
+    with pytest.raises((AssertionError, RaymoeError, pytest.fail.Exception)):  # the last: no rank refused
         _combine_differently("fused", "whole", how, 0, change)
 
 
 @pytest.mark.parametrize("kind", ["fused", "ll"])
 def test_a_replay_combines_the_dispatch_that_was_replayed_last(kind):
-    """What a graph repeats are the parameters: the number is where the dispatch has left it."""
+    """A graph repeats the parameters; the dispatch's number is read where the dispatch has left it."""
     case = Case(2, spec_for(kind), "auto", ("uniform", "skewed"), ragged=False)
     with Emulator(2) as emulator:
         owners = [backend(kind, space, case.spec, small) for space in workspaces(emulator, case.spec)]
@@ -265,7 +267,7 @@ def test_a_replay_combines_the_dispatch_that_was_replayed_last(kind):
 
 @pytest.mark.parametrize("end", ["deadline", "abort"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_peer_ends_every_wait_and_nothing_more_is_stored(kind, end):
+def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end):
     spec = spec_for(kind)
     case = Case(3, spec, "auto", ("uniform", "uniform", "uniform"), ragged=False)
     for seed in range(3):
@@ -330,13 +332,13 @@ LEFT_OUT = {
     ),
 }
 LEFT_OUT[("staged", "done")] = LEFT_OUT[("copied", "done")] = LEFT_OUT[("fused", "done")]
-"""Of each kind of backend what rank RANK does not send in its third run, while it sends all the rest."""
+"""For each kind of backend, a part that rank RANK does not send in its third run; it sends all other parts."""
 
 
 @pytest.mark.parametrize("silent", range(3))
 @pytest.mark.parametrize(("kind", "what"), LEFT_OUT, ids=lambda each: each)
-def test_whoever_is_missing_is_named_by_all_others(kind, what, silent):
-    """With the epoch of what is there instead. Every token goes to every rank, so all of them wait."""
+def test_a_rank_that_leaves_out_a_message_is_named_by_all_others(kind, what, silent):
+    """The error holds the epoch that was found instead. Every token goes to every rank, so all ranks wait."""
     change = LEFT_OUT[kind, what]
     change = replace(change, new=change.new.replace("RANK", str(silent)))
     case = Case(3, spec_for(kind, experts=3), "auto", ("uniform",) * 3, ragged=False)
@@ -352,26 +354,28 @@ def test_whoever_is_missing_is_named_by_all_others(kind, what, silent):
             told = caught.value
             assert (told.rank, told.peer, told.epoch, told.expected) == (rank, silent, 3, 3)
             assert told.op == ("combine" if what in ("statuses", "sums", "done of sums") else "dispatch")
-            assert told.seen == (1 if kind == "ll" else 2)  # lines and words of few tokens have two halves
+            assert told.seen == (1 if kind == "ll" else 2)  # lines and words of few tokens have two parities
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("kind", ["fused", "staged", "copied"])
-def test_a_rank_that_gives_up_leaves_alone_what_a_slow_one_still_reads(kind, layout):
+def test_a_rank_that_gives_up_does_not_overwrite_what_a_slow_rank_reads(kind, layout):
     for seed in range(3):
         _give_up_on_a_slow_rank(kind, layout, seed)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_slots_that_are_packed_after_giving_up_are_found(layout):
+def test_a_planted_pack_after_giving_up_is_found(layout):
     change = Change("pack.cu", "if (!may || !await_heads(p, epoch)) {", "if (await_heads(p, epoch) && false) {")
     with pytest.raises((AssertionError, RaymoeError)):
         _give_up_on_a_slow_rank("copied", layout, 0, change)
 
 
 def _give_up_on_a_slow_rank(kind: str, layout: str, seed: int, *changes: Change) -> None:
-    """Rank 0 gives up in its second dispatch, while rank 1 has yet to place the rows of the first. Rank 0's replays go
-    on: nobody has looked."""
+    """Rank 0 gives up in its second dispatch, before rank 1 has placed the rows of the first.
+
+    Rank 0's replays continue, because nothing has checked for errors.
+    """
     case = Case(2, spec_for(kind, layout=layout), "auto", ("uniform", "repeated", "skewed"), ragged=False)
     with Emulator(2, changes=changes) as emulator:
         spaces = workspaces(emulator, case.spec, timeout_s=SHORT_S)
@@ -402,7 +406,7 @@ def _told_to_others(space: Any) -> dict[str, torch.Tensor]:
 
 
 def _enqueue_unchecked(steps: Steps, step: int) -> None:
-    """As a replay does, which nobody has looked at before."""
+    """Enqueue a step as a replay does, without a check of the error word."""
     for each in steps.backends:
         each.workspace.error.check = lambda: None
     steps.enqueue(step)
@@ -414,7 +418,7 @@ def _enqueue_unchecked(steps: Steps, step: int) -> None:
 @pytest.mark.parametrize("both_ways", [False, True], ids=["one way", "both ways"])
 @pytest.mark.parametrize("protocol", ["put", "get"])
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
-def test_messages_arrive_whole_before_they_are_announced(spread, protocol, both_ways):
+def test_messages_arrive_complete_before_they_are_announced(spread, protocol, both_ways):
     for seed in range(2):
         delivered(spread, seed, protocol, both_ways)
 
@@ -428,11 +432,11 @@ def test_a_message_to_a_stopped_peer_fails_by_its_deadline():
         assert not any(mail.bytes(1, "target", number).any() for number in range(len(MESSAGES)))
 
 
-# ---- bugs that are planted ------------------------------------------------------------------------------------------
+# ---- planted faults -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_a_planted_bug_is_found(planted):
+def test_a_planted_fault_is_found(planted):
     run = planted.run()
     for seed in range(60):
         try:
@@ -443,7 +447,7 @@ def test_a_planted_bug_is_found(planted):
 
 
 @pytest.mark.parametrize("planted", REFUSING)
-def test_a_bug_planted_where_a_step_is_refused_is_found(planted):
+def test_a_fault_planted_in_a_refused_step_is_found(planted):
     kind = planted.split(",")[0]
     refused(kind, 0)
     for seed in range(60):
@@ -455,7 +459,7 @@ def test_a_bug_planted_where_a_step_is_refused_is_found(planted):
 
 
 def test_lines_that_arrive_in_halves_give_wrong_values():
-    """Rows of few tokens rest on a line of 128 bytes that arrives whole; a link where it does not is refused."""
+    """Rows of few tokens need lines of 128 bytes that arrive whole; a link that does not keep this is refused."""
     torn = replace(RUNS["ll on 2"], stamped=False, routings=("uniform",) * 3, torn_lines=True)
     for seed in range(60):
         try:
@@ -465,13 +469,13 @@ def test_lines_that_arrive_in_halves_give_wrong_values():
     pytest.fail("60 interleavings are all right with torn lines")
 
 
-def test_without_the_bugs_the_same_runs_are_all_right():
+def test_the_same_runs_are_correct_without_the_faults():
     for planted in {replace(each, changes=()) for each in PLANTED.values()}:
         planted.run().judged(0)
 
 
 @pytest.mark.parametrize("change", COPYING.values(), ids=COPYING)
-def test_a_bug_planted_in_a_copy_is_found(change):
+def test_a_fault_planted_in_a_copy_is_found(change):
     for seed in range(24):
         for protocol in ("put", "get"):
             try:
@@ -481,11 +485,11 @@ def test_a_bug_planted_in_a_copy_is_found(change):
     pytest.fail("24 interleavings are all right with it")
 
 
-# ---- what the machine says ------------------------------------------------------------------------------------------
+# ---- errors that the machine reports --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("said", SAID)
-def test_what_a_kernel_may_not_do_is_told(said):
+def test_forbidden_operations_of_a_kernel_are_reported(said):
     with pytest.raises(EmulatorError, match=f"(?s)seed 1: .*{said}"):
         replace(RUNS["fused on 2"], changes=(SAID[said],), most_steps=1_500_000).judged(1)
 
@@ -495,7 +499,7 @@ def _copied(emulator: Emulator, dst: int, src: int) -> None:
     emulator.launch(0, COPY, Shape(1, THREADS, 64), copy_params([lane], Spread(), Watch()))
 
 
-def test_memory_of_a_peer_is_out_of_reach():
+def test_memory_of_a_peer_that_is_not_mapped_is_refused():
     with Emulator(2) as emulator:
         here, there = (emulator.memory(rank, 64, f"memory {rank}").address for rank in (0, 1))
         _copied(emulator, there, here)
@@ -505,9 +509,11 @@ def test_memory_of_a_peer_is_out_of_reach():
             emulator.run(0)
 
 
-def test_who_waits_in_vain_is_named():
+def test_a_thread_that_waits_without_end_is_named():
     change = Change(
-        "copy.cu", "ptx::barrier_of_warps(1, HANDS);  // hands", "ptx::barrier_of_warps(1, HANDS + 32);  //"
+        "copy.cu",
+        "ptx::barrier_of_warps(1, ORDINARY_THREADS);  // hands",
+        "ptx::barrier_of_warps(1, ORDINARY_THREADS + 32);  //",
     )
     with Emulator(1, changes=(change,)) as emulator:
         here, there = (emulator.memory(0, 64, name).address for name in ("here", "there"))

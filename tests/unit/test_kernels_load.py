@@ -1,4 +1,4 @@
-"""Loading what was compiled, without a GPU: once, whole or not at all, and for each GPU its own."""
+"""Loading compiled kernels, without a GPU: once for each GPU, and completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def compiler(tmp_path) -> Compiler:
 
 
 class FakeDriver:
-    """Counts modules by GPU, and fails a call by its name. A handle is the pair (GPU, number)."""
+    """A driver that counts modules by GPU, and fails the call that `fails` names. A handle is (GPU, number)."""
 
     def __init__(self, monkeypatch):
         self.current, self.loaded, self.fails, self.loads = None, set(), "", 0
@@ -62,7 +62,7 @@ STEPS = ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncLoad", "cuFuncGetAttr
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_load_that_fails_leaves_nothing_and_is_not_remembered(compiler, monkeypatch, step):
+def test_a_failed_load_leaves_no_module_and_can_be_retried(compiler, monkeypatch, step):
     driver = FakeDriver(monkeypatch)
     kernels = Kernels(driver.gpu(0), compiler)
     driver.fails = step
@@ -76,13 +76,13 @@ def test_a_load_that_fails_leaves_nothing_and_is_not_remembered(compiler, monkey
     assert driver.loaded == set()
 
 
-def test_every_gpu_gets_a_module_of_its_own(compiler, monkeypatch):
+def test_every_gpu_has_its_own_module(compiler, monkeypatch):
     driver = FakeDriver(monkeypatch)
     both = [Kernels(driver.gpu(ordinal, arch), compiler) for ordinal, arch in enumerate((ARCH, ARCH, "sm_100a"))]
     functions = [kernels.function(TINY) for kernels in (*both, *both)]
     assert [function.handle[0] for function in functions] == [0, 1, 2, 0, 1, 2]
     assert driver.loads == 3
-    assert compiler.compilations == 2  # an architecture each
+    assert compiler.compilations == 2  # one for each architecture
 
 
 def test_threads_that_race_load_once(compiler, monkeypatch):

@@ -1,6 +1,6 @@
-"""What exchanges of this kind have got wrong before, and which test would catch it here.
+"""Known defects of similar exchanges, and the tests that would catch them here.
 
-The list is checked as that of `test_known_defects.py` is. Tests that no other file has a place for are below it.
+The list is checked like the one in `test_known_defects.py`. Tests that fit in no other file are below it.
 """
 
 from __future__ import annotations
@@ -26,88 +26,88 @@ NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="no C++ compiler 
 
 CAUGHT_BY = {
     "an element stride from an integer division that truncates": [
-        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
         f"{ON_GPUS}::test_cases_at_the_limits_of_the_contract_are_right",
-        "unit/test_plan.py::test_specs_that_cannot_be",
+        "unit/test_plan.py::test_impossible_specs_are_refused",
     ],
     "checks of shapes and counts dropped because of graphs": [
-        "unit/test_exchange_arguments.py::test_dispatch",
+        "unit/test_exchange_arguments.py::test_wrong_arguments_of_dispatch_are_refused",
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a result of zeros that hides missing or duplicate rows": [
-        "unit/test_oracle.py::test_a_planted_fault_is_seen",
+        "unit/test_oracle.py::test_a_planted_fault_exceeds_the_bound",
         "unit/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
         f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
     "padding rows taken for tokens downstream": [
-        "unit/test_exchange.py::test_generated_cases",
+        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "a cached buffer reused for another dtype or width": [
-        "unit/test_exchange.py::test_two_exchanges_in_one_world",
-        f"{EMULATED}::test_exchanges_of_one_workspace_take_turns",
+        "unit/test_exchange.py::test_two_exchanges_in_one_world_give_correct_results",
+        f"{EMULATED}::test_two_exchanges_of_one_workspace_are_correct_in_turns",
         f"{ON_GPUS}::test_exchanges_run_side_by_side",
     ],
     "a context bound to the global group while the caller passed a sub-group": [
-        "unit/test_world_group.py::test_an_exchange_over_a_group_is_bound_to_the_group",
+        "unit/test_world_group.py::test_an_exchange_over_a_group_uses_only_its_ranks",
         f"{ON_GPUS}::test_an_exchange_over_a_group_is_bound_to_the_group",
     ],
     "expert ids out of range that corrupt counts": [
-        "unit/test_exchange_faults.py::test_an_id_out_of_range_makes_all_raise_on_that_step",
+        "unit/test_exchange_faults.py::test_all_ranks_raise_on_an_id_out_of_range",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
         f"{ON_GPUS}::test_all_ranks_refuse_bad_data_and_the_next_step_works",
     ],
     "64-bit slots written by 32-bit operations": [f"{HERE}::test_epochs_have_more_than_32_bits"],
     "a reset that races the next signal": [
         "unit/test_transport_words.py::test_no_interleaving_loses_or_doubles_a_signal",
-        "unit/test_protocol_explorer.py::test_three_epochs_in_any_order_of_operations",
-        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        "unit/test_protocol_explorer.py::test_the_protocol_holds_for_three_epochs_in_any_order",
+        f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
     ],
     "pointer tables not checked for size or device": [
-        f"{HERE}::test_a_table_of_peers_is_as_long_as_kernels_know",
-        "unit/test_exchange_arguments.py::test_what_gpus_can_do",
+        f"{HERE}::test_a_table_of_too_few_or_too_many_peers_is_refused",
+        "unit/test_exchange_arguments.py::test_a_backend_is_refused_with_what_the_gpus_lack",
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
-        f"{EMULATED}::test_a_planted_bug_is_found",
+        f"{EMULATED}::test_a_planted_fault_is_found",
         f"{ON_GPUS}::test_many_replays_with_late_ranks_are_right",
     ],
     "grids sized by the worst case": [
-        f"{EMULATED}::test_no_launch_is_larger_than_what_was_asked_for",
+        f"{EMULATED}::test_no_launch_has_more_blocks_than_the_given_sms",
         f"{ON_GPUS}::test_no_launch_takes_more_sms_than_asked_for",
     ],
     "a capacity from the local token count, so that unequal ranks write out of bounds": [
-        "unit/test_exchange_arguments.py::test_ranks_that_ask_for_different_things_all_raise",
-        "unit/test_plan.py::test_the_worst_capacity_holds_the_worst",
+        "unit/test_exchange_arguments.py::test_all_ranks_raise_if_specs_or_backends_differ_or_are_impossible",
+        "unit/test_plan.py::test_the_worst_capacity_holds_the_worst_routings",
         f"{EMULATED}::test_all_ranks_refuse_the_same_step_and_the_next_one_works",
         f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "a smaller later call that fails on a larger cached buffer": [
-        "unit/test_exchange.py::test_generated_cases",
+        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
     "layers that share one buffer and overwrite saved activations": [
         "unit/test_exchange.py::test_several_dispatches_may_be_outstanding",
-        "unit/test_exchange_arguments.py::test_memory_for_rows",
+        "unit/test_exchange_arguments.py::test_depth_and_layout_decide_where_rows_arrive",
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "one byte a thread": [
-        "unit/test_kernels_compile.py::test_moves_bytes_by_bulk_copies",
-        "unit/test_kernels_compile.py::test_moves_rows_in_pieces_of_16_bytes",
+        "unit/test_kernels_compile.py::test_bulk_kernels_move_bytes_by_bulk_copies",
+        "unit/test_kernels_compile.py::test_kernels_without_bulk_copies_move_pieces_of_16_bytes",
     ],
-    "counts exchanged twice": [f"{HERE}::test_a_combine_tells_no_counts"],
+    "counts exchanged twice": [f"{HERE}::test_a_combine_sends_no_counts"],
     "weights accepted and ignored": [
-        "unit/test_plan.py::test_sums_are_those_of_float64_rounded_once",
-        "unit/test_exchange.py::test_generated_cases",
+        "unit/test_plan.py::test_sums_equal_float64_sums_rounded_once",
+        "unit/test_exchange.py::test_generated_cases_match_plan_and_oracle",
         f"{ON_GPUS}::test_drawn_cases_are_right",
     ],
     "only top-1": [
-        f"{EMULATED}::test_rows_go_where_the_plan_says_and_come_home_summed",
+        f"{EMULATED}::test_rows_arrive_as_planned_and_return_summed",
         f"{ON_GPUS}::test_cases_at_the_limits_of_the_contract_are_right",
     ],
     "metadata keys deleted under a slow rank": [
-        "unit/test_world.py::test_swaps_hold_at_any_pace",
-        "unit/test_exchange.py::test_dispatches_and_combines_in_any_order_at_any_pace",
+        "unit/test_world.py::test_swaps_are_correct_at_any_pace",
+        "unit/test_exchange.py::test_dispatches_and_combines_in_any_order_give_correct_sums",
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "a first call inside capture": [
@@ -119,12 +119,12 @@ CAUGHT_BY = {
 
 
 @pytest.mark.parametrize("defect", CAUGHT_BY)
-def test_the_tests_that_would_catch_it_are_there(defect: str) -> None:
+def test_every_test_named_for_a_defect_exists(defect: str) -> None:
     assert not missing(CAUGHT_BY[defect])
 
 
 @pytest.mark.parametrize("ranks", [0, MAX_RANKS + 1])
-def test_a_table_of_peers_is_as_long_as_kernels_know(ranks: int) -> None:
+def test_a_table_of_too_few_or_too_many_peers_is_refused(ranks: int) -> None:
     with pytest.raises(ConfigError, match=f"rank 0 of {ranks}; kernels reach 1 to {MAX_RANKS} ranks"):
         Peers.of([4096] * ranks, rank=0)
 
@@ -138,7 +138,7 @@ def in_steps(emulator: Emulator, kind: str, routings: tuple[str, ...]) -> tuple[
 @NEEDS_COMPILER
 @pytest.mark.parametrize("kind", KINDS)
 def test_epochs_have_more_than_32_bits(kind: str) -> None:
-    """Runs 2^32 - 1 to 2^32 + 2: whatever keeps half of a word waits for ever, or takes an old row for a new one."""
+    """Runs 2^32 - 1 to 2^32 + 2. Code that keeps half of a word waits for ever, or takes an old row for a new one."""
     with Emulator(3) as emulator:
         spaces, steps = in_steps(emulator, kind, ("uniform", "masked", "none", "skewed"))
         for space in spaces:
@@ -153,15 +153,15 @@ def test_epochs_have_more_than_32_bits(kind: str) -> None:
 
 
 def told(space: Workspace) -> dict[str, torch.Tensor]:
-    """What sources have told of their rows."""
+    """Return the regions in which sources announce their rows."""
     names = [placed.region.name for placed in space.heap.layout.placed]
     return {name: space.heap.tensor(name).clone() for name in names if name.endswith(("counts", "told"))}
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_combine_tells_no_counts(kind: str) -> None:
-    """Slots are known from the dispatch, so nothing of it is told again."""
+def test_a_combine_sends_no_counts(kind: str) -> None:
+    """The slots are known from the dispatch, so its counts are not sent again."""
     with Emulator(2) as emulator:
         spaces, steps = in_steps(emulator, kind, ("uniform",))
         results = [Result(*[torch.zeros(0).numpy()] * 2, [], [], torch.zeros(0).numpy()) for _ in spaces]

@@ -1,4 +1,4 @@
-"""The code of docs/library.md runs: here on two CPU ranks, in tests/gpu on GPUs, its blocks for Ray in tests/gang."""
+"""The code of docs/library.md runs: here on two CPU ranks, in tests/gpu on GPUs, and in tests/gang on Ray."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def test_the_page_has_blocks_of_each_kind_and_all_are_python() -> None:
     assert {need for need, _ in found} == {"", "gpu", "ray"}
     for _, text in found:
         ast.parse(text)
-    assert len(library_page.PAGE.read_text().splitlines()) <= 210, "two pages"
+    assert len(library_page.PAGE.read_text().splitlines()) <= 210, "the page has at most two printed pages"
 
 
-def test_the_page_names_only_what_is_there() -> None:
+def test_the_page_uses_only_public_names() -> None:
     for _, text in library_page.blocks():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "raymoe":
                 assert node.attr in raymoe.__all__
 
 
-def in_a_group(world: World, store: str) -> tuple[list[str], str]:
+def run_in_a_process_group(world: World, store: str) -> tuple[list[str], str]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
     try:
         return library_page.run(set())
@@ -37,6 +37,6 @@ def in_a_group(world: World, store: str) -> tuple[list[str], str]:
 
 
 def test_the_blocks_for_any_device_run_on_two_cpu_ranks(pool: RankPool, tmp_path: Path) -> None:
-    for names, printed in pool.run(2, in_a_group, str(tmp_path / "store")):
+    for names, printed in pool.run(2, run_in_a_process_group, str(tmp_path / "store")):
         assert {"y", "kept"} <= set(names)
         assert printed == "x is torch.float32; torch.bfloat16 is needed\n"

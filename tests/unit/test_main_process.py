@@ -1,4 +1,4 @@
-"""The process that keeps the driver: signals, hangs, crashes, nothing left behind. Each case has a child of its own."""
+"""The main process, which runs the driver in a child: signals, hangs, crashes, no leftovers."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ def finish(process: subprocess.Popen[str], seconds: float = 20.0) -> tuple[int, 
     return int(code), message
 
 
-def gone(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_news_arrive_in_order_and_the_outcome_last() -> None:
+def test_messages_arrive_in_order_and_the_outcome_last() -> None:
     process = start("""
         def work(tell, stopped):
             for done in range(3):
                 tell(Progressed("a", done, 3))
             return RunOutcome(6, "wrong")
-        heard = []
-        outcome = run_in_child(work, heard.append)
-        assert [news.done for news in heard] == [0, 1, 2], heard
+        messages = []
+        outcome = run_in_child(work, messages.append)
+        assert [message.done for message in messages] == [0, 1, 2], messages
         report(outcome)
     """)
     assert finish(process) == (6, "wrong")
 
 
-def test_processes_that_the_driver_left_are_ended_even_when_orphaned() -> None:
+def test_orphaned_processes_of_the_driver_are_ended() -> None:
     process = start("""
         def work(tell, stopped):
-            # A grandchild in a process group of its own, whose parent leaves at once.
+            # A grandchild in its own process group, whose parent exits at once.
             script = "import subprocess as s; print(s.Popen(['sleep', '60'], process_group=0, stdout=s.DEVNULL).pid)"
             tell(Progressed(subprocess.check_output([sys.executable, "-c", script], text=True).strip(), 0, 0))
             return RunOutcome(0, "done")
         pids = []
-        outcome = run_in_child(work, lambda news: pids.append(int(news.case)))
+        outcome = run_in_child(work, lambda message: pids.append(int(message.case)))
         state = open(f"/proc/{pids[0]}/stat").read() if os.path.exists(f"/proc/{pids[0]}") else "gone"
         report(RunOutcome(outcome.exit_code, state))
     """)
@@ -70,7 +70,7 @@ def test_processes_that_the_driver_left_are_ended_even_when_orphaned() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_driver_that_listens_may_finish_its_clean_up(number: signal.Signals, code: int) -> None:
+def test_a_driver_that_checks_for_signals_may_finish_its_clean_up(number: signal.Signals, code: int) -> None:
     process = start("""
         def work(tell, stopped):
             print("up", flush=True)
@@ -86,7 +86,7 @@ def test_a_driver_that_listens_may_finish_its_clean_up(number: signal.Signals, c
     assert finish(process)[0] == code
 
 
-def test_a_driver_that_hangs_is_ended_within_five_seconds_of_sigterm() -> None:
+def test_a_hung_driver_is_ended_within_5_s_of_sigterm() -> None:
     process = start("""
         def work(tell, stopped):
             print(os.getpid(), flush=True)
@@ -99,10 +99,10 @@ def test_a_driver_that_hangs_is_ended_within_five_seconds_of_sigterm() -> None:
     process.send_signal(signal.SIGTERM)
     code, message = finish(process)
     assert code == 143 and "SIGTERM" in message
-    assert time.monotonic() - began < 5.0 and gone(child)
+    assert time.monotonic() - began < 5.0 and has_ended(child)
 
 
-def test_a_second_signal_is_obeyed_at_once() -> None:
+def test_a_second_signal_ends_the_driver_at_once() -> None:
     process = start("""
         def work(tell, stopped):
             print("up", flush=True)
@@ -117,7 +117,7 @@ def test_a_second_signal_is_obeyed_at_once() -> None:
     assert finish(process)[0] == 130 and time.monotonic() - began < 3.0
 
 
-def test_a_hang_past_its_bound_ends_with_the_sentence_of_the_bound() -> None:
+def test_a_driver_that_exceeds_its_time_bound_ends_with_the_bounds_message() -> None:
     process = start("""
         def work(tell, stopped):
             tell(Bounded(0.3, 3, "nobody answered within 0.3 s"))
@@ -127,7 +127,7 @@ def test_a_hang_past_its_bound_ends_with_the_sentence_of_the_bound() -> None:
     assert finish(process) == (3, "nobody answered within 0.3 s")
 
 
-def test_a_bound_that_is_lifted_ends_nothing() -> None:
+def test_a_lifted_time_bound_does_not_end_the_driver() -> None:
     process = start("""
         def work(tell, stopped):
             tell(Bounded(0.2, 3, "too late"))
@@ -147,7 +147,7 @@ def test_a_bound_that_is_lifted_ends_nothing() -> None:
         ("raise ValueError('odd')", "ValueError: odd"),
     ],
 )
-def test_a_driver_that_crashes_becomes_a_sentence(how: str, said: str) -> None:
+def test_a_crash_of_the_driver_is_reported_in_one_sentence(how: str, said: str) -> None:
     process = start(f"""
         def work(tell, stopped):
             {how}
@@ -157,7 +157,7 @@ def test_a_driver_that_crashes_becomes_a_sentence(how: str, said: str) -> None:
     assert code == 1 and said in message
 
 
-def test_killing_the_main_process_takes_the_driver_along() -> None:
+def test_sigkill_of_the_main_process_ends_the_driver() -> None:
     process = start("""
         def work(tell, stopped):
             print(os.getpid(), flush=True)
@@ -172,6 +172,6 @@ def test_killing_the_main_process_takes_the_driver_along() -> None:
     process.kill()
     process.communicate(timeout=10)
     deadline = time.monotonic() + 5
-    while not gone(child) and time.monotonic() < deadline:
+    while not has_ended(child) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert gone(child)
+    assert has_ended(child)

@@ -1,4 +1,4 @@
-"""Where ranks that join a world meet: who may come, who is taken for dead, and what is left for the next attempt."""
+"""The meeting of ranks that join a world: which may enter, which count as dead, and how the next attempt starts."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def guest(token: str, problem: str | None = None) -> Entry:
     return Entry(token, {"pid": token} if problem is None else None, problem)
 
 
-def test_a_duplicate_is_refused_and_those_who_were_there_are_complete(clock: Clock) -> None:
+def test_a_duplicate_rank_is_refused_and_the_first_ranks_meet(clock: Clock) -> None:
     meeting = MeetingPoint(2)
     assert meeting.enter(1, 2, guest("b"), 60) is None
     assert meeting.enter(1, 2, guest("c"), 60) == RefusedEntry("rank 1 is taken by pid b", for_good=True)
     assert meeting.enter(0, 2, guest("a"), 60) is None
-    meeting.leave(1, "c")  # it was never in
+    meeting.leave(1, "c")  # it never entered
     assert meeting.look(0, "a").descriptors == meeting.look(1, "b").descriptors == {0: {"pid": "a"}, 1: {"pid": "b"}}
     late = meeting.enter(1, 2, guest("d"), 60)
-    assert late is not None and not late.for_good, "whoever joins the next world of this name asks again"
+    assert late is not None and not late.for_good, "a rank that joins the next world of this name may ask again"
 
 
-def test_an_entry_that_is_made_twice_is_one(clock: Clock) -> None:
-    """Ray may tell of no answer in time where the call was carried out."""
+def test_an_entry_that_is_made_twice_counts_once(clock: Clock) -> None:
+    """Ray may report a timeout of a call that was executed."""
     meeting = MeetingPoint(2)
     assert meeting.enter(1, 2, guest("b"), 60) is None
     assert meeting.enter(1, 2, guest("b"), 60) is None
     assert meeting.came == {1}
 
 
-def test_the_place_of_a_rank_that_looks_no_more_is_free(clock: Clock) -> None:
+def test_a_rank_that_stops_looking_loses_its_place(clock: Clock) -> None:
     meeting = MeetingPoint(2)
     meeting.enter(0, 2, guest("a"), 60)
     clock.now += SILENCE_S - 1
@@ -71,7 +71,7 @@ def test_the_place_of_a_rank_that_looks_no_more_is_free(clock: Clock) -> None:
     assert meeting.look(0, "new").descriptors == {0: {"pid": "new"}}
 
 
-def test_a_rank_that_died_before_the_last_one_came_gives_its_place_up(clock: Clock) -> None:
+def test_a_rank_that_died_before_the_last_one_came_loses_its_place(clock: Clock) -> None:
     meeting = MeetingPoint(3)
     meeting.enter(0, 3, guest("dead"), 60)
     clock.now += SILENCE_S + 1
@@ -83,12 +83,12 @@ def test_a_rank_that_died_before_the_last_one_came_gives_its_place_up(clock: Clo
 
 
 def test_a_rank_keeps_its_place_while_a_world_is_wired(clock: Clock) -> None:
-    """Those who have been told of all look no more."""
+    """Ranks that have seen all descriptors stop looking."""
     meeting = MeetingPoint(2)
     meeting.enter(0, 2, guest("a"), 60)
     meeting.enter(1, 2, guest("b"), 60)
     next_world = meeting.enter(0, 2, guest("c"), 60)
-    assert next_world is not None and not next_world.for_good, "all are here, though none has looked"
+    assert next_world is not None and not next_world.for_good, "all ranks have entered, though none has looked"
     meeting.look(0, "a")
     clock.now += SILENCE_S + 1
     later = meeting.enter(0, 2, guest("c"), 60)
@@ -97,7 +97,7 @@ def test_a_rank_keeps_its_place_while_a_world_is_wired(clock: Clock) -> None:
     assert meeting.enter(0, 2, guest("c"), 60) is None
 
 
-def test_a_problem_is_told_to_all_and_then_forgotten(clock: Clock) -> None:
+def test_a_problem_is_shown_to_all_ranks_and_then_forgotten(clock: Clock) -> None:
     meeting = MeetingPoint(3)
     meeting.enter(1, 3, guest("b", "no GPU"), 60)
     meeting.enter(0, 3, guest("a"), 60)
@@ -109,19 +109,19 @@ def test_a_problem_is_told_to_all_and_then_forgotten(clock: Clock) -> None:
     assert meeting.enter(1, 3, guest("again"), 60) is None
 
 
-def test_whoever_comes_when_all_have_left_begins_anew(clock: Clock) -> None:
+def test_a_rank_that_enters_after_all_have_left_starts_a_new_meeting(clock: Clock) -> None:
     meeting = MeetingPoint(3)
     meeting.enter(1, 3, guest("b"), 60)
     assert meeting.enter(0, 2, guest("x"), 60) == RefusedEntry(
         "rank 0 gives size 2, the first rank gave 3", for_good=True
     )
     meeting.leave(1, "b")
-    assert meeting.look(0, "x").came == {1}, "those that left were there"
+    assert meeting.look(0, "x").came == {1}, "a rank that left has come"
     assert meeting.enter(0, 2, guest("x"), 60) is None
     assert meeting.look(0, "x").came == {0}
 
 
-def test_a_meeting_ends_when_the_longest_patience_is_over(clock: Clock) -> None:
+def test_a_meeting_ends_after_the_longest_timeout(clock: Clock) -> None:
     meeting = MeetingPoint(2)
     meeting.enter(0, 2, guest("a"), 60)
     meeting.enter(1, 2, guest("b"), 5)
@@ -143,14 +143,14 @@ def test_a_meeting_ends_when_the_longest_patience_is_over(clock: Clock) -> None:
         ({}, "asked to join 'x' outside Ray; call it"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused_before_anything_else(wrong: dict[str, Any], says: str) -> None:
+def test_wrong_arguments_of_join_are_refused_before_ray_is_used(wrong: dict[str, Any], says: str) -> None:
     assert not ray.is_initialized()
     with pytest.raises(ConfigError, match=says):
         raymoe.join(**({"name": "x", "rank": 0, "size": 2} | wrong))
 
 
 class SlowMeeting:
-    """A place to meet that comes up after the rank has lost patience: its calls are kept, as Ray keeps them."""
+    """A meeting that starts after the rank has given up. It queues its calls, as Ray does."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -165,7 +165,7 @@ class SlowMeeting:
         return SimpleNamespace(remote=lambda *given: self.calls.append((name, *given)))
 
 
-def test_a_rank_that_gives_up_before_it_is_in_takes_its_descriptor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_gives_up_leaves_no_descriptor_in_a_late_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, meeting = SlowMeeting(), MeetingPoint(2)
     monkeypatch.setattr(joining, "_meeting_actor", slow)
     monkeypatch.setattr(joining._JoiningRank, "_ask", mock.Mock(side_effect=GetTimeoutError))

@@ -1,4 +1,4 @@
-"""How much memory a job needs: counted before anything starts, and refused with numbers where it is not there."""
+"""The memory that a job needs is counted before the start. A job that does not fit is refused with the numbers."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from raymoe.workload.memory_needed import (
 )
 
 
-def test_the_largest_case_counts() -> None:
+def test_the_need_of_a_job_is_that_of_its_largest_case() -> None:
     small = bytes_per_rank(load_job("host_exchange"))
     large = bytes_per_rank(load_job("host_exchange", ["shape.tokens=4096"]))
     both = bytes_per_rank(load_job("host_exchange", ["matrix={shape.tokens: [512, 4096]}"]))
     assert both == large > 4 * small - 2**30
 
 
-def test_the_heap_is_in_it_and_a_layer_holds_its_experts_too() -> None:
+def test_the_need_includes_the_heap_and_the_experts_of_a_layer() -> None:
     job = load_job("quickstart")
     exchange = bytes_per_rank(load_job("host_exchange"))
     assert exchange > slots_layout(spec_of(job), 4).nbytes
     assert bytes_per_rank(job) - exchange == 8 * 3 * 1024 * 512 * 4
 
 
-def test_a_job_that_fits_passes_and_one_that_does_not_says_both_numbers() -> None:
+def test_a_job_too_large_for_the_machine_is_refused_with_both_numbers() -> None:
     job = load_job("quickstart")
     check_memory(4, bytes_per_rank(job), available=4 * bytes_per_rank(job))
     with pytest.raises(PlacementError, match=r"4 ranks of 0\.4 GiB each, and this machine has 1\.0 GiB") as caught:
@@ -47,7 +47,7 @@ def test_a_job_that_fits_passes_and_one_that_does_not_says_both_numbers() -> Non
     assert caught.value.exit_code == 3
 
 
-def test_this_machine_has_some_memory_and_not_more_than_it_has() -> None:
+def test_available_memory_is_at_most_the_total() -> None:
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     assert 2**20 < available_memory() <= int(total.split()[1]) * 1024
 
@@ -61,12 +61,12 @@ def p2p(**asked: object) -> Case:
 @pytest.mark.parametrize(
     ("transports", "pattern", "messages"),
     [
-        (["tma"], "pairs", 1 + 2),  # one slot of the largest, a source of each size
+        (["tma"], "pairs", 1 + 2),  # a slot of the largest size, a source of each size
         (["copy_engine", "auto"], "all_to_all", 3 * (1 + 2)),
         (["tma", "collective"], "pairs", 1 + 2 * 2),  # NCCL's landings too
     ],
 )
-def test_p2p_holds_a_slot_a_source_and_a_landing_for_each_peer(transports, pattern, messages) -> None:
+def test_p2p_needs_slots_sources_and_landings_for_each_peer(transports, pattern, messages) -> None:
     size = 2**28
     for protocol in ("put", "get"):
         case = p2p(transports=transports, pattern=pattern, bytes=[size, size], protocol=protocol)
@@ -74,14 +74,14 @@ def test_p2p_holds_a_slot_a_source_and_a_landing_for_each_peer(transports, patte
         assert device_bytes_per_rank(case.job) == BESIDE_BYTES + messages * size
 
 
-def test_gpu_ranks_ask_nothing_of_the_host_and_cpu_ranks_all() -> None:
+def test_gpu_ranks_need_no_host_memory_and_cpu_ranks_do() -> None:
     sizes = ["p2p.bytes=[1GiB]", "p2p.transports=[auto]"]
     assert bytes_per_rank(load_job("p2p", [*sizes, "world.device=cuda"])) == 0
     for device in ("cpu", "auto"):
         assert bytes_per_rank(load_job("p2p", [*sizes, f"world.device={device}"])) > 2**30
 
 
-def test_the_largest_case_counts_on_a_gpu_too() -> None:
+def test_the_gpu_need_of_a_job_is_that_of_its_largest_case() -> None:
     both = device_bytes_per_rank(load_job("p2p"))
     assert both == device_bytes_per_rank(load_job("p2p", ["matrix={p2p.pattern: [pairs, all_to_all]}"]))
     assert both > device_bytes_per_rank(load_job("p2p", ["matrix={p2p.pattern: [pairs]}"]))
@@ -100,8 +100,8 @@ def test_a_gpu_that_is_too_small_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(("share", "nbytes", "refused"), [(False, 9, False), (False, 11, True), (True, 9, True)])
-def test_a_rank_compares_before_it_allocates(monkeypatch: pytest.MonkeyPatch, share, nbytes, refused) -> None:
-    """With a GPU of 10 bytes, and a world on the CPU that stands for one on it."""
+def test_a_rank_refuses_a_job_too_large_for_its_gpu(monkeypatch: pytest.MonkeyPatch, share, nbytes, refused) -> None:
+    """The GPU has 10 bytes; a world on the CPU replaces the one on the GPU."""
 
     def open_on_cpu(rank: int, size: int, **options: object) -> World:
         assert options.pop("device") == "cuda"
@@ -115,11 +115,11 @@ def test_a_rank_compares_before_it_allocates(monkeypatch: pytest.MonkeyPatch, sh
     monkeypatch.setattr("raymoe.gang.metrics.RankMetrics", lambda *_: None)
     rank = Rank("a-run", 0)
     monkeypatch.setattr(rank, "_enter", lambda _: None)
-    told = rank.open(RankSettings(0, 4, 0, 5.0, 1, "cuda", share, nbytes))
+    answer = rank.open(RankSettings(0, 4, 0, 5.0, 1, "cuda", share, nbytes))
     assert rank.world is not None
     rank.world.close()
     if refused:
-        assert (told.kind, told.exit_code) == ("PlacementError", 3)
-        assert "and the NVIDIA H100 of rank 0 has 0.0 GiB" in told.message
+        assert (answer.kind, answer.exit_code) == ("PlacementError", 3)
+        assert "and the NVIDIA H100 of rank 0 has 0.0 GiB" in answer.message
     else:
-        assert told["rank"] == 0
+        assert answer["rank"] == 0

@@ -1,4 +1,4 @@
-"""Memory of a dispatch that a second stream works on: torch is told, or it would give it away too early."""
+"""Torch is told when a second stream uses a dispatch's memory; otherwise it would reuse the memory too early."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from raymoe.exchange.kernel_result import lend
+from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.nccl_kernels import Kept
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import EmulatedOrder, backend, spec_for, workspaces
@@ -20,7 +20,7 @@ FIRST, SECOND = 1, 2
 
 
 class Streams:
-    """Which one is current."""
+    """Keeps the current stream."""
 
     current = FIRST
 
@@ -35,13 +35,13 @@ class Streams:
 @pytest.mark.parametrize("second", [FIRST, SECOND])
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
-def test_what_a_second_stream_reads_is_kept_for_it(kind: str, form: str, second: int) -> None:
+def test_memory_that_a_second_stream_reads_is_lent_to_it(kind: str, form: str, second: int) -> None:
     streams, spec = Streams(), spec_for(kind)
     later = ("combine",) if form == "whole" else ("dispatch_receive", "combine_send", "combine_receive")
     with (
         Emulator(1) as emulator,
         mock.patch.object(EmulatedOrder, "current", lambda _: streams.current),
-        mock.patch("raymoe.exchange.fused.lend") as told,
+        mock.patch("raymoe.exchange.fused.keep_for_current_stream") as lent,
     ):
         (space,) = workspaces(emulator, spec)
         made = backend(kind, space, spec)
@@ -54,23 +54,23 @@ def test_what_a_second_stream_reads_is_kept_for_it(kind: str, form: str, second:
         emulator.run(0)
         steps.judge()
     if second == FIRST:
-        told.assert_not_called()
+        lent.assert_not_called()
     else:
-        assert len(told.call_args_list) >= len(later)
-        assert len({id(call.args[0]) for call in told.call_args_list}) == 1  # one memory of one dispatch
+        assert len(lent.call_args_list) >= len(later)
+        assert len({id(call.args[0]) for call in lent.call_args_list}) == 1  # one dispatch has one memory
 
 
-def test_backends_over_nccl_tell_it_too() -> None:
+def test_nccl_backends_lend_memory_to_a_second_stream() -> None:
     kept = Kept(torch.zeros(4), FIRST)
-    with mock.patch("raymoe.exchange.nccl_kernels.lend") as told:
+    with mock.patch("raymoe.exchange.nccl_kernels.keep_for_current_stream") as lent:
         assert kept.used_on(FIRST) is kept.memory
-        told.assert_not_called()
+        lent.assert_not_called()
         assert kept.used_on(SECOND) is kept.memory
-        told.assert_called_once_with(kept.memory)
+        lent.assert_called_once_with(kept.memory)
 
 
 def test_memory_is_lent_to_the_current_stream() -> None:
     memory, stream = mock.Mock(), object()
     with mock.patch.object(torch.cuda, "current_stream", return_value=stream):
-        lend(memory, None)
+        keep_for_current_stream(memory, None)
     memory.record_stream.assert_called_once_with(stream)

@@ -1,4 +1,4 @@
-"""Router and experts against plain float64 arithmetic."""
+"""Router, experts and layer compared with plain float64 arithmetic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_router_takes_the_best_experts_and_renormalises(dtype: torch.dtype) -> N
     torch.testing.assert_close(weights, want.float(), rtol=1e-5, atol=1e-6)
 
 
-def test_router_of_all_experts_and_of_no_tokens() -> None:
+def test_router_takes_no_tokens_and_refuses_topk_above_experts() -> None:
     ids, weights = Router(hidden=8, experts=4, topk=4)(torch.zeros(0, 8))
     assert ids.shape == weights.shape == (0, 4)
     with pytest.raises(ConfigError, match=r"over 4 experts.*best 5"):
@@ -40,7 +40,7 @@ def test_experts_are_swiglu_over_their_own_rows(dtype: torch.dtype) -> None:
     shape = ExpertShape(32, 16, dtype)
     experts = Experts([4, 5, 6], shape, seed=2)
     x = torch.randn(64, 32).to(dtype)
-    x[40:] = torch.nan  # what no expert owns is never read
+    x[40:] = torch.nan  # rows that belong to no expert are never read
     offsets, counts = torch.tensor([0, 16, 32, 48], dtype=torch.int32), torch.tensor([16, 0, 8], dtype=torch.int32)
     rows = experts(x, offsets, counts)
     assert rows.shape == x.shape and rows.dtype == dtype
@@ -59,12 +59,12 @@ def test_weights_follow_from_seed_and_expert_alone() -> None:
     assert torch.equal(Experts([3, 5], SHAPE, seed=1).down[1].to(torch.bfloat16), one.down)
 
 
-def test_float16_is_never_multiplied_as_such_on_a_cpu() -> None:
+def test_float16_is_multiplied_as_float32_on_a_cpu() -> None:
     assert arithmetic_dtype(torch.float16) == arithmetic_dtype(torch.float32) == torch.float32
 
 
 def layer_errors(world: World, layout: str) -> list[float]:
-    """The layer's errors for a full batch, a short one and none, and that gradients are refused."""
+    """Return the layer's errors for a full, a short and an empty batch; check that gradients are refused."""
     spec = ExchangeSpec(tokens=16, hidden=32, experts=8, topk=2, layout=layout)
     errors = []
     with MoELayer(world, spec, ffn=16, seed=4) as layer:
@@ -81,6 +81,6 @@ def layer_errors(world: World, layout: str) -> list[float]:
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_layer_is_router_then_experts_wherever_they_live(pool: RankPool, ranks: int, layout: str) -> None:
+def test_layer_equals_router_then_experts_on_any_number_of_ranks(pool: RankPool, ranks: int, layout: str) -> None:
     for errors in pool.run(ranks, layer_errors, layout):
         assert max(errors) <= LAYER_SLACK * BOUNDS[torch.bfloat16]

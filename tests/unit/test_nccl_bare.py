@@ -1,4 +1,4 @@
-"""Lines of the yardstick over NCCL in the report."""
+"""Lines of `nccl_bare`, the yardstick over NCCL, in the report."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from raymoe.report.results import Line
 from raymoe.report.tables import render
 from raymoe.workload.compare.nccl_bare import LEFT_OUT
 from raymoe.workload.memory_needed import device_bytes
-from tests.unit.lines import gpu_exchange, whole
+from tests.unit.lines import complete_line, gpu_exchange
 
 
 def bare(tokens: tuple[int, ...] = (128, 4096)) -> list[Line]:
-    """Lines of the yardstick, made of those of a dispatch."""
+    """Return lines of the yardstick, made from lines of a dispatch."""
     lines = [line for line in gpu_exchange("nccl_bare", 20.0, tokens) if line["op"] == "dispatch"]
-    return [whole(line | {"op": op, "leaves_out": why}) for op, why in LEFT_OUT.items() for line in lines]
+    return [complete_line(line | {"op": op, "leaves_out": why}) for op, why in LEFT_OUT.items() for line in lines]
 
 
-def test_each_call_has_a_table_and_says_what_it_leaves_out() -> None:
+def test_each_nccl_call_has_a_table_that_says_what_it_leaves_out() -> None:
     text = render(gpu_exchange("fused", 10.0) + bare())
     assert all(f"{op}, cold L2: us" in text for op in LEFT_OUT)
     assert all(why in text for why in LEFT_OUT.values())
@@ -27,13 +27,13 @@ def test_each_call_has_a_table_and_says_what_it_leaves_out() -> None:
     assert "nccl_bare" not in dispatch
 
 
-def test_calls_have_no_figure_of_their_own(tmp_path: Path) -> None:
+def test_nccl_calls_have_no_plots(tmp_path: Path) -> None:
     write_plots(tmp_path, gpu_exchange("fused", 10.0) + bare())
     drawn = {path.stem for path in tmp_path.rglob("*.svg")}
     assert "dispatch" in drawn and not drawn & LEFT_OUT.keys()
 
 
-def test_what_it_holds_is_counted() -> None:
+def test_the_memory_of_nccl_bare_is_counted() -> None:
     asked = "matrix={exchange.backend: [nccl_bare], shape.tokens: [4096]}"
     [case] = load_job("exchange_deepseek_v3", [asked]).cases()
     rows = 4096 * 14336

@@ -1,4 +1,4 @@
-"""Connecting a private NCCL communicator ends, also where a member has died: NCCL itself would wait without end."""
+"""Connecting a private NCCL communicator ends even if a member has died; NCCL itself would wait without end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raymoe.net.nccl import BackgroundWait, NcclGroup
 
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
-    """Of one CPU rank, before it has connected."""
+    """A group on one CPU rank, before it has connected."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(NcclGroup, "_exchange_a_byte", lambda *_: None)
     monkeypatch.setattr(nccl, "CONNECT_S", 0.1)
@@ -29,19 +29,19 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
         yield made
 
 
-def test_a_member_that_does_not_come_is_not_waited_for_without_end(
+def test_a_missing_member_ends_the_connection_after_a_timeout(
     group: NcclGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    came = threading.Event()
-    monkeypatch.setattr(nccl, "Communicator", lambda *_: came.wait(20))
+    release = threading.Event()
+    monkeypatch.setattr(nccl, "Communicator", lambda *_: release.wait(20))
     try:
         with pytest.raises(WiringError, match=r"its ranks 0, 1 did not all come within 0\.1 s"):
             group._make_communicator(b"identity", 0)
     finally:
-        came.set()
+        release.set()
 
 
-def test_what_connects_is_given_and_what_fails_is_raised(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_is_returned_and_a_failure_is_raised(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = object()
     monkeypatch.setattr(nccl, "Communicator", lambda *_: made)
     assert group._make_communicator(b"identity", 0) is made
@@ -54,7 +54,7 @@ def test_what_connects_is_given_and_what_fails_is_raised(group: NcclGroup, monke
         group._make_communicator(b"identity", 0)
 
 
-def test_a_wait_of_another_thread_is_over_when_it_ends() -> None:
+def test_the_wait_for_another_thread_is_over_when_the_thread_ends() -> None:
     go = threading.Event()
     wait = BackgroundWait(lambda: go.wait(20) and None)
     assert not wait.done()
@@ -63,4 +63,4 @@ def test_a_wait_of_another_thread_is_over_when_it_ends() -> None:
         if wait.done():
             return
         threading.Event().wait(0.01)
-    pytest.fail("it has not ended")
+    pytest.fail("the wait is not over")

@@ -1,4 +1,4 @@
-"""What NVML tells, by a binding that is made up here: what a machine has, and whether rows may travel in lines."""
+"""NVML through a fake binding: the description of a machine, and whether rows may travel in lines (the LL path)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from raymoe.device import nvml
 from raymoe.device.nvml import Library, NvmlBinding, nvlinked
 from raymoe.errors import ConfigError
-from raymoe.exchange.choice import Choice, Wish, choose, make
+from raymoe.exchange.choice import Choice, ExchangeRequest, choose, make_backend
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.spec import ExchangeSpec
@@ -25,7 +25,7 @@ MANY = replace(FEW, tokens=8192)
 
 
 class FakeNvml(SimpleNamespace):
-    """Four GPUs behind NVSwitches, as pynvml shows them: bytes here and there, and errors of its own."""
+    """Four GPUs as pynvml shows them, with bytes for some strings and its own error class. `word` is their link."""
 
     class NVMLError(Exception):
         pass
@@ -73,12 +73,12 @@ class FakeNvml(SimpleNamespace):
 
 
 @pytest.mark.parametrize(("word", "between"), [("switch", "NV12"), ("direct", "NV4"), ("none", "SYS")])
-def test_nvml_by_a_binding(monkeypatch, word, between):
+def test_a_binding_of_nvml_describes_the_machine(monkeypatch, word, between):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(word))
-    told = Library(NvmlBinding("pynvml", 1, "NVMLError", "busId")).machine()
-    assert told["driver"] == "580.95.05"
-    assert told["topology"][1] == [between, "X", between, between]
-    assert told["gpus"][3] == {
+    found = Library(NvmlBinding("pynvml", 1, "NVMLError", "busId")).machine()
+    assert found["driver"] == "580.95.05"
+    assert found["topology"][1] == [between, "X", between, between]
+    assert found["gpus"][3] == {
         "name": "NVIDIA H200",
         "uuid": "GPU-3",
         "memory_bytes": 150754820096,
@@ -89,7 +89,7 @@ def test_nvml_by_a_binding(monkeypatch, word, between):
     }
 
 
-def test_the_binding_has_the_names_that_are_asked():
+def test_cuda_bindings_has_every_name_of_nvml_that_is_used():
     module = pytest.importorskip("cuda.bindings.nvml")
     assert [names[0] for names in nvml._NAMES.values() if not hasattr(module, names[0])] == []
     assert hasattr(module.PciInfo, "bus_id")
@@ -100,10 +100,10 @@ def test_the_binding_has_the_names_that_are_asked():
 
 @pytest.fixture
 def linked_by(monkeypatch):
-    """Makes pynvml the only binding, of a machine whose GPUs are linked in this way."""
+    """A function that makes pynvml the only binding, for a machine with this link between its GPUs."""
 
     def install(word: str) -> None:
-        monkeypatch.setattr(nvml, "WAYS", (PYNVML,))
+        monkeypatch.setattr(nvml, "BINDINGS", (PYNVML,))
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(word))
 
     return install
@@ -118,16 +118,16 @@ def linked_by(monkeypatch):
         ("direct", "3", False),
         ("none", "1", False),
         ("none", "0", True),  # the same GPU
-        ("switch", "7", False),  # one that a container hides
+        ("switch", "7", False),  # a GPU that a container hides
     ],
 )
-def test_pairs_with_nvlink(linked_by, word, second, linked):
+def test_nvlinked_tells_which_pairs_have_nvlink(linked_by, word, second, linked):
     linked_by(word)
     assert nvlinked("0", second) is linked
 
 
-def test_where_nvml_is_missing_no_pair_has_nvlink(monkeypatch):
-    monkeypatch.setattr(nvml, "WAYS", (NvmlBinding("no_such_module", 0, "Error", ""), PYNVML))
+def test_without_nvml_no_pair_has_nvlink(monkeypatch):
+    monkeypatch.setattr(nvml, "BINDINGS", (NvmlBinding("no_such_module", 0, "Error", ""), PYNVML))
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace())  # a binding that is too old
     assert not nvlinked("0", "1")
 
@@ -144,7 +144,7 @@ def test_where_nvml_is_missing_no_pair_has_nvlink(monkeypatch):
     ("word", "gpus", "lines"),
     [
         ("switch", "012", True),
-        ("direct", "012", False),  # 0 and 2 are not neighbours, which 1 does not know
+        ("direct", "012", False),  # 0 and 2 are not neighbours; rank 1 cannot see that
         ("direct", "01", True),
         ("none", "01", False),
         ("none", "00", True),  # ranks that share a GPU
@@ -162,7 +162,7 @@ def test_all_ranks_agree_whether_rows_travel_in_lines(linked_by, word, gpus, lin
 @pytest.mark.parametrize(
     ("spec", "lines", "kind"), [(FEW, True, FusedLlBackend), (FEW, False, FusedBackend), (MANY, True, FusedBackend)]
 )
-def test_few_tokens_go_in_lines_over_nvlink_alone(spec, lines, kind):
+def test_few_tokens_travel_in_lines_only_over_nvlink(spec, lines, kind):
     made = []
     gpu = SimpleNamespace(uuid="a", name="NVIDIA H200", capability=(9, 0), sms=132)
     links = SimpleNamespace(lines=lines)
@@ -174,13 +174,13 @@ def test_few_tokens_go_in_lines_over_nvlink_alone(spec, lines, kind):
         shared=lambda _: links,
         swap=lambda value, _: [value] * 2,
     )
-    choice = choose(world, spec, Wish("fused", None, "auto"))
+    choice = choose(world, spec, ExchangeRequest("fused", None, "auto"))
     assert choice == Choice("fused", sms=132, lines=kind is FusedLlBackend)
     with (
         mock.patch.object(FusedLlBackend, "__init__", lambda self, *_: made.append(type(self))),
         mock.patch.object(FusedBackend, "__init__", lambda self, *_: made.append(type(self))),
     ):
-        make(choice, world, spec, None)
+        make_backend(choice, world, spec, None)
     assert made == [kind]
 
 
@@ -190,12 +190,12 @@ def test_a_workspace_without_lines_has_no_memory_for_them():
     regions = [{placed.region.name for placed in workspace_layout(each, 2).placed} for each in (with_lines, without)]
     assert regions[0] - regions[1] == {name for name in regions[0] if name.startswith("ll_")}
     for bounds in (with_lines, without):
-        bounds.check(FEW)  # served by the one way or the other
+        bounds.check(FEW)  # few tokens can be served with and without lines
     with pytest.raises(ConfigError, match="needs ll_entries"):
         Bounds.of(MANY).check(FEW)
 
 
-def test_a_workspace_asks_its_world_for_lines():
+def test_a_workspace_uses_lines_only_if_its_world_has_them():
     def swap(bounds, what):
         raise StopIteration(bounds.lines)
 

@@ -1,4 +1,4 @@
-"""The oracle: right where the arithmetic is right, and loud about every way in which rows go astray."""
+"""The oracle accepts correct results and detects every planted error in rows and weights."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROUTING = Routing("uniform", seed=3, ranks=R, tokens=T, experts=E, topk=K, maske
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def gang(x: torch.Tensor, draw: Draw, rows: Rows, fault: str = "") -> torch.Tensor:
-    """What an exchange does in float32 with one rounding a rank and one at the source, or with one thing wrong."""
+def simulated_exchange(x: torch.Tensor, draw: Draw, rows: Rows, fault: str = "") -> torch.Tensor:
+    """Compute an exchange in float32, rounded once on each rank and once at the source; `fault` breaks one thing."""
     sums = torch.zeros(R, *x.shape)
     for token in range(T):
         for choice, expert in enumerate(draw.ids[token].tolist()):
@@ -50,9 +50,9 @@ def affine(dtype: torch.dtype) -> tuple[torch.Tensor, Draw, AffineExperts]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_right_result_is_within_the_bound(dtype: torch.dtype) -> None:
+def test_a_correct_result_is_within_the_bound(dtype: torch.dtype) -> None:
     x, draw, rows = affine(dtype)
-    error = want(x, draw.ids, draw.weights, rows).error_of(gang(x, draw, rows))
+    error = want(x, draw.ids, draw.weights, rows).error_of(simulated_exchange(x, draw, rows))
     assert 0 < error <= BOUNDS[dtype]
 
 
@@ -61,18 +61,18 @@ FAULTS = ("wrong row", "missing row", "row twice", "dropped weight", "neighbour'
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [*FAULTS, "shifted columns"])
-def test_a_planted_fault_is_seen(dtype: torch.dtype, fault: str) -> None:
+def test_a_planted_fault_exceeds_the_bound(dtype: torch.dtype, fault: str) -> None:
     x, draw, rows = affine(dtype)
-    assert want(x, draw.ids, draw.weights, rows).error_of(gang(x, draw, rows, fault)) > 2 * BOUNDS[dtype]
+    assert want(x, draw.ids, draw.weights, rows).error_of(simulated_exchange(x, draw, rows, fault)) > 2 * BOUNDS[dtype]
 
 
-def test_nan_wrong_shape_and_a_token_with_no_expert() -> None:
+def test_nan_a_wrong_shape_and_output_for_a_masked_token_are_infinite_errors() -> None:
     x, draw, rows = affine(torch.float32)
     ids = draw.ids.clone()
     ids[5] = -1
     wanted = want(x, ids, draw.weights, rows)
     assert bool((wanted.y[5] == 0).all())
-    right = gang(x, Draw(ids, draw.weights), rows)
+    right = simulated_exchange(x, Draw(ids, draw.weights), rows)
     assert wanted.error_of(right) <= BOUNDS[torch.float32]
     assert wanted.error_of(right[:-1]) == torch.inf
     for token, value in ((5, 1e-30), (5, torch.nan), (6, torch.nan), (6, torch.inf)):
@@ -81,19 +81,19 @@ def test_nan_wrong_shape_and_a_token_with_no_expert() -> None:
         assert wanted.error_of(wrong) == torch.inf
 
 
-def test_no_tokens_and_only_masked_tokens() -> None:
+def test_batches_without_tokens_and_with_only_masked_tokens_are_judged() -> None:
     x, draw, rows = affine(torch.float32)
     assert want(x[:0], draw.ids[:0], draw.weights[:0], rows).error_of(x[:0]) == 0
     nothing = want(x, torch.full_like(draw.ids, -1), draw.weights, rows)
     assert nothing.error_of(torch.zeros(T, H)) == 0 and nothing.error_of(x) == torch.inf
 
 
-def test_a_large_result_is_checked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_checked_in_pieces_has_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
     x, draw, rows = affine(torch.float32)
-    batch, found = Batch(x, draw.ids, draw.weights), gang(x, draw, rows)
-    whole = error_of(found, batch, rows)
+    batch, found = Batch(x, draw.ids, draw.weights), simulated_exchange(x, draw, rows)
+    in_one_piece = error_of(found, batch, rows)
     monkeypatch.setattr(oracle, "PIECE_BYTES", 5 * 8 * H)
-    assert error_of(found, batch, rows) == whole > 0
+    assert error_of(found, batch, rows) == in_one_piece > 0
     for token in (0, 4, 5, T - 1):
         wrong = found.clone()
         wrong[token] += 1
@@ -109,13 +109,13 @@ def test_an_expert_named_twice_by_one_token_counts_twice() -> None:
     torch.testing.assert_close(twice.y, 0.75 * rows(2, x))
 
 
-def test_affine_experts_differ_and_keep_away_from_zero() -> None:
+def test_affine_experts_differ_and_are_never_near_zero() -> None:
     rows = AffineExperts(64, torch.float32)
     x = torch.linspace(-1, 1, 64).expand(2, 64)
     made = torch.stack([rows(expert, x)[0] for expert in range(256)])
     assert float(made.abs().min()) >= 0.5 and float(made.abs().max()) <= 4.0
-    apart = torch.cdist(made, made, p=torch.inf) + 9 * torch.eye(256)
-    assert float(apart.min()) > 1.0
+    distances = torch.cdist(made, made, p=torch.inf) + 9 * torch.eye(256)
+    assert float(distances.min()) > 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -130,6 +130,6 @@ def test_swiglu_experts_stay_within_the_layer_bound(dtype: torch.dtype, hidden: 
 
     wanted = want(x, draw.ids, draw.weights, exact, by_row=True)
     bound = LAYER_SLACK * BOUNDS[dtype]
-    assert wanted.error_of(gang(x, draw, rows)) <= bound
+    assert wanted.error_of(simulated_exchange(x, draw, rows)) <= bound
     for fault in FAULTS:
-        assert wanted.error_of(gang(x, draw, rows, fault)) > bound, fault
+        assert wanted.error_of(simulated_exchange(x, draw, rows, fault)) > bound, fault

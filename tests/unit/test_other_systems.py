@@ -1,4 +1,4 @@
-"""Other systems in the benchmark: what they are given and how they are judged, and that none of them ends a run."""
+"""Other systems in the benchmark: their inputs, the check of their results, and that no failure of one ends a run."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.unit import scripted_system  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
 
-class Shuffle:
-    """What torch documents of the operation and of its way back, for ranks that are threads."""
+class FakeAllToAll:
+    """The operation and its way back as torch documents them, for ranks that are threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,7 +35,7 @@ class Shuffle:
         self.given: dict[int, tuple[Any, ...]] = {}
 
     def all_to_all_vdev_2d(self, sent, came, splits, there, _, major_align) -> None:
-        """Chunks lie at the source by (rank, group), at the destination by (group, source), groups aligned."""
+        """The source orders chunks by (rank, group), the destination by (group, source); groups are aligned."""
         me = self._meet(sent, splits)
         groups = len(splits) // self.size
         place = 0
@@ -72,7 +72,7 @@ class Shuffle:
 
 
 class PlainMemory:
-    """Symmetric memory for ranks that are threads: none of it is."""
+    """Replaces symmetric memory by plain memory, for ranks that are threads."""
 
     is_nvshmem_available = staticmethod(lambda: True)
     set_backend = enable_symm_mem_for_group = staticmethod(lambda _: None)
@@ -81,14 +81,14 @@ class PlainMemory:
 
 
 @pytest.fixture
-def shuffled(monkeypatch):
+def fake_all_to_all(monkeypatch):
     monkeypatch.setattr(nvshmem, "_symm", PlainMemory)
     monkeypatch.setattr(nvshmem, "join_default_group", lambda _: "0")
 
-    def of(size: int) -> Shuffle:
-        shuffle = Shuffle(size)
-        monkeypatch.setattr(nvshmem, "_ops", shuffle)
-        return shuffle
+    def of(size: int) -> FakeAllToAll:
+        fake = FakeAllToAll(size)
+        monkeypatch.setattr(nvshmem, "_ops", fake)
+        return fake
 
     return of
 
@@ -103,8 +103,8 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize(("size", "experts"), [(2, 8), (3, 60)])
-def test_what_torch_documents_is_judged_right_and_anything_else_wrong(shuffled, routing, size, experts):
-    shuffled(size)
+def test_documented_results_are_accepted_and_spoilt_rows_are_reported(fake_all_to_all, routing, size, experts):
+    fake_all_to_all(size)
     spec = ExchangeSpec(tokens=20, hidden=16, experts=experts, topk=3, alignment=4)
     asked = Routing(
         **{"kind": "uniform", "seed": 1, "ranks": size, "tokens": 20, "experts": experts, "topk": 3, **routing}
@@ -170,17 +170,17 @@ def scripted(monkeypatch):
     monkeypatch.setattr(systems, "START_S", 20.0)
 
 
-def test_a_system_that_works_has_lines_like_any_other(scripted, monkeypatch):
+def test_a_working_system_has_lines_like_a_backend(scripted, monkeypatch):
     monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "0")
     lines = lines_of(job("x.works.0"))
     assert [(line["op"], line["l2"], line["us_p50"]) for line in lines] == [
-        ("dispatch", "cold", 11.0),  # of the slower rank
+        ("dispatch", "cold", 11.0),  # the slower rank's time
         ("dispatch", "warm", 8.0),
     ]
     for line in lines:
         assert (line["verified"], line["max_error"], line["samples"]) == (True, 0.0, 5)
         assert (line["backend"], line["leaves_out"], line["skipped"], line["sms"]) == ("nvshmem", "routing", None, 8)
-        assert line["device"] == "1"  # whatever is set outside, its process makes no multicast objects
+        assert line["device"] == "1"  # its process makes no multicast objects, whatever the environment says
 
 
 FAILURES = {
@@ -193,7 +193,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("script", "said"), FAILURES.items(), ids=FAILURES)
-def test_whatever_happens_to_it_is_a_line_and_not_the_end_of_the_run(scripted, monkeypatch, script, said):
+def test_a_failing_system_gives_a_skipped_line_and_the_run_goes_on(scripted, monkeypatch, script, said):
     if script == "hangs":
         monkeypatch.setattr(systems, "START_S", 6.0)
     [line] = lines_of(job(f"x.{script}.1"))
@@ -201,7 +201,7 @@ def test_whatever_happens_to_it_is_a_line_and_not_the_end_of_the_run(scripted, m
     assert (line["backend"], line["samples"], line["us_p50"], line["verified"]) == ("nvshmem", 0, None, None)
 
 
-def test_without_a_gpu_the_real_process_says_so():
+def test_without_a_gpu_the_line_of_the_real_system_says_so():
     if torch.version.cuda is not None:
         pytest.skip("the torch of this test knows CUDA; tests/gpu has the case")
     [line] = lines_of(job())
@@ -217,5 +217,5 @@ def test_without_a_gpu_the_real_process_says_so():
         (job().model_copy(update={"world": WorldSection(ranks=2, device="cuda", share_gpu=True)}), "share a GPU"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(asked, said):
+def test_impossible_jobs_are_refused_before_anything_starts(asked, said):
     assert said in str(refusal(asked))

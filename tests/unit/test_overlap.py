@@ -1,4 +1,4 @@
-"""Exchanges beside a product: what a job may ask for, one step of it on stand-ins for streams, and its table."""
+"""Exchanges beside a product: refused jobs, one step on fake streams, and the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raymoe.workload.inputs import (  # noqa: E402
 from raymoe.workload.memory_needed import device_bytes, spec_of  # noqa: E402
 from raymoe.workload.overlap import run as overlap_run  # noqa: E402
 from raymoe.workload.overlap.run import OPS, OverlapStep  # noqa: E402
-from tests.unit.lines import GPU_SHAPE, SETTING, whole  # noqa: E402
+from tests.unit.lines import GPU_SHAPE, SETTING, complete_line  # noqa: E402
 from tests.unit.worlds import close, each, wired  # noqa: E402
 
 BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]"]
@@ -41,7 +41,7 @@ BASE = ["matrix.exchange.backend=[fused]", "matrix.exchange.sms=[auto]"]
         (["workload=exchange", "overlap.rows=8"], "overlap"),
     ],
 )
-def test_what_cannot_be_is_refused(sets, said):
+def test_impossible_overlap_jobs_are_refused(sets, said):
     with pytest.raises(ConfigError) as refused:
         job = load_job("bench_overlap", [*BASE, *sets])
         if "workload=exchange" in sets:
@@ -50,7 +50,7 @@ def test_what_cannot_be_is_refused(sets, said):
     assert said in str(refused.value) + "".join(str(each) for each in refused.value.problems)
 
 
-def test_the_product_is_in_the_memory_that_a_rank_needs():
+def test_the_memory_that_a_rank_needs_includes_the_product():
     small, large = (
         device_bytes(load_job("bench_overlap", [*BASE, f"overlap.rows={rows}"]).cases()[0]) for rows in (1024, 2048)
     )
@@ -58,7 +58,7 @@ def test_the_product_is_in_the_memory_that_a_rank_needs():
 
 
 class Stream:
-    """Everything is done at once, in the order in which it is enqueued."""
+    """A stream that runs everything at once, in the order of enqueueing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -66,7 +66,7 @@ class Stream:
     def wait_stream(self, _: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None:
-        assert event.recorded, "waits for what nobody has recorded"
+        assert event.recorded, "the stream waits for an event that was not recorded"
 
 
 class Event:
@@ -104,7 +104,7 @@ def without_cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["", "exchange", "product"])
-def test_a_step_times_all_and_judges_both(without_cuda, monkeypatch, wrong):
+def test_a_step_times_every_operation_and_checks_exchange_and_product(without_cuda, monkeypatch, wrong):
     asked = load_job("host_exchange", ["shape={tokens: 8, hidden: 16, experts: 4, topk: 2, dtype: float32}"])
     spec = spec_of(asked.cases()[0].job)
     routing = Routing("uniform", seed=0, ranks=2, tokens=8, experts=4, topk=2)
@@ -112,23 +112,23 @@ def test_a_step_times_all_and_judges_both(without_cuda, monkeypatch, wrong):
     def step(world) -> Any:
         world.__dict__["_gpu"] = None
         with Exchange(world, spec, "host") as exchange:
-            doing = OverlapStep(
+            overlap_step = OverlapStep(
                 world,
                 exchange,
                 Inputs(routing, world.rank, 16, torch.float32),
                 OverlapSection(rows=8, columns=4),
             )
             if wrong == "product":
-                doing._product.want[3, 2] += 1
+                overlap_step._product.want[3, 2] += 1
             if wrong == "exchange":
-                real = doing._run_experts
+                real = overlap_step._run_experts
 
-                def mixed_up() -> None:
+                def run_and_spoil() -> None:
                     real()
-                    doing.rows[:2] = doing.rows[:2].flip(0) + 1
+                    overlap_step.rows[:2] = overlap_step.rows[:2].flip(0) + 1
 
-                doing._run_experts = mixed_up
-            return doing(0, verify=True), doing(1, verify=False), doing.ops
+                overlap_step._run_experts = run_and_spoil
+            return overlap_step(0, verify=True), overlap_step(1, verify=False), overlap_step.ops
 
     monkeypatch.setattr("raymoe.memory.world.World.gpu", type("Gpu", (), {"synchronise": staticmethod(lambda: None)})())
     worlds = wired(2)
@@ -147,12 +147,12 @@ def lines_of(case: str, dispatch: tuple[float, float, float], product: float = 5
     keys = {**GPU_SHAPE, **SETTING, "workload": "overlap", "backend": "fused", "samples": 30, "l2": "cold"}
     keys |= {"device": "NVIDIA H200", "graph": False, "tokens": 4096, "verified": True, "max_error": 4e-3}
     return [
-        whole({**keys, "case": case, "op": op, "beside": other, "us_p50": time})
+        complete_line({**keys, "case": case, "op": op, "beside": other, "us_p50": time})
         for (op, other), time in zip(OPS, times, strict=True)
     ]
 
 
-def test_the_table_says_what_each_costs_the_other_and_where_both_are_done_first():
+def test_the_table_shows_both_slowdowns_and_the_fastest_case():
     lines = lines_of("sms=16", (700.0, 560.0, 700.0)) + lines_of("sms=32", (528.0, 620.0, 620.0))
     assert [round(times.saved, 3) for times in overlap_times(lines, "dispatch")] == [0.286, 0.367]
     title, head, _, few, many = render(lines).split("\n\n")[1].splitlines()

@@ -1,4 +1,4 @@
-"""configs/ (and kernels/, once there are any) are found by name from a wheel, an editable install and a bare tree."""
+"""configs/ and kernels/ are packaged; configs are found by name from a wheel, this installation and a bare tree."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 import raymoe
 
 ROOT = Path(__file__).resolve().parents[2]
-TYPING = ("raymoe/py.typed", "raymoe/__init__.pyi")  # a checker trusts annotations only where py.typed is there
+TYPING = ("raymoe/py.typed", "raymoe/__init__.pyi")  # a type checker reads annotations only if py.typed exists
 BESIDE = ("configs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
 
 
@@ -24,7 +24,7 @@ def sources(folder: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built without network: hatchling is among the `dev` extras."""
+    """A wheel, built without network: hatchling is among the `dev` extras."""
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*command, "--wheel-dir", str(out), str(ROOT)], capture_output=True, text=True, timeout=100)
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_wheel_holds_the_package_and_nothing_beside_it(wheel):
+def test_wheel_holds_the_package_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"raymoe", f"raymoe-{raymoe.__version__}.dist-info"}
     for folder in BESIDE:
@@ -52,10 +52,10 @@ def test_sdist_holds_what_type_checkers_read(tmp_path):
     assert {*TYPING, "examples/channel.py", "docs/library.md", "pyproject.toml"} <= names
 
 
-def test_wheel_has_the_command_and_honest_needs(wheel):
+def test_wheel_declares_the_command_and_its_dependencies(wheel):
     archive = zipfile.ZipFile(wheel)
     info = f"raymoe-{raymoe.__version__}.dist-info"
-    assert "raymoe = raymoe.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert "raymoe = raymoe.__main__:main" in archive.read(f"{info}/entry_points.txt").decode()
     metadata = archive.read(f"{info}/METADATA").decode()
     needs = [line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
     needs = [need for need in needs if "extra ==" not in need]
@@ -67,14 +67,14 @@ def test_wheel_has_the_command_and_honest_needs(wheel):
 
 
 def validate(path: Path | None, folder: Path) -> None:
-    """`raymoe validate quickstart` from `folder`, with the package taken from `path` (None: as installed here)."""
+    """Run `raymoe validate quickstart` in `folder`, with the package from `path` (None: this installation)."""
     program = "import sys, raymoe.cli; print(raymoe.__file__); sys.exit(raymoe.cli.main(['validate', 'quickstart']))"
     environment = {**os.environ, "PYTHONPATH": str(path or "")}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(path or ROOT)), "another raymoe was loaded than the one under test"
+    assert done.stdout.startswith(str(path or ROOT)), "the loaded raymoe is not the one under test"
 
 
 def test_configs_are_found_from_a_wheel(wheel, tmp_path):
@@ -87,11 +87,11 @@ def test_configs_are_found_from_a_bare_source_tree(tmp_path):
     tree = tmp_path / "tree"
     for folder in ("raymoe", "configs"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tree)  # it tells a source tree from a folder with the same names
+    shutil.copy(ROOT / "pyproject.toml", tree)  # it marks a source tree
     validate(tree, tmp_path)
 
 
-def test_configs_are_found_as_installed_here(tmp_path):
+def test_configs_are_found_from_this_installation(tmp_path):
     validate(None, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The reference arithmetic, and the quick arithmetic that the backends share, held to it."""
+"""The fast arithmetic that the CPU backends share equals the reference arithmetic of plan.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit import plan
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[int, int, list[np.ndarray]]:
-    """Ranks, local experts, and the ids of every rank."""
+    """Draw ranks, local experts, and the ids of every rank."""
     ranks, local, topk = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
     seed = draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
@@ -30,7 +30,7 @@ def routings(draw: st.DrawFn) -> tuple[int, int, list[np.ndarray]]:
 
 
 @given(routings())
-def test_one_row_for_each_token_and_rank(routing: tuple[int, int, list[np.ndarray]]) -> None:
+def test_sending_has_one_row_for_each_token_and_rank(routing: tuple[int, int, list[np.ndarray]]) -> None:
     ranks, local, ids = routing
     for mine in ids:
         weights = np.arange(mine.size, dtype=np.float32).reshape(mine.shape)
@@ -46,7 +46,7 @@ def test_one_row_for_each_token_and_rank(routing: tuple[int, int, list[np.ndarra
 
 
 @given(routings(), st.integers(1, 9))
-def test_places_are_those_of_the_plan(routing: tuple[int, int, list[np.ndarray]], alignment: int) -> None:
+def test_placement_equals_the_plan(routing: tuple[int, int, list[np.ndarray]], alignment: int) -> None:
     ranks, local, ids = routing
     weights = [np.random.default_rng(7).random(mine.shape, dtype=np.float32) for mine in ids]
     sendings = [Sending.of(mine, w, ranks, ranks * local) for mine, w in zip(ids, weights, strict=True)]
@@ -71,7 +71,7 @@ def test_places_are_those_of_the_plan(routing: tuple[int, int, list[np.ndarray]]
             assert (None if row == len(rows) else rows[row]) == (entry and entry[:2])
             if entry:
                 assert placed.weights[place] == weights[entry[0]][entry[1], entry[2]]
-        home = placed.going_home(weighted=True)
+        home = placed.sums_to_send(weighted=True)
         for row, (source, token) in enumerate(rows):
             places = home.index[home.starts[row] : home.starts[row + 1]].tolist()
             wanted = [i for i, entry in enumerate(theirs.entries) if entry and entry[:2] == (source, token)]
@@ -81,7 +81,7 @@ def test_places_are_those_of_the_plan(routing: tuple[int, int, list[np.ndarray]]
 
 
 @pytest.mark.parametrize("capacity", [15, 16])
-def test_capacity_counts_gaps(capacity: int) -> None:
+def test_capacity_includes_gaps(capacity: int) -> None:
     ids = np.array([[0], [1]])
     arrived = Arrived(torch.empty(0), np.arange(2), ids, np.ones((2, 1), np.float32), np.array([2]), zero_row=2)
     placed = Placement.of(arrived, experts=2, alignment=8, capacity=capacity)
@@ -90,14 +90,14 @@ def test_capacity_counts_gaps(capacity: int) -> None:
         assert placed.offsets.tolist() == [0, 0, 0]
 
 
-def test_an_id_that_no_expert_here_has() -> None:
+def test_an_id_of_no_local_expert_is_refused() -> None:
     ids = np.array([[0], [1], [2]])
     arrived = Arrived(torch.empty(0), np.arange(3), ids, np.ones((3, 1), np.float32), np.array([1, 0, 2]), zero_row=3)
     assert Placement.of(arrived, experts=2, alignment=1, capacity=9).refusal == Refusal(Cause.EXPERT, 2, 2)
 
 
 @pytest.mark.parametrize("number", [-(2**62), -1, 0, 2**62])
-def test_refusals_survive_their_sixteen_bytes(number: int) -> None:
+def test_a_refusal_survives_packing_in_16_bytes(number: int) -> None:
     refusal = Refusal(Cause.ID, 77, number)
     assert len(refusal.pack()) == Refusal.NBYTES == 16
     assert Refusal.unpack(refusal.pack()) == refusal
@@ -107,7 +107,7 @@ DTYPES = st.sampled_from(["float32", "float16", "bfloat16"])
 
 
 @given(st.integers(0, 2**16), DTYPES, DTYPES, st.booleans())
-def test_sums_are_those_of_float64_rounded_once(seed: int, dtype: str, to: str, weighted: bool) -> None:
+def test_sums_equal_float64_sums_rounded_once(seed: int, dtype: str, to: str, weighted: bool) -> None:
     rng = np.random.default_rng(seed)
     table = torch.from_numpy(rng.uniform(-2, 2, (9, 16))).to(getattr(torch, dtype))
     sizes = rng.integers(0, 5, 6)
@@ -125,7 +125,7 @@ def test_sums_are_those_of_float64_rounded_once(seed: int, dtype: str, to: str, 
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), st.integers(1, 32))
-def test_the_worst_capacity_holds_the_worst(T: int, L: int, K: int, R: int, alignment: int) -> None:
+def test_the_worst_capacity_holds_the_worst_routings(T: int, L: int, K: int, R: int, alignment: int) -> None:
     spec = ExchangeSpec(tokens=T, hidden=8, experts=R * L, topk=min(K, R * L), alignment=alignment)
     rows = R * T * spec.topk
     for counts in ([rows] + [0] * (L - 1), [rows // L + (e < rows % L) for e in range(L)], [1] * (L - 1) + [rows]):
@@ -155,30 +155,30 @@ def test_the_worst_capacity_holds_the_worst(T: int, L: int, K: int, R: int, alig
         ({"capacity": 0}, "capacity is 0"),
         ({"capacity": 2**31}, "capacity is 2147483648; it is 'worst' or a number of rows, 1 to 2147483647"),
         ({"alignment": -4}, "alignment is -4"),
-        ({"alignment": 1 << 30, "capacity": 64}, "alignment is 1073741824; at most 65536 is carried"),
-        ({"tokens": 2**24 + 1}, "tokens is 16777217; at most 16777216 is carried"),
-        ({"hidden": 2**20 + 8}, "hidden is 1048584; at most 1048576 is carried"),
-        ({"experts": 2**16 + 1}, "experts is 65537; at most 65536 is carried"),
-        ({"experts": 512, "topk": 257}, "topk is 257; at most 256 is carried"),
+        ({"alignment": 1 << 30, "capacity": 64}, "alignment is 1073741824; at most 65536 is supported"),
+        ({"tokens": 2**24 + 1}, "tokens is 16777217; at most 16777216 is supported"),
+        ({"hidden": 2**20 + 8}, "hidden is 1048584; at most 1048576 is supported"),
+        ({"experts": 2**16 + 1}, "experts is 65537; at most 65536 is supported"),
+        ({"experts": 512, "topk": 257}, "topk is 257; at most 256 is supported"),
     ],
 )
-def test_specs_that_cannot_be(change: dict, says: str) -> None:
+def test_impossible_specs_are_refused(change: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ExchangeSpec(**({"tokens": 4, "hidden": 16, "experts": 8, "topk": 2} | change))
 
 
-def test_a_spec_and_its_world() -> None:
+def test_a_spec_that_its_ranks_cannot_hold_is_refused() -> None:
     ExchangeSpec(tokens=4, hidden=16, experts=8, topk=2).check(4)
     with pytest.raises(ConfigError, match="8 experts on 3 ranks"):
         ExchangeSpec(tokens=4, hidden=16, experts=8, topk=2).check(3)
     with pytest.raises(ConfigError, match="2147483648 rows on a rank, gaps included; 2147483647 is the most"):
         ExchangeSpec(tokens=2**24, hidden=16, experts=32, topk=32, alignment=1).check(4)
-    # However few rows there is room for: their offsets wrap before they are compared with that.
+    # A small capacity does not help: the offsets wrap before they are compared with it.
     with pytest.raises(ConfigError, match="int32 offsets"):
         ExchangeSpec(tokens=4, hidden=16, experts=2**16, topk=2, alignment=2**16, capacity=64).check(1)
 
 
-def test_a_job_and_the_library_have_the_same_bounds() -> None:
+def test_config_and_library_have_the_same_bounds() -> None:
     schema = Job.model_json_schema()["$defs"]
     shape = schema["ShapeSection"]["properties"]
     bounds = {
@@ -197,7 +197,7 @@ SPECIAL = (INF, -INF, NAN, -0.0, 0.0, 1.0, -2.5, 3.3e38, 1e-40)
 
 
 def special_sums(weights: Sequence[float], values: Sequence[float], dtype: torch.dtype) -> tuple[torch.Tensor, Bags]:
-    """A table of such values, and bags of its rows with such weights."""
+    """Return a table of these values, and bags of its rows with these weights."""
     rng = np.random.default_rng(7)
     table = torch.tensor(values)[torch.from_numpy(rng.integers(0, len(values), (64, 16)))].to(dtype)
     starts = np.concatenate([[0], np.sort(rng.integers(0, 1201, 399)), [1200]])
@@ -212,8 +212,8 @@ def summed(table: torch.Tensor, bags: Bags, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sums_of_infinities_are_those_of_the_oracle(dtype: torch.dtype) -> None:
-    """A weight of 1 has thirds 1, 0 and 0, and 0 times an infinity is NaN."""
+def test_sums_of_infinities_equal_float64_sums(dtype: torch.dtype) -> None:
+    """A weight of 1 is split into 1, 0 and 0, and 0 times an infinity is NaN."""
     table, bags = special_sums([1.0, 0.5, 1 / 3, -2.0], [INF, -INF, NAN, -0.0, 1.0, 1.0, -2.5, -2.5, 1.0, 1.0], dtype)
     assert bags.weights is not None
     with np.errstate(invalid="ignore"):
@@ -226,15 +226,15 @@ def test_sums_of_infinities_are_those_of_the_oracle(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("weights", [[INF, 1.0], [-INF, NAN, 1.0], [3.2e38, -3.2e38, 1.0], [0.0, -0.0, 0.5]])
-def test_special_sums_in_bfloat16_are_those_in_float32(weights: Sequence[float]) -> None:
+def test_special_sums_in_bfloat16_equal_those_in_float32(weights: Sequence[float]) -> None:
     for values in (SPECIAL, (1.0, -2.5, -0.0), (INF, 1.0, 1.0, 1.0)):
         table, bags = special_sums(weights, values, torch.bfloat16)
         found, want = summed(table, bags, torch.bfloat16), summed(table.float(), bags, torch.float32).bfloat16()
         torch.testing.assert_close(found, want, rtol=1e-2, atol=1e-37, equal_nan=True)
 
 
-def test_a_sum_that_is_not_finite_leaves_the_others_as_they_were() -> None:
-    """Bit for bit, in the same piece too."""
+def test_an_infinite_sum_does_not_change_other_sums() -> None:
+    """Compare bit by bit, also within the same piece."""
     rng = np.random.default_rng(3)
     table = torch.from_numpy(rng.normal(size=(50, 64))).bfloat16()
     index, starts = rng.integers(0, 40, 300), np.arange(0, 301, 3)

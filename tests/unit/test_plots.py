@@ -1,4 +1,4 @@
-"""Figures of copies: which there are, what stands in them, and that they are written whole and always the same."""
+"""Plots of copies and exchanges: which files are written, their text, and that equal lines give equal files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raymoe.report.copies import CopyWay, ways_of
 from raymoe.report.directory import RunDirectory
 from raymoe.report.plots import write_plots
 from raymoe.report.results import Line
-from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
+from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange
 
 SIZES = (4096, 2**28)
 
@@ -22,7 +22,7 @@ def copies(protocol: str = "put", transport: str = "tma", pattern: str = "pairs"
     pairs = [(0, 1), (1, 0)] if pattern == "pairs" else [(None, None)]
     setting = {"workload": "p2p", "op": "copy", "ranks": 2, "device": "NVIDIA H200", "graph": True, "samples": 50}
     return [
-        whole(
+        complete_line(
             {
                 **setting,
                 "case": f"protocol={protocol}",
@@ -41,15 +41,19 @@ def copies(protocol: str = "put", transport: str = "tma", pattern: str = "pairs"
     ]
 
 
-def written(directory, lines) -> list[str]:
+def plot_names(directory, lines) -> list[str]:
     files = write_plots(directory, lines)
     assert [file.parent for file in files] == [directory / "plots"] * len(files)
     assert sorted(file.name for file in (directory / "plots").iterdir()) == sorted(file.name for file in files)
     return [file.name for file in files if file.suffix == ".svg"]
 
 
-def test_pairs_have_curves_and_a_matrix_a_size(tmp_path):
-    assert written(tmp_path, copies() + copies("get")) == ["curves-pairs.svg", "matrix-4KiB.svg", "matrix-256MiB.svg"]
+def test_pairs_have_curves_and_a_matrix_for_each_size(tmp_path):
+    assert plot_names(tmp_path, copies() + copies("get")) == [
+        "curves-pairs.svg",
+        "matrix-4KiB.svg",
+        "matrix-256MiB.svg",
+    ]
     curves, small, large = (
         (tmp_path / "plots" / f"{stem}.svg").read_text() for stem in ("curves-pairs", "matrix-4KiB", "matrix-256MiB")
     )
@@ -65,15 +69,15 @@ def test_pairs_have_curves_and_a_matrix_a_size(tmp_path):
     assert len(png) > 10_000
 
 
-def test_all_at_once_has_curves_only(tmp_path):
-    assert written(tmp_path, copies(pattern="all_to_all")) == ["curves-all_to_all.svg"]
+def test_all_to_all_has_curves_only(tmp_path):
+    assert plot_names(tmp_path, copies(pattern="all_to_all")) == ["curves-all_to_all.svg"]
     text = (tmp_path / "plots" / "curves-all_to_all.svg").read_text()
     assert "every rank to every other at once" in text
     assert "busiest port" in text
 
 
-def test_a_device_whose_link_is_not_known_has_no_line(tmp_path):
-    assert "curves-pairs.svg" in written(tmp_path, copy_case())
+def test_a_device_with_an_unknown_link_has_no_limit_line(tmp_path):
+    assert "curves-pairs.svg" in plot_names(tmp_path, copy_case())
     assert "NVLink" not in (tmp_path / "plots" / "curves-pairs.svg").read_text()
 
 
@@ -86,14 +90,14 @@ def test_the_same_lines_give_the_same_svg(tmp_path):
         assert "<dc:date>" not in path.read_text()
 
 
-def test_lines_of_other_workloads_give_no_file(tmp_path):
+def test_an_exchange_with_one_token_count_gives_no_file(tmp_path):
     assert write_plots(tmp_path, exchange_case("host", 100.0)) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_exchanges_over_tokens_have_a_figure_for_each_operation(tmp_path):
+def test_exchanges_have_a_plot_for_each_operation(tmp_path):
     lines = gpu_exchange("fused", 10.0) + gpu_exchange("collective", 30.0) + gpu_exchange("row_push", 8.0)
-    assert written(tmp_path, lines) == ["dispatch.svg", "combine.svg", "exchange.svg"]
+    assert plot_names(tmp_path, lines) == ["dispatch.svg", "combine.svg", "exchange.svg"]
     dispatch, combine = ((tmp_path / "plots" / f"{op}.svg").read_text() for op in ("dispatch", "combine"))
     for words in ("fused", "collective", "450 GB/s, NVLink 4 ×18", "time of the slowest rank, µs", "4096", "Dispatch"):
         assert f"<!-- {words} -->" in dispatch
@@ -103,7 +107,7 @@ def test_exchanges_over_tokens_have_a_figure_for_each_operation(tmp_path):
     assert "CUDA graph or eager, L2 cache cold" in dispatch
 
 
-def test_a_combine_of_larger_rows_than_those_of_dispatch_is_not_held_to_the_push_of_these(tmp_path):
+def test_row_push_is_not_drawn_for_a_combine_of_larger_rows(tmp_path):
     lines = [
         line | {"wire": "float8_e4m3/bfloat16"} for line in gpu_exchange("fused", 10.0) + gpu_exchange("row_push", 8.0)
     ]
@@ -121,9 +125,9 @@ def sweep(sms: tuple[int, ...], device: str = "NVIDIA H200") -> list[Line]:
     ]
 
 
-def test_a_sweep_over_sms_has_a_figure_that_says_from_how_many_on_a_curve_is_near_its_best(tmp_path):
+def test_a_sweep_over_sms_has_a_plot_that_names_the_first_near_best_count(tmp_path):
     stems = ["dispatch-sms", "combine-sms", "exchange-sms"]
-    assert written(tmp_path, sweep((8, 12, 24, 48))) == [f"{stem}.svg" for stem in stems]
+    assert plot_names(tmp_path, sweep((8, 12, 24, 48))) == [f"{stem}.svg" for stem in stems]
     text = (tmp_path / "plots" / "dispatch-sms.svg").read_text()
     for words in (
         "fused layout=rank: best 532 µs, within 10 % from 8 on",
@@ -134,23 +138,23 @@ def test_a_sweep_over_sms_has_a_figure_that_says_from_how_many_on_a_curve_is_nea
         assert words in text or words.replace("&#x27;", "'") in text, words
 
 
-def test_two_points_are_no_sweep_and_a_link_that_nobody_measured_is_no_limit(tmp_path):
+def test_two_points_give_no_sweep_plot_and_an_unmeasured_link_no_limit(tmp_path):
     assert write_plots(tmp_path, sweep((8, 12))) == []
     write_plots(tmp_path, sweep((8, 12, 24), device="NVIDIA A100-SXM4-80GB"))
     assert "measured on such links" not in (tmp_path / "plots" / "dispatch-sms.svg").read_text()
 
 
-def test_settings_that_differ_have_figures_of_their_own(tmp_path):
+def test_different_settings_have_separate_plots(tmp_path):
     lines = gpu_exchange("fused", 10.0) + gpu_exchange("fused", 20.0, routing="zipf")
-    assert "dispatch-routing-zipf.svg" in written(tmp_path, lines)
+    assert "dispatch-routing-zipf.svg" in plot_names(tmp_path, lines)
     assert "routing zipf" in (tmp_path / "plots" / "dispatch-routing-zipf.svg").read_text()
 
 
-def test_one_count_of_tokens_is_no_curve(tmp_path):
+def test_one_token_count_of_gpu_ranks_gives_no_plot(tmp_path):
     assert write_plots(tmp_path, gpu_exchange("fused", 10.0, tokens=(128,))) == []
 
 
-def test_a_plot_that_cannot_be_written_is_told(tmp_path):
+def test_a_plot_that_cannot_be_written_raises_with_its_name(tmp_path):
     (tmp_path / "plots").write_text("in the way")
     with pytest.raises(CannotWrite, match="plots"):
         write_plots(tmp_path, copies())
@@ -161,7 +165,7 @@ def test_a_plot_that_cannot_be_written_is_told(tmp_path):
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["curves-pairs.png"]
 
 
-def test_ways_are_told_apart_by_what_differs():
+def test_ways_of_copying_are_labelled_by_what_differs():
     assert list(ways_of(copies() + copies("get") + copies(transport="collective"))) == [
         CopyWay("tma", "put"),
         CopyWay("tma", "get"),
@@ -174,13 +178,13 @@ def test_ways_are_told_apart_by_what_differs():
     assert [way.label for way in sweep] == ["tma push (world.ranks 2)", "tma push (world.ranks 4)"]
 
 
-def test_blocks_are_told_only_where_nothing_else_tells_two_lines_apart():
+def test_sms_are_in_a_label_only_if_nothing_else_differs():
     assert [way.label for way in ways_of(copies(sms=8) + copies(sms=16))] == ["tma push (8 SMs)", "tma push (16 SMs)"]
     chosen = [line | {"sms": 8 if line["bytes"] == 4096 else 16} for line in copies(transport="auto")]
     assert [way.label for way in ways_of(chosen)] == ["auto push"]
 
 
-def test_report_draws_when_asked(tmp_path, capsys):
+def test_report_draws_plots_only_when_asked(tmp_path, capsys):
     with RunDirectory.create(tmp_path / "run", "p2p") as directory:
         directory.write_config({"name": "p2p", "workload": "p2p", "p2p": {"protocol": "get"}})
         directory.add_case(copies(case="default"))
@@ -199,7 +203,7 @@ def test_report_says_when_there_is_nothing_to_draw(tmp_path, capsys):
     assert "nothing to draw" in capsys.readouterr().out
 
 
-def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
+def test_drawing_does_not_change_matplotlibs_settings(tmp_path):
     program = (
         "import sys, pathlib, matplotlib\n"
         "from tests.unit.test_plots import copies\n"

@@ -1,6 +1,6 @@
-"""The protocol of dispatch and combine, explored over every interleaving.
+"""The protocol of dispatch and combine holds in every interleaving.
 
-`tests/explorer/` is the model, `docs/protocol.md` what it models. test_protocol_planted.py has the bugs planted in it.
+`tests/explorer/` holds the model of `docs/protocol.md`. test_protocol_planted.py plants faults in it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ORDERS = sorted(
     " ".join("D" if place in chosen else "C" for place in range(6))
     for chosen in ((0, a, b) for a in range(1, 6) for b in range(a + 1, 6))
 )
-# The way of few tokens by itself, and taking turns with the other on one workspace.
+# The path of few tokens (lines) alone, and in turns with the other path on one workspace.
 LINES = [
     *(order.replace("D", "FD").replace("C", "FC") for order in ORDERS),
     *("FD C FD FC", "D FC FD C", "FD D FD", "D FD D FD"),
 ]
-FILLED = (full(3), empty(3), full(3))  # who is overwritten in epoch 3 heard of nothing but words in epoch 2
+FILLED = (full(3), empty(3), full(3))  # a rank that is overwritten in epoch 3 got only words in epoch 2
 SPARSE: Routing = (((1, 2), ()), ((2,), (0,)), ((), ()))  # rank 2 sends nothing, and gets rows from both
 
 
-def holds(case: Case, limit: int = 1_000_000) -> Found:
+def check_that_it_holds(case: Case, limit: int = 1_000_000) -> Found:
     found = explore(case, limit=limit)
     assert not found.broken, str(found)
     return found
@@ -37,14 +37,14 @@ def holds(case: Case, limit: int = 1_000_000) -> Found:
 
 @pytest.mark.parametrize("program", ORDERS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_three_epochs_in_any_order_of_operations(ranks, program):
-    found = holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
-    assert len(found.endings) == 1  # nothing that a rank ends with depends on who was first
-    assert found.apart == 1  # a rank has at most one operation more behind it than another
+def test_the_protocol_holds_for_three_epochs_in_any_order(ranks, program):
+    found = check_that_it_holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
+    assert len(found.endings) == 1  # the final state does not depend on which rank was first
+    assert found.most_ahead == 1  # no rank is more than one operation ahead
     assert found.states > 100
 
 
-def _named(case: Case) -> str:
+def _case_id(case: Case) -> str:
     also = [case.own, "mixed" * bool(case.mixed), "refused" * bool(case.refused), case.layout * (case.layout == "rank")]
     return ", ".join([f"{case.ranks} ranks", case.program, *filter(None, also)])
 
@@ -71,10 +71,10 @@ BOTH, ALL_3 = (full(2),), (full(3),)
         Case(3, "D C U1 D C U2 D C U3", ALL_3, routers=0, layout="rank"),
         Case(2, "D N C N D N D N", BOTH),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_lanes_routers_and_layouts(case):
-    assert len(holds(case).endings) == 1
+def test_the_protocol_holds_for_lanes_routers_and_layouts(case):
+    assert len(check_that_it_holds(case).endings) == 1
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_lanes_routers_and_layouts(case):
         Case(2, "DS DR CS CR DS DR CS CR DS DR CS CR", BOTH),
         Case(3, "DS DR CS CR DS DR CS CR DS DR CS CR", ALL_3, routers=0),
         Case(2, "DS DR U1 DS DR U2 DS DR U3", BOTH, layout="rank"),
-        # With something between.
+        # With other operations between the halves.
         Case(2, "DS N DR CS N CR DS N DR CS N CR", BOTH),
         Case(3, "D DS C1 DR DS C2 DR C3", ALL_3, routers=0),
         Case(2, "D CS DS CR1 DR CS2 DS CR2 DR", BOTH),
@@ -94,7 +94,7 @@ def test_lanes_routers_and_layouts(case):
         Case(2, "DT DP DR CS CR DT DP DR CS CR DT DP DR", BOTH),
         Case(2, "DT DP DR DT DP DR DT DP DR", (full(2, 2),), lanes=2),
         Case(3, "DT DP DR CS CR DT DP DR CS CR DT DP DR", ALL_3, routers=0),
-        # Those by the copy engine, which have one buffer.
+        # Dispatches by the copy engine, which have one buffer.
         Case(2, f"{COPIED} CS CR {COPIED} CS CR {COPIED} CS CR", BOTH),
         Case(2, f"{COPIED} {COPIED} {COPIED}", (SOME, full(2, 2), SOME)),
         Case(3, f"{COPIED} {COPIED} {COPIED}", ALL_3, routers=0),
@@ -102,10 +102,10 @@ def test_lanes_routers_and_layouts(case):
         Case(2, f"D BT BP BC BA C1 BR D {COPIED}", BOTH),
         Case(2, f"{COPIED} FD {COPIED} D {COPIED}", BOTH),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_halves_and_stages(case):
-    assert len(holds(case).endings) == 1
+def test_the_protocol_holds_for_halves_and_stages(case):
+    assert len(check_that_it_holds(case).endings) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_halves_and_stages(case):
         Case(2, "DS DR U1 DS DR U2 DS DR U3", OWN, own="copied", layout="rank"),
         Case(2, "FD FC FD FC FD FC", OWN, own="slots"),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_rows_of_a_rank_itself(case):
-    assert len(holds(case).endings) == 1
+def test_the_protocol_holds_for_rows_that_a_rank_sends_itself(case):
+    assert len(check_that_it_holds(case).endings) == 1
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_rows_of_a_rank_itself(case):
     ["D C D C D C", "FD FC FD FC FD FC", "D D C1 C2 C1 C2", "FD FD FD FC1 FC2 FC3", "DS DR CS CR FD C D FC"],
 )
 def test_all_ranks_refuse_the_same_step_and_the_next_one_works(program, refused):
-    """That they refuse the same is asserted where statuses are read; that the rest is right, where rows are."""
-    assert len(holds(Case(2, program, BOTH, refused=refused)).endings) == 1
+    """The model asserts equal refusals where statuses are read, and correct rows where rows are read."""
+    assert len(check_that_it_holds(Case(2, program, BOTH, refused=refused)).endings) == 1
 
 
 @pytest.mark.parametrize(
@@ -145,24 +145,24 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(program, refused)
         Case(3, "D D FC1 FC2 FC2", ALL_3, routers=0, refused=((1, 1),)),
         Case(2, "D U1 C D U2 C", OWN, own="copied", layout="rank", refused=((1, 1),)),
         Case(2, "D C D C", OWN, own="slots", refused=((1, 1),)),
-        # Ranks that combine different dispatches; the next combine is a good one.
+        # Ranks that combine different dispatches; the next combine is valid.
         Case(2, "D D C C D", BOTH, mixed=((1, 1, 1),)),
         Case(3, "D D C C2", ALL_3, routers=0, mixed=((1, 1, 1),)),
         Case(3, "FD FD FC FC", ALL_3, routers=0, mixed=((1, 1, 1),)),
         Case(2, "D D CS CR C", BOTH, mixed=((1, 1, 1),), refused=((0, 1),)),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_refusals_of_other_kinds(case):
-    assert len(holds(case).endings) == 1
+def test_the_protocol_holds_for_other_refusals(case):
+    assert len(check_that_it_holds(case).endings) == 1
 
 
 @pytest.mark.parametrize("program", LINES)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_lines_in_any_order_of_operations(ranks, program):
-    found = holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
+def test_lines_hold_in_any_order_of_operations(ranks, program):
+    found = check_that_it_holds(Case(ranks, program, (full(ranks),), routers=1 if ranks == 2 else 0))
     assert len(found.endings) == 1
-    assert found.apart == 1
+    assert found.most_ahead == 1
 
 
 @pytest.mark.parametrize(
@@ -174,17 +174,17 @@ def test_lines_in_any_order_of_operations(ranks, program):
         Case(3, "FD FC FD FC FD FC", (SPARSE, empty(3), SPARSE), routers=0),
         Case(3, "FD FD FD", FILLED, routers=0),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_lines_of_more_tokens_and_between_others(case):
-    assert len(holds(case).endings) == 1
+def test_lines_hold_for_more_tokens_and_between_other_operations(case):
+    assert len(check_that_it_holds(case).endings) == 1
 
 
-def test_every_routing_of_two_ranks_over_three_epochs():
+def test_every_routing_of_two_ranks_holds_over_three_epochs():
     one_way: list[Routing] = [(first, second) for first, second in product((((1,),), ((),)), (((0,),), ((),)))]
-    states = [holds(Case(2, "D C D D C C", routings)).states for routings in product(one_way, repeat=3)]
+    states = [check_that_it_holds(Case(2, "D C D D C C", routings)).states for routings in product(one_way, repeat=3)]
     assert len(states) == 64
-    assert len(set(states)) > 5  # they differ
+    assert len(set(states)) > 5  # the routings lead to different searches
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_every_routing_of_two_ranks_over_three_epochs():
         Case(2, f"{COPIED} {COPIED} {COPIED}", BOTH, timeouts=True),
         Case(3, "FD FD", ALL_3, routers=0, timeouts=True),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_any_wait_may_fail(case):
-    """A poisoned rank stores nothing, and no other reads what is not meant for it."""
-    found = holds(case)
+def test_the_protocol_holds_when_any_wait_fails(case):
+    """A poisoned rank stores nothing, and no other rank reads what is not meant for it."""
+    found = check_that_it_holds(case)
     assert len(found.endings) >= 10
-    assert found.apart == len(case.launches())  # a poisoned rank is through with all the rest at once
+    assert found.most_ahead == len(case.launches())  # a poisoned rank passes all its later operations at once
 
 
 @pytest.mark.soak
@@ -229,10 +229,10 @@ def test_any_wait_may_fail(case):
         Case(3, "FD FC FD", ALL_3, routers=0, timeouts=True, late=True),
         Case(3, "FD C D FC FD FC", ALL_3),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_larger_cases(case):
-    holds(case, limit=20_000_000)
+def test_the_protocol_holds_in_larger_cases(case):
+    check_that_it_holds(case, limit=20_000_000)
 
 
 @pytest.mark.soak
@@ -247,10 +247,10 @@ def test_larger_cases(case):
         Case(2, "DS", (ONE_WAY,), routers=0, lanes=2),
         Case(2, "FD FC FD", BOTH, routers=0, refused=((1, 1),)),
     ],
-    ids=_named,
+    ids=_case_id,
 )
-def test_quiet_steps_lose_no_ending_of_larger_cases(case):
-    plain, reduced = explore(case, reduced=False, limit=20_000_000), holds(case)
+def test_the_reduced_search_finds_every_ending_of_larger_cases(case):
+    plain, reduced = explore(case, reduced=False, limit=20_000_000), check_that_it_holds(case)
     assert plain.broken == ""
     assert plain.endings == reduced.endings
 
@@ -269,36 +269,36 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{_named(case)}, {case.routings[0]}, {case.timeouts}")
-def test_quiet_steps_lose_no_ending(case):
-    """Against the plain search, where every step of every thread is a choice."""
-    plain, reduced = explore(case, reduced=False), holds(case)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{_case_id(case)}, {case.routings[0]}, {case.timeouts}")
+def test_the_reduced_search_finds_every_ending(case):
+    """Compare with the plain search, where every step of every thread is a choice."""
+    plain, reduced = explore(case, reduced=False), check_that_it_holds(case)
     assert plain.broken == ""
     assert plain.endings == reduced.endings
     assert plain.states > 100 * reduced.states
 
 
-def test_a_trace_tells_what_happened():
+def test_a_trace_shows_the_steps_that_lead_to_a_fault():
     case = Case(2, "D D D", (full(2),), Fault.SINGLE_BUFFER, routers=0)
     shortest, deep = explore(case), explore(case, deep=True)
     assert len(shortest.trace) <= len(deep.trace)
     line = re.compile(r"rank \d, (dispatch|combine|use) \d, [a-z0-9 ]+: .+")
     assert all(line.fullmatch(each) for each in shortest.trace)
     text = str(shortest)
-    overwritten = text.index("LANDS dispatch row 0 of rank 0 at rank 1, half 0 = that of 2")
-    read = text.index("READS dispatch row 0 of rank 0 at rank 1, half 0 = that of 2")
+    overwritten = text.index("LANDS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
+    read = text.index("READS dispatch row 0 of rank 0 at rank 1, parity 0 = operation 2")
     assert overwritten < read
     assert text.splitlines()[-1].startswith("=> rank 1, dispatch 1, placer of 0: READS")
 
 
-def test_the_command(capsys):
+def test_the_command_reports_a_correct_and_a_broken_protocol(capsys):
     assert main(["D C D C D C", "--ranks", "3", "--routers", "0"]) == 0
     assert "1 endings: the protocol holds" in capsys.readouterr().out
     assert main(["D D D", "--empty", "2", "--fault", "EARLY_END", "--layout", "expert"]) == 1
-    assert "it wants that of 1" in capsys.readouterr().out.splitlines()[-1]
+    assert "it needs operation 1" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_case_that_is_too_large_or_makes_no_sense_is_refused():
+def test_too_large_and_invalid_cases_are_refused():
     with pytest.raises(TooManyStatesError, match="more than 50 states"):
         explore(Case(3, "D", (full(3),)), limit=50)
     with pytest.raises(ValueError, match="'X' in a program"):

@@ -1,4 +1,4 @@
-"""docs/protocol.md names what there is."""
+"""docs/protocol.md lists every region and every planted fault."""
 
 import re
 from dataclasses import replace
@@ -11,8 +11,8 @@ from tests.explorer.fault import Fault
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
-def test_every_region_and_its_bytes():
-    """Of many tokens; then what few tokens, and the copy engine, add."""
+def test_the_page_lists_every_region_with_its_bytes():
+    """The regions for many tokens, then those that few tokens and the copy engine add."""
     spec = ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)
     expected: dict[str, int] = {}
     for each in (spec, replace(spec, tokens=128), replace(spec, transport="copy_engine")):
@@ -22,5 +22,5 @@ def test_every_region_and_its_bytes():
     assert {name: int(count.replace(",", "")) for name, count in rows} == expected
 
 
-def test_every_planted_bug():
+def test_the_page_names_every_planted_fault():
     assert set(re.findall(r"`([A-Z]+(?:_[A-Z]+)*)`", PAGE)) == {fault.name for fault in Fault}

@@ -1,7 +1,7 @@
-"""Bugs planted in the protocol of dispatch and combine: exploring finds each of them, and says what they do.
+"""The explorer finds each fault that is planted in the protocol of dispatch and combine, and describes its effect.
 
-`tests/explorer/planted.py` has them, `docs/protocol.md` the rule that each of them breaks. A trace of what went wrong
-is printed (pytest -rP).
+`tests/explorer/planted.py` lists the faults, `docs/protocol.md` the rule that each of them breaks. The tests print a
+trace of each failure (pytest -rP).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ ALL = {
         for fault, made in planted_in_lines(ranks).items()
     },
 }
-FILLED = (full(3), empty(3), full(3))  # who is overwritten in epoch 3 heard of nothing but words in epoch 2
+FILLED = (full(3), empty(3), full(3))  # a rank that is overwritten in epoch 3 got only words in epoch 2
 ONE_WAY: Routing = (((1,),), ((),))
 
 
-@cache  # some cases are asked for twice
+@cache  # some cases are explored twice
 def broken_by(case: Case) -> str:
     return explore(case).broken
 
 
 @pytest.mark.parametrize(("case", "how"), ALL.values(), ids=ALL)
-def test_a_planted_bug_is_found(case, how):
+def test_a_planted_fault_is_found(case, how):
     found = explore(case, deep=True)
     print(f"{case.fault.value}\n{found}")
     assert re.search(how, found.broken), str(found)
@@ -44,19 +44,19 @@ def test_a_planted_bug_is_found(case, how):
 
 
 @pytest.mark.parametrize(("case", "how"), ALL.values(), ids=ALL)
-def test_the_same_case_holds_without_the_bug(case, how):
+def test_the_same_case_holds_without_the_fault(case, how):
     assert not broken_by(replace(case, fault=None))
 
 
 @pytest.mark.parametrize("fault", [Fault.NO_DEPENDENT_WAIT])
 @pytest.mark.parametrize("program", ["D C", "D U1"])
-def test_what_a_dispatch_finds_out_is_read_too_early(fault, program):
+def test_without_the_dependent_wait_results_are_read_too_early(fault, program):
     found = explore(Case(3, program, (full(3),), fault, routers=0, layout="rank"), deep=True)
     assert "before it has ended" in found.broken
 
 
-def test_every_mix_of_eager_calls_and_replays():
-    """An epoch from the host is right where every call is eager, and wrong in every other mix."""
+def test_an_epoch_from_the_host_fails_unless_every_call_is_eager():
+    """Try every mix of eager calls and replays on two ranks."""
     ways = ["".join(each) for each in product("er", repeat=3)]
     broken = set()
     for calls in product(ways, repeat=2):
@@ -76,42 +76,46 @@ def test_every_mix_of_eager_calls_and_replays():
     ],
     ids=lambda case: case.fault.name.lower(),
 )
-def test_what_is_wrong_elsewhere_is_right_here(case):
-    """One buffer, or one epoch, will do where every dispatch is followed by its combine and nothing aliases a slot; the
-    last words of lanes matter to layout rank only, since with layout expert the heads say as much. A line that a rank
-    overwrites after a failed wait is missed, not misread. A rank's own words matter to placers only: where rows stay in
-    slots, its senders have awaited their rows before the kernel ends."""
+def test_a_fault_does_no_harm_where_its_rule_is_not_needed(case):
+    """Each fault is harmless here for its own reason.
+
+    - One buffer, or one epoch, is enough if every dispatch is followed by its combine and nothing aliases a slot.
+    - The last words of lanes matter only with layout rank; with layout expert the heads give the same information.
+    - A line that a rank overwrites after a failed wait is missed, not misread.
+    - A rank's own words matter only to placers. Where rows stay in slots, its senders have awaited their rows before
+      the kernel ends.
+    """
     assert not broken_by(case)
 
 
 @pytest.mark.parametrize(
     ("program", "how"),
     [
-        ("D C C C", "combine .*that of 2; it wants that of 1"),  # a combine without a dispatch between
-        ("D D C1 C2 C2", "it wants that of"),
+        ("D C C C", "combine .*operation 2; it needs operation 1"),  # combines without a dispatch between them
+        ("D D C1 C2 C2", "it needs operation"),
     ],
 )
-def test_one_buffer_will_not_do_for_combines_in_a_row(program, how):
+def test_one_buffer_fails_for_combines_in_a_row(program, how):
     found = explore(Case(3, program, (full(3),), Fault.SINGLE_BUFFER, routers=0), deep=True)
     assert re.search(how, found.broken), str(found)
 
 
-def test_a_second_send_before_the_first_receive_is_no_use():
-    """Both would be of one epoch: the split form takes turns."""
+def test_a_second_send_before_the_first_receive_fails():
+    """Both sends would have the same epoch; sends and receives must alternate."""
     found = explore(Case(2, "DS DS DR DR", (full(2),)))
-    assert "it wants that of" in found.broken, str(found)
+    assert "it needs operation" in found.broken, str(found)
 
 
 @pytest.mark.parametrize("program", ["DS CS DR CR", "DS FC DR", "DT DP C DR"])
-def test_no_status_can_be_told_before_the_counts_are_there(program):
-    """A combine between the halves of its own dispatch."""
+def test_a_combine_between_a_send_and_its_receive_fails(program):
+    """The combine would need the status before the counts have arrived."""
     found = explore(Case(2, program, (full(2),), refused=((1, 1),)))
     assert "before it has ended" in found.broken, str(found)
 
 
-def test_x_in_slots_lives_until_the_next_send():
+def test_rows_in_slots_are_overwritten_by_the_next_send():
     found = explore(Case(2, "DS DR DS U1 DR DS DR", (full(2),), layout="rank"), deep=True)
-    assert re.search("use 1, use: READS .*that of 3; it wants that of 1", found.broken), str(found)
+    assert re.search("use 1, use: READS .*operation 3; it needs operation 1", found.broken), str(found)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +133,8 @@ def test_x_in_slots_lives_until_the_next_send():
         (Fault.UNORDERED_LINES, "FD FD FD"),
     ],
 )
-def test_the_plain_search_finds_them_too(fault, program):
-    """The one where every step of every thread is a choice."""
+def test_the_plain_search_finds_the_same_faults(fault, program):
+    """In the plain search, every step of every thread is a choice."""
     filled = fault is Fault.EARLY_END
     refused = ((1, 1),) if fault is Fault.UNORDERED_LINES else ()
     routings = (full(2), empty(2), full(2)) if filled else (ONE_WAY,)

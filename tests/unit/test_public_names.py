@@ -1,4 +1,4 @@
-"""The public names: the same at run time and to a type checker, and typed well enough to catch a mistake."""
+"""The public names are the same at run time and for a type checker, and their types catch mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MISUSES = {
     "raymoe.errors.Timeout": "attr-defined",
     "raymoe.Exchang": "attr-defined",
 }
-"""Lines that a checker must refuse, each with mypy's name of the mistake."""
+"""Lines that mypy must refuse, each with mypy's name of the error."""
 
 PREAMBLE = """
 import torch
@@ -41,7 +41,7 @@ def program(world: raymoe.World, spec: raymoe.ExchangeSpec, got: raymoe.Dispatch
 """
 
 
-def test_the_stub_names_what_the_package_gives() -> None:
+def test_the_stub_and_the_package_have_the_same_names() -> None:
     tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
     imported = {}
     for node in tree.body:
@@ -58,7 +58,7 @@ def test_the_stub_names_what_the_package_gives() -> None:
             assert getattr(raymoe, name) is getattr(importlib.import_module(module), name)
 
 
-def test_every_error_is_among_the_public_ones() -> None:
+def test_every_error_class_is_public() -> None:
     for name, kind in inspect.getmembers(raymoe.errors, inspect.isclass):
         if issubclass(kind, raymoe.errors.RaymoeError):
             assert name in raymoe.errors.__all__, name
@@ -75,7 +75,7 @@ def test_public_errors_survive_pickling() -> None:
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
 
 
-def test_public_names_have_docstrings_that_run() -> None:
+def test_public_names_have_docstrings_and_examples() -> None:
     for name in raymoe.__all__:
         public = getattr(raymoe, name)
         if name != "__version__":
@@ -89,7 +89,7 @@ def test_public_names_have_docstrings_that_run() -> None:
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What mypy says to a program that is right and to one with all the misuses, read as users' programs are."""
+    """Mypy's output for a correct program and for one with all the misuses, both checked as a user's program."""
     folder = tmp_path_factory.mktemp("typed")
     for program in (PROGRAM, PACKAGE.parent / "examples" / "channel.py"):
         (folder / program.name).write_text(program.read_text())
@@ -110,14 +110,14 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.timeout(420)
-def test_a_program_that_uses_every_name_is_typed(checked: str) -> None:
+def test_a_program_that_uses_every_public_name_passes_mypy(checked: str) -> None:
     assert [line for line in checked.splitlines() if not line.startswith("wrong.py")] == []
     used = set(re.findall(r"raymoe\.(\w+)", PROGRAM.read_text()))
-    assert {*raymoe.__all__} - used == set(), "typed_program.py uses every public name"
+    assert {*raymoe.__all__} - used == set(), "typed_program.py does not use these public names"
 
 
 @pytest.mark.timeout(420)
-def test_misuse_is_found_by_the_type_checker(checked: str) -> None:
+def test_mypy_reports_every_misuse(checked: str) -> None:
     first = PREAMBLE.count("\n") + 1
     found = dict(re.findall(r"wrong\.py:(\d+): error: .*\[([\w-]+)\]$", checked, re.MULTILINE))
     assert {int(line): kind for line, kind in found.items()} == {

@@ -1,5 +1,4 @@
-"""Rows that are quantised already cross as they are given: values and scales, bit by bit, by every kernel that carries
-them (on the emulated machine)."""
+"""Rows that are already quantised cross unchanged, values and scales, in every kernel that carries them (emulated)."""
 
 from __future__ import annotations
 
@@ -17,9 +16,7 @@ from tests.unit import plan
 
 RANKS = 2
 FP8 = torch.float8_e4m3fn
-compiled = pytest.mark.skipif(
-    compiler() is None, reason="needs a C++ compiler, which compiles the kernels for a processor"
-)
+compiled = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler, which compiles the kernels for the CPU")
 
 
 def pair(spec: ExchangeSpec, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,7 +29,7 @@ def pair(spec: ExchangeSpec, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["fused", "ll"])
 @pytest.mark.parametrize("output", ["raw", "dequantised"])
 @pytest.mark.parametrize("hidden", [16, 384, 2064])
-def test_values_and_scales_arrive_as_they_were(kind, output, hidden):
+def test_values_and_scales_arrive_unchanged(kind, output, hidden):
     spec = ExchangeSpec(
         tokens=9, hidden=hidden, experts=6, topk=2, dtype="float32", wire="float8_e4m3", output=output, alignment=4
     )
@@ -74,7 +71,7 @@ def dispatch(of: Arguments, x: object) -> Tokens:
     return of.dispatch(x, torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), None)
 
 
-def test_what_a_pair_must_be():
+def test_values_and_scales_must_match_the_spec():
     values, scales = torch.zeros(4, 32, dtype=FP8), torch.ones(4, 1)
     found = dispatch(arguments(), (values, scales))
     assert (found.x.dtype, found.scales is scales or torch.equal(found.scales, scales)) == (FP8, True)

@@ -1,4 +1,4 @@
-"""Rows of a dispatch as the workload's experts take them: from wherever they lie, with their scales."""
+"""Rows of a dispatch as the workload's experts read them: from either layout, with their scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def dispatched(x: torch.Tensor, **more: torch.Tensor) -> Dispatched:
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and scales, the scales one behind the other for each block, as GEMMs want them."""
+    """Return values and scales; the scales of all rows for a block are contiguous, as GEMMs need them."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).view(len(x), -1, 128)
     scales = blocks.abs().amax(dim=-1) / 448
     values = (blocks / scales[..., None]).to(torch.float8_e4m3fn).view(len(x), -1)[:, : x.shape[1]]
@@ -26,7 +26,7 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_rows_with_scales_are_what_they_were(layout: str) -> None:
+def test_received_rows_with_scales_are_dequantised(layout: str) -> None:
     x = torch.rand(ROWS, HIDDEN, generator=torch.Generator().manual_seed(0)) - 0.5
     values, scales = quantised(x)
     assert scales.stride() == (1, ROWS)
@@ -38,7 +38,7 @@ def test_rows_with_scales_are_what_they_were(layout: str) -> None:
     assert float((found - want).abs().max()) <= 0.5 / 28
 
 
-def test_rows_of_the_dtype_are_as_they_came() -> None:
+def test_received_rows_without_scales_are_unchanged() -> None:
     x = torch.arange(10.0).view(5, 2)
     assert received(dispatched(x), slice(2, 4)).tolist() == x[2:4].tolist()
     index = torch.tensor([3, 3, 0])

@@ -1,4 +1,4 @@
-"""The run directory: where it goes, what it refuses, resuming, and the lock."""
+"""The run directory: its path, refused paths, resume, and the lock."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def start(path: Path | None) -> RunDirectory:
     return directory
 
 
-def test_a_whole_run(tmp_path):
+def test_a_run_writes_config_environment_results_and_summary(tmp_path):
     with start(tmp_path / "a" / "b") as run:
         run.write_environment({"cpu": "x"})
         run.add_case(exchange_case("host", 100.0, run.run))
@@ -42,7 +42,7 @@ def test_a_whole_run(tmp_path):
     assert json.loads((run.path / "summary.json").read_text())["status"] == "done"
 
 
-def test_without_out_the_directory_is_named_after_job_time_and_chance(tmp_path, monkeypatch):
+def test_without_out_the_directory_is_named_after_job_time_and_random_letters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with start(None) as one, start(None) as two:
         assert one.path != two.path
@@ -52,13 +52,13 @@ def test_without_out_the_directory_is_named_after_job_time_and_chance(tmp_path, 
         assert one.notices == []
 
 
-def test_with_out_the_run_still_has_a_name_of_its_own(tmp_path):
+def test_with_out_the_run_still_has_its_own_name(tmp_path):
     with start(tmp_path / "out") as run:
         assert run.path == tmp_path / "out"
         assert re.fullmatch(r"quick-\d{8}T\d{6}Z-[a-z]{4}", run.run)
 
 
-def test_relative_out_means_the_same_after_a_change_of_folder(tmp_path, monkeypatch):
+def test_a_relative_out_survives_a_change_of_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with start(Path("out")) as run:
         monkeypatch.chdir("/")
@@ -75,7 +75,7 @@ def test_under_a_ray_job_results_go_to_the_home_directory_and_a_notice_says_so(t
         assert str(run.path) in run.notices[0]
 
 
-def test_under_a_ray_job_a_relative_out_is_refused_with_the_way_out(tmp_path, monkeypatch):
+def test_under_a_ray_job_a_relative_out_is_refused_with_advice(tmp_path, monkeypatch):
     monkeypatch.setenv(RAY_JOB, "{}")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"--out here/x is relative.*--out /.*/raymoe_runs/x"):
@@ -92,7 +92,7 @@ def test_out_that_holds_results_is_refused(tmp_path, name):
     assert (tmp_path / name).read_text() == "precious"
 
 
-def test_out_may_exist_and_hold_other_things(tmp_path):
+def test_out_may_exist_and_hold_other_files(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     start(tmp_path).close()
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -109,7 +109,7 @@ def test_resume_keeps_finished_cases_name_config_and_generations(tmp_path):
         assert second.finished() == {"backend=host"}
         assert (second.path / "summary.json").exists()
         second.write_environment({})
-        assert not (second.path / "summary.json").exists(), "a summary of an end that is none"
+        assert not (second.path / "summary.json").exists(), "the summary of a run that goes on must be removed"
         second.add_case(exchange_case("collective", 200.0))
         second.write_summary(Summary.of(0, "", ["a"], ["a"], [Generation(3.0)]))
     record = Record.read(tmp_path / "r")
@@ -141,7 +141,7 @@ def test_add_case_takes_one_new_case(tmp_path):
         ({"config.yaml": "# raymoe run a-b\na: 1\n", "summary.json": "[]"}, r"summary.json is damaged"),
     ],
 )
-def test_resume_refuses_what_is_none_of_ours_and_leaves_it_alone(tmp_path, files, reason):
+def test_resume_refuses_a_foreign_directory_and_leaves_it_unchanged(tmp_path, files, reason):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=reason):
@@ -149,7 +149,7 @@ def test_resume_refuses_what_is_none_of_ours_and_leaves_it_alone(tmp_path, files
     assert {path.name for path in tmp_path.iterdir()} == set(files)
 
 
-def test_resume_names_what_is_wrong_with_the_path(tmp_path):
+def test_resume_names_the_problem_of_a_wrong_path(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="no such directory"):
         RunDirectory.resume(tmp_path / "none")
@@ -168,7 +168,7 @@ time.sleep(60)
 """
 
 
-def test_a_live_writer_keeps_others_out_and_a_dead_one_does_not(tmp_path):
+def test_a_directory_is_locked_while_its_writer_lives(tmp_path):
     path = tmp_path / "r"
     with subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -186,7 +186,7 @@ def test_a_live_writer_keeps_others_out_and_a_dead_one_does_not(tmp_path):
         assert f"process {os.getpid()} " in (path / ".lock").read_text()
 
 
-def test_a_path_below_a_file_and_a_file_cannot_be_written(tmp_path):
+def test_a_file_and_a_path_below_a_file_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CannotWrite, match=r"cannot write .*/file/below: Not a directory; .*--out"):
         start(tmp_path / "file" / "below")
@@ -194,6 +194,6 @@ def test_a_path_below_a_file_and_a_file_cannot_be_written(tmp_path):
         start(tmp_path / "file")
 
 
-def test_a_place_where_nothing_can_be_made_cannot_be_written():
+def test_a_place_where_no_directory_can_be_made_is_refused():
     with pytest.raises(CannotWrite, match=r"cannot write /proc/raymoe-here: "):  # refused to root as well
         start(Path("/proc/raymoe-here"))

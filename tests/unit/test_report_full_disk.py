@@ -1,11 +1,11 @@
-"""A disk that fills up: exit code 8, and what was there before is still whole."""
+"""A full disk: exit code 8, and the results that were written before stay complete."""
 
 import subprocess
 import sys
 
 import pytest
 
-# Adds cases until one does not fit. Prints how many did; ends with the exit code of what stopped it.
+# Adds cases until one does not fit. Prints how many fitted; exits with the exit code of the error.
 FILL = """
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ for count in range(1000):
         sys.exit(error.exit_code)
 """
 LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))"
-# After that, in the same place: what is there can be read, and holds the finished cases and nothing else.
+# Runs afterwards: the directory can be read, and holds the finished cases and nothing else.
 LOOK = """
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def run(*command, root):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=root, check=False)
 
 
-def test_a_limit_on_file_size(tmp_path, pytestconfig):
+def test_a_file_size_limit_exits_8_and_keeps_finished_cases(tmp_path, pytestconfig):
     """Runs everywhere: the system refuses the write in the middle of a file, as a full disk does."""
     root, place = pytestconfig.rootpath, str(tmp_path / "r")
     filled = run(sys.executable, "-c", FILL.replace("{limit}", LIMIT), place, root=root)
@@ -53,11 +53,11 @@ def test_a_limit_on_file_size(tmp_path, pytestconfig):
     assert looked.returncode == 0, looked.stderr
 
 
-def test_a_small_tmpfs(tmp_path, pytestconfig):
-    """A file system of its own in a mount namespace of its own, which ends with the shell whatever happens."""
+def test_a_full_tmpfs_exits_8_and_keeps_finished_cases(tmp_path, pytestconfig):
+    """The file system is in a new mount namespace, which ends with the shell in any case."""
     probe = run("unshare", "--mount", "mount", "-t", "tmpfs", "none", str(tmp_path), root="/")
     if probe.returncode != 0:
-        pytest.skip(f"this user may not mount: {probe.stderr.strip()}; test_a_limit_on_file_size covers it")
+        pytest.skip(f"this user may not mount: {probe.stderr.strip()}; the test of a file size limit covers it")
     script = """
     mount -t tmpfs -o size=128k none "$1" || exit 99
     "$2" -c "$3" "$1/r" > "$1.count"; code=$?

@@ -8,7 +8,7 @@ from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
 from raymoe.report.results import Summary
 from raymoe.report.tables import overview, render
-from tests.unit.lines import copy_case, exchange_case, gpu_exchange, whole
+from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange
 
 COMPARED = [line for backend, us in (("host", 500.0), ("collective", 1000.0)) for line in exchange_case(backend, us)]
 
@@ -17,20 +17,20 @@ def cells(row: str) -> list[str]:
     return row.split()
 
 
-def test_plain_table_of_a_comparison():
+def test_a_plain_table_compares_backends():
     text = render(COMPARED)
     assert text.isascii()
     assert max(map(len, text.splitlines())) <= 100
     rows = [row for row in text.splitlines() if row.startswith("backend=")]
-    assert len(rows) == len(COMPARED), "one row a line"
+    assert len(rows) == len(COMPARED), "one row for each line"
     assert cells(rows[0]) == [
         *("backend=host", "dispatch", "200.0", "400.0", "1.177", "MiB", "3.21", "1.3e-03", "yes", "2.00x")
     ]
     assert cells(rows[3])[-1] == "1.00x"
-    assert "tokens 512" in text.splitlines()[0], "what all lines share stands above them"
+    assert "tokens 512" in text.splitlines()[0], "values that all lines share are above the table"
 
 
-def test_numbers_end_in_one_column():
+def test_numbers_are_aligned_to_the_right():
     rows = render(COMPARED).splitlines()
     head = next(row for row in rows if row.startswith("case"))
     end = head.index("p50 us") + len("p50 us")
@@ -46,22 +46,27 @@ def test_copies_show_size_and_ends_and_no_comparison():
     assert cells(text.splitlines()[1])[:4] == ["op", "src", "dst", "size"]
 
 
-def test_two_workloads_make_two_tables_and_nothing_makes_none():
+def test_two_workloads_make_two_tables_and_no_lines_make_none():
     assert render([*COMPARED, *copy_case()]).count("p50 us") == 2
     assert render([]) == ""
 
 
-def test_what_a_case_does_not_tell_is_a_column():
+def test_a_key_that_the_case_name_lacks_is_a_column():
     lines = exchange_case("auto", 5.0) + [{**line, "case": "backend=auto2"} for line in exchange_case("host", 5.0)]
     lines = [{**line, "backend": "host" if i % 2 else "collective"} for i, line in enumerate(lines)]
     assert "collective" in render(lines)
 
 
-def test_a_failed_check_and_a_missing_number_are_seen():
-    text = render([whole({"case": "default", "workload": "layer", "op": "step", "verified": False, "us_p50": 5.0})])
+def test_a_failed_check_and_a_missing_number_are_shown():
+    text = render(
+        [complete_line({"case": "default", "workload": "layer", "op": "step", "verified": False, "us_p50": 5.0})]
+    )
     assert "NO" in text
     text = render(
-        [whole({"case": c, "workload": "layer", "op": "step", "us_p50": u}) for c, u in (("a", 1.0), ("b", None))]
+        [
+            complete_line({"case": c, "workload": "layer", "op": "step", "us_p50": u})
+            for c, u in (("a", 1.0), ("b", None))
+        ]
     )
     assert cells(text.splitlines()[-1]) == ["b", "step", "-"]
 
@@ -69,7 +74,7 @@ def test_a_failed_check_and_a_missing_number_are_seen():
 SIDE_BY_SIDE = gpu_exchange("fused", 10.0) + gpu_exchange("collective", 100.0) + gpu_exchange("row_push", 8.0)
 
 
-def test_exchanges_between_gpus_follow_side_by_side():
+def test_exchanges_between_gpus_are_compared_side_by_side():
     parts = render(SIDE_BY_SIDE).split("\n\n")
     assert [part.splitlines()[0] for part in parts[1:]] == [
         f"{op}, {l2} L2: us (GB/s, of 381)" for op in ("dispatch", "combine", "exchange") for l2 in ("cold", "warm")
@@ -83,7 +88,7 @@ def test_exchanges_between_gpus_follow_side_by_side():
     assert parts[3].splitlines()[1].split() == ["tokens", "on", "wire", "fused", "collective"]
 
 
-def test_lines_are_held_to_the_yardstick_which_says_what_it_leaves_out():
+def test_lines_are_compared_with_the_yardstick_which_shows_what_it_leaves_out():
     rows = render(SIDE_BY_SIDE).split("\n\n")[0].splitlines()
     head = cells(next(row for row in rows if row.startswith("case")))
     assert head[-8:] == ["of", "push", "of", "link", "vs", "slowest", "leaves", "out"]
@@ -93,15 +98,15 @@ def test_lines_are_held_to_the_yardstick_which_says_what_it_leaves_out():
     assert cells(push)[-5:] == ["-", "50%", "4.83x", "routing,", "counts"]
 
 
-def test_a_combine_of_larger_rows_than_those_of_dispatch_is_not_held_to_the_push_of_these():
+def test_a_combine_of_larger_rows_is_not_compared_with_row_push():
     lines = [line | {"wire": "float8_e4m3/bfloat16"} for line in SIDE_BY_SIDE]
     by_op = dict(zip(((line["op"], line["backend"]) for line in lines), shares_of_push(lines), strict=True))
     assert by_op["dispatch", "fused"] and by_op["combine", "fused"] is None
 
 
-def test_a_system_that_was_not_run_says_why_and_does_not_disturb_the_rest():
+def test_a_skipped_system_shows_its_reason_and_changes_no_other_table():
     reason = "rank 0: torch 2.11.0 finds no NVSHMEM: libnvshmem_host.so.3 is missing"
-    skipped = whole(
+    skipped = complete_line(
         {**SIDE_BY_SIDE[0], "case": "backend=nvshmem,tokens=128", "backend": "nvshmem", "op": "exchange"}
         | dict.fromkeys(("l2", "graph", "sms", "us_p50", "us_p99", "bytes_wire", "gbps_wire", "verified", "max_error"))
         | {"samples": 0, "skipped": reason}
@@ -112,7 +117,7 @@ def test_a_system_that_was_not_run_says_why_and_does_not_disturb_the_rest():
     assert parts[1:] == render(SIDE_BY_SIDE).split("\n\n")[1:]
 
 
-def test_time_against_tokens_is_fitted_where_there_are_three_counts_of_many():
+def test_time_against_tokens_is_fitted_for_three_large_token_counts():
     tokens = (128, 1024, 2048, 4096, 8192)
     bent = [line | {"us_p50": line["us_p50"] ** 1.3} for line in gpu_exchange("staged", 30.0, tokens)]
     text = render(gpu_exchange("fused", 30.0, tokens) + bent)
@@ -125,7 +130,7 @@ def test_time_against_tokens_is_fitted_where_there_are_three_counts_of_many():
     assert "time against tokens" not in render(gpu_exchange("fused", 30.0, (1024, 2048, 4096)))
 
 
-def test_a_sweep_over_sms_has_a_column_for_each():
+def test_a_sweep_over_sms_has_a_column_for_each_count():
     sweep = [
         line | {"case": f"{line['case']},sms={sms}", "sms": sms}
         for sms in (12, 24)
@@ -135,20 +140,20 @@ def test_a_sweep_over_sms_has_a_column_for_each():
     assert table[1].split() == ["tokens", "on", "wire", "fused", "sms=12", "fused", "sms=24", "row_push"]
 
 
-def test_one_backend_alone_or_one_count_of_tokens_has_nothing_beside_it():
+def test_one_backend_or_one_token_count_gives_no_side_by_side_table():
     assert "us (GB/s)" not in render(gpu_exchange("fused", 10.0))
     assert "us (GB/s)" not in render(gpu_exchange("fused", 1.0, (8,)) + gpu_exchange("staged", 2.0, (8,)))
 
 
 @pytest.mark.parametrize("width", [40, 100, 200])
-def test_on_a_terminal_nothing_is_cut(width):
+def test_a_table_on_a_terminal_cuts_no_words(width):
     text = render(COMPARED, terminal=True, width=width)
     for word in ("backend=collective", "dispatch", "1,000.0", "2.00x"):
         assert word in text
-    assert ("\N{BOX DRAWINGS LIGHT HORIZONTAL}" in text) == (width >= 100), "drawn where it fits"
+    assert ("\N{BOX DRAWINGS LIGHT HORIZONTAL}" in text) == (width >= 100), "a rule is drawn only if the table fits"
 
 
-def test_overview_of_runs(tmp_path):
+def test_the_overview_shows_state_and_cases_of_each_run(tmp_path):
     for name, code in (("a", 0), ("b", 6)):
         with RunDirectory.create(tmp_path / name, name) as run:
             run.write_config({})
@@ -166,9 +171,9 @@ def test_overview_of_runs(tmp_path):
         overview([tmp_path])
 
 
-def test_environment_says_what_matters(tmp_path):
+def test_environment_lists_packages_cpu_and_memory(tmp_path):
     facts = environment()
     assert facts["packages"]["ray"] and facts["packages"]["torch"]
     assert facts["cpu"]["usable"] >= 1
     assert facts["memory"]["total_bytes"] > 2**28
-    assert commit(tmp_path) is None, "a folder that is no clone has no commit"
+    assert commit(tmp_path) is None, "a folder without git has no commit"

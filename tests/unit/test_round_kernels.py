@@ -1,4 +1,4 @@
-"""The kernels around NCCL's collectives, emulated, all ranks in one process: held to the plan, bit for bit."""
+"""The kernels around NCCL's collectives equal the plan bit by bit (emulated, with all ranks in one process)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.unit.test_exchange import ON_TENSORS, cases
 
 @st.composite
 def wide_cases(draw: st.DrawFn) -> Case:
-    """As `cases`, with up to sixteen ids a token and rows of several pieces."""
+    """Draw a case of `cases`, with up to 16 ids for a token and rows of several pieces."""
     case = draw(cases("none"))
     topk = draw(st.sampled_from([case.spec.topk, 16]))
     experts = case.ranks * draw(st.sampled_from([-(-16 // case.ranks), 17])) if topk == 16 else case.spec.experts
@@ -39,7 +39,7 @@ def wide_cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["collective", "allgather"])
-def test_dispatch_and_combine_are_the_plan(compact: bool) -> None:
+def test_dispatch_and_combine_equal_the_plan(compact: bool) -> None:
     @settings(max_examples=40)
     @given(wide_cases())
     def hold(case: Case) -> None:
@@ -50,8 +50,8 @@ def test_dispatch_and_combine_are_the_plan(compact: bool) -> None:
 
 @pytest.mark.parametrize("compact", [True, False], ids=["collective", "allgather"])
 @pytest.mark.parametrize(("ranks", "local"), [(1, 700), (4, 150), (16, 1)])
-def test_many_experts_and_ranks_on_blocks_of_eight_warps(ranks: int, local: int, compact: bool) -> None:
-    """Runs that several warps number, and more experts than a block has threads."""
+def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(ranks: int, local: int, compact: bool) -> None:
+    """Several warps number a run, and there are more experts than threads in a block."""
     launcher = EmulatedLauncher()
     launcher.threads, launcher.sms = 256, 2 * ranks
     spec = ExchangeSpec(tokens=40, hidden=8, experts=ranks * local, topk=min(16, ranks * local), alignment=3)
@@ -92,7 +92,7 @@ PLANTED = {
     ),
     "a sum of weights alone": Change("sum_entries.cu", "there && p.weighted", "there"),
     "a status in the place of another's": Change(
-        "sum_entries.cu", "ptx::load_4(record->came + rank)", "ptx::load_4(record->went + rank)"
+        "sum_entries.cu", "ptx::load_4(record->rows_from + rank)", "ptx::load_4(record->rows_to + rank)"
     ),
     "the own sums out of what came": Change(
         "sum_ranks.cu", "rank == p.memory.rank ? p.leaving : p.returned", "p.returned"
@@ -101,11 +101,11 @@ PLANTED = {
         "sum_ranks.cu", "entry * 4, NOWHERE);", "entry * 4, NOWHERE) & 0xFFFF;"
     ),
 }
-"""Each must be found in some of a few cases."""
+"""Each fault must be found in at least one of 24 cases."""
 
 
 @pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_a_planted_bug_is_found(planted: Change) -> None:
+def test_a_planted_fault_is_found(planted: Change) -> None:
     for seed in range(24):
         try:
             drawn(seed, (planted,))
@@ -114,12 +114,12 @@ def test_a_planted_bug_is_found(planted: Change) -> None:
     pytest.fail("24 cases are all right with it")
 
 
-def test_without_the_bugs_the_same_cases_are_all_right() -> None:
+def test_the_same_cases_are_correct_without_the_faults() -> None:
     for seed in range(24):
         drawn(seed)
 
 
-def test_as_many_experts_as_there_may_be_leave_a_warp() -> None:
+def test_the_most_experts_leave_one_numbering_warp() -> None:
     assert Sizes(16, 4096, 8, MOST_EXPERTS, True).numbering_warps() == 1
 
 
@@ -156,7 +156,7 @@ def compact(request: pytest.FixtureRequest) -> bool:
     ],
     ids=str,
 )
-def test_what_one_rank_refuses_all_refuse_and_the_next_step_works(
+def test_all_ranks_refuse_bad_data_of_one_and_the_next_step_works(
     compact: bool, change: dict[Any, Any], says: Refusal | None
 ) -> None:
     ids = IDS.clone()
@@ -189,7 +189,7 @@ def test_the_first_refusal_is_kept_until_it_is_taken(compact: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_more_rows_than_the_capacity_have_no_place(compact: bool, layout: str) -> None:
+def test_more_rows_than_the_capacity_are_refused_by_all_ranks(compact: bool, layout: str) -> None:
     spec = ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1, alignment=4, capacity=7, layout=layout)
     ranks = two_ranks(compact, spec)
     found = ranks.dispatch([given_tokens(torch.full((4, 1), 1))] * 2)
@@ -202,7 +202,7 @@ def test_more_rows_than_the_capacity_have_no_place(compact: bool, layout: str) -
         assert rank.kernels.take_refused() == [Refusal(Cause.NONE, 1, 1), Refusal(Cause.CAPACITY, 0, 8)]
 
 
-def test_combines_that_differ_are_refused_by_all() -> None:
+def test_combines_that_differ_are_refused_by_all_ranks() -> None:
     ranks = two_ranks(compact=False)
     first, second = (ranks.dispatch([given_tokens(IDS)] * 2) for _ in range(2))
     rows = [torch.ones(SPEC.rows(2), 8, dtype=torch.bfloat16)] * 2
@@ -221,8 +221,8 @@ def test_combines_that_differ_are_refused_by_all() -> None:
     assert not any(y.isnan().any() for y in ranks.combine(second, rows, [False, False]))
 
 
-def test_rows_that_nobody_wants_are_not_read() -> None:
-    """Row 1 is nowhere, and behind the last row of the source there is no memory to read."""
+def test_entries_without_a_row_are_not_read() -> None:
+    """Entries 1 and 3 have no row, and there is no memory behind the source's last row."""
     rows = torch.arange(64, dtype=torch.uint8).view(2, 32)
     kept = torch.tensor([0, 2**32 - 1, 1, 3, 0, 2, 7, 2**32 - 1], dtype=torch.int64).to(torch.int32)
     out = torch.full((4, 32), 200, dtype=torch.uint8)
@@ -235,7 +235,7 @@ def test_rows_that_nobody_wants_are_not_read() -> None:
 
 @pytest.mark.parametrize("backend", ON_TENSORS)
 @pytest.mark.parametrize("fault", [("id", 6), ("id", -2), ("id", 2**40), ("capacity", 0)], ids=str)
-def test_refused_data_is_told_by_all_and_the_next_step_works(
+def test_all_ranks_report_refused_data_and_the_next_step_works(
     pool: RankPool, backend: str, fault: tuple[str, int]
 ) -> None:
     spec = ExchangeSpec(
@@ -257,12 +257,12 @@ UNLIKE = {
     "dispatch": "rank 0 combines its dispatch 1 and rank 2 its dispatch 2",
     "weighted": "rank 0 combines dispatch 1 with weighted=True and rank 2 with weighted=False",
 }
-"""Between ranks that do not combine the same, by what they differ in."""
+"""The error for ranks whose combines differ, by the difference."""
 
 
 @pytest.mark.parametrize("backend", ON_TENSORS)
 @pytest.mark.parametrize("kind", UNLIKE)
-def test_ranks_that_do_not_combine_the_same_are_told(pool: RankPool, backend: str, kind: str) -> None:
+def test_all_ranks_report_combines_that_differ(pool: RankPool, backend: str, kind: str) -> None:
     spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
     case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
     for rank, found in enumerate(pool.run(3, mixed_combines, case, kind)):

@@ -1,4 +1,4 @@
-"""Routing: what each kind promises about its ids, and that every draw can be drawn again."""
+"""Routing: the properties of each kind's ids, and that every draw can be repeated."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_ids_are_distinct_and_in_range_and_weights_sum_to_one(kind: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draw_depends_on_seed_rank_and_step_and_on_nothing_else(kind: str) -> None:
+def test_a_draw_depends_only_on_seed_rank_and_step(kind: str) -> None:
     first = make(kind).draw(1, 3)
-    torch.rand(5)  # the process-wide generator has no part in it
+    torch.rand(5)  # the process-wide generator has no effect
     again = make(kind).draw(1, 3)
     assert torch.equal(first.ids, again.ids) and torch.equal(first.weights, again.weights)
     others = (make(kind).draw(2, 3), make(kind).draw(1, 4), make(kind, seed=8).draw(1, 3))
@@ -46,12 +46,12 @@ def test_topk_of_all_experts_names_each_once() -> None:
     assert torch.equal(ids.sort(dim=-1).values, torch.arange(16).expand(512, 16))
 
 
-def test_uniform_hits_every_expert_alike() -> None:
+def test_uniform_names_every_expert_equally_often() -> None:
     counts = torch.bincount(make(tokens=8192).draw(0, 0).ids.flatten(), minlength=16)
     assert float(counts.float().std() / counts.float().mean()) < 0.05
 
 
-def test_zipf_popularity_falls_as_alpha_says() -> None:
+def test_zipf_popularity_follows_alpha() -> None:
     counts = torch.bincount(make("zipf", tokens=20000, topk=1, alpha=1.0).draw(0, 0).ids.flatten(), minlength=16)
     found = counts.sort(descending=True).values.float() / counts.sum()
     want = 1 / torch.arange(1, 17)
@@ -79,7 +79,7 @@ def test_hot_with_one_choice_sends_all_tokens_to_one_expert() -> None:
     assert bool((routing.draw(0, 0).ids == routing.hot_expert).all())
 
 
-def test_masked_share_and_weights_left_alone() -> None:
+def test_masked_masks_its_share_of_ids_and_keeps_the_weights() -> None:
     plain, masked = make(tokens=4096).draw(0, 0), make(tokens=4096, masked=0.3).draw(0, 0)
     gone = masked.ids == -1
     assert float(gone.float().mean()) == pytest.approx(0.3, abs=0.02)
@@ -129,7 +129,7 @@ def test_trace_with_an_id_out_of_range_is_refused_with_numbers(tmp_path: Path, b
         trace(tmp_path / "bad.npy").draw(0, 0)
 
 
-def test_traces_that_cannot_be_right_are_config_errors(tmp_path: Path, traced: Path) -> None:
+def test_impossible_traces_are_config_errors(tmp_path: Path, traced: Path) -> None:
     numpy.save(tmp_path / "floats.npy", numpy.zeros((2, 2)))
     numpy.save(tmp_path / "flat.npy", numpy.zeros(4, dtype=numpy.int64))
     numpy.save(tmp_path / "none.npy", numpy.zeros((0, 2, 2), dtype=numpy.int64))

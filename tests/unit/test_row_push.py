@@ -1,4 +1,4 @@
-"""The yardstick's plan, which says to whom each row goes, against the count that all backends are charged for."""
+"""The plan of the yardstick `row_push` sends exactly the rows that are counted for all backends."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from raymoe.workload.traffic import rows_for
 
 @pytest.mark.parametrize("kind", ["uniform", "zipf", "hot"])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_a_plan_pushes_the_rows_that_are_counted_and_none_that_stay(kind, ranks):
+def test_a_plan_pushes_the_counted_rows_and_no_local_ones(kind, ranks):
     experts = 16
     routing = Routing(kind, seed=2, ranks=ranks, tokens=100, experts=experts, topk=3, masked=0.3)
     for rank in range(ranks):
@@ -24,7 +24,7 @@ def test_a_plan_pushes_the_rows_that_are_counted_and_none_that_stay(kind, ranks)
         assert tokens == sorted(set(tokens)) and all(int(entry) & 0xFFFFFFFF for entry in plan)
 
 
-def test_nothing_to_push():
+def test_a_plan_of_masked_ids_is_empty():
     assert plan_of(torch.full((4, 2), -1), 0, 2, 4).tolist() == []
 
 

@@ -1,5 +1,4 @@
-"""What `make sanitize` is made of, as far as it needs no GPU: reading the tool's report, the planted mistakes, the list
-of cases."""
+"""The parts of `make sanitize` that need no GPU: reading the tool's report, the planted mistakes, the list of cases."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ RACECHECK = """========= COMPUTE-SANITIZER
 """
 
 
-def test_errors_have_their_places():
+def test_errors_are_read_with_their_places():
     report = Report.of(MEMCHECK)
     assert (report.summaries, report.total, report.clean) == (1, 2, False)
     first, second = report.findings
@@ -73,7 +72,7 @@ def test_errors_that_were_not_printed_are_counted_once():
     assert (report.summaries, report.total, report.clean) == (1, 1024, False)
 
 
-def test_hazards_are_pairs_of_accesses():
+def test_hazards_are_read_as_pairs_of_accesses():
     report = Report.of(RACECHECK)
     written = Place("Write", "unordered", "planted.cu", 37)
     alone = Place("Read", "copy", "", 0)
@@ -90,24 +89,24 @@ def test_hazards_are_pairs_of_accesses():
     [
         ("========= COMPUTE-SANITIZER\n12.0 s  a case\n========= ERROR SUMMARY: 0 errors\n", True),
         ("=========\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", True),
-        ("========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 1 error\n", False),  # of two processes
-        ("========= COMPUTE-SANITIZER\n12.0 s  a case\n", False),  # the tool was ended
+        ("========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 1 error\n", False),  # from two processes
+        ("========= COMPUTE-SANITIZER\n12.0 s  a case\n", False),  # the tool was killed
         ("", False),
         ("========= Target application returned an error\n========= ERROR SUMMARY: 0 errors\n", False),
         ("========= Internal Sanitizer Error: x\n========= ERROR SUMMARY: 0 errors\n", False),
     ],
 )
-def test_silence_is_clean_only_where_the_tool_came_to_its_end(text, clean):
+def test_a_report_is_clean_only_if_the_tool_finished_without_errors(text, clean):
     assert Report.of(text).clean == clean
 
 
-def test_findings_that_say_the_same_are_told_once():
+def test_equal_findings_are_printed_once():
     said = str(Report.of(MEMCHECK + MEMCHECK.replace("0x70 in planted.cu", "0x90 in planted.cu")))
     assert said.startswith("4 in 2 summaries\n2 x Invalid __global__ write")
     assert said.count("behind planted.cu:21") == 2
 
 
-def test_a_hazard_is_known_by_the_text_of_its_line():
+def test_a_hazard_is_identified_by_the_text_of_its_line():
     path = packaged_folder("kernels") / "copy.cu"
     number, text = next((at, line) for at, line in enumerate(path.read_text().splitlines(), 1) if "copy(" in line)
     access_text = test_sanitizer.access_text
@@ -116,7 +115,7 @@ def test_a_hazard_is_known_by_the_text_of_its_line():
     assert access_text(Place("Read", "copy", "copy.cu", 10**6)) == "Read copy copy.cu:1000000"
 
 
-def test_the_planted_mistakes_are_still_there_when_compiled(tmp_path):
+def test_the_planted_mistakes_survive_compilation(tmp_path):
     compiled = planted_compiler(Cubins(tmp_path)).compiled(PLANTED, "sm_90a")
     body = {name: compiled.ptx.split(f".entry {name}(")[1].split(".entry ")[0] for name in MISTAKES.values()}
     assert re.search(r"st\.global", body["behind"])
@@ -128,7 +127,7 @@ def test_the_planted_mistakes_are_still_there_when_compiled(tmp_path):
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """What stands for compute-sanitizer: it says how it was called, and does what it is given to do."""
+    """A function that makes a fake compute-sanitizer, which prints its arguments and runs the given shell lines."""
     path = tmp_path / "tool"
 
     def does(body: str) -> None:
@@ -139,7 +138,7 @@ def tool(tmp_path, monkeypatch):
     return does
 
 
-def test_the_tool_is_asked_for_all_processes_and_for_its_own_exit_code(tool, tmp_path):
+def test_the_tool_is_called_for_all_processes_with_its_own_exit_code(tool, tmp_path):
     tool("echo there >&2; exit 77")
     code, text = test_sanitizer.run_under("racecheck", tmp_path / "log", 30.0, "plant", "racecheck")
     assert code == test_sanitizer.FOUND
@@ -147,7 +146,7 @@ def test_the_tool_is_asked_for_all_processes_and_for_its_own_exit_code(tool, tmp
     assert text.endswith("-m tests.gpu.sanitized plant racecheck\nthere\n")
 
 
-def test_a_tool_that_does_not_end_is_ended_with_all_that_it_started(tool, tmp_path):
+def test_a_hung_tool_is_killed_with_its_children(tool, tmp_path):
     child = tmp_path / "child"
     tool(f"sleep 60 & echo $! > {child}; wait")
     start = time.monotonic()
@@ -155,26 +154,26 @@ def test_a_tool_that_does_not_end_is_ended_with_all_that_it_started(tool, tmp_pa
         test_sanitizer.run_under("memcheck", tmp_path / "log", 2.0, "cases")
     assert time.monotonic() - start < 20
     stat = Path(f"/proc/{int(child.read_text())}/stat")
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"  # dead, and nobody's to collect
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"  # a zombie has ended
 
 
-class Nobody:
-    """Ranks that are never asked for anything."""
+class UnusedRanks:
+    """Ranks that no step uses."""
 
-    def __enter__(self) -> Nobody:
+    def __enter__(self) -> UnusedRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-def test_what_is_captured_goes_through_the_cache(monkeypatch, capsys):
+def test_captured_steps_use_the_memory_cache(monkeypatch, capsys):
     seen = {}
 
     def step(name: str, captured: bool) -> sanitized.Step:
         return sanitized.Step(name, lambda _: seen.update({name: os.environ.get(sanitized.NO_CACHE)}), captured)
 
-    monkeypatch.setattr(sanitized, "PatientRanks", Nobody)
+    monkeypatch.setattr(sanitized, "PatientRanks", UnusedRanks)
     steps = [step("eager", False), step("captured", True)]
     assert sanitized.run_cases(True, 60.0, steps) == 0
     assert seen == {"eager": "1", "captured": None}
@@ -185,11 +184,11 @@ def test_what_is_captured_goes_through_the_cache(monkeypatch, capsys):
     assert "right: 0 of 2" in capsys.readouterr().out
 
 
-def test_a_wrong_result_ends_the_run_with_1(monkeypatch, capsys):
+def test_a_wrong_result_ends_the_cases_with_exit_code_1(monkeypatch, capsys):
     def wrong(ranks: object) -> None:
         pytest.fail("not as it should be")
 
-    monkeypatch.setattr(sanitized, "PatientRanks", Nobody)
+    monkeypatch.setattr(sanitized, "PatientRanks", UnusedRanks)
     assert sanitized.run_cases(False, 60.0, [sanitized.Step("first", wrong), sanitized.Step("second", wrong)]) == 1
     said = capsys.readouterr().out
     assert "WRONG first" in said and "not as it should be" in said and "second" not in said and "right:" not in said
@@ -210,4 +209,6 @@ def test_every_backend_has_every_kind_of_case():
     assert kinds["fused", "float8"] == kinds["many fused", "float8"] >= 9
     assert kinds["copy", ""] == len(sanitized.COPIES)
     soon = " ".join(step.name for step in steps[: len(steps) // 4])
-    assert all(kind in soon for kind in ("copy", "float8", "halves", "refused", "top-")), "a run cut short sees each"
+    assert all(kind in soon for kind in ("copy", "float8", "halves", "refused", "top-")), (
+        "the first quarter must hold each kind"
+    )

@@ -1,4 +1,4 @@
-"""The figures of docs/scaling.md that are computed and not measured are what the code computes."""
+"""The figures in docs/scaling.md that were not measured equal what the code computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLACK = 0.01  # the words and padding of a layout may change by this much
 
 
 def table(first: str) -> list[list[float]]:
-    """The numbers in the rows of the table whose head begins with `first`."""
+    """Return the numbers in the rows of the table whose head begins with `first`."""
     rows = PAGE[PAGE.index(first) :].split("\n\n")[0].splitlines()[2:]
     return [[float(re.sub(r"[^0-9.]", "", cell)) for cell in row.strip("|").split("|")] for row in rows]
 
@@ -28,12 +28,12 @@ def spec_of(ranks: int, tokens: int, capacity: int | str = "worst", wire: str | 
 
 
 def ranks_named(ranks: int) -> float:
-    """Ranks that a token goes to on average, where each set of experts is equally likely."""
+    """Return the mean number of ranks that a token goes to, if all sets of experts are equally likely."""
     experts, local = EXPERTS[ranks], EXPERTS[ranks] // ranks
     return ranks * (1 - comb(experts - local, TOPK) / comb(experts, TOPK))
 
 
-def test_memory():
+def test_the_memory_table_holds_the_computed_sizes():
     rows = table("| ranks | tokens | heap |")
     assert [(int(ranks), int(tokens)) for ranks, tokens, *_ in rows] == [(r, t) for t in (4096, 128) for r in EXPERTS]
     for row in rows:
@@ -49,7 +49,7 @@ def test_memory():
         assert row[2:] == pytest.approx(want, rel=SLACK, abs=0.6)
 
 
-def test_what_crosses_the_link():
+def test_the_table_of_sent_rows_holds_the_computed_traffic():
     for row in table("| ranks | rows sent a token |"):
         ranks, tokens = int(row[0]), 4096
         sent = ranks_named(ranks) * (ranks - 1) / ranks

@@ -1,5 +1,4 @@
-"""Rows of a dispatch by the copy engine: what can be asked for. tests/emulator runs the kernels around the copies,
-tests/gpu the whole."""
+"""Rows of a dispatch by the copy engine: accepted specs and memory. tests/emulator and tests/gpu run them."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.choice import RankFacts, refusal
+from raymoe.exchange.choice import RankFacts, why_not
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Bounds, workspace_layout
@@ -25,12 +24,12 @@ def test_one_workspace_has_blocks_of_one_size() -> None:
     alike = replace(SPEC, hidden=32, dtype="float32", layout="rank", topk=1)
     bounds = Bounds.of(SPEC, alike)
     bounds.check(alike)
-    for other in (replace(SPEC, tokens=4), replace(SPEC, hidden=8)):  # smaller, and yet their slots lie elsewhere
+    for other in (replace(SPEC, tokens=4), replace(SPEC, hidden=8)):  # smaller, but their slots have other offsets
         with pytest.raises(ConfigError, match=r"needs block \(.*\) of its workspace, which was made for \(8, 128\)"):
             bounds.check(other)
 
 
-def test_blocks_are_there_for_those_that_have_some_and_halves_for_the_others() -> None:
+def test_a_workspace_has_blocks_for_copies_and_parities_for_kernels() -> None:
     by_kernels = replace(SPEC, transport="auto")
     kernels, copies, both = (workspace_layout(Bounds.of(*specs), 2) for specs in
                              ([by_kernels], [SPEC], [by_kernels, SPEC]))  # fmt: skip
@@ -41,18 +40,18 @@ def test_blocks_are_there_for_those_that_have_some_and_halves_for_the_others() -
     assert "dispatch_blocks" not in {placed.region.name for placed in kernels.placed}
 
 
-def test_only_staged_between_gpus_has_it() -> None:
+def test_only_staged_between_gpus_takes_the_copy_engine() -> None:
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
         for backend in ("auto", "host", "collective", "allgather"):
             with pytest.raises(ConfigError, match="only staged, on GPUs, has it: take staged, or leave transport out"):
                 Exchange(world, SPEC, backend=backend)
     facts = [RankFacts("a", "NVIDIA H200", (9, 0)), RankFacts("b", "NVIDIA H200", (9, 0))]
-    assert refusal("staged", "cuda", SPEC, facts) is None
-    said = refusal("staged", "cuda", replace(SPEC, wire="float8_e4m3"), facts)
+    assert why_not("staged", "cuda", SPEC, facts) is None
+    said = why_not("staged", "cuda", replace(SPEC, wire="float8_e4m3"), facts)
     assert said is not None and "a copy quantises nothing" in said
 
 
-def test_a_transport_that_nobody_knows() -> None:
+def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match="transport is 'tma'; it is one of auto, copy_engine"):
         replace(SPEC, transport="tma")

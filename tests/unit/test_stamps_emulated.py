@@ -1,8 +1,8 @@
-"""Rows of an earlier run are told from those of this one, by every kernel that reads rows (RAYMOE_STAMPS=1).
+"""Every kernel that reads rows detects a row of an earlier run (RAYMOE_STAMPS=1).
 
-A sender is made to leave out rows of run 3, or to store them into the other half, and to announce them all the same:
-what is in their slots came two runs before. A build with stamps says so; one without takes it for the row. In lines,
-which carry their epoch in every build, such a row never comes.
+A changed sender leaves out rows of run 3, or stores them into the other parity, but still announces them. Their slots
+then hold rows from two runs before. A build with stamps reports this; a build without stamps takes the old row. Lines
+carry their epoch in every build, so there such a row never arrives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHORT_S = 1e-2
 
 @dataclass(frozen=True)
 class Stale:
-    """A kind of backend, and how its rows of run 3 go astray."""
+    """A kind of backend, and the change that misplaces its rows of run 3."""
 
     kind: str
     changes: tuple[Change, ...]
@@ -39,7 +39,7 @@ class Stale:
 
     @contextmanager
     def three_runs(self, seed: int, stamped: bool, timeout_s: float = LONG_S) -> Iterator[Steps]:
-        """All of them over."""
+        """Run three steps to their end."""
         spec = spec_for(self.kind, **self.spec)
         case = Case(2, spec, "auto", ("uniform",) * 3, seed=seed, ragged=False)
         with Emulator(2, 20_000_000, self.changes) as emulator:
@@ -78,8 +78,8 @@ STALE = {
 
 
 @pytest.mark.parametrize("stale", STALE.values(), ids=STALE)
-def test_a_slot_with_an_older_row_is_told(stale):
-    # Who is slow may read in run 2 what was meant for run 3.
+def test_with_stamps_an_older_row_in_a_slot_is_reported(stale):
+    # A slow rank may read in run 2 what was meant for run 3.
     told = rf"{stale.op} [23] on rank \d read a slot of rank \d that held the row of [0123]: the protocol is broken"
     for seed in range(3):
         with stale.three_runs(seed, stamped=True) as steps:
@@ -89,7 +89,7 @@ def test_a_slot_with_an_older_row_is_told(stale):
 
 
 @pytest.mark.parametrize("stale", [each for each in STALE.values() if each.form == "whole"])
-def test_without_stamps_it_is_taken_for_the_row(stale):
+def test_without_stamps_an_older_row_is_taken_as_current(stale):
     with stale.three_runs(seed=0, stamped=False) as steps:
         for each in steps.backends:
             each.check()
@@ -113,7 +113,7 @@ LINES = {
 
 @pytest.mark.parametrize("stale", LINES.values(), ids=LINES)
 @pytest.mark.parametrize("stamped", [False, True])
-def test_a_line_of_an_older_run_is_no_line_of_this_one(stale, stamped):
+def test_a_line_of_an_older_run_is_not_accepted(stale, stamped):
     with stale.three_runs(0, stamped, SHORT_S) as steps:
         for each in steps.backends:
             with pytest.raises(PeerTimeout, match=stale.op) as raised:

@@ -1,4 +1,4 @@
-"""Whose default stream an event is recorded on, where the current context is another GPU's or there is none."""
+"""Events of a default stream belong to its GPU, also if another GPU's context or none is current."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raymoe.device.stream_order import StreamOrder
 
 
 class Gpu:
-    """One that is not current; calls are told apart by whether they come while it has been made so."""
+    """A GPU that is not current. `inside` is above 0 while it has been made current."""
 
     ordinal, context_id, sms = 1, -7, 132
 
@@ -42,15 +42,15 @@ class Gpu:
 def test_events_of_a_default_stream_are_recorded_in_the_context_of_its_gpu(
     monkeypatch: pytest.MonkeyPatch, current: bool
 ) -> None:
-    gpu, told = Gpu(), []
+    gpu, calls = Gpu(), []
 
     def record(*what: object) -> tuple[int]:
-        told.append(("cuEventRecord", what[-1], gpu.inside > 0))
+        calls.append(("cuEventRecord", what[-1], gpu.inside > 0))
         return (0,)
 
     def call(name: str, *what: object) -> Any:
         if name == "cuStreamWaitEvent":
-            told.append((name, what[0], gpu.inside > 0))
+            calls.append((name, what[0], gpu.inside > 0))
         return 0
 
     driver = SimpleNamespace(
@@ -68,8 +68,8 @@ def test_events_of_a_default_stream_are_recorded_in_the_context_of_its_gpu(
         order.leave(*order.enter("combine", 16))
     gpu.inside = 0
     order.close()
-    assert told[0][:2] == ("cuEventRecord", 4096)
-    assert told[1:] == [
+    assert calls[0][:2] == ("cuEventRecord", 4096)
+    assert calls[1:] == [
         ("cuStreamWaitEvent", 0, True),
         ("cuEventRecord", 0, True),
         ("cuEventRecord", 0, True),

@@ -1,4 +1,4 @@
-"""The supervisor's policy, without a cluster: what it decides on every kind of news, in every phase and any order."""
+"""The supervisor's policy, without a cluster: its decision on every kind of event, in every phase and any order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def play(state: State, *events: sv.Event, now: float = 0.0) -> tuple[State, list
     return state, actions
 
 
-def test_a_run_without_trouble() -> None:
+def test_a_run_without_failures_starts_wires_runs_and_closes() -> None:
     state, actions = play(State(ranks=2, restarts_left=1), sv.Placed(), sv.Started(), sv.Wired(), sv.Finished(1))
     assert state.phase is Phase.RUNNING and actions == [Action.START, Action.WIRE, Action.RUN]
     state, actions = play(state, sv.Finished(0), sv.Cleared())
@@ -47,14 +47,14 @@ def test_a_lost_rank_restarts_the_gang_as_a_new_generation() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.WIRING, Phase.RUNNING])
-def test_a_rank_may_be_lost_in_any_phase(phase: Phase) -> None:
+def test_a_lost_rank_ends_the_generation_in_any_phase(phase: Phase) -> None:
     state, actions = play(replace(RUNNING, phase=phase), sv.Lost(0, "rank 0 died"))
     assert state.phase is Phase.ENDING and actions == [Action.ABORT]
     state, actions = play(state, sv.Tick(), now=sv.ABORT_ANSWER_S + 0.1)
     assert state.phase is Phase.CLEARING and actions == [Action.KILL]
 
 
-def test_no_restarts_left_is_exit_4_and_names_the_rank() -> None:
+def test_a_lost_rank_without_restarts_left_is_named_and_exits_4() -> None:
     spent = replace(RUNNING, restarts_left=0)
     state, _ = play(spent, sv.Lost(1, "rank 1 died"), aborted(0), aborted(2), sv.Cleared())
     assert state.phase is Phase.OVER and state.verdict is not None
@@ -64,13 +64,13 @@ def test_no_restarts_left_is_exit_4_and_names_the_rank() -> None:
 @pytest.mark.parametrize(
     ("kind", "code"), [("WrongResult", 6), ("DataRefused", 7), ("RuntimeError", 1), ("PeerTimeout", 5)]
 )
-def test_only_the_loss_of_a_process_restarts(kind: str, code: int) -> None:
+def test_an_error_of_a_rank_does_not_restart_the_gang(kind: str, code: int) -> None:
     bad = sv.Failed(0, Failure(kind, code, "bad", peer=1 if code == 5 else None))
     state, _ = play(RUNNING, bad, aborted(1), aborted(2), sv.Cleared())
     assert state.phase is Phase.OVER and state.verdict is not None and state.verdict.exit_code == code
 
 
-def test_the_culprit_of_a_timeout_is_the_peer_that_said_nothing() -> None:
+def test_the_culprit_of_a_timeout_is_the_silent_peer() -> None:
     state, actions = play(RUNNING, timeout(0, 1), aborted(1, 2))
     assert actions == [Action.ABORT] and state.phase is Phase.ENDING
     state, actions = play(state, sv.Tick(), now=sv.ABORT_ANSWER_S + 0.1)
@@ -79,14 +79,14 @@ def test_the_culprit_of_a_timeout_is_the_peer_that_said_nothing() -> None:
     assert state.verdict.message.endswith("the culprit is rank 2")
 
 
-def test_a_cause_that_turns_up_late_replaces_the_timeout_it_led_to() -> None:
+def test_a_late_cause_replaces_the_timeout_it_led_to() -> None:
     state, _ = play(RUNNING, timeout(0, 2), sv.Failed(2, Failure("ValueError", 1, "rank 2 raised")), aborted(1, 2))
     assert state.verdict is not None and (state.verdict.exit_code, state.verdict.culprit) == (1, 2)
     state, _ = play(RUNNING, timeout(0, 2), sv.Lost(2, "rank 2 died"), aborted(1, 2))
     assert state.verdict is not None and state.verdict.restartable and state.verdict.culprit == 2
 
 
-def test_memory_that_cannot_be_mapped_is_the_cause_unless_its_owner_died() -> None:
+def test_a_wiring_error_is_the_cause_unless_a_rank_died() -> None:
     wiring = replace(RUNNING, phase=Phase.WIRING)
     unmapped = [sv.Failed(rank, Failure("WiringError", 1, "process 7 is gone")) for rank in (0, 1)]
     state, _ = play(wiring, *unmapped, sv.Lost(2, "rank 2 died"), sv.Cleared())
@@ -96,7 +96,7 @@ def test_memory_that_cannot_be_mapped_is_the_cause_unless_its_owner_died() -> No
     assert (state.verdict.exit_code, state.verdict.message) == (1, "process 7 is gone")
 
 
-def test_a_mute_rank_is_named() -> None:
+def test_a_mute_rank_is_named_and_exits_5() -> None:
     state, _ = play(RUNNING, sv.NotAnswering(1, "rank 1 answers nothing", 5), aborted(0), aborted(2), sv.Cleared())
     assert state.phase is Phase.OVER and state.verdict is not None
     assert (state.verdict.exit_code, state.verdict.culprit) == (5, 1)
@@ -109,12 +109,12 @@ def test_a_stop_ends_any_phase_without_a_restart(phase: Phase) -> None:
     assert state.phase is Phase.OVER and state.verdict is not None and state.verdict.exit_code == 143
 
 
-def test_a_stop_while_a_dead_generation_is_cleared_prevents_the_next() -> None:
+def test_a_stop_while_a_dead_generation_is_cleared_prevents_a_restart() -> None:
     state, _ = play(RUNNING, sv.Lost(0, "died"), aborted(1), aborted(2), sv.StopAsked(2, "SIGINT"), sv.Cleared())
     assert state.phase is Phase.OVER and state.verdict is not None and state.verdict.exit_code == 130
 
 
-def test_what_cannot_be_placed_ends_at_once() -> None:
+def test_unplaceable_ranks_end_the_run_at_once() -> None:
     state, actions = play(State(ranks=2, restarts_left=1), sv.Unplaceable("asked for 2, found 1"))
     assert state.phase is Phase.OVER and not actions and state.verdict is not None and state.verdict.exit_code == 3
 
@@ -133,8 +133,10 @@ EVENTS = st.one_of(
 
 @example([sv.Placed(), sv.Lost(0, "killed"), sv.Tick(), sv.Cleared()], 1)
 @given(st.lists(EVENTS, max_size=40), st.integers(0, 2))
-def test_whatever_happens_in_whatever_order(events: list[sv.Event], restarts: int) -> None:
-    """Any sequence of news: starts are bounded, each follows a clean-up, and ticking on ends it with a verdict."""
+def test_any_sequence_of_events_has_bounded_starts_and_ends_with_a_verdict(
+    events: list[sv.Event], restarts: int
+) -> None:
+    """Starts are bounded, each follows a clean-up, and further ticks end with a verdict."""
     state, starts, dirty = State(ranks=3, restarts_left=restarts), 0, False
     endless = [sv.Tick(), sv.Cleared()] * 4
     for now, event in enumerate([*events, sv.StopAsked(15, "SIGTERM"), *endless]):
@@ -143,7 +145,7 @@ def test_whatever_happens_in_whatever_order(events: list[sv.Event], restarts: in
         if before.phase is Phase.CLEARING and state.phase is not Phase.CLEARING:
             dirty = False  # every process is gone, so the same decision may start the next generation
         if Action.START in actions:
-            assert not dirty, "a generation was started over the remains of another"
+            assert not dirty, "a generation was started before the last one was cleared"
             starts, dirty = starts + 1, True
         if Action.KILL in actions:
             assert state.phase is Phase.CLEARING and dirty

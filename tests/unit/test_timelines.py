@@ -1,4 +1,4 @@
-"""Where the time of an operation goes: what kernels store, and what becomes of it in results, tables and figures."""
+"""Timelines of operations: the times that kernels store, and how results, tables and plots show them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.lines import gpu_exchange, traced_exchange
 from tests.unit.timeline_judge import judge_timeline
 
 
-def test_points_are_called_here_as_in_the_kernels():
+def test_points_have_the_same_names_as_in_the_kernels():
     text = (KERNELS / "include" / "raymoe" / "base" / "trace.cuh").read_text()
     numbers = {name.lower().replace("_", " "): int(at) for name, at in re.findall(r" AT_(\w+) = (\d+);", text)}
     assert numbers == {name: at for at, name in enumerate(NAMES)}
@@ -35,7 +35,7 @@ def test_points_are_called_here_as_in_the_kernels():
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler on this machine")
 @pytest.mark.parametrize("kind", ["fused", "ll"])
 @pytest.mark.parametrize("wire", ["bfloat16", "float8_e4m3"])
-def test_blocks_of_the_kernels_come_to_points_in_an_order_that_must_hold(kind, wire):
+def test_blocks_of_the_kernels_reach_the_points_in_a_valid_order(kind, wire):
     ops = ("dispatch", "combine")
     case = Case(2, spec_for(kind, wire={"dispatch": wire}, hidden=272), "auto", ("uniform",) * 2, seed=3)
     with Emulator(2) as emulator:
@@ -53,7 +53,7 @@ def test_blocks_of_the_kernels_come_to_points_in_an_order_that_must_hold(kind, w
             for op in ops:
                 times = space.timeline(op)
                 judge_timeline(op, times, slack_us=0.6)  # the machine's clock ticks every 512 ns
-                assert set(times) <= set(POINTS[op]), "a point that the report has no words for"
+                assert set(times) <= set(POINTS[op]), "the report has no text for a point"
 
 
 TRACE_MEANS_NOTHING = [
@@ -70,25 +70,25 @@ TRACE_MEANS_NOTHING = [
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), TRACE_MEANS_NOTHING)
-def test_a_trace_of_kernels_that_tell_none_is_refused(tmp_path, text, told):
+@pytest.mark.parametrize(("text", "expected"), TRACE_MEANS_NOTHING)
+def test_a_trace_of_kernels_without_timelines_is_refused(tmp_path, text, expected):
     (found,) = problems(tmp_path, text, "steps.trace=true")
-    assert found.startswith("--set ") and told in found
+    assert found.startswith("--set ") and expected in found
 
 
-def test_a_matrix_may_have_backends_with_a_trace_and_without(tmp_path):
+def test_only_backends_with_timelines_are_traced_in_a_matrix(tmp_path):
     text = "workload: exchange\nworld: {device: cuda}\nmatrix: {exchange.backend: [fused, row_push, staged]}\n"
     job = load_job(write(tmp_path, text), ["steps.trace=true"])
     assert [case.job.steps.trace for case in job.cases()] == [True, False, False]
     assert job.resolved()["steps"]["trace"] is True
 
 
-def test_jobs_that_trace_nothing_do_not_name_it(tmp_path):
+def test_jobs_without_a_trace_leave_the_key_out(tmp_path):
     for text in ("workload: p2p\n", "workload: layer\n", "workload: exchange\nexchange: {backend: staged}\n"):
         assert "trace" not in load_job(write(tmp_path, text)).resolved()["steps"]
 
 
-def test_a_line_with_a_timeline_is_read_back_and_one_from_before_there_were_any():
+def test_lines_with_and_without_a_timeline_are_read_back():
     line = traced_exchange()[0]
     assert line["timeline"][0] == ["start", 0.0, 0.4, 1.1]
     assert decode(encode(line)) == line
@@ -107,14 +107,14 @@ def test_the_report_has_a_table_for_each_operation_of_a_case():
     head, _, *rows = parts[2].splitlines()[1:]
     assert head.split() == ["point", "first", "block", "median", "last", "block", "blocks", "meaning"]
     assert rows[0].split() == ["start", "0.0", "0.4", "1.1", "all", "begin"]
-    assert "first push           2.4     8.1        13.8  senders  first row on its way" in rows
+    assert "first push           2.4     8.1        13.8  senders  first row sent" in rows
     assert rows[-1].split()[:5] == ["all", "awaited", "503.9", "503.9", "503.9"]
     combine = parts[3].splitlines()
     assert any(row.startswith("first push") and "reducers" in row and "first sum" in row for row in combine)
     assert "where the time" not in render(gpu_exchange("fused", 8.0)), "lines without a timeline"
 
 
-def test_two_runs_of_a_case_are_told_apart_and_a_point_of_another_version_is_shown():
+def test_two_runs_of_a_case_have_two_tables_and_an_unknown_point_is_shown():
     ours, theirs = traced_exchange((8,))[0], traced_exchange((8,))[0] | {"run": "other-2"}
     theirs["timeline"] = [*theirs["timeline"], ["weighed", 9.0, 9.1, 9.2]]
     text = render([ours, theirs])
@@ -122,7 +122,7 @@ def test_two_runs_of_a_case_are_told_apart_and_a_point_of_another_version_is_sho
     assert text.rstrip().splitlines()[-1].split() == ["weighed", "9.0", "9.1", "9.2", "-", "-"]
 
 
-def test_a_figure_for_each_operation_with_a_panel_for_each_case(tmp_path):
+def test_each_operation_has_a_plot_with_a_panel_for_each_case(tmp_path):
     lines = [line for line in traced_exchange((1, 4096)) if line["timeline"]]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -138,7 +138,7 @@ def test_a_figure_for_each_operation_with_a_panel_for_each_case(tmp_path):
     assert "<!-- reducers -->" in combine and "<!-- told -->" not in combine
 
 
-def test_a_point_of_another_version_is_drawn_too(tmp_path):
+def test_an_unknown_point_is_drawn_too(tmp_path):
     line = traced_exchange((8,))[0]
     line["timeline"] = [*line["timeline"], ["weighed", 9.0, 9.1, 9.2]]
     write_plots(tmp_path, [line])

@@ -28,7 +28,7 @@ MINE = Table(
 )
 
 
-def test_the_built_in_table_is_for_every_pattern_and_protocol():
+def test_the_built_in_table_covers_every_pattern_and_protocol():
     for pattern in PATTERNS:
         for protocol in PROTOCOLS:
             assert BUILT_IN.pick(pattern, protocol, 4096) == "tma"
@@ -37,7 +37,7 @@ def test_the_built_in_table_is_for_every_pattern_and_protocol():
     assert BUILT_IN.pick("all_to_all", "get", 256 << 20) == "copy_engine"
 
 
-def test_a_table_survives_the_disk_and_leaves_the_rest_to_the_built_in_one(tmp_path: Path, monkeypatch):
+def test_a_saved_table_is_loaded_and_the_built_in_one_fills_its_gaps(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path / "cache"))
     assert Table.load() is None
     path = MINE.save()
@@ -70,7 +70,7 @@ def test_a_damaged_table_is_an_error_that_names_the_file(tmp_path: Path, text: s
         Table.load(tmp_path)
 
 
-def test_a_table_that_cannot_be_written_is_told(tmp_path: Path):
+def test_a_table_that_cannot_be_written_raises(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="RAYMOE_CACHE_DIR"):
         MINE.save(tmp_path / "file")
@@ -91,7 +91,7 @@ def test_measured_lines_make_a_table():
     assert table.pick("all_to_all", "get", 1) == "copy_engine"
 
 
-def test_a_pattern_is_told_by_shared_ports():
+def test_shared_ports_decide_the_pattern():
     assert pattern_of(ChannelSpec(((0, 1), (1, 2), (2, 0)), (8,))) == "pairs"
     assert pattern_of(ChannelSpec(((0, 1), (0, 2)), (8,))) == "all_to_all"
 
@@ -109,7 +109,7 @@ def test_a_pattern_is_told_by_shared_ports():
         (ChannelSpec(PAIR, (4,), transport="copy_engine", sms=8), "cuda", "takes no number of SMs"),
     ],
 )
-def test_a_spec_that_cannot_be_is_an_error(spec: ChannelSpec, device: str, says: str):
+def test_an_impossible_channel_spec_is_refused(spec: ChannelSpec, device: str, says: str):
     with pytest.raises(ConfigError, match=says):
         spec.check(2, device)
 
@@ -118,7 +118,7 @@ H200, A100 = GpuFacts("NVIDIA H200", (9, 0)), GpuFacts("NVIDIA A100", (8, 0))
 
 
 def world_of(gpus: list[GpuFacts], rank: int) -> SimpleNamespace:
-    """A rank of a world on these GPUs, whose rounds give what such ranks would say."""
+    """Return a rank of a world on these GPUs, whose swaps return the values of such ranks."""
 
     def swap(mine: object, what: str) -> list[object]:
         return list(gpus) if what == "channels: gpus" else [mine] * len(gpus)
@@ -131,7 +131,7 @@ def world_of(gpus: list[GpuFacts], rank: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_tma_is_refused_on_all_ranks_where_one_gpu_is_too_old(rank: int, monkeypatch, tmp_path: Path):
+def test_tma_is_refused_on_all_ranks_if_one_gpu_is_too_old(rank: int, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path))
     says = (
         "transport tma was asked for; NVIDIA A100 of rank 1 has compute capability 8.0, and tma needs 9.0 or more: "
@@ -149,14 +149,14 @@ def test_tma_is_refused_on_all_ranks_where_one_gpu_is_too_old(rank: int, monkeyp
 
 
 @pytest.mark.parametrize("gpus", [[A100, A100], [H200, A100]], ids=["both too old", "one too old"])
-def test_auto_never_picks_tma_where_a_gpu_is_too_old(gpus: list[GpuFacts], monkeypatch, tmp_path: Path):
+def test_auto_never_picks_tma_if_a_gpu_is_too_old(gpus: list[GpuFacts], monkeypatch, tmp_path: Path):
     monkeypatch.setenv("RAYMOE_CACHE_DIR", str(tmp_path))
     for nbytes in (0, 4096, 1 << 30):
         for pairs in (PAIR, ((0, 1), (1, 0))):
             for protocol in PROTOCOLS:
                 spec = ChannelSpec(pairs, (nbytes,), protocol=protocol)
                 assert choose_transport(world_of(gpus, 0), spec) == "copy_engine"
-    Table(gpus[0].name, (TransportRule("pairs", "put", 0, "tma"),)).save(tmp_path)  # measured, and still of no use here
+    Table(gpus[0].name, (TransportRule("pairs", "put", 0, "tma"),)).save(tmp_path)  # a measured table does not help
     assert choose_transport(world_of(gpus, 0), ChannelSpec(PAIR, (4096,))) == "copy_engine"
     assert choose_transport(world_of([H200, H200], 0), ChannelSpec(PAIR, (4096,))) == "tma"
 

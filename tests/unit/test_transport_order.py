@@ -1,4 +1,4 @@
-"""In which order a batch is enqueued: turns of peers, one stream, one batch of memory operations between copies."""
+"""The order in which a batch is enqueued: peers in turns, one stream, one batch of memory operations between copies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from raymoe.transport.spec import (  # noqa: E402
 from raymoe.transport.tma import MAX_SMS, spread_of  # noqa: E402
 
 
-def everybody(size: int) -> tuple[tuple[int, int], ...]:
+def all_pairs(size: int) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a in range(size) for b in range(size) if a != b)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
-def test_in_every_turn_each_rank_sends_to_another_one(size):
-    spec = ChannelSpec(everybody(size), (8,))
+def test_in_every_turn_all_ranks_send_to_different_peers(size):
+    spec = ChannelSpec(all_pairs(size), (8,))
     for end in range(2):
         for turn in range(size - 1):
             peers = [
@@ -51,8 +51,8 @@ def batch_of(rank: int, spec: ChannelSpec) -> Requests:
     return batch
 
 
-def test_an_order_is_the_same_for_the_same_messages_and_another_for_others():
-    spec, world = ChannelSpec(everybody(4), (8,)), SimpleNamespace(rank=1, size=4)
+def test_equal_batches_have_equal_orders_and_different_ones_do_not():
+    spec, world = ChannelSpec(all_pairs(4), (8,)), SimpleNamespace(rank=1, size=4)
     batch = batch_of(1, spec)
     ordered = OrderedBatch.of(batch, world)
     assert [lane.destination for lane, _ in ordered.sends] == [2, 3, 0]
@@ -64,8 +64,8 @@ def test_an_order_is_the_same_for_the_same_messages_and_another_for_others():
     assert OrderedBatch.of(batch, world) != ordered
 
 
-def enqueued(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
-    """What the copy engine's mover asks of the driver: names of memory operations, and copies."""
+def driver_calls(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
+    """Return the driver calls of the copy engine's mover: names of memory operations, and copies."""
     asked: list[Any] = []
 
     def call(name: str, *arguments: Any) -> None:
@@ -89,11 +89,11 @@ def enqueued(monkeypatch, spec: ChannelSpec, rank: int) -> list[Any]:
     return asked
 
 
-def test_the_copy_engine_is_asked_for_one_copy_at_a_time_by_puts(monkeypatch):
-    spec = ChannelSpec(everybody(4), (1000,), protocol="put", transport="copy_engine")
+def test_puts_enqueue_one_copy_between_memory_operations(monkeypatch):
+    spec = ChannelSpec(all_pairs(4), (1000,), protocol="put", transport="copy_engine")
     slot = [spec.lane(0, peer).number for peer in (1, 2, 3)]
     wait, received = ["wait taken"] * 4, ["wait sent"] * 4
-    assert enqueued(monkeypatch, spec, 0) == [
+    assert driver_calls(monkeypatch, spec, 0) == [
         ["taken"] * 3 + wait,
         ("copy", slot[0]),
         ["sent", *wait],
@@ -104,17 +104,17 @@ def test_the_copy_engine_is_asked_for_one_copy_at_a_time_by_puts(monkeypatch):
     ]
 
 
-def test_gets_say_at_once_what_was_taken(monkeypatch):
+def test_gets_signal_each_message_right_after_its_copy(monkeypatch):
     spec = ChannelSpec(((1, 0), (2, 0)), (1000,), protocol="get", transport="copy_engine")
-    kinds = [each if isinstance(each, list) else each[0] for each in enqueued(monkeypatch, spec, 0)]
+    kinds = [each if isinstance(each, list) else each[0] for each in driver_calls(monkeypatch, spec, 0)]
     wait = ["wait sent"] * 4
     assert kinds == [["taken"] * 2 + wait, "copy", ["taken", *wait], "copy", ["taken"]]
 
 
-def test_no_batch_of_memory_operations_is_longer_than_the_driver_takes(monkeypatch):
+def test_batches_of_memory_operations_keep_the_drivers_limit(monkeypatch):
     spec = ChannelSpec(((1, 0),), (0,), protocol="put", transport="copy_engine", slots=100)
     monkeypatch.setattr(OrderedBatch, "of", lambda *_: OrderedBatch((), (), tuple(spec.lanes)))
-    lengths = [len(each) for each in enqueued(monkeypatch, spec, 0)]
+    lengths = [len(each) for each in driver_calls(monkeypatch, spec, 0)]
     assert sum(lengths) == 400 and max(lengths) == MAX_BATCH
 
 
@@ -122,7 +122,7 @@ def test_no_batch_of_memory_operations_is_longer_than_the_driver_takes(monkeypat
 @pytest.mark.parametrize("sms", [None, 1, 3, 8, 32])
 @pytest.mark.parametrize("messages", [1, 3, 7, 32])
 @pytest.mark.parametrize("nbytes", [1, 4096, 65_537, 1 << 20, 100 << 20])
-def test_no_more_sms_than_were_given(nbytes, messages, sms, pushes):
+def test_copies_use_at_most_the_given_sms(nbytes, messages, sms, pushes):
     spread = spread_of(nbytes, messages, sms, pushes)
     assert 1 <= spread.blocks * (1 if spread.in_turn else messages) <= (sms or MAX_SMS)
     assert spread.ring.shared_bytes <= 227 * 1024 - 1024
@@ -130,7 +130,7 @@ def test_no_more_sms_than_were_given(nbytes, messages, sms, pushes):
 
 
 class Communicator:
-    """In the place of NCCL's."""
+    """Replaces NCCL's communicator."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -139,7 +139,7 @@ class Communicator:
         self.asked.append(([(rank, nbytes) for rank, _, nbytes in sends], [(rank, n) for rank, _, n in receives]))
 
 
-def test_an_nccl_group_of_some_ranks_knows_them_by_their_places(monkeypatch):
+def test_an_nccl_group_of_some_ranks_addresses_them_by_place(monkeypatch):
     monkeypatch.setattr(NcclGroup, "_stream", lambda _: 0)
     group, communicator = NcclGroup.__new__(NcclGroup), Communicator()
     here = torch.device("cpu")

@@ -1,7 +1,8 @@
 """The 0/1 words of the copy engine's channels, explored over every interleaving of the two ends.
 
-A program is what `raymoe/transport/copy_engine.py` enqueues. A store into a peer's word is under way for any time, also
-past the next operations of its own stream; the bytes that it announces are there when it lands, by the fence before it.
+A program is the list of operations that `raymoe/transport/copy_engine.py` enqueues. A store into a peer's word may take
+any time, and may land after later operations of its own stream. The fence before it orders the bytes that it announces:
+they are there when it lands.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class State:
     sender: int = 0
     receiver: int = 0
     sent: int = 0
-    taken: int = 1  # by its owner, when the channels are made
+    taken: int = 1  # set by its owner when the channels are made
     low: int = -1
     high: int = -1
     under_way: tuple[str, ...] = ()
@@ -33,7 +34,7 @@ class LostError(AssertionError):
     """A signal that was set twice, or bytes of another message."""
 
 
-def following(state: State, send: tuple[Operation, ...], receive: tuple[Operation, ...]) -> Iterator[State]:
+def next_states(state: State, send: tuple[Operation, ...], receive: tuple[Operation, ...]) -> Iterator[State]:
     for place, word in enumerate(state.under_way):
         if getattr(state, word) == 1:
             raise LostError(f"{word} set while it is set: {state}")
@@ -60,11 +61,11 @@ def following(state: State, send: tuple[Operation, ...], receive: tuple[Operatio
 
 
 def explore(send: tuple[Operation, ...], receive: tuple[Operation, ...]) -> int:
-    """All states that can be reached; raises where a message is lost or doubled, or the ends block."""
+    """Return the number of reachable states. Raise if a message is lost or doubled, or if the ends block."""
     waiting, seen = [State()], {State()}
     while waiting:
         state = waiting.pop()
-        nexts = list(following(state, send, receive))
+        nexts = list(next_states(state, send, receive))
         done = state.sender == MESSAGES * len(send) and state.receiver == MESSAGES * len(receive)
         if not nexts and not done:
             raise LostError(f"blocked: {state}")
@@ -87,22 +88,22 @@ def moved(program: tuple[Operation, ...], operation: Operation, place: int) -> t
 @pytest.mark.parametrize(
     ("send", "receive"),
     [
-        (moved(SEND, ("reset", "taken"), 4), RECEIVE),  # set back only after `sent`
-        (SEND, moved(RECEIVE, ("reset", "sent"), 4)),  # set back only after `taken`
+        (moved(SEND, ("reset", "taken"), 4), RECEIVE),  # reset only after `sent`
+        (SEND, moved(RECEIVE, ("reset", "sent"), 4)),  # reset only after `taken`
         (SEND, moved(RECEIVE, ("set", "taken"), 2)),  # taken before it was read
         (moved(SEND, ("set", "sent"), 3), RECEIVE),  # sent before the last bytes
         (tuple(each for each in SEND if each[1] != "taken"), RECEIVE),  # no credit
     ],
 )
-def test_every_other_order_is_found_out(send, receive):
+def test_every_wrong_order_is_detected(send, receive):
     with pytest.raises(LostError):
         explore(send, receive)
 
 
 def blocked(program: tuple[str, ...], steps: int = 3, ranks: int = 3) -> bool:
-    """Whether ranks in a ring, each with one stream, come to a stop; `program` is what each enqueues a step."""
+    """Return whether ranks in a ring, each with one stream, block; each enqueues `program` in every step."""
     at = [0] * ranks
-    sent, received, released = ([0] * ranks for _ in range(3))  # by the rank that does it
+    sent, received, released = ([0] * ranks for _ in range(3))  # counted at the acting rank
     while True:
         moving = False
         for rank in range(ranks):
@@ -121,7 +122,7 @@ def blocked(program: tuple[str, ...], steps: int = 3, ranks: int = 3) -> bool:
             return any(each < steps * len(program) for each in at)
 
 
-def test_a_batch_cannot_block_a_ring_and_a_receive_in_front_of_the_send_would():
+def test_a_ring_blocks_only_if_the_receive_precedes_the_send():
     assert not blocked(("send", "receive", "release"))
     assert not blocked(("send", "receive", "release"), ranks=1)
     assert blocked(("receive", "send", "release"))

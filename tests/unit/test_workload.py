@@ -1,4 +1,4 @@
-"""Workloads on real ranks: what they say of themselves, and that a wrong result stops every rank."""
+"""Workloads on real ranks: their result lines, and that a wrong result stops every rank."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ def job(workload: str, ranks: int = 4, **sections: dict[str, object]) -> dict[st
 
 
 def run_cases(world: World, given: dict[str, Any]) -> tuple[Lines, list[Progress]]:
-    heard: list[Progress] = []
-    lines = [line for case in Job.model_validate(given).cases() for line in run_case(case, world, heard.append)]
-    return lines, heard
+    progress: list[Progress] = []
+    lines = [line for case in Job.model_validate(given).cases() for line in run_case(case, world, progress.append)]
+    return lines, progress
 
 
 def run(pool: RankPool, given: dict[str, Any]) -> Lines:
-    """The lines of a job, which must be the same on every rank and fit results.jsonl."""
+    """Run a job; return its lines, which must be the same on every rank and fit results.jsonl."""
     answers = pool.run(given["world"]["ranks"], run_cases, given)
-    lines, heard = answers[0]
+    lines, progress = answers[0]
     assert all(answer[0] == lines for answer in answers)
-    assert heard[-1].done == heard[-1].total
-    for before, after in pairwise(heard):
+    assert progress[-1].done == progress[-1].total
+    for before, after in pairwise(progress):
         assert before.done < after.done <= after.total or before.done == before.total
     for line in lines:
         assert set(complete(line, run="r", generation=0, commit=None)) == set(KEYS)
@@ -61,7 +61,7 @@ def run(pool: RankPool, given: dict[str, Any]) -> Lines:
 
 
 def failures(pool: RankPool, size: int, function: Any, *args: object) -> list[BaseException]:
-    """The errors that the ranks raised; every rank must have raised one."""
+    """Return the errors that the ranks raised; every rank must have raised one."""
     found = pool.outcomes(size, function, *args)
     assert all(isinstance(error, BaseException) for error in found), found
     return found
@@ -98,15 +98,15 @@ def test_every_backend_reports_the_same_bytes(pool: RankPool, backend: str) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_layouts_and_dtypes(pool: RankPool, layout: str, dtype: str) -> None:
+def test_every_layout_and_dtype_is_verified(pool: RankPool, layout: str, dtype: str) -> None:
     for workload in ("exchange", "layer"):
         lines = run(pool, job(workload, 2, shape={"dtype": dtype}, exchange={"layout": layout, "padding": "zero"}))
         assert all(line["verified"] and line["layout"] == layout and line["dtype"] == dtype for line in lines)
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
-def test_sums_that_cross_as_another_dtype(pool: RankPool, wire: str) -> None:
-    """They halve what combine sends, and are held to the bound of the coarser dtype, which they need."""
+def test_a_16_bit_combine_wire_halves_its_bytes_and_is_verified(pool: RankPool, wire: str) -> None:
+    """The bound is that of the coarser dtype; the error is above that of float32."""
     asked: dict[str, Any] = {"shape": {"dtype": "float32"}, "exchange": {"wire": {"combine": wire}}}
     lines = run(pool, job("exchange", **asked))
     assert abs(lines[0]["bytes_wire"] - 2 * lines[1]["bytes_wire"]) <= 1 < lines[1]["bytes_wire"]  # means, rounded
@@ -116,23 +116,23 @@ def test_sums_that_cross_as_another_dtype(pool: RankPool, wire: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_layer_is_one_line_a_case(pool: RankPool, ranks: int) -> None:
+def test_layer_gives_one_verified_line_for_a_case(pool: RankPool, ranks: int) -> None:
     lines = run(pool, job("layer", ranks, routing={"ragged": True, "masked": 0.1}, steps={"count": 52}))
     assert [line["op"] for line in lines] == ["step"]
     assert lines[0]["verified"] is True and 0 < lines[0]["max_error"] <= 6e-2
     assert (lines[0]["gbps_wire"] is None) == (ranks == 1)
 
 
-def test_nothing_crosses_in_a_world_of_one(pool: RankPool) -> None:
+def test_a_world_of_one_rank_sends_no_bytes(pool: RankPool) -> None:
     assert {(line["bytes_wire"], line["gbps_wire"]) for line in run(pool, job("exchange", 1))} == {(0, None)}
 
 
-def test_without_verify_nothing_is_claimed(pool: RankPool) -> None:
+def test_without_verify_lines_have_no_verdict(pool: RankPool) -> None:
     for line in run(pool, job("exchange", 2, steps={"verify": False})):
         assert line["verified"] is None and line["max_error"] is None
 
 
-def test_cases_of_a_matrix_in_order(pool: RankPool) -> None:
+def test_cases_of_a_matrix_run_in_order(pool: RankPool) -> None:
     given = job("exchange", 2) | {"matrix": {"shape.tokens": [8, 16]}}
     lines = run(pool, given)
     assert [(line["case"], line["tokens"]) for line in lines[::3]] == [("tokens=8", 8), ("tokens=16", 16)]
@@ -153,7 +153,7 @@ def test_pairs_are_all_ordered_pairs_with_the_source_changing_slowest(pool: Rank
         assert line.keys().isdisjoint({"tokens", "backend", "dtype", "routing"})
 
 
-def test_pairs_that_are_named_are_the_only_ones(pool: RankPool) -> None:
+def test_only_the_named_pairs_are_copied(pool: RankPool) -> None:
     lines = run(pool, job("p2p", 3, p2p={"bytes": SIZES, "pairs": [[2, 0], [0, 1]]}))
     ends = [(2, 0), (0, 1)]
     assert [(line["bytes"], line["src"], line["dst"]) for line in lines] == [(n, *pair) for n in SIZES for pair in ends]
@@ -161,7 +161,7 @@ def test_pairs_that_are_named_are_the_only_ones(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["put", "get"])
-def test_all_to_all_is_one_line_a_size(pool: RankPool, protocol: str) -> None:
+def test_all_to_all_gives_one_line_for_each_size(pool: RankPool, protocol: str) -> None:
     lines = run(pool, job("p2p", 4, p2p={"bytes": SIZES, "protocol": protocol, "pattern": "all_to_all"}))
     assert [(line["bytes"], line["src"], line["dst"]) for line in lines] == [(n, None, None) for n in SIZES]
     for line in lines:
@@ -170,7 +170,7 @@ def test_all_to_all_is_one_line_a_size(pool: RankPool, protocol: str) -> None:
 
 
 def broken_copy(world: World, given: dict[str, Any], fault: str) -> None:
-    """A run in which one byte that rank 1 receives is wrong, or in which nothing new arrives."""
+    """Run a job in which rank 1 receives one wrong byte, or an old message, from its fifth message on."""
     real, calls = Channels.receive, [0]
 
     def spoiled(self: Channels, source: int) -> torch.Tensor:
@@ -194,14 +194,14 @@ def broken_copy(world: World, given: dict[str, Any], fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["byte", "stale"])
-def test_one_wrong_byte_stops_every_rank(pool: RankPool, fault: str) -> None:
+def test_a_wrong_or_stale_message_stops_every_rank(pool: RankPool, fault: str) -> None:
     errors = failures(pool, 2, broken_copy, job("p2p", 2, p2p={"bytes": [100_003]}), fault)
     assert {type(error) for error in errors} == {WrongResult} and len({str(error) for error in errors}) == 1
     assert "step 3 on rank 1" in str(errors[0])
 
 
-def bytes_told(world: World, given: dict[str, Any]) -> tuple[float, list[int]]:
-    """The workload's count for a run of one batch, and for each rank the plan's: every row goes out and comes home."""
+def count_bytes(world: World, given: dict[str, Any]) -> tuple[float, list[int]]:
+    """Return the workload's byte count for one batch, and the plan's for each rank; every row goes out and back."""
     from raymoe.workload.inputs import Inputs, Routing
     from raymoe.workload.memory_needed import spec_of
     from raymoe.workload.traffic import traffic_of
@@ -218,18 +218,18 @@ def bytes_told(world: World, given: dict[str, Any]) -> tuple[float, list[int]]:
     return total, world.swap(counted, "counted")  # type: ignore[return-value]
 
 
-def test_bytes_on_the_wire_are_those_of_the_plan(pool: RankPool) -> None:
+def test_bytes_on_the_wire_equal_the_plans(pool: RankPool) -> None:
     totals = []
     for transport in ("auto", "copy_engine"):
         given = job("exchange", routing={"masked": 0.2, "ragged": True}, exchange={"transport": transport})
-        total, counted = pool.run(4, bytes_told, given)[0]
+        total, counted = pool.run(4, count_bytes, given)[0]
         assert total == sum(counted) > 0
         totals.append(total)
     assert totals[0] < totals[1]
 
 
 def broken_exchange(world: World, given: dict[str, Any], fault: str) -> None:
-    """A run in which rank 1 spoils what a combine or a dispatch brings, from its third step on."""
+    """Run a job in which rank 1 spoils the result of a combine or a dispatch, from its fourth call on."""
     name = "combine" if fault == "combine" else "dispatch"
     real, calls = getattr(Exchange, name), [0]
 
@@ -269,31 +269,31 @@ def test_wrong_rows_stop_every_rank_on_the_same_step(pool: RankPool, workload: s
     assert errors[0].exit_code == 6  # type: ignore[attr-defined]
 
 
-def test_refused_data_stops_every_rank_and_propagates_as_such(pool: RankPool) -> None:
+def test_refused_data_raises_data_refused_on_every_rank(pool: RankPool) -> None:
     given = job("exchange", routing={"kind": "hot", "share": 1.0, "masked": 0.01}, exchange={"capacity": 16})
     assert {type(error) for error in failures(pool, 4, run_cases, given)} == {DataRefused}
 
 
-def test_a_case_for_another_world_is_refused(pool: RankPool) -> None:
+def test_a_case_for_another_number_of_ranks_is_refused(pool: RankPool) -> None:
     errors = failures(pool, 2, run_cases, job("exchange", 4))
     assert {type(error) for error in errors} == {ConfigError} and "4 ranks" in str(errors[0])
 
 
 def slow_third_step(world: World) -> list[list[float]]:
-    """Rank 1 takes longer at step 2; the steps before the first two are warm-up."""
+    """Measure steps after two warm-up steps; rank 1 is slow in the first measured step, step 2."""
 
     def do_step(index: int, *, verify: bool) -> Step:
         return Step(
             (100.0 if world.rank == 1 and index == 2 else 10.0 + index, float(world.rank)), 0.0 if verify else None
         )
 
-    told: list[int] = []
-    measured = measure(world, Steps(2, 2000, True, 1.0), do_step, lambda done, _: told.append(done), "test")
-    assert told[-1] == 2002 and measured.verified and measured.max_error == 0.0
+    progress_steps: list[int] = []
+    measured = measure(world, Steps(2, 2000, True, 1.0), do_step, lambda done, _: progress_steps.append(done), "test")
+    assert progress_steps[-1] == 2002 and measured.verified and measured.max_error == 0.0
     return [measured.us[0][:2], measured.us[1][:2], [len(samples) for samples in measured.us]]
 
 
-def test_a_sample_is_the_slowest_ranks_and_warmup_is_left_out(pool: RankPool) -> None:
+def test_a_sample_is_the_slowest_ranks_time_and_warmup_is_left_out(pool: RankPool) -> None:
     assert pool.run(3, slow_third_step) == [[[100.0, 13.0], [2.0, 2.0], [2000, 2000]]] * 3
 
 
@@ -301,19 +301,19 @@ def host_times_that_differ(world: World) -> object:
     from raymoe.workload.exchange.run import host_times
 
     def do_step(index: int, *, verify: bool) -> Step:
-        slow = index % 2 == world.rank % 2  # each rank in turn is the one that is late
+        slow = index % 2 == world.rank % 2  # the ranks take turns in being late
         return Step((1.0,), host_us=(50.0 if slow and index % 3 == 0 else 20.0 + world.rank,))
 
     measured = measure(world, Steps(1, 30, False, 1.0), do_step, lambda *_: None, "test")
     return [len(samples) for samples in measured.host_us[0]], host_times(measured, 0), host_times(measured, 1)
 
 
-def test_host_times_are_each_ranks_own(pool: RankPool) -> None:
-    """A rank's call waits for no other: the slowest rank of each step would tell of noise on any of them."""
+def test_host_times_are_not_those_of_the_slowest_rank(pool: RankPool) -> None:
+    """A rank's call waits for no other rank. The slowest rank of each step would show the noise of all."""
     assert pool.run(2, host_times_that_differ) == [([30, 30], {"host_us_p50": 21.0}, {})] * 2
 
 
-def test_after_a_peer_did_not_come_nothing_waits_for_it_again() -> None:
+def test_a_peer_timeout_in_a_step_aborts_the_world() -> None:
     def step(index: int, *, verify: bool) -> Step:
         raise PeerTimeout("copy", 1, 3, 1, 0, waited_s=2.0, rank=0)
 

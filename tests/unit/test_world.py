@@ -1,4 +1,4 @@
-"""Worlds: wiring and its checks, swaps, barriers, memory for all, and every way in which a wait ends."""
+"""Worlds: wiring and its checks, swaps, barriers, shared memory, and every way in which a wait ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROWS = Layout.of([Region.words("flag", 4), Region("rows", (4, 8), "bfloat16")])
 
 
 @pytest.fixture
-def three():
+def three_worlds():
     worlds = wired(3)
     yield worlds
     close(worlds)
@@ -44,7 +44,7 @@ def errors(outcomes: list, kind: type[Exception]) -> list[str]:
     return [str(outcome) for outcome in outcomes]
 
 
-def test_a_world_of_one() -> None:
+def test_a_world_of_one_rank_swaps_and_allocates() -> None:
     with World.open(0, 1) as world:
         world.wire([world.descriptor()])
         assert world.swap("alone", "test") == ["alone"]
@@ -53,7 +53,7 @@ def test_a_world_of_one() -> None:
         assert world.device == torch.device("cpu")
 
 
-def everything(world: World) -> list:
+def swap_and_write(world: World) -> list:
     got = [world.swap((world.rank, step), f"step {step}") for step in range(20)]
     heap = world.allocate(ROWS, "rows")
     for peer in range(world.size):
@@ -64,9 +64,9 @@ def everything(world: World) -> list:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_processes_swap_and_write_to_one_another(pool: RankPool, size: int) -> None:
+def test_processes_swap_values_and_write_into_each_others_memory(pool: RankPool, size: int) -> None:
     ranks = list(range(size))
-    for swaps, rows, flags in pool.run(size, everything):
+    for swaps, rows, flags in pool.run(size, swap_and_write):
         assert swaps == [[(rank, step) for rank in ranks] for step in range(20)]
         assert rows == [rank + 1.0 for rank in ranks]
         assert flags == [10 + rank for rank in ranks]
@@ -74,7 +74,7 @@ def test_processes_swap_and_write_to_one_another(pool: RankPool, size: int) -> N
 
 @settings(max_examples=10)
 @given(st.lists(st.lists(st.floats(0, 0.003), min_size=3, max_size=3), min_size=1, max_size=8))
-def test_swaps_hold_at_any_pace(delays: list[list[float]]) -> None:
+def test_swaps_are_correct_at_any_pace(delays: list[list[float]]) -> None:
     worlds = wired(3)
 
     def run(world: World) -> list:
@@ -101,7 +101,7 @@ def test_swaps_hold_at_any_pace(delays: list[list[float]]) -> None:
         ("rank", 0, "at place 1 is of rank 0"),
     ],
 )
-def test_descriptors_that_disagree(field: str, value: object, says: str) -> None:
+def test_descriptors_that_disagree_are_refused(field: str, value: object, says: str) -> None:
     worlds = [World.open(rank, 2) for rank in range(2)]
     descriptors = [world.descriptor() for world in worlds]
     assert pickle.loads(pickle.dumps(descriptors)) == descriptors
@@ -114,7 +114,7 @@ def test_descriptors_that_disagree(field: str, value: object, says: str) -> None
         world.close()
 
 
-def test_ranks_of_several_hosts_are_told_which() -> None:
+def test_ranks_on_several_hosts_are_refused_by_name() -> None:
     worlds = [World.open(rank, 3) for rank in range(3)]
     descriptors = [world.descriptor() for world in worlds]
     assert descriptors[0]["host"] == socket.gethostname()
@@ -143,12 +143,12 @@ def test_ranks_of_several_hosts_are_told_which() -> None:
         ({"device": 0}, "device is 0; a world is on cpu, cuda or a GPU"),
     ],
 )
-def test_arguments_that_cannot_be(wrong: dict, says: str) -> None:
+def test_wrong_arguments_of_a_world_are_refused(wrong: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         World.open(**({"rank": 0, "size": 2} | wrong))
 
 
-def test_a_forked_process_has_no_part_in_the_world() -> None:
+def test_a_forked_process_cannot_use_the_world() -> None:
     [world] = wired(1)
     exchange = Exchange(world, ExchangeSpec(tokens=2, hidden=16, experts=2, topk=1))
     given = torch.ones(2, 16, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
@@ -172,17 +172,17 @@ def test_a_forked_process_has_no_part_in_the_world() -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "é" * 300, "a/b", "\udcff"])
-def test_a_world_of_any_name(name: str) -> None:
+def test_a_world_may_have_any_name(name: str) -> None:
     with World.open(0, 1, name=name) as world:
         world.wire([world.descriptor()])
         assert world.swap(1, "alone") == [1]
 
 
-def test_a_closed_world_says_so_whatever_is_asked_of_it() -> None:
+def test_every_call_of_a_closed_world_says_that_it_is_closed() -> None:
     [world] = wired(1)
     with pytest.raises(WiringError, match="descriptor on rank 0: its world is wired already"):
         world.descriptor()
-    world.shared(Kept)
+    world.shared(SharedObject)
     for _ in range(2):
         world.close()
     calls = [
@@ -192,7 +192,7 @@ def test_a_closed_world_says_so_whatever_is_asked_of_it() -> None:
         lambda: world.barrier("late"),
         lambda: world.agree(None, "late"),
         lambda: world.allocate(ROWS, "late"),
-        lambda: world.shared(Kept),
+        lambda: world.shared(SharedObject),
         lambda: world.group([0]),
         lambda: world.gpu,
     ]
@@ -203,13 +203,13 @@ def test_a_closed_world_says_so_whatever_is_asked_of_it() -> None:
     assert world.waiting is None
 
 
-def test_the_proof_catches_mappings_taken_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_detects_swapped_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = [World.open(rank, 3, timeout_s=2) for rank in range(3)]
     descriptors = [world.descriptor() for world in worlds]
     real = host_shm.map_peer
 
     def crossed(descriptor: dict) -> host_shm.Segment:
-        if threading.current_thread().name == "0":  # rank 0 takes the memory of 1 and of 2 for each other's
+        if threading.current_thread().name == "0":  # rank 0 maps rank 1's memory as rank 2's, and the reverse
             descriptor = descriptors[3 - int(str(descriptor["rank"]))]
         return real(descriptor)
 
@@ -220,7 +220,7 @@ def test_the_proof_catches_mappings_taken_for_one_another(monkeypatch: pytest.Mo
         world.close(together=False)
 
 
-def test_all_ranks_that_are_gone_before_the_wiring_are_named() -> None:
+def test_all_ranks_that_close_before_the_wiring_are_named() -> None:
     worlds = [World.open(rank, 3, timeout_s=1) for rank in range(3)]
     descriptors = [world.descriptor() for world in worlds]
     for world in worlds[1:]:
@@ -232,45 +232,45 @@ def test_all_ranks_that_are_gone_before_the_wiring_are_named() -> None:
     worlds[0].close(together=False)
 
 
-def test_rounds_out_of_order_are_told(three: list[World]) -> None:
+def test_swaps_out_of_order_raise_and_name_both_ranks(three_worlds: list[World]) -> None:
     what = ["counts", "counts", "rows"]
-    outcomes = each(three, lambda world: world.swap(1, what[world.rank]))
+    outcomes = each(three_worlds, lambda world: world.swap(1, what[world.rank]))
     assert "rank 0 is in counts while rank 2 is in rows" in str(outcomes[0])
     assert "rank 2 is in rows while rank 0 is in counts" in str(outcomes[2])
-    assert each(three, lambda world: world.swap(2, "after")) == [[2, 2, 2]] * 3
+    assert each(three_worlds, lambda world: world.swap(2, "after")) == [[2, 2, 2]] * 3
 
 
 @pytest.mark.parametrize("what", ["", "a" * 300, "a" + "é" * 200, "a\udcff"])
-def test_rounds_of_any_name(three: list[World], what: str) -> None:
-    assert each(three, lambda world: world.swap(world.rank, what)) == [[0, 1, 2]] * 3
+def test_swaps_may_have_any_name(three_worlds: list[World], what: str) -> None:
+    assert each(three_worlds, lambda world: world.swap(world.rank, what)) == [[0, 1, 2]] * 3
     names = (what, what, f"b{what}")
-    told = errors(each(three, lambda world: world.swap(world.rank, names[world.rank])), ConfigError)
+    told = errors(each(three_worlds, lambda world: world.swap(world.rank, names[world.rank])), ConfigError)
     assert all("all ranks must call in one order" in said for said in told)
 
 
-def test_a_name_that_begins_another_is_not_it(three: list[World]) -> None:
-    errors(each(three, lambda world: world.swap(None, "step 10" if world.rank == 0 else "step 1")), ConfigError)
+def test_a_swap_name_differs_from_its_prefix(three_worlds: list[World]) -> None:
+    errors(each(three_worlds, lambda world: world.swap(None, "step 10" if world.rank == 0 else "step 1")), ConfigError)
 
 
-def test_a_message_too_long_makes_all_raise(three: list[World]) -> None:
-    outcomes = each(three, lambda world: world.swap(b"x" * (70_000 if world.rank == 1 else 10), "long"))
+def test_all_ranks_raise_if_a_swapped_value_is_too_long(three_worlds: list[World]) -> None:
+    outcomes = each(three_worlds, lambda world: world.swap(b"x" * (70_000 if world.rank == 1 else 10), "long"))
     for message in errors(outcomes, ConfigError):
         assert "rank 1" in message
         assert "65536" in message
-    assert each(three, lambda world: world.swap(world.rank, "after")) == [[0, 1, 2]] * 3
+    assert each(three_worlds, lambda world: world.swap(world.rank, "after")) == [[0, 1, 2]] * 3
 
 
-def test_a_peer_that_does_not_come_is_named_and_the_world_is_of_no_more_use() -> None:
+def test_a_missing_peer_is_named_and_later_calls_raise_at_once() -> None:
     worlds = wired(2, timeout_s=0.3)
     start = time.monotonic()
-    with pytest.raises(PeerTimeout, match=r"rank 0 waited .* for rank 1 in lunch") as caught:
-        worlds[0].barrier("lunch")
+    with pytest.raises(PeerTimeout, match=r"rank 0 waited .* for rank 1 in sync") as caught:
+        worlds[0].barrier("sync")
     assert 0.3 <= time.monotonic() - start < 5
     error = caught.value
-    assert (error.op, error.peer, error.rank, error.expected - error.seen) == ("lunch", 1, 0, 1)
+    assert (error.op, error.peer, error.rank, error.expected - error.seen) == ("sync", 1, 0, 1)
     start = time.monotonic()
     with pytest.raises(PeerTimeout):
-        worlds[0].swap(1, "dinner")
+        worlds[0].swap(1, "later")
     assert time.monotonic() - start < 0.2
     start = time.monotonic()
     worlds[0].close()
@@ -278,7 +278,7 @@ def test_a_peer_that_does_not_come_is_named_and_the_world_is_of_no_more_use() ->
     assert time.monotonic() - start < 5
 
 
-def test_abort_ends_a_wait_at_once_and_every_later_one() -> None:
+def test_abort_ends_the_current_wait_and_every_later_one() -> None:
     worlds = wired(2, timeout_s=20)
     seen = []
 
@@ -291,40 +291,40 @@ def test_abort_ends_a_wait_at_once_and_every_later_one() -> None:
 
     def wait() -> tuple[str, float]:
         with pytest.raises(Aborted) as caught:
-            worlds[0].barrier("lunch")
+            worlds[0].barrier("sync")
         return str(caught.value), time.monotonic()
 
     (message, ended), asked = together([wait, end_it])
     assert message == "rank 0 was told to stop: rank 1 died"
-    assert seen == [("lunch", 1)]
-    assert ended - asked < 0.25  # about a millisecond on a machine that is not shared
+    assert seen == [("sync", 1)]
+    assert ended - asked < 0.25  # about a millisecond on an idle machine
     assert worlds[0].waiting is None
     with pytest.raises(Aborted):
-        worlds[0].swap(1, "dinner")
+        worlds[0].swap(1, "later")
     for world in worlds:
         world.close(together=False)
 
 
-def test_waiting_costs_little() -> None:
+def test_a_wait_of_0_5_s_takes_under_0_25_s_of_cpu_time() -> None:
     worlds = wired(2, timeout_s=0.5)
     before = time.thread_time()
     with pytest.raises(PeerTimeout):
-        worlds[0].barrier("lunch")
+        worlds[0].barrier("sync")
     assert time.thread_time() - before < 0.25
     for world in worlds:
         world.close(together=False)
 
 
-def test_memory_of_different_layouts(three: list[World]) -> None:
+def test_all_ranks_raise_if_their_layouts_differ(three_worlds: list[World]) -> None:
     other = Layout.of([Region("rows", (4, 9), "bfloat16")])
-    outcomes = each(three, lambda world: world.allocate(other if world.rank == 2 else ROWS, "rows"))
+    outcomes = each(three_worlds, lambda world: world.allocate(other if world.rank == 2 else ROWS, "rows"))
     assert ROWS.hash in str(outcomes[0])
     assert other.hash in str(outcomes[0])
     assert all(isinstance(outcome, WiringError) for outcome in outcomes)
-    assert each(three, lambda world: world.swap(2, "after")) == [[2, 2, 2]] * 3
+    assert each(three_worlds, lambda world: world.swap(2, "after")) == [[2, 2, 2]] * 3
 
 
-def test_memory_that_one_rank_does_not_get(three: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_raise_if_one_gets_no_memory(three_worlds: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
     real = host_shm.own
 
     def scarce(name: str, nbytes: int) -> host_shm.Segment:
@@ -333,13 +333,13 @@ def test_memory_that_one_rank_does_not_get(three: list[World], monkeypatch: pyte
         return real(name, nbytes)
 
     monkeypatch.setattr(host_shm, "own", scarce)
-    outcomes = each(three, lambda world: world.allocate(ROWS, "rows"))
+    outcomes = each(three_worlds, lambda world: world.allocate(ROWS, "rows"))
     assert isinstance(outcomes[1], PlacementError)
     assert "0 available" in str(outcomes[0])
     assert "0 available" in str(outcomes[2])
 
 
-def test_a_closed_heap_is_told_and_its_tensors_live() -> None:
+def test_a_closed_heap_is_refused_and_its_tensors_stay_valid() -> None:
     [world] = wired(1)
     heap = world.allocate(ROWS, "kept")
     rows = heap.tensor("rows")
@@ -351,11 +351,11 @@ def test_a_closed_heap_is_told_and_its_tensors_live() -> None:
     world.close()
 
 
-def test_nothing_is_left_behind() -> None:
+def test_a_closed_world_leaves_no_mappings_and_no_open_files() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     worlds = wired(2, name="gone")
     each(worlds, lambda world: world.allocate(ROWS, "rows"))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before  # all is mapped: nothing more can be opened
+    assert len(list(Path("/proc/self/fd").iterdir())) == before  # all memory is mapped, and its files are closed
     assert "raymoe-gone" in Path("/proc/self/maps").read_text()
     close(worlds)
     gc.collect()
@@ -365,17 +365,17 @@ def test_nothing_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 0), (2, 2), (-1, 2)])
-def test_impossible_ranks(rank: int, size: int) -> None:
+def test_impossible_ranks_are_refused(rank: int, size: int) -> None:
     with pytest.raises(ConfigError, match=f"rank {rank} in a world of {size}"):
         World.open(rank, size)
 
 
-def test_a_world_that_is_not_wired() -> None:
+def test_a_barrier_before_the_wiring_is_refused() -> None:
     with World.open(0, 2) as world, pytest.raises(WiringError, match="not wired yet"):
         world.barrier("early")
 
 
-def test_an_abort_is_passed_on_to_waits_that_are_not_ours() -> None:
+def test_an_abort_calls_its_registered_functions_once() -> None:
     told: list[str] = []
     with World.open(rank=0, size=1) as world:
         world.wire([world.descriptor()])
@@ -386,10 +386,10 @@ def test_an_abort_is_passed_on_to_waits_that_are_not_ours() -> None:
         world.abort("again")
         assert told == ["enough"]
         world.waiter.on_abort(told.append)
-        assert told == ["enough", "again"], "whoever comes after the abort is told at once"
+        assert told == ["enough", "again"], "a function registered after the abort is called at once"
 
 
-def test_code_that_differs_has_another_hash(tmp_path: Path) -> None:
+def test_different_code_has_a_different_hash(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1")
     before = code_hash(tmp_path)
     (tmp_path / "a.py").write_text("x = 2")
@@ -397,8 +397,8 @@ def test_code_that_differs_has_another_hash(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", ["dispatch.cu", "include/raymoe/base/peer.cuh"])
-def test_kernels_that_differ_have_another_hash(tmp_path: Path, changed: str) -> None:
-    assert code_hash() != code_hash(kernels=None), "the kernels of this installation count"
+def test_different_kernels_have_a_different_hash(tmp_path: Path, changed: str) -> None:
+    assert code_hash() != code_hash(kernels=None), "the hash includes the kernels of this installation"
     shutil.copytree(packaged_folder("kernels"), tmp_path / "kernels")
     before = code_hash(tmp_path, tmp_path / "kernels")
     with (tmp_path / "kernels" / changed).open("a") as file:
@@ -406,8 +406,8 @@ def test_kernels_that_differ_have_another_hash(tmp_path: Path, changed: str) -> 
     assert code_hash(tmp_path, tmp_path / "kernels") != before
 
 
-class Kept:
-    """Something that users of a world share."""
+class SharedObject:
+    """An object that users of a world share."""
 
     def __init__(self, world: World) -> None:
         self.closed: list[bool] = []
@@ -418,9 +418,9 @@ class Kept:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_what_is_shared_is_made_once_and_closed_with_the_world(together: bool) -> None:
+def test_a_shared_object_is_made_once_and_closed_with_the_world(together: bool) -> None:
     worlds = wired(2)
-    made = each(worlds, lambda world: (world.shared(Kept), world.shared(Kept)))
+    made = each(worlds, lambda world: (world.shared(SharedObject), world.shared(SharedObject)))
     assert all(first is second for first, second in made)
     assert made[0][0] is not made[1][0]
     for _ in range(2):

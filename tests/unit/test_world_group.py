@@ -1,4 +1,4 @@
-"""Groups of a world: worlds of their own, bound to their own ranks, that end with the world they are of."""
+"""Groups of a world: worlds of some of its ranks, which are closed with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_within(world: World, ranks: list[int]) -> Any:
     return group.rank, group.swap(world.rank, "who"), [heap.word("from", peer) for peer in range(group.size)]
 
 
-def test_a_group_has_numbers_a_board_and_memory_of_its_own(pool: RankPool) -> None:
+def test_a_group_has_its_own_rank_numbers_swaps_and_memory(pool: RankPool) -> None:
     zero, one, two, three = pool.run(4, write_within, [3, 1, 2])
     assert zero is None
     assert three == (0, [3, 1, 2], [30, 10, 20])
@@ -47,22 +47,22 @@ def test_a_group_has_numbers_a_board_and_memory_of_its_own(pool: RankPool) -> No
 
 
 def exchange_within(world: World, groups: list[list[int]], case: Case) -> tuple[int, list[Result]]:
-    """An exchange over the whole world, and one over this rank's group, in turns."""
+    """Run an exchange over the whole world and one over this rank's group in turns; return the group's results."""
     mine = next(ranks for ranks in groups if world.rank in ranks)
     made = [world.group(ranks) for ranks in groups]
     group = made[groups.index(mine)]
     assert group is not None
     assert [each is None for each in made] == [ranks is not mine for ranks in groups]
-    whole, found = Case(world.size, case.spec, case.backend, case.routing, case.seed), []
+    whole_world_case, found = Case(world.size, case.spec, case.backend, case.routing, case.seed), []
     with Exchange(world, case.spec, case.backend) as all_ranks, Exchange(group, case.spec, case.backend) as ours:
         for step in range(len(case.routing)):
-            run_step(all_ranks, whole, batches(whole, step)[world.rank])
+            run_step(all_ranks, whole_world_case, batches(whole_world_case, step)[world.rank])
             found.append(run_step(ours, case, batches(case, step)[group.rank]))
     return group.rank, found
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_exchange_over_a_group_is_bound_to_the_group(pool: RankPool, backend: str) -> None:
+def test_an_exchange_over_a_group_uses_only_its_ranks(pool: RankPool, backend: str) -> None:
     case = Case(2, ExchangeSpec(tokens=9, hidden=16, experts=4, topk=2), backend, ("uniform", "one", "masked"), seed=2)
     groups = [[2, 0], [1, 3]]
     found = pool.run(4, exchange_within, groups, case)
@@ -71,7 +71,7 @@ def test_an_exchange_over_a_group_is_bound_to_the_group(pool: RankPool, backend:
         judge(case, [found[rank][1] for rank in ranks])
 
 
-def test_a_group_of_a_group() -> None:
+def test_a_group_can_have_groups() -> None:
     worlds = wired(4)
 
     def nested(world: World) -> object:
@@ -85,7 +85,7 @@ def test_a_group_of_a_group() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 3], [-1], [True]])
-def test_ranks_that_are_no_group(ranks: list[int]) -> None:
+def test_impossible_groups_are_refused(ranks: list[int]) -> None:
     worlds = wired(3)
     for outcome in each(worlds, lambda world: world.group(ranks)):
         assert isinstance(outcome, ConfigError)
@@ -94,7 +94,7 @@ def test_ranks_that_are_no_group(ranks: list[int]) -> None:
     close(worlds)
 
 
-def test_ranks_that_mean_different_groups_all_raise() -> None:
+def test_all_ranks_raise_if_they_ask_for_different_groups() -> None:
     worlds = wired(3)
     asked = [[0, 1], [0, 1], [0, 2]]
     for outcome in each(worlds, lambda world: world.group(asked[world.rank])):
@@ -104,7 +104,7 @@ def test_ranks_that_mean_different_groups_all_raise() -> None:
     close(worlds)
 
 
-def test_memory_that_one_rank_does_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_raise_if_a_group_gets_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds = wired(3)
     real = host_shm.own
 
@@ -123,12 +123,12 @@ def test_memory_that_one_rank_does_not_get(monkeypatch: pytest.MonkeyPatch) -> N
     close(worlds)
 
 
-def test_a_wait_in_a_group_is_seen_ended_and_named() -> None:
+def test_a_timeout_in_a_group_names_its_ranks_and_the_world_lives() -> None:
     worlds = wired(3, timeout_s=0.3)
     groups = each(worlds, lambda world: world.group([2, 0]))
     start = time.monotonic()
-    with pytest.raises(PeerTimeout, match=r"rank 1 waited .* for rank 0 in lunch"):
-        groups[0].barrier("lunch")
+    with pytest.raises(PeerTimeout, match=r"rank 1 waited .* for rank 0 in sync"):
+        groups[0].barrier("sync")
     assert 0.3 <= time.monotonic() - start < 5
     assert each(worlds, lambda world: world.swap(1, "the world lives")) == [[1, 1, 1]] * 3
     for world in worlds:
@@ -146,10 +146,10 @@ def test_an_abort_of_the_world_ends_a_wait_in_its_group() -> None:
         seen.append(worlds[0].waiting)
         worlds[0].abort("rank 2 died")
 
-    error, _ = together([lambda: groups[0].barrier("lunch"), stop])
+    error, _ = together([lambda: groups[0].barrier("sync"), stop])
     assert isinstance(error, Aborted)
     assert "rank 2 died" in str(error)
-    assert seen == [("lunch", 2)]  # in the world's own numbers
+    assert seen == [("sync", 2)]  # the peer's rank in the world
     for world in worlds:
         world.close(together=False)
 

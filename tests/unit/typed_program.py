@@ -1,4 +1,4 @@
-"""A user's program that names everything public. `test_public_names.py` has mypy read it; nothing runs it."""
+"""A user's program that uses every public name. `test_public_names.py` checks it with mypy; nothing runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds inside one process: a thread for each rank. Good for what needs no second address space."""
+"""Worlds inside one process, with a thread for each rank, for tests that need no second address space."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEADLINE_S = 30.0
 
 
 def together(functions: list[Callable[[], Any]]) -> list[Any]:
-    """Run each function in a thread; results or errors, in order."""
+    """Run each function in a thread; return results or errors, in order."""
     outcomes: list[Any] = [TimeoutError("a thread did not end in time")] * len(functions)
 
     def run(place: int, function: Callable[[], Any]) -> None:
@@ -33,6 +33,7 @@ def together(functions: list[Callable[[], Any]]) -> list[Any]:
 
 
 def wired(size: int, name: str = "test", timeout_s: float = 10.0) -> list[World]:
+    """Open and wire the worlds of `size` ranks."""
     worlds = [World.open(rank, size, name=name, timeout_s=timeout_s) for rank in range(size)]
     descriptors = [world.descriptor() for world in worlds]
     for outcome in together([lambda world=world: world.wire(descriptors) for world in worlds]):
@@ -42,10 +43,12 @@ def wired(size: int, name: str = "test", timeout_s: float = 10.0) -> list[World]
 
 
 def close(worlds: list[World]) -> None:
+    """Close all worlds at the same time; raise the first error."""
     for outcome in together([world.close for world in worlds]):
         if isinstance(outcome, Exception):
             raise outcome
 
 
 def each(worlds: list[World], function: Callable[[World], Any]) -> list[Any]:
+    """Call the function on every rank at the same time; return results or errors, in rank order."""
     return together([lambda world=world: function(world) for world in worlds])

@@ -1,4 +1,4 @@
-// How number_entries.cu numbers tokens and entries.
+// The numbering of tokens and entries by a block of number_entries.cu.
 #pragma once
 
 #include "raymoe/collective/traffic.cuh"
@@ -7,7 +7,7 @@ namespace raymoe {
 
 class Numbering {
   public:
-    // Shared memory: (warps + 2) * local words, then (warps + 1) * (ranks + 1), then a word a warp.
+    // Shared memory: (warps + 2) * local words, then (warps + 1) * (ranks + 1), then a word for each warp.
     // raymoe/device/rounds.py has the same sum.
     __device__ Numbering(const NumberParams& p, u32* shared)
         : p_(p), memory_(p.memory), run_(p.memory, p.runs), warps_(blockDim.x / 32), warp_(threadIdx.x / 32),
@@ -16,10 +16,10 @@ class Numbering {
           before_(marks_ + warps_ * (p.memory.ranks + 1)), sums_(before_ + p.memory.ranks + 1),
           topk_idx_(p.memory.topk_idx_of(p.kept, run_.source)) {}
 
-    // How many entries each expert has, and how many of them are before this block's run.
+    // Finds the number of entries of each expert, its start, and its entries before this block's run.
     __device__ __forceinline__ void find_experts() {
         for (u32 i = threadIdx.x; i < 2 * memory_.local; i += blockDim.x) {
-            totals_[i] = 0;  // begins_ stand behind them
+            totals_[i] = 0;  // and begins_, which follow totals_
         }
         __syncthreads();
         for (u32 first = 0; first < memory_.local; first += 32) {
@@ -37,10 +37,10 @@ class Numbering {
         for (u32 expert = first; expert < first + each && expert < memory_.local; ++expert) {
             begins_[expert] += begin;
         }
-        fits_ = total_ <= p_.capacity;  // where experts begin, other threads read behind the barriers of `count`
+        fits_ = total_ <= p_.capacity;  // the barriers in `count` order begins_ before other threads read them
     }
 
-    // Rows of the table and rows of what comes back.
+    // Writes the row of each token in the table, and the row of its sums among those that come back.
     __device__ __forceinline__ void number_tokens() {
         const bool own = run_.source == memory_.rank;
         const u32 first_way = own ? 0 : memory_.ranks;
@@ -67,13 +67,13 @@ class Numbering {
                     before_[way] += marks_[way * warps_ + warp];
                 }
             }
-            __syncthreads();  // before the marks are written anew
+            __syncthreads();  // orders these reads before the next tokens' marks
         }
     }
 
     __device__ __forceinline__ void number_entries() {
         const u32 entries = (run_.last - run_.first) * memory_.topk;
-        const u32 each = (entries + blockDim.x - 1) / blockDim.x * 32;  // of a warp, in whole steps of 32
+        const u32 each = (entries + blockDim.x - 1) / blockDim.x * 32;  // entries of a warp, a multiple of 32
         const u32 from = warp_ * each < entries ? warp_ * each : entries;
         const u32 until = from + each < entries ? from + each : entries;
         const u32 base = run_.first * memory_.topk;
@@ -89,10 +89,10 @@ class Numbering {
         }
     }
 
-    __device__ __forceinline__ void tell_counts() {
+    __device__ __forceinline__ void store_counts() {
         for (u32 expert = threadIdx.x; expert < memory_.local; expert += blockDim.x) {
             ptx::store_4(p_.expert_counts + expert * 4ull, fits_ ? totals_[expert] : 0);
-            // Behind this come those of the expert in the runs before, of which block 0 has none.
+            // begins_ also counts the expert's entries in earlier runs, but block 0 has no earlier run.
             ptx::store_4(p_.expert_offsets + expert * 4ull, fits_ ? begins_[expert] : 0);
         }
         if (threadIdx.x == 0) {
@@ -104,8 +104,8 @@ class Numbering {
         }
     }
 
-    // Weights and index of this block's share of the gaps; the index behind the last row too: who gathers by all of it
-    // would read outside the table.
+    // Writes weights and index of this block's share of the gaps. The index behind the last row is written too, so that
+    // a gather by the whole index reads inside the table.
     __device__ __forceinline__ void fill_gaps() {
         for (u32 expert = blockIdx.x * warps_ + warp_; fits_ && expert < memory_.local; expert += gridDim.x * warps_) {
             const u32 total = totals_[expert], end = aligned(total);
@@ -128,9 +128,9 @@ class Numbering {
         return (rows + p_.alignment - 1) / p_.alignment * p_.alignment;
     }
 
-    // By a whole warp, a share of all runs: each thread its expert.
+    // All threads of a warp call this, each with its expert. Adds the counts of the warp's share of the runs.
     __device__ __forceinline__ void add_runs(u32 expert) {
-        constexpr u32 TOGETHER = 20;  // loads under way: those of all runs on a GPU of up to 160 multiprocessors
+        constexpr u32 TOGETHER = 20;  // loads in flight: with 8 warps all runs of a GPU of up to 160 SMs
         const u32 words = stats_words(memory_);
         u32 total = 0, before = 0;
         for (u32 first = warp_; first < gridDim.x; first += warps_ * TOGETHER) {
@@ -153,7 +153,7 @@ class Numbering {
         }
     }
 
-    // By a whole warp, each thread with the same expert: what it has in the runs before this block's.
+    // All threads of a warp call this, with the same expert. Its entries in the runs before this block's.
     __device__ __forceinline__ u32 entries_before(u32 expert) const {
         const u32 words = stats_words(memory_);
         u32 before = 0;
@@ -183,7 +183,7 @@ class Numbering {
         return begin;
     }
 
-    // How many tokens of each warp go each way.
+    // Counts the tokens of each warp that go each way.
     __device__ __forceinline__ void mark(u32 ways, u32 first_way) {
         for (u32 way = first_way; way <= memory_.ranks; ++way) {
             const u32 votes = __ballot_sync(0xFFFFFFFF, ways >> way & 1);
@@ -193,7 +193,7 @@ class Numbering {
         }
     }
 
-    // The row of this thread's token within its block of rows that go one way, if it does. By all threads of a warp.
+    // All threads of a warp call this. The row of this thread's token in its block of rows, if the token goes this way.
     __device__ __forceinline__ u32 row_of(u32 ways, u32 way, u32 token) const {
         const u32 votes = __ballot_sync(0xFFFFFFFF, ways >> way & 1);
         if (!memory_.compact) {
@@ -217,7 +217,7 @@ class Numbering {
         }
     }
 
-    // Each warp's counters become the places that its entries of each expert begin with.
+    // Sets each warp's counters to the place of its first entry of each expert.
     __device__ __forceinline__ void count(u32 from, u32 until) {
         for (u32 i = threadIdx.x; i < warps_ * memory_.local; i += blockDim.x) {
             counters_[i] = 0;
@@ -243,13 +243,14 @@ class Numbering {
         __syncthreads();
     }
 
-    // By a whole warp: the place of each thread's entry, behind those of the same expert that threads before it have.
+    // All threads of a warp call this. The place of each thread's entry, behind the same expert's entries of the lanes
+    // before it.
     __device__ __forceinline__ u32 next_of(u32 expert) {
         u32* mine = counters_ + warp_ * memory_.local;
         const u32 alike = __match_any_sync(0xFFFFFFFF, expert);
         const u32 before = __popc(alike & ((1u << lane_) - 1));
         const u32 begin = expert == NOWHERE ? 0 : mine[expert];
-        __syncwarp();  // all have read before the first of them counts on
+        __syncwarp();  // orders the reads of all lanes before the write
         if (expert != NOWHERE && before == 0) {
             mine[expert] = begin + __popc(alike);
         }
@@ -275,7 +276,7 @@ class Numbering {
     Run run_;
     u32 warps_, warp_, lane_;
     u32* totals_;    // [local]
-    u32* begins_;    // [local] where each expert begins, and behind that what it has in runs before
+    u32* begins_;    // [local] the start of each expert, plus its entries in runs before
     u32* counters_;  // [warp][local]
     u32* marks_;     // [way][warp]
     u32* before_;    // [way]

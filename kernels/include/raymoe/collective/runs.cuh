@@ -1,4 +1,4 @@
-// The runs of tokens that blocks count and number, and what each block finds of its own.
+// The runs of tokens that blocks count and number, and the statistics that each block writes.
 #pragma once
 
 #include "raymoe/collective/rounds.cuh"
@@ -7,20 +7,20 @@ namespace raymoe {
 
 struct CountParams {
     DispatchMemory memory;
-    u8* kept;    // memory of the dispatch; all ranks have told
+    u8* kept;    // memory of the dispatch, with the ids and weights of all ranks
     u32* stats;  // [blocks][stats_words]
-    u32 runs;    // of each source; blocks: runs for each rank
+    u32 runs;    // of each source; the grid has `runs` blocks for each rank
     u32 unused;
 };
 
-// Words that a block leaves: entries for each local expert; then, with compact rows, tokens that go to each rank, of
-// this rank's own runs, and tokens that come here.
+// The words that a block writes. First the entries of each local expert. With compact rows then the tokens of this
+// rank's own runs that go to each rank, and last the tokens that come here.
 __device__ __forceinline__ u32 stats_words(const DispatchMemory& memory) { return memory.local + memory.ranks + 1; }
 
-// The tokens of a block, all of one source.
+// The run of tokens that a block works on, all of one source.
 struct Run {
     u32 source;
-    u32 number;  // among the runs of its source
+    u32 number;  // index among the runs of its source
     u32 first;
     u32 last;
 
@@ -33,7 +33,7 @@ struct Run {
     }
 };
 
-// The number of an expert on this rank; NOWHERE for one that is elsewhere, and for none.
+// The local number of an expert; NOWHERE for an expert of another rank and for no expert.
 __device__ __forceinline__ u32 local_of(const DispatchMemory& memory, u32 id) {
     const u32 expert = id - memory.rank * memory.local;
     return id != NOWHERE && expert < memory.local ? expert : NOWHERE;

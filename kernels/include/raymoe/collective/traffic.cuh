@@ -1,4 +1,4 @@
-// How many rows go to each rank and come from each, out of what all runs have counted.
+// The number of rows to each rank and from each rank, summed from the counts of all runs.
 #pragma once
 
 #include "raymoe/collective/runs.cuh"
@@ -7,18 +7,18 @@ namespace raymoe {
 
 struct NumberParams {
     DispatchMemory memory;
-    u8* kept;          // memory of the dispatch; all ranks have told
-    const u32* stats;  // of count_entries, by as many blocks
+    u8* kept;          // memory of the dispatch, with the ids and weights of all ranks
+    const u32* stats;  // of count_entries, whose grid was the same
 
     u8* out_weights;     // f32[capacity]
     u8* expert_offsets;  // i32[local + 1]
     u8* expert_counts;   // i32[local]
     u8* index;           // i64[capacity]: the table's row of each place, with layout rank; else null
 
-    // Null, or words of the host: the number of the dispatch, then rows to each rank, then rows from each. Writer:
-    // block 0, the number last, by a release at system scope. Reader: the host, the number first, until it is that of
-    // its dispatch; so the next dispatch writes only after that.
-    u64* heard;
+    // Null, or words in host memory: the number of the dispatch, then rows to each rank, then rows from each rank.
+    // Writer: block 0, the number last, by a release at system scope. Reader: the host, which polls the number until it
+    // is that of its dispatch, then reads the rest. It does so before it launches the next dispatch.
+    u64* host_counts;
 
     u32 runs;      // of each source
     u32 given;     // rows of x
@@ -37,7 +37,7 @@ __device__ __forceinline__ u32 warp_sum(u32 value) {
     return value;
 }
 
-// By a whole warp: the sum of one word of the stats over the first `count` runs of a source.
+// All threads of a warp call this: the sum of one word of the stats over the first `count` runs of a source.
 __device__ __forceinline__ u32 over_runs(const NumberParams& p, u32 source, u32 count, u32 word) {
     const u32 words = stats_words(p.memory);
     u32 sum = 0;
@@ -47,8 +47,8 @@ __device__ __forceinline__ u32 over_runs(const NumberParams& p, u32 source, u32 
     return warp_sum(sum);
 }
 
-// By a whole block: rows to and from each rank, for the combine and for the host.
-__device__ inline void tell_traffic(const NumberParams& p) {
+// All threads of a block call this. Writes the rows to and from each rank for the combine and for the host.
+__device__ inline void store_traffic(const NumberParams& p) {
     const DispatchMemory& memory = p.memory;
     DispatchRecord* record = memory.record_of(p.kept);
     for (u32 i = threadIdx.x / 32; i < 2 * memory.ranks; i += blockDim.x / 32) {
@@ -60,16 +60,16 @@ __device__ inline void tell_traffic(const NumberParams& p) {
                         : over_runs(p, memory.rank, p.runs, memory.local + rank);
         }
         if (threadIdx.x % 32 == 0) {
-            ptx::store_4((here ? record->came : record->went) + rank, rows);
-            if (p.heard != nullptr) {
-                ptx::store_relaxed_sys(p.heard + 1 + i, rows);
+            ptx::store_4((here ? record->rows_from : record->rows_to) + rank, rows);
+            if (p.host_counts != nullptr) {
+                ptx::store_relaxed_sys(p.host_counts + 1 + i, rows);
             }
         }
     }
     __syncthreads();
-    if (p.heard != nullptr && threadIdx.x == 0) {
-        // Orders the rows, stored by all warps ahead of the barrier, before the number that announces them.
-        ptx::store_release_sys(p.heard, ptx::load_8(&record->number));
+    if (p.host_counts != nullptr && threadIdx.x == 0) {
+        // Orders the counts, which all warps stored before the barrier, before the number that announces them.
+        ptx::store_release_sys(p.host_counts, ptx::load_8(&record->number));
     }
 }
 

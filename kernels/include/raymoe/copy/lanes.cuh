@@ -1,6 +1,6 @@
-// The lanes of a copy: what the kernel is given for each, who works on which, and how a run of one begins and ends.
+// The lanes of a copy: their parameters, the threads that work on them, and how a run of a lane begins and ends.
 //
-// The protocol is told in kernels/copy.cu, the order of each word where it is declared here.
+// kernels/copy.cu describes the protocol. Each word's writer, reader and order are given below, where it is declared.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
@@ -15,17 +15,17 @@ struct CopyLane {
     const u8* src;
     u64 bytes;
 
-    Operation* operation;  // null: copy only, no word below is touched
+    Operation* operation;  // null: copy only, the words below are not used
 
     // Writer: the peer, by a release at system scope of its own epoch, when this rank may begin (its buffer may be
-    // written, or read). Reader: each thread here that leads a part of the lane, acquiring. Only grows, never reset: a
-    // replay finds its next value by this rank's own count, and a peer that is one run ahead is as good. Null: nothing
-    // to wait for.
+    // written, or read). Reader: each thread here that leads a part of the lane, by an acquire. It only grows and is
+    // never reset: a replay computes its next value from this rank's own count, and a peer may be one run ahead. Null:
+    // nothing to wait for.
     const u64* credit;
     u64 lag;  // epochs that the credit may be behind: 0, or the number of buffers that need no credit at first
 
-    // In the peer's memory. Writer: the last part out here. Reader: the peer, acquiring, by the same rules; it bulk
-    // copies what the word announces only after a proxy fence. Null: nobody is told.
+    // In the peer's memory. Writer: the last part out here. Reader: the peer, by an acquire, with the same rules. It
+    // runs a proxy fence before it bulk copies the announced bytes. Null: no signal.
     u64* signal;
 
     u32 op;  // for the error record
@@ -36,12 +36,12 @@ struct CopyLane {
 
 struct CopyParams {
     CopyLane lanes[COPY_LANES];
-    Watch watch;  // poison is null: no wait, and nothing to be poisoned by
+    Watch watch;  // poison is null: the copy waits for nothing and cannot be poisoned
     u32 count;    // lanes
-    u32 movers;   // blocks that move bytes; where lanes have none, one more block follows them
+    u32 movers;   // blocks that move bytes; one more block follows if there are lanes without bytes
     u32 stages;
     u32 stage_bytes;
-    u32 pace_ns;  // from one store of a ring to the next, on average; 0: as fast as they go
+    u32 pace_ns;  // average time from one store of a ring to the next; 0: no pace
 };
 
 __device__ __forceinline__ u64 min_of(u64 a, u64 b) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool is_of_this_block(const CopyLane& lane) {
     return lane.bytes != 0 && blockIdx.x - lane.first < lane.blocks;
 }
 
-__device__ __forceinline__ bool alike(const CopyLane& lane) {
+__device__ __forceinline__ bool same_alignment(const CopyLane& lane) {
     return ((reinterpret_cast<u64>(lane.dst) ^ reinterpret_cast<u64>(lane.src)) & 15) == 0;
 }
 
@@ -64,16 +64,16 @@ __device__ __forceinline__ bool has_ends(const CopyLane& lane) {
     return ((reinterpret_cast<u64>(lane.dst) | lane.bytes) & 15) != 0;
 }
 
-// How many threads do a part of a lane with bytes, each of which takes a ticket.
+// The number of parts of a lane with bytes. Each is led by one thread, which takes a ticket.
 __device__ __forceinline__ u32 parts_of(const CopyLane& lane) {
-    return lane.blocks + (alike(lane) && has_ends(lane) ? 1 : 0);
+    return lane.blocks + (same_alignment(lane) && has_ends(lane) ? 1 : 0);
 }
 
 enum class Gate { OPEN, SHUT, STOPPED };
 
-// Whether a run may begin. The words are all loaded before the first is looked at: each is a trip to the L2 cache, and
-// a small message is mostly such trips.
-__device__ __forceinline__ Gate look(const CopyParams& p, const CopyLane& lane, u64& epoch) {
+// Whether a run may begin. All words are loaded before the first is tested: each load takes a trip to the L2 cache, and
+// such trips are most of the time of a small message.
+__device__ __forceinline__ Gate gate_of(const CopyParams& p, const CopyLane& lane, u64& epoch) {
     epoch = lane.operation == nullptr ? 0 : epoch_of_this_run(lane.operation);
     const bool stopped = poisoned(p.watch);
     const u64 credit = lane.credit == nullptr ? ~0ull : ptx::load_acquire_sys(lane.credit);
@@ -83,15 +83,15 @@ __device__ __forceinline__ Gate look(const CopyParams& p, const CopyLane& lane, 
     return credit + lane.lag >= epoch || lane.credit == nullptr ? Gate::OPEN : Gate::SHUT;
 }
 
-// Waits where it may not begin yet.
+// Waits until a run may begin. False: the wait failed, or the watch was poisoned.
 __device__ __forceinline__ bool may_begin(const CopyParams& p, const CopyLane& lane, u64& epoch) {
-    const Gate gate = look(p, lane, epoch);
+    const Gate gate = gate_of(p, lane, epoch);
     return gate == Gate::OPEN || (gate == Gate::SHUT && wait_for_epoch(lane.credit, epoch - lane.lag,
                                                                        Waiting{lane.op, lane.peer, epoch}, p.watch));
 }
 
-// By the last part out of a run that moved all its bytes. The release orders these bytes (of every part, by the ticket)
-// before the epoch that announces them.
+// The last part out of a run calls this, when all bytes are moved. The release orders the bytes of all parts (acquired
+// with the ticket) before the epoch that announces them.
 __device__ __forceinline__ void finish_lane(const CopyLane& lane, u64 epoch) {
     if (lane.signal != nullptr) {
         ptx::store_release_sys(lane.signal, epoch);
@@ -99,8 +99,8 @@ __device__ __forceinline__ void finish_lane(const CopyLane& lane, u64 epoch) {
     finish_run(lane.operation, epoch);
 }
 
-// By the thread that leads a part, when the part is done and its stores have arrived. Every part takes its ticket, also
-// where it may not move, so that tickets always wrap. A part that is alone needs none.
+// The thread that leads a part calls this when the part is done and its stores have arrived. Every part takes a ticket,
+// even if it may not move bytes, so that tickets always wrap. A lane with one part needs no ticket.
 __device__ __forceinline__ void finish_part(const CopyParams& p, const CopyLane& lane, u64 epoch, bool moved) {
     if (lane.operation == nullptr) {
         return;

@@ -1,8 +1,9 @@
-// Copies by ordinary loads and stores, of what bulk copies cannot move: bytes beside 16-byte boundaries, and everything
-// where source and destination lie differently mod 16.
+// Copies by ordinary loads and stores, for bytes that bulk copies cannot move: those beside 16-byte boundaries, and all
+// bytes where source and destination differ mod 16.
 //
-// A group of threads does it, each of which knows its number in the group. Nothing outside [src, src + bytes) is read
-// and nothing outside [dst, dst + bytes) is written. No order is given: a barrier of the group, or more, follows.
+// A group of threads does a copy; each thread knows its number in the group. No byte outside [src, src + bytes) is
+// read, and no byte outside [dst, dst + bytes) is written. These functions order nothing: the caller needs a barrier
+// after.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
@@ -17,7 +18,7 @@ struct Span {
 
 struct Group {
     u64 thread;   // this thread's number
-    u64 threads;  // in all
+    u64 threads;  // of the group
 };
 
 // Byte `i` of the copy.
@@ -25,7 +26,7 @@ __device__ __forceinline__ void copy_byte(const Span& span, u64 i) {
     ptx::store_byte(span.dst + i, ptx::load_byte(span.src + i));
 }
 
-// Bytes [0, head) and [tail, bytes) of the copy, by one thread each; fewer than 32 of either.
+// Copies bytes [0, head) and [tail, bytes), one byte a thread; fewer than 32 bytes at either end.
 __device__ __forceinline__ void copy_ends(const Span& span, u64 head, u64 tail, u64 thread) {
     if (thread < head) {
         copy_byte(span, thread);
@@ -46,8 +47,8 @@ __device__ __forceinline__ ptx::Bytes16 shifted(const ptx::Bytes16& low, const p
                      : ptx::Bytes16{(a >> bits) | (b << (64 - bits)), (b >> bits) | (c << (64 - bits))};
 }
 
-// dst and src lie differently mod 16. Vector i goes to the i-th aligned 16 bytes of dst, and needs the aligned vectors
-// i and i + 1 of src, both of which must lie inside [src, src + bytes). Groups have at least 64 threads.
+// Copies where dst and src differ mod 16. Vector i goes to the i-th aligned 16 bytes of dst. It needs the aligned
+// vectors i and i + 1 of src, and both must lie inside [src, src + bytes). Groups have at least 64 threads.
 __device__ __forceinline__ void copy_by_shifting(const Span& span, const Group& group) {
     constexpr u32 UNROLL = 4;
     const u64 src = reinterpret_cast<u64>(span.src);
@@ -73,7 +74,7 @@ __device__ __forceinline__ void copy_by_shifting(const Span& span, const Group& 
     for (u64 i = group.thread; i < vectors; i += UNROLL * stride) {
         ptx::Bytes16 value[UNROLL];
 #pragma unroll
-        for (u32 j = 0; j < UNROLL; ++j) {  // all loads first, so that they are under way together
+        for (u32 j = 0; j < UNROLL; ++j) {  // all loads first, so that they are in flight together
             const u64 at = (i + j * stride < vectors ? i + j * stride : vectors - 1) * 16;
             value[j] = shifted(ptx::load_16(from + at), ptx::load_16(from + at + 16), shift);
         }

@@ -1,0 +1,96 @@
+"""Reads a trace: expert ids in a `.npy` file, which may come from somebody else.
+
+`numpy.load` also takes archives and pickled objects, waits for a FIFO, and makes room for as many values as a header
+claims. Here a file is only what `numpy.save` writes for an array of integers, and its header is checked against its
+size before anything is made.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+import stat
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy
+
+from raymoe.errors import ConfigError
+
+MOST_IDS = 2**27
+"""Of a file: they take 1 GiB on each rank."""
+MOST_HEADER_BYTES = 1024  # an array of integers needs about 100
+MOST_DIMENSIONS = 3
+
+_MAGIC = b"\x93NUMPY\x01\x00"
+_INTEGER = re.compile(r"[<>|=]?[iu][1248]")
+_ADVICE = "save the ids with numpy.save, integers of shape [tokens, topk] or [steps, tokens, topk]"
+
+Ids = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.signedinteger]]
+
+
+def read_ids(path: str) -> Ids:
+    """Read the ids of a trace, in the type that the file has. Raises ConfigError."""
+    try:
+        # Non-blocking, because opening a FIFO without a writer would hang before it can be refused.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise _refused(path, "is not a regular file")
+            return _read(path, file, status.st_size)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _refused(path, f"the trace cannot be read ({reason})") from error
+
+
+def _read(path: str, file: BinaryIO, nbytes: int) -> Ids:
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise _refused(path, "not a .npy file of version 1.0")
+    header_bytes = int.from_bytes(file.read(2), "little")
+    if header_bytes > MOST_HEADER_BYTES:
+        raise _refused(path, f"not a .npy file of integers: its header has {header_bytes} bytes")
+    header = _header(path, file.read(header_bytes))
+    count, room = math.prod(header.shape), nbytes - file.tell()
+    if count > MOST_IDS:
+        raise _refused(path, f"the trace claims {count} ids, and at most {MOST_IDS} are read")
+    if count * header.dtype.itemsize > room:
+        raise _refused(
+            path, f"the trace claims {count} ids of {header.dtype.itemsize} bytes and holds {room} bytes of them"
+        )
+    ids = numpy.frombuffer(file.read(count * header.dtype.itemsize), header.dtype)
+    if ids.size != count:
+        raise _refused(path, "the trace became shorter while it was read")
+    return ids.reshape(header.shape, order="F" if header.fortran_order else "C")
+
+
+@dataclass(frozen=True)
+class _Header:
+    dtype: numpy.dtype[numpy.signedinteger]
+    shape: tuple[int, ...]
+    fortran_order: bool
+
+
+def _header(path: str, text: bytes) -> _Header:
+    """Read the header: a dictionary of constants, whose text no error repeats."""
+    try:
+        found = ast.literal_eval(text.decode("latin-1").strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise _refused(path, "not a .npy file: its header cannot be read") from error
+    if not isinstance(found, dict) or set(found) != {"descr", "fortran_order", "shape"}:
+        raise _refused(path, "not a .npy file: its header lacks descr, fortran_order or shape")
+    descr, shape, fortran_order = found["descr"], found["shape"], found["fortran_order"]
+    if not isinstance(descr, str) or not _INTEGER.fullmatch(descr):
+        raise _refused(path, "the trace must hold integers of 1 to 8 bytes")
+    sizes = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+    if not sizes or len(shape) > MOST_DIMENSIONS or type(fortran_order) is not bool:
+        raise _refused(path, f"not a .npy file of at most {MOST_DIMENSIONS} dimensions")
+    return _Header(numpy.dtype(descr), shape, fortran_order)
+
+
+def _refused(path: str, reason: str) -> ConfigError:
+    return ConfigError(f"{path}: {reason}: {_ADVICE}")

@@ -1,0 +1,70 @@
+"""What a rank refuses to wire: descriptors of another run, of an earlier generation, or that were changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from raymoe.gang.rank import Rank, RankSettings
+from raymoe.gang.supervisor import Failure
+
+Descriptor = dict[str, object]
+
+
+@pytest.fixture
+def opened() -> Iterator[object]:
+    """`opened(run, generation)` opens both ranks of a gang; gives the first one and the descriptors of both."""
+    ranks: list[Rank] = []
+
+    def go(run: str, generation: int = 0) -> tuple[Rank, list[Descriptor]]:
+        gang = [Rank(run, index) for index in range(2)]
+        ranks.extend(gang)
+        settings = [RankSettings(index, 2, generation, 1.0, 1, "cpu", False, 1000) for index in range(2)]
+        descriptors = [rank.open(each) for rank, each in zip(gang, settings, strict=True)]
+        assert all(isinstance(each, dict) for each in descriptors)
+        return gang[0], descriptors  # type: ignore[return-value]
+
+    yield go
+    for rank in ranks:
+        if rank.world is not None:
+            rank.world.close(together=False)
+
+
+def refusal(rank: Rank, descriptors: list[Descriptor]) -> str:
+    failure = rank.wire(descriptors)
+    assert isinstance(failure, Failure) and failure.kind == "WiringError"
+    return failure.message
+
+
+def test_a_descriptor_of_another_run(opened) -> None:
+    rank, mine = opened("quickstart-20261123T070000Z-abcd")
+    _, theirs = opened("quickstart-20261123T070000Z-wxyz")
+    assert "name is quickstart-20261123T070000Z-wxyz on rank 1" in refusal(rank, [mine[0], theirs[1]])
+
+
+def test_a_descriptor_of_an_earlier_generation(opened) -> None:
+    rank, mine = opened("run", generation=1)
+    _, earlier = opened("run", generation=0)
+    assert "generation is 0 on rank 1 and 1 on rank 0" in refusal(rank, [mine[0], earlier[1]])
+
+
+def test_all_descriptors_of_another_gang(opened) -> None:
+    rank, _ = opened("run")
+    _, theirs = opened("run")  # the same name: the memory tells them apart
+    assert "the descriptor at place 0 is not the one that this rank gave" in refusal(rank, theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"inode": 1}, "not 1 as exported"),
+        ({"fd": 0}, "which is no heap of raymoe|gone or has withdrawn"),
+        ({"pid": 1}, "is not the one that exported the heap"),
+        ({"nbytes": 1 << 40}, "its descriptor says 1099511627776"),
+    ],
+)
+def test_a_descriptor_that_was_changed_on_the_way(opened, change, says) -> None:
+    rank, mine = opened("run")
+    message = refusal(rank, [mine[0], mine[1] | change])
+    assert any(each in message for each in says.split("|")), message
