@@ -15,7 +15,7 @@
 // d writes all of them, at every rank, and the owner reads them; d writes its status and head to itself too.
 //
 // Memory order of the words that cross ranks:
-//   heads     writer: for each rank one thread: status by ordinary stores, release at system scope
+//   heads     writer: for each rank one thread of block 0: status by ordinary stores, release at system scope
 //             reader: for each rank one thread of a summer, or of the last block out: acquire, ordinary loads of the
 //             status; __syncthreads
 //   arrivals  writer: bulk stores of the piece; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store
@@ -67,7 +67,7 @@ __device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, 
     return ptx::load_8(p.status_at(p.peers.rank, epoch & 1, rank) + word * 8);
 }
 
-// What the statuses of all ranks say.
+// The verdict that follows from the statuses of all ranks.
 struct Verdict {
     bool ok;       // no wait failed
     bool refused;  // at least one rank refuses, or the statuses differ

@@ -16,7 +16,8 @@
 //   arrivals [s][token]        the epoch for which the row of a token of s has arrived
 //   done [s][sender]           the epoch for which a sender of s has nothing more to send
 //   heads [s]                  the epoch for which counts and told entries are complete
-// s writes all of them, at every rank, and the owner reads them; s writes counts, told entries and heads to itself too.
+// s writes all of them, at every rank, and the owner reads them. s writes counts, told entries and heads to itself too;
+// if rows cross as fp8 it is a peer of its own, and writes all of them to itself.
 //
 // Memory order of the words that cross ranks:
 //   heads     writer: counts and told entries by ordinary stores of all routers; __syncthreads; ticket (acquire and

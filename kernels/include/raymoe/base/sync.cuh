@@ -219,8 +219,8 @@ struct Ending {
 };
 
 // As `block_is_last_out`, but the ticket also carries whether a block had trouble: the last block need not read that
-// from memory after its ticket. The last block must give the ticket back. What a block did is ordered before what the
-// last block does next only if there was trouble, and this block reported it or `hands_over`. Otherwise the ticket is
+// from memory after its ticket. The last block must give the ticket back. A block's accesses are ordered before the
+// last block's next ones only if there was trouble, and this block reported it or `hands_over`. Otherwise the ticket is
 // relaxed, because a ticket that releases waits for all stores of the block.
 __device__ inline Ending block_is_out(Operation* operation, bool trouble, bool hands_over) {
     constexpr u32 TROUBLE = 1 << 16;  // more than the blocks of a grid

@@ -47,13 +47,13 @@ struct LeavingStages {
 
     u32 stages;
     u32 stage_bytes;
-    u32 first;             // the first stage
-    u32 queue;             // {token, ranks} of a turn, or NO_MORE: a lane is finished
-    TurnBarriers filled;   // a lane has filled the turn's stage
-    TurnBarriers emptied;  // the pusher has emptied the turn's stage
-    TurnBarriers landed;   // the pusher knows that the turn's row has arrived
-    TurnBarriers announced;  // the announcer has finished with the turn's entry of the queue
-    u32* turns;            // turns that lanes have taken
+    u32 first;                // the first stage
+    u32 queue;                // {token, ranks} of a turn, or NO_MORE: a lane is finished
+    TurnBarriers filled;      // a lane has filled the turn's stage
+    TurnBarriers emptied;     // the pusher has emptied the turn's stage
+    TurnBarriers landed;      // the pusher knows that the turn's row has arrived
+    TurnBarriers announced;   // the announcer has finished with the turn's entry of the queue
+    u32* turns;               // turns that lanes have taken
 
     __device__ __forceinline__ LeavingStages(const DispatchParams& p, u8* memory)
         : stages(p.sender_stages), stage_bytes((p.slot_bytes + 127) & ~127u), first(ptx::shared_address(memory)),
