@@ -1,10 +1,13 @@
-// Tells every peer that this rank's rows are there, and waits until theirs are: the step of a staged dispatch that
-// follows the copies (pack.cu). One warp, so that nothing else on the GPU waits for the link.
+// Tells every peer that this rank's rows have been copied to it, and waits for the same word of every peer. It is the
+// step of a staged dispatch after the copies (pack.cu). One warp, so that nothing else on the GPU waits for the link.
 //
-// The words are those of dispatch.cu, of one sender for each source. What the copy engine wrote is complete before this
-// kernel begins, because it comes later in the stream.
+// PART_SEND tells, PART_PLACE waits; in a split dispatch they are two launches.
 //
-// PART_SEND tells, PART_PLACE waits; the halves of a split dispatch do one each.
+// Memory order of the one word that crosses ranks; each source has one sender:
+//   done    writer: the copies are complete before this kernel begins, because it is later in the stream; then for each
+//           peer one thread: fence.acq_rel.sys, relaxed store
+//           reader: this kernel at the peer: acquire. The launch that places acquires the word again, then runs
+//           __syncthreads, and fence.proxy.async before the bulk load of a slot
 
 #define BLOCK_WARPS 1
 
@@ -16,9 +19,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     using namespace raymoe;
     const auto [epoch, tokens, may] = begin_dispatch(p);
     if (may && p.parts & PART_SEND) {
-        say_done(p, epoch, 0);
+        announce_done(p, epoch, 0);
     }
     if (may && p.parts & PART_PLACE) {
-        await_all(p, epoch);  // where that fails, the launch that places finds the poison
+        await_all(p, epoch);  // if that fails, the launch that places finds the poison
     }
 }

@@ -1,24 +1,37 @@
-// Combine: what the experts made of each token, back to the token's rank, summed.
+// Combine: sends the experts' rows of each token back to the token's rank, summed.
 //
-// One kernel, two kinds of work, on blocks that are all resident at once:
-//   reducers  sum this rank's experts' rows of each token of each peer, and push the sum to that peer (reducing.cuh)
+// One kernel with two kinds of blocks, all resident at once:
+//   reducers  sum the rows of this rank's experts for each token of each peer, and push the sum to that peer
+//             (reducing.cuh)
 //   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive (summing.cuh)
-// Both take pieces of rows, so that a few tokens are work for many warps.
+// Both work on pieces of rows, so that a few tokens are work for many warps.
 //
-// Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
+// Memory map of every rank's heap; d is the rank whose experts made the rows, [2] the parity of combine's epoch:
 //   rows [2][d][token]   slots, by the number of the owner's token
 //   statuses [2][d]      why rank d refuses the data of this step, or which dispatch it combines
 //   arrivals [d][number] the epoch for which piece `number` of d has arrived
 //   done [d][reducer]    the epoch for which a reducer of d has nothing more to push
 //   heads [d]            the epoch for which d's status is there
-// All are written by d, at every rank, and read by the owner; statuses and heads at d itself too.
+// d writes all of them, at every rank, and the owner reads them; d writes its status and head to itself too.
 //
-// A status travels with every combine, ahead of the rows, so all ranks learn of a refusal in the same combine: each of
-// them gives NaN and tells its host. The next step works. So do ranks that combine different dispatches, or of which
-// some weigh: without a refusal a status holds the dispatch's number and `weighted`, and all ranks must say the same.
+// Memory order of the words that cross ranks:
+//   heads     writer: for each rank one thread of block 0: status by ordinary stores, release at system scope
+//             reader: for each rank one thread of a summer, or of the last block out: acquire, ordinary loads of the
+//             status; __syncthreads
+//   arrivals  writer: bulk stores of the piece; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store
+//             reader: for each rank one thread of a summer's warp: acquire; __syncwarp; ordinary loads of the slot. No
+//             bulk load reads a slot, so no proxy fence is needed
+//   done      writer: each lane waits for all its bulk stores; __syncthreads; for each peer one thread: relaxed store,
+//             without a fence, because no data is read because of this word
+//             reader: the last block out: acquire; then it ends the run
+//
+// A status travels with every combine, ahead of the rows, so all ranks learn of a refusal in the same combine. Each of
+// them gives NaN and reports to its host; the next step works. Ranks are also refused if they combine different
+// dispatches, or if only some apply weights: without a refusal a status holds the dispatch's number and `weighted`, and
+// all statuses must be equal.
 //
 // Why no slot is overwritten before it is read: as in dispatch.cu, with combine's own epochs. The readers of epoch e
-// are the summers of e, which are done when the kernel ends.
+// are the summers of e, which are finished when the kernel ends.
 //
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives NaN.
 
@@ -30,7 +43,7 @@
 #include "raymoe/base/vectors.cuh"
 
 #ifndef ROW_TYPE
-#define ROW_TYPE Bf16  // of vectors.cuh: what rows are made of
+#define ROW_TYPE Bf16  // of vectors.cuh: the element type of rows
 #endif
 
 namespace raymoe {
@@ -39,8 +52,8 @@ __device__ __forceinline__ ptx::Bytes16 status(const CombineParams& p) {
     return status_of(p, ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal)));
 }
 
-// By the threads of one block: this rank's status to every rank, its own too.
-__device__ inline void tell_status(const CombineParams& p, u64 epoch) {
+// Sends this rank's status to every rank, its own too. All threads of one block call this.
+__device__ inline void send_status(const CombineParams& p, u64 epoch) {
     if (threadIdx.x < p.peers.ranks) {
         const ptx::Bytes16 mine = status(p);
         u8* at = p.status_at(threadIdx.x, epoch & 1, p.peers.rank);
@@ -54,15 +67,16 @@ __device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, 
     return ptx::load_8(p.status_at(p.peers.rank, epoch & 1, rank) + word * 8);
 }
 
-// What a block has heard of all ranks.
-struct Heard {
+// The verdict that follows from the statuses of all ranks.
+struct Verdict {
     bool ok;       // no wait failed
-    bool refused;  // by at least one of them, or they do not say the same
+    bool refused;  // at least one rank refuses, or the statuses differ
 };
 
-// By a whole block, each word by a thread of its own, so that all take one trip: until the statuses of all ranks are
-// here, and with `done` until no reducer of any peer has anything more to push; then nothing may be poisoned either.
-__device__ inline Heard hear_all(const CombineParams& p, u64 epoch, bool done) {
+// Waits for the statuses of all ranks, and with `done` until no reducer of any peer has anything more to push; then
+// also nothing may be poisoned. All threads of the block call this. Each thread reads its own words, so all words take
+// one trip to memory.
+__device__ inline Verdict await_statuses(const CombineParams& p, u64 epoch, bool done) {
     const u32 ranks = p.peers.ranks, me = p.peers.rank, words = ranks + (done ? (ranks - 1) * p.reducers : 0);
     bool ok = !done || threadIdx.x != THREADS - 1 || !poisoned(p.watch), refused = false;
     const ptx::Bytes16 mine = threadIdx.x < ranks ? status(p) : ptx::Bytes16{0, 0};
@@ -78,36 +92,37 @@ __device__ inline Heard hear_all(const CombineParams& p, u64 epoch, bool done) {
     return {ok, !__syncthreads_and(!refused)};
 }
 
-// By a whole block, the `summer`-th. What a failed wait leaves undone, the last block out makes good.
+// Computes rows of y as the `summer`-th summer. All threads of the block call this. If a wait fails, the last block out
+// fills y with NaN.
 template <class Type>
 __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
-    const Heard heard = hear_all(p, epoch, false);
-    if (!heard.ok) {
+    const Verdict verdict = await_statuses(p, epoch, false);
+    if (!verdict.ok) {
         return;
     }
     trace(p.trace, AT_COUNTS);
     const u32 warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
-    if (heard.refused) {
+    if (verdict.refused) {
         fill_with_nan<Type>(p, warp, warps);
         return;
     }
     Summer<Type>(p, epoch, warp, warps).run();
 }
 
-// By the last block out, which has acquired what all the others did.
+// All threads of the last block out call this. The block has acquired what all other blocks did.
 template <class Type>
 __device__ inline void finish_combine(const CombineParams& p, const CombineRun& run) {
     const u64 epoch = run.epoch;
-    const Heard heard = run.may ? hear_all(p, epoch, true) : Heard{false, false};
-    if (!heard.ok) {
+    const Verdict verdict = run.may ? await_statuses(p, epoch, true) : Verdict{false, false};
+    if (!verdict.ok) {
         fill_with_nan<Type>(p, threadIdx.x / 32, WARPS);
         return;
     }
     if (threadIdx.x != 0) {
         return;
     }
-    if (heard.refused) {
-        tell_host(p, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
+    if (verdict.refused) {
+        report_refusal(p, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
     }
     trace(p.trace, AT_ALL_AWAITED);
     p.taken[0] = p.taken[1] = 0;  // read by later kernels of this stream only
@@ -124,11 +139,11 @@ __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
         lane.begin();
         run = beginning.run();
         if (run.may && blockIdx.x == 0) {
-            tell_status(p, run.epoch);
+            send_status(p, run.epoch);
         }
         if (run.may) {
             lane.run(run.epoch);
-            say_done(p, run.epoch, blockIdx.x);
+            announce_done(p, run.epoch, blockIdx.x);
         }
     } else {
         run = beginning.run();

@@ -1,16 +1,22 @@
-// Combine of few tokens: what combine.cu does, in half of the trips.
+// Combine of few tokens: the same as combine.cu, in half of the trips over the link.
 //
-// One launch. Some SMs sum what this rank's experts made of peers' tokens and send the sums in lines
-// (lines.cuh), the others add up what the ranks have sent for tokens of this rank (roles_ll.cuh). No flag, no fence.
+// One launch. Some SMs sum the rows of this rank's experts for peers' tokens and send the sums in lines (lines.cuh).
+// The others add the ranks' sums for tokens of this rank (roles_ll.cuh). There is no flag and no fence.
 //
-// Memory map of every rank's heap; d is the rank whose experts it was, "half" the epoch of combine mod 2:
+// Memory map of every rank's heap; d is the rank whose experts made the rows, [2] the parity of combine's epoch:
 //   rows [2][d][token]   lines, by the number of the owner's token
-//   statuses [2][d]      two words: {cause and other, epoch}, {number, epoch} of what d says
-// All are written by d, at every rank, and read by the owner. The epoch is the one of combine.cu's operation.
+//   statuses [2][d]      two words of d's status: {cause and other, epoch}, {number, epoch}
+// d writes all of them, at every rank, and the owner reads them. The epoch is the one of combine.cu's operation.
 //
-// Why no line is overwritten before it is read: as in dispatch_ll.cu. Every block awaits the statuses of all ranks in
-// every epoch, and whatever was sent to a rank in an epoch has been read there when its kernel ends, unless a rank
-// refused the step: then nobody reads, and nothing of that epoch is ever looked at again.
+// Memory order: no word announces other data. Each line or word holds its own epoch.
+//   lines, statuses  writer: payload and epoch in one store, relaxed at system scope: 128 bytes by 8 threads, or 16
+//                    bytes by one. No fence
+//                    reader: relaxed loads of the whole line or word at system scope, again and again until its epoch
+//                    is this one. It uses the loaded payload itself, so nothing more is to be ordered
+//
+// Why no line is overwritten before it is read: as in dispatch_ll.cu. Every block waits for the statuses of all ranks
+// in every epoch. When a rank's kernel ends, it has read all sums sent to it in the epoch. The exception is a refused
+// step: then no rank reads the sums, and nothing of that epoch is read later.
 //
 // A launch has one block for each SM that it is given, or two.
 
@@ -22,8 +28,8 @@
 
 namespace raymoe {
 
-__device__ __forceinline__ u8* status_word(const CombineLlParams& p, u32 peer, u32 half, u32 rank, u32 word) {
-    return p.peers.slot(peer, p.statuses[half], rank * 2ull + word, 16);
+__device__ __forceinline__ u8* status_word(const CombineLlParams& p, u32 peer, u32 parity, u32 rank, u32 word) {
+    return p.peers.slot(peer, p.statuses[parity], rank * 2ull + word, 16);
 }
 
 __device__ inline void send_status(const CombineLlParams& p, u64 epoch, const ptx::Bytes16& mine) {
@@ -33,7 +39,8 @@ __device__ inline void send_status(const CombineLlParams& p, u64 epoch, const pt
     }
 }
 
-// By a whole block: the statuses of all ranks, into shared memory. False: a wait failed.
+// Loads the statuses of all ranks into shared memory. All threads of the block call this. Returns false if a wait
+// failed.
 __device__ inline bool await_statuses(const CombineLlParams& p, u64 epoch, u64 (*words)[2]) {
     bool ok = true;
     if (threadIdx.x < 2 * p.peers.ranks) {
@@ -77,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
             send_status(p, epoch, status_of(p, refusal));
         }
         if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
-            // Nobody will want a sum.
+            // This rank refuses the step, so no rank reads sums.
         } else if (role.leaves) {
             reducer.run(epoch);
         } else {
@@ -112,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         return;
     }
     if (refused) {
-        tell_host(p, epoch, [&](u32 rank, u32 word) { return statuses[rank][word]; });
+        report_refusal(p, epoch, [&](u32 rank, u32 word) { return statuses[rank][word]; });
     }
     finish_run(p.operation, epoch);
 }

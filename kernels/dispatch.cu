@@ -1,32 +1,49 @@
-// Dispatch: each token's row to the ranks of its experts, and there to its place, expert by expert.
+// Dispatch: sends each token's row to the ranks of its experts, and copies it to its place there, expert by expert.
 //
-// One kernel, three kinds of work, on blocks that are all resident at once:
-//   senders   push rows into slots at the peers; the slot of a row is (source, token), so that nothing need be counted
-//             first (sending.cuh)
-//   routers   number this rank's entries of each expert and tell every rank (routing.cuh)
-//   placers   find each row's places from what the sources told, and copy rows there as they arrive (placing.cuh);
-//             the first of them route before that
+// One kernel with three kinds of blocks, all resident at once:
+//   senders   push rows into slots at the peers. The slot of a row is (source, token), so a sender needs no counts
+//             (sending.cuh)
+//   routers   number this rank's entries of each expert and store them at every rank (routing.cuh)
+//   placers   find each row's places from these entries, and copy rows there as they arrive (placing.cuh). The first
+//             placers route before that
 //
-// Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
+// An entry is one of the K experts of a token. A told entry is what the source tells about it, in the region `told`.
+//
+// Memory map of every rank's heap; s is the source, [2] the parity of the epoch:
 //   rows [2][s][token]         slots
 //   told [2][s][token][k]      {local expert, number among s's entries for it} or NOWHERE, and the weight
-//   counts [2][s][expert + 1]  entries for each local expert; the tokens that s has sent
+//   counts [2][s][expert + 1]  entries for each local expert; last, the tokens that s has sent
 //   arrivals [s][token]        the epoch for which the row of a token of s has arrived
 //   done [s][sender]           the epoch for which a sender of s has nothing more to send
-//   heads [s]                  the epoch for which counts and told are complete
-// All are written by s, at every rank, and read by the owner; counts, told and heads at s itself too.
+//   heads [s]                  the epoch for which counts and told entries are complete
+// s writes all of them, at every rank, and the owner reads them. s writes counts, told entries and heads to itself too;
+// if rows cross as fp8 it is a peer of its own, and writes all of them to itself.
 //
-// Why no slot is overwritten before it is read. No block waits before it stores to a peer. Epoch e + 2 writes the half
-// that epoch e wrote. Its writer w has ended epoch e + 1, and no kernel ends before the words of that epoch of all
-// peers have come (`await_all`); a peer stores those only in its own epoch e + 1, which its stream begins after its
-// readers of e: the placers of e, and with layout rank whatever its caller put between the two dispatches. So every
-// rank runs every dispatch, and its senders say that they are done to every peer also with nothing to send.
+// Memory order of the words that cross ranks:
+//   heads     writer: counts and told entries by ordinary stores of all routers; __syncthreads; ticket (acquire and
+//             release at GPU scope); the last router: fence.acq_rel.sys, relaxed store
+//             reader: for each source one thread of every placer: acquire; __syncthreads; ordinary loads
+//   arrivals  writer: bulk stores of the row; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store.
+//             For rows as fp8 one warp waits; then an mbarrier; another warp fences and stores
+//             reader: for each source one thread of a placer's lane: acquire; __syncwarp; the driving thread:
+//             fence.proxy.async, bulk load of the slot
+//   done      writer: each lane waits for all its bulk stores; __syncthreads; for each peer one thread:
+//             fence.acq_rel.sys, relaxed store
+//             reader: the last block out, and with `at_once` every placer: acquire; __syncthreads; before a bulk load
+//             as above
 //
-// Split: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the same
-// epoch; the second ends it.
+// Why no slot is overwritten before it is read. No block waits before it stores to a peer. Epoch e + 2 writes the
+// buffer that epoch e wrote. Its writer w has ended epoch e + 1, and no kernel ends before the words of that epoch of
+// all peers have come (`await_all`). A peer stores those words in its own epoch e + 1, which its stream begins after
+// its readers of e. These are the placers of e, and with layout rank also the kernels that its caller enqueued between
+// the two dispatches. So every rank runs every dispatch, and its senders tell every peer that they are done, also with
+// nothing to send.
 //
-// A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and says that
-// nothing came.
+// Split form: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the
+// same epoch; the second ends it.
+//
+// A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives
+// counts of 0.
 
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/dispatch/placing.cuh"
@@ -38,15 +55,15 @@
 
 namespace raymoe {
 
-// With layout rank no kernel of ours reads the rows of peers, so a build with stamps looks at them when all have come.
-// By a whole block. False: a slot holds the row of another epoch.
+// With layout rank no kernel of raymoe reads the rows of peers, so a build with stamps checks them when all have come.
+// All threads of the block call this. Returns false if a slot holds the row of another epoch.
 __device__ inline bool rows_stay_stamped(const DispatchParams& p, u64 epoch) {
     if (!STAMPS || !p.rank_layout) {
         return true;
     }
     bool ok = true;
     const u32 entries = p.slot_tokens * p.topk;
-    for (u32 i = threadIdx.x; i < p.heard() * entries && ok; i += THREADS) {
+    for (u32 i = threadIdx.x; i < p.ranks_through_slots() * entries && ok; i += THREADS) {
         const u32 source = p.peers.in_turn(i / entries), entry = i % entries, token = entry / p.topk;
         const u8* home = p.home + (static_cast<u64>(source) * entries + entry) * 8;
         if (token < p.got->tokens[source] && ptx::load_4(home) != NOWHERE) {
@@ -61,7 +78,7 @@ __device__ inline bool rows_stay_stamped(const DispatchParams& p, u64 epoch) {
     return __syncthreads_and(ok);
 }
 
-// By the last block out, which has acquired what all the others did.
+// All threads of the last block out call this. The block has acquired what all other blocks did.
 __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool may) {
     if (may && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
         if (threadIdx.x == 0) {
@@ -73,7 +90,7 @@ __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool 
         return;
     }
     __syncthreads();
-    place_nothing(p);
+    store_no_counts(p);
 }
 
 }  // namespace raymoe

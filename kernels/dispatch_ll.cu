@@ -1,21 +1,27 @@
-// Dispatch of few tokens: what dispatch.cu does, in half of the trips.
+// Dispatch of few tokens: the same as dispatch.cu, in half of the trips over the link.
 //
-// One launch. Some SMs send, the others place (roles_ll.cuh); the first of these route before. Rows travel in lines,
-// counts and told entries as words, all with the epoch in them (lines.cuh): no flag, no fence, and the sender awaits
-// nothing. A placer looks at a row while it waits for the counts, because the row may be there with them. Rows come
-// expert by expert only; with layout rank there are no plain rows to point at.
+// One launch. Some SMs send, the others place (roles_ll.cuh); the first of those route before. Rows travel in lines,
+// counts and told entries as words. All of them hold the epoch (lines.cuh), so there is no flag and no fence, and a
+// sender waits for nothing. A placer looks at a row while it waits for the counts, because the row may come with them.
+// Rows come expert by expert only; with layout rank there are no plain rows that `index` could point to.
 //
-// Memory map of every rank's heap; s is the source, "half" the epoch mod 2:
+// Memory map of every rank's heap; s is the source, [2] the parity of the epoch:
 //   rows [2][s][token]           lines, as many as a row takes (rows_ll.cuh, quantised_rows_ll.cuh)
 //   told [2][s][token][k]        {told entry as in dispatch.cuh, epoch}
 //   counts [2][s][expert + 1]    {entries for a local expert, epoch}; last, the tokens that s has sent
-// All are written by s, at every rank, and read by the owner. The epoch is the one of dispatch.cu's operation.
+// s writes all of them, at every rank, and the owner reads them. The epoch is the one of dispatch.cu's operation.
 //
-// Why no line is overwritten before it is read. As in dispatch.cu; the word of epoch e + 1 that certifies a peer's
-// readers of e is any of its counts. Every rank awaits all of them in every epoch, in the first block of each SM that
-// places. A kernel ends after it has read all that was sent to its rank in the epoch: every told entry of every token
-// that was sent, and every line of the rows that these entries say are for it. Where its rows do not fit, nobody reads,
-// and nothing of that epoch is ever looked at again.
+// Memory order: no word announces other data. Each line or word holds its own epoch.
+//   lines, told, counts  writer: payload and epoch in one store, relaxed at system scope: 128 bytes by 8 threads, or 16
+//                        bytes by one. No fence
+//                        reader: relaxed loads of the whole line or word at system scope, again and again until its
+//                        epoch is this one. It uses the loaded payload itself, so nothing more is to be ordered
+//
+// Why no line is overwritten before it is read. As in dispatch.cu; any count of epoch e + 1 from a peer certifies that
+// the peer's readers of e are done. In every epoch the first block of each SM that places waits for all counts. A
+// kernel ends after it has read all data sent to its rank in the epoch: every told entry of every token that was sent,
+// and every line of the rows that these entries name for it. If its rows do not fit, no block reads the rest, and
+// nothing of that epoch is read later.
 //
 // A launch has one block for each SM that it is given, or two.
 
@@ -39,13 +45,13 @@ using Leaving = PlainLeaving;
 using ArrivingUnits = PlainArriving;
 #endif
 
-// A warp that sends: the first `tokens` rows of x, to the ranks of their experts.
+// A warp that sends some of the first `tokens` rows of x to the ranks of their experts.
 class Sender {
   public:
     __device__ Sender(const DispatchLlParams& p, u8* stages, u32 warp, u32 warps)
         : p_(p), dealing_(p.sent), leaving_(p, stages), at_(warp), warps_(warps) {}
 
-    // Loads only, of rows that may turn out not to be sent: the epoch and the number of tokens need not be known.
+    // Only issues loads, of rows that may turn out not to be sent, before the epoch and the number of tokens are known.
     __device__ __forceinline__ void begin() {
         if (at_ < dealing_.all(p_.tokens)) {
             const u32 lane = threadIdx.x % 32;
@@ -55,7 +61,7 @@ class Sender {
         }
     }
 
-    // After `begin`, where there are registers for that.
+    // Sends all units of this warp. `begin` has run before if `Leaving::EARLY`.
     __device__ __forceinline__ void run(u64 epoch, u32 tokens) {
         constexpr u32 OWN = OWN_FROM_X ? 0 : ~0u;
         trace(p_.trace, AT_DESTINATIONS);
@@ -85,7 +91,7 @@ class Sender {
     }
 
   private:
-    // Which ranks a token was sent to, for its combine.
+    // Stores the ranks that a token was sent to, for its combine.
     __device__ __forceinline__ void mark(u32 token, u32 mask) const {
         if (threadIdx.x % 32 == 0) {
             p_.masks[token] = mask;
@@ -97,11 +103,11 @@ class Sender {
     Leaving leaving_;
     u32 at_;
     u32 warps_;
-    Unit unit_{};    // `at_`, which is loaded
-    Id id_ = NO_ID;  // of entry k of the row, in thread k
+    Unit unit_{};    // unit `at_`, whose loads are issued
+    Id id_ = NO_ID;  // of entry k of its row, in thread k
 };
 
-// A warp that places: `begin` a unit, `await` it until it is `settled`, then `place` it.
+// A warp that places. It calls `begin` for a unit, `await` until the unit is `settled`, then `place`.
 class Placer {
   public:
     __device__ Placer(const DispatchLlParams& p, u64 epoch, u8* stages)
@@ -117,11 +123,11 @@ class Placer {
 
     __device__ __forceinline__ const Arriving& row() const { return row_; }
 
-    // All of the unit is here, or it is known not to come.
+    // Whether all of the unit has come, or is known not to come.
     __device__ __forceinline__ bool settled() const { return settled_; }
 
-    // Until it is settled, or `enough()` in every thread, which makes loads of the caller's own at the same time: what
-    // is awaited is looked at in one trip, as often as it takes. False: the wait failed.
+    // Waits until the unit is settled, or until `enough()` is true in every thread. `enough` may issue loads of the
+    // caller's own. Each poll looks at all awaited data in one trip. Returns false if the wait failed.
     template <class Enough>
     __device__ __forceinline__ bool await(Enough enough) {
         const u32 lane = threadIdx.x % 32;
@@ -134,18 +140,18 @@ class Placer {
                 ptx::load_relaxed_sys_16_if(unknown, tokens_at, {row_.comes ? ~0u : 0u, epoch_});
             const auto told = ptx::load_relaxed_sys_16_if(unknown && lane < p_.topk, told_at, {row_.told, epoch_});
             units_.ask();
-            const bool others = enough();
+            const bool caller_done = enough();
             const u32 stale = units_.stale() | (tokens.high == epoch_ ? 0 : NO_TOKENS) |
-                              (told.high == epoch_ ? 0 : NO_TOLD) | (others ? 0 : NO_OTHERS);
+                              (told.high == epoch_ ? 0 : NO_TOLD) | (caller_done ? 0 : NOT_ENOUGH);
             missing_ = __reduce_or_sync(0xFFFFFFFF, stale);
-            const bool here = units_.settle(missing_ & ~(NO_TOKENS | NO_TOLD | NO_OTHERS));
+            const bool here = units_.settle(missing_ & ~(NO_TOKENS | NO_TOLD | NOT_ENOUGH));
             row_.comes = !(missing_ & NO_TOKENS) && row_.token < static_cast<u32>(tokens.low);
             row_.told = missing_ & NO_TOLD ? NOWHERE : told.low;
             const bool wanted = __ballot_sync(0xFFFFFFFF, static_cast<u32>(row_.told) != NOWHERE) != 0;
             settled_ = !(missing_ & NO_TOKENS) && (!row_.comes || (!(missing_ & NO_TOLD) && (here || !wanted)));
-            return settled_ || !(missing_ & NO_OTHERS);
+            return settled_ || !(missing_ & NOT_ENOUGH);
         };
-        // A unit that is not settled lacks something of its own source, whatever else is missing.
+        // A unit that is not settled lacks data of its own source, whatever else is missing.
         auto missed = [&](u64& seen) {
             seen = missing_ & NO_TOKENS ? first_stale(tokens_at + 8, 1, 16, epoch_)
                    : missing_ & NO_TOLD ? first_stale(told_at + 8, p_.topk, 16, epoch_)
@@ -155,7 +161,8 @@ class Placer {
         return wait_as_warp(looked, missed, epoch_, p_.op, p_.watch);
     }
 
-    // False: in this thread the source contradicts its counts.
+    // Copies the unit's part of the row to its places. Returns false if this thread's entry contradicts the source's
+    // counts.
     __device__ __forceinline__ bool place(const Places& where) {
         if (!row_.comes) {
             return true;
@@ -177,20 +184,20 @@ class Placer {
     }
 
   private:
-    static constexpr u32 NO_TOKENS = 1u << 31;  // it is not known how many tokens the source has sent
-    static constexpr u32 NO_TOLD = 1u << 30;    // nor where the entries of the row go
-    static constexpr u32 NO_OTHERS = 1u << 29;  // a thread of the caller's has not enough
+    static constexpr u32 NO_TOKENS = 1u << 31;  // the source's number of tokens has not come
+    static constexpr u32 NO_TOLD = 1u << 30;    // a told entry of the row has not come
+    static constexpr u32 NOT_ENOUGH = 1u << 29;  // `enough` is false in some thread
 
     const DispatchLlParams& p_;
     u64 epoch_;
     ArrivingUnits units_;
     Arriving row_{};
-    u32 missing_ = 0;  // of the unit: groups, and what is said of its row
+    u32 missing_ = 0;  // what has not come: bit i for group i of the unit, and the bits above
     bool settled_ = false;
 };
 
-// By a whole block. False: this thread's part was not done, or the step is refused; the last block out makes good what
-// a failed wait leaves undone.
+// Places this block's units. All threads of the block call this. Returns false if this thread's part was not done, or
+// the step is refused. If a wait fails, the last block out stores counts of 0.
 __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role& role, u8* shared, u8* stages) {
     Placer placer(p, epoch, stages);
     EarlyCounts counts(p, epoch);
@@ -213,13 +220,13 @@ __device__ inline bool place_ll(const DispatchLlParams& p, u64 epoch, const Role
     if (!__syncthreads_and(ok)) {
         return false;
     }
-    if (ArrivingUnits::BRIEF && here && placer.settled() && where.fits()) {  // before the gaps, which nobody waits for
+    if (ArrivingUnits::BRIEF && here && placer.settled() && where.fits()) {  // before the gaps, which no rank waits for
         ok = placer.place(where);
         here = false;
     }
     if (role.round == 0) {
-        // Its share of the gaps, which begin with the last placer as few rows begin with the first one, and of what is
-        // to do where rows do not fit.
+        // This block's share of the gaps, or of the work if rows do not fit. Gaps begin with the last placer, because
+        // few rows begin with the first one.
         begin_placing(p, where, {p.arriving_sms - 1 - role.place, p.arriving_sms}, NO_INDEX);
     }
     for (u32 u = first; where.fits();) {
@@ -247,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
     const DispatchBeginning beginning(p);
-    u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, behind what the placers share
+    u8* stages = shared + ((Places::shared_words(p) * 4 + 15) & ~15u);  // of the warps, after the placers' shared words
     const Role role(p.leaving_sms, p.arriving_sms);
     Sender sender(p, stages, role.warp(), role.warps());
     LlRouter router(p, role.place, shared);
@@ -269,14 +276,14 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         ok = place_ll(p, epoch, role, shared, stages) && ok;
     }
     trace(p.trace, AT_END);
-    const bool tells_counts = !role.leaves && role.place + 1 == p.arriving_sms;  // which `place_nothing` takes back
-    const Ending ending = block_is_out(p.operation, !ok, tells_counts);
+    const bool stores_counts = !role.leaves && role.place + 1 == p.arriving_sms;  // the last block out may reset them
+    const Ending ending = block_is_out(p.operation, !ok, stores_counts);
     if (!ending.last) {
         return;
     }
     const bool lost = ending.trouble && poisoned(p.watch);
     if (lost) {
-        place_nothing(p);
+        store_no_counts(p);
     }
     if (threadIdx.x == 0) {
         give_ticket_back(p.operation);

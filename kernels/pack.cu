@@ -1,23 +1,28 @@
-// Rows of x that some peer needs into this rank's own slots, from where the copy engine takes them to every peer: the
-// second step of a staged dispatch by the copy engine.
+// Copies the rows of x that some peer needs into this rank's own slots. The copy engine copies these slots to every
+// peer. This is the second step of a staged dispatch by the copy engine.
 //
 //   dispatch (PART_ROUTE)   masks; counts, told entries and heads to every rank
 //   pack                    waits for the heads of all ranks, then writes this rank's own slots
-//   a copy for each peer    this rank's slots, all T' of them, to the same slots there
-//   announce                says so to every peer, then waits for theirs
+//   a copy for each peer    this rank's slots, all T', to the same slots there
+//   announce                tells every peer, then waits for the peers' words
 //   dispatch (PART_PLACE)   rows to their places
 //
-// Addresses of a captured copy are fixed, so here slots have no halves: `rows[0]` and `rows[1]` are one.
+// Addresses of a captured copy are fixed, so here the slots have one buffer: `rows[0]` and `rows[1]` are equal.
 //
-// Why no slot is overwritten before it is read. The slots of rank s at rank p are written by the copies of s alone.
-// Those of epoch e + 1 begin after this kernel of s, which has waited for p's head of e + 1. That word is stored by p's
-// launch of PART_ROUTE, which its stream began after its readers of e.
+// Why no slot is overwritten before it is read. Only the copies of rank s write the slots of s at rank p. The copies of
+// epoch e + 1 begin after this kernel of s, which has waited for p's head of e + 1. A launch of PART_ROUTE at p stores
+// that word. p's stream began that launch after its readers of e.
 //
-// Why that holds for a rank that gives up. Nobody can call a captured copy back. But this kernel stores nothing once it
-// is poisoned, so what is copied then is what was copied before: the bytes that the peer may still be reading are
-// replaced by themselves. That is what the slots in between are for; copies right out of x would not do.
+// Why this also holds for a rank that gives up. Captured copies cannot be cancelled. But a poisoned rank's pack stores
+// nothing, so the copies carry the same bytes as the last time, and a peer that still reads finds the same bytes. For
+// that reason the copies start from slots and not from x.
+//
+// Memory order of the one word that crosses ranks (this kernel writes none):
+//   heads   writer: the last router of p, after all readers of e at p: fence.acq_rel.sys, relaxed store
+//           reader: for each rank one thread of every block: acquire; __syncthreads; ordinary stores into own slots.
+//           The copies are later in the stream
 
-#define BLOCK_WARPS 16  // one block fills a multiprocessor, as in a combine
+#define BLOCK_WARPS 16  // one block fills an SM, as in a combine
 
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/dispatch/storing.cuh"

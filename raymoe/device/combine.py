@@ -1,4 +1,4 @@
-"""The kernel of kernels/combine.cu: what it takes, and how a launch of it is laid out on a GPU."""
+"""Parameters, source and grid of kernels/combine.cu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Annotated
 
-from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, Halves, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, BufferOffsets, stamps
 from raymoe.device.dispatch_grid import crossing
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Shape
@@ -30,8 +30,10 @@ class RefusalRecord(Params):
 
 @dataclass(frozen=True)
 class CombineCall(Params):
-    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh, where the fields are described: the parameters
-    that the kernels of many tokens and of few tokens have in common."""
+    """The parameters that the kernels of many tokens and of few tokens have in common.
+
+    Twin of the struct in kernels/include/raymoe/combine/combine.cuh, which describes the fields.
+    """
 
     peers: Peers
     watch: Watch
@@ -53,10 +55,10 @@ class CombineCall(Params):
 
 @dataclass(frozen=True)
 class CombineParams(CombineCall):
-    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh, where the fields are described."""
+    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh, which describes the fields."""
 
-    rows: Halves
-    statuses: Halves
+    rows: BufferOffsets
+    statuses: BufferOffsets
     arrivals: U64
     done: U64
     heads: U64
@@ -75,8 +77,10 @@ class CombineParams(CombineCall):
 def combine_source(
     dtype: str, stamped: bool = False, traces: bool = False, wire: str | None = None, warps: int = WARPS
 ) -> KernelSource:
-    """The kernel for rows of this dtype, whose sums cross as `wire`, by blocks of so many warps: many that each hold
-    the registers of what they need, not one with those of all."""
+    """Return the kernel for rows of this dtype whose sums cross as `wire`, with blocks of so many warps.
+
+    Each combination is a build of its own, because one build for all would hold the registers of all.
+    """
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
     types = [("ROW_TYPE", ROW_TYPES[dtype])] + ([("WIRE_TYPE", ROW_TYPES[wire])] if wire not in (None, dtype) else [])
     wide = [("BLOCK_WARPS", str(warps))] if warps != WARPS else []
@@ -84,8 +88,9 @@ def combine_source(
 
 
 def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:
-    """Of a block, of which each multiprocessor has one: as many as there are registers for. For Blackwell, with stamps
-    and where sums cross as another dtype than rows have, 16 would have to spill (NVRTC 13.0).
+    """Return the warps of a block, one block to an SM: as many as there are registers for.
+
+    On Blackwell, with stamps, or if sums cross as another dtype than rows have, 16 would spill (NVRTC 13.0).
 
     >>> block_warps((9, 0), stamped=False, retypes=False), block_warps((10, 0), stamped=False, retypes=False)
     (16, 8)
@@ -95,7 +100,7 @@ def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> in
 
 @dataclass(frozen=True)
 class CombineGrid:
-    """Which blocks do what, one to a multiprocessor."""
+    """The roles of a launch's blocks, one block to an SM."""
 
     reducers: int
     summers: int
@@ -107,14 +112,16 @@ class CombineGrid:
     shared_bytes: int
 
     def shape(self, parts: int) -> Shape:
-        """The launch that does these parts."""
+        """Return the launch shape for these parts."""
         blocks = (self.reducers if parts & REDUCE else 0) + (self.summers if parts & SUM else 0)
         return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
 
 
 def reducing_share(ranks: int, topk: int) -> float:
-    """What reducers load and store, of all that a combine of uniform routing does: they load the rows of peers' tokens
-    and store one for each, summers load the rows of this rank's tokens and those that come, and store y.
+    """Return the reducers' share of the loads and stores of a combine with uniform routing.
+
+    Reducers load the rows of peers' tokens and store one row for each. Summers load the rows of this rank's tokens and
+    the rows that come, and store y.
 
     >>> round(reducing_share(ranks=2, topk=8), 2), round(reducing_share(ranks=4, topk=8), 2), reducing_share(1, 8)
     (0.45, 0.6, 0.0)
@@ -127,7 +134,7 @@ def reducing_share(ranks: int, topk: int) -> float:
 def grid_of(
     row_bytes: int, tokens: int, sms: int, shared_bytes: int, share: float = 0.5, warps: int = WARPS
 ) -> CombineGrid:
-    """A grid of a block of so many warps on each of `sms` multiprocessors, `share` of which reduce.
+    """Lay out one block of so many warps on each of `sms` SMs; `share` of the blocks reduce.
 
     >>> grid_of(14336, 4096, 132, 231424, reducing_share(ranks=4, topk=8), WIDE)
     CombineGrid(reducers=60, summers=72, warps=16, reducer_lanes=16, pieces=4, together=2, shared_bytes=132096)
@@ -141,18 +148,18 @@ def grid_of(
     reducers = max(1, min(round(sms * share), MOST_REDUCERS, sms - 1))
     summers = sms - reducers
     vectors = row_bytes // 16
-    # Enough pieces for all warps of few tokens, and none so small that a warp's loads do not fill it.
+    # Enough pieces for all warps if tokens are few; no piece so small that a warp's loads do not fill it.
     whole = min(PIECES, -(-vectors // (STEPS_A_PIECE * VECTORS_A_STEP)))
     wanted = max(whole, -(-2 * min(summers * warps, SUMMING_WARPS) // tokens))
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
-    lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # with or without stamps, whatever they cross as
+    lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # enough for every wire type, with stamps too
     lanes = min(warps, shared_bytes // lane_bytes)
     together = FEW_TOGETHER if reducers <= FEW_REDUCERS else TOGETHER
     return CombineGrid(reducers, summers, warps, lanes, pieces, together, lanes * lane_bytes)
 
 
 def most_pieces(tokens: int) -> int:
-    """Of so many rows: each has a word at the ranks that they come from, and the words are there before any grid is.
+    """Return the most pieces of so many rows. Each has a word at its token's rank, allocated before any grid is known.
 
     >>> most_pieces(4096), most_pieces(1)
     (22240, 32)
@@ -161,20 +168,20 @@ def most_pieces(tokens: int) -> int:
 
 
 MOST_REDUCERS = 60
-"""Their share of all multiprocessors is more, but links take no more. 4096 tokens of 7168 bfloat16 took 482 us by 59
-reducers, 484 by 66, 495 by 79; by 64 multiprocessors 553 with their share, 615 with 29 (4x H200, 2026-11-22)."""
+"""The reducers' share of all SMs is more, but links take no more. 4096 tokens of 7168 bfloat16 took 482 us with 59
+reducers, 484 with 66, 495 with 79; on 64 SMs 553 with the share, 615 with 29 (4x H200, 2026-11-22)."""
 
 PIECES, TOGETHER, SUMMING_WARPS = 4, 2, 880
 STEPS_A_PIECE = 2
-"""Pieces of a row at most, and words behind one fence; warps that few rows are cut for; and what a piece has of a row
-that is short. 4096 tokens of 7168 in 4 pieces took 482 us, in 3 597, in 2 499; of 4096, which are 4 steps, in 4 pieces
-327, in 3 353, in 2 291, in 1 312 (4x H200, 2026-11-22)."""
+"""Pieces of a row at most; words behind one fence; warps that few rows are cut for; least steps of a piece. 4096 tokens
+of 7168 took 482 us in 4 pieces, 597 in 3, 499 in 2. Tokens of 4096, which are 4 steps, took 327 us in 4 pieces, 353 in
+3, 291 in 2, 312 in 1 (4x H200, 2026-11-22)."""
 
 FEW_REDUCERS, FEW_TOGETHER = 30, 3
-"""Few lanes wait for their fences more than others wait for their words: 4096 tokens of 7168 took 288 us by 48
-multiprocessors with two pieces behind a fence, 280 with three, 283 with four; by 64 239, 232 and 236; by all 205, 216
-and 228 (2x H200, 2026-11-22)."""
+"""With few lanes, more pieces share a fence: the lanes wait for fences longer than readers wait for words. 4096 tokens
+of 7168 took 288 us on 48 SMs with two pieces behind a fence, 280 with three, 283 with four; on 64 SMs 239, 232 and 236;
+on all 205, 216 and 228 (2x H200, 2026-11-22)."""
 
 MOST_PIECES = 32
 VECTORS_A_STEP, STEPS_UNDER_WAY = 128, 4
-"""What the threads of a warp load at a time of one row, 4 vectors each; and how many such steps are under way."""
+"""Vectors that a warp loads of one row at a time, 4 for each thread; and the steps in flight."""

@@ -1,4 +1,4 @@
-"""How the rows of few tokens are dealt out to warps: the structs of kernels/include/raymoe/ll/dealing.cuh."""
+"""Deal the rows of few tokens out to warps: twins of the structs in kernels/include/raymoe/ll/dealing.cuh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raymoe.device.params import U32, Params
 
 @dataclass(frozen=True)
 class Divisor(Params):
-    """A number that a kernel divides others by, which is dear: it multiplies by the inverse instead."""
+    """A divisor. A kernel multiplies by the inverse instead, because division is slow."""
 
     by: U32
     inverse: U32
@@ -17,7 +17,7 @@ class Divisor(Params):
 
     @classmethod
     def of(cls, by: int) -> Divisor:
-        """For numbers below 2**31, all of which it is exact for.
+        """Make the divisor; it is exact for all numbers below 2**31.
 
         >>> numbers = [*range(1000), *(2**31 - each for each in range(1, 1000))]
         >>> divisors = [Divisor.of(by) for by in (*range(1, 600), 65535, 65536, 65537, 2**31 - 1)]
@@ -28,13 +28,13 @@ class Divisor(Params):
         return cls(by, -(-(2 ** (31 + shift)) // by), shift)
 
     def under(self, number: int) -> int:
-        """As the kernel does it."""
+        """Divide as the kernel does."""
         return (number * 2 * self.inverse >> 32) >> self.shift
 
 
 @dataclass(frozen=True)
 class Dealing(Params):
-    """Rows cut into units of `each` groups of lines, token after token and of a token peer after peer."""
+    """Rows cut into units of `each` groups of lines, numbered token after token, and peer after peer within a token."""
 
     each: U32
     groups: U32
@@ -43,8 +43,10 @@ class Dealing(Params):
 
     @classmethod
     def of(cls, groups: int, most: int, tokens: int, peers: int, warps: int) -> Dealing:
-        """For so many rows of so many groups, as work for so many warps, each of which has at most `most` groups under
-        way. No warp has more units than need be, and none of them is longer than need be.
+        """Cut `tokens * peers` rows of `groups` groups into units for so many warps.
+
+        A warp has at most `most` groups in flight. No warp has more units than necessary, and no unit is longer than
+        necessary.
 
         >>> one = Dealing.of(groups=30, most=6, tokens=1, peers=1, warps=32)
         >>> one.each, one.units.by

@@ -1,4 +1,4 @@
-"""The kernel of kernels/dispatch.cu: what it takes, and how it is built. dispatch_grid.py lays a launch out."""
+"""Parameters and sources of kernels/dispatch.cu, alltoallv.cu, announce.cu and pack.cu. Grids: dispatch_grid.py."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from raymoe.device.trace import traced
 THREADS = 256
 WARPS = THREADS // 32
 WIDE = 2 * WARPS
-"""Warps of a block that fills a multiprocessor: alltoallv, pack and, where there are registers for it, combine. 4096
-tokens of 7168 bfloat16 took a combine 219 us by such blocks, 241 by two of half their warps on each multiprocessor; by
-64 multiprocessors 292, and 464 by one of those on each (2x H200, cold L2 cache, 2026-11-22)."""
+"""Warps of a block that fills an SM: alltoallv, pack and, where there are registers for it, combine. A combine of 4096
+tokens of 7168 bfloat16 took 219 us with one such block on each SM, and 241 with two blocks of half their warps. On 64
+SMs it took 292 us, and 464 with one of the smaller blocks on each (2x H200, cold L2 cache, 2026-11-22)."""
 MAX_DONE = 272
-"""Words of one rank at a peer, one for each block that sends: more than a GPU has multiprocessors."""
+"""Words of one rank at a peer, one for each block that sends: more than a GPU has SMs."""
 
 MOST_ROUTERS = 64
 RANK_BITS = 21
-"""Of what is told of an entry, for its number among its source's entries for an expert."""
+"""Bits of a told entry for its number among its source's entries for an expert."""
 STAMP_BYTES = 16
 ROUTE, SEND, PLACE = 1, 2, 4
 ALL_PARTS = ROUTE | SEND | PLACE
 
-Halves = Annotated[tuple[int, ...], ctypes.c_uint64 * 2]
+BufferOffsets = Annotated[tuple[int, ...], ctypes.c_uint64 * 2]
 
 
 @dataclass(frozen=True)
 class Refused(Params):
-    """Twin of the struct `Refusal`; raymoe/exchange/refusal.py packs the same 16 bytes. With no cause, `number` is the
-    epoch of the dispatch."""
+    """Twin of the struct `Refusal`; raymoe/exchange/refusal.py packs the same 16 bytes.
+
+    Without a cause, `number` is the epoch of the dispatch.
+    """
 
     cause: U32 = 0
     other: U32 = 0
@@ -42,7 +44,7 @@ class Refused(Params):
 
 @dataclass(frozen=True)
 class Got(Params):
-    """What a dispatch leaves for its combine, besides `home` and `masks`."""
+    """The results of a dispatch for its combine, besides `home` and `masks`."""
 
     tokens: Annotated[tuple[int, ...], ctypes.c_uint32 * MAX_RANKS]
     refusal: Refused
@@ -50,7 +52,7 @@ class Got(Params):
 
 @dataclass(frozen=True)
 class Scratch(Params):
-    """Words of this rank alone, kept from run to run; they begin like this."""
+    """Words of this rank alone, which stay from run to run, with their first values."""
 
     bad_entry: U64 = 2**64 - 1
     needed: U64 = 0
@@ -60,8 +62,9 @@ class Scratch(Params):
 
 
 def local_inverse(local: int) -> int:
-    """What an expert's number is multiplied by, for its rank to be the product's bits from 20 on: it is exact for the
-    1024 experts that the kernels take.
+    """Return the factor with which `expert * factor >> 20` is the expert's rank.
+
+    It is exact for the 1024 experts that the kernels take.
 
     >>> import numpy
     >>> numbers = numpy.arange(1024)
@@ -73,8 +76,10 @@ def local_inverse(local: int) -> int:
 
 @dataclass(frozen=True)
 class DispatchCall(Params):
-    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, where the fields are described: the
-    parameters that the kernels of many tokens and of few tokens have in common."""
+    """The parameters that the kernels of many tokens and of few tokens have in common.
+
+    Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, which describes the fields.
+    """
 
     peers: Peers
     watch: Watch
@@ -115,11 +120,11 @@ class DispatchCall(Params):
 
 @dataclass(frozen=True)
 class DispatchParams(DispatchCall):
-    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, where the fields are described."""
+    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, which describes the fields."""
 
-    rows: Halves
-    told: Halves
-    counts: Halves
+    rows: BufferOffsets
+    told: BufferOffsets
+    counts: BufferOffsets
     arrivals: U64
     done: U64
     heads: U64
@@ -149,32 +154,32 @@ ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
 def dispatch_source(
     dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False, traces: bool = False
 ) -> KernelSource:
-    """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
+    """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
     structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
     defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     return KernelSource("dispatch", structs, (*defines, *stamps(stamped), *traced(traces)))
 
 
 def stamps(stamped: bool) -> tuple[tuple[str, str], ...]:
-    """What a build is defined with that stamps every slot with its epoch and checks it on reading."""
+    """Return the defines of a build that stamps every slot with its epoch, and checks the stamp on reading."""
     return (("STAMPED", "1"),) if stamped else ()
 
 
-# The kernel of kernels/alltoallv.cu, which takes the parameters of a dispatch.
+# kernels/alltoallv.cu takes the parameters of a dispatch.
 
 
 def alltoallv_source(stamped: bool = False) -> KernelSource:
-    """The kernel for rows that cross as they are."""
+    """Return the kernel; it takes rows that cross as they are."""
     return KernelSource("alltoallv", (DispatchParams, Peers, *STRUCTS), stamps(stamped))
 
 
-# The kernels around the copies of a dispatch by the copy engine, which take the parameters of a dispatch.
+# The kernels before and after the copies of the copy engine take the parameters of a dispatch.
 
 ANNOUNCE = KernelSource("announce", (DispatchParams, Peers, *STRUCTS))
 ANNOUNCE_THREADS = 32
-"""As BLOCK_WARPS in kernels/announce.cu says."""
+"""32 times BLOCK_WARPS of kernels/announce.cu."""
 
 
 def pack_source(stamped: bool = False) -> KernelSource:
-    """The kernel that puts rows where the copy engine takes them from."""
+    """Return the kernel that copies rows to the slots from which the copy engine copies."""
     return KernelSource("pack", (DispatchParams, Peers, *STRUCTS), stamps(stamped))

@@ -1,4 +1,4 @@
-"""The kernels of kernels/dispatch_ll.cu and combine_ll.cu: their parameters, and how a launch of them is laid out."""
+"""Parameters, sources and grids of kernels/dispatch_ll.cu and combine_ll.cu."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raymoe.device.combine import CombineCall, RefusalRecord
 from raymoe.device.dealing import Dealing
-from raymoe.device.dispatch import ROW_TYPES, THREADS, WARPS, DispatchCall, Got, Halves, Scratch
+from raymoe.device.dispatch import ROW_TYPES, THREADS, WARPS, BufferOffsets, DispatchCall, Got, Scratch
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Shape
 from raymoe.device.params import U32
@@ -22,11 +22,11 @@ BLOCK, BLOCK_WORDS, UNIT_BLOCKS, STAGE_BYTES = 128, 17, 15, 2048
 
 @dataclass(frozen=True)
 class DispatchLlParams(DispatchCall):
-    """Twin of the struct in kernels/include/raymoe/ll/words_ll.cuh, where the fields are described."""
+    """Twin of the struct in kernels/include/raymoe/ll/words_ll.cuh, which describes the fields."""
 
-    rows: Halves
-    told: Halves
-    counts: Halves
+    rows: BufferOffsets
+    told: BufferOffsets
+    counts: BufferOffsets
     lines: U32
     entries: U32
     sent: Dealing
@@ -39,10 +39,10 @@ class DispatchLlParams(DispatchCall):
 
 @dataclass(frozen=True)
 class CombineLlParams(CombineCall):
-    """Twin of the struct in kernels/include/raymoe/ll/sums_ll.cuh, where the fields are described."""
+    """Twin of the struct in kernels/include/raymoe/ll/sums_ll.cuh, which describes the fields."""
 
-    rows: Halves
-    statuses: Halves
+    rows: BufferOffsets
+    statuses: BufferOffsets
     lines: U32
     reduced: Dealing
     summed: Dealing
@@ -51,20 +51,20 @@ class CombineLlParams(CombineCall):
 
 
 def dispatch_ll_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
-    """The kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
+    """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
     structs = (DispatchLlParams, Got, Scratch, Peers, *STRUCTS)
     defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     return KernelSource("dispatch_ll", structs, (*defines, *traced(traces)))
 
 
 def combine_ll_source(dtype: str, traces: bool = False) -> KernelSource:
-    """The kernel for rows of this dtype."""
+    """Return the kernel for rows of this dtype."""
     structs = (CombineLlParams, RefusalRecord, Peers, *STRUCTS)
     return KernelSource("combine_ll", structs, (("ROW_TYPE", ROW_TYPES[dtype]), *traced(traces)))
 
 
 def row_lines(row_bytes: int) -> int:
-    """Lines of 128 bytes, 120 of them the row's, that a row takes.
+    """Return the lines of 128 bytes that a row takes, 120 bytes of the row in each.
 
     >>> row_lines(16), row_lines(120), row_lines(14336)
     (1, 1, 120)
@@ -73,7 +73,7 @@ def row_lines(row_bytes: int) -> int:
 
 
 def quantised_lines(hidden: int) -> int:
-    """Lines of a row that crosses as 8-bit floats: 17 words for each 128 elements.
+    """Return the lines of a row that crosses as 8-bit floats: 17 words for each 128 elements.
 
     >>> quantised_lines(128), quantised_lines(15 * 128), quantised_lines(7168)
     (2, 17, 64)
@@ -83,9 +83,9 @@ def quantised_lines(hidden: int) -> int:
 
 @dataclass(frozen=True)
 class LlGrid:
-    """How many multiprocessors work on what leaves this rank and on what arrives, and how many blocks each of them has.
+    """The SMs that work on what leaves this rank, those that work on what arrives, and the blocks of each SM.
 
-    kernels/include/raymoe/ll/roles_ll.cuh deals blocks out in that way.
+    kernels/include/raymoe/ll/roles_ll.cuh assigns blocks accordingly.
     """
 
     leaving: int
@@ -100,16 +100,18 @@ class LlGrid:
         return Shape(self.rounds * self.sms, THREADS, shared_bytes)
 
     def leave(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
-        """Rows of so many groups to the warps that work on what leaves."""
+        """Deal rows of so many groups out to the warps that work on what leaves."""
         return Dealing.of(groups, most, tokens, peers, self.rounds * self.leaving * WARPS)
 
     def arrive(self, groups: int, most: int, tokens: int, peers: int = 1) -> Dealing:
+        """Deal rows of so many groups out to the warps that work on what arrives."""
         return Dealing.of(groups, most, tokens, peers, self.rounds * self.arriving * WARPS)
 
     @classmethod
     def of(cls, leaving: int, arriving: int, most_leaving: int, sms: int, rounds: int) -> LlGrid:
-        """For so many warps' work in each direction, as far as there is room on `sms` multiprocessors. Where there is
-        not, multiprocessors have `rounds` blocks each, and no more than `most_leaving` of them work on what leaves.
+        """Lay out so many warps of work in each direction on at most `sms` SMs.
+
+        If they do not fit, SMs have `rounds` blocks each, and at most `most_leaving` SMs work on what leaves.
 
         >>> LlGrid.of(leaving=30, arriving=120, most_leaving=44, sms=132, rounds=2)
         LlGrid(leaving=4, arriving=15, rounds=1)
@@ -124,7 +126,7 @@ class LlGrid:
 
 
 def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int, fp8: bool = False) -> LlGrid:
-    """Rows of so many units, a warp's work each.
+    """Lay out a dispatch of rows of so many units; a unit is one warp's work.
 
     >>> dispatch_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
     LlGrid(leaving=4, arriving=16, rounds=1)
@@ -139,7 +141,7 @@ def dispatch_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int,
 
 
 def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) -> LlGrid:
-    """Likewise; what arrives is one row for each token, wherever it comes from.
+    """Lay out a combine likewise. The work on what arrives is one row of y for each token, for all ranks together.
 
     >>> combine_ll_grid(30, tokens=1, ranks=4, sms=132, rounds=2)
     LlGrid(leaving=12, arriving=4, rounds=1)
@@ -150,8 +152,9 @@ def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) 
 
 
 def ll_routers(entries: int, arriving: int) -> tuple[int, int]:
-    """Blocks that route before they place, and the runs of a warp's entries that each tells of; it counts by itself
-    what is before them.
+    """Return the blocks that route before they place, and the runs of 32 entries of each.
+
+    Each router counts the entries before its runs itself.
 
     >>> ll_routers(8, arriving=15), ll_routers(1024, arriving=88), ll_routers(8192, arriving=98)
     ((1, 1), (32, 1), (86, 3))
@@ -162,26 +165,26 @@ def ll_routers(entries: int, arriving: int) -> tuple[int, int]:
 
 
 SENDERS, QUANTISERS, REDUCERS, SMS, ROUNDS = 24, 20, 55, 132, 2
-"""Of SMS multiprocessors, the most that work on what leaves; and blocks of each. 128 tokens of 7168 bfloat16 took 23.1
-us by 16 senders, 22.6 by 20, 22.4 by 24, 22.7 by 28, 22.4 by 33, 24.0 by 48; a combine 23.8 by 44 reducers, 23.4 by 55,
-60 and 66. As 8-bit floats 17.2 by 16 senders, 16.6 by 20, 16.8 by 24, 16.5 by 28, 16.7 by 32 (4x H200, cold L2 cache,
-2026-11-22)."""
+"""The most SMs of SMS that work on what leaves, and the blocks of each SM. A dispatch of 128 tokens of 7168 bfloat16
+took 23.1 us with 16 senders, 22.6 with 20, 22.4 with 24, 22.7 with 28, 22.4 with 33, 24.0 with 48. A combine took 23.8
+with 44 reducers, 23.4 with 55, 60 and 66. As 8-bit floats a dispatch took 17.2 with 16 senders, 16.6 with 20, 16.8
+with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-11-22)."""
 
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
-"""Groups of lines that a warp has under way: as in kernels/include/raymoe/ll/rows_ll.cuh and sums_ll.cuh."""
+"""Groups of lines that a warp has in flight: as in kernels/include/raymoe/ll/rows_ll.cuh and sums_ll.cuh."""
 
 SENDERS_TOKENS, SENDERS_OF_MORE = 128, 34
-"""1024 tokens of 7168 bfloat16 took 75 us by 24 senders, 73 by 28, 71 by 32, 69 by 36, 75 by 44 (2x H200, cold L2
-cache, 2026-11-22)."""
+"""1024 tokens of 7168 bfloat16 took 75 us with 24 senders, 73 with 28, 71 with 32, 69 with 36, 75 with 44 (2x H200,
+cold L2 cache, 2026-11-22)."""
 
 LEAST_PLACERS = 16
-"""Who places also fills the gaps of experts, a warp each. One token took 7.3 us with so many, 7.3 with 64, 7.5 with
-100, as 8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22); 10.9 with 4 where it took 10.3 with so many
-(2x H200, the day before)."""
+"""Placers also fill the gaps of experts, a warp each. One token took 7.3 us with 16, 7.3 with 64, 7.5 with 100; as
+8-bit floats 8.3, 8.5 and 8.5 (4x H200, cold L2 cache, 2026-11-22). With 4 it took 10.9 us instead of 10.3 (2x H200, the
+day before)."""
 
 
 def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
-    """Into how many units, each the least that a warp moves, a row is cut at most.
+    """Return the most units of a row, each the least that a warp moves.
 
     >>> row_units(14336, 7168, fp8=False), row_units(14336, 7168, fp8=True)
     (30, 4)
@@ -190,7 +193,7 @@ def row_units(row_bytes: int, hidden: int, fp8: bool) -> int:
 
 
 def ll_shared_bytes(experts: int, fp8: bool = False) -> int:
-    """Of the placers, and where rows cross as 8-bit floats of each warp; those that route need less.
+    """Return the shared memory of a placing block; if rows cross as 8-bit floats, each warp has a stage in it too.
 
     >>> ll_shared_bytes(256), ll_shared_bytes(256, fp8=True)
     (2112, 18496)

@@ -1,4 +1,4 @@
-"""What the kernels of a fused or staged exchange are given that no call changes: its grids, regions and sizes."""
+"""Parameters of the kernels of a fused or staged exchange that no call changes: grids, regions and sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCALES_ALIGNMENT = 4
 """Floats: bulk loads of a column of scales begin at multiples of 16 bytes."""
 
 STATIC_SHARED = 1024
-"""What the kernels keep in shared memory beside what they are launched with, rounded up."""
+"""Bytes of static shared memory in the kernels, beside the dynamic size at launch, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Build:
     fp8: bool
     raw: bool
     slot_bytes: int
-    """A row of dispatch in its slot, with its stamp where slots have one."""
+    """Bytes of a row of dispatch in its slot, with its stamp if slots have one."""
     slots: Slots
     scale_stride: int
 
@@ -62,12 +62,14 @@ class Build:
 
     @property
     def rows_region(self) -> str:
-        """Where the slots of dispatch lie."""
+        """The region that holds the slots of dispatch."""
         return "dispatch_blocks" if self.spec.by_copy_engine else "dispatch_rows"
 
     def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
-        """Launches of at most one block on each of `sms` SMs. They are the same on all ranks, because the reader of a
-        lane's words must know how many lanes there are."""
+        """Lay out launches of at most one block on each of `sms` SMs.
+
+        Grids are equal on all ranks, because the reader of a lane's words must know the number of lanes.
+        """
         spec, world = self.spec, self.space.world
         gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
         warps = combine.block_warps(gpu.capability, self.space.stamped, retypes)
@@ -91,7 +93,7 @@ class Build:
         return dispatch_grid.grid_of(rows, sms, room), summing
 
     def view_slots(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All dispatch slots as rows of this spec, the row of zeros last, and their scales where they have some."""
+        """View all dispatch slots as rows of this spec, the row of zeros last, and as scales if they have some."""
         stride, count = self.slot_bytes, self.slots.zero + 1
         slots = self.space.heap.tensor(self.rows_region)[: count * stride].view(count, stride)
         dtype: torch.dtype = getattr(torch, self.spec.output_dtype)
@@ -101,7 +103,7 @@ class Build:
         return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
 
     def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
-        """Those of a launch of these parts; a call sets the addresses that are 0 here."""
+        """Return the parameters of a launch of these parts; a call sets the addresses that are 0 here."""
         space = self.space
         rows = space.offset(self.rows_region)
         return DispatchParams(
@@ -133,8 +135,10 @@ class Build:
         )
 
     def dispatch_ll_params(self, grid: LlGrid, sent: Dealing, placed: Dealing) -> DispatchLlParams:
-        """Those of a launch with as many tokens as a call may have; a call with fewer sets `routers`, `router_runs` and
-        `sent` for its own."""
+        """Return the parameters of a launch for the most tokens of a call.
+
+        A call with fewer tokens sets `routers`, `router_runs` and `sent` for its own number.
+        """
         space, spec = self.space, self.spec
         routers, runs = ll_routers(spec.tokens * spec.topk, grid.arriving)
         return DispatchLlParams(
@@ -153,7 +157,7 @@ class Build:
         )
 
     def combine_params(self, grid: CombineGrid, parts: int, record: int) -> CombineParams:
-        """`record` is where the kernel tells the host of refusals."""
+        """Return the parameters of a launch of these parts; `record` is the address of the host's refusal record."""
         space, spec = self.space, self.spec
         return CombineParams(
             **self._combine_call(record),
@@ -175,7 +179,7 @@ class Build:
         )
 
     def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing, record: int) -> CombineLlParams:
-        """As `dispatch_ll_params`; a call with fewer tokens sets `summed`."""
+        """Return the parameters as `dispatch_ll_params` does; a call with fewer tokens sets `summed`."""
         space = self.space
         return CombineLlParams(
             **self._combine_call(record),
@@ -189,7 +193,7 @@ class Build:
         )
 
     def _dispatch_call(self) -> dict[str, Any]:
-        """The fields of a DispatchCall; those that a call sets are 0."""
+        """Return the fields of a DispatchCall; those that a call sets are 0."""
         space, spec = self.space, self.spec
         call = DispatchCall(
             peers=Peers.of(space.bases(), space.world.rank),
@@ -219,7 +223,7 @@ class Build:
         return vars(call)
 
     def _combine_call(self, record: int) -> dict[str, Any]:
-        """The fields of a CombineCall; those that a call sets are 0."""
+        """Return the fields of a CombineCall; those that a call sets are 0."""
         space, spec = self.space, self.spec
         call = CombineCall(
             peers=Peers.of(space.bases(), space.world.rank),
@@ -239,8 +243,8 @@ class Build:
 
 
 def refuse(spec: ExchangeSpec) -> None:
-    """What only the kernels cannot do; the same on all ranks, which have one spec."""
+    """Refuse what these kernels cannot do. All ranks have one spec, so all refuse alike."""
     if spec.dispatch_wire == FP8 and spec.output != "raw" and spec.layout == "rank":
-        raise ConfigError("layout rank with rows that cross as fp8 gives what is in the slots: take output raw")
+        raise ConfigError("layout rank returns the slots, so rows that cross as fp8 stay fp8; set output to raw")
     if spec.output == "raw" and spec.hidden % 16:
         raise ConfigError(f"output raw with hidden {spec.hidden}; rows of fp8 need a multiple of 16 elements")

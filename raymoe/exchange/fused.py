@@ -1,8 +1,8 @@
-"""Dispatch and combine on GPUs, each as one kernel, or as two that leave room for work between them.
+"""Backend `fused`: dispatch and combine on GPUs, each as one kernel, or as two that leave room for work between them.
 
-Nothing waits for the host: a call enqueues a launch whose parameters are addresses, and what changes from run to run
-(epochs, counts, tokens) the kernels read from device memory. So a captured call can be replayed with new tokens, new
-routing and a new `num_tokens`. Launches are made once; a call sets the addresses of its tensors and enqueues.
+Nothing waits for the host. A call enqueues a launch whose parameters are addresses. The kernels read everything that
+changes from run to run (epochs, counts, tokens) from device memory. So a captured call can be replayed with new tokens,
+new routing and a new `num_tokens`. Launches are made once; a call sets the addresses of its tensors and enqueues.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DISPATCH_ADDRESSES = (
     *("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"),
 )
 COMBINE_ADDRESSES = ("expert_rows", "home", "masks", "got", "y")
-"""What a call sets of the parameters, in their order."""
+"""The parameters that a call sets, in their order."""
 
 
-class Aimed:
-    """A launch whose addresses are set before each call."""
+class PreparedLaunch:
+    """A launch; each call sets the addresses in its parameters."""
 
     def __init__(self, launch: Launch, struct: type[Params], names: tuple[str, ...]) -> None:
         self.launch = launch
@@ -42,7 +42,7 @@ class Aimed:
 
 
 class FusedBackend:
-    """Its own workspace, or one that it shares with other exchanges."""
+    """Backend `fused`, on a workspace of its own or on one that it shares with other exchanges."""
 
     capturable = True
 
@@ -56,17 +56,17 @@ class FusedBackend:
         self.build = Build.of(self.workspace, spec)
         gpu, stamped = world.gpu, self.workspace.stamped
         self.dispatch_grid, self.combine_grid = self._grids(sms)
-        # Blocks go to multiprocessors that have none, as long as there are some.
-        self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest()))
+        # The GPU gives blocks to SMs that have none, as long as there are some.
+        self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest_shapes()))
         kernels = self.workspace.kernels
         warps, traces = self.combine_grid.warps, self.workspace.traces
         self._dispatch = kernels.function(dispatch_source(spec.dtype, self.build.fp8, stamped, traces))
         self._combine = kernels.function(combine_source(spec.dtype, stamped, traces, spec.combine_wire, warps))
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
-        self._raised = 0
-        self._slot_view = self._slot_scales = None
+        self._raised_epoch = 0
+        self._slot_rows = self._slot_scales = None
         if spec.layout == "rank":
-            self._slot_view, self._slot_scales = self.build.view_slots()
+            self._slot_rows, self._slot_scales = self.build.view_slots()
         self._metadata = Metadata.of(
             world.size, spec.tokens, spec.topk, self.build.local, self.build.capacity, indexed=spec.layout == "rank"
         )
@@ -75,48 +75,48 @@ class FusedBackend:
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
-        got = self._new(tokens, out)
-        self._enqueue("dispatch", self._aimed(got, tokens, dispatch.ALL_PARTS))
+        got = self._new_result(tokens, out)
+        self._enqueue("dispatch", self._dispatch_at(got, tokens, dispatch.ALL_PARTS))
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        """The half that puts rows on their way. What it gives holds nothing before `dispatch_receive`."""
+        """Send the rows. The result holds nothing before `dispatch_receive`."""
         self.workspace.begin("dispatch")
-        got = self._new(tokens, out)
-        self._enqueue("dispatch", self._aimed(got, tokens, dispatch.ROUTE | dispatch.SEND))
+        got = self._new_result(tokens, out)
+        self._enqueue("dispatch", self._dispatch_at(got, tokens, dispatch.ROUTE | dispatch.SEND))
         self.workspace.sent("dispatch", self)
         return got
 
     def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:
-        """The half that waits for rows and places them."""
+        """Wait for the rows and copy them to their places."""
         self.workspace.begin_receive("dispatch", self)
-        self._lend(got, tokens)
-        self._enqueue("dispatch", self._aimed(got, tokens, dispatch.PLACE))
+        self._keep_for_receive(got, tokens)
+        self._enqueue("dispatch", self._dispatch_at(got, tokens, dispatch.PLACE))
         self.workspace.received("dispatch")
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        self._enqueue("combine", self._summing(rows, got, weighted, out, combine.ALL_PARTS))
+        self._enqueue("combine", self._combine_at(rows, got, weighted, out, combine.ALL_PARTS))
 
     def combine_send(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """The half that sums this rank's rows and puts the sums on their way."""
+        """Sum the rows of this rank's experts, and send the sums."""
         self.workspace.begin("combine")
-        self._enqueue("combine", self._summing(rows, got, weighted, out, combine.REDUCE))
+        self._enqueue("combine", self._combine_at(rows, got, weighted, out, combine.REDUCE))
         self.workspace.sent("combine", self)
 
     def combine_receive(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        """The half that waits for the ranks' sums and adds them up."""
+        """Wait for the ranks' sums and add them."""
         self.workspace.begin_receive("combine", self)
-        self._enqueue("combine", self._summing(rows, got, weighted, out, combine.SUM))
+        self._enqueue("combine", self._combine_at(rows, got, weighted, out, combine.SUM))
         self.workspace.received("combine")
 
     def check(self) -> None:
-        torch.cuda.synchronize(self.world.device)  # bounded: every wait of the kernels is
+        torch.cuda.synchronize(self.world.device)  # bounded, because every wait of the kernels is
         self.workspace.error.check()
         words = self._refusals.words
         epoch = int(words[0])
-        if epoch > self._raised:
-            self._raised = epoch
+        if epoch > self._raised_epoch:
+            self._raised_epoch = epoch
             packed = bytes(words)[16:]
             size = Refusal.NBYTES
             refusals = [Refusal.unpack(packed[size * rank : size * (rank + 1)]) for rank in range(self.world.size)]
@@ -132,94 +132,96 @@ class FusedBackend:
         return self.build.grids(sms)
 
     def _dispatch_parts(self) -> tuple[int, ...]:
-        """What launches of kernels/dispatch.cu do: all of it, or half of it each."""
+        """The parts of each launch of kernels/dispatch.cu: all of them, or those of a send, or of a receive."""
         return dispatch.ALL_PARTS, dispatch.ROUTE | dispatch.SEND, dispatch.PLACE
 
     def _combine_parts(self) -> tuple[int, ...]:
         return combine.ALL_PARTS, combine.REDUCE, combine.SUM
 
-    def _largest(self) -> list[Shape]:
-        """The launches that no other one exceeds."""
+    def _largest_shapes(self) -> list[Shape]:
+        """The shapes of the largest launches."""
         return [self.dispatch_grid.shape(dispatch.ALL_PARTS), self.combine_grid.shape(combine.ALL_PARTS)]
 
-    def _dispatch_launch(self, parts: int) -> Aimed:
+    def _dispatch_launch(self, parts: int) -> PreparedLaunch:
         shape, params = self.dispatch_grid.shape(parts), self._dispatch_params(parts)
-        return Aimed(Launch(self._dispatch, shape, params), DispatchParams, DISPATCH_ADDRESSES)
+        return PreparedLaunch(Launch(self._dispatch, shape, params), DispatchParams, DISPATCH_ADDRESSES)
 
-    def _combine_launch(self, parts: int) -> Aimed:
+    def _combine_launch(self, parts: int) -> PreparedLaunch:
         shape, params = self.combine_grid.shape(parts), self._combine_params(parts)
-        return Aimed(Launch(self._combine, shape, params), CombineParams, COMBINE_ADDRESSES)
+        return PreparedLaunch(Launch(self._combine, shape, params), CombineParams, COMBINE_ADDRESSES)
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
-        """All that no call changes."""
+        """The parameters, but for those that calls set."""
         return self.build.dispatch_params(self.dispatch_grid, parts)
 
     def _combine_params(self, parts: int) -> CombineParams:
         return self.build.combine_params(self.combine_grid, parts, self._refusals.device_address())
 
-    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
-        """Memory for what a dispatch finds out; it belongs to what is given back, so several may be outstanding."""
+    def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
+        """Allocate a dispatch's metadata; it belongs to the result, so several results can be in use at once."""
         self.workspace.error.check()
         memory = torch.empty(self._metadata.nbytes // 4, dtype=torch.int32, device=self.world.device)
-        x = self._slot_view if out is None else out
+        x = self._slot_rows if out is None else out
         assert x is not None
         home = Home(memory, memory.data_ptr(), self._metadata, self.workspace.stream())
         return KernelDispatched.over(x, self._new_scales(), tokens.x.shape[0], home, self)
 
     def _new_scales(self) -> torch.Tensor | None:
-        """Those of raw rows: block after block, as DeepGEMM takes them. With layout rank they stay in the slots too."""
+        """Allocate the scales of raw rows, block after block as DeepGEMM takes them, unless the slots hold them."""
         if not self.build.raw or self._slot_scales is not None:
             return self._slot_scales
         whole = torch.empty(self.spec.scales, self.build.scale_stride, dtype=torch.float32, device=self.world.device)
         return whole.T[: self.build.capacity]
 
-    def _lend(self, got: Dispatched, tokens: Tokens) -> None:
-        """For the second half of a dispatch, which may be enqueued on another stream than the first."""
+    def _keep_for_receive(self, got: Dispatched, tokens: Tokens) -> None:
+        """Keep the memory that a receive reads, which may be on another stream than the send."""
         home = got._home
         assert isinstance(home, Home)
         if home.stream != self.workspace.stream():
             keep_for_current_stream(home.memory, tokens.num_tokens, got.scales if self._slot_scales is None else None)
 
     def _enqueue(self, op: str, *launches: Launch) -> None:
-        """On the current stream."""
+        """Enqueue launches on the current stream."""
         sms = launches[0].sms if len(launches) == 1 else max(launch.sms for launch in launches)
         self.workspace.enqueue(op, sms, launches)
 
-    def _aimed(self, got: Dispatched, tokens: Tokens, parts: int) -> Launch:
-        """The launch of these parts of a dispatch, at the tensors of this call."""
-        return self._aim(self._dispatches[parts], got, tokens)
+    def _dispatch_at(self, got: Dispatched, tokens: Tokens, parts: int) -> Launch:
+        """Return the launch of these parts of a dispatch, with the addresses of this call's tensors."""
+        return self._set_dispatch_addresses(self._dispatches[parts], got, tokens)
 
-    def _aim(self, aimed: Aimed, got: Dispatched, tokens: Tokens) -> Launch:
+    def _set_dispatch_addresses(self, prepared: PreparedLaunch, got: Dispatched, tokens: Tokens) -> Launch:
         home, at = got._home, self._metadata.at
         assert isinstance(home, Home)
         memory = home.address
-        slots = self._slot_view is not None
-        aimed.set_addresses(
+        in_slots = self._slot_rows is not None
+        prepared.set_addresses(
             tokens.x.data_ptr(),
             0 if tokens.scales is None else tokens.scales.data_ptr(),
             tokens.topk_idx.data_ptr(),
             tokens.topk_weights.data_ptr(),
             0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr(),
-            0 if slots else got.x.data_ptr(),
-            0 if slots or got.scales is None else got.scales.data_ptr(),
+            0 if in_slots else got.x.data_ptr(),
+            0 if in_slots or got.scales is None else got.scales.data_ptr(),
             memory + at["weights"],
             memory + at["expert_offsets"],
             memory + at["expert_counts"],
-            memory + at["index"] if slots else 0,
+            memory + at["index"] if in_slots else 0,
             memory + at["home"],
             memory + at["masks"],
             memory + at["got"],
         )
-        fields = aimed.launch.fields
+        fields = prepared.launch.fields
         fields.wide_topk_idx = tokens.topk_idx.dtype is torch.int64
         fields.tokens = got.tokens
-        return aimed.launch
+        return prepared.launch
 
-    def _summing(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int) -> Launch:
-        """The launch of these parts of a combine, at the tensors of this call."""
-        return self._aim_sums(self._combines[parts], rows, got, weighted, out)
+    def _combine_at(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, parts: int) -> Launch:
+        """Return the launch of these parts of a combine, with the addresses of this call's tensors."""
+        return self._set_combine_addresses(self._combines[parts], rows, got, weighted, out)
 
-    def _aim_sums(self, aimed: Aimed, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> Launch:
+    def _set_combine_addresses(
+        self, prepared: PreparedLaunch, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor
+    ) -> Launch:
         home, at = got._home, self._metadata.at
         assert isinstance(home, Home)
         self.workspace.error.check()
@@ -227,8 +229,8 @@ class FusedBackend:
             keep_for_current_stream(home.memory)
         memory = home.address
         addresses = memory + at["home"], memory + at["masks"], memory + at["got"]
-        aimed.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())
-        fields = aimed.launch.fields
+        prepared.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())
+        fields = prepared.launch.fields
         fields.tokens = got.tokens
         fields.weighted = weighted
-        return aimed.launch
+        return prepared.launch

@@ -1,8 +1,8 @@
-"""`fused` for few tokens: rows travel in lines that say themselves of which epoch they are, so nothing follows them.
+"""Backend `fused` for few tokens: rows travel in lines that hold their epoch, so no flag follows them.
 
-The kernels of many tokens keep the links busy; where there is little to send, what takes time is that each row is
-awaited, fenced and announced. kernels/include/raymoe/ll/lines.cuh has the idea, dispatch_ll.cu and combine_ll.cu the
-protocol. Epochs are those of `fused`, so both kinds of exchange share a workspace; the split form is that of `fused`.
+The kernels for many tokens keep the links busy. For few tokens most of the time is the wait, the fence and the flag
+after each row. kernels/include/raymoe/ll/lines.cuh explains the idea, dispatch_ll.cu and combine_ll.cu the protocol.
+Epochs are those of `fused`, so both kinds of exchange share a workspace. The split form is that of `fused`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from raymoe.device import ll
 from raymoe.device.kernels import Launch
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.fused import COMBINE_ADDRESSES, DISPATCH_ADDRESSES, Aimed, FusedBackend
+from raymoe.exchange.fused import COMBINE_ADDRESSES, DISPATCH_ADDRESSES, FusedBackend, PreparedLaunch
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """How the tokens of a call are dealt out to routers and senders."""
+class _SentDealing:
+    """How a call's tokens are dealt out to routers and senders."""
 
     routers: int
     runs: int
@@ -32,29 +32,29 @@ class _Sent:
 
 
 class FusedLlBackend(FusedBackend):
-    """For specs that `is_ll` is true of."""
+    """Backend `fused` for specs for which `is_ll` is true."""
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         super().__init__(world, spec, workspace, sms)
         fp8, ranks = self.build.fp8, world.size
-        # A second round of blocks finds the SMs of the first only where there are no others left.
+        # A second round of blocks shares the SMs of the first only if there are no other SMs.
         rounds = ll.ROUNDS if sms == world.gpu.sms else 1
-        # Of a row there and of its sum back, the least units that a warp moves.
-        self._there = ll.row_units(spec.row_bytes, spec.hidden, fp8)
-        self._back = ll.row_units(spec.row_bytes, spec.hidden, fp8=False)
-        self._sending_ll = ll.dispatch_ll_grid(self._there, spec.tokens, ranks, sms, rounds, fp8)
-        self._summing_ll = ll.combine_ll_grid(self._back, spec.tokens, ranks, sms, rounds)
-        self._most_sent = 1 if fp8 else ll.SENT
+        # Units of a row of dispatch, and of a sum; a unit is the least that a warp moves.
+        self._row_units = ll.row_units(spec.row_bytes, spec.hidden, fp8)
+        self._sum_units = ll.row_units(spec.row_bytes, spec.hidden, fp8=False)
+        self._dispatch_ll_grid = ll.dispatch_ll_grid(self._row_units, spec.tokens, ranks, sms, rounds, fp8)
+        self._combine_ll_grid = ll.combine_ll_grid(self._sum_units, spec.tokens, ranks, sms, rounds)
+        self._groups_sent = 1 if fp8 else ll.SENT
         self._dispatch_ll = self._ll_dispatch_launch(fp8)
         self._combine_ll = self._ll_combine_launch()
-        self._sent: dict[int, _Sent] = {}
-        self._summed: dict[int, Any] = {}
+        self._sent_dealings: dict[int, _SentDealing] = {}
+        self._summed_dealings: dict[int, Any] = {}
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
-        got = self._new(tokens, out)
-        launch = self._aim(self._dispatch_ll, got, tokens)
-        sent = self._sent.get(got.tokens) or self._sent_by(got.tokens)
+        got = self._new_result(tokens, out)
+        launch = self._set_dispatch_addresses(self._dispatch_ll, got, tokens)
+        sent = self._sent_dealings.get(got.tokens) or self._deal_sent(got.tokens)
         launch.fields.routers = sent.routers
         launch.fields.router_runs = sent.runs
         launch.fields.sent = sent.rows
@@ -63,33 +63,35 @@ class FusedLlBackend(FusedBackend):
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        launch = self._aim_sums(self._combine_ll, rows, got, weighted, out)
-        summed = self._summed.get(got.tokens)
+        launch = self._set_combine_addresses(self._combine_ll, rows, got, weighted, out)
+        summed = self._summed_dealings.get(got.tokens)
         if summed is None:
-            summed = self._summed[got.tokens] = self._summing_ll.arrive(self._back, ll.SUMMED, got.tokens).packed()
+            summed = self._summed_dealings[got.tokens] = self._combine_ll_grid.arrive(
+                self._sum_units, ll.SUMMED, got.tokens
+            ).packed()
         launch.fields.summed = summed
         self._enqueue("combine", launch)
 
-    def _sent_by(self, tokens: int) -> _Sent:
-        """How so many tokens are dealt out, kept for the next call that has as many."""
-        routers, runs = ll.ll_routers(tokens * self.spec.topk, self._sending_ll.arriving)
-        rows = self._sending_ll.leave(self._there, self._most_sent, tokens).packed()
-        sent = self._sent[tokens] = _Sent(routers, runs, rows)
+    def _deal_sent(self, tokens: int) -> _SentDealing:
+        """Deal so many tokens out, and keep the result for the next call with as many."""
+        routers, runs = ll.ll_routers(tokens * self.spec.topk, self._dispatch_ll_grid.arriving)
+        rows = self._dispatch_ll_grid.leave(self._row_units, self._groups_sent, tokens).packed()
+        sent = self._sent_dealings[tokens] = _SentDealing(routers, runs, rows)
         return sent
 
-    def _ll_dispatch_launch(self, fp8: bool) -> Aimed:
-        space, grid = self.workspace, self._sending_ll
+    def _ll_dispatch_launch(self, fp8: bool) -> PreparedLaunch:
+        space, grid = self.workspace, self._dispatch_ll_grid
         function = space.kernels.function(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces))
-        sent = grid.leave(self._there, self._most_sent, self.spec.tokens)
-        placed = grid.arrive(self._there, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size)
+        sent = grid.leave(self._row_units, self._groups_sent, self.spec.tokens)
+        placed = grid.arrive(self._row_units, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size)
         params = self.build.dispatch_ll_params(grid, sent, placed)
         shape = grid.shape(ll.ll_shared_bytes(self.spec.experts, fp8))
-        return Aimed(Launch(function, shape, params), ll.DispatchLlParams, DISPATCH_ADDRESSES)
+        return PreparedLaunch(Launch(function, shape, params), ll.DispatchLlParams, DISPATCH_ADDRESSES)
 
-    def _ll_combine_launch(self) -> Aimed:
-        space, grid = self.workspace, self._summing_ll
+    def _ll_combine_launch(self) -> PreparedLaunch:
+        space, grid = self.workspace, self._combine_ll_grid
         function = space.kernels.function(ll.combine_ll_source(self.spec.dtype, space.traces))
-        reduced = grid.leave(self._back, ll.REDUCED, self.spec.tokens, self.world.size - 1)
-        summed = grid.arrive(self._back, ll.SUMMED, self.spec.tokens)
+        reduced = grid.leave(self._sum_units, ll.REDUCED, self.spec.tokens, self.world.size - 1)
+        summed = grid.arrive(self._sum_units, ll.SUMMED, self.spec.tokens)
         params = self.build.combine_ll_params(grid, reduced, summed, self._refusals.device_address())
-        return Aimed(Launch(function, grid.shape(), params), ll.CombineLlParams, COMBINE_ADDRESSES)
+        return PreparedLaunch(Launch(function, grid.shape(), params), ll.CombineLlParams, COMBINE_ADDRESSES)

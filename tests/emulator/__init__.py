@@ -1,8 +1,7 @@
-"""Kernels of raymoe on a CPU: many ranks in one process, every interleaving drawn from a seed.
+"""Runs the kernels on a CPU: many ranks in one process, and a seed draws the interleaving.
 
-`build.py` compiles kernels/*.cu with a C++ compiler against its own include/raymoe/base/ptx.cuh, `machine.py` is memory
-and streams, `ranks.py` puts the exchange's own backends on top. What the machine makes of words, fences and bulk copies
-is told in runtime/ptx_words.cpp and runtime/ptx_bulk.cpp, of plain accesses in runtime/plain.cpp, of races in shared
-memory in runtime/shared.h. `python -m tests.emulator` leaves out every fence in turn, `python -m tests.emulator.soak`
-draws cases at random.
+`build.py` compiles kernels/*.cu with a C++ compiler against its own include/raymoe/base/ptx.cuh. `machine.py` has the
+memory and the streams; `ranks.py` runs the exchange's own backends on them. runtime/ describes the machine: words and
+fences in ptx_words.cpp, bulk copies in ptx_bulk.cpp, plain accesses in plain.cpp, races in shared memory in shared.h.
+`python -m tests.emulator` leaves out every fence in turn; `python -m tests.emulator.soak` draws random cases.
 """

@@ -1,9 +1,9 @@
-"""Leaves out every barrier, fence and wait of the kernels, one at a time, and says which of them nothing has missed.
+"""Leaves out every barrier, fence and wait of the kernels, one at a time, and prints which of them no case needs.
 
     python -m tests.emulator [part of a file's name] ...
 
-About twenty minutes for all. What survives is not needed for the results, or shows a gap in the machine or in the
-cases.
+Takes about twenty minutes for all files. A statement that survives is not needed for the results, or shows a gap in the
+machine or in the cases.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OF_ROUNDS = {
     *("tell_routing.cu", "count_entries.cu", "number_entries.cu", "spread_rows.cu", "sum_entries.cu", "sum_ranks.cu"),
     *("rounds.cuh", "runs.cuh", "traffic.cuh", "numbering.cuh"),
 }
-"""Of the backends over NCCL, whose kernels wait for nobody."""
+"""Files of the backends over NCCL, whose kernels wait for no peer."""
 
 
 def left_out() -> Iterator[Change]:
-    """Every statement that orders something."""
+    """Yield a change for every statement that orders something."""
     for path in sorted(KERNELS.rglob("*.cu*")):
         if path.name in ("ptx.cuh", "row_push.cu"):
             continue
@@ -45,7 +45,7 @@ def left_out() -> Iterator[Change]:
 
 
 def attempts(change: Change | None, seed: int) -> list[Callable[[], object]]:
-    """Runs in which it may be missed; without a change, all of them."""
+    """Return the runs that may find the change; without a change, all runs."""
     changes, most = () if change is None else (change,), 10_000_000
     many = {"tokens": 40}
     steps = ("uniform", "skewed", "masked", "uniform")
@@ -73,8 +73,8 @@ def attempts(change: Change | None, seed: int) -> list[Callable[[], object]]:
     return made
 
 
-def is_missed(change: Change | None) -> str | None:
-    """What was said when it was; without a change, when a run was not all right."""
+def error_without(change: Change | None) -> str | None:
+    """Return the error that found the change, or None. Without a change: the error of a run that should be correct."""
     for seed in range(SEEDS):
         for attempt in attempts(change, seed):
             try:
@@ -86,13 +86,13 @@ def is_missed(change: Change | None) -> str | None:
 
 def main() -> None:
     torch.set_num_threads(1)  # its tensors are small, and idle threads spin
-    if wrong := is_missed(None):
-        sys.exit(f"nothing is left out, and yet {wrong}")
+    if wrong := error_without(None):
+        sys.exit(f"a run without any change failed: {wrong}")
     for change in sorted(left_out(), key=lambda each: "__sync" in each.old):  # fences and waits first
         if not sys.argv[1:] or any(part in change.file for part in sys.argv[1:]):
-            said = is_missed(change)
+            error = error_without(change)
             where = f"{change.file} {change.old} number {change.which}"
-            print(f"{'missed  ' if said else 'SURVIVES'} {where}{': ' + said[:120] if said else ''}", flush=True)
+            print(f"{'found   ' if error else 'SURVIVES'} {where}{': ' + error[:120] if error else ''}", flush=True)
 
 
 if __name__ == "__main__":

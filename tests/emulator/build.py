@@ -1,4 +1,4 @@
-"""Kernels and the machine that runs them, compiled for this CPU: once for each source, kept in the temporary folder."""
+"""Compiles the kernels and the machine for this CPU: once for each source, cached in the temporary folder."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _KERNEL_FLAGS = (
     "-Wno-unused-function",
     "-Wno-invalid-offsetof",
 )
-# Every plain access is told first, to runtime/plain.cpp; the sanitizer's own library is not linked.
+# The compiler puts a call to runtime/plain.cpp before every plain access; the sanitizer's own library is not linked.
 _ACCESS_FLAGS = ("-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 
 
 class BuildError(Exception):
-    """What stands in the sources is not what was expected of them; never what a test is looking for."""
+    """The sources differ from what this module or a `Change` expects. No test looks for this error."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Change:
     old: str
     new: str
     which: int | None = None
-    """Of several, counted from 0; None: there is one."""
+    """The occurrence to change, counted from 0; None: there must be exactly one."""
 
     def made_in(self, text: str) -> str:
-        """
+        """Return the text with the change made.
         >>> Change("a.cuh", "f();", "", which=1).made_in("f(); g(); f(); h(); f();")
         'f(); g();  h(); f();'
         """
@@ -59,13 +59,13 @@ class Change:
         found = len(parts) - 1
         if found <= (self.which or 0) or (self.which is None and found != 1):
             raise BuildError(
-                f"{self.file} has {found} of the text {self.old!r} to change; {self.which or 'one'} is meant"
+                f"{self.file} has {found} times the text {self.old!r}; the change needs {self.which or 'one'}"
             )
         behind = (self.which or 0) + 1
         return self.old.join(parts[:behind]) + self.new + self.old.join(parts[behind:])
 
 
-_MOST_KEPT = 500
+_MOST_CACHED = 500
 
 
 @cache
@@ -75,7 +75,7 @@ def compiler() -> str | None:
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel that can be enqueued on a machine."""
+    """A compiled kernel that can be enqueued on a machine."""
 
     name: str
     entry: int
@@ -84,13 +84,13 @@ class Built:
 
 @cache
 def runtime() -> ctypes.CDLL:
-    """The machine."""
+    """Load the machine."""
     return ctypes.CDLL(str(_runtime_path()))
 
 
 @cache
 def built(source: KernelSource, changes: tuple[Change, ...] = ()) -> Built:
-    """The kernel of that source, with what its Python twins say of the layout held against it."""
+    """Compile and load the kernel of that source. The compiler checks the layout of its Python twins."""
     library = ctypes.CDLL(str(_kernel_path(source, changes)))
     entry = ctypes.cast(getattr(library, f"emulated_{source.stem}"), ctypes.c_void_p).value
     assert entry is not None
@@ -108,14 +108,14 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
             texts[name] = change.made_in(texts[name])
         if not named and not [*KERNELS.rglob(change.file)]:
             raise BuildError(f"there is no {change.file} to change")
-    # A planted bug shows in a few runs, for which -O1 is not worth its time (dispatch.cu: 0.34 s against 0.18).
+    # A planted bug needs only a few runs, which do not repay -O1 (dispatch.cu compiles in 0.34 s, with -O0 in 0.18).
     flags = (*_KERNEL_FLAGS, *_ACCESS_FLAGS, "-O0" if changed else "-O1")
     numbers = iter(range(1000))
     texts = {name: _without_cuda(text, numbers.__next__) for name, text in sorted(texts.items())}
     texts[main] += _entry(source.stem, texts[main]) + "".join(map(_layout, source.structs))
     defines = [f"-D{name}={value}" for name, value in source.defines]
     shadows = {str(path.relative_to(_SHADOWS)): path.read_text() for path in _shadow_files()}
-    runtime_path = _runtime_path()  # part of the identity: a kernel is linked to it
+    runtime_path = _runtime_path()  # part of the cache key, because the kernel is linked to it
 
     def compile_into(folder: Path, library: Path) -> None:
         for name, text in (texts | shadows).items():
@@ -126,11 +126,11 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
         _run([*flags, f"-I{folder}", *defines, *unit, "-o", compiled])
         _run([*_KERNEL_FLAGS, compiled, str(runtime_path), "-o", str(library)])
 
-    return _kept(source.stem, [*texts.items(), *shadows.items(), *defines, *flags, runtime_path], compile_into)
+    return _cached(source.stem, [*texts.items(), *shadows.items(), *defines, *flags, runtime_path], compile_into)
 
 
 def _texts(main: str) -> dict[str, str]:
-    """The kernel's file and every header that it includes, but the one that a CPU cannot run."""
+    """Read the kernel's file and every header that it includes, except ptx.cuh, which a CPU cannot run."""
     texts, waiting = {}, [main]
     while waiting:
         name = waiting.pop()
@@ -141,7 +141,7 @@ def _texts(main: str) -> dict[str, str]:
 
 
 def _shadow_files() -> list[Path]:
-    """The headers that stand for those that a CPU cannot run."""
+    """List the headers that replace those that a CPU cannot run."""
     return sorted(path for path in _SHADOWS.rglob("*") if path.is_file())
 
 
@@ -154,29 +154,29 @@ def _runtime_path() -> Path:
         _run([*_RUNTIME_FLAGS, f"-I{HERE / 'include'}", *units, "-o", str(library)])
 
     texts = [path.read_text() for path in (*files, *shadows)]
-    return _kept("machine", [*texts, *_RUNTIME_FLAGS], compile_into)
+    return _cached("machine", [*texts, *_RUNTIME_FLAGS], compile_into)
 
 
-def _kept(name: str, identity: Sequence[object], compile_into: Callable[[Path, Path], None]) -> Path:
-    """Where the library with this identity lies. Who finds none makes it aside and moves it into place."""
+def _cached(name: str, identity: Sequence[object], compile_into: Callable[[Path, Path], None]) -> Path:
+    """Return the path of the cached library; build it in a temporary folder first if there is none."""
     key = hashlib.sha256(repr((_version(), *identity)).encode()).hexdigest()[:24]
     kept = Path(tempfile.gettempdir()) / f"raymoe-emulator-{os.getuid()}"
     kept.mkdir(mode=0o700, exist_ok=True)
     path = kept / f"{name}-{key}.so"
     if path.exists():
-        path.touch()  # what is used is not what is thrown away
+        path.touch()  # the cache deletes the libraries that were used longest ago
     else:
         with tempfile.TemporaryDirectory(dir=kept) as folder:
             library = Path(folder) / "made.so"
             compile_into(Path(folder), library)
             library.rename(path)
-        for old in sorted(kept.glob("*.so"), key=_used_at)[:-_MOST_KEPT]:
-            old.unlink(missing_ok=True)  # who has loaded it keeps it
+        for old in sorted(kept.glob("*.so"), key=_used_at)[:-_MOST_CACHED]:
+            old.unlink(missing_ok=True)  # processes that have loaded it keep it
     return path
 
 
 def _used_at(path: Path) -> float:
-    """Of what another process has just thrown away: long ago."""
+    """Return the time of last use; 0 if another process has just deleted the file."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -185,10 +185,10 @@ def _used_at(path: Path) -> float:
 
 @cache
 def _version() -> str:
-    return subprocess.run([_found(), "--version"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run([_required_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def _found() -> str:
+def _required_compiler() -> str:
     found = compiler()
     if found is None:
         raise BuildError("no C++ compiler: install g++, or name one by CXX")
@@ -196,9 +196,9 @@ def _found() -> str:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    done = subprocess.run([_found(), *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([_required_compiler(), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BuildError(f"{_found()} {' '.join(arguments)}\n{done.stderr}")
+        raise BuildError(f"{_required_compiler()} {' '.join(arguments)}\n{done.stderr}")
 
 
 _STATIC = re.compile(r"^( *)__shared__ ([\w:]+) ([^;=]+);", re.MULTILINE)
@@ -208,7 +208,7 @@ _KERNEL = re.compile(r'extern "C" __global__ void[^{]*?\b(\w+)\(const ([\w:]+)& 
 
 
 def _without_cuda(text: str, next_number: Callable[[], int]) -> str:
-    """Declarations of shared memory become references into the block's; a parameter is one for all threads.
+    """Turn declarations of shared memory into references to the block's, and a parameter into one for all threads.
 
     >>> print(_without_cuda("    __shared__ bool may, last[WARPS];", iter(range(9)).__next__))
         bool& may = emulator::static_variable<bool>(0); auto& last = emulator::static_variable<bool[WARPS]>(1);
@@ -227,7 +227,7 @@ def _without_cuda(text: str, next_number: Callable[[], int]) -> str:
     text = _PARAMETER.sub(r"const \1& \2", _STATIC.sub(static, text))
     code = re.sub(r"//.*", "", text)
     if "__shared__" in code or "__grid_constant__" in code:
-        raise BuildError(f"a declaration of shared memory or of a parameter that is not understood, in:\n{text}")
+        raise BuildError(f"cannot translate a declaration of shared memory or of a parameter in:\n{text}")
     return text
 
 

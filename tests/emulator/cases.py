@@ -1,4 +1,4 @@
-"""What is run on the emulated machine: exchanges of many kinds, and messages."""
+"""The cases of the emulated machine: exchanges of many kinds, and messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTINGS = ("uniform", "skewed", "masked", "none", "repeated", "one")
 
 @dataclass(frozen=True)
 class Run:
-    """A kind of backend, and what it is run with; fields of the spec by name."""
+    """A kind of backend, and the settings of a run; `spec` has fields of the ExchangeSpec by name."""
 
     kind: str
     ranks: int = 2
@@ -35,7 +35,7 @@ class Run:
     torn_lines: bool = False
 
     def judged(self, seed: int) -> int:
-        """All steps in the interleaving of a seed; how many switches it took."""
+        """Run all steps in the interleaving of a seed, and judge them; return the number of switches."""
         case = Case(
             self.ranks,
             spec_for(self.kind, **self.spec),
@@ -57,7 +57,7 @@ class Run:
 
 
 def refused(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
-    """A step whose rows do not fit, which all ranks refuse, and good ones before and after it."""
+    """Run a step whose rows do not fit, which all ranks must refuse, with good steps before and after it."""
     spec = spec_for(kind, capacity=64, alignment=1)
     case = Case(2, spec, "auto", ("masked", "one", "masked"), ragged=False, seed=3)
     with Emulator(2, 3_000_000, changes) as emulator:

@@ -1,7 +1,8 @@
-"""Messages between two emulated ranks by kernels/copy.cu: each lane with a credit, a signal and a count of its own.
+"""Messages between two emulated ranks by kernels/copy.cu; each lane has a credit, a signal and a count of its own.
 
-Put: a rank says that it is ready, its peer writes into its target and says that the message has come. Get: a rank says
-that its source is ready, its peer reads it and says that it was taken. The words are the same."""
+Put: a rank says that it is ready; its peer writes into its target and says that the message has come. Get: a rank says
+that its source is ready; its peer reads it and says that it has. The words are the same.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from tests.emulator.ranks import LONG_S, EmulatedErrorWord, EmulatedGpu
 
 _WORD_BYTES = 128
 _WORDS = ("move", "ready", "wait", "may begin", "done")
-"""Counts of this rank's runs, of three kinds; then what the peer writes."""
+"""Three counts of this rank's runs; then the words that the peer writes."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """`source` and `target`: how many bytes behind a multiple of 128 it begins, here and there."""
+    """A message; `source` and `target` are its offsets from a multiple of 128 bytes on either rank."""
 
     nbytes: int
     source: int = 0
@@ -31,7 +32,7 @@ class Message:
 
 @dataclass
 class Mail:
-    """Every message goes from rank 0 to rank 1, or both ways, again and again; whoever gets it looks at what came."""
+    """Sends every message from rank 0 to rank 1, or both ways, again and again; the receiver checks what came."""
 
     emulator: Emulator
     messages: tuple[Message, ...]
@@ -69,8 +70,11 @@ class Mail:
         return self.heaps[rank].bytes[begin : begin + self.messages[number].nbytes]
 
     def _step(self, rank: int, epoch: int) -> None:
-        """What moves and what waits are one launch where both ways are used; else each message is waited for alone, so
-        that it is looked at as soon as it is told of."""
+        """Enqueue a step of a rank.
+
+        Both ways: one launch moves and waits. One way: each message is awaited by a launch of its own, so that it is
+        checked as soon as it is announced.
+        """
         numbers = range(len(self.messages))
         sends, gets = self.both_ways or rank == 0, self.both_ways or rank == 1
         moves = sends if self.protocol == "put" else gets

@@ -21,21 +21,21 @@ _HOST_CALL = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
 class EmulatorError(Exception):
-    """A run that did not end as it must: who did what, or who waits for what."""
+    """A run failed: the error names the thread and its access, or the threads that wait."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that kernels may touch, and nothing beside them."""
+    """Bytes that kernels may access; the bytes around them may not be accessed."""
 
     address: int
     bytes: np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Emulator:
-    """One at a time in a process. Streams are filled first (`launch`, `call`), then `run`.
+    """The machine; a process has one at a time. Fill the streams first (`launch`, `call`), then `run`.
 
-    All ranks see a heap at the same addresses. Between two runs nothing is forgotten but what memory held before.
+    All ranks see a heap at the same addresses. Between two runs the machine forgets only what memory held before.
     """
 
     _open = False
@@ -43,7 +43,7 @@ class Emulator:
     def __init__(
         self, ranks: int, most_steps: int = 20_000_000, changes: Sequence[Change] = (), torn_lines: bool = False
     ) -> None:
-        """With `torn_lines` each half of a line of 128 bytes arrives by itself, as it may over PCIe."""
+        """Open the machine. With `torn_lines` the halves of a line of 128 bytes arrive apart, as over PCIe."""
         assert not Emulator._open, "another machine is open; close it first"
         self.ranks, self._most_steps, self._changes = ranks, most_steps, tuple(changes)
         self._machine = _declared(runtime())
@@ -56,8 +56,10 @@ class Emulator:
         self._red_zones: list[tuple[str, np.ndarray[Any, np.dtype[np.uint8]]]] = []
 
     def memory(self, rank: int, nbytes: int, name: str, arrays: Sequence[tuple[str, int, int]] = ()) -> Memory:
-        """Of one rank alone, full of bytes that are NaN as numbers and absurd as counts. With `arrays` (name, offset,
-        bytes) nobody may touch what is between them."""
+        """Map memory of one rank alone. Its bytes are NaN as floats and absurd as counts.
+
+        With `arrays` (name, offset, bytes) the bytes between them may not be accessed.
+        """
         memory = self._mapped(nbytes)
         memory.bytes[:] = 0xFF
         for array, offset, size in arrays or [(name, 0, nbytes)]:
@@ -67,11 +69,11 @@ class Emulator:
         return memory
 
     def reach(self, address: int, nbytes: int, name: str) -> None:
-        """Let kernels of rank 0 reach memory that was made elsewhere, as long as this machine lives."""
+        """Let kernels of rank 0 access memory that was allocated elsewhere, as long as this machine lives."""
         self._machine.machine_add_region(address, nbytes, 0, 0, name.encode())
 
     def heap(self, rank: int, regions: Sequence[tuple[str, int, int]], nbytes: int) -> Memory:
-        """Zeros that the peers reach too. Regions are name, offset, bytes; what is between them nobody may touch."""
+        """Map zeros that the peers reach too. Regions are (name, offset, bytes); bytes between them are red zones."""
         memory = self._mapped(nbytes)
         end = 0
         for name, offset, size in regions:
@@ -82,7 +84,7 @@ class Emulator:
         return memory
 
     def launch(self, rank: int, source: KernelSource, shape: Shape, params: Params | ctypes.Structure) -> None:
-        """At the end of the rank's stream. Only changes to files that this kernel is made of are planted."""
+        """Enqueue a kernel on the rank's stream. Only changes to files of this kernel are planted."""
         kernel = built(source, self._changes)
         packed = params.packed() if isinstance(params, Params) else params
         dimensions = (ctypes.c_uint * 3)(shape.blocks, shape.threads, shape.shared_bytes)
@@ -92,12 +94,12 @@ class Emulator:
         )
 
     def call(self, rank: int, action: Callable[[], object]) -> None:
-        """Something that the host does in this place of the rank's stream."""
+        """Enqueue an action of the host on the rank's stream."""
 
         def guarded() -> int:
             try:
                 action()
-            except BaseException as error:  # noqa: BLE001 - through C it cannot go; `run` raises it
+            except BaseException as error:  # noqa: BLE001 - it cannot pass through C; `run` raises it
                 self._raised.append(error)
                 return 1
             return 0
@@ -107,13 +109,16 @@ class Emulator:
         self._machine.machine_call(rank, kept)
 
     def write(self, into: np.ndarray[Any, np.dtype[np.uint8]], data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """Inside a `call`: bytes that the host writes. Who has not acquired that they are there may find the old ones,
-        which are forgotten where the host just writes."""
+        """Write bytes as the host, inside a `call`.
+
+        A thread that has not acquired the write may still read the old bytes. A direct write to the array would forget
+        them.
+        """
         if len(data):
             self._machine.machine_write(into.ctypes.data, data.tobytes(), len(data))
 
     def run(self, seed: int) -> None:
-        """All streams to their ends, in the interleaving of this seed."""
+        """Run all streams to their ends, in the interleaving of this seed."""
         done = self._machine.machine_run(seed, self._most_steps)
         self._calls.clear()
         if self._raised:
@@ -122,7 +127,7 @@ class Emulator:
             raise EmulatorError(f"seed {seed}: {self._machine.machine_error().decode()}")
         for name, zone in self._red_zones:
             if not np.all(zone == _RED):
-                raise EmulatorError(f"seed {seed}: somebody wrote {name}, where nothing is")
+                raise EmulatorError(f"seed {seed}: something wrote {name}, outside every region")
 
     @property
     def steps(self) -> int:

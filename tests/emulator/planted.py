@@ -1,4 +1,4 @@
-"""Bugs that are planted in the kernels, each in a place where somebody once thought about order."""
+"""Bugs to plant in the kernels, most of them at a statement that orders memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.emulator.ranks import long_pieces, narrow, small
 
 @dataclass(frozen=True)
 class Planted:
-    """A bug, and where it shows."""
+    """A bug, and the run that finds it."""
 
     kind: str
     changes: tuple[Change, ...]
@@ -30,7 +30,7 @@ class Planted:
             spec |= {"wire": "float8_e4m3", "output": "raw", "hidden": 272}
         if self.hidden is not None:
             spec |= {"tokens": 12, "hidden": self.hidden}
-        ll_steps = 10_000_000 if self.quantised else 4_000_000  # good runs take less than half of that
+        ll_steps = 10_000_000 if self.quantised else 4_000_000  # a correct run takes less than half
         return Run(
             self.kind,
             self.ranks,
@@ -73,16 +73,16 @@ PLANTED = {
         "fused", "placing.cuh", "ptx::fence_proxy_async();  // orders the word", "//"
     ),
     "a word is not acquired": _planted("fused", "sync.cuh", "load_acquire_sys(word)", "load_relaxed_sys(word)"),
-    "one half of the slots, at the sender": _planted("fused", "sending.cuh", "half_(epoch & 1)", "half_(0)"),
-    "one half of the slots": Planted(
+    "one buffer of slots, at the sender": _planted("fused", "sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
+    "one buffer of slots": Planted(
         "fused",
         (
-            Change("sending.cuh", "half_(epoch & 1)", "half_(0)"),
-            Change("placing.cuh", "half_(epoch & 1)", "half_(0)"),
+            Change("sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
+            Change("placing.cuh", "parity_(epoch & 1)", "parity_(0)"),
         ),
         form="pairs",
     ),
-    "one half of the sums": Planted(
+    "one buffer of sums": Planted(
         "fused",
         (
             Change("reducing.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
@@ -95,11 +95,11 @@ PLANTED = {
     "epochs of the other operation": _planted(
         "fused", "combine.cuh", "before_.load(first, p.operation,", "before_.load(first, p.operation - 8,", form="pairs"
     ),
-    "nothing to send, nothing said": _planted(
+    "no done word from a sender with nothing to send": _planted(
         "fused",
         "sending.cuh",
-        "    say_done(p, epoch, sender);",
-        "    if (n != 0) say_done(p, epoch, sender);",
+        "    announce_done(p, epoch, sender);",
+        "    if (n != 0) announce_done(p, epoch, sender);",
         routings=("none", "uniform"),
         ranks=2,
     ),
@@ -126,27 +126,29 @@ PLANTED = {
     "no fence before a quantised row's word": _quantising(f"{SYSTEM_FENCE} the rows, whose", "//"),
     "no fence before a quantised row leaves": _quantising("ptx::fence_proxy_async_shared();"),
     "a stage is given back while it is read": _quantising("wait_stages_read(behind);", shape=small),
-    "a lane waits for no empty stage": _quantising(
+    "a lane does not wait for an empty stage": _quantising(
         "leaving_.emptied.await_before(turn);\n        if", "if", shape=small
     ),
-    "quantised rows said before they have arrived": _quantising("leaving_.landed.await(turn);"),
-    "no quantised row's word is awaited": Planted(
+    "quantised rows announced before they have arrived": _quantising("leaving_.landed.await(turn);"),
+    "a queue entry is reused before its word is stored": Planted(
         "fused",
         (
-            Change("quantised_stages.cuh", "said.await_before(turn);", ""),
+            Change("quantised_stages.cuh", "announced.await_before(turn);", ""),
             Change(
                 "quantised_stages.cuh", "QUEUE = 32;", "QUEUE = 4;"
-            ),  # no longer than sayers are behind now and then
+            ),  # no longer than announcers are sometimes behind
             Change("quantised_stages.cuh", "MOST_STAGES = 12;", "MOST_STAGES = 2;"),
         ),
         quantised=True,
         shape=small,
     ),
-    "slots are packed before the peers are through": _planted(
+    "slots are packed before the peers have read them": _planted(
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
     ),
     "lines of the epoch before": _planted("ll", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
-    "pieces that summers took stay taken": _planted("fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="),
+    "the count of pieces that summers took is not reset": _planted(
+        "fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="
+    ),
     "summers leave pieces out": _planted("fused", "summing.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"),
     "a router's runs are not counted": _planted(
         "ll", "routing_ll.cuh", "                count_run();\n", quantised=True, shape=small
@@ -154,16 +156,16 @@ PLANTED = {
     "entries before a router's own are not counted": _planted(
         "ll", "routing_ll.cuh", ": counts_[expert] + before;", ": before;"
     ),
-    "a thread is not handed what another one of its warp has acquired": _planted(
+    "no __syncwarp after another thread of the warp acquired a word": _planted(
         "fused", "placing.cuh", "__syncwarp();  // hands what a thread has acquired", "//"
     ),
-    "a shuffle is taken to hand a row over": _planted(
+    "a shuffle instead of __syncwarp hands a row over": _planted(
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", quantised=True, shape=small
     ),
-    "a shuffle is taken to hand a stamp over": _planted(
+    "a shuffle instead of __syncwarp hands a stamp over": _planted(
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", stamped=True
     ),
-    "a vote is taken to hand pieces over": _planted(
+    "a vote instead of __syncwarp hands pieces over": _planted(
         "fused", "summing.cuh", "__syncwarp();  // hands what was acquired", "//"
     ),
     "no fence before a stage is filled again": _planted(
@@ -183,7 +185,7 @@ PLANTED = {
     "no fence before a block's word": _planted(
         "staged", "sending.cuh", "ptx::fence_acq_rel_sys();  // orders the rows before", "//", shape=small
     ),
-    "one half of the lines": Planted(
+    "one buffer of lines": Planted(
         "ll",
         (Change("rows_ll.cuh", "p.rows[epoch & 1]", "p.rows[0]"),),
         routings=("uniform",) * 6,
@@ -192,7 +194,7 @@ PLANTED = {
 }
 
 NEEDED_BY_ONE = Change("places.cuh", "p.scratch->needed = where", "if (threadIdx.x == 0) p.scratch->needed = where")
-"""No bug, but all threads of a block store the same number, and one of them is soon seen."""
+"""No bug. Without it all threads of a block store the same number, and one of these stores soon becomes visible."""
 
 REFUSING = {
     "fused, a last-out ticket that orders nothing": (
@@ -208,34 +210,34 @@ REFUSING = {
         Change("sync.cuh", "any || hands_over ? ptx::atomic_add_acq_rel", "false ? ptx::atomic_add_acq_rel"),
     ),
 }
-"""Where a step is refused, by kind of backend."""
+"""Bugs that show in a refused step; a name begins with the kind of backend."""
 
 COPYING = {
     "signalled when the bytes are read": Change("ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
-    "a lane told before its stores have arrived": Change("copy.cu", "ptx::bulk_wait<ANNOUNCE_AFTER>();", ""),
+    "a lane announced before its stores have arrived": Change("copy.cu", "ptx::bulk_wait<ANNOUNCE_AFTER>();", ""),
     "a credit that is not waited for": Change(
         "lanes.cuh", "credit + lane.lag >= epoch", "credit + lane.lag + 1 >= epoch"
     ),
     "no proxy fence behind a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
-    "hands that do not wait for one another": Change(
+    "threads that do not wait for one another before the ticket": Change(
         "copy.cu", "ptx::barrier_of_warps(1, ORDINARY_THREADS);  // orders the stores", "//"
     ),
     "a byte too many": Change("unaligned.cuh", "thread < span.bytes - tail", "thread <= span.bytes - tail"),
 }
 
-SAID = {
-    "stores 4 bytes of .*where nothing is": Change(
+BY_ERROR = {
+    "stores 4 bytes of .*outside every region": Change(
         "places.cuh", "p.out_weights + place * 4ull, static", "p.out_weights + (place + (1ull << 42)) * 4ull, static"
     ),
     "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
-    "stores 4 bytes of .*behind the end of masks.*where nothing is": Change(
+    "stores 4 bytes of .*behind the end of masks.*outside every region": Change(
         "routing.cuh",
         "p_.masks[token] = p_.ranks_of(token);",
         "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;",
     ),
-    "stores 8 bytes of .*behind the end of own of rank .*where nothing is": Change(
+    "stores 8 bytes of .*behind the end of own of rank .*outside every region": Change(
         "dispatch.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"
     ),
     "a plain access to": Change("placing.cuh", "queue_[loads_++ % QUEUE] =", "queue_[loads_++ % QUEUE + 65536] ="),
@@ -245,10 +247,10 @@ SAID = {
     "bulk loads into .* of shared memory at .*, which thread .* has loaded, and no proxy fence": Change(
         "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();"
     ),
-    "loads 8 bytes of shared memory at .*, which a bulk load fills, and nothing has told it": Change(
+    "loads 8 bytes of shared memory at .*, which a bulk load fills, and the thread has not found": Change(
         "placing.cuh", "__syncwarp();  // hands the row, which one", "//"
     ),
-    "nobody can go on: .*waits for the bytes of the barrier at": Change(
+    "no thread can continue: .*waits for the bytes of the barrier at": Change(
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(
@@ -258,4 +260,4 @@ SAID = {
     ),
     "still read its shared memory": Change("ring.cuh", "void drain() { ptx::bulk_wait<0>(); }", "void drain() {}"),
 }
-"""What is said of each."""
+"""Bugs by the error that the machine must report."""

@@ -1,4 +1,4 @@
-"""The exchange's own backends on emulated ranks: their grids, offsets and parameters, with emulated memory below."""
+"""The exchange's own backends on emulated ranks: real grids, offsets and parameters on emulated memory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from raymoe.memory.layout import Layout, Region
 from tests.emulator.machine import RED_ZONE_BYTES, Emulator, Memory
 
 LONG_S = 60.0
-"""Of virtual time: a wait that may last."""
+"""Virtual time: the deadline of waits that should not fail."""
 
 
 @dataclass(frozen=True)
 class EmulatedGpu:
-    """What is asked of a GPU where grids are laid out. Small, so that everything wraps."""
+    """The properties of a GPU that grids depend on. They are small, so that every ring and window wraps."""
 
     emulator: Emulator
     rank: int
@@ -47,21 +47,21 @@ class EmulatedGpu:
     capability: tuple[int, int] = (9, 0)
 
     def synchronise(self) -> None:
-        """The host writes where kernels read."""
+        """Do nothing: the host writes to the memory that kernels read."""
 
 
 @dataclass(frozen=True)
 class EmulatedWorld:
-    """All ranks are made by one process, one after the other, and are alike."""
+    """A world whose ranks are made by one process, one after the other, all alike."""
 
     gpu: EmulatedGpu
     size: int
     heaps: dict[str, tuple[Layout, list[Memory]]]
-    """Of all ranks, by what they are for."""
+    """The heaps of all ranks, by purpose."""
     timeout_s: float = LONG_S
     name: str = "emulated"
     unclosed: Any = field(default_factory=lambda: SimpleNamespace(watch=lambda *_, **__: lambda: None))
-    """The machine owns what a workspace has, so a dropped one leaves nothing."""
+    """The machine owns the memory of a workspace, so a dropped workspace leaks nothing."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
@@ -76,11 +76,11 @@ class EmulatedWorld:
             raise problem
 
     def shared(self, kind: object) -> Any:  # noqa: ARG002
-        """A link that carries lines whole."""
+        """Return a link on which lines arrive whole."""
         return SimpleNamespace(lines=True)
 
     def barrier(self, what: str) -> None:
-        """Nothing runs before the machine does."""
+        """Do nothing: no kernel runs before `Emulator.run`."""
 
     def allocate(self, layout: Layout, what: str, where: str) -> EmulatedHeap:
         assert where == "device"
@@ -90,7 +90,7 @@ class EmulatedWorld:
 
 
 class EmulatedHeap:
-    """One rank's view of the heaps of all. Between its regions lie bytes that nobody may write."""
+    """One rank's view of the heaps of all ranks. The bytes between its regions may not be accessed."""
 
     def __init__(self, layout: Layout, heaps: list[Memory], rank: int) -> None:
         self.layout, self._rank, self._heaps = layout, rank, heaps
@@ -108,11 +108,11 @@ class EmulatedHeap:
         return flat.view(getattr(torch, region.dtype)).view(region.shape)
 
     def close(self) -> None:
-        """The machine owns the memory."""
+        """Do nothing: the machine owns the memory."""
 
 
 def with_gaps(layout: Layout) -> Layout:
-    """The same regions, bytes between them that belong to nobody."""
+    """Return the same regions with red zones between them."""
     regions: list[Region] = []
     for placed in layout.placed:
         regions += [placed.region, Region(f"gap behind {placed.region.name}", (RED_ZONE_BYTES,), "uint8")]
@@ -120,7 +120,7 @@ def with_gaps(layout: Layout) -> Layout:
 
 
 def heaps_of(emulator: Emulator, layout: Layout) -> tuple[Layout, list[Memory]]:
-    """A heap for each rank."""
+    """Map a heap for each rank."""
     wide = with_gaps(layout)
     kept = [each for each in wide.placed if not each.region.name.startswith("gap behind ")]
     regions = [(each.region.name, each.offset, each.region.nbytes) for each in kept]
@@ -139,7 +139,7 @@ class EmulatedWords:
         return self._memory.address + index * 8
 
     def close(self) -> None:
-        """The machine owns the memory."""
+        """Do nothing: the machine owns the memory."""
 
 
 class EmulatedErrorWord(ErrorWord):
@@ -148,7 +148,7 @@ class EmulatedErrorWord(ErrorWord):
     def __init__(self, gpu: Any, rank: int) -> None:
         self.rank, self._gpu = rank, gpu
         self._lock = threading.Lock()
-        self._ops, self._reason, self._closed = [], None, True  # there is nothing to close
+        self._ops, self._reason, self._closed = [], None, True  # closed: there is nothing to close
         host: Any = EmulatedWords(gpu, _RECORD + ErrorRecord.nbytes() // 8)
         self._host, self._poison = host, EmulatedWords(gpu, 16).device_address()
 
@@ -170,7 +170,7 @@ class EmulatedKernels:
 
 
 class EmulatedLaunch:
-    """Enqueues on the rank's stream of the machine, which copies the parameters as a GPU does."""
+    """Enqueues on the rank's stream; the machine copies the parameters at that time, as a GPU does."""
 
     def __init__(self, function: EmulatedFunction, shape: Shape, params: Params) -> None:
         self._function, self._shape = function, shape
@@ -182,7 +182,7 @@ class EmulatedLaunch:
 
 
 class EmulatedOrder:
-    """One stream is in order."""
+    """The order of streams; a rank has one stream here, so it does nothing."""
 
     def __init__(self, gpu: EmulatedGpu) -> None:
         pass
@@ -205,7 +205,7 @@ def workspaces(
     traced: bool = False,
     timeout_s: float = LONG_S,
 ) -> list[Workspace]:
-    """One for each rank. `timeout_s` is of the machine's time, of which a step takes about 8 ns."""
+    """Make a workspace for each rank. `timeout_s` is virtual time; a step takes about 8 ns of it."""
     heaps: dict[str, tuple[Layout, list[Memory]]] = {}
     worlds = [
         EmulatedWorld(EmulatedGpu(emulator, rank), emulator.ranks, heaps, timeout_s) for rank in range(emulator.ranks)
@@ -221,32 +221,32 @@ def workspaces(
 
 
 class EmulatedBackend(FusedBackend):
-    """What a backend does on a GPU, enqueued on the rank's stream of the machine instead; as such, `fused`."""
+    """A backend that enqueues on the machine instead of a GPU; by itself, backend `fused`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._metadata = _apart(self._metadata)
-        self._sent_tokens: Tokens | None = None
+        self._metadata = _with_red_zones(self._metadata)
+        self._emulated_tokens: Tokens | None = None
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        return super().dispatch(self._placed(tokens), out)
+        return super().dispatch(self._in_machine(tokens), out)
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
-        self._sent_tokens = self._placed(tokens)
-        return super().dispatch_send(self._sent_tokens, out)
+        self._emulated_tokens = self._in_machine(tokens)
+        return super().dispatch_send(self._emulated_tokens, out)
 
-    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:  # noqa: ARG002 - they were placed before
-        assert self._sent_tokens is not None
-        super().dispatch_receive(got, self._sent_tokens)
+    def dispatch_receive(self, got: Dispatched, tokens: Tokens) -> None:  # noqa: ARG002 - the send copied them
+        assert self._emulated_tokens is not None
+        super().dispatch_receive(got, self._emulated_tokens)
 
-    def _placed(self, tokens: Tokens) -> Tokens:
-        """The same tokens in memory of the machine."""
+    def _in_machine(self, tokens: Tokens) -> Tokens:
+        """Copy the tokens to memory of the machine."""
         given = (getattr(tokens, field.name) for field in fields(tokens))
         return Tokens(*(None if each is None else self._place(each, True) for each in given))  # type: ignore[arg-type]
 
-    def _new(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
-        """All in memory of the machine, full of NaN and absurd numbers."""
-        got = super()._new(tokens, out)
+    def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
+        """Allocate the metadata in memory of the machine, filled with NaN and absurd numbers."""
+        got = super()._new_result(tokens, out)
         home, metadata, gpu = got._home, self._metadata, cast(Any, self.world.gpu)
         assert isinstance(home, Home)
         arrays = [
@@ -259,12 +259,12 @@ class EmulatedBackend(FusedBackend):
         return got
 
     def check(self) -> None:
-        """After the machine has run: raises what the kernels have told."""
+        """Raise what the kernels have reported. Call it after the machine has run."""
         with mock.patch.object(torch.cuda, "synchronize"):
             super().check()
 
     def new(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """Memory of this rank that its kernels may touch, poisoned."""
+        """Allocate a tensor that this rank's kernels may access, filled with NaN."""
         gpu: Any = self.world.gpu
         count = int(np.prod(shape))
         nbytes = count * torch.empty(0, dtype=dtype).element_size()
@@ -282,11 +282,11 @@ class EmulatedBackend(FusedBackend):
 
 
 class EmulatedStaged(EmulatedBackend, StagedBackend):
-    """Rows by a launch of their own."""
+    """Backend `staged` with a launch that moves the rows."""
 
 
 class EmulatedCopied(EmulatedBackend, CopiedBackend):
-    """Rows by an engine that copies them one by one, in the place of the rank's stream where it was asked to."""
+    """Backend `staged` by a copy engine that copies rows one by one, in order with the rank's stream."""
 
     def _copy_bytes(self, into: int, source: int, nbytes: int, stream: int) -> None:  # noqa: ARG002
         gpu: Any = self.world.gpu
@@ -298,11 +298,11 @@ class EmulatedCopied(EmulatedBackend, CopiedBackend):
 
             gpu.emulator.call(self.world.rank, copy)
 
-    def _new_side(self) -> None:
-        """A rank has one stream here."""
+    def _new_side_stream(self) -> None:
+        """Do nothing: a rank has one stream here."""
 
     @contextmanager
-    def _beside(self) -> Iterator[int]:
+    def _on_side_stream(self) -> Iterator[int]:
         yield 0
 
     def _join(self) -> None: ...
@@ -311,8 +311,8 @@ class EmulatedCopied(EmulatedBackend, CopiedBackend):
 _GAP = "gap behind "
 
 
-def _apart(metadata: Metadata) -> Metadata:
-    """The same arrays, bytes between them that belong to nobody."""
+def _with_red_zones(metadata: Metadata) -> Metadata:
+    """Return the same arrays with red zones between them."""
     arrays: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, array in metadata.arrays.items():
         arrays |= {name: array, f"{_GAP}{name}": ((RED_ZONE_BYTES,), torch.uint8)}
@@ -324,7 +324,7 @@ def _bytes_at(address: int, nbytes: int) -> Any:
 
 
 class EmulatedLl(EmulatedBackend, FusedLlBackend):
-    """Rows in lines."""
+    """Backend `fused` for few tokens: rows in lines."""
 
 
 BACKENDS: dict[str, type[EmulatedBackend]] = {
@@ -336,7 +336,7 @@ BACKENDS: dict[str, type[EmulatedBackend]] = {
 
 
 def spec_for(kind: str, **fields: Any) -> ExchangeSpec:
-    """A small spec that this kind of backend takes."""
+    """Return a small spec that this kind of backend takes."""
     transport = "copy_engine" if kind == "copied" else "auto"
     return ExchangeSpec(**{"tokens": 20, "hidden": 64, "experts": 12, "topk": 3, "transport": transport, **fields})
 
@@ -348,12 +348,12 @@ def backend(
     shape: Callable[[Any, Any], Any] | None = None,
     sms: int | None = None,
 ) -> EmulatedBackend:
-    """`shape` changes the grids of dispatch and combine."""
+    """Make a backend; `shape` changes its grids of dispatch and combine."""
     kind = BACKENDS[name]
-    laid_out = kind._grids
+    original_grids = kind._grids
 
     def grids(self: Any, asked: Any) -> Any:
-        return laid_out(self, asked) if shape is None else shape(*laid_out(self, asked))
+        return original_grids(self, asked) if shape is None else shape(*original_grids(self, asked))
 
     modules = ("fused", "fused_ll", "staged")
     with ExitStack() as patched:
@@ -365,7 +365,7 @@ def backend(
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
-    """Few lanes of two stages, words after every row: everything wraps."""
+    """Few lanes with rings of two stages, so that every ring and window wraps."""
     return (
         replace(
             moving,
@@ -382,13 +382,13 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
 
 
 def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
-    """One lane each way, so that rows are looked for while most are still to be sent."""
+    """One lane each way, so that readers wait for rows while most are still to be sent."""
     moving, summing = small(moving, summing)
     return replace(moving, senders=1, sender_lanes=1), replace(summing, reducers=1, reducer_lanes=1, summers=1)
 
 
 def long_pieces(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
-    """As many steps as a row has in each of its pieces of a combine: one piece."""
+    """One piece for a whole row of a combine, so that the piece has all steps of the row."""
     moving, summing = narrow(moving, summing)
     return moving, replace(summing, pieces=1)
 

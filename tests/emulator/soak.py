@@ -1,8 +1,8 @@
-"""Exchanges and messages of all kinds, drawn at random, as long as asked.
+"""Runs exchanges and messages of all kinds, drawn at random, for a given time.
 
     python -m tests.emulator.soak SECONDS [SEED]
 
-What fails is named by its seed, which draws it again: `python -m tests.emulator.soak 0 SEED`.
+A failure is named by its seed. To repeat it: `python -m tests.emulator.soak 0 SEED`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.emulator.ranks import narrow, small
 
 
 def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
-    """Fewer of everything; the same on all ranks."""
+    """Return a change of grids: fewer of everything, the same on all ranks."""
 
     def shape(moving: Any, summing: Any) -> Any:
         rng = random.Random(seed)
@@ -68,7 +68,7 @@ def drawn_run(rng: random.Random) -> Run:
         spec |= {"wire": FP8, **(raw if rng.random() < 0.5 else {})}
     if kind != "ll" and ("wire" not in spec or "output" in spec) and rng.random() < 0.2:
         spec["layout"] = "rank"
-    # With layout rank, rows stay until the next dispatch only.
+    # With layout rank, rows stay only until the next dispatch.
     form = rng.choice(["whole", "halves"] if "layout" in spec else ["whole", "halves", "pairs"])
     shape = rng.choice([drawn_shape(rng.randrange(10**9)), small, narrow, None])
     routings = tuple(rng.choice(ROUTINGS) for _ in range(4))
@@ -76,7 +76,7 @@ def drawn_run(rng: random.Random) -> Run:
 
 
 def fault_of(seed: int) -> str | None:
-    """What goes wrong with what this seed draws."""
+    """Run the case that this seed draws; return its error, or None."""
     rng = random.Random(seed)
     what: object
     try:
@@ -94,7 +94,7 @@ def fault_of(seed: int) -> str | None:
 
 def main() -> int:
     seconds, seeds = float(sys.argv[1]), random.Random(time.time_ns())
-    torch.set_num_threads(1)  # its tensors are small, and idle threads spin: a run took three times as long
+    torch.set_num_threads(1)  # tensors are small, and idle threads spin: a run took three times as long
     begin, runs, faults = time.monotonic(), 0, 0
     while runs == 0 or time.monotonic() - begin < seconds:
         seed = int(sys.argv[2]) if seconds == 0 else seeds.randrange(10**9)

@@ -1,4 +1,4 @@
-"""Steps of an exchange on emulated ranks: dispatch, experts, combine, all enqueued before anything runs."""
+"""Steps of an exchange on emulated ranks: dispatch, experts, combine, all enqueued before the machine runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.unit.exchange_cases import Batch, Case, Result, apply_experts, batche
 from tests.unit.exchange_judge import judge_combine, judge_dispatch, judge_quantised
 
 FORMS = ("whole", "halves", "pairs")
-"""Of a step: two launches; four; and two steps at a time, both dispatches before both combines."""
+"""Forms of a step: two launches; four launches; two steps at a time, both dispatches before both combines."""
 
 
 @dataclass
 class Steps:
-    """What the ranks of a case do, step by step, and what they got: `results[step][rank]`."""
+    """The steps of a case, and their results: `results[step][rank]`."""
 
     emulator: Emulator
     case: Case
@@ -33,7 +33,7 @@ class Steps:
     _later: dict[int, Callable[[], object]] = field(default_factory=dict)
 
     def enqueue(self, step: int, form: str = "whole", change: Callable[[int, Batch], object] | None = None) -> None:
-        """A step of all ranks; `change` may spoil what a rank hands over."""
+        """Enqueue a step of all ranks; `change` may spoil a rank's input."""
         got = [Result(np.zeros(0), np.zeros(0), [], [], np.zeros(0)) for _ in self.backends]
         self.results.append(got)
         for rank, (backend, batch) in enumerate(zip(self.backends, batches(self.case, step), strict=True)):
@@ -48,7 +48,7 @@ class Steps:
                     combine()
 
     def judge(self, first: int = 0) -> None:
-        """What came against the plan, and what came home against the oracle; of the steps from `first` on."""
+        """Compare the steps from `first` on: dispatched rows with the plan, y with the oracle."""
         for backend in self.backends:
             backend.check()
         for step in range(first, len(self.results)):
@@ -61,14 +61,14 @@ class Steps:
                 judge_combine(self.case, sent[rank], result.y)
 
     def _dispatch(self, backend: EmulatedBackend, batch: Batch, form: str, result: Result) -> Callable[[], object]:
-        """Enqueues a dispatch, and gives what enqueues the rest of its step."""
+        """Enqueue a dispatch; return a function that enqueues the rest of its step."""
         case, spec, rank = self.case, self.case.spec, backend.world.rank
         count = torch.tensor([batch.num_tokens], dtype=torch.int32) if case.prefix else None
         tokens = Tokens(batch.x, batch.ids, batch.weights, count)
         rows, dtype = spec.rows(case.ranks), getattr(torch, spec.output_dtype)
         out = backend.new((rows, spec.hidden), dtype, "out") if spec.layout == "expert" else None
         y = backend.new(tuple(batch.x.shape), batch.x.dtype, "y")
-        y.fill_(7)  # neither right nor NaN, which some steps give
+        y.fill_(7)  # neither the right value nor NaN, which some steps give
         made = backend.new((rows, spec.hidden), batch.x.dtype, "expert rows")
         if form == "halves":
             got = backend.dispatch_send(tokens, out)

@@ -21,7 +21,7 @@ from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail
 from tests.emulator.machine import Emulator, EmulatorError
-from tests.emulator.planted import COPYING, PLANTED, REFUSING, SAID
+from tests.emulator.planted import BY_ERROR, COPYING, PLANTED, REFUSING
 from tests.emulator.ranks import backend, small, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange_cases import Batch, Case, batches, expert_major, result_of
@@ -318,8 +318,8 @@ LEFT_OUT = {
     ),
     ("fused", "done"): Change(
         "sending.cuh",
-        "if (threadIdx.x < p.heard()) {",
-        "if (threadIdx.x < p.heard() && !(p.peers.rank == RANK && epoch == 3)) {",
+        "if (threadIdx.x < p.ranks_through_slots()) {",
+        "if (threadIdx.x < p.ranks_through_slots() && !(p.peers.rank == RANK && epoch == 3)) {",
     ),
     ("fused", "statuses"): Change("combine.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("fused", "sums"): Change(
@@ -488,10 +488,10 @@ def test_a_fault_planted_in_a_copy_is_found(change):
 # ---- errors that the machine reports --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_forbidden_operations_of_a_kernel_are_reported(said):
-    with pytest.raises(EmulatorError, match=f"(?s)seed 1: .*{said}"):
-        replace(RUNS["fused on 2"], changes=(SAID[said],), most_steps=1_500_000).judged(1)
+@pytest.mark.parametrize("error", BY_ERROR)
+def test_forbidden_operations_of_a_kernel_are_reported(error):
+    with pytest.raises(EmulatorError, match=f"(?s)seed 1: .*{error}"):
+        replace(RUNS["fused on 2"], changes=(BY_ERROR[error],), most_steps=1_500_000).judged(1)
 
 
 def _copied(emulator: Emulator, dst: int, src: int) -> None:
@@ -519,6 +519,6 @@ def test_a_thread_that_waits_without_end_is_named():
         here, there = (emulator.memory(0, 64, name).address for name in ("here", "there"))
         _copied(emulator, there, here + 1)
         with pytest.raises(
-            EmulatorError, match=r"(?s)nobody can go on: .*the block's barrier number +\(1\), thread 32 and"
+            EmulatorError, match=r"(?s)no thread can continue: .*the block's barrier number +\(1\), thread 32 and"
         ):
             emulator.run(0)

@@ -51,7 +51,7 @@ class Stale:
             yield steps
 
 
-SENT = (Change("sending.cuh", "half_(epoch & 1)", "half_((epoch & 1) ^ (epoch == 3))"),)
+SENT = (Change("sending.cuh", "parity_(epoch & 1)", "parity_((epoch & 1) ^ (epoch == 3))"),)
 REDUCED = (Change("reducing.cuh", "slot_at(source, epoch_ & 1,", "slot_at(source, (epoch_ & 1) ^ (epoch_ == 3),"),)
 QUANTISED = (
     Change("quantised_sending.cuh", "slot_at(peer_, epoch_ & 1,", "slot_at(peer_, (epoch_ & 1) ^ (epoch_ == 3),"),

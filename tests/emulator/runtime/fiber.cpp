@@ -41,7 +41,7 @@ Fiber::~Fiber() {
 
 #if defined(__x86_64__)
 
-// Keeps what a called function must keep, in System V's order; the stack holds the rest.
+// Saves the registers that a callee must save in the System V ABI; the stack holds the rest.
 extern "C" void emulator_switch(void** from, void* to);
 asm(R"(
 .text
@@ -73,7 +73,7 @@ void switch_context(Context& from, Context& to) {
 void Fiber::prepare(void (*entry)()) {
     stack_ = new_stack();
     auto* top = reinterpret_cast<std::uintptr_t*>(static_cast<char*>(stack_) + STACK_BYTES);
-    *--top = 0;  // where `entry` would return to; with it the stack is aligned as after a call
+    *--top = 0;  // the return address of `entry`, which never returns; aligns the stack as after a call
     *--top = reinterpret_cast<std::uintptr_t>(entry);
     for (int kept = 0; kept < 6; ++kept) {
         *--top = 0;

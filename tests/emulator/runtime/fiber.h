@@ -1,4 +1,4 @@
-// Switching between threads of control inside one OS thread.
+// Fibers: several threads of control inside one OS thread.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct Context {
 };
 #endif
 
-// A stack with a guard page below it. Stacks are used again.
+// A fiber with its stack, which has a guard page below it. Stacks are reused.
 class Fiber {
   public:
     Fiber() = default;

@@ -1,4 +1,4 @@
-// What Python calls. One machine at a time; no call may be made from two OS threads.
+// The functions that Python calls. One machine at a time; all calls must come from one OS thread.
 
 #include <cstring>
 
@@ -51,7 +51,7 @@ void machine_call(int rank, emulator::HostCall call) {
     launch->rank->stream.push_back(std::move(launch));
 }
 
-// By the host, in its place of a stream: what was there before is remembered, as of a kernel's stores.
+// A write by the host, in order with its stream. It keeps the past, like a kernel's store.
 void machine_write(unsigned long long at, const void* bytes, unsigned size) {
     emulator::Region& region = *machine->memory.find(at);
     const emulator::u64 now = machine->ticks;
@@ -59,12 +59,12 @@ void machine_write(unsigned long long at, const void* bytes, unsigned size) {
                           {now, now, region.rank, emulator::HOST});
 }
 
-// A fault of the link: of a line of 128 bytes each half arrives by itself.
+// A fault of the link: each half of a 128-byte line arrives by itself.
 void machine_tear_lines() {
     machine->torn_lines = true;
 }
 
-// 1: all streams are through.
+// Returns 1 if all streams have ended.
 int machine_run(unsigned long long seed, unsigned long long most_ticks) {
     machine->most_ticks = most_ticks;
     return machine->run(seed) ? 1 : 0;

@@ -1,4 +1,4 @@
-// What has been handed to whom: barriers of warps and blocks, and the stores that a release must publish.
+// Which thread knows of which stores: barriers of warps and blocks, and the stores that a release must publish.
 //
 // Of a warp's collectives only __syncwarp orders memory: it "guarantees memory ordering among threads participating in
 // the barrier" (CUDA C++ Programming Guide). Shuffles, votes, matches and reductions make threads converge and nothing
@@ -63,7 +63,7 @@ bool takes_part(const BlockBarrier& barrier, const Warp* warp) {
     return std::find(barrier.members.begin(), barrier.members.end(), warp) != barrier.members.end();
 }
 
-// The latest of what each has seen is now seen by all.
+// Gives all threads the latest times that any of them has seen.
 void share_times(const std::vector<Thread*>& threads) {
     u64 seen = 0, proxy = 0;
     for (const Thread* each : threads) {
@@ -122,7 +122,7 @@ bool wait_at(u32 number, u32 threads, bool vote) {
     return me->result != 0;
 }
 
-// What a collective gives to each of the threads of a warp.
+// Computes the result of a collective for each thread of a warp.
 void give_results(Warp& warp, Collective kind) {
     u64 votes = 0, bits = 0, largest = 0;
     for (u32 lane = 0; lane < 32; ++lane) {
@@ -154,7 +154,7 @@ void give_results(Warp& warp, Collective kind) {
 
 }  // namespace
 
-// Threads that have ended are not waited for.
+// Barriers do not wait for threads that have ended.
 void release_barriers_of(Block* block) {
     if (complete(block, block->barriers[0])) {
         release(block, 0);
@@ -167,7 +167,8 @@ bool block_barrier(bool vote) {
 
 void named_barrier(u32 number, u32 threads) {
     if (number == 0 || number >= NAMED_BARRIERS || threads % 32 != 0) {
-        machine->fail("a barrier of " + std::to_string(threads) + " threads under number " + std::to_string(number));
+        machine->fail("a barrier of " + std::to_string(threads) + " threads with number " + std::to_string(number) +
+                      "; numbers are 1 to 15, threads whole warps");
     }
     wait_at(number, threads, true);
 }
@@ -180,10 +181,10 @@ u64 collective(Collective kind, u32 mask, u64 value, u32 argument) {
         machine->yield();
     }
     if (mask != 0xFFFFFFFF || warp.threads.size() != 32) {
-        machine->fail("the emulator knows collectives of whole warps only");
+        machine->fail("the emulator supports only collectives of whole warps");
     }
     if (warp.ended != 0) {
-        machine->fail("a collective of its warp, some of whose threads have ended");
+        machine->fail("a collective of its warp, in which some threads have ended");
     }
     if (warp.arrived != 0 && warp.kind != kind) {
         machine->fail("its warp is at two different collectives at once");
@@ -291,7 +292,7 @@ u8* dynamic_shared() {
     return self()->block->shared + STATIC_BYTES;
 }
 
-// May lie outside: threads that drive no ring work out where theirs would be. Who uses it is checked.
+// May be outside: threads that drive no ring compute where theirs would be. Accesses are checked.
 u64 shared_offset(const void* pointer) {
     return static_cast<u64>(static_cast<const u8*>(pointer) - self()->block->shared);
 }

@@ -1,4 +1,4 @@
-// How launches begin and end, and what must be done when a block's threads have ended.
+// Begins and ends launches, and checks what a block must have finished when its threads end.
 
 #include <sys/mman.h>
 
@@ -29,10 +29,10 @@ void lay_out(Block& block, u32 dynamic_bytes) {
     block.mapped_bytes = each + GUARD + shadow_bytes;
     block.mapping = mmap(nullptr, block.mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     u8* at = static_cast<u8*>(block.mapping);
-    mprotect(at + each, GUARD, PROT_NONE);  // a plain access behind the block's memory faults
+    mprotect(at + each, GUARD, PROT_NONE);  // a plain access after the end of the block's memory faults
     block.shared = at + each - block.shared_bytes;
-    block.shadow = reinterpret_cast<Shadow*>(at + each + GUARD);  // zeros: nobody has stored or loaded
-    std::memset(block.shared, 0xFB, block.shared_bytes);  // what was there before: nothing to count on
+    block.shadow = reinterpret_cast<Shadow*>(at + each + GUARD);  // zeros: no thread has stored or loaded
+    std::memset(block.shared, 0xFB, block.shared_bytes);  // stands for arbitrary old contents
 }
 
 }  // namespace
@@ -49,7 +49,7 @@ void Machine::begin_launch(Rank& rank) {
     Launch& launch = *rank.current;
     if (launch.call != nullptr) {
         if (launch.call() != 0) {
-            fail("what the host does in the stream of rank " + std::to_string(rank.number) + " failed");
+            fail("an action of the host in the stream of rank " + std::to_string(rank.number) + " failed");
         }
         return end_launch(rank);
     }
@@ -116,8 +116,8 @@ void Machine::end_thread(Thread* thread) {
     --block->launch->alive;
 }
 
-// What a kernel has stored is there for its own GPU when it has ended. At peers it arrives later, unless a later kernel
-// of the stream releases it at system scope. Only a kernel's stores to its own rank's memory are seen by the host.
+// When a kernel has ended, its own GPU sees its stores. Peers see them later, unless a later kernel of the stream
+// releases them at system scope. The host sees only a kernel's stores to its own rank's memory.
 void Machine::end_launch(Rank& rank) {
     for (auto& block : rank.current->grid) {
         for (auto& thread : block->threads) {

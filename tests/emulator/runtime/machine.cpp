@@ -12,9 +12,9 @@ Machine* machine = nullptr;
 
 namespace {
 
-constexpr u64 NS_A_TICK = 16;  // on average a little more than half of it
+constexpr u64 NS_A_TICK = 16;  // the most; on average a little more than half
 
-// A plain access outside everything that is mapped ends the run with the name of the thread that made it.
+// A plain access to unmapped memory ends the run; the error names the thread.
 void on_fault(int number, siginfo_t* info, void*) {
     if (machine == nullptr || machine->running == nullptr) {
         signal(number, SIG_DFL);
@@ -25,7 +25,7 @@ void on_fault(int number, siginfo_t* info, void*) {
     machine->fail("a plain access to " + machine->memory.name_of(address) + ", which is not mapped");
 }
 
-// The handler runs on a stack of its own: what faults may be the end of a fiber's.
+// The handler runs on its own stack, because the fault may be the end of a fiber's stack.
 class FaultHandler {
   public:
     FaultHandler() : stack_(64 << 10) {
@@ -166,7 +166,7 @@ Thread* Machine::pick() {
         if (!chance(200)) {
             return thread;
         }
-        // This one, or its whole block, is slow for a while; sometimes so long that others come a run further.
+        // This thread or its whole block is slow for a while; sometimes so long that others complete a run.
         u64& until = chance(4) ? thread->block->stalled_until : thread->stalled_until;
         until = ticks + random() % (chance(12) ? 60'000 : 4000);
     }
@@ -177,7 +177,7 @@ bool Machine::all_done() const {
     return std::all_of(ranks.begin(), ranks.end(), [](auto& rank) { return !rank->current && rank->stream.empty(); });
 }
 
-// False: the run is over.
+// Returns false when the run is over.
 bool Machine::step() {
     while (!events.empty() && events.top().due <= ticks) {
         auto action = std::move(const_cast<Event&>(events.top()).action);
@@ -210,7 +210,7 @@ bool Machine::step() {
         if (next == ~0ull) {
             if (!all_done()) {
                 failed = true;
-                error = "nobody can go on: " + who_waits();
+                error = "no thread can continue: " + who_waits();
             }
             return false;
         }
@@ -242,7 +242,7 @@ bool Machine::step() {
 
 std::string Machine::who_waits() const {
     std::string text;
-    std::map<std::string, std::pair<std::string, u32>> alike;  // what: the first, how many
+    std::map<std::string, std::pair<std::string, u32>> alike;  // by description: the first thread, the number
     for (auto& rank : ranks) {
         if (!rank->current) {
             continue;
@@ -291,7 +291,7 @@ bool Machine::run(u64 seed) {
 }
 
 void Machine::clear() {
-    // What nobody has waited for arrives all the same, once everybody is through.
+    // Operations in flight that no thread has waited for complete now.
     while (!failed && !events.empty()) {
         auto action = std::move(const_cast<Event&>(events.top()).action);
         events.pop();

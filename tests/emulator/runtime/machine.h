@@ -1,7 +1,7 @@
-// The emulated machine: ranks with streams of launches, blocks, warps and threads, and what is under way between them.
+// The emulated machine: ranks with streams of launches, blocks, warps and threads, and operations in flight.
 //
 // Every CUDA thread is a fiber; one OS thread runs them all. At each switching point (words, bulk copies, barriers, the
-// clock) a seeded generator says who goes on. A seed and a program give one run, always the same.
+// clock) a seeded generator chooses the thread that continues. The same seed and program always give the same run.
 #pragma once
 
 #include <deque>
@@ -21,19 +21,19 @@ namespace emulator {
 
 constexpr u32 NAMED_BARRIERS = 16;
 constexpr u64 NEVER = ~0ull;
-constexpr u32 STATIC_BYTES = 1024;  // of a block, for static declarations: what raymoe/exchange/build.py leaves
+constexpr u32 STATIC_BYTES = 1024;  // of a block, for static declarations: STATIC_SHARED of raymoe/exchange/build.py
 
 struct Block;
 struct Launch;
 struct Rank;
 struct Thread;
 
-// What a thread, a warp or a block has been handed, and would publish by a release or a fence.
+// The stores that a thread, a warp or a block knows of, which its release or fence would publish.
 struct Known {
     std::vector<Store*> stores;
 
-    void take(Known& from);  // leaves nothing there
-    void learn(const Known& from);  // the stores, which stay there too
+    void take(Known& from);  // empties `from`
+    void learn(const Known& from);  // `from` keeps its stores
     void forget_done();
     void forget();
 
@@ -42,18 +42,18 @@ struct Known {
     void let_go(Store* store);
 };
 
-// Out of a block's shared memory into global memory, in two steps, each of them some time later.
+// A bulk store from shared to global memory. It reads and writes in two steps, each some time later.
 struct BulkStore {
     u8* global;
     u32 shared, bytes;
     Thread* owner;
-    u32 block;  // its number in the run
+    u32 block;  // the block's number in the run
     int rank;
     bool read = false, written = false;
     std::vector<u8> data;
 };
 
-// A barrier in shared memory that counts bytes, and hands what those who arrive know to those who find a phase over.
+// An mbarrier in shared memory. It also hands what arriving threads know to threads that find a phase over.
 struct ByteBarrier {
     u32 arrivals = 0, missing = 0;
     long long bytes = 0;
@@ -61,9 +61,9 @@ struct ByteBarrier {
     bool fenced = false;
     Known arriving, over;  // in this phase; in the last one
     Clocks arriving_clocks, over_clocks;
-    u64 arriving_seen = 0, over_seen = 0;  // the latest times
+    u64 arriving_seen = 0, over_seen = 0;  // the latest `seen_time` of arriving threads
     std::vector<Thread*> waiting;
-    std::vector<Stamp> found_over;  // who has found the last phase over, and when
+    std::vector<Stamp> found_over;  // the threads that have found the last phase over, and when
 };
 
 // Eight neighbouring threads of a warp that move a line of 128 bytes in one instruction.
@@ -82,13 +82,13 @@ struct Warp {
     u64 values[32] = {};
     u32 arguments[32] = {};
     u32 ended = 0;  // bit of each thread that has ended
-    u32 convergences = 0;  // collectives that it has taken part in
+    u32 convergences = 0;  // collectives that the warp has completed
 };
 
 struct BlockBarrier {
     std::vector<Thread*> waiting;
     bool vote = true;
-    u32 threads = 0;  // asked for; 0: the whole block
+    u32 threads = 0;  // that the barrier waits for; 0: the whole block
     Known known;
     std::vector<Warp*> members;  // warps that have taken part
 };
@@ -101,15 +101,15 @@ struct Thread {
     Warp* warp = nullptr;
     u32 index = 0;
     State state = State::READY;
-    u32 ready_at = 0;  // place in the rank's list of those who can run
+    u32 ready_at = 0;  // index in the rank's list of ready threads
     u64 stalled_until = 0;
     Known known;
-    u64 seen_time = 0;   // ordinary loads give nothing older
-    u64 proxy_time = 0;  // bulk loads give nothing older
+    u64 seen_time = 0;   // ordinary loads return nothing older
+    u64 proxy_time = 0;  // bulk loads return nothing older
     Clocks clocks;
     u32 count = 1, fenced_count = 0;  // of its accesses to shared memory
     u64 result = 0;
-    u64 wide[2] = {};  // of its part of a line
+    u64 wide[2] = {};  // value of its part of a line
     std::vector<std::shared_ptr<BulkStore>> open;
     std::deque<std::vector<std::shared_ptr<BulkStore>>> groups;
     std::vector<u32> unfenced_barriers;
@@ -119,7 +119,7 @@ struct Thread {
 
 struct Block {
     Launch* launch = nullptr;
-    u32 index = 0, number = 0;  // in the grid; of all blocks of the run
+    u32 index = 0, number = 0;  // in the grid; among all blocks of the run
     u8* shared = nullptr;
     Shadow* shadow = nullptr;
     u32 shared_bytes = 0, dynamic_bytes = 0;
@@ -143,7 +143,7 @@ using HostCall = int (*)();
 struct Launch {
     std::string name;
     Kernel kernel = nullptr;
-    HostCall call = nullptr;  // instead of a kernel: something that the host does in this place of the stream
+    HostCall call = nullptr;  // an action of the host instead of a kernel
     std::vector<u8> params;
     u32 blocks = 0, threads = 0, dynamic_bytes = 0;
     Rank* rank = nullptr;
@@ -157,14 +157,14 @@ struct Rank {
     std::unique_ptr<Launch> current;
     u64 starts_at = 0;  // the tick before which the next launch does not begin
     std::vector<Thread*> ready;
-    std::vector<Store*> gpu_stores;  // that this GPU sees, and other GPUs need not
+    std::vector<Store*> gpu_stores;  // stores that this GPU sees and other GPUs may not see yet
     u32 weight = 1;
 };
 
 struct Event {
     u64 due, order;
     std::function<void()> action;
-    bool operator<(const Event& other) const {  // the earliest is on top
+    bool operator<(const Event& other) const {  // puts the earliest on top
         return due != other.due ? due > other.due : order > other.order;
     }
 };
@@ -180,25 +180,25 @@ struct Machine {
     u32 blocks_begun = 0;
     u8* shared = nullptr;  // of the running thread's block
     u64 shared_bytes = 0;
-    bool torn_lines = false;  // a fault: of a line of 128 bytes each half arrives by itself
+    bool torn_lines = false;  // a fault: each half of a 128-byte line arrives by itself
     bool failed = false;
     std::string error;
 
     u64 random();
     bool chance(u32 in) { return random() % in == 0; }
-    // Delays in ticks: of what somebody waits for, and of what may take as long as nobody does.
+    // Delays in ticks: short for data that a thread waits for, long for data that no thread waits for.
     u64 delay();
     u64 long_delay();
-    u64 store_delay();  // of an ordinary store: maybe for ever, as long as nobody releases it and its kernel runs
+    u64 store_delay();  // of an ordinary store: maybe until its kernel ends, if nothing releases it
     void later(u64 ticks_from_now, std::function<void()> action);
 
     bool run(u64 seed);
-    void yield();       // by a thread: somebody else may go on
+    void yield();       // lets another thread continue; a thread calls this
     void maybe_yield();
-    void block_thread();  // by a thread, which somebody has to make ready again
+    void block_thread();  // stops the running thread until another one calls `make_ready` for it
     void make_ready(Thread* thread);
     void unready(Thread* thread);
-    // Ends the run. By a thread it does not return.
+    // Ends the run. If a thread calls it, it does not return.
     void fail(const std::string& reason);
     std::string describe(const Thread* thread) const;
 
@@ -218,29 +218,29 @@ extern Machine* machine;
 inline Thread* self() { return machine->running; }
 
 // ---- knowledge.cpp
-// What a thread has been handed becomes visible: to its own GPU, or to all.
+// Publishes the stores that a thread knows of: to its own GPU, or to all.
 void publish_known(Thread* thread, bool everywhere);
 void for_each_known(Thread* thread, const std::function<void(Known&)>& visit);
-// As of a time: what was published to its GPU later it need not see.
+// Whether a thread must see a store, as of a time: it need not see stores published to its GPU later.
 bool knows(const Thread* thread, const Store* store, u64 time);
 void named_barrier(u32 number, u32 threads);
 void release_barriers_of(Block* block);
 
 // ---- plain.cpp
-// Ends the plain access of global memory that the running thread made last: memory is again as all see it.
+// Completes the running thread's last plain access to global memory: memory again holds what all see.
 void settle_plain();
 
 // ---- ptx_words.cpp
-// A load that orders nothing: as of some time since the thread has last acquired something.
+// A load that orders nothing: it returns the value of some time since the thread last acquired something.
 void load_ordinary(Thread* thread, const void* at, u32 size, void* into);
-// The region of an access to global memory, which must be allowed.
+// Returns the region of an access to global memory; fails the run if the access is not allowed.
 Region& checked(const void* at, u64 bytes, u32 alignment, const char* does);
-// An ordinary store, which others see later.
+// Adds an ordinary store, which other threads see later.
 Store* add_store(Thread* thread, Region& region, void* at, const void* bytes, u32 size, u64 delay);
 
 // ---- ptx_bulk.cpp
 enum class Arrival { NOW, LATER };
-// LATER: its owner sees it, and a release by its owner covers it; others see it some time.
+// LATER: its owner sees it, and a release by its owner covers it; other threads see it at some time.
 void write_global(BulkStore& store, Arrival arrival);
 
 }  // namespace emulator

@@ -42,7 +42,7 @@ u8* Memory::map(u64 bytes) {
     if (used_ + PAGE > ARENA || mprotect(begin, whole, PROT_READ | PROT_WRITE) != 0) {
         std::abort();
     }
-    return begin + whole - kept;  // the end is what strays most
+    return begin + whole - kept;  // at the end of its pages, because most stray accesses are after the end
 }
 
 void Memory::add(Region region) {
@@ -109,7 +109,7 @@ void Memory::publish(Store* store, u64 time) {
     for (std::size_t i = 0; pending[i] != store;) {
         Store* before = pending[i];
         if (before->at < store->at + store->size && store->at < before->at + before->size) {
-            publish(before, time);  // takes it out of the list
+            publish(before, time);  // removes it from the list
         } else {
             ++i;
         }
@@ -131,7 +131,7 @@ void Memory::as_of(const Region& region, const u8* at, u32 size, u64 time, int r
         return;
     }
     const u32 first = reinterpret_cast<u64>(at) % LINE;
-    u32 left = ((1u << size) - 1) << first;  // bytes of which it is not known yet who wrote them last, as of then
+    u32 left = ((1u << size) - 1) << first;  // bytes whose last writer as of `time` has not been found yet
     for (auto past = line->past.rbegin(); left != 0 && past != line->past.rend() && past->by.time > time; ++past) {
         const u32 mine = ((1u << past->size) - 1) << past->first & left;
         if (past->by.block == block || (past->by.rank == rank && past->by.gpu_time <= time)) {

@@ -1,7 +1,7 @@
-// Global memory: what everybody sees, what it held before, and stores that not everybody sees yet.
+// Global memory: the bytes that all see, its past, and stores that not all threads see yet.
 //
-// Memory is kept in lines of 16 bytes. What "everybody sees" is the bytes themselves, so plain accesses by pointer and
-// the host read and write there. A line remembers its past for loads that nothing has ordered after the writes.
+// Memory is kept in lines of 16 bytes. The bytes that all see are the memory itself, so plain accesses by pointer and
+// the host read and write there. A line keeps its past for loads that nothing orders after the writes.
 #pragma once
 
 #include <deque>
@@ -17,14 +17,14 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 
 constexpr u32 LINE = 16;
-constexpr u32 NOBODY = ~0u, HOST = ~0u - 1;  // who is no block
+constexpr u32 NOBODY = ~0u, HOST = ~0u - 1;  // block numbers that no block has
 
 enum class Level : u8 { THREAD, GPU, DONE };
 
 struct Known;
 struct Line;
 
-// An ordinary store on its way.
+// An ordinary store that not all threads see yet.
 struct Store {
     u8* at;
     u8 bytes[LINE];
@@ -33,16 +33,16 @@ struct Store {
     u64 gpu_time = 0;  // when it was published to its GPU
     int rank;      // of the thread that stored
     u32 block;     // its number in the run
-    std::vector<Known*> holders;  // the lists that it is in, as long as its level is THREAD
+    std::vector<Known*> holders;  // the lists that hold it while its level is THREAD
     Line* line;
-    Store* twin = nullptr;  // the next of those that arrive together, in a ring
+    Store* twin = nullptr;  // the next of the stores that arrive together, in a ring
 };
 
-// When something was written, and by whom.
+// The time and the writer of a write.
 struct Written {
     u64 time;
-    u64 gpu_time;  // since when the writer's GPU has had it; not after `time`
-    int rank;      // which that is
+    u64 gpu_time;  // since then the writer's GPU sees it; not after `time`
+    int rank;      // of the writer
     u32 block;
 };
 
@@ -57,7 +57,7 @@ struct Line {
     std::vector<Store*> pending;  // in the order of the stores
 };
 
-// A range that kernels may touch.
+// A range that kernels may access.
 struct Region {
     u64 begin, end;
     int rank;
@@ -73,25 +73,27 @@ class Memory {
   public:
     ~Memory();
     Memory();
-    // Fresh pages with an unmapped one on either side, so that what strays faults.
+    // Maps new pages with an unmapped page on either side, so that stray accesses fault.
     u8* map(u64 bytes);
-    bool maps(const void* at) const { return static_cast<const u8*>(at) - arena_ < static_cast<std::ptrdiff_t>(ARENA) && at >= arena_; }
+    bool maps(const void* at) const {
+        return static_cast<const u8*>(at) - arena_ < static_cast<std::ptrdiff_t>(ARENA) && at >= arena_;
+    }
     void add(Region region);
     Region* find(u64 address);
     std::string name_of(u64 address);
 
-    // Writes where everybody sees it, and keeps the past.
+    // Writes bytes that all see, and keeps the past.
     void write(Region& region, u8* at, const void* bytes, u32 size, const Written& written);
-    // A store becomes visible to all; those before it that it overlaps do first.
+    // Makes a store visible to all, after earlier stores that it overlaps.
     void publish(Store* store, u64 time);
     Store* new_store() { stores_.emplace_back(); return &stores_.back(); }
-    // What bytes of one line were at that time for a rank, but for what `block` has written since, which may be NOBODY.
+    // The bytes of one line as a rank saw them at that time, but with later writes of `block`, which may be NOBODY.
     void as_of(const Region& region, const u8* at, u32 size, u64 time, int rank, u32 block, u8* into) const;
     void forget_past();
 
   private:
     std::vector<std::unique_ptr<Region>> regions_;  // by address
-    static constexpr u64 ARENA = 1ull << 36;  // of addresses, all in one place, so that `maps` is fast
+    static constexpr u64 ARENA = 1ull << 36;  // bytes of address space, in one piece, so that `maps` is fast
     u8* arena_;
     u64 used_ = 0;
     std::deque<Store> stores_;

@@ -1,4 +1,4 @@
-// Conversions between floats as the GPU makes them: to nearest even; what is no number becomes the one canonical NaN.
+// Conversions between floats as on the GPU: to nearest even; every NaN becomes the canonical NaN.
 
 #include <cmath>
 #include <cstdint>
@@ -24,7 +24,7 @@ u32 to_bf16(float value) {
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 
-// Rounds to a float of so many bits of mantissa, whose least exponent (of 1.0 in the first binade) is `least`.
+// Rounds to a float with so many bits of mantissa; `least` is its smallest exponent of normal numbers.
 float rounded(float value, int mantissa, int least) {
     int exponent;
     std::frexp(value, &exponent);  // value = f * 2^exponent, f in [0.5, 1)
@@ -76,7 +76,8 @@ float from_e4m3(u32 bits) {
     return bits & 0x80 ? -size : size;
 }
 
-// Of each two halves that which is further from zero, where those above `infinity` are no numbers; their signs' product.
+// Of each pair of 16-bit floats the one further from zero, with the product of their signs. Values above `infinity` are
+// NaN.
 u32 further(u32 a, u32 b, u32 infinity) {
     u32 found = 0;
     for (int shift = 0; shift < 32; shift += 16) {

@@ -1,9 +1,9 @@
-// Plain accesses: what a kernel does by pointers and not by raymoe/ptx.cuh.
+// Plain accesses: those that a kernel makes by pointers and not by raymoe/base/ptx.cuh.
 //
-// Kernels are compiled with -fsanitize=thread, whose library is not there: the calls that the compiler puts in front of
-// every access come here instead. One of shared memory is checked for races. One of global memory is made what an
-// ordinary load or store is: before a load, memory is made to hold what this thread may see, and after a store what it
-// held before; the store waits in its thread's list. Nobody else runs between the access and `settle_plain`.
+// Kernels are compiled with -fsanitize=thread, without its library. The compiler puts a call before every access, and
+// the calls come here. An access to shared memory is checked for races. An access to global memory behaves as an
+// ordinary load or store: before a load, memory is set to what this thread may see; after a store, to what it held
+// before, and the store waits in its thread's list. No other thread runs between the access and `settle_plain`.
 
 #include <algorithm>
 #include <cstring>
@@ -21,7 +21,7 @@ struct PlainAccess {
     u8 before[LINE];
 };
 
-PlainAccess open_access;  // of the one thread that runs; settled before another does
+PlainAccess open_access;  // of the running thread; completed before another thread runs
 
 void begin_global(u8* at, u32 bytes, bool stores) {
     Region& region = checked(at, bytes, 1, stores ? "stores" : "loads");
@@ -53,11 +53,11 @@ void access(void* address, u64 bytes, bool stores) {
         return;
     }
     if (!machine->memory.maps(at)) {
-        return;  // of the thread's own, or a parameter
+        return;  // the thread's own memory, or a parameter
     }
     machine->maybe_yield();
     if (reinterpret_cast<u64>(at) % LINE + bytes > LINE) {
-        machine->fail("a plain access across a boundary of 16 bytes, which the emulator does not know");
+        machine->fail("a plain access across a boundary of 16 bytes, which the emulator does not support");
     }
     begin_global(at, static_cast<u32>(bytes), stores);
 }

@@ -1,10 +1,10 @@
-// Bulk copies of raymoe/ptx.cuh, and the barriers on which their loads complete.
+// Bulk copies of raymoe/base/ptx.cuh, and the barriers on which their loads complete.
 //
-// A load reads global memory at a random later moment, no later than it completes, and gives what was there at any time
-// since the last proxy fence that stands before it: what was acquired after that fence it need not see.
+// A load reads global memory at a random later moment, no later than it completes. It may return the bytes of any time
+// since the last proxy fence before it: it need not see data that was acquired after that fence.
 //
-// A store reads its stage at a random later moment and writes at another. A wait for reading brings the first about, a
-// full wait both; but then the thread that waited is the only one that must see the bytes, until it releases them.
+// A store reads its stage at a random later moment, and writes at another. A wait for reading completes the first step,
+// a full wait both. After that only the thread that waited must see the bytes, until it releases them.
 
 #include <algorithm>
 #include <cstring>
@@ -37,7 +37,7 @@ ByteBarrier& byte_barrier(u32 at) {
     auto& known = self()->block->byte_barriers;
     const auto found = known.find(at);
     if (found == known.end()) {
-        machine->fail("no barrier has been made in shared memory at " + std::to_string(at));
+        machine->fail("no barrier is initialised in shared memory at " + std::to_string(at));
     }
     return found->second;
 }
@@ -58,7 +58,7 @@ struct Load {
     u64 proxy_time;
 };
 
-// What the async proxy of a GPU may see of a line.
+// Reads the bytes of a line that the async proxy of a GPU may see.
 void read_line(const Load& load, const u8* at, u64 time, u8* into) {
     const int rank = load.block->launch->rank->number;
     machine->memory.as_of(*load.region, at, LINE, time, rank, NOBODY, into);
@@ -124,7 +124,7 @@ using emulator::Thread;
 
 void barrier_init(u32 barrier, u32 arrivals) {
     if (barrier % 8 != 0 || barrier + 8 > self()->block->shared_bytes) {
-        machine->fail("a barrier at " + std::to_string(barrier) + " of shared memory");
+        machine->fail("a barrier at " + std::to_string(barrier) + " of shared memory: not aligned to 8, or outside");
     }
     emulator::ByteBarrier made;
     made.arrivals = made.missing = arrivals;
@@ -194,7 +194,7 @@ void bulk_load(u32 shared, const void* global, u32 bytes, u32 barrier) {
     auto& region = emulator::checked(global, bytes, 16, "bulk loads");
     emulator::check_stage(shared, bytes);
     if (!emulator::byte_barrier(barrier).fenced) {
-        machine->fail("a bulk load on a barrier whose making no fence has followed");
+        machine->fail("a bulk load on a barrier that was initialised without a fence after it");
     }
     emulator::note_bulk_load(shared, bytes, barrier);
     ++me->block->loads_under_way;

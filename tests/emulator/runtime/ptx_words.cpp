@@ -1,11 +1,11 @@
-// Words and ordinary copies of raymoe/ptx.cuh.
+// Words and ordinary copies of raymoe/base/ptx.cuh.
 //
-// A store waits in the list of its thread and becomes visible to others at a random later moment, in any order with
-// other stores, but for those of the same bytes. A release or a fence first publishes all that the thread has stored or
-// been handed. At GPU scope it publishes to this GPU only.
+// A store waits in the list of its thread. It becomes visible to others at a random later moment, in any order with
+// other stores, except those of the same bytes. A release or a fence first publishes all stores that the thread has
+// made or knows of. At GPU scope it publishes to this GPU only.
 //
-// A load that orders nothing may give what was there at any time since the thread last acquired something, but for what
-// its own block has written since: caches may hold old lines.
+// A load that orders nothing may return the value of any time since the thread last acquired something, but with later
+// writes of its own block: caches may hold old lines.
 
 #include <algorithm>
 #include <cstring>
@@ -19,7 +19,7 @@ Region& checked(const void* at, u64 bytes, u32 alignment, const char* does) {
     const auto address = reinterpret_cast<u64>(at);
     Region* region = machine->memory.find(address);
     const int rank = self()->block->launch->rank->number;
-    const char* wrong = region == nullptr                           ? "where nothing is"
+    const char* wrong = region == nullptr                           ? "outside every region"
                         : address + bytes > region->end             ? "which ends before"
                         : region->rank != rank && !region->shared   ? "which only that rank has mapped"
                         : address % alignment != 0                  ? "not aligned to "
@@ -56,7 +56,7 @@ namespace {
 
 enum class View { STRONG, ACQUIRE, ANY_SINCE };
 
-// Some time since the thread has last acquired something; mostly right then, which is what hurts most.
+// A random time since the thread last acquired something; mostly that time itself, which finds most bugs.
 u64 some_time_since(u64 since) {
     const u64 kind = machine->random() % 4, now = machine->ticks;
     return kind == 0 ? now : kind == 1 ? since + machine->random() % (now - since + 1) : since;
@@ -97,7 +97,7 @@ T load(const void* at, View view) {
     return value;
 }
 
-// A word that somebody may be polling.
+// Loads a word that a thread may be polling.
 template <class T>
 T load_word(const T* word, View view) {
     machine->yield();
@@ -116,13 +116,13 @@ void store(void* at, const T& value, u64 delay) {
     add_store(self(), region, at, &value, sizeof(T), delay);
 }
 
-// Somebody may be polling it.
+// Stores a word that a thread may be polling.
 template <class T>
 void store_word(T* word, T value) {
     store(word, value, machine->delay());
 }
 
-// Reads and writes in one step, at once for everybody.
+// Reads and writes a word in one step, visible to all at once.
 template <class T, class Change>
 T exchange(T* word, Change change) {
     Region& region = checked(word, sizeof(T), sizeof(T), "changes");
@@ -142,8 +142,8 @@ T exchange(T* word, Change change) {
     return before;
 }
 
-// By the last of eight threads, for all of them. The line arrives whole, as it does between GPUs on NVLink, but for the
-// fault `torn_lines`.
+// Moves a line. The last of the eight threads calls this for all of them. The line arrives whole, as between GPUs on
+// NVLink, unless the fault `torn_lines` is set.
 void move_line(Warp& warp, u32 first, const Octet& octet) {
     Store* stores[8];
     Region& region = checked(octet.line, 128, 128, octet.stores ? "stores" : "loads");
@@ -222,7 +222,8 @@ void shared_store(u32 at, const T& value) {
 }  // namespace
 
 void load_ordinary(Thread* thread, const void* at, u32 size, void* into) {
-    load_at(thread, *machine->memory.find(reinterpret_cast<u64>(at)), at, size, some_time_since(thread->seen_time), into);
+    load_at(thread, *machine->memory.find(reinterpret_cast<u64>(at)), at, size, some_time_since(thread->seen_time),
+            into);
 }
 
 }  // namespace emulator
@@ -298,7 +299,7 @@ u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
 
 u64 nanoseconds() {
     machine->yield();
-    return machine->now_ns & ~511ull;  // it ticks in steps
+    return machine->now_ns & ~511ull;  // the clock ticks in steps
 }
 
 template <class T>

@@ -103,7 +103,7 @@ namespace {
 [[noreturn]] void race(const Access& access, const char* does, const std::string& other) {
     machine->fail(std::string(does) + " " + std::to_string(access.bytes) + " bytes of shared memory at " +
                   std::to_string(access.at) + ", which " + other);
-    __builtin_unreachable();  // a thread does not come back from that
+    __builtin_unreachable();  // `fail` does not return to a thread
 }
 
 std::string thread_of(u32 index) {
@@ -118,7 +118,7 @@ bool known_fenced(const Thread* me, u32 thread, u32 count) {
     return (thread == me->index && count <= me->fenced_count) || me->clocks.fenced.knows(thread, count);
 }
 
-// Whether the thread knows that what a bulk load has brought is there: it, or a thread before it, found the phase over.
+// Whether the thread knows that a bulk load's bytes have come: it, or a thread before it, found the phase over.
 bool knows_landed(const Thread* me, const Shadow& word) {
     const ByteBarrier& barrier = me->block->byte_barriers.at(word.writer * 8);
     const u32 phase = static_cast<u32>(barrier.phase);
@@ -126,7 +126,7 @@ bool knows_landed(const Thread* me, const Shadow& word) {
         return false;
     }
     if (phase != word.count + 1) {
-        return true;  // long ago: the barrier has been used again since
+        return true;  // long ago: the barrier has been used again since then
     }
     return std::any_of(barrier.found_over.begin(), barrier.found_over.end(),
                        [me](const Stamp& each) { return known(me, each.thread, each.count); });
@@ -162,7 +162,7 @@ void add_read(const Thread* me, Shadow& word, bool flag) {
     const u32 warp = me->index / 32;
     Reads* into = nullptr;
     for (Reads& reads : word.reads) {
-        // Reads before this one: a store that comes after this one comes after them too.
+        // Reads that happened before this one: a store after this one comes after them too.
         if (reads.threads == 0 || reads.count <= me->clocks.known.warps[reads.warp]) {
             reads = {};
         }
@@ -171,7 +171,7 @@ void add_read(const Thread* me, Shadow& word, bool flag) {
             break;
         }
     }
-    if (into == nullptr) {  // of more than two warps the last ones are remembered
+    if (into == nullptr) {  // of more than two warps only the last ones are kept
         into = &word.reads[machine->ticks % 2];
         *into = {};
     }
@@ -191,7 +191,7 @@ void note_shared_load(const Access& access) {
             case Writer::NOBODY: break;
             case Writer::THREAD:
             case Writer::ATOMIC:
-                // A flag that its warp polls while one of its threads may store it.
+                // A flag that a warp polls while one of its threads may store it.
                 if (access.flag && word.flag && word.writer / 32 == me->index / 32) {
                     break;
                 }
@@ -201,7 +201,7 @@ void note_shared_load(const Access& access) {
                 break;
             case Writer::BULK:
                 if (!knows_landed(me, word)) {
-                    race(access, "loads", "a bulk load fills, and nothing has told it that the bytes are there");
+                    race(access, "loads", "a bulk load fills, and the thread has not found that load complete");
                 }
         }
         add_read(me, word, access.flag);
@@ -219,9 +219,10 @@ void note_shared_store(const Access& access) {
             race(access, "stores", thread_of(word.writer) + " has stored, and nothing orders the two");
         }
         if (word.kind == Writer::BULK && !knows_landed(me, word)) {
-            race(access, "stores", "a bulk load fills, and nothing has told it that the bytes are there");
+            race(access, "stores", "a bulk load fills, and the thread has not found that load complete");
         }
-        // A thread has what it loads before it takes part in a collective, so that a later store of its warp may follow.
+        // A load is complete before its thread takes part in a collective, so a later store of its warp may follow.
+        // follow.
         const auto may_follow = [&](const Reads& reads, u32 thread) {
             return known(me, thread, reads.count) ||
                    (reads.warp == me->index / 32 && (reads.convergence != me->warp->convergences ||
@@ -269,7 +270,7 @@ void note_bulk_store(u32 at, u32 bytes) {
                  thread_of(word.writer) + " has stored, and no proxy fence stands between the two");
         }
         if (word.kind == Writer::BULK && !knows_landed(me, word)) {
-            race(access, "bulk stores out of", "a bulk load fills, and nothing has told it that the bytes are there");
+            race(access, "bulk stores out of", "a bulk load fills, and the thread has not found that load complete");
         }
     });
 }

@@ -1,13 +1,13 @@
-// All inline assembly of raymoe, each instruction once, named by what it is for.
+// All inline assembly of raymoe. Each instruction appears once, named by its purpose.
 //
-// Two proxies reach memory: ordinary loads and stores (the generic proxy) and bulk copies (the async proxy). Within one
-// proxy the usual rules hold; what one wrote and the other reads needs a proxy fence between them, besides the barrier
-// or the flag that orders the threads. Which fence orders what is said where it is called.
+// Memory is accessed through two proxies: ordinary loads and stores (the generic proxy) and bulk copies (the async
+// proxy). Within one proxy the usual rules hold. If one proxy writes and the other reads, a proxy fence must stand
+// between the two, besides the barrier or flag that orders the threads. Each call of a fence says what it orders.
 #pragma once
 
-// A kernel that uses no instruction of Hopper's says `#define ANY_GPU` before its first include; then 8.0 will do.
+// A kernel that needs no Hopper instruction says `#define ANY_GPU` before its first include; it runs from 8.0 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900 && !defined(ANY_GPU)
-#error "raymoe's kernels copy with bulk instructions, which GPUs have from compute capability 9.0 (Hopper) on"
+#error "raymoe's kernels use bulk copies, which need a GPU of compute capability 9.0 (Hopper) or later"
 #endif
 
 namespace raymoe {
@@ -16,11 +16,11 @@ using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "the structs count on these sizes");
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "the structs rely on these sizes");
 
 namespace ptx {
 
-// Where a pointer into shared memory points, in the 32-bit form that the instructions below take.
+// The address of a pointer into shared memory, in the 32-bit form that the instructions below take.
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
@@ -47,17 +47,16 @@ __device__ __forceinline__ void store_relaxed_sys(u64* word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Orders everything this thread has seen or done, at all GPUs and the host, before what it stores afterwards. One fence
-// and several relaxed stores announce the same thing to several peers at the price of one release.
+// Orders everything this thread has seen or done, for all GPUs and the host, before its later stores. One fence and
+// several relaxed stores announce the same thing to several peers at the cost of one release.
 __device__ __forceinline__ void fence_acq_rel_sys() {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
 // ---- words of this GPU alone ---------------------------------------------------------------------------------------
 
-// Where `wanted`; else `otherwise`. One instruction under a predicate, like all loads that end in _if. Where several
-// are to be under way together, a branch around each is worse: what was loaded is mostly moved where the branch ends,
-// which waits for it.
+// The word if `wanted`, else `otherwise`. Like all loads that end in _if, one instruction with a predicate. A branch
+// would serialise several loads: the compiler mostly moves each result at the end of its branch, and so waits for it.
 __device__ __forceinline__ u64 load_relaxed_gpu_if(bool wanted, const u64* word, u64 otherwise) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u64 %0, [%1];}"
                  : "+l"(otherwise)
@@ -86,40 +85,40 @@ __device__ __forceinline__ void store_release_gpu(u64* word, u64 value) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Lowers the word to `value` where that is less. Orders nothing.
+// Lowers the word to `value` if that is less. Orders nothing.
 __device__ __forceinline__ void atomic_min(u64* word, u64 value) {
     asm volatile("red.relaxed.gpu.global.min.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Gives the value before.
+// Returns the value before. Orders nothing.
 __device__ __forceinline__ u64 atomic_add(u64* word, u64 value) {
     u64 before;
     asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(word), "l"(value) : "memory");
     return before;
 }
 
-// Adds 1 and gives the value before; a value of `last` wraps to 0. Releases what this thread has seen, and acquires.
+// Adds 1 and returns the value before; a value of `last` wraps to 0. Acquires and releases.
 __device__ __forceinline__ u32 atomic_increment_wrapping(u32* word, u32 last) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(last) : "memory");
     return before;
 }
 
-// Gives the value before. Releases what this thread has seen, and acquires.
+// Returns the value before. Acquires and releases.
 __device__ __forceinline__ u32 atomic_add_acq_rel(u32* word, u32 value) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
     return before;
 }
 
-// Gives the value before. Orders nothing.
+// Returns the value before. Orders nothing.
 __device__ __forceinline__ u32 atomic_add_32(u32* word, u32 value) {
     u32 before;
     asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
     return before;
 }
 
-// Stores `value` where `expected` stands; gives what stood there.
+// Stores `value` if the word is `expected`; returns the value before. Acquires and releases.
 __device__ __forceinline__ u64 atomic_compare_swap(u64* word, u64 expected, u64 value) {
     u64 before;
     asm volatile("atom.acq_rel.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -129,7 +128,8 @@ __device__ __forceinline__ u64 atomic_compare_swap(u64* word, u64 expected, u64 
     return before;
 }
 
-// Of the grid, which has one dimension. Read where it is asked for, and not kept in a register from where else it is.
+// The number of blocks of the grid, which has one dimension. Read at each call, so that it occupies no register
+// between.
 __device__ __forceinline__ u32 blocks() {
     u32 count;
     asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
@@ -138,7 +138,7 @@ __device__ __forceinline__ u32 blocks() {
 
 // ---- time ----------------------------------------------------------------------------------------------------------
 
-// Nanoseconds of a clock that all multiprocessors share. It may tick in steps of about a microsecond.
+// Nanoseconds of a clock that all SMs share. It may tick in steps of about a microsecond.
 __device__ __forceinline__ u64 nanoseconds() {
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
@@ -146,7 +146,7 @@ __device__ __forceinline__ u64 nanoseconds() {
 }
 
 // ---- ordinary copies -----------------------------------------------------------------------------------------------
-// Not the read-only path (ld.global.nc), which may serve bytes that a peer has overwritten since.
+// Not the read-only path (ld.global.nc): it may return bytes that a peer has overwritten since.
 
 struct Bytes16 {
     u64 low, high;
@@ -166,8 +166,8 @@ __device__ __forceinline__ void store_16(u8* at, Bytes16 value) {
     asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(value.low), "l"(value.high) : "memory");
 }
 
-// Sixteen bytes in one piece: whoever loads them finds all of a store or none of it, so that half of them can say of
-// what the other half is. Orders nothing else.
+// Sixteen bytes, loaded or stored as a whole: a load finds all of a store or none of it. So one half can hold the epoch
+// of the other half. Orders nothing else.
 __device__ __forceinline__ Bytes16 load_relaxed_sys_16_if(bool wanted, const u8* at, Bytes16 otherwise) {
     asm volatile(
         "{\n\t"
@@ -199,14 +199,13 @@ __device__ __forceinline__ void store_relaxed_sys_16(u8* at, Bytes16 value) {
         : "memory");
 }
 
-// The same for a line of 128 bytes, by eight neighbouring threads of a warp in one instruction, 16 bytes each: it
-// arrives whole. PTX promises that for 16 bytes only; between GPUs on NVLink it is so for a line (NCCL's protocol LL128
-// rests on it too).
+// A line of 128 bytes, by eight neighbouring threads of a warp in one instruction, 16 bytes each. It arrives whole. PTX
+// promises that for 16 bytes only. Between GPUs on NVLink it holds for a line (NCCL's protocol LL128 relies on it too).
 __device__ __forceinline__ void store_line_part(u8* line, u32 part, Bytes16 value) {
     store_relaxed_sys_16(line + part * 16, value);
 }
 
-// Likewise, for whoever waits for such a line.
+// Loads a part of such a line, by the same eight threads.
 __device__ __forceinline__ Bytes16 load_line_part_if(bool wanted, const u8* line, u32 part, Bytes16 otherwise) {
     return load_relaxed_sys_16_if(wanted, line + part * 16, otherwise);
 }
@@ -261,8 +260,8 @@ __device__ __forceinline__ Bytes16 shared_load_16(u32 at) {
     return value;
 }
 
-// A barrier of some warps of the block, `threads` in all, under a number of its own; 0 is __syncthreads's. Orders what
-// they did before it, like that one.
+// A barrier of some warps of the block, `threads` threads in all. `number` is its own; 0 is that of __syncthreads. Like
+// __syncthreads, it orders what these threads did before.
 __device__ __forceinline__ void barrier_of_warps(u32 number, u32 threads) {
     asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -283,7 +282,7 @@ __device__ __forceinline__ u64 shared_load_8(u32 at) {
     return value;
 }
 
-// Under a predicate and not behind a branch: into the branch the compiler moves what the address is made of, each time.
+// With a predicate, not a branch: the compiler would move the computation of the address into the branch, each time.
 __device__ __forceinline__ void shared_store_8_if(bool wanted, u32 at, u64 value) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p st.shared.u64 [%0], %1;}" ::"r"(at), "l"(value),
                  "r"(static_cast<u32>(wanted))
@@ -326,7 +325,7 @@ __device__ __forceinline__ u32 further_f16x2(u32 a, u32 b) {
     return pair;
 }
 
-// Four floats as 8-bit floats (4 bits of exponent, 3 of mantissa), saturating, the first in the lowest byte.
+// Four floats as 8-bit floats (4 bits of exponent, 3 of mantissa), saturating; the first is the lowest byte.
 __device__ __forceinline__ u32 to_e4m3x4(const float* from) {
     u32 four;
     asm("{\n\t"
@@ -362,22 +361,23 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the async proxy; stands between the inits and the first bulk load.
+// Makes initialised barriers visible to the async proxy. It must stand between the inits and the first bulk load.
 __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives once, and makes the phase wait for `bytes` of bulk loads besides. At most 2^20 - 1 bytes a phase.
+// Arrives once, and makes the phase also wait for `bytes` of bulk loads. At most 2^20 - 1 bytes a phase.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives once. Releases, within the block, what this thread did before; who finds the phase over has acquired it.
+// Arrives once. Releases, within the block, what this thread did before; a thread that finds the phase over acquires
+// it.
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Whether the phase of this parity is over; suspends the thread for a while where it is not.
+// Whether the phase of this parity is over. If not, the instruction may suspend the thread for a while.
 __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
     u32 over;
     asm volatile(
@@ -392,7 +392,7 @@ __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
     return over != 0;
 }
 
-// The same, at once.
+// The same, without suspending the thread.
 __device__ __forceinline__ bool barrier_is_over(u32 barrier, u32 parity) {
     u32 over;
     asm volatile(
@@ -427,28 +427,27 @@ __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all but the `younger` youngest groups have READ their shared memory, which may then be loaded anew. Nothing is
-// said of the writes: they may not have arrived anywhere.
+// Waits until all but the `younger` youngest groups have READ their shared memory, which may then be loaded again.
+// Their writes may not have arrived anywhere.
 template <int younger>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(younger) : "memory");
 }
 
-// Until all but the `younger` youngest groups are complete: their writes are visible to this thread, so that a release
-// by it covers them.
+// Waits until all but the `younger` youngest groups are complete: this thread sees their writes, so its release covers
+// them.
 template <int younger>
 __device__ __forceinline__ void bulk_wait() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(younger) : "memory");
 }
 
-// Global memory to the L2 cache, where that is wanted: a hint, that nothing waits for. Whole 16 bytes.
+// Prefetches global memory to the L2 cache if `wanted`. A hint that nothing waits for. A multiple of 16 bytes.
 __device__ __forceinline__ void prefetch_if(bool wanted, const void* at, u32 bytes) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.bulk.prefetch.L2.global [%0], %1;}" ::"l"(at),
                  "r"(bytes), "r"(static_cast<u32>(wanted)));
 }
 
-// Orders ordinary accesses to any memory, as far as they are ordered before or after this thread's place in the
-// program, with its bulk copies on the other side of the fence.
+// Orders ordinary accesses to any memory and this thread's bulk copies: those before the fence and those after it.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }

@@ -1,18 +1,18 @@
-// Rows that are added up in float32: two at a time, by a whole warp, so that the loads of both are under way together.
+// Adds rows in float32, two at a time by a whole warp, so that the loads of both are in flight together.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
 
 namespace raymoe {
 
-// A row to be added, and what it is multiplied by.
+// A row to add, and its factor.
 struct Term {
     const u8* row;
     float weight;
 };
 
-// Adds `a`, then `b`, to `sums`: vectors `first` + 32 * i below `last`, UNROLL of them. The loads of both are under way
-// together.
+// Adds `a`, then `b` if `both`, to `sums`: the UNROLL vectors `first` + 32 * i that are below `last`. The loads of both
+// rows are in flight together.
 template <class Vector, u32 UNROLL>
 __device__ __forceinline__ void add_two(const Term& a, const Term& b, bool both, u32 first, u32 last,
                                         float (*sums)[Vector::COUNT]) {

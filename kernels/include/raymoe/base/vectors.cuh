@@ -1,4 +1,4 @@
-// Sixteen bytes of a row as floats and back, and four elements in shared memory.
+// Converts 16 bytes of a row to floats and back, and four elements to a row in shared memory.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
@@ -29,22 +29,22 @@ struct Bf16 {
         return {static_cast<u64>(words[1]) << 32 | words[0], static_cast<u64>(words[3]) << 32 | words[2]};
     }
 
-    // Of the elements in each of two words those further from zero, with either sign.
+    // Of each pair of elements of two words, the one further from zero, with either sign.
     static __device__ __forceinline__ u32 further(u32 a, u32 b) { return ptx::further_bf16x2(a, b); }
 
-    // How far from zero the elements of a word go.
+    // The largest magnitude of the word's elements.
     static __device__ __forceinline__ float reach(u32 word) {
         return fmaxf(fabsf(__uint_as_float(word << 16)), fabsf(__uint_as_float(word & 0xFFFF0000)));
     }
 
-    // A number that orders words by their finite element of the largest magnitude; below LEAST_ORDER: none is finite.
-    // The sign is shifted out, and the sum overflows where all bits of the exponent are set.
+    // A number that orders words by their largest finite magnitude. It is below LEAST_ORDER if no element is finite.
+    // The sign is shifted out, and the sum overflows if all bits of the exponent are set.
     static constexpr u32 LEAST_ORDER = 1u << 24;
     static __device__ __forceinline__ u32 order(u32 word) {
         return max((word << 17) + LEAST_ORDER, (word << 1) + LEAST_ORDER);
     }
 
-    // The magnitude for which that number stands. The bits of the other element are below it.
+    // The magnitude that such a number stands for. The bits of the other element are below it.
     static __device__ __forceinline__ float magnitude(u32 order) {
         return order < LEAST_ORDER ? 0.0f : __uint_as_float((order - LEAST_ORDER) >> 1 & 0xFFFF0000);
     }
@@ -119,7 +119,7 @@ struct F32 {
     }
 };
 
-// As many elements as 16 bytes of a row of Type hold, as they stand in a row of Wire: 8, 16 or 32 bytes.
+// The elements of 16 bytes of a row of Type, in the format of a row of Wire: 8, 16 or 32 bytes.
 template <class Type, class Wire>
 struct Crossing {
     static constexpr u32 COUNT = Type::COUNT;
@@ -198,7 +198,7 @@ struct Crossing {
     }
 };
 
-// Elements 4 * i to 4 * i + 3 of a row in shared memory.
+// Stores elements 4 * i to 4 * i + 3 of a row in shared memory.
 template <class Type>
 __device__ __forceinline__ void store_four(u32 row, u32 i, const float* from) {
     if constexpr (Type::BYTES == 4) {

@@ -1,4 +1,4 @@
-// How rows are added up in a combine: a step of them at a time, by a whole warp, two rows' loads under way together.
+// Adds the experts' rows of a combine, a step at a time by a whole warp, with the loads of two rows in flight together.
 #pragma once
 
 #include "raymoe/combine/combine.cuh"
@@ -7,12 +7,12 @@
 
 namespace raymoe {
 
-// 16-byte vectors of a row that a thread has under way at a time, of two rows at a time: as many as there are registers
-// for where sums cross as something wider.
+// 16-byte vectors of a row that a thread has in flight at a time, of two rows at a time: as many as there are registers
+// for, fewer if sums cross as a wider type.
 constexpr u32 UNROLL = Crossed::BYTES > 16 ? 2 : 4;
 
-// Adds to `sums` what the experts made of a token, in the order of k. By a whole warp; `entry` is that of
-// CombineCall::entry, bit k of `hits` says that entry k is here.
+// Adds the experts' rows of a token to `sums`, in the order of k. All threads of the warp call this. `entry` is that of
+// CombineCall::entry; bit k of `hits` says that entry k is on this rank.
 template <class Type>
 __device__ __forceinline__ void add_experts(const CombineCall& p, u64 entry, u32 hits, u32 first, u32 last,
                                             float (*sums)[Type::COUNT]) {
@@ -31,6 +31,6 @@ __device__ __forceinline__ void add_experts(const CombineCall& p, u64 entry, u32
     }
 }
 
-constexpr u32 STEP = 32 * UNROLL;  // vectors that a warp sums at a time, and pushes
+constexpr u32 STEP = 32 * UNROLL;  // vectors that a warp sums, and pushes, at a time
 
 }  // namespace raymoe

@@ -1,10 +1,10 @@
-// What the parts of a combine share: its parameters, and the words between ranks. combine.cu tells the protocol.
+// The parameters of a combine, the structs around them, and the words between ranks. combine.cu has the protocol.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/base/vectors.cuh"
 
-#ifdef WIRE_TYPE  // of vectors.cuh: what sums cross as, where that is not ROW_TYPE
+#ifdef WIRE_TYPE  // of vectors.cuh: the type in which sums cross, if it is not ROW_TYPE
 #define RETYPES 1
 #else
 #define WIRE_TYPE ROW_TYPE
@@ -15,15 +15,15 @@ namespace raymoe {
 
 using Crossed = Crossing<ROW_TYPE, WIRE_TYPE>;
 
-// Vectors of which a piece has a multiple, so that it begins at a multiple of 16 bytes on the wire.
+// The vectors of a piece are a multiple of this, so that it begins at a multiple of 16 bytes on the wire.
 constexpr u32 PIECE_OF = Crossed::BYTES < 16 ? 16 / Crossed::BYTES : 1;
 
 constexpr u32 PART_REDUCE = 1;  // sums of this rank's experts to the sources
 constexpr u32 PART_SUM = 2;     // sums of the ranks' rows; the end of the run
 
-// What the ranks said in the last combine that was refused. In host memory that the GPU has mapped. Writer: the last
-// block out of a combine, `epoch` last, by a release at system scope. Reader: the host, at any time, `epoch` first; it
-// knows which epochs it has raised.
+// The statuses of the last combine that was refused. In host memory that the GPU has mapped. Writer: the last block out
+// of a combine; `epoch` last, by a release at system scope. Reader: the host, at any time, `epoch` first. The host
+// remembers the epoch that it has raised.
 struct RefusalRecord {
     u64 epoch;
     u64 unused;
@@ -31,8 +31,8 @@ struct RefusalRecord {
 };
 static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
 
-// The parameters that both kernels of a combine read: the tensors of a call, and sizes. It ends without padding, as
-// DispatchCall does.
+// The parameters that both kernels of a combine read: the tensors of a call, and sizes. The struct ends without
+// padding, as DispatchCall does. DispatchCall does.
 struct CombineCall {
     Peers peers;
     Watch watch;
@@ -54,8 +54,8 @@ struct CombineCall {
     u32 weighted;
     u32 op;
 
-    // Of thread k of a warp: where entry k of the token stands here, and its weight. NOWHERE from topk on, or if it is
-    // not `wanted`.
+    // For thread k of a warp: the place of entry k of the token on this rank, and its weight. NOWHERE from topk on, or
+    // if not `wanted`.
     __device__ __forceinline__ u64 entry(u32 source, u32 token, bool wanted = true) const {
         const u32 k = threadIdx.x % 32;
         const u64 first = (static_cast<u64>(source) * slot_tokens + token) * topk;
@@ -63,38 +63,38 @@ struct CombineCall {
     }
 };
 
-// Of combine.cu. Those of combine_ll.cu: ll/sums_ll.cuh.
+// The parameters of combine.cu. combine_ll.cu: ll/sums_ll.cuh.
 struct CombineParams : CombineCall {
-    // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2.
-    u64 rows[2];      // slots: what rank d made of token t of the owner, at (d * slot_tokens + t) * slot_bytes
-    u64 statuses[2];  // a Refusal for each rank, of which the ranks must say the same, and none may refuse
+    // Offsets in every rank's heap, for each parity. The parity is the epoch of combine mod 2.
+    u64 rows[2];      // slots: the sum of rank d for token t of the owner, at (d * slot_tokens + t) * slot_bytes
+    u64 statuses[2];  // a Refusal for each rank; all must be equal, and none may have a cause
     // Writer: a lane of rank d, at the rank that a piece went to, word (d, number of the piece): the epoch, after the
-    // piece has arrived. Reader: the owner, acquiring. Any lane may take any piece, so words belong to pieces.
+    // piece has arrived. Reader: the owner, with acquire. Any lane may take any piece, so words belong to pieces.
     u64 arrivals;
-    // Writer: the reducers of rank d, at every other rank, word (d, reducer): the epoch, after all that the reducer has
-    // pushed has arrived; also with nothing to push. Reader: the owner, acquiring.
+    // Writer: the reducers of rank d, at every other rank, word (d, reducer): the epoch, after all pieces of the
+    // reducer have arrived; also with nothing to push. Reader: the owner, with acquire.
     u64 done;
-    // Writer: rank d, at every rank, its own too; the epoch, after its status. Reader: the owner, acquiring.
+    // Writer: rank d, at every rank, its own too: the epoch, after its status. Reader: the owner, with acquire.
     u64 heads;
 
-    // Items that lanes have taken, and behind that pieces that summers have; besides the first two of each, and 0 again
+    // Items that lanes have taken, then pieces that summers have taken, besides the first two of each. Both are 0 again
     // at the end of a run.
     u64* taken;
 
-    u32 wire_row_bytes;  // of a sum on its way, in whole 16 bytes
-    u32 slot_bytes;      // of that, and with stamps of one for each piece
+    u32 wire_row_bytes;  // of a sum on the wire, a multiple of 16
+    u32 slot_bytes;      // of a sum, and with stamps a stamp for each of its pieces
     u32 parts;
     u32 reducers;        // blocks that sum this rank's experts' rows
-    u32 reducer_lanes;   // warps of each, with room for two pieces in shared memory of their own
-    u32 together;        // pieces of a lane whose words are stored behind one fence, at most MOST_TOGETHER
-    u32 summers;         // blocks that sum what the ranks have sent
-    u32 pieces;          // of a row: lanes and summers take pieces, so that few rows are work for many
+    u32 reducer_lanes;   // warps of each that reduce; each has stages in shared memory
+    u32 together;        // pieces of a lane whose words share a fence, at most MOST_TOGETHER
+    u32 summers;         // blocks that add the ranks' sums
+    u32 pieces;          // of a row; lanes and summers take pieces, so that few rows are work for many warps
     u32 arrival_stride;  // words of a rank
 
     __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
 
-    __device__ __forceinline__ u8* slot_at(u32 peer, u32 half, u32 rank, u32 token) const {
-        return peers.slot(peer, rows[half], static_cast<u64>(rank) * slot_tokens + token, slot_bytes);
+    __device__ __forceinline__ u8* slot_at(u32 peer, u32 parity, u32 rank, u32 token) const {
+        return peers.slot(peer, rows[parity], static_cast<u64>(rank) * slot_tokens + token, slot_bytes);
     }
 
     __device__ __forceinline__ u64* arrival_at(u32 peer, u32 rank, u32 number) const {
@@ -106,8 +106,8 @@ struct CombineParams : CombineCall {
         return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(rank) * MAX_DONE + reducer, 8));
     }
 
-    __device__ __forceinline__ u8* status_at(u32 peer, u32 half, u32 rank) const {
-        return peers.slot(peer, statuses[half], rank, sizeof(Refusal));
+    __device__ __forceinline__ u8* status_at(u32 peer, u32 parity, u32 rank) const {
+        return peers.slot(peer, statuses[parity], rank, sizeof(Refusal));
     }
 
     __device__ __forceinline__ u32 vectors() const { return row_bytes / 16; }
@@ -117,27 +117,27 @@ struct CombineParams : CombineCall {
         return ((vectors() + pieces - 1) / pieces + PIECE_OF - 1) / PIECE_OF * PIECE_OF;
     }
 
-    // By a whole warp that is about to sum a piece: asks the L2 cache for all that it will load of experts' rows. Of
-    // its own loads it has a step of two rows under way at a time.
+    // Prefetches to the L2 cache all that the warp will load of experts' rows for a piece: the warp's own loads in
+    // flight are only a step of two rows. All threads of the warp call this before they sum the piece.
     __device__ __forceinline__ void prefetch(u64 entry, u32 begin, u32 last) const {
         const u32 place = static_cast<u32>(entry);
         const u8* row = expert_rows + static_cast<u64>(place) * row_bytes;
         ptx::prefetch_if(place != NOWHERE && begin < last, row + begin * 16ull, (last - begin) * 16);
     }
 
-    // Where in a slot the stamp of a piece lies.
+    // The offset of a piece's stamp in a slot.
     __device__ __forceinline__ u64 stamp_at(u32 piece) const {
         return wire_row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
     }
 };
 
-// What every block of a combine knows first.
+// The state that every block of a combine reads first.
 struct CombineRun {
     u64 epoch;
     bool may;  // the workspace is not poisoned
 };
 
-// As `DispatchBeginning`.
+// Loads that state, as `DispatchBeginning` does.
 class CombineBeginning {
   public:
     __device__ __forceinline__ explicit CombineBeginning(const CombineCall& p) {
@@ -148,7 +148,7 @@ class CombineBeginning {
         before_.load(first, p.operation, p.watch);
     }
 
-    // By a whole block.
+    // All threads of the block call this.
     __device__ __forceinline__ CombineRun run() const {
         __shared__ CombineRun run;
         if (threadIdx.x == 0) {
@@ -162,7 +162,7 @@ class CombineBeginning {
     Before before_;
 };
 
-// Rows of y from `first` on, every `stride`-th, all NaN. By a whole warp.
+// Fills rows `first`, `first` + `stride`, ... of y with NaN. All threads of the warp call this.
 template <class Type>
 __device__ inline void fill_with_nan(const CombineCall& p, u32 first, u32 stride) {
     for (u32 token = first; token < p.tokens; token += stride) {
@@ -172,9 +172,9 @@ __device__ inline void fill_with_nan(const CombineCall& p, u32 first, u32 stride
     }
 }
 
-// What this rank says with a combine of what a dispatch has left. All ranks compare what they have all said, so that
-// they come to the same verdict: nothing is read where one refuses, and where two combine different dispatches, or
-// one with weights and one without.
+// This rank's status for a combine, from what its dispatch left. Every rank compares the statuses of all ranks, so all
+// reach the same verdict. No rank reads sums if one rank refuses, if two ranks combine different dispatches, or if only
+// some apply weights.
 __device__ __forceinline__ ptx::Bytes16 status_of(const CombineCall& p, const ptx::Bytes16& left) {
     const bool refuses = static_cast<u32>(left.low) != CAUSE_NONE;
     return {refuses ? left.low : static_cast<u64>(p.weighted) << 32, left.high};
@@ -184,9 +184,10 @@ __device__ __forceinline__ bool is_refused(const ptx::Bytes16& mine, const ptx::
     return static_cast<u32>(mine.low) != CAUSE_NONE || other.low != mine.low || other.high != mine.high;
 }
 
-// By one thread: this step is refused; `status(rank, word)` is a word of a rank's Refusal.
+// Reports to the host that this step is refused. `status(rank, word)` returns a word of a rank's Refusal. One thread
+// calls this.
 template <class Status>
-__device__ inline void tell_host(const CombineCall& p, u64 epoch, Status status) {
+__device__ inline void report_refusal(const CombineCall& p, u64 epoch, Status status) {
     for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
         u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
         ptx::store_relaxed_sys(into, status(rank, 0));

@@ -1,10 +1,10 @@
-// The reducers of a combine: for each token of each peer, the sum of what this rank's experts made of it, in float32,
-// rounded once, to what sums cross as, and pushed into the peer's slot.
+// The reducers of a combine sum the rows of this rank's experts for each token of each peer. They sum in float32, round
+// once to the type in which sums cross, and push the sum into the peer's slot.
 //
-// Rows are cut into pieces, and number n is piece n % pieces of token n / pieces. An item is a number for one of the
-// peers, the peers of a number first. A lane is a warp. It takes items as it gets through them, because some are no
-// work and some are much; their order makes that all ranks get their first pieces first. Of a piece it sums a step at a
-// time and pushes that at once, so that the links have something to do from early on.
+// Rows are cut into pieces; number n is piece n % pieces of token n / pieces. An item is a number for one peer, and the
+// items of a number are consecutive. So all ranks get their first pieces first. A lane is a warp. It takes the next
+// item when it has finished one, because some items are no work and some are much. It sums a piece step by step and
+// pushes each step at once, so that the links are busy from early on.
 #pragma once
 
 #include "raymoe/combine/adding.cuh"
@@ -12,13 +12,13 @@
 
 namespace raymoe {
 
-constexpr u32 STEPS_UNDER_WAY = 4;
+constexpr u32 STEPS_UNDER_WAY = 4;  // of a lane, each in its stage
 
-// Of one step of a lane.
+// The bytes of a lane's stage, which holds one step.
 __device__ __forceinline__ u32 stage_memory() { return STEP * Crossed::BYTES + (STAMPS ? STAMP_BYTES : 0); }
 
-// By the thread that commits: until all groups but the `younger` last ones, which are the steps of a piece, have been
-// performed. The instruction takes a constant only.
+// Waits until all groups but the `younger` last ones, which are the steps of a piece, have been performed. The thread
+// that commits calls this. The instruction takes a constant only.
 __device__ __forceinline__ void wait_for_older(u32 younger) {
     switch (younger) {
         case 1: ptx::bulk_wait<1>(); break;
@@ -35,7 +35,7 @@ class ReduceLane {
         : p_(p), lane_(reducer * p.reducer_lanes + threadIdx.x / 32), leads_(threadIdx.x % 32 == 0),
           memory_(ptx::shared_address(shared + threadIdx.x / 32 * STEPS_UNDER_WAY * stage_memory())) {}
 
-    // Loads only: the epoch need not be known.
+    // Only issues loads, before the epoch is known.
     __device__ __forceinline__ void begin() {
         const u32 thread = threadIdx.x % 32;
         cause_ = ptx::load_4(&p_.got->refusal.cause);
@@ -43,8 +43,9 @@ class ReduceLane {
         entry_ = entry_of(lane_);
     }
 
-    // By a whole warp, until every piece has arrived and its word says so. Where an item's rows stand is asked for
-    // while the item before is summed, and which item comes after that one.
+    // Reduces the lane's items, and returns when every piece has arrived and its word is stored. All threads of the
+    // warp call this. While an item is summed, the lane asks for the places of the next one, and for the item after
+    // that.
     __device__ __forceinline__ void run(u64 epoch) {
         epoch_ = epoch;
         if (threadIdx.x / 32 >= p_.reducer_lanes || cause_ != CAUSE_NONE) {
@@ -73,12 +74,12 @@ class ReduceLane {
         }
         if (leads_) {
             ptx::bulk_wait<0>();
-            say_arrived();
+            announce_arrived();
         }
     }
 
   private:
-    // Of an item: a piece for one source. Also of tokens that there may be and are not; a rank alone has no items.
+    // The places of an item's rows; valid for any item. A rank alone has no items.
     __device__ __forceinline__ u64 entry_of(u32 item) const {
         const u32 peers = max(p_.peers.ranks, 2u) - 1, token = item / peers / p_.pieces;
         return p_.entry(p_.peers.in_turn(item % peers), token, token < p_.slot_tokens);
@@ -96,7 +97,7 @@ class ReduceLane {
         for (u32 step = begin; step < last; step += STEP, ++steps) {
             const u32 stage = memory_ + groups_++ % STEPS_UNDER_WAY * stage_memory();
             if (leads_) {
-                ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();  // what was in this stage has been read out of it
+                ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();  // the step that was in this stage has been read
             }
             __syncwarp();
             sum_step(stage, entry, hits, step, last);
@@ -105,19 +106,19 @@ class ReduceLane {
             }
         }
         if (leads_) {
-            if (unsaid_ == p_.together) {
-                wait_for_older(steps);  // not for this piece, so that the wait is a short one
-                say_arrived();
+            if (unannounced_ == p_.together) {
+                wait_for_older(steps);  // but not for this piece, so the wait is short
+                announce_arrived();
             }
 #pragma unroll
             for (u32 i = 0; i < MOST_TOGETHER; ++i) {
-                words_[i] = i == unsaid_ ? p_.arrival_at(source, p_.peers.rank, number) : words_[i];
+                words_[i] = i == unannounced_ ? p_.arrival_at(source, p_.peers.rank, number) : words_[i];
             }
-            ++unsaid_;
+            ++unannounced_;
         }
     }
 
-    // By a whole warp: vectors from `step` on, into the stage.
+    // Sums the vectors from `step` on into the stage. All threads of the warp call this.
     __device__ __forceinline__ void sum_step(u32 stage, u64 entry, u32 hits, u32 step, u32 last) const {
         const u32 first = step + threadIdx.x % 32;
         float sums[UNROLL][Type::COUNT] = {};
@@ -132,7 +133,7 @@ class ReduceLane {
         __syncwarp();
     }
 
-    // The last step of a piece takes its stamp along. What a row lacks to whole 16 bytes nobody reads.
+    // The last step of a piece also pushes its stamp. Nobody reads the bytes after a row's end, up to a multiple of 16.
     __device__ __forceinline__ void push_step(u8* slot, u32 stage, u32 step, u32 last, u32 number) const {
         const u32 end = min(step + STEP, last);
         const u32 bytes = ((end - step) * Crossed::BYTES + 15) & ~15u;
@@ -148,16 +149,16 @@ class ReduceLane {
         trace(p_.trace, AT_LAST_PUSH);
     }
 
-    // By the thread that has awaited the pieces of which nothing has been said.
-    __device__ __forceinline__ void say_arrived() {
+    // Stores the words of all pieces not yet announced. The calling thread has awaited them.
+    __device__ __forceinline__ void announce_arrived() {
         ptx::fence_acq_rel_sys();  // orders the pieces, whose bulk stores this thread has awaited, before their words
 #pragma unroll
         for (u32 i = 0; i < MOST_TOGETHER; ++i) {
-            if (i < unsaid_) {
+            if (i < unannounced_) {
                 ptx::store_relaxed_sys(words_[i], epoch_);
             }
         }
-        unsaid_ = 0;
+        unannounced_ = 0;
     }
 
     const CombineParams& p_;
@@ -165,17 +166,18 @@ class ReduceLane {
     bool leads_;
     u32 memory_;
     u64 epoch_ = 0;
-    u32 cause_ = 0;  // why this rank refuses the step, if it does
-    u32 sent_ = 0;   // tokens of rank i that came here, in thread i
-    u64 entry_ = 0;  // of the item that comes next, the k-th in thread k
+    u32 cause_ = 0;  // why this rank refuses the step; CAUSE_NONE if it does not
+    u32 sent_ = 0;   // the tokens that rank i sent here, in thread i
+    u64 entry_ = 0;  // entry k of the next item, in thread k
     u32 groups_ = 0;
-    u32 unsaid_ = 0;  // pieces that have been pushed, and of which nothing has been said yet
-    u64* words_[MOST_TOGETHER] = {};  // of these
+    u32 unannounced_ = 0;  // pieces that are pushed, and whose words are not stored yet
+    u64* words_[MOST_TOGETHER] = {};  // their words
 };
 
-// By a whole block, each of whose lanes has awaited its pieces: that they have nothing more to push, to every peer,
-// also where there was nothing to push. Nothing is read because of these words; they end the peers' kernels.
-__device__ inline void say_done(const CombineParams& p, u64 epoch, u32 reducer) {
+// Tells every peer that this reducer has nothing more to push, also if there was nothing to push. All threads of the
+// block call this, when its lanes have awaited their pieces. No data is read because of these words; they let the
+// peers' kernels end.
+__device__ inline void announce_done(const CombineParams& p, u64 epoch, u32 reducer) {
     __syncthreads();  // hands what the lanes have awaited to the threads below
     trace(p.trace, AT_ARRIVED);
     if (threadIdx.x + 1 < p.peers.ranks) {

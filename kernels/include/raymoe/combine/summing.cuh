@@ -1,10 +1,10 @@
-// The summers of a combine: each row of y, from the ranks' sums of the token, in rank order, as they arrive, and from
-// what this rank's own experts made of it, which never leaves the rank, but is rounded as if it had.
+// The summers of a combine compute each row of y: they add the ranks' sums of the token, in rank order, as they arrive.
+// The sum of this rank's own experts never leaves the rank, but is rounded as if it had.
 //
-// A warp takes pieces, as the reducers cut them (reducing.cuh), in the order in which they leave, as it gets through
-// them. Where a piece's rows stand is asked for while the piece before is summed, and which piece comes after that one.
-// The own experts' rows are summed before the peers' sums are awaited: mostly a summer is early, and then no more is to
-// be done than to add what has come.
+// A warp takes pieces, as the reducers cut them (reducing.cuh), in the order in which they leave. It takes the next one
+// when it has finished one. While a piece is summed, the warp asks for the places of the next one, and for the piece
+// after that. It sums the own experts' rows before it waits for the peers' sums: mostly a summer is early, and then
+// only the additions remain.
 #pragma once
 
 #include "raymoe/combine/adding.cuh"
@@ -18,7 +18,7 @@ class Summer {
     __device__ Summer(const CombineParams& p, u64 epoch, u32 warp, u32 warps)
         : p_(p), epoch_(epoch), warps_(warps), at_(warp) {}
 
-    // By a whole warp. Ends early where a wait fails.
+    // Computes the warp's pieces; ends early if a wait fails. All threads of the warp call this.
     __device__ __forceinline__ void run() {
         u32 next = at_ + warps_;
         load();
@@ -36,7 +36,7 @@ class Summer {
     }
 
   private:
-    // Where the rows of piece `at_` stand.
+    // Loads the places of the rows of piece `at_`.
     __device__ __forceinline__ void load() {
         const u32 token = at_ / p_.pieces;
         const bool wanted = token < p_.tokens;
@@ -44,7 +44,8 @@ class Summer {
         entry_ = p_.entry(p_.peers.rank, token, wanted);
     }
 
-    // One piece of a row of y, from the sums of the ranks in `mask` and the own experts' rows. False: a wait failed.
+    // Computes one piece of a row of y from the sums of the ranks in `mask` and the own experts' rows. Returns false if
+    // a wait failed.
     __device__ __forceinline__ bool sum_piece(u32 number, u32 mask, u64 entry) const {
         const u32 token = number / p_.pieces, me = p_.peers.rank;
         const u32 begin = number % p_.pieces * p_.piece_vectors();
@@ -102,7 +103,8 @@ class Summer {
         }
     }
 
-    // Until the piece has arrived from each of the ranks in `mask`. False: a wait failed, of any thread of the warp.
+    // Waits until the piece has arrived from each rank in `mask`. Returns false if a wait of any thread of the warp
+    // failed.
     __device__ __forceinline__ bool await_piece(u32 number, u32 mask) const {
         const u32 rank = threadIdx.x % 32, me = p_.peers.rank;
         bool ok = true;
@@ -117,7 +119,7 @@ class Summer {
         return ok;
     }
 
-    // Whether the piece that came from a rank is; without stamps it is taken to be.
+    // Whether the piece from a rank is of this epoch. Builds without stamps do not check.
     __device__ __forceinline__ bool is_of_this_epoch(u32 rank, u32 number) const {
         if (!STAMPS) {
             return true;
@@ -134,8 +136,8 @@ class Summer {
     u64 epoch_;
     u32 warps_;
     u32 at_;
-    u32 mask_ = 0;   // of piece `at_`: the ranks that its token went to,
-    u64 entry_ = 0;  // and where this rank's experts' rows of it are, the k-th in thread k
+    u32 mask_ = 0;   // of piece `at_`: the ranks that its token went to
+    u64 entry_ = 0;  // of piece `at_`: entry k of its token, in thread k
 };
 
 }  // namespace raymoe

@@ -1,4 +1,4 @@
-// What the parts of a dispatch share: its parameters, and the words between ranks. dispatch.cu tells the protocol.
+// The parameters of a dispatch, the structs around them, and the words between ranks. dispatch.cu has the protocol.
 #pragma once
 
 #include "raymoe/base/peer.cuh"
@@ -9,58 +9,58 @@
 namespace raymoe {
 
 #ifndef ROW_TYPE
-#define ROW_TYPE Bf16  // of vectors.cuh: what rows are made of
+#define ROW_TYPE Bf16  // of vectors.cuh: the element type of rows
 #endif
 #ifndef WIRE_FP8
-#define WIRE_FP8 0  // 1: rows cross as 8-bit floats, with a scale for each BLOCK of them
+#define WIRE_FP8 0  // 1: rows cross as 8-bit floats, with a scale for each BLOCK of elements
 #endif
 
 #ifndef STAMPED
-#define STAMPED 0  // 1: every slot ends in a stamp of its epoch, which whoever reads the slot checks. For tests
+#define STAMPED 0  // 1: every slot ends in a stamp of its epoch, and every reader checks it. For tests
 #endif
 constexpr bool STAMPS = STAMPED;
 constexpr u32 STAMP_BYTES = 16;
 
-// A row of a peer that crosses as it is may as well be read out of x where the peer is this rank itself. One that is
-// quantised goes through a slot at home too, so that all rows are what they are by one piece of code.
+// A placer reads this rank's own rows out of x if rows cross as they are. If rows are quantised, own rows go through
+// slots too, so that one piece of code makes all rows.
 constexpr bool FP8 = WIRE_FP8;
 constexpr bool OWN_FROM_X = !FP8;
 constexpr u32 BLOCK = 128;
 
 #ifndef BLOCK_WARPS
-#define BLOCK_WARPS 8  // a kernel or a build may say 16, which fill a multiprocessor
+#define BLOCK_WARPS 8  // a kernel or a build may define 16: then one block fills an SM
 #endif
 constexpr u32 WARPS = BLOCK_WARPS;
 constexpr u32 THREADS = WARPS * 32;
-constexpr u32 MAX_DONE = 272;  // words of one rank at a peer, one for each block: more than a GPU has multiprocessors
+constexpr u32 MAX_DONE = 272;  // words of one rank at a peer, one for each block: more than a GPU has SMs
 
-// A fence waits for the words that its thread stored before, a whole trip over the link. So words go several at a time.
+// A fence waits for the words that its thread stored before: a round trip over the link. So words go several at a time.
 constexpr u32 MOST_TOGETHER = 4;
 
-// Shared memory of a lane's ring; the next lane's begins behind it. The same sum: raymoe/device/dispatch_grid.py.
+// Shared memory of a lane's ring; the next lane's follows. raymoe/device/dispatch_grid.py computes the same sum.
 __device__ __forceinline__ u32 lane_memory(u32 stages, u32 stage_bytes) {
     return (stages * (stage_bytes + 8) + 127) & ~127u;
 }
 
-// What `parts` of the work a launch does. All of them: the fused kernel.
-constexpr u32 PART_ROUTE = 1;  // counts, and what is told of each row
+// The parts of the work that a launch does; all of them: the fused kernel.
+constexpr u32 PART_ROUTE = 1;  // counts and told entries
 constexpr u32 PART_SEND = 2;   // rows to the peers
 constexpr u32 PART_PLACE = 4;  // rows to their places; the end of the run
 
-// Told of entry k of token t: {place, weight}. `place` is {local expert, how many of the source's entries for that
-// expert come before}, or NOWHERE where the entry's expert is on another rank.
+// The told entry k of token t: {place, weight}. `place` is {local expert, number of the source's entries for that
+// expert before this one}, or NOWHERE if the entry's expert is on another rank.
 constexpr u32 RANK_BITS = 21;
 constexpr u32 RANK_MASK = (1u << RANK_BITS) - 1;
 constexpr u32 NOWHERE = 0xFFFFFFFF;
 
-// Why the data of a step is refused; raymoe/exchange/refusal.py has the same numbers.
-constexpr u32 CAUSE_NONE = 0;      // number: the epoch of the dispatch; other: in a combine whether it is weighted
+// Why a step's data is refused; raymoe/exchange/refusal.py has the same numbers.
+constexpr u32 CAUSE_NONE = 0;      // number: the epoch of the dispatch; other: in a combine 1 if weighted, else 0
 constexpr u32 CAUSE_ID = 1;        // other: the token, number: the id
-constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows that were needed
+constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows needed
 constexpr u32 CAUSE_EXPERT = 4;    // other: the source, number: the local expert that it named
 constexpr u32 CAUSE_TOKENS = 5;    // other: rows of x, number: the tokens asked for
 
-// Why a rank refuses the data, or of which dispatch it combines the rows. 16 bytes, as they travel with a combine.
+// Why a rank refuses the data, or else which dispatch it combines. These 16 bytes travel with a combine.
 struct Refusal {
     u32 cause;
     u32 other;
@@ -68,52 +68,52 @@ struct Refusal {
 };
 static_assert(sizeof(Refusal) == 16, "");
 
-// What a dispatch leaves for its combine, besides `home` and `masks`. Device memory of this rank.
+// The results of a dispatch for its combine, besides `home` and `masks`. Device memory of this rank.
 struct Got {
-    u32 tokens[MAX_RANKS];  // that each source has sent; the own ones: rows of y from there on are zero
+    u32 tokens[MAX_RANKS];  // sent by each source; rows of y from this rank's own number on are zero
     Refusal refusal;
 };
 static_assert(sizeof(Got) == MAX_RANKS * 4 + 16, "");
 
-// An expert's number as it stands in memory; where numbers have 4 bytes, `high` says nothing.
+// An expert id as it is in memory; if ids have 4 bytes, `high` has no meaning.
 struct Id {
     u32 low, high;
 };
 constexpr Id NO_ID{NOWHERE, NOWHERE};  // -1
 
-// Words of this rank alone, kept from run to run; all ~0 or 0 between runs, as said.
+// Words of this rank alone, which stay from run to run. Between runs each has the value named first.
 struct Scratch {
-    u64 bad_entry;  // the first entry with an id out of range; ~0: none. Lowered by routers, read and reset at the end
-    u64 needed;     // rows that did not fit; 0: they did. Written by the first placer, reset at the end
-    u64 bad_count;  // {source, expert} of the first told entry that its source's count does not cover; ~0: none
-    u32 routed;     // routers that are through; wraps
+    u64 bad_entry;  // ~0: none; the first entry with an id out of range. Routers lower it; read and reset at the end
+    u64 needed;     // 0: the rows fit; the rows needed. The first placer writes it; reset at the end
+    u64 bad_count;  // ~0: none; {source, expert} of the first told entry that its source's count does not cover
+    u32 routed;     // 0; finished routers; wraps
     u32 unused;
 };
 static_assert(sizeof(Scratch) == 32, "");
 
-// The parameters that all kernels of a dispatch read: the tensors of a call, and sizes. It ends without padding, at a
-// multiple of 8 bytes, so the fields of a struct that inherits it follow directly, as in its Python twin. Pairs of u32
-// that a kernel reads together are one load where they begin at a multiple of 8.
+// The parameters that all kernels of a dispatch read: the tensors of a call, and sizes. The struct ends without
+// padding, at a multiple of 8 bytes. So the fields of a struct that inherits it follow directly, as in its Python twin.
+// Two u32 that a kernel reads together are one load if they begin at a multiple of 8.
 struct DispatchCall {
     Peers peers;
     Watch watch;
 
-    // What this rank sends.
-    const u8* x;             // [tokens][row_bytes]; already quantised: [tokens][hidden] 8-bit floats
-    const u8* x_scales;      // [tokens][blocks] f32 of rows that are already quantised, else null
+    // Input: the tokens of this rank.
+    const u8* x;             // [tokens][row_bytes]; if already quantised: [tokens][hidden] 8-bit floats
+    const u8* x_scales;      // [tokens][blocks] f32 if rows are already quantised, else null
     const u8* topk_idx;      // [tokens][topk], i32 or i64
     const u8* topk_weights;  // [tokens][topk] f32
-    const u32* num_tokens;   // null: all of them
+    const u32* num_tokens;   // tokens to send; null: all
 
-    // What this rank gets.
+    // Output: the rows for this rank's experts.
     u8* out;              // [capacity][out_row_bytes], expert by expert
-    u8* scales;           // f32, that of block b of row i at b * scale_stride + i; null: rows are given dequantised
+    u8* scales;           // f32, of block b of row i at b * scale_stride + i; null: rows are dequantised
     u8* out_weights;      // [capacity] f32
     u32* expert_offsets;  // [local + 1]
     u32* expert_counts;   // [local]
     u8* index;            // [capacity] i64, the slot of each row; null with layout expert
     u8* home;             // [ranks][slot_tokens][topk]: {position or ~0, weight}
-    u32* masks;           // [tokens]: ranks that token t was sent to
+    u32* masks;           // [tokens]: bit r: token t was sent to rank r
     Got* got;
 
     // Of this rank alone.
@@ -127,7 +127,7 @@ struct DispatchCall {
     u32 topk;
     u32 experts;
     u32 local;          // experts a rank
-    u32 local_inverse;  // for `rank_of`
+    u32 local_inverse;  // see `rank_of`
     u32 row_bytes;
     u32 out_row_bytes;
     u32 zero_padding;
@@ -138,8 +138,8 @@ struct DispatchCall {
     u32 op;
     u32 unused;
 
-    // expert / local, without a division, which takes long where little else is to do. raymoe/device/dispatch.py says
-    // for which experts it is exact: for all that there may be.
+    // expert / local. A multiplication, because a division is slow compared to the other work of a small dispatch. It
+    // is exact for all experts that the kernels take (raymoe/device/dispatch.py).
     __device__ __forceinline__ u32 rank_of(u32 expert) const { return expert * local_inverse >> 20; }
 
     // expert % local
@@ -147,16 +147,16 @@ struct DispatchCall {
 
     __device__ __forceinline__ u32 blocks() const { return (hidden + BLOCK - 1) / BLOCK; }
 
-    // Of a row of x.
+    // The bytes of a row of x.
     __device__ __forceinline__ u32 x_bytes() const { return FP8 && x_scales != nullptr ? hidden : row_bytes; }
 
-    // The number of an entry where it is wanted, else NO_ID. Only loads: many may be under way.
+    // The id of an entry if `wanted`, else NO_ID. Only issues loads: many may be in flight.
     __device__ __forceinline__ Id id_if(bool wanted, u64 entry) const {
         const u8* at = topk_idx + entry * (wide_topk_idx ? 8 : 4);
         return {ptx::load_4_if(wanted, at, NO_ID.low), ptx::load_4_if(wanted && wide_topk_idx, at + 4, NO_ID.high)};
     }
 
-    // The expert; below 0: none. Anything from `experts` on, or below -1, is out of range.
+    // The expert; below 0: none. Values of `experts` and more, or below -1, are out of range.
     __device__ __forceinline__ long long number(const Id& id) const {
         return wide_topk_idx ? static_cast<long long>(static_cast<u64>(id.high) << 32 | id.low)
                              : static_cast<long long>(static_cast<int>(id.low));
@@ -165,68 +165,68 @@ struct DispatchCall {
     __device__ __forceinline__ long long id(u64 entry) const { return number(id_if(true, entry)); }
 };
 
-// Of dispatch.cu, alltoallv.cu, announce.cu and pack.cu. Those of dispatch_ll.cu: ll/words_ll.cuh.
+// The parameters of dispatch.cu, alltoallv.cu, announce.cu and pack.cu. dispatch_ll.cu: ll/words_ll.cuh.
 struct DispatchParams : DispatchCall {
-    // Offsets in every rank's heap, for each half where there are two; `half` is the epoch mod 2.
+    // Offsets in every rank's heap, for each parity if there are two buffers. The parity is the epoch mod 2.
     u64 rows[2];    // slots: row t of source s at (s * slot_tokens + t) * slot_bytes
-    u64 told[2];    // 8 bytes for each (source, token, k)
-    u64 counts[2];  // u32 for each (source, local expert), and behind a source's experts the tokens that it sent
+    u64 told[2];    // told entries, 8 bytes for each (source, token, k)
+    u64 counts[2];  // u32 for each (source, local expert); after a source's experts the tokens that it sent
     // Writer: a lane of source s, at each rank that a token's row went to, word (s, token): the epoch, after the row
-    // has arrived. Reader: the owner, acquiring. Any lane may take any token, so words belong to tokens.
+    // has arrived. Reader: the owner, with acquire. Any lane may take any token, so words belong to tokens.
     u64 arrivals;
-    // Writer: the senders of source s, at every other rank, word (s, sender): the epoch, after all that the sender has
-    // pushed has arrived; also with nothing to send. Reader: the owner, acquiring.
+    // Writer: the senders of source s, at every other rank, word (s, sender): the epoch, after all rows of the sender
+    // have arrived; also with nothing to send. Reader: the owner, with acquire.
     u64 done;
-    // Writer: the last router of source s, at every rank, its own too; the epoch, after counts and told entries.
-    // Reader: every placer of the owner, acquiring.
+    // Writer: the last router of source s, at every rank, its own too: the epoch, after counts and told entries.
+    // Reader: every placer of the owner, with acquire.
     u64 heads;
 
     // Of this rank alone.
-    u64* taken;  // tokens that lanes have asked for, besides the first of each; 0 again at the end of a run
+    u64* taken;  // tokens that lanes have taken, besides the first of each; 0 again at the end of a run
     u64* router_words;   // [routers]: the epoch for which router c has counted
     u32* router_counts;  // [routers][experts]
 
-    u64 half_slots;      // slot number of half 1's first; half 0 begins at 0
-    u64 zero_slot;       // a slot of zeros, which `index` names in gaps
+    u64 half_slots;      // number of the first slot of parity 1; parity 0 begins at 0
+    u64 zero_slot;       // a slot of zeros, to which `index` points in gaps
     u32 slot_bytes;
     u32 rank_layout;
     u32 parts;
-    u32 senders;         // blocks that send; the others route and place
+    u32 senders;         // blocks that send; the other blocks route and place
     u32 sender_lanes;    // warps of each
-    u32 sender_stages;   // of each lane's ring; where rows are quantised, of a block, for rows that leave
-    u32 together;        // rows of a lane whose words go behind one fence, at most MOST_TOGETHER; not of quantised rows
-    u32 at_once;         // rows of a source are announced by its senders' `done` alone
+    u32 sender_stages;   // of each lane's ring; for quantised rows: stages of a block for leaving rows
+    u32 together;        // rows of a lane whose words share a fence, at most MOST_TOGETHER; unused for quantised rows
+    u32 at_once;         // 1: rows have no arrival words; `done` of its senders announces a source's rows
     u32 arrival_stride;  // words of a source
-    u32 routers;         // of the placers, the first so many route
+    u32 routers;         // the first so many placers route
     u32 placers;         // blocks that place
     u32 placer_lanes;    // warps of each
     u32 placer_stages;   // of each lane's ring
 
     __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
 
-    // Where a placed row goes: to its place, and with layout rank to its slot, by number.
+    // The address to which a row is copied: its place, or with layout rank its slot, by number.
     __device__ __forceinline__ u8* place_at(u32 place) const {
         return rank_layout ? peers.slot(peers.rank, rows[0], place, slot_bytes)
                            : out + static_cast<u64>(place) * out_row_bytes;
     }
 
-    // Ranks whose rows come through slots, and which hear of arrivals: `in_turn` of these many.
-    __device__ __forceinline__ u32 heard() const { return OWN_FROM_X ? peers.ranks - 1 : peers.ranks; }
+    // The number of ranks whose rows come through slots: step `i` of them is `peers.in_turn(i)`.
+    __device__ __forceinline__ u32 ranks_through_slots() const { return OWN_FROM_X ? peers.ranks - 1 : peers.ranks; }
 
-    __device__ __forceinline__ u64 slot(u32 half, u32 source, u32 token) const {
-        return half * half_slots + static_cast<u64>(source) * slot_tokens + token;
+    __device__ __forceinline__ u64 slot(u32 parity, u32 source, u32 token) const {
+        return parity * half_slots + static_cast<u64>(source) * slot_tokens + token;
     }
 
-    __device__ __forceinline__ u8* slot_at(u32 peer, u32 half, u32 source, u32 token) const {
-        return peers.slot(peer, rows[half], static_cast<u64>(source) * slot_tokens + token, slot_bytes);
+    __device__ __forceinline__ u8* slot_at(u32 peer, u32 parity, u32 source, u32 token) const {
+        return peers.slot(peer, rows[parity], static_cast<u64>(source) * slot_tokens + token, slot_bytes);
     }
 
-    __device__ __forceinline__ u8* told_at(u32 peer, u32 half, u32 source, u64 entry) const {
-        return peers.slot(peer, told[half], static_cast<u64>(source) * slot_tokens * topk + entry, 8);
+    __device__ __forceinline__ u8* told_at(u32 peer, u32 parity, u32 source, u64 entry) const {
+        return peers.slot(peer, told[parity], static_cast<u64>(source) * slot_tokens * topk + entry, 8);
     }
 
-    __device__ __forceinline__ u8* counts_at(u32 peer, u32 half, u32 source, u32 expert) const {
-        return peers.slot(peer, counts[half], static_cast<u64>(source) * (local + 1) + expert, 4);
+    __device__ __forceinline__ u8* counts_at(u32 peer, u32 parity, u32 source, u32 expert) const {
+        return peers.slot(peer, counts[parity], static_cast<u64>(source) * (local + 1) + expert, 4);
     }
 
     __device__ __forceinline__ u64* arrival_at(u32 peer, u32 source, u32 token) const {
@@ -238,7 +238,7 @@ struct DispatchParams : DispatchCall {
         return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(source) * MAX_DONE + sender, 8));
     }
 
-    // Those of `entry` and each `stride`-th one after it, -1 from `end` on. All loads are under way together.
+    // The ids of `entry` and each `stride`-th entry after it, -1 from `end` on. All loads are in flight together.
     template <u32 COUNT>
     __device__ __forceinline__ void topk_idx_of(u64 entry, u32 stride, u64 end, long long (&into)[COUNT]) const {
         Id loaded[COUNT];
@@ -270,14 +270,14 @@ struct DispatchParams : DispatchCall {
     }
 };
 
-// What every block of a dispatch knows first.
+// The state that every block of a dispatch reads first.
 struct DispatchRun {
     u64 epoch;
-    u32 tokens;  // of x that are sent; none where more are asked for than there are, which is refused
+    u32 tokens;  // of x to send; 0 if more are asked for than there are, which is refused
     bool may;    // the workspace is not poisoned
 };
 
-// Loads it, and hands it to the block. What stands between the two is done while the loads are under way.
+// Loads that state, and hands it to the block. Work between the constructor and `run` overlaps with the loads.
 class DispatchBeginning {
   public:
     __device__ __forceinline__ explicit DispatchBeginning(const DispatchCall& p) : p_(p) {
@@ -289,7 +289,7 @@ class DispatchBeginning {
         before_.load(first, p.operation, p.watch);
     }
 
-    // By a whole block.
+    // All threads of the block call this.
     __device__ __forceinline__ DispatchRun run() const {
         __shared__ DispatchRun run;
         if (threadIdx.x == 0) {
@@ -299,7 +299,7 @@ class DispatchBeginning {
         return run;
     }
 
-    // More tokens are asked for than there are. Known to the first thread.
+    // Whether more tokens are asked for than there are. Valid in the first thread.
     __device__ __forceinline__ bool refused() const { return asked_ > p_.tokens; }
 
   private:
@@ -308,10 +308,11 @@ class DispatchBeginning {
     u32 asked_;
 };
 
-// By a whole block.
+// All threads of the block call this.
 __device__ inline DispatchRun begin_dispatch(const DispatchCall& p) { return DispatchBeginning(p).run(); }
 
-// By a whole block: until the heads of all ranks are of this epoch. False: a wait failed.
+// Waits until the heads of all ranks have this epoch. All threads of the block call this. Returns false if a wait
+// failed.
 __device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
     bool ok = true;
     if (threadIdx.x < p.peers.ranks) {
@@ -320,7 +321,7 @@ __device__ inline bool await_heads(const DispatchParams& p, u64 epoch) {
     return __syncthreads_and(ok);
 }
 
-// What is wrong with the data of this step, from what the blocks left in `scratch`, which is made ready for the next.
+// Why this step's data is refused, from what the blocks left in `scratch`; resets `scratch` for the next step.
 __device__ inline Refusal refusal_of(const DispatchCall& p, u64 epoch) {
     Scratch& scratch = *p.scratch;
     const u64 bad = ptx::load_relaxed_gpu(&scratch.bad_entry), needed = ptx::load_relaxed_gpu(&scratch.needed);
@@ -328,7 +329,7 @@ __device__ inline Refusal refusal_of(const DispatchCall& p, u64 epoch) {
     scratch.bad_entry = scratch.bad_count = ~0ull;
     scratch.needed = 0;
     if (p.num_tokens != nullptr && *p.num_tokens > p.tokens) {
-        const int asked = static_cast<int>(*p.num_tokens);  // below 0 is refused too, and told as such
+        const int asked = static_cast<int>(*p.num_tokens);  // below 0 is refused too, and reported as negative
         return {CAUSE_TOKENS, p.tokens, static_cast<u64>(static_cast<long long>(asked))};
     }
     if (bad != ~0ull) {

@@ -1,26 +1,27 @@
-// Where the rows of a dispatch stand at their receiver: from what the sources told, the same on every block that asks.
+// Computes the place of each row at the receiver from the counts of all sources. Every block that computes it gets the
+// same result.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
 
 namespace raymoe {
 
-// Where each source's entries of each expert begin, and with that where everything stands.
+// The place at which each source's entries of each expert begin.
 class Places {
   public:
-    // Shared memory: two words for each expert and one for each rank.
+    // `shared`: two words for each expert and one for each rank.
     __device__ Places(const DispatchCall& p, u32* shared)
         : p_(p), counts_(shared), begins_(shared + p.experts), tokens_(begins_ + p.experts) {}
 
-    // By a whole block. `told(source, expert)` gives what a source has for a local expert, and with p.local for an
-    // expert how many tokens it has sent.
-    template <class Told>
-    __device__ __forceinline__ void find(Told told) {
+    // Finds all places. All threads of the block call this. `count_of_source(source, expert)` returns the source's
+    // entries for a local expert; for expert p.local, the tokens that it sent.
+    template <class CountOfSource>
+    __device__ __forceinline__ void find(CountOfSource count_of_source) {
         const DispatchCall& p = p_;
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < p.experts + p.peers.ranks; i += THREADS) {
             const u32 source = i < p.experts ? p.rank_of(i) : i - p.experts;
-            const u32 came = told(source, i < p.experts ? p.local_of(i) : p.local);
+            const u32 came = count_of_source(source, i < p.experts ? p.local_of(i) : p.local);
             if (i < p.experts) {
                 counts_[i] = came;
             } else {
@@ -71,12 +72,12 @@ class Places {
         return sum;
     }
 
-    // Where the next expert begins.
+    // The place where the next expert begins.
     __device__ __forceinline__ u32 end(u32 expert) const {
         return expert + 1 < p_.local ? begins_[expert + 1] : total_;
     }
 
-    // The place of what `told` says of an entry of `source`; NOWHERE also where the source contradicts its counts.
+    // The place of a told entry of `source`; NOWHERE also if the entry contradicts the source's counts.
     __device__ __forceinline__ u32 place(u32 source, u32 told) const {
         if (told == NOWHERE) {
             return NOWHERE;
@@ -90,8 +91,8 @@ class Places {
     }
 
   private:
-    // What each source has for an expert, and the index of that. Four loads are under way together; a loop that the
-    // compiler unrolls is more instructions than a dispatch of few tokens has time for.
+    // Calls `act` with the index of each source's entry for an expert, and its count. Four loads are in flight
+    // together. A loop that the compiler unrolls has more instructions than a dispatch of few tokens has time for.
     template <class Do>
     __device__ __forceinline__ void for_each_source(u32 expert, Do act) const {
         constexpr u32 TOGETHER = 4;
@@ -114,11 +115,11 @@ class Places {
 
     __device__ __forceinline__ u32 aligned(u32 rows) const {
         const u32 ends = rows + p_.alignment - 1;
-        const bool power = (p_.alignment & (p_.alignment - 1)) == 0;  // as it mostly is, and a division takes long
+        const bool power = (p_.alignment & (p_.alignment - 1)) == 0;  // the usual case; a division is slow
         return power ? ends & ~(p_.alignment - 1) : ends / p_.alignment * p_.alignment;
     }
 
-    // The sum of `mine` over the threads before this one; the sum over all becomes the total.
+    // The sum of `mine` over the threads before this one. The sum over all threads becomes the total.
     __device__ __forceinline__ u32 begin_of(u32 mine) {
         __shared__ u32 sums[WARPS];
         const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -147,15 +148,15 @@ class Places {
     u32 total_ = 0;
 };
 
-// What `index` holds; there is one with layout rank only.
+// Whether a dispatch fills `index` (layout rank only), and with what in gaps.
 struct Index {
     bool wanted;
     u64 zero_slot;  // for gaps
 };
 constexpr Index NO_INDEX{false, 0};
 
-// One entry, which stands at `place` or nowhere: tells home, its weight and, if it is `indexed`, its index. `slot`
-// names its row.
+// Stores the results of one entry, whose place is `place` or NOWHERE: `home`, its weight and, if `indexed`, its index.
+// `slot` is the number of its row's slot.
 __device__ __forceinline__ void plan_entry(const DispatchCall& p, u32 source, u64 entry, u64 told, u32 place,
                                            bool indexed, u64 slot) {
     u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entry) * 8;
@@ -168,23 +169,23 @@ __device__ __forceinline__ void plan_entry(const DispatchCall& p, u32 source, u6
     }
 }
 
-// One row: its entries' places into `places`, home, weights and index.
-__device__ inline void plan_row(const DispatchParams& p, const Places& where, u32 half, u32 source, u32 token,
+// Stores the results of one row's entries, and their places into `places`.
+__device__ inline void plan_row(const DispatchParams& p, const Places& where, u32 parity, u32 source, u32 token,
                                 u32* places) {
-    const u64 entries = static_cast<u64>(token) * p.topk, slot = p.slot(half, source, token);
+    const u64 entries = static_cast<u64>(token) * p.topk, slot = p.slot(parity, source, token);
     u32 found = 0;
     for (u32 first = 0; first < p.topk; first += 8) {
-        u64 told[8];  // all loads are under way together
+        u64 told[8];  // all loads are in flight together
 #pragma unroll
         for (u32 i = 0; i < 8; ++i) {
             const u64 entry = entries + first + i;
-            told[i] = ptx::load_8_if(first + i < p.topk, p.told_at(p.peers.rank, half, source, entry), NOWHERE);
+            told[i] = ptx::load_8_if(first + i < p.topk, p.told_at(p.peers.rank, parity, source, entry), NOWHERE);
         }
         for (u32 i = 0; i < 8 && first + i < p.topk; ++i) {
             const u32 place = where.place(source, static_cast<u32>(told[i]));
             plan_entry(p, source, entries + first + i, told[i], place, p.rank_layout, slot);
             if (place != NOWHERE) {
-                // With layout rank a row of this rank has one place, its slot, and one of a peer is there already.
+                // With layout rank an own row has one place, its slot. A row of a peer is in its slot already.
                 if (!p.rank_layout) {
                     places[found++] = place;
                 } else if (OWN_FROM_X && source == p.peers.rank && found == 0) {
@@ -198,7 +199,7 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
     }
 }
 
-// The places of the gap behind an expert's rows.
+// The places of the gap after an expert's rows.
 struct Gap {
     u32 begin;
     u32 end;
@@ -209,13 +210,13 @@ struct Gap {
     }
 };
 
-// Which part of a work that blocks share is this one's. In dispatch_ll.cu SMs share it, by their first blocks.
+// This block's share of work that blocks divide. In dispatch_ll.cu the first blocks of SMs divide it.
 struct Share {
     u32 number;
     u32 blocks;
 };
 
-// Rows of zeros, with scales, in the gaps behind this block's share of the experts.
+// Stores rows of zeros, with scales, into the gaps after this block's share of the experts.
 __device__ inline void zero_gaps(const DispatchCall& p, const Places& where, Share share) {
     for (u32 expert = share.number; expert < p.local; expert += share.blocks) {
         const Gap gap(where, expert);
@@ -231,8 +232,8 @@ __device__ inline void zero_gaps(const DispatchCall& p, const Places& where, Sha
     }
 }
 
-// Weights, index and, where asked, rows of this block's share of the gaps. The index has no garbage behind the last
-// row either: who gathers by all of it would read outside the slots.
+// Stores weights, index and, if asked, rows of this block's share of the gaps. The index is also valid after the last
+// row: a caller that gathers by the whole index must not read outside the slots.
 __device__ inline void fill_gaps(const DispatchCall& p, const Places& where, Share share, Index index) {
     if (index.wanted) {
         for (u32 place = where.total() + share.number * THREADS + threadIdx.x; place < p.capacity;
@@ -254,8 +255,8 @@ __device__ inline void fill_gaps(const DispatchCall& p, const Places& where, Sha
     }
 }
 
-// Nothing came: of a step that is refused, or by a rank that is poisoned.
-__device__ inline void place_nothing(const DispatchCall& p) {
+// Stores counts of 0: the step is refused, or this rank is poisoned.
+__device__ inline void store_no_counts(const DispatchCall& p) {
     for (u32 expert = threadIdx.x; expert <= p.local; expert += THREADS) {
         p.expert_offsets[expert] = 0;
         if (expert < p.local) {
@@ -264,7 +265,7 @@ __device__ inline void place_nothing(const DispatchCall& p) {
     }
 }
 
-__device__ inline void tell_counts(const DispatchCall& p, const Places& where) {
+__device__ inline void store_counts(const DispatchCall& p, const Places& where) {
     for (u32 expert = threadIdx.x; expert < p.local; expert += THREADS) {
         p.expert_offsets[expert] = where.begin(expert);
         p.expert_counts[expert] = where.count_of(expert);
@@ -274,15 +275,15 @@ __device__ inline void tell_counts(const DispatchCall& p, const Places& where) {
     }
 }
 
-// What every placer does before it touches rows, with its share of the gaps. False: the rows do not fit; then none is
-// placed, and each goes home as zeros, that is, not at all.
+// Stores counts and this block's share of the gaps: every placer calls this before it touches rows. Returns false if
+// the rows do not fit. Then none is placed, and every `home` is NOWHERE, so the combine sums no row.
 __device__ inline bool begin_placing(const DispatchCall& p, const Places& where, Share share, Index index) {
     const bool fits = where.fits();
     if (share.number == 0) {
         if (fits) {
-            tell_counts(p, where);
+            store_counts(p, where);
         } else {
-            place_nothing(p);
+            store_no_counts(p);
             p.scratch->needed = where.total();
         }
         if (threadIdx.x < p.peers.ranks) {

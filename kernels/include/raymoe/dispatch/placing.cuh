@@ -1,16 +1,16 @@
-// The placers of a dispatch: rows out of the slots to their places, expert by expert, while the rest is on the way.
+// The placers of a dispatch copy rows from slots to their places, expert by expert, while other rows are on the way.
 //
-// Every placer knows from the counts of all sources where each source's entries of each expert begin, so an entry's
-// place is that plus its number among its source's. A lane (a warp, whose first thread drives a ring) takes the tokens
-// q, q + lanes, ... of every source; the block's threads work out the places of its rows ahead. Each thread of a lane
-// looks at the word of the next row of one source; the lane loads a row that has arrived, of whichever source, once and
-// stores it to all its places, so that a row that is late keeps none of another source waiting: the last rows of all
-// sources come together, and by lanes that took sources in turn a dispatch of 4096 tokens took 268 us for 263 (8-bit
-// floats, 4x H200, 2026-11-22). Rows of this rank itself come out of x and wait for nothing: a lane moves one whenever
-// no row of a peer has arrived.
+// From the counts of all sources every placer knows where each source's entries of each expert begin. An entry's place
+// is that plus its number among its source's entries. A lane is a warp whose first thread drives a ring. It takes the
+// tokens q, q + lanes, ... of every source; the block's threads compute the places of its rows ahead.
 //
-// With layout rank rows stay in their slots; what is left is to say where they are, and to copy the rows of this rank
-// itself into theirs.
+// Each thread of a lane looks at the word of the next row of one source. The lane loads a row that has arrived, of any
+// source, once and stores it to all its places. So a late row delays no row of another source. With lanes that took the
+// sources in turn, a dispatch of 4096 tokens took 268 us instead of 263, because the last rows of all sources come
+// together (8-bit floats, 4x H200, 2026-11-22). Rows of this rank itself come out of x and wait for nothing: a lane
+// moves one whenever no row of a peer has arrived.
+//
+// With layout rank rows stay in their slots. The placers only store the index, and copy own rows into their slots.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -22,11 +22,11 @@
 
 namespace raymoe {
 
-constexpr u32 PLAN_BYTES = 32768;  // places that are worked out at a time; 4 bytes each
+constexpr u32 PLAN_BYTES = 32768;  // of places that are computed at a time; 4 bytes each
 constexpr u32 QUEUE = 16;          // rows in a lane's ring, at most
 constexpr u32 QUEUES_BYTES = WARPS * QUEUE * 4;
 
-// Where the rows of the window stand: [number][lane][step][k], the places of a row first, then ~0. The last step is
+// The places of the rows of the window: [number][lane][step][k], the places of a row first, then ~0. The last step is
 // this rank itself.
 struct Plan {
     u32* places;
@@ -41,20 +41,20 @@ struct Plan {
 
 class PlaceLane {
   public:
-    // A ring, and for rows that are dequantised a stage to do that in.
+    // A ring; if rows are dequantised, also a stage for that.
     static __device__ __forceinline__ u32 memory(const DispatchParams& p) {
         return lane_memory(p.placer_stages, p.slot_bytes) + (dequantises(p) ? (p.row_bytes + 127) & ~127u : 0);
     }
 
     // `queue`: QUEUE words of shared memory.
     __device__ PlaceLane(const DispatchParams& p, u64 epoch, u32 placer, u32* queue, u8* memory, bool drives)
-        : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placers + placer), half_(epoch & 1),
+        : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placers + placer), parity_(epoch & 1),
           leads_(thread() == 0), queue_(queue),
           whole_(ptx::shared_address(memory) + lane_memory(p.placer_stages, p.slot_bytes)),
           ring_(memory, p.placer_stages, p.slot_bytes, drives && leads_) {}
 
-    // By a whole warp: moves the lane's tokens number `first` to `first + count - 1` of every source. False: a wait
-    // failed.
+    // Moves the lane's tokens number `first` to `first + count - 1` of every source. All threads of the warp call this.
+    // Returns false if a wait failed.
     __device__ __forceinline__ bool run(const Plan& plan, u32 first, u32 count) {
         plan_ = plan;
         first_ = first;
@@ -78,7 +78,7 @@ class PlaceLane {
         return __shfl_sync(0xFFFFFFFF, ok, 0);
     }
 
-    // Until every row stands in its place.
+    // Waits until every row is in its place.
     __device__ __forceinline__ void finish() {
         if (leads_) {
             ring_.drain();
@@ -86,15 +86,15 @@ class PlaceLane {
     }
 
   private:
-    // What a step comes to: whether it has begun to load a row of a peer, and what the warp does then.
+    // The result of a step: whether it has begun to load a row of a peer, and the warp's next action.
     static constexpr u32 REMOTE = 1, STORE = 2, WAIT = 4, END = 8;
     static constexpr bool READS_STAGES = FP8 || STAMPS;  // by ordinary loads of all threads
 
-    // What is known of rows that come through slots.
+    // The state of the rows that come through slots.
     struct Remote {
         bool any;      // any are left
-        bool arrived;  // one is there: the next one of this source
-        u32 step;      // the source's
+        bool arrived;  // one has arrived: the next row of the source below
+        u32 step;      // of the source
         u32 number;    // of the lane's tokens of that source
     };
 
@@ -102,13 +102,14 @@ class PlaceLane {
 
     static __device__ __forceinline__ u32 thread() { return threadIdx.x % 32; }
 
-    // By the whole warp, each of whose first threads looks at one source, unless a wait has failed.
+    // Looks for a row that has arrived, unless a wait has failed. All threads of the warp call this; each of the first
+    // threads looks at one source.
     __device__ __forceinline__ Remote look(bool ok) {
-        while (thread() < p_.heard() && next_remote_ < count_ &&
+        while (thread() < p_.ranks_through_slots() && next_remote_ < count_ &&
                *plan_.of(next_remote_, warp_, thread()) == NOWHERE) {
             ++next_remote_;
         }
-        left_ = ok && thread() < p_.heard() && next_remote_ < count_;
+        left_ = ok && thread() < p_.ranks_through_slots() && next_remote_ < count_;
         const u32 there = __ballot_sync(0xFFFFFFFF, left_ && arrived());
         if (there == 0) {
             return {__any_sync(0xFFFFFFFF, left_) != 0, false, 0, 0};
@@ -118,11 +119,11 @@ class PlaceLane {
         return {true, true, step, number};
     }
 
-    // By the thread that leads: the next thing to be done. Loads it begins itself; there is always room, because
-    // it says STORE where there would be none.
+    // Decides the next action, and begins loads itself. The leading thread calls this. A load always has room, because
+    // the step before returns STORE if there would be none.
     __device__ __forceinline__ u32 step(const Remote& remote) {
-        const u32 heard = p_.heard();
-        while (OWN_FROM_X && next_own_ < count_ && *plan_.of(next_own_, warp_, heard) == NOWHERE) {
+        const u32 own = p_.ranks_through_slots();  // the step of this rank itself
+        while (OWN_FROM_X && next_own_ < count_ && *plan_.of(next_own_, warp_, own) == NOWHERE) {
             ++next_own_;
         }
         const bool own_left = OWN_FROM_X && next_own_ < count_;
@@ -131,7 +132,7 @@ class PlaceLane {
                 load_remote(remote.number, remote.step);
             } else {
                 const u8* row = p_.x + static_cast<u64>(token_of(next_own_)) * p_.row_bytes;
-                load({row, p_.row_bytes}, plan_.of(next_own_, warp_, heard));
+                load({row, p_.row_bytes}, plan_.of(next_own_, warp_, own));
                 ++next_own_;
             }
             return (remote.arrived ? REMOTE : 0) | (ring_.can_load() && !ring_.loaded() ? 0 : STORE);
@@ -154,14 +155,15 @@ class PlaceLane {
         return p_.arrival_at(p_.peers.rank, p_.peers.in_turn(step), token_of(number));
     }
 
-    // By a thread that has a row left: whether its next one has.
+    // Whether this thread's next row has arrived. There must be one.
     __device__ __forceinline__ bool arrived() const {
         return p_.at_once || ptx::load_acquire_sys(word(next_remote_, thread())) >= epoch_;
     }
 
-    // By the whole warp, some of whose threads have rows left: until one of them has arrived. False: a wait failed.
+    // Waits until the next row of one of the sources has arrived. All threads of the warp call this. Returns false if a
+    // wait failed.
     __device__ __forceinline__ bool wait() const {
-        __shared__ u32 any[WARPS];  // whether one has
+        __shared__ u32 any[WARPS];  // of each warp: 1 if a row has arrived
         const u32 found = ptx::shared_address(any + warp_);
         if (leads_) {
             ptx::shared_store_4(found, 0);
@@ -184,7 +186,7 @@ class PlaceLane {
 
     __device__ __forceinline__ void load_remote(u32 number, u32 step) {
         ptx::fence_proxy_async();  // orders the word that was acquired before the bulk load of what it announces
-        const u8* slot = p_.slot_at(p_.peers.rank, half_, p_.peers.in_turn(step), token_of(number));
+        const u8* slot = p_.slot_at(p_.peers.rank, parity_, p_.peers.in_turn(step), token_of(number));
         trace_first(p_.trace, AT_FIRST_ROW);
         trace(p_.trace, AT_LAST_ROW);
         load({slot, p_.slot_bytes}, plan_.of(number, warp_, step));
@@ -195,7 +197,8 @@ class PlaceLane {
         queue_[loads_++ % QUEUE] = static_cast<u32>(places - plan_.places);
     }
 
-    // By the whole warp: the oldest row of the ring, to all its places. False: it is not the row of this epoch.
+    // Stores the oldest row of the ring to all its places. All threads of the warp call this. Returns false if the slot
+    // holds the row of another epoch.
     __device__ __forceinline__ bool store() {
         const u32 row = __shfl_sync(0xFFFFFFFF, leads_ ? ring_.await() : 0, 0);
         if (READS_STAGES) {
@@ -204,7 +207,7 @@ class PlaceLane {
         const u32 at = queue_[stores_++ % QUEUE];
         const u32* places = plan_.places + at;
         const u32 step = at / p_.topk % p_.peers.ranks;
-        if (STAMPS && step < p_.heard()) {
+        if (STAMPS && step < p_.ranks_through_slots()) {
             const u64 seen = ptx::shared_load_8(row + p_.slot_bytes - STAMP_BYTES);
             if (seen != epoch_) {
                 fail(p_.watch, FAILURE_STALE, Waiting{p_.op, p_.peers.in_turn(step), epoch_}, epoch_, seen, 0);
@@ -216,7 +219,7 @@ class PlaceLane {
         if (dequantises(p_)) {
             from = whole_;
             if (leads_) {
-                ptx::bulk_wait_read<0>();  // the row before has been read out of this stage
+                ptx::bulk_wait_read<0>();  // the previous row has been read out of this stage
             }
             __syncwarp();
             dequantise<ROW_TYPE>(row, whole_, p_.hidden);
@@ -235,7 +238,8 @@ class PlaceLane {
         return true;
     }
 
-    // By the whole warp: the oldest stage of the ring, when all of its bulk stores have been issued.
+    // Frees the oldest stage of the ring after all of its bulk stores have been issued. All threads of the warp call
+    // this.
     __device__ __forceinline__ void give_back() {
         if (READS_STAGES) {
             // Orders this warp's ordinary loads of the row before the bulk load that fills its stage again.
@@ -258,24 +262,25 @@ class PlaceLane {
     u64 epoch_;
     u32 warp_;
     u32 first_token_;
-    u32 half_;
+    u32 parity_;
     bool leads_;
-    u32* queue_;  // which places belong to the rows in the ring
+    u32* queue_;  // where in the plan the places of the rows in the ring begin
     u32 whole_;   // the stage in which rows are dequantised
     Ring ring_;
     Plan plan_{};
     u32 first_ = 0;
     u32 count_ = 0;
-    u32 next_remote_ = 0;  // of the source that this thread looks at
-    bool left_ = false;    // there is one
+    u32 next_remote_ = 0;  // next row of this thread's source
+    bool left_ = false;    // there is such a row
     u32 next_own_ = 0;
     u32 loads_ = 0;
     u32 stores_ = 0;
 };
 
-// By a whole block, the `placer`-th. What a failed wait leaves undone, the last block out makes good.
+// Places rows as the `placer`-th placer. All threads of the block call this. If a wait fails, the last block out stores
+// counts of 0.
 __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer, u8* shared) {
-    const u32 half = epoch & 1, warp = threadIdx.x / 32, ranks = p.peers.ranks;
+    const u32 parity = epoch & 1, warp = threadIdx.x / 32, ranks = p.peers.ranks;
     if (!await_heads(p, epoch)) {
         return;
     }
@@ -288,7 +293,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
     Places where(p, reinterpret_cast<u32*>(shared));
     where.find([&](u32 source, u32 expert) {
-        return ptx::load_4(p.counts_at(p.peers.rank, half, source, expert));
+        return ptx::load_4(p.counts_at(p.peers.rank, parity, source, expert));
     });
     if (!begin_placing(p, where, {placer, p.placers}, {p.rank_layout != 0, p.zero_slot})) {
         return;
@@ -309,7 +314,7 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
             u32* row = plan.of(number, in, step);
             const u32 source = p.peers.in_turn(step);
             if (token < where.tokens(source)) {
-                plan_row(p, where, half, source, token, row);
+                plan_row(p, where, parity, source, token, row);
             } else {
                 *row = NOWHERE;
             }

@@ -1,11 +1,14 @@
-// The senders of a dispatch whose rows cross as 8-bit floats: quantised on the way from x to the link, once for all
-// ranks that a row goes to.
+// The senders of a dispatch whose rows cross as 8-bit floats. They quantise each row on its way from x to the link,
+// once for all ranks that need it.
 //
-// A block has lanes, which are warps, one warp that pushes and one that says what has arrived. Each lane has a stage
-// for a row as it comes; the rows as they leave have stages in common, taken in turn. A lane waits for a stage that has
-// been read, fills it and hands it over; the pusher stores stages to the ranks in that order and waits for what has
-// arrived; the sayer stores the words. So no lane waits for rows to arrive, and no row for the words of others, whose
-// fence takes a trip over a link that is full.
+// A block has lanes (warps), one warp that pushes and one that announces. Each lane has a stage for a row that comes
+// in. Rows that leave have stages in common, taken in turn. A lane waits for a stage that has been read, fills it and
+// hands it over. The pusher stores stages to the ranks in that order and waits until the rows have arrived. The
+// announcer stores the words. So no lane waits for rows to arrive, and no row waits for words of other rows, whose
+// fence takes a round trip over a full link.
+//
+// Memory order within a block: a lane's fence.proxy.async and `filled` order a stage before the pusher's bulk stores;
+// the pusher's wait_group and `landed` order the rows before the announcer's fence and words.
 #pragma once
 
 #include "raymoe/dispatch/quantised_stages.cuh"
@@ -15,7 +18,7 @@
 
 namespace raymoe {
 
-// A warp that quantises the tokens that no other lane takes.
+// A warp that takes tokens and quantises their rows.
 template <class Type>
 class QuantisingLane {
   public:
@@ -25,8 +28,8 @@ class QuantisingLane {
         : p_(p), leaving_(leaving), epoch_(epoch), leads_(threadIdx.x % 32 == 0), row_(memory),
           barrier_(memory + p.row_bytes), mine_(p) {}
 
-    // By a whole warp, the `lane`-th of all senders, before the block's barriers are there: its first row is loaded,
-    // wherever it goes, as nearly every token goes somewhere.
+    // Loads the first row, whichever ranks it goes to: nearly every token goes to some rank. All threads of the warp,
+    // lane `lane` of all senders, call this before the block's barriers are initialised.
     __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
         if (leads_) {
             ptx::barrier_init(barrier_, 1);
@@ -38,7 +41,7 @@ class QuantisingLane {
         mine_.begin(tokens, lane);
     }
 
-    // By the same warp, behind that.
+    // Sends the lane's tokens. All threads of the same warp call this after `begin`.
     __device__ __forceinline__ void run() {
         u32 token, mask;
         bool more = mine_.any(token, mask);
@@ -65,7 +68,7 @@ class QuantisingLane {
         }
     }
 
-    // False: there is none.
+    // Returns false if there is no next row.
     __device__ __forceinline__ bool load_next(u32& token, u32& mask) {
         const bool more = mine_.next(~0u, token, mask);
         if (more) {
@@ -109,16 +112,16 @@ class QuantisingLane {
     const LeavingStages& leaving_;
     u64 epoch_;
     bool leads_;
-    u32 row_;       // where a row comes to
-    u32 barrier_;   // on which it completes
-    u32 rows_ = 0;  // that have come
+    u32 row_;       // the stage of the row that comes in
+    u32 barrier_;   // the load of the row completes on it
+    u32 rows_ = 0;  // rows that have come
     Tokens mine_;
 };
 
-// The warp that pushes what the lanes of its block hand over, a thread for each rank.
+// The warp that pushes the rows of its block's lanes, with a thread for each rank.
 class Pusher {
   public:
-    // Rows that are pushed before the word of one is due: about as many as are under way.
+    // Later rows that are pushed before a row's word is due: about as many as are in flight.
     static constexpr u32 YOUNGER = 2;
     static_assert(LeavingStages::MOST_STAGES + YOUNGER <= LeavingStages::QUEUE, "the queue is full before the stages");
 
@@ -126,7 +129,7 @@ class Pusher {
         : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
           pushes_(threadIdx.x % 32 < p.peers.ranks) {}
 
-    // By a whole warp: until every row has arrived.
+    // Pushes all rows, and returns when every row has arrived. All threads of the warp call this.
     __device__ __forceinline__ void run() const {
         const u32 behind = leaving_.stages > YOUNGER ? YOUNGER : leaving_.stages - 1;  // stages that may still be read
         u32 turn = 0;
@@ -141,19 +144,19 @@ class Pusher {
             ptx::bulk_commit();
             if (turn >= behind) {
                 wait_stages_read(behind);
-                __syncwarp();  // no thread's stores read from the stage any more, and none has yet to await its filling
+                __syncwarp();  // no thread's stores still read the stage, and all threads have awaited its filling
                 if (leads()) {
                     leaving_.emptied.pass(turn - behind);
                 }
             }
             if (turn >= YOUNGER) {
                 ptx::bulk_wait<YOUNGER>();
-                land(turn - YOUNGER);
+                pass_landed(turn - YOUNGER);
             }
         }
         ptx::bulk_wait<0>();
         for (u32 younger = turn < YOUNGER ? turn : YOUNGER; younger != 0; --younger) {
-            land(turn - younger);
+            pass_landed(turn - younger);
         }
     }
 
@@ -168,9 +171,9 @@ class Pusher {
         }
     }
 
-    // The row of the turn, which each thread has awaited for its rank, is there.
-    __device__ __forceinline__ void land(u32 turn) const {
-        __syncwarp();  // hands what the warp has awaited to the thread that says so
+    // Tells the announcer that the row of the turn has arrived: each thread has awaited its own rank's store.
+    __device__ __forceinline__ void pass_landed(u32 turn) const {
+        __syncwarp();  // hands what the warp has awaited to the thread that arrives on the barrier
         if (leads()) {
             leaving_.landed.pass(turn);
         }
@@ -183,14 +186,15 @@ class Pusher {
     bool pushes_;
 };
 
-// The warp that says which rows have arrived, a thread for each rank.
-class Sayer {
+// The warp that announces the rows that have arrived, with a thread for each rank.
+class Announcer {
   public:
-    __device__ Sayer(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
+    __device__ Announcer(const DispatchParams& p, const LeavingStages& leaving, u64 epoch)
         : p_(p), leaving_(leaving), epoch_(epoch), peer_(p.peers.in_turn(threadIdx.x % 32 % p.peers.ranks)),
-          says_(threadIdx.x % 32 < p.peers.ranks) {}
+          announces_(threadIdx.x % 32 < p.peers.ranks) {}
 
-    // By a whole warp: until every row has arrived and its words say so. One fence for all that are there by then.
+    // Stores the words of all rows. One fence covers all rows that have arrived by then. All threads of the warp call
+    // this.
     __device__ __forceinline__ void run() const {
         u32 turn = 0;
         for (u32 lanes = p_.sender_lanes; lanes != 0;) {
@@ -204,12 +208,12 @@ class Sayer {
                 const u64 row = leaving_.queued(turn);
                 if (row == LeavingStages::NO_MORE) {
                     --lanes;
-                } else if (says_ && (row >> peer_ & 1)) {
+                } else if (announces_ && (row >> peer_ & 1)) {
                     ptx::store_relaxed_sys(p_.arrival_at(peer_, p_.peers.rank, row >> 32), epoch_);
                 }
                 __syncwarp();  // every thread has read the entry
                 if (threadIdx.x % 32 == 0) {
-                    leaving_.said.pass(turn);
+                    leaving_.announced.pass(turn);
                 }
             }
         }
@@ -220,11 +224,11 @@ class Sayer {
     const LeavingStages& leaving_;
     u64 epoch_;
     u32 peer_;
-    bool says_;
+    bool announces_;
 };
 
-// By a whole block, the `sender`-th, whose lanes are all its warps but the last two at most. Sends of the first `n`
-// tokens of x what no other block does.
+// Sends, as the `sender`-th sender, the tokens that its lanes take of the first `n`. All threads of the block call
+// this. All warps but the last two can be lanes.
 template <class Type>
 __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32, each = QuantisingLane<Type>::memory(p);
@@ -235,15 +239,15 @@ __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n,
     } else if (threadIdx.x == THREADS - 32) {
         leaving.begin();
     }
-    __syncthreads();  // the barriers are there
+    __syncthreads();  // the barriers are initialised
     if (warp < p.sender_lanes) {
         lane.run();
     } else if (warp == WARPS - 2) {
         Pusher(p, leaving, epoch).run();
     } else if (warp == WARPS - 1) {
-        Sayer(p, leaving, epoch).run();
+        Announcer(p, leaving, epoch).run();
     }
-    say_done(p, epoch, sender);
+    announce_done(p, epoch, sender);
 }
 
 }  // namespace raymoe

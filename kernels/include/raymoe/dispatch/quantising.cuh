@@ -1,9 +1,9 @@
-// Rows as 8-bit floats, and back.
+// Converts rows to 8-bit floats, and back.
 //
-// Each BLOCK of 128 elements has a float32 scale: its largest finite magnitude divided by the largest 8-bit float, and
-// at least the least normal float, so that neither the scale nor its inverse overflows. A block with no finite element
-// but zeros has scale 1. An infinity becomes the largest 8-bit float, NaN stays NaN, and neither changes its block.
-// A slot holds the elements of a row, then its scales.
+// Each BLOCK of 128 elements has a float32 scale: its largest finite magnitude divided by the largest 8-bit float. The
+// scale is at least the least normal float, so neither it nor its inverse overflows. A block without finite elements
+// other than zero has scale 1. An infinity becomes the largest 8-bit float and NaN stays NaN; neither changes the
+// scale. A slot holds the elements of a row, then its scales.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -15,7 +15,7 @@ constexpr float LARGEST_E4M3 = 448.0f;
 constexpr float LEAST_REACH = 0x1.cp-118f;  // LARGEST_E4M3 times the least normal float
 constexpr u32 INFINITE = 0x7F800000;        // the bits of a float
 
-// What the elements of a block are multiplied by on arrival, and before they leave.
+// The factors of a block's elements: `factor` before they leave, `scale` on arrival.
 struct Scaling {
     float scale;
     float factor;
@@ -27,7 +27,7 @@ struct Scaling {
     }
 };
 
-// Eight elements of a row in shared memory, which are one thread's of a BLOCK that half a warp has.
+// Eight elements of a row, loaded from shared memory by one thread. Half a warp has a BLOCK.
 template <class Type>
 struct Eight {
     static constexpr u32 COUNT = Type::COUNT;
@@ -35,7 +35,7 @@ struct Eight {
 
     ptx::Bytes16 parts[PARTS];
 
-    // From element `first` on. Behind the row's end are its last ones again: none that their block does not have.
+    // Loads from element `first` on. After the row's end it repeats the last elements, which belong to the same block.
     __device__ __forceinline__ void load(u32 row, u32 first, u32 hidden) {
 #pragma unroll
         for (u32 i = 0; i < PARTS; ++i) {
@@ -44,7 +44,7 @@ struct Eight {
         }
     }
 
-    // The one furthest from zero, or several of which one is.
+    // A word with the element furthest from zero.
     __device__ __forceinline__ u32 furthest() const {
         u32 found[PARTS];
 #pragma unroll
@@ -56,7 +56,7 @@ struct Eight {
         return PARTS == 1 ? found[0] : Type::further(found[0], found[PARTS - 1]);
     }
 
-    // As `Type::order`, of all eight.
+    // `Type::order` of all eight elements.
     __device__ __forceinline__ u32 order() const {
         u32 largest = 0;
 #pragma unroll
@@ -69,7 +69,7 @@ struct Eight {
         return largest;
     }
 
-    // Times the factor, as 8-bit floats in shared memory at `into`.
+    // Stores the elements times `factor` as 8-bit floats in shared memory at `into`.
     __device__ __forceinline__ void quantise(float factor, u32 into, u32 first, u32 hidden) const {
         float values[8];
 #pragma unroll
@@ -96,9 +96,9 @@ struct Eight {
     }
 };
 
-// By a whole warp, each of whose threads has an element, or a pair of them, of each of 16 blocks for each half of the
-// warp: thread i gets what is furthest from zero of block i of its half. Each step halves the blocks that a thread
-// still looks at, so that 15 values are exchanged and not 4 for each block.
+// Finds the reach of 32 blocks. All threads of the warp call this. In each half warp, `furthest[b]` holds the thread's
+// furthest element (or pair) of block b of that half. Thread i of a half gets the largest magnitude of its block i.
+// Each step halves the blocks that a thread still has, so 15 values are exchanged and not 4 for each block.
 template <class Type>
 __device__ __forceinline__ float reach_of_blocks(u32 (&furthest)[16]) {
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ float reach_of_blocks(u32 (&furthest)[16]) {
     return fmaxf(Type::reach(furthest[0]), 0.0f);
 }
 
-// The same 32 blocks without their infinite elements, which blocks seldom have: in little code, not in little time.
+// The same for 32 blocks without their infinite elements. Few blocks have some, so this code is small and slow.
 template <class Type>
 __device__ __forceinline__ float finite_reach_of_blocks(u32 row, u32 begin, u32 hidden) {
     const u32 lane = threadIdx.x % 32;
@@ -148,12 +148,12 @@ __device__ __forceinline__ float finite_reach_of_blocks(u32 row, u32 begin, u32 
     return Type::magnitude(mine);
 }
 
-// By a whole warp: the row in shared memory at `row` becomes elements and scales at `into`. `hidden` is a multiple of
-// 4, and of 8 unless elements have four bytes.
+// Quantises the row in shared memory at `row` into elements and scales at `into`. All threads of the warp call this.
+// `hidden` is a multiple of 4, and of 8 unless elements have four bytes.
 //
-// 32 blocks at a time, of which every thread scales one: with a division for each block by all threads of its half, and
-// elements one after the other behind it, the first row of 7168 bfloat16 took a sender 6.2 us and not 3.4 (cold L2
-// cache, H200, 2026-11-22). So loads stand together, before what works on any of them.
+// It works on 32 blocks at a time, and each thread computes one scale. Loads stand together before the work on any of
+// them. With a division for each block by all threads of its half warp, and elements one after the other, the first row
+// of 7168 bfloat16 took a sender 6.2 us instead of 3.4 (cold L2 cache, H200, 2026-11-22).
 template <class Type>
 __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 blocks) {
     constexpr u32 EIGHTS = 16, TOGETHER = 64 / sizeof(Eight<Type>);
@@ -202,8 +202,8 @@ __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 bloc
     }
 }
 
-// By a whole warp: a row that is quantised already, in shared memory at `row`, and its scales become elements and
-// scales at `into`.
+// Copies a row that is already quantised, in shared memory at `row`, and its scales to `into`. All threads of the warp
+// call this.
 __device__ __forceinline__ void take_quantised(const DispatchCall& p, u32 token, u32 row, u32 into) {
     for (u32 at = threadIdx.x % 32 * 16; at < p.hidden; at += 32 * 16) {
         ptx::shared_store_16(into + at, ptx::shared_load_16(row + at));
@@ -214,7 +214,7 @@ __device__ __forceinline__ void take_quantised(const DispatchCall& p, u32 token,
     }
 }
 
-// By a whole warp: the opposite, into a row of `Type`.
+// Converts elements and scales at `slot` into a row of `Type`. All threads of the warp call this.
 template <class Type>
 __device__ __forceinline__ void dequantise(u32 slot, u32 row, u32 hidden) {
     for (u32 four = threadIdx.x % 32; four * 4 < hidden; four += 32) {

@@ -1,12 +1,16 @@
-// The routers of a dispatch: how many entries each expert gets, and where each stands among them.
+// The routers of a dispatch count the entries of each expert, number them, and store them at every rank.
 //
 // Entry (t, k) of this rank needs the number of entries of the same expert before it, in the order (t, k). Each router
-// takes a run of tokens, each of its warps a run of those entries:
+// takes a run of tokens; each of its warps takes a run of those entries:
 //   1. every warp counts its entries by expert; the router publishes its sums in this rank's memory
 //   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with
-//   3. every warp goes over its entries again, 32 at a time, and numbers them; what it finds goes to every rank
-// The last router knows the totals and tells them. When all are through, the last one out announces the whole, by a
-// word behind plain stores. Where tokens are few: routing_ll.cuh.
+//   3. every warp goes over its entries again, 32 at a time, numbers them, and stores a told entry at every rank
+// The last router knows the totals and stores them as counts. The router that finishes last stores the head at every
+// rank. For few tokens: routing_ll.cuh.
+//
+// Memory order of `router_words`, which stay on this GPU:
+//   writer: sums by relaxed stores of all threads; __syncthreads; release at GPU scope
+//   reader: one thread for each earlier router: acquire; __syncthreads; relaxed loads of the sums
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -15,10 +19,10 @@ namespace raymoe {
 
 class Router {
   public:
-    // Shared memory: WARPS * experts counters, and `experts` sums.
+    // `shared`: WARPS * experts counters, and `experts` sums.
     __device__ Router(const DispatchParams& p, u64 epoch, u32 tokens, u32 number, u8* shared)
-        : p_(p), epoch_(epoch), half_(epoch & 1), tokens_(tokens), number_(number),
-          tells_(number + 1 == p.routers), counters_(reinterpret_cast<u32*>(shared)),
+        : p_(p), epoch_(epoch), parity_(epoch & 1), tokens_(tokens), number_(number),
+          sends_totals_(number + 1 == p.routers), counters_(reinterpret_cast<u32*>(shared)),
           sums_(counters_ + WARPS * p.experts) {
         const u32 each = (tokens + p.routers - 1) / p.routers;
         first_ = number * each < tokens ? number * each : tokens;
@@ -30,7 +34,7 @@ class Router {
         end_ = static_cast<u64>(first_) * p.topk + (begin + run < entries ? begin + run : entries);
     }
 
-    // False: a wait failed.
+    // All threads of the block call this. Returns false if a wait failed.
     __device__ __forceinline__ bool run() {
         count();
         publish();
@@ -47,9 +51,9 @@ class Router {
   private:
     static constexpr u32 NO_EXPERT = 0xFFFFFFFF;
 
-    static constexpr u32 TOGETHER = 4;  // entries of a thread whose loads are under way at a time
+    static constexpr u32 TOGETHER = 4;  // entries of a thread whose loads are in flight at a time
 
-    // Whether there are others whose sums this one needs, or that need those of this one.
+    // Whether there are other routers: they need one another's sums.
     __device__ __forceinline__ bool waits() const { return p_.routers != 1; }
 
     __device__ __forceinline__ u32* counters() const { return counters_ + threadIdx.x / 32 * p_.experts; }
@@ -78,7 +82,7 @@ class Router {
         __syncthreads();
     }
 
-    // Each warp's counters become what the warps before it have counted.
+    // Makes each warp's counters the counts of the warps before it, and publishes the sums.
     __device__ __forceinline__ void publish() {
         u32* published = p_.router_counts + static_cast<u64>(number_) * p_.experts;
         for (u32 expert = threadIdx.x; expert < p_.experts; expert += THREADS) {
@@ -116,12 +120,12 @@ class Router {
             for (u32 warp = 0; warp < WARPS; ++warp) {
                 counters_[warp * p_.experts + expert] += before;
             }
-            if (tells_) {
-                tell_count(p_.rank_of(expert), p_.local_of(expert), before + sums_[expert]);
+            if (sends_totals_) {
+                send_count(p_.rank_of(expert), p_.local_of(expert), before + sums_[expert]);
             }
         }
-        if (tells_ && threadIdx.x < p_.peers.ranks) {
-            tell_count(threadIdx.x, p_.local, tokens_);
+        if (sends_totals_ && threadIdx.x < p_.peers.ranks) {
+            send_count(threadIdx.x, p_.local, tokens_);
         }
         __syncthreads();
         return true;
@@ -143,13 +147,14 @@ class Router {
                 const u64 entry = first + 32 * i + lane;
                 const u32 expert = expert_of(topk_idx[i]), number = next_of(expert);
                 if (entry < end_) {
-                    tell(entry, topk_idx[i], number, weights[i]);
+                    send_entry(entry, topk_idx[i], number, weights[i]);
                 }
             }
         }
     }
 
-    // By a whole warp: the number of each thread's entry among those of its expert, in the order of threads.
+    // The number of each thread's entry among those of its expert, in the order of threads. All threads of the warp
+    // call this.
     __device__ __forceinline__ u32 next_of(u32 expert) {
         const u32 alike = __match_any_sync(0xFFFFFFFF, expert);
         const u32 before = __popc(alike & ((1u << threadIdx.x % 32) - 1));
@@ -162,7 +167,7 @@ class Router {
         return begin + before;
     }
 
-    __device__ __forceinline__ void tell(u64 entry, long long id, u32 rank, u32 its_weight) {
+    __device__ __forceinline__ void send_entry(u64 entry, long long id, u32 rank, u32 its_weight) {
         const u32 expert = expert_of(id);
         const bool nowhere = expert == NO_EXPERT;
         if (nowhere && id != -1) {
@@ -173,15 +178,16 @@ class Router {
         const u64 weight = static_cast<u64>(its_weight) << 32;
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);
-            ptx::store_8(p_.told_at(peer, half_, p_.peers.rank, entry), weight | (peer == home ? place : NOWHERE));
+            ptx::store_8(p_.told_at(peer, parity_, p_.peers.rank, entry), weight | (peer == home ? place : NOWHERE));
         }
     }
 
-    __device__ __forceinline__ void tell_count(u32 peer, u32 expert, u32 value) {
-        ptx::store_4(p_.counts_at(peer, half_, p_.peers.rank, expert), value);
+    __device__ __forceinline__ void send_count(u32 peer, u32 expert, u32 value) {
+        ptx::store_4(p_.counts_at(peer, parity_, p_.peers.rank, expert), value);
     }
 
-    // By a whole block, each of whose threads has told its part: the last one out announces the whole.
+    // Stores the head at every rank, by the router that finishes last. All threads of the block call this, when they
+    // have stored their told entries.
     __device__ __forceinline__ void announce() {
         __syncthreads();  // orders the stores of this block's threads before the ticket
         const u32 last = p_.routers - 1;
@@ -195,12 +201,12 @@ class Router {
         }
     }
 
-    // Which ranks each token was sent to, for its combine.
+    // Stores the ranks that each token was sent to, for its combine.
     __device__ __forceinline__ void mark() {
         for (u32 token = first_ + threadIdx.x; token < last_; token += THREADS) {
             p_.masks[token] = p_.ranks_of(token);
         }
-        if (tells_) {
+        if (sends_totals_) {
             for (u32 token = tokens_ + threadIdx.x; token < p_.tokens; token += THREADS) {
                 p_.masks[token] = 0;
             }
@@ -209,10 +215,10 @@ class Router {
 
     const DispatchParams& p_;
     u64 epoch_;
-    u32 half_;
+    u32 parity_;
     u32 tokens_;
     u32 number_;
-    bool tells_;  // it is the last one, which knows the totals
+    bool sends_totals_;  // the last router, which knows the totals
     u32* counters_;
     u32* sums_;
     u32 first_, last_;  // tokens of this router

@@ -1,8 +1,8 @@
-// The senders of a dispatch: rows out of x into the slots of every rank that has an expert of the token.
+// The senders of a dispatch push rows of x into the slots of every rank that has an expert of the token.
 //
-// Nothing needs to be counted first: the slot of a row is its token's number. Lanes (warps) take tokens as they get
-// through them, so that none is left with more than the others; where links are full some come through faster. Which
-// token comes after the next is asked for while one is being sent, and so is where the next one goes.
+// Senders need no counts: the slot of a row is its token's number. Lanes (warps) take the next token when they have
+// sent one, so the lanes with faster links take more. While a lane sends one token, it asks for the token after the
+// next, and for the experts of the next.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -10,12 +10,12 @@
 
 namespace raymoe {
 
-// The tokens that a lane sends, one after another. By a whole warp.
+// The tokens that a lane sends, one after another. All threads of the warp call its functions.
 class Tokens {
   public:
     __device__ explicit Tokens(const DispatchParams& p) : p_(p) {}
 
-    // Asks for the first of the `lane`-th lane.
+    // Asks for the first token of lane `lane`.
     __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
         tokens_ = tokens;
         token_ = lane;
@@ -23,7 +23,8 @@ class Tokens {
         ask();
     }
 
-    // The next token that goes to any rank of `wanted`, and those of them that it goes to. False: there is none.
+    // Finds the next token that goes to a rank of `wanted`, and its mask of these ranks. Returns false if there is
+    // none.
     __device__ __forceinline__ bool next(u32 wanted, u32& token, u32& mask) {
         do {
             if (!any(token, mask)) {
@@ -34,7 +35,7 @@ class Tokens {
         return true;
     }
 
-    // The next token, wherever it goes.
+    // Finds the next token, whichever ranks it goes to.
     __device__ __forceinline__ bool any(u32& token, u32& mask) {
         if (token_ >= tokens_) {
             return false;
@@ -52,7 +53,7 @@ class Tokens {
   private:
     __device__ __forceinline__ void ask() { taken_ = threadIdx.x % 32 == 0 ? ptx::atomic_add(p_.taken, 1) : 0; }
 
-    // Of thread k: expert k of the token. Only loads.
+    // Expert k of the token, for thread k. Only issues loads.
     __device__ __forceinline__ Id id_of(u32 token) const {
         const u32 k = threadIdx.x % 32;
         return p_.id_if(token < tokens_ && k < p_.topk, static_cast<u64>(token) * p_.topk + k);
@@ -60,12 +61,12 @@ class Tokens {
 
     const DispatchParams& p_;
     u32 tokens_ = 0;
-    u32 token_ = 0;        // comes next
-    Id topk_idx_ = NO_ID;  // of it
-    u64 taken_ = 0;        // which token comes after it, when that is known
+    u32 token_ = 0;        // the next token
+    Id topk_idx_ = NO_ID;  // its expert k, in thread k
+    u64 taken_ = 0;        // selects the token after it; valid in the first thread, when the atomic has returned
 };
 
-// By the thread that pushes the row: the epoch, at the end of what leaves.
+// Writes the epoch at the end of a row's stage. The thread that pushes the row calls this.
 __device__ __forceinline__ void stamp(u32 stage, u32 slot_bytes, u64 epoch) {
     if (STAMPS) {
         ptx::shared_store_16(stage + slot_bytes - STAMP_BYTES, {epoch, epoch});
@@ -73,8 +74,9 @@ __device__ __forceinline__ void stamp(u32 stage, u32 slot_bytes, u64 epoch) {
     }
 }
 
-// Rows as they are: loaded once, and stored to up to all ranks. A lane's first thread drives a ring of its own. The
-// words of rows follow when YOUNGER more rows have been pushed, so that the wait is a short one.
+// Sends rows as they are. A row is loaded once and stored at all ranks that need it. A lane's first thread drives a
+// ring of its own. The word of a row follows when at least YOUNGER later rows have been pushed, so the wait for it is
+// short.
 class SendLane {
   public:
     static constexpr u32 YOUNGER = 1;
@@ -85,22 +87,23 @@ class SendLane {
     }
 
     __device__ SendLane(const DispatchParams& p, u64 epoch, u32 lane, u8* memory, bool drives)
-        : p_(p), epoch_(epoch), lane_(lane), half_(epoch & 1), leads_(threadIdx.x % 32 == 0),
+        : p_(p), epoch_(epoch), lane_(lane), parity_(epoch & 1), leads_(threadIdx.x % 32 == 0),
           ring_(memory, p.sender_stages, p.slot_bytes, drives && leads_),
           queue_(ptx::shared_address(memory) + lane_memory(p.sender_stages, p.slot_bytes)) {}
 
-    // By a whole warp: of the first `tokens` tokens, what no other lane takes. The placers see to this rank's own rows.
+    // Sends the tokens that this lane takes of the first `tokens`. All threads of the warp call this. Placers copy this
+    // rank's own rows.
     __device__ __forceinline__ void run(u32 tokens) {
         const u32 wanted = ~(1u << p_.peers.rank);
         u32 token, mask;
         if (leads_ && lane_ < tokens) {
-            load(lane_);  // before it is known where it goes: nearly every token goes somewhere
+            load(lane_);  // before its ranks are known: nearly every token goes to some rank
         }
         Tokens mine(p_);
         mine.begin(tokens, lane_);
         if (mine.any(token, mask) && leads_) {
             queue(token, mask & wanted);
-            store();  // nothing is under way yet
+            store();  // nothing is in flight yet
         }
         __syncwarp();
         while (mine.next(wanted, token, mask)) {
@@ -118,11 +121,11 @@ class SendLane {
         }
     }
 
-    // Until every row has arrived, and its words say so.
+    // Waits until every row has arrived, and announces the rest.
     __device__ __forceinline__ void finish() {
         if (leads_) {
             ring_.drain();
-            say(0);
+            announce(0);
         }
     }
 
@@ -133,12 +136,12 @@ class SendLane {
         ring_.load({p_.x + static_cast<u64>(token) * p_.row_bytes, p_.row_bytes});
     }
 
-    // Where the row goes that was loaded last; nowhere, for all that the store cares.
+    // Queues the ranks of the row that was loaded last; the mask may be 0.
     __device__ __forceinline__ void queue(u32 token, u32 mask) {
         ptx::shared_store_8(queue_ + loaded_++ % QUEUE * 8, static_cast<u64>(token) << 32 | mask);
     }
 
-    // The oldest row of the ring.
+    // Stores the oldest row of the ring.
     __device__ __forceinline__ void store() {
         const u64 row = queued(stored_++);
         const u32 stage = ring_.await();
@@ -146,23 +149,23 @@ class SendLane {
         for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);
             if (row >> peer & 1) {
-                ptx::bulk_store(p_.slot_at(peer, half_, p_.peers.rank, row >> 32), stage, p_.slot_bytes);
+                ptx::bulk_store(p_.slot_at(peer, parity_, p_.peers.rank, row >> 32), stage, p_.slot_bytes);
             }
         }
         ring_.stored();
         trace_first(p_.trace, AT_FIRST_PUSH);
         trace(p_.trace, AT_LAST_PUSH);
-        if (stored_ - said_ >= YOUNGER + p_.together) {
+        if (stored_ - announced_ >= YOUNGER + p_.together) {
             ptx::bulk_wait<YOUNGER>();
-            say(YOUNGER);
+            announce(YOUNGER);
         }
     }
 
-    // By the thread that has awaited all rows but the `younger` last ones: that they are there.
-    __device__ __forceinline__ void say(u32 younger) {
+    // Stores the words of all rows but the `younger` last ones. The calling thread has awaited these rows.
+    __device__ __forceinline__ void announce(u32 younger) {
         ptx::fence_acq_rel_sys();  // orders the rows, whose bulk stores this thread has awaited, before their words
-        for (; stored_ - said_ > younger; ++said_) {
-            const u64 row = queued(said_);
+        for (; stored_ - announced_ > younger; ++announced_) {
+            const u64 row = queued(announced_);
             for (u32 step = 0; step + 1 < p_.peers.ranks; ++step) {
                 const u32 peer = p_.peers.in_turn(step);
                 if (row >> peer & 1) {
@@ -175,31 +178,32 @@ class SendLane {
     const DispatchParams& p_;
     u64 epoch_;
     u32 lane_;
-    u32 half_;
+    u32 parity_;
     bool leads_;
     Ring ring_;
     u32 queue_;  // {token, ranks} in the order of loads, in shared memory
     u32 loaded_ = 0;
     u32 stored_ = 0;
-    u32 said_ = 0;
+    u32 announced_ = 0;
 };
 
-// By a whole block, each of whose lanes has awaited its rows: that they have nothing more to send, to every peer, also
-// where there was nothing to send. One fence for all of them.
-__device__ inline void say_done(const DispatchParams& p, u64 epoch, u32 sender) {
+// Tells every peer that this sender has nothing more to send, also if there was nothing to send. All threads of the
+// block call this, when its lanes have awaited their rows. One fence covers all rows.
+__device__ inline void announce_done(const DispatchParams& p, u64 epoch, u32 sender) {
     __syncthreads();  // hands what the lanes have awaited to the threads below
     trace(p.trace, AT_ARRIVED);
-    if (threadIdx.x < p.heard()) {
+    if (threadIdx.x < p.ranks_through_slots()) {
         ptx::fence_acq_rel_sys();  // orders the rows before the words
         ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(threadIdx.x), p.peers.rank, sender), epoch);
     }
     trace(p.trace, AT_SAID_DONE);
 }
 
-// Until every sender of every peer has nothing more to send. By a whole block. False: a wait failed, here or before.
+// Waits until every sender of every peer has nothing more to send. All threads of the block call this. Returns false if
+// a wait failed, here or before.
 __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
-    bool ok = threadIdx.x != THREADS - 1 || !poisoned(p.watch);  // by a thread that mostly has no word to look at
-    for (u32 i = threadIdx.x; i < p.heard() * p.senders && ok; i += THREADS) {
+    bool ok = threadIdx.x != THREADS - 1 || !poisoned(p.watch);  // checked by a thread that mostly has no word to read
+    for (u32 i = threadIdx.x; i < p.ranks_through_slots() * p.senders && ok; i += THREADS) {
         const u32 source = p.peers.in_turn(i / p.senders);
         ok = wait_for_epoch(p.done_at(p.peers.rank, source, i % p.senders), epoch, Waiting{p.op, source, epoch},
                             p.watch);
@@ -207,7 +211,8 @@ __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
     return __syncthreads_and(ok);
 }
 
-// By a whole block, the `sender`-th. Sends of the first `n` tokens of x what no other block does.
+// Sends, as the `sender`-th sender, the tokens that its lanes take of the first `n`. All threads of the block call
+// this.
 __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32;
     const bool drives = warp < p.sender_lanes;
@@ -216,7 +221,7 @@ __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 
         lane.run(n);
         lane.finish();
     }
-    say_done(p, epoch, sender);
+    announce_done(p, epoch, sender);
 }
 
 }  // namespace raymoe

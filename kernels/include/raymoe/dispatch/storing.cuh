@@ -1,4 +1,4 @@
-// Rows of x into slots by ordinary 16-byte loads and stores.
+// Stores rows of x into slots by ordinary 16-byte loads and stores.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -6,11 +6,11 @@
 
 namespace raymoe {
 
-constexpr u32 VECTORS = 4;  // 16-byte vectors that a thread has under way at a time
+constexpr u32 VECTORS = 4;  // 16-byte vectors that a thread has in flight at a time
 
-// By a whole warp: row `token` of x to every rank of the mask.
+// Stores row `token` of x at every rank of the mask. All threads of the warp call this.
 __device__ inline void store_row(const DispatchParams& p, u64 epoch, u32 token, u32 mask) {
-    const u32 half = epoch & 1;
+    const u32 parity = epoch & 1;
     const u8* row = p.x + static_cast<u64>(token) * p.row_bytes;
     const u32 vectors = p.row_bytes / 16;
     for (u32 first = threadIdx.x % 32; first < vectors; first += 32 * VECTORS) {
@@ -26,7 +26,7 @@ __device__ inline void store_row(const DispatchParams& p, u64 epoch, u32 token, 
             if (!(mask >> peer & 1)) {
                 continue;
             }
-            u8* slot = p.slot_at(peer, half, p.peers.rank, token);
+            u8* slot = p.slot_at(peer, parity, p.peers.rank, token);
             if (STAMPS && first == 0) {
                 ptx::store_16(slot + p.slot_bytes - STAMP_BYTES, {epoch, epoch});
             }

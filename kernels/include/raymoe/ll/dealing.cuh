@@ -1,11 +1,11 @@
-// How the rows of few tokens are dealt out to warps. raymoe/device/ll.py decides it: a division takes a kernel long.
+// Deals the rows of few tokens out to warps. raymoe/device/ll.py computes the numbers, because kernels divide slowly.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
 
 namespace raymoe {
 
-// A number that others, below 2^31, are divided by.
+// A divisor of numbers below 2^31.
 struct Divisor {
     u32 by;
     u32 inverse;
@@ -16,15 +16,15 @@ struct Divisor {
     }
 };
 
-// Which part of which row a warp has to do with.
+// The part of a row that is one warp's work.
 struct Unit {
     u32 token;
-    u32 step;    // among the peers that have a row of the token, or 0
+    u32 step;    // of the peer (`Peers::in_turn`) if each token has a row for several peers, else 0
     u32 number;  // among the units of the row
 };
 
-// Rows are cut into units of `each` groups of lines, the last one of a row maybe of fewer, token after token and of a
-// token peer after peer.
+// Rows are cut into units of `each` groups of lines; the last unit of a row may have fewer. Units are numbered token
+// after token, and peer after peer within a token.
 struct Dealing {
     u32 each;
     u32 groups;  // of a row
@@ -36,13 +36,13 @@ struct Dealing {
         return {token, row - token * peers.by, u - row * units.by};
     }
 
-    // Units of so many tokens.
+    // The number of units of so many tokens.
     __device__ __forceinline__ u32 all(u32 tokens) const { return tokens * peers.by * units.by; }
 
     // The first group of a unit.
     __device__ __forceinline__ u32 begin(u32 unit) const { return unit * each; }
 
-    // Groups of a unit.
+    // The number of groups of a unit.
     __device__ __forceinline__ u32 count(u32 unit) const {
         const u32 left = groups - begin(unit);
         return left < each ? left : each;

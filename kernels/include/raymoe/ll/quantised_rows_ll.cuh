@@ -1,8 +1,8 @@
-// How dispatch_ll.cu carries rows that cross as 8-bit floats, and places them. quantising_ll.cuh sends them.
+// Carries and places rows that cross as 8-bit floats, for dispatch_ll.cu. quantising_ll.cuh sends them.
 //
 // In lines a block of 128 elements is 17 words: 16 of elements, one of the scale. Fifteen blocks are 255 words, which
-// fill 17 lines: that is a unit, so that no line has two writers. Rows of this rank itself go through lines too, so
-// that all rows are what they are by one piece of code.
+// fill 17 lines. That is a unit, so that no line has two writers. Rows of this rank itself go through lines too, so
+// that one piece of code makes all rows.
 #pragma once
 
 #include "raymoe/ll/rows_ll.cuh"
@@ -16,7 +16,7 @@ constexpr u32 UNIT_LINES = UNIT_BLOCKS * BLOCK_WORDS / LINE_WORDS;
 constexpr u32 UNIT_GROUPS = (UNIT_LINES + GROUP - 1) / GROUP;
 constexpr u32 STAGE_BYTES = 2048;  // of a warp, for the words of a unit
 
-// What both sides know of the units of a row.
+// The layout of a row's units, for sender and placer.
 struct QuantisedUnits {
     const DispatchLlParams& p;
     u32 stage;  // shared memory of this warp
@@ -29,10 +29,10 @@ struct QuantisedUnits {
         return left < UNIT_BLOCKS ? left : UNIT_BLOCKS;
     }
 
-    // A unit is a row of lines of its own, which has so many bytes.
+    // The bytes of a unit, which is a row of lines of its own.
     __device__ __forceinline__ u32 bytes(u32 unit) const { return blocks(unit) * BLOCK_WORDS * 8; }
 
-    // Where an element of the unit stands in the stage.
+    // The address of an element of the unit in the stage.
     __device__ __forceinline__ u32 at(u32 element) const {
         return stage + element / BLOCK * BLOCK_WORDS * 8 + element % BLOCK;
     }
@@ -65,7 +65,7 @@ class QuantisedArriving {
 
     __device__ __forceinline__ bool settle(u32 stale) { return gathering_.settle(stale); }
 
-    // Of a unit that a peer has not sent: the epoch of what is there instead.
+    // The epoch found in a unit that a peer has not sent.
     __device__ __forceinline__ u64 seen(const Arriving&) const {
         return first_stale_line(lines_, 0, groups_of(bytes_), bytes_, epoch_);
     }
@@ -84,11 +84,11 @@ class QuantisedArriving {
         } else {
             place_dequantised(row.unit, place);
         }
-        __syncwarp();  // the next unit's words come where these were
+        __syncwarp();  // the next unit's words overwrite these
     }
 
   private:
-    // Elements of the row that come before the unit.
+    // The number of elements of the row before the unit.
     static __device__ __forceinline__ u32 first_of(u32 unit) { return unit * UNIT_BLOCKS * BLOCK; }
 
     __device__ __forceinline__ bool has(u32 unit, u32 at) const {
@@ -142,7 +142,7 @@ class QuantisedArriving {
         }
     }
 
-    // Elements of the unit from `at` on that are 16 bytes.
+    // The elements of the unit from `at` on that fill 16 bytes.
     __device__ __forceinline__ ptx::Bytes16 dequantised(u32 at) const {
         const float scale = __uint_as_float(ptx::shared_load_4(units_.scale_at(at / BLOCK)));
         float values[Type::COUNT];

@@ -1,4 +1,5 @@
-// How dispatch_ll.cu sends rows that cross as 8-bit floats: quantised on the way, unless they are already.
+// Sends rows that cross as 8-bit floats, for dispatch_ll.cu. It quantises them on the way, unless x is quantised
+// already.
 #pragma once
 
 #include "raymoe/ll/quantised_rows_ll.cuh"
@@ -6,12 +7,12 @@
 
 namespace raymoe {
 
-// Four elements in the registers of a thread; quantised already, or of this type.
+// Four elements in the registers of a thread, of this type or already quantised.
 template <class Type, u32 BYTES = Type::BYTES>
 struct Four {
     u64 words = 0;
 
-    // Zeros where they are not wanted.
+    // Loads four elements; zeros if not wanted.
     __device__ __forceinline__ void load(bool wanted, const u8* at) { words = ptx::load_8_if(wanted, at, 0); }
 
     __device__ __forceinline__ void load_quantised(bool wanted, const u8* at) {
@@ -20,7 +21,7 @@ struct Four {
 
     __device__ __forceinline__ u32 quantised() const { return static_cast<u32>(words); }
 
-    // As `Type::order`, of all four.
+    // `Type::order` of all four elements.
     __device__ __forceinline__ u32 order() const {
         return max(Type::order(static_cast<u32>(words)), Type::order(static_cast<u32>(words >> 32)));
     }
@@ -58,7 +59,7 @@ struct Four<Type, 4> {
 template <class Type>
 class QuantisedLeaving {
   public:
-    // Whether there are registers for a unit that waits for the epoch.
+    // Whether there are registers for a unit that is loaded before the epoch is known.
     static constexpr bool EARLY = Type::BYTES < 4;
 
     __device__ QuantisedLeaving(const DispatchLlParams& p, u8* stages) : p_(p), units_(p, stages) {}
@@ -111,16 +112,16 @@ class QuantisedLeaving {
                 part.send(lines, i, value[i], epoch);
             }
         });
-        __syncwarp();  // the next unit's words come where these were
+        __syncwarp();  // the next unit's words overwrite these
     }
 
   private:
-    // Four quantised elements of a block to those of the other threads. Nobody reads what the unit has not.
+    // Stores four quantised elements of a block in the stage. Nobody reads elements that the unit does not have.
     __device__ __forceinline__ void put(u32 block, u32 four) const {
         ptx::shared_store_4(units_.stage + block * BLOCK_WORDS * 8 + threadIdx.x % 32 * 4, four);
     }
 
-    // Thread i finds the scale of block i, so that a warp divides twice, not twice for each block.
+    // Thread i computes the scale of block i, so that a warp divides twice, not twice for each block.
     __device__ __forceinline__ void quantise() {
         u32 mine = 0;
 #pragma unroll

@@ -1,9 +1,8 @@
-// Which blocks of a launch do which of its two kinds of work: what leaves this rank, and what arrives.
+// Assigns the blocks of a launch to its two kinds of work: what leaves this rank, and what arrives.
 //
-// Stores to a link that is full stop the warps that make them, and may hold up the other loads of their multiprocessor:
-// who waits for peers should sit on another one. So it is multiprocessors that are dealt out. A launch that fills the
-// GPU may have a second round of blocks, and block i of that round is taken to share the multiprocessor of block i of
-// the first. Only the speed counts on that.
+// Stores to a full link stall the warps that make them, and may delay the other loads of their SM. So warps that wait
+// for peers should be on other SMs, and whole SMs are assigned. A launch that fills the GPU may have a second round of
+// blocks. Block i of that round is assumed to share the SM of block i of the first round. Only speed depends on that.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -12,12 +11,12 @@ namespace raymoe {
 
 struct Role {
     bool leaves;  // works on what leaves
-    u32 place;    // among the multiprocessors of its kind
-    u32 round;    // 0: the first block of its multiprocessor
+    u32 place;    // among the SMs of its kind
+    u32 round;    // 0: the first block of its SM
     u32 number;   // among the blocks of its kind, the first round before the second
     u32 blocks;   // of its kind
 
-    // `leaving` multiprocessors for what leaves, the first ones, and `arriving` for what arrives.
+    // The first `leaving` SMs work on what leaves, the other `arriving` SMs on what arrives.
     __device__ __forceinline__ Role(u32 leaving, u32 arriving) {
         const u32 all = leaving + arriving;
         round = blockIdx.x < all ? 0 : 1;
@@ -29,7 +28,7 @@ struct Role {
         blocks = gridDim.x > all ? 2 * mine : mine;
     }
 
-    // Of this warp among those of its kind.
+    // The number of this warp among those of its kind.
     __device__ __forceinline__ u32 warp() const { return number * WARPS + threadIdx.x / 32; }
 
     __device__ __forceinline__ u32 warps() const { return blocks * WARPS; }

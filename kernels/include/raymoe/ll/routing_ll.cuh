@@ -1,9 +1,9 @@
-// The routers of a dispatch of few tokens: what routing.cuh finds, each router by itself and in one trip.
+// The routers of a dispatch of few tokens. They find the same as routing.cuh, but each router works alone, in one trip.
 //
-// Entries are cut into runs of 32, one a thread of a warp, and each router has p.router_runs of them, one behind the
-// other. A router counts the entries of each expert before its runs, so that none waits for another, and all its warps
-// number a run alike: warp r tells the r-th rank. Ids and weights are loaded before the epoch is known, or the run
-// before is told.
+// Entries are cut into runs of 32, one entry for each thread of a warp. Each router has p.router_runs consecutive runs.
+// A router counts the entries of each expert before its runs, so none waits for another. All its warps number a run in
+// the same way, and warp r sends the run's told entries to the r-th rank. Ids and weights are loaded before the epoch
+// is known, or before the previous run is sent.
 #pragma once
 
 #include "raymoe/ll/words_ll.cuh"
@@ -12,12 +12,12 @@ namespace raymoe {
 
 class LlRouter {
   public:
-    // Shared memory: `experts` counts, of what is before the run.
+    // `shared`: `experts` counts of the entries before the run.
     __device__ LlRouter(const DispatchLlParams& p, u32 number, u8* shared)
         : p_(p), begin_(number * p.router_runs * RUN), counts_(reinterpret_cast<u32*>(shared)) {}
 
-    // Loads entries that may turn out not to be sent: the epoch and the number of tokens need not be known. The block
-    // has a barrier between this and `run`.
+    // Issues loads of entries that may turn out not to be sent, before the epoch and the number of tokens are known.
+    // The caller runs a barrier of the block between this and `run`.
     __device__ __forceinline__ void begin() {
         const u32 all = p_.tokens * p_.topk;
         run_ = loaded(begin_, all);
@@ -33,9 +33,10 @@ class LlRouter {
         }
     }
 
-    // By a whole block that has begun. False: this thread has met an id that is out of range.
+    // Sends this router's entries, and the last router also the counts. All threads of the block call this after
+    // `begin`. Returns false if this thread has found an id out of range.
     __device__ __forceinline__ bool run(u64 epoch, u32 tokens) {
-        const TellInWords words{p_, epoch};
+        const RoutingWords words{p_, epoch};
         const u32 entries = tokens * p_.topk, end = begin_ + p_.router_runs * RUN;
         if (begin_ == 0 || begin_ < entries) {
             run_.id = begin_ + lane() < entries ? run_.id : NO_ID;
@@ -47,7 +48,7 @@ class LlRouter {
                 run_ = next;
             }
             if (end >= entries) {
-                tell_counts(words, tokens);
+                send_counts(words, tokens);
             }
         }
         trace(p_.trace, AT_TOLD);
@@ -57,7 +58,7 @@ class LlRouter {
   private:
     static constexpr u32 RUN = 32;
     static constexpr u32 EARLY = 4;  // ids of a thread that are loaded before the epoch is known
-    static constexpr u32 MORE = 16;  // and of those behind them, together
+    static constexpr u32 MORE = 16;  // ids after those that are loaded together
     static constexpr u32 NO_EXPERT = 0xFFFFFFFF;
 
     // 32 entries, entry k in thread k of each warp.
@@ -73,13 +74,13 @@ class LlRouter {
         return (id.high == 0 || !p_.wide_topk_idx) && id.low < p_.experts ? id.low : NO_EXPERT;
     }
 
-    // By every warp: the entries of a run.
+    // Loads the entries of a run. Every warp calls this.
     __device__ __forceinline__ Run loaded(u32 first, u32 end) const {
         const bool real = first + lane() < end;
         return {p_.id_if(real, first + lane()), ptx::load_4_if(real, p_.topk_weights + (first + lane()) * 4, 0)};
     }
 
-    // By a whole block: the entries before the first run.
+    // Counts the entries before the first run. All threads of the block call this.
     __device__ __forceinline__ void count_before() {
         if (begin_ == 0) {
             return;
@@ -108,8 +109,9 @@ class LlRouter {
         }
     }
 
-    // By every warp: which entry of its expert each of the run is, to one rank or, where ranks are more, to several.
-    __device__ __forceinline__ void number(const TellInWords& words, u32 first, u32 entries) {
+    // Numbers the entries of the run among those of their expert, and sends them to one rank, or to several if there
+    // are more ranks than warps. Every warp calls this.
+    __device__ __forceinline__ void number(const RoutingWords& words, u32 first, u32 entries) {
         const u32 expert = expert_of(run_.id), entry = first + lane();
         alike_ = __match_any_sync(0xFFFFFFFF, expert);
         const u32 before = __popc(alike_ & ((1u << lane()) - 1));
@@ -129,9 +131,9 @@ class LlRouter {
         }
     }
 
-    // By a whole block that has numbered the run: it is before the next one.
+    // Adds the run to the counts. All threads of the block call this, after they have numbered the run.
     __device__ __forceinline__ void count_run() {
-        __syncthreads();  // all have read what is before the run
+        __syncthreads();  // all warps have read the counts before the run
         const u32 expert = expert_of(run_.id);
         if (threadIdx.x < 32 && expert != NO_EXPERT && static_cast<u32>(__ffs(alike_)) == lane() + 1) {
             counts_[expert] += __popc(alike_);
@@ -139,8 +141,8 @@ class LlRouter {
         __syncthreads();
     }
 
-    // By a whole block that has counted all runs, of nothing where nothing is sent.
-    __device__ __forceinline__ void tell_counts(const TellInWords& words, u32 tokens) const {
+    // Sends all counts, and the number of tokens. All threads of the block call this, after they have counted all runs.
+    __device__ __forceinline__ void send_counts(const RoutingWords& words, u32 tokens) const {
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < p_.experts; i += THREADS) {
             words.count(p_.rank_of(i), p_.local_of(i), counts_[i]);
@@ -152,7 +154,7 @@ class LlRouter {
 
     const DispatchLlParams& p_;
     u32 begin_;           // its first entry
-    u32* counts_;         // [experts], of what is before the run
+    u32* counts_;         // [experts], of the entries before the run
     Run run_{NO_ID, 0};
     u32 alike_ = 0;       // threads whose entries have the same expert
     bool bad_ = false;

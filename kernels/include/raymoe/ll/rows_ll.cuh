@@ -1,7 +1,7 @@
-// How dispatch_ll.cu carries rows that cross as they are. Those that cross as 8-bit floats: quantised_rows_ll.cuh.
+// Carries rows that cross as they are, for dispatch_ll.cu. Rows that cross as 8-bit floats: quantised_rows_ll.cuh.
 //
-// A row is cut into units; a warp sends a unit of a row, and places a unit of a row. Who sends and who places cut it
-// each in a way of their own. All loads of a unit are under way together.
+// A row is cut into units. A warp sends a unit of a row, or places a unit of a row. Senders and placers cut rows into
+// units in different ways. All loads of a unit are in flight together.
 #pragma once
 
 #include "raymoe/ll/lines.cuh"
@@ -13,26 +13,27 @@ namespace raymoe {
 #define FEW_SENT 6  // groups of lines that a warp has loaded before it stores any
 #endif
 #ifndef FEW_PLACED
-#define FEW_PLACED 5  // and those that it waits for together
+#define FEW_PLACED 5  // groups of lines that a placing warp waits for together
 #endif
 
-// A unit of a row that is to be placed: where it comes from, and how many of its places are here.
+// A unit of a row to place: its source, and the told entries of its row.
 struct Arriving {
     u32 source;
     u32 token;
     u32 unit;
-    bool comes;  // the source has sent such a token
-    u64 told;    // to thread k: of entry k
+    bool comes;  // the source has sent this token
+    u64 told;    // told entry k, in thread k
 };
 
-// Where a row's lines lie at a rank.
+// The address of a row's lines at a rank.
 __device__ __forceinline__ u8* ll_slot(const DispatchLlParams& p, u32 peer, u64 epoch, u32 source, u32 token,
                                        u32 lines) {
     const u64 line = static_cast<u64>(source) * p.lines + static_cast<u64>(token) * lines;
     return p.peers.slot(peer, p.rows[epoch & 1], line, LINE_BYTES);
 }
 
-// The ranks of a mask, each rank beginning with the next one, so that none is served by all at once.
+// Calls `act` for the ranks of a mask. Each rank begins with the next rank, so not all ranks store to the same peer at
+// once.
 template <class Do>
 __device__ __forceinline__ void for_each_rank(const Peers& peers, u32 mask, Do act) {
 #pragma unroll 1
@@ -44,7 +45,7 @@ __device__ __forceinline__ void for_each_rank(const Peers& peers, u32 mask, Do a
     }
 }
 
-// The places of an entry's row, thread k having that of entry k.
+// Calls `act` for the places of a row; thread k has that of entry k.
 template <class Do>
 __device__ __forceinline__ void for_each_place(u32 place, Do act) {
     for (u32 left = __ballot_sync(0xFFFFFFFF, place != NOWHERE); left != 0; left &= left - 1) {
@@ -58,7 +59,7 @@ class PlainLeaving {
 
     __device__ PlainLeaving(const DispatchLlParams& p, u8*) : p_(p), dealing_(p.sent) {}
 
-    // Loads only: the epoch need not be known.
+    // Only issues loads, before the epoch is known.
     __device__ __forceinline__ void begin(u32 token, u32 unit) {
         const u8* row = p_.x + static_cast<u64>(token) * p_.row_bytes;
         const Part part(dealing_.begin(unit), p_.row_bytes);
@@ -96,7 +97,7 @@ class PlainLeaving {
 // Rows of this rank itself come out of x.
 class PlainArriving {
   public:
-    static constexpr bool BRIEF = true;  // placing a unit is so little code that a copy of it is worth its instructions
+    static constexpr bool BRIEF = true;  // placing a unit is so little code that the kernel may contain it twice
 
     __device__ PlainArriving(const DispatchLlParams& p, u64 epoch, u8*)
         : p_(p), epoch_(epoch), dealing_(p.placed) {}
@@ -124,7 +125,7 @@ class PlainArriving {
 
     __device__ __forceinline__ bool settle(u32 stale) { return gathering_.settle(stale); }
 
-    // Of a unit that a peer has not sent: the epoch of what is there instead.
+    // The epoch found in a unit that a peer has not sent.
     __device__ __forceinline__ u64 seen(const Arriving& row) const {
         return first_stale_line(lines_, begin_, dealing_.count(row.unit), p_.row_bytes, epoch_);
     }

@@ -1,5 +1,5 @@
-// The parameters of combine_ll.cu, and the work of its warps: some sum what this rank's experts made of peers' tokens,
-// the others add up what the ranks have sent.
+// The parameters of combine_ll.cu, and the work of its warps. Some sum the rows of this rank's experts for peers'
+// tokens, the others add the ranks' sums.
 #pragma once
 
 #include "raymoe/combine/combine.cuh"
@@ -13,30 +13,30 @@ namespace raymoe {
 #define FEW_REDUCED 4  // groups of lines of a sum that a warp works on at a time; even
 #endif
 #ifndef FEW_SUMMED
-#define FEW_SUMMED 2  // and of a row of y
+#define FEW_SUMMED 2  // groups of a row of y that a warp works on at a time
 #endif
-constexpr u32 RANKS_AT_A_TIME = 4;  // whose lines of a row of y are under way at a time
+constexpr u32 RANKS_AT_A_TIME = 4;  // ranks whose lines of a row of y are in flight at a time
 
 struct CombineLlParams : CombineCall {
-    // Offsets in every rank's heap, for each half; `half` is the epoch of combine mod 2. combine_ll.cu has the memory
-    // map. The lines of a rank begin at the same place for every exchange of a workspace.
+    // Offsets in every rank's heap, for each parity. The parity is the epoch of combine mod 2. combine_ll.cu has the
+    // memory map. The lines of a rank begin at the same place for every exchange of a workspace.
     u64 rows[2];
     u64 statuses[2];
 
     u32 lines;         // of a rank, in `rows`
-    Dealing reduced;   // sums for peers, to warps that reduce
-    Dealing summed;    // rows of y, to warps that sum
+    Dealing reduced;   // deals the sums for peers out to warps that reduce
+    Dealing summed;    // deals rows of y out to warps that sum
     u32 leaving_sms;   // SMs that reduce
     u32 arriving_sms;  // SMs that sum
 };
 
-__device__ __forceinline__ u8* line_slot(const CombineLlParams& p, u32 peer, u32 half, u32 rank, u32 token) {
+__device__ __forceinline__ u8* line_slot(const CombineLlParams& p, u32 peer, u32 parity, u32 rank, u32 token) {
     const u64 line = static_cast<u64>(rank) * p.lines + static_cast<u64>(token) * lines_of(p.row_bytes);
-    return p.peers.slot(peer, p.rows[half], line, LINE_BYTES);
+    return p.peers.slot(peer, p.rows[parity], line, LINE_BYTES);
 }
 
-// By a whole warp: this rank's experts' rows of a token, `count` groups of them from `first` on, summed in the order of
-// k and rounded once. So many rows' loads are under way at a time.
+// Sums `count` groups of this rank's experts' rows of a token, from group `first` on, in the order of k, and rounds
+// once. The loads of ROWS rows are in flight at a time. All threads of the warp call this.
 template <class Type, u32 GROUPS, u32 ROWS>
 __device__ __forceinline__ void sum_experts(const CombineLlParams& p, u64 entry, u32 hits, u32 first, u32 count,
                                             ptx::Bytes16* into) {
@@ -76,14 +76,14 @@ __device__ __forceinline__ void sum_experts(const CombineLlParams& p, u64 entry,
     }
 }
 
-// A warp that sums what this rank owes its peers.
+// A warp that sums this rank's experts' rows for tokens of peers.
 template <class Type>
 class Reducer {
   public:
     __device__ Reducer(const CombineLlParams& p, u32 warp, u32 warps)
         : p_(p), dealing_(p.reduced), at_(warp), warps_(warps) {}
 
-    // Loads only: the epoch need not be known.
+    // Only issues loads, before the epoch is known.
     __device__ __forceinline__ void begin() {
         const u32 lane = threadIdx.x % 32;
         sent_ = lane < p_.peers.ranks ? p_.got->tokens[lane] : 0;
@@ -100,7 +100,7 @@ class Reducer {
             const Unit now = unit_;
             const u64 entry = entry_;
             at_ += warps_;
-            load();  // of the next one, while this one's rows are on their way
+            load();  // the next one, while this one's rows are in flight
             reduce(epoch, now, entry);
         }
     }
@@ -123,7 +123,7 @@ class Reducer {
         }
         constexpr u32 HALF = FEW_REDUCED / 2;
         ptx::Bytes16 sums[FEW_REDUCED];
-        if (__popc(hits) <= 2) {  // of few rows more at a time
+        if (__popc(hits) <= 2) {  // with few rows, more groups at a time
             sum_experts<Type, FEW_REDUCED, 2>(p_, entry, hits, first, count, sums);
         } else {
             sum_experts<Type, HALF, 4>(p_, entry, hits, first, count, sums);
@@ -146,30 +146,30 @@ class Reducer {
     const Dealing& dealing_;
     u32 at_;
     u32 warps_;
-    u32 sent_ = 0;   // tokens of rank i that came here, in thread i
-    Unit unit_{};    // `at_`
-    u64 entry_ = 0;  // of its row, the k-th in thread k
+    u32 sent_ = 0;   // the tokens that rank i sent here, in thread i
+    Unit unit_{};    // unit `at_`
+    u64 entry_ = 0;  // entry k of its row, in thread k
 };
 
-// A warp that adds up what the ranks have made of tokens of this one.
+// A warp that adds the ranks' sums of tokens of this rank.
 template <class Type>
 class Summer {
   public:
     __device__ Summer(const CombineLlParams& p, u32 warp, u32 warps)
         : p_(p), dealing_(p.summed), at_(warp), warps_(warps) {}
 
-    // Loads only: the epoch need not be known.
+    // Only issues loads, before the epoch is known.
     __device__ __forceinline__ void begin() {
-        if (here()) {
+        if (has_unit()) {
             unit_ = dealing_.unit(at_);
             mask_ = p_.masks[unit_.token];
             entry_ = p_.entry(p_.peers.rank, unit_.token);
         }
     }
 
-    // This rank's own sum, which no peer is asked for.
+    // Computes this rank's own sum, which does not cross.
     __device__ __forceinline__ void sum_own() {
-        if (!here()) {
+        if (!has_unit()) {
             return;
         }
         const bool own = mask_ >> p_.peers.rank & 1;
@@ -181,11 +181,11 @@ class Summer {
         }
     }
 
-    // The unit that `begin` and `sum_own` have begun, and all the others. False: a wait failed; what it leaves undone,
-    // the last block out makes good.
+    // Finishes the unit that `begin` and `sum_own` have begun, and does all others. Returns false if a wait failed;
+    // then the last block out fills y with NaN.
     __device__ __forceinline__ bool run(u64 epoch) {
         bool ok = true;
-        while (here() && ok) {
+        while (has_unit() && ok) {
             ok = sum(epoch);
             at_ += warps_;
             begin();
@@ -195,13 +195,13 @@ class Summer {
     }
 
   private:
-    __device__ __forceinline__ bool here() const { return at_ < dealing_.all(p_.tokens); }
+    __device__ __forceinline__ bool has_unit() const { return at_ < dealing_.all(p_.tokens); }
 
     __device__ __forceinline__ u32 first() const { return dealing_.begin(unit_.number); }
 
     __device__ __forceinline__ u32 count() const { return dealing_.count(unit_.number); }
 
-    // In the order of ranks. False: a wait failed.
+    // Adds the sums of the current unit in the order of ranks. Returns false if a wait failed.
     __device__ __forceinline__ bool sum(u64 epoch) {
         const Part part(first(), p_.row_bytes);
         float sums[FEW_SUMMED][Type::COUNT] = {};
@@ -256,7 +256,8 @@ class Summer {
         return true;
     }
 
-    // By one thread, when its warp has waited in vain: the first rank whose sum is not here, and the epoch that is.
+    // The first rank whose sum has not come, and the epoch found instead. One thread calls this after a wait has
+    // failed.
     __device__ __forceinline__ u32 missing_rank(u64 epoch, u64& seen) const {
         u32 rank = p_.peers.rank;
         seen = epoch;
@@ -273,9 +274,9 @@ class Summer {
     const Dealing& dealing_;
     u32 at_;
     u32 warps_;
-    Unit unit_{};    // `at_`
+    Unit unit_{};    // unit `at_`
     u32 mask_ = 0;   // ranks that the token went to
-    u64 entry_ = 0;  // of this rank's experts, the k-th in thread k
+    u64 entry_ = 0;  // entry k of this rank's experts, in thread k
     ptx::Bytes16 own_[FEW_SUMMED];
 };
 

@@ -1,4 +1,4 @@
-// The parameters of dispatch_ll.cu, and its words: counts and told entries, each with its epoch beside it.
+// The parameters of dispatch_ll.cu, and its words: counts and told entries, each with its epoch.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -8,32 +8,32 @@
 namespace raymoe {
 
 struct DispatchLlParams : DispatchCall {
-    // Offsets in every rank's heap, for each half; `half` is the epoch mod 2. dispatch_ll.cu has the memory map. The
-    // lines and told entries of a source begin at the same places for every exchange of a workspace.
+    // Offsets in every rank's heap, for each parity. The parity is the epoch mod 2. dispatch_ll.cu has the memory map.
+    // The lines and told entries of a source begin at the same places for every exchange of a workspace.
     u64 rows[2];
     u64 told[2];
     u64 counts[2];
 
     u32 lines;         // of a source, in `rows`
     u32 entries;       // of a source, in `told`
-    Dealing sent;      // rows of x, to warps that send
-    Dealing placed;    // rows of all ranks, to warps that place
-    u32 routers;       // of the SMs that place, the first so many route
+    Dealing sent;      // deals rows of x out to warps that send
+    Dealing placed;    // deals rows of all ranks out to warps that place
+    u32 routers;       // the first so many of the SMs that place also route
     u32 router_runs;   // of 32 entries, that each router has
     u32 leaving_sms;   // SMs that send
     u32 arriving_sms;  // SMs that place
 };
 
-__device__ __forceinline__ u8* told_word(const DispatchLlParams& p, u32 peer, u32 half, u32 source, u64 entry) {
-    return p.peers.slot(peer, p.told[half], static_cast<u64>(source) * p.entries + entry, 16);
+__device__ __forceinline__ u8* told_word(const DispatchLlParams& p, u32 peer, u32 parity, u32 source, u64 entry) {
+    return p.peers.slot(peer, p.told[parity], static_cast<u64>(source) * p.entries + entry, 16);
 }
 
-__device__ __forceinline__ u8* count_word(const DispatchLlParams& p, u32 peer, u32 half, u32 source, u32 expert) {
-    return p.peers.slot(peer, p.counts[half], static_cast<u64>(source) * (p.local + 1) + expert, 16);
+__device__ __forceinline__ u8* count_word(const DispatchLlParams& p, u32 peer, u32 parity, u32 source, u32 expert) {
+    return p.peers.slot(peer, p.counts[parity], static_cast<u64>(source) * (p.local + 1) + expert, 16);
 }
 
-// Words that each say of which epoch they are.
-struct TellInWords {
+// Stores told entries and counts at a peer, each with its epoch.
+struct RoutingWords {
     const DispatchLlParams& p;
     u64 epoch;
 
@@ -46,12 +46,12 @@ struct TellInWords {
     }
 };
 
-// The counts that this thread hands to `Places`, looked at on the way: they mostly come with the first row.
+// The counts that this thread hands to `Places`. It looks at them early, because they mostly come with the first row.
 class EarlyCounts {
   public:
     __device__ EarlyCounts(const DispatchLlParams& p, u64 epoch) : p_(p), epoch_(epoch) {}
 
-    // Loads only, and whether this thread knows all its words by now.
+    // Loads the words that have not come yet. Returns whether this thread has all of its words.
     __device__ __forceinline__ bool look() {
         const bool counts = count_.high != epoch_ && threadIdx.x < p_.experts;
         const bool tokens = tokens_.high != epoch_ && threadIdx.x < p_.peers.ranks;
@@ -62,7 +62,7 @@ class EarlyCounts {
                (tokens_.high == epoch_ || threadIdx.x >= p_.peers.ranks);
     }
 
-    // `expert` is p.local for the tokens of a source. False: the wait failed.
+    // Waits for a count; `expert` is p.local for the tokens of a source. Returns false if the wait failed.
     __device__ __forceinline__ bool wait(u32 source, u32 expert, u32& count) const {
         const bool tokens = expert == p_.local;
         const u64 seen = tokens ? tokens_.high : count_.high;

@@ -1,7 +1,7 @@
-// The words of CUDA that raymoe's kernels use, for a C++ compiler that knows none of them. No standard header: a kernel
-// is a small file that compiles in about a second, because everything behind these words is compiled once (runtime/).
+// The CUDA keywords and intrinsics that raymoe's kernels use, for a C++ compiler. No standard header: a kernel is a
+// small file that compiles in about a second, because the code behind these functions is compiled once (runtime/).
 //
-// `__shared__` and `__grid_constant__` do not appear: tests/emulator/build.py rewrites what they declare.
+// `__shared__` and `__grid_constant__` are not defined: tests/emulator/build.py rewrites these declarations.
 #pragma once
 
 #define __device__
@@ -16,20 +16,20 @@ struct EmulatedIndex {
     unsigned int x, y, z;
 };
 
-// Of the thread that runs; set whenever another one goes on.
+// Indices of the running thread; the scheduler sets them at each switch.
 extern EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 
 enum class Collective { SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_XOR, BALLOT, ALL, MATCH, OR, MAX };
 
-// Of all 32 threads of a warp; each gives a value and an argument, and gets what is its own of the result.
+// A collective of all 32 threads of a warp. Each passes a value and an argument, and gets its own result.
 unsigned long long collective(Collective kind, unsigned int mask, unsigned long long value, unsigned int argument);
 
-// The barrier of the whole block. True where every thread says so.
+// The barrier of the whole block. Returns true if every thread votes true.
 bool block_barrier(bool vote);
 
-// Memory of the block for the static declaration of that number, the same for all of its threads.
+// The block's memory for static declaration `number`, the same for all of its threads.
 void* static_shared(unsigned int number, unsigned long long bytes);
 
 // The block's memory whose size is given at launch.
@@ -37,7 +37,7 @@ unsigned char* dynamic_shared();
 
 unsigned long long shared_offset(const void* pointer);
 
-// Adds to a word of shared memory, and gives what it was.
+// Adds to a word of shared memory, and returns the value before.
 unsigned int shared_add(unsigned int* word, unsigned int value);
 
 template <class T>
@@ -92,7 +92,7 @@ inline unsigned int __reduce_or_sync(unsigned int mask, unsigned int value) {
     return static_cast<unsigned int>(emulator::collective(emulator::Collective::OR, mask, value, 0));
 }
 inline int __reduce_max_sync(unsigned int mask, int value) {
-    constexpr unsigned int SIGN = 1u << 31;  // numbers below zero become the smaller ones
+    constexpr unsigned int SIGN = 1u << 31;  // flipping it makes negative numbers the smaller ones
     const unsigned int moved = static_cast<unsigned int>(value) ^ SIGN;
     return static_cast<int>(static_cast<unsigned int>(emulator::collective(emulator::Collective::MAX, mask, moved, 0)) ^
                             SIGN);
@@ -126,5 +126,5 @@ constexpr T max(T a, T b) { return a < b ? b : a; }
 
 inline unsigned long long __cvta_generic_to_shared(const void* pointer) { return emulator::shared_offset(pointer); }
 
-// On shared memory only.
+// For shared memory only.
 inline unsigned int atomicAdd(unsigned int* word, unsigned int value) { return emulator::shared_add(word, value); }

@@ -1,5 +1,5 @@
-// What kernels/include/raymoe/base/ptx.cuh has, for the emulator: the same names and signatures, in front of it on the
-// include path. runtime/ptx_*.cpp says what each does there.
+// The functions of kernels/include/raymoe/base/ptx.cuh for the emulator: same names and signatures, earlier on the
+// include path. runtime/ptx_*.cpp implements them.
 #pragma once
 
 #include "raymoe/cuda_words.cuh"
@@ -10,7 +10,7 @@ using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "the structs count on these sizes");
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8 && sizeof(void*) == 8, "the structs rely on these sizes");
 
 namespace ptx {
 
