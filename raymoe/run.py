@@ -125,6 +125,11 @@ class Recorder:
                 if restarting:
                     self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
 
+    def finish(self) -> None:
+        """Record a generation whose end the driver could not tell: it crashed or hung."""
+        if self._ready_s is not None:
+            self.generations.append(Generation(self._ready_s, "unknown", None))
+
 
 def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
     cases = [case.name for case in job.cases()]
@@ -142,6 +147,7 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
             directory.write_environment(facts)
             recorder = Recorder(directory, progress, facts, generations=generations)
             outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
+            recorder.finish()
             summarise(outcome)
             _tidy(directory, outcome, generations, progress)
             if request.profile:

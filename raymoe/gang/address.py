@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 from raymoe.errors import ClusterError
+from raymoe.gang.local_ray import temporary_directory
 
 PROBE_S = 5.0
-ADDRESS_FILE = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/ray_current_cluster")  # written by `ray start --head`
+ADDRESS_FILE = temporary_directory() / "ray_current_cluster"  # written by `ray start --head`
 
 
 def choose(address: str | None) -> str | None:

@@ -37,7 +37,7 @@ from raymoe.gang.messages import (
     RunOutcome,
 )
 from raymoe.gang.placement import Reservation, place
-from raymoe.gang.processes import Process, children_named, is_alive
+from raymoe.gang.processes import Process, children_named, is_alive, is_stopped
 from raymoe.gang.watch import Watch
 
 EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
@@ -102,8 +102,8 @@ class Driver:
         except RaymoeError as error:
             return RunOutcome(error.exit_code, str(error))
         except RayError as error:  # a call that no rank answers: to place, to create an actor
-            lost = self._lost_server() or f"lost Ray: {str(error).strip().splitlines()[0]}; see `ray status`"
-            return RunOutcome(3, lost)
+            reason = str(error).strip().splitlines()[0]
+            return RunOutcome(3, self._lost_server(given_up=True) or f"lost Ray: {reason}; see `ray status`")
         return self._outcome(self.state.verdict or sv.Verdict(1, "the supervisor ended without a verdict"))
 
     @staticmethod
@@ -159,14 +159,24 @@ class Driver:
         self._check_stop()
         events = [] if self.gang is None else self.gang.wait_for_events(EVENTS_S)
         self._send_progress()
-        lost = self._lost_server()  # after the events, which may be consequences
-        return [*([sv.RayLost(lost)] if lost else events), sv.Tick()]
+        if self.servers:
+            events = self._explain(events)
+        return [*events, sv.Tick()]
 
-    def _lost_server(self) -> str | None:
-        """Say which server of the run's own Ray is gone, or which one Ray gave up because it is stopped."""
+    def _explain(self, events: list[sv.Event]) -> list[sv.Event]:
+        """Replace events by the loss of the run's own Ray, if that is their cause."""
+        given_up = any(isinstance(event, sv.RayLost | sv.NodeLost) for event in events)
+        lost = self._lost_server(given_up)
+        if lost is None and given_up:
+            lost = "lost the Ray that this run started: it gave its raylet up"
+        return [sv.RayLost(lost)] if lost else events
+
+    def _lost_server(self, given_up: bool) -> str | None:
+        """Say which server of the run's own Ray has ended. Of a Ray that was given up, also which one is stopped."""
         for name, process in self.servers.items():
-            if not is_alive(process):
-                return f"lost the Ray that this run started: its {name} (pid {process[0]}) ended"
+            state = "ended" if not is_alive(process) else "is stopped" if given_up and is_stopped(process) else None
+            if state:
+                return f"lost the Ray that this run started: its {name} (pid {process[0]}) {state}"
         return None
 
     def _send_progress(self) -> None:

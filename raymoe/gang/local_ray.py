@@ -32,8 +32,9 @@ def configure(environment: MutableMapping[str, str]) -> None:
 
 
 def temporary_directory() -> Path:
-    """Return the directory in which Ray keeps its sessions."""
-    return Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
+    """Return the directory in which Ray 2.60 keeps its sessions and the address of a head."""
+    parent = next((os.environ[name] for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "/tmp")
+    return Path(parent, "ray")
 
 
 def check_machine() -> None:

@@ -107,25 +107,35 @@ def end(processes: Iterable[Process]) -> list[Process]:
 
 def is_alive(process: Process) -> bool:
     """Return whether this process runs. A zombie does not: it holds no memory any more."""
+    return _state(process) not in ("", "Z")
+
+
+def is_stopped(process: Process) -> bool:
+    """Return whether a signal or a debugger holds this process."""
+    return _state(process) in ("T", "t")
+
+
+def _state(process: Process) -> str:
+    """Return the letter of its state, or "" if it is gone."""
     pid, began = process
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return fields[0] != "Z" and int(fields[19]) == began
+        return ""
+    return fields[0] if int(fields[19]) == began else ""
 
 
 def children_named(names: Collection[str]) -> dict[str, Process]:
     """Return the children of this process with these names, as /proc shows names."""
     found: dict[str, Process] = {}
-    for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            try:
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                if name in names:
-                    found[name] = pid, start_time(pid)
-            except (FileNotFoundError, ProcessLookupError):
-                continue
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = rest.split()
+        if name in names and int(fields[1]) == os.getpid():
+            found[name] = int(entry.name), int(fields[19])
     return found
 
 

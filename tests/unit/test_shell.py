@@ -146,9 +146,7 @@ sys.exit(7)
 def test_a_pipe_that_another_process_made_non_blocking_gets_all_of_the_output() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    program = (
-        "import sys\nfrom raymoe import shell\nshell.prepare()\nsys.stdout.write('x' * 1_000_000)\nsys.stdout.flush()"
-    )
+    program = "import sys; from raymoe import shell; shell.prepare(); sys.stdout.write('x' * 1_000_000)"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=writer, env=environment())
     os.close(writer)
     try:
