@@ -175,6 +175,16 @@ class CaptureError(CudaError):
     """An operation is not possible while a stream is captured, or it broke the capture."""
 
 
+def printable(text: str) -> str:
+    r"""Escape the characters of text from outside that change a terminal or a page: control characters, line ends,
+    marks of writing direction, lone surrogates.
+
+    >>> print(printable("a\x1b[31mb\r\n\u202e"), printable("µs ✓"))
+    a\x1b[31mb\r\n\u202e µs ✓
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 _SHOWN = 80  # characters of a value that an error message repeats
 
 
@@ -184,7 +194,7 @@ def shown(text: str) -> str:
     >>> shown("a\nb"), shown("x" * 200) == "x" * 80 + "…"
     ('a\\nb', True)
     """
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: _SHOWN + 1])
+    plain = printable(text[: _SHOWN + 1])
     return plain if len(plain) <= _SHOWN else plain[:_SHOWN] + "…"
 
 

@@ -22,7 +22,7 @@ from raymoe.config.sections import (
     WorldSection,
 )
 from raymoe.config.yaml_tree import Scalar
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, shown
 
 # The combinations of a matrix, as plain values.
 
@@ -165,10 +165,16 @@ class Job(Section):
     @classmethod
     def from_resolved(cls, resolved: dict[str, Any]) -> Job:
         """Make the job again from the values that `resolved` gave."""
+        from raymoe.config.explain import key_tree
         from raymoe.config.rules import broken_rules
+        from raymoe.config.sweep import sweepable
 
         try:
             job = cls.model_validate(resolved)
+            if unknown := sorted(set(job.matrix) - set(sweepable(key_tree()))):
+                raise ConfigError(f"not a resolved job: a matrix cannot vary {shown(unknown[0])}")
+            if (cases := size(job.matrix)) > MAX_CASES:
+                raise ConfigError(f"not a resolved job: {cases} cases, at most {MAX_CASES} are run")
             problems = [str(wrong) for case in job.cases() for wrong in broken_rules(case.job)]
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}" for wrong in error.errors()]

@@ -6,6 +6,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from raymoe.errors import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
@@ -45,6 +47,7 @@ class ProgressBar:
         """Print a line that stays."""
         if self._quiet:
             return
+        text = printable(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             self._bar.refresh()
@@ -54,14 +57,14 @@ class ProgressBar:
     def doing(self, text: str) -> None:
         """Show the current activity, before there are steps to count."""
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=text)
+            self._bar.update(self._task, description=printable(text))
             self._bar.refresh()
         else:
             self.note(text)
 
     def step(self, case: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of a case are done."""
-        text = f"case {self._finished + 1}/{self._cases} {case}: step {done}/{total}"
+        text = printable(f"case {self._finished + 1}/{self._cases} {case}: step {done}/{total}")
         if self._bar is not None and self._task is not None:
             completed = self._finished + (done / total if total else 0.0)
             self._bar.update(self._task, description=text, completed=completed)
