@@ -19,6 +19,7 @@ from raymoe.errors import RaymoeError, Stopped, printable
 
 if TYPE_CHECKING:
     from raymoe.config import Job
+    from raymoe.report.results import Record
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A file, or the name of a packaged config.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key; may be repeated.")]
@@ -59,15 +60,17 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     plots: Annotated[bool, typer.Option("--plots", help="Also draw figures into plots/ of each run.")] = False,
 ) -> None:
-    """Print how runs ended, and tables of their results."""
+    """Print how runs ended, and tables of their results. Several runs are compared with the first one."""
     import shutil
 
-    from raymoe.report.tables import overview
+    from raymoe.report.overview import overview
+    from raymoe.report.results import Record
 
+    records = [Record.read(run) for run in runs]
     width = shutil.get_terminal_size((100, 24)).columns
-    print_result(overview(runs, terminal=sys.stdout.isatty(), width=width))
+    print_result(overview(records, terminal=sys.stdout.isatty(), width=width))
     if plots:
-        _draw(runs)
+        _draw(records)
 
 
 @app.command()
@@ -232,14 +235,13 @@ def _tune() -> int:
     return 0
 
 
-def _draw(runs: Sequence[Path]) -> None:
+def _draw(records: Sequence[Record]) -> None:
     from raymoe.report.plots import write_plots
-    from raymoe.report.results import Record
 
-    for run in runs:
-        drawn = write_plots(run, Record.read(run).lines)
-        nothing = f"nothing to draw in {run}: no copies, and no exchanges of GPU ranks over tokens or SMs"
-        print_result(f"{len(drawn)} files in {drawn[0].parent}\n" if drawn else f"{nothing}\n")
+    for record in records:
+        drawn = write_plots(record.path, record.lines)
+        nothing = f"nothing to draw in {record.path}: no copies, and no exchanges of GPU ranks over tokens or SMs"
+        print_result(printable(f"{len(drawn)} files in {drawn[0].parent}" if drawn else nothing) + "\n")
 
 
 def _load(config: str, sets: list[str] | None) -> Job:

@@ -20,6 +20,8 @@ def byte_size(value: object) -> str:
     >>> byte_size(512), byte_size(4096), byte_size(3 * 2**19), byte_size(268435456)
     ('512 B', '4 KiB', '1.5 MiB', '256 MiB')
     """
+    if value is None:
+        return "-"
     size = float(str(value))
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -92,8 +94,8 @@ def show(key: str, value: object) -> str:
     return byte_size(value) if key == "bytes" else str(value)
 
 
-def columns_of(lines: Sequence[Line]) -> list[Column]:
-    """Make the columns of these lines: first the settings that differ, then the measurements."""
+def setting_columns(lines: Sequence[Line]) -> list[Column]:
+    """Make the columns that distinguish these lines: run and case if they differ, the operation, differing settings."""
     columns = []
     for key in ("run", "case"):
         if len({line[key] for line in lines}) > 1:
@@ -101,6 +103,12 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
     for key, header in SETTINGS.items():
         if key == "op" or (_varies(lines, key) and not _named_by_case(lines, key)):
             columns.append(Column(header, [show(key, line[key]) for line in lines], right=key in NUMERIC))
+    return columns
+
+
+def columns_of(lines: Sequence[Line]) -> list[Column]:
+    """Make the columns of these lines: first the settings that differ, then the measurements."""
+    columns = setting_columns(lines)
     for key, (header, formatted) in MEASURES.items():
         values = [line[key] for line in lines]
         if any(value is not None for value in values):
@@ -142,13 +150,15 @@ def speedups(lines: Sequence[Line]) -> list[float | None]:
     groups: dict[tuple[object, ...], list[Line]] = {}
     for line in lines:
         groups.setdefault(tuple(line[key] for key in shared), []).append(line)
+    slowest: dict[tuple[object, ...], float] = {}
+    for settings, group in groups.items():
+        times = [float(str(line["us_p50"])) for line in group if line["us_p50"]]
+        if times and len({(line["backend"], line["transport"]) for line in group}) > 1:
+            slowest[settings] = max(times)
     result: list[float | None] = []
     for line in lines:
-        group = groups[tuple(line[key] for key in shared)]
-        rivals = {(each["backend"], each["transport"]) for each in group}
-        times = [float(str(each["us_p50"])) for each in group if each["us_p50"]]
-        comparable = len(rivals) > 1 and line["us_p50"]
-        result.append(max(times) / float(str(line["us_p50"])) if comparable else None)
+        most = slowest.get(tuple(line[key] for key in shared))
+        result.append(most / float(str(line["us_p50"])) if most and line["us_p50"] else None)
     return result
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from raymoe.report.results import Line
 
+LATENCY_BYTES = 256 * 1024
+"""Up to this size a message's time matters more than its bandwidth."""
+
 # GB/s in one direction over all links of a GPU, by the GPU's name in the driver.
 LINKS = (
     (r"NVIDIA (H200|H100 80GB HBM3|H20)", 450.0, "NVLink 4 ×18"),
@@ -105,7 +108,7 @@ def how_measured(lines: Sequence[Line]) -> str:
     'p50 of 50 samples of the slowest rank, CUDA graph'
     """
     samples = sorted({integer(line, "samples") for line in lines if line["samples"] is not None})
-    many = f"{samples[0]}–{samples[-1]}" if len(samples) > 1 else "".join(map(str, samples))
+    many = f"{samples[0]}–{samples[-1]}" if len(samples) > 1 else "".join(map(str, samples)) or "the"
     graphs = {bool(line["graph"]) for line in lines}
     how = "CUDA graph" if graphs == {True} else "eager" if graphs == {False} else "CUDA graph or eager"
     return f"p50 of {many} samples of the slowest rank, {how}"
@@ -117,10 +120,21 @@ def machine(lines: Sequence[Line]) -> str:
     >>> machine([{"ranks": 4, "device": "NVIDIA H200", "run": run} for run in ("one", "one", "two", "three")])
     '4 ranks on NVIDIA H200 · run one and 2 more'
     """
-    ranks = "/".join(str(each) for each in dict.fromkeys(line["ranks"] for line in lines))
-    devices = " and ".join(dict.fromkeys(str(line["device"]) for line in lines))
     first, *more = dict.fromkeys(str(line["run"]) for line in lines)
-    return f"{ranks} ranks on {devices} · run {first}" + (f" and {len(more)} more" if more else "")
+    return f"{ranks_on(lines)} · run {first}" + (f" and {len(more)} more" if more else "")
+
+
+def ranks_on(lines: Sequence[Line]) -> str:
+    """Name the ranks and their devices, a few of each.
+
+    >>> ranks_on([{"ranks": 2, "device": "cpu"}, {"ranks": 4, "device": "NVIDIA H200"}])
+    '2/4 ranks on cpu and NVIDIA H200'
+    """
+    ranks, devices = ([*dict.fromkeys(str(line[key]) for line in lines)] for key in ("ranks", "device"))
+    return f"{'/'.join(ranks[:MOST_NAMED])} ranks on {' and '.join(devices[:MOST_NAMED])}"
+
+
+MOST_NAMED = 4
 
 
 def three_digits(value: float) -> str:

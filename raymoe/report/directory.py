@@ -1,6 +1,7 @@
-"""Writes the directory of a run: config.yaml, environment.json, results.jsonl and summary.json.
+"""Writes the directory of a run: config.yaml, environment.json, results.jsonl, summary.json and report.html.
 
 - Files are replaced atomically: a run that is killed leaves its finished cases and no partial file.
+- Symbolic links, FIFOs and devices inside the directory are never followed, opened or replaced by a write.
 - One process writes at a time. It holds a lock that ends with the process.
 - The first line of config.yaml names the run. A directory without that line is not a run directory.
 """
@@ -16,19 +17,21 @@ import os
 import re
 import secrets
 import socket
+import stat
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
 from raymoe.config import to_yaml
-from raymoe.errors import CannotWrite, ConfigError
+from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.report.results import (
     CONFIG,
     ENVIRONMENT,
     FIRST_LINE,
+    PAGE,
     RESULTS,
     SUMMARY,
     Generation,
@@ -39,19 +42,42 @@ from raymoe.report.results import (
 )
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace `path` by `content`. A reader sees the old file or the new one, even after a kill or on a full disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def write_atomically(path: Path, content: str | bytes, *, linked_folder: bool = True) -> None:
+    """Replace `path` by `content`. A reader sees the old file or the new one, even after a kill or on a full disk.
+
+    Refuses to replace a directory, a device or a FIFO. With `linked_folder` False, also refuses a folder that is a
+    symbolic link.
+    """
     try:
-        with temporary.open("wb") as file:
+        folder = os.open(
+            path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if linked_folder else os.O_NOFOLLOW)
+        )
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    # A name that nobody can guess and that did not exist: nobody can put a link to another file in its place.
+    temporary = f".{path.name[:100]}.{secrets.token_hex(8)}.tmp"
+    try:
+        _refuse_special(path.name, folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o666, dir_fd=folder), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())  # without it, a crash soon after could leave an empty file at the new name
-        temporary.replace(path)
+        os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except OSError as error:
         with contextlib.suppress(OSError):  # report the first error; a leftover hidden file is harmless
-            temporary.unlink(missing_ok=True)
+            os.unlink(temporary, dir_fd=folder)
         raise cannot_write(path, error) from error
+    finally:
+        os.close(folder)
+
+
+def _refuse_special(name: str, folder: int) -> None:
+    """Raise OSError if `name` is there and is neither a file nor a link. A link itself is replaced, not its target."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+            raise OSError(errno.EEXIST, "something other than a file is there")
 
 
 def cannot_write(path: Path, error: OSError) -> CannotWrite:
@@ -72,10 +98,7 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         path = directory / ".lock"
         self.supported = True
-        try:
-            self._file = path.open("a+", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        self._file = _open_lock(path)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -96,7 +119,7 @@ class DirectoryLock:
 
     def _read_holder(self) -> str:
         self._file.seek(0)
-        return self._file.read(200).strip() or "another process"
+        return printable(self._file.read(200).strip()) or "another process"
 
     def _write_holder(self, path: Path) -> None:
         try:
@@ -105,6 +128,26 @@ class DirectoryLock:
             self._file.flush()
         except OSError as error:
             raise cannot_write(path, error) from error
+
+
+def _open_lock(path: Path) -> TextIO:
+    """Open a lock for reading and writing. Refuses everything whose truncation could harm another file."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _no_lock(path, "a symbolic link") from error
+        raise cannot_write(path, error) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise _no_lock(path, "a hard link to another file" if stat.S_ISREG(status.st_mode) else "no regular file")
+    return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
+
+
+def _no_lock(path: Path, found: str) -> ConfigError:
+    return ConfigError(f"{path} is {found}, but it must be the lock of a run; remove it or name another directory")
 
 
 # The place of a run directory.
@@ -222,12 +265,13 @@ class RunDirectory:
         return Record.read(self.path).config
 
     def write_environment(self, environment: Mapping[str, object]) -> None:
-        """Write environment.json, and remove summary.json: a resumed run has not ended."""
+        """Write environment.json, and remove summary.json and report.html: a resumed run has not ended."""
         write_atomically(self.path / ENVIRONMENT, _pretty(environment))
-        try:
-            (self.path / SUMMARY).unlink(missing_ok=True)
-        except OSError as error:
-            raise cannot_write(self.path / SUMMARY, error) from error
+        for name in (SUMMARY, PAGE):
+            try:
+                (self.path / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise cannot_write(self.path / name, error) from error
 
     def add_case(self, lines: Sequence[Line]) -> None:
         """Add all lines of one finished case."""

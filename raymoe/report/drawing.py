@@ -25,6 +25,7 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": GREY,
+    "text.parse_math": False,  # a `$` of a name is no formula
 }
 DOTS_PER_INCH = 150
 

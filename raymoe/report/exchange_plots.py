@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,9 +17,11 @@ from raymoe.report.columns import EXCHANGES, YARDSTICK, sends_dispatch_rows
 from raymoe.report.copies import gbps, how_measured, integer, link_of, measured_link_gbps, three_digits, us
 from raymoe.report.drawing import COLOURS, GREY, MARKERS, measured_limit, new_figure, nominal_limit, set_title
 from raymoe.report.results import Line
+from raymoe.report.sweeps import sms_curves
 from raymoe.report.tables import Group, groups_of, timeline_of
 
 COLD = "cold"
+MOST_CURVES = 24
 _TITLES = {
     "dispatch": "Dispatch",
     "combine": "Combine",
@@ -53,7 +56,7 @@ def _with_limit(group: Group, groups: Sequence[Group]) -> Group:
 
 def _tokens_figure(group: Group, colours: Mapping[str, int]) -> Figure:
     labels = dict.fromkeys(group.label(line) for line in group.lines)
-    figure = new_figure(11.0, 4.7 + 0.2 * math.ceil(len(labels) / 4))
+    figure = new_figure(11.0, 4.7 + 0.2 * math.ceil(min(len(labels), MOST_CURVES) / 4))
     time, bandwidth = figure.subplots(1, 2)
     for axes, quantity in ((time, us), (bandwidth, gbps)):
         _draw_tokens(axes, group, colours, quantity)
@@ -90,7 +93,7 @@ def _draw_tokens(axes: Axes, group: Group, colours: Mapping[str, int], quantity:
     for line in group.lines:
         if line["gbps_wire"] is not None:  # a single rank or a single token may send nothing
             curves.setdefault(group.label(line), {})[integer(line, "tokens")] = quantity(line)
-    for label, points in curves.items():
+    for label, points in islice(curves.items(), MOST_CURVES):
         index = colours.get(label)
         colour = GREY if index is None else COLOURS[index % len(COLOURS)]
         tokens = sorted(points)
@@ -115,47 +118,22 @@ def _draw_tokens(axes: Axes, group: Group, colours: Mapping[str, int], quantity:
 
 # Exchanges between GPUs over the SMs that they may take.
 
-LEAST_POINTS = 3
 NEAR_BEST = 1.1
 """Up to this multiple of a curve's best time counts as near the best."""
-
-_ASKED = re.compile(r"(?:^|,)sms=(\d+)(?:,|$)")
-
-
-def asked_sms(line: Line) -> int | None:
-    """Read from a case's name how many SMs it asks for; None if no number is named.
-
-    >>> asked_sms({"case": "layout=rank,sms=24"}), asked_sms({"case": "layout=rank,sms=auto"})
-    (24, None)
-    """
-    found = _ASKED.search(str(line["case"]))
-    return int(found[1]) if found else None
 
 
 def sms_figures(lines: Sequence[Line]) -> Iterator[tuple[str, Figure]]:
     """Draw a figure for each operation that a matrix varies over SMs, with its file's stem."""
     for op in EXCHANGES:
-        swept: dict[tuple[str, ...], dict[int, Line]] = {}
-        for line in lines:
-            sms = asked_sms(line)
-            if line["op"] == op and line["l2"] == COLD and line["us_p50"] and sms is not None:
-                words = tuple(word for word in str(line["case"]).split(",") if not word.startswith("sms="))
-                swept.setdefault(words, {})[sms] = line
-        swept = {words: points for words, points in swept.items() if len(points) >= LEAST_POINTS}
-        shared = set.intersection(*(set(words) for words in swept)) if swept else set()
-        curves: dict[str, dict[int, Line]] = {}  # label -> SMs -> line
-        for words, points in swept.items():
-            backend = str(next(iter(points.values()))["backend"])
-            curves[" ".join([backend, *(word for word in words if word not in shared)])] = points
-        if curves:
+        if curves := sms_curves([line for line in lines if line["l2"] == COLD], op):
             yield f"{op}-sms", _sms_figure(op, curves)
 
 
 def _sms_figure(op: str, curves: dict[str, dict[int, Line]]) -> Figure:
     lines = [line for points in curves.values() for line in points.values()]
-    figure = new_figure(7.2, 5.0 + 0.2 * len(curves))
+    figure = new_figure(7.2, 5.0 + 0.2 * min(len(curves), MOST_CURVES))
     axes = figure.add_subplot(1, 1, 1)
-    for index, (label, points) in enumerate(curves.items()):
+    for index, (label, points) in enumerate(islice(curves.items(), MOST_CURVES)):
         _draw_sms(axes, index, label, {sms: us(points[sms]) for sms in sorted(points)})
     for limit in sorted({round(least, 1) for line in lines if (least := _least_us(line))}):
         measured_limit(axes, limit, f"{limit:.0f} µs: the busiest port's bytes at the most measured on such links")
@@ -194,6 +172,7 @@ def _least_us(line: Line) -> float | None:
 # Where the time of an exchange goes: for each point of a kernel, a bar from the first block to the last.
 
 PANELS_IN_A_ROW = 4
+MOST_PANELS = 32
 BAR = 0.62
 """Height of a bar, as a share of its row."""
 
@@ -207,7 +186,7 @@ def timeline_figures(lines: Sequence[Line]) -> Iterator[tuple[str, Figure]]:
     for op in POINTS:
         traced = [line for line in lines if line["op"] == op and timeline_of(line)]
         if traced:
-            yield f"{op}-timeline", _timeline_figure(op, traced)
+            yield f"{op}-timeline", _timeline_figure(op, traced[:MOST_PANELS])
 
 
 def _timeline_figure(op: str, lines: Sequence[Line]) -> Figure:
@@ -261,7 +240,7 @@ def _titles(lines: Sequence[Line]) -> list[str]:
 
 def _draw_timeline(axes: Axes, op: str, line: Line, points: Sequence[str]) -> None:
     timeline = timeline_of(line)
-    end = max(each.last for each in timeline)
+    end = max(each.last for each in timeline) or 1.0
     for each in timeline:
         row, colour = points.index(each.point), _COLOURS.get(_blocks_of(op, each.point), GREY)
         axes.barh(row, each.last - each.first, left=each.first, height=BAR, color=colour, alpha=0.45, linewidth=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,17 +23,19 @@ from matplotlib.ticker import NullLocator
 
 from raymoe.errors import ConfigError
 from raymoe.report.columns import byte_size
-from raymoe.report.copies import CopyWay, gbps, how_measured, integer, link_of, three_digits, us, ways_of
+from raymoe.report.copies import LATENCY_BYTES, CopyWay, gbps, how_measured, integer, link_of, three_digits, us, ways_of
 from raymoe.report.directory import cannot_write, write_atomically
 from raymoe.report.drawing import COLOURS, MARKERS, STYLE, new_figure, nominal_limit, rendered, set_title
 from raymoe.report.exchange_plots import exchange_figures, sms_figures, timeline_figures
-from raymoe.report.results import Line, Record
+from raymoe.report.results import Line, Record, displayed
 
 FOLDER = "plots"
-LATENCY_BYTES = 256 * 1024
-"""Up to this size a message's time matters more than its bandwidth."""
-
 PANELS_IN_A_ROW = 3
+MOST_FIGURES = 64
+MOST_WAYS = 24
+"""Curves or panels of a figure. A damaged file could name thousands."""
+
+MOST_MATRIX_RANKS = 64
 
 
 def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
@@ -41,21 +43,31 @@ def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
 
     There are figures of copies, and of exchanges between GPUs: over tokens, over SMs, and where their time goes.
     """
+    lines = displayed(lines)
     copies = [line for line in lines if line["op"] == "copy" and line["us_p50"] and line["bytes"]]
     folder = directory / FOLDER
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         of_copies = copy_figures(ways_of(copies, _protocol(directory)))
         drawn = chain(of_copies, exchange_figures(lines), sms_figures(lines), timeline_figures(lines))
-        for stem, figure in drawn:
+        for stem, figure in islice(drawn, MOST_FIGURES):
             try:
                 folder.mkdir(exist_ok=True)
             except OSError as error:
                 raise cannot_write(folder, error) from error
             for kind in ("png", "svg"):
-                written.append(folder / f"{stem}.{kind}")
-                write_atomically(written[-1], rendered(figure, kind))
+                written.append(folder / f"{_file_name(stem)}.{kind}")
+                write_atomically(written[-1], rendered(figure, kind), linked_folder=False)
     return written
+
+
+def _file_name(stem: str) -> str:
+    """Make a stem fit for a file of `plots/`, whatever the result lines name.
+
+    >>> _file_name("dispatch-wire-float8_e4m3"), _file_name("../../etc/passwd")
+    ('dispatch-wire-float8_e4m3', '-..-etc-passwd')
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", stem).lstrip(".")[:100] or "figure"
 
 
 def copy_figures(ways: Mapping[CopyWay, Sequence[Line]]) -> Iterator[tuple[str, Figure]]:
@@ -63,14 +75,19 @@ def copy_figures(ways: Mapping[CopyWay, Sequence[Line]]) -> Iterator[tuple[str, 
     lines = [line for of_way in ways.values() for line in of_way]
     for pattern in sorted({str(line["pattern"]) for line in lines}):
         yield f"curves-{re.sub(r'[^a-z_]', '-', pattern)}", _curves(_only(ways, "pattern", pattern), pattern)
-    pairs = {way: [line for line in of_way if line["src"] is not None] for way, of_way in ways.items()}
+    pairs = {way: [line for line in of_way if _is_pair(line)] for way, of_way in ways.items()}
     for size in sorted({integer(line, "bytes") for of_way in pairs.values() for line in of_way}):
         yield f"matrix-{byte_size(size).replace(' ', '')}", _matrices(_only(pairs, "bytes", size), size)
 
 
+def _is_pair(line: Line) -> bool:
+    ends = [line["src"], line["dst"]]
+    return all(end is not None and int(str(end)) < MOST_MATRIX_RANKS for end in ends)
+
+
 def _only(ways: Mapping[CopyWay, Sequence[Line]], key: str, value: object) -> dict[CopyWay, list[Line]]:
     found = {way: [line for line in lines if line[key] == value] for way, lines in ways.items()}
-    return {way: lines for way, lines in found.items() if lines}
+    return dict(islice(((way, lines) for way, lines in found.items() if lines), MOST_WAYS))
 
 
 def _matrices(ways: Mapping[CopyWay, Sequence[Line]], size: int) -> Figure:
@@ -165,7 +182,10 @@ def _draw(axes: Axes, ways: Mapping[CopyWay, Sequence[Line]], sizes: Sequence[in
         # Push and pull of a transport have the same colour. Pull is dashed, with hollow marks.
         index = colours.setdefault((way.transport, way.details), len(colours))
         colour, pull = COLOURS[index % len(COLOURS)], way.protocol == "get"
-        values = {size: [quantity(line) for line in lines if line["bytes"] == size] for size in sizes}
+        values: dict[int, list[float]] = {size: [] for size in sizes}
+        for line in lines:
+            if (size := integer(line, "bytes")) in values:
+                values[size].append(quantity(line))
         measured = [size for size in sizes if values[size]]
         axes.plot(
             measured,

@@ -64,9 +64,9 @@ class ProgressBar:
 
     def step(self, case: str, where: str, share: float) -> None:
         """Show where a case is: in words, and as a share of its steps."""
-        text = f"case {self._finished + 1}/{self._cases} {case}: {where}"
+        text = printable(f"case {self._finished + 1}/{self._cases} {case}: {where}")
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description=printable(text), completed=self._finished + share)
+            self._bar.update(self._task, description=text, completed=self._finished + share)
             self._bar.refresh()
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()

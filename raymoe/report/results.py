@@ -5,13 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
-from raymoe.errors import ConfigError
+from raymoe.config.yaml_tree import Source, compose
+from raymoe.errors import ConfigError, printable
+from raymoe.report.reading import (
+    MOST_BYTES,
+    MOST_DOCUMENT_BYTES,
+    MOST_LINE_BYTES,
+    MOST_LINES,
+    WANTED,
+    Kind,
+    check_kinds,
+    count,
+    flag,
+    is_directory,
+    number,
+    parse_json,
+    read_text,
+    text,
+)
 from raymoe.shell import STOP_SIGNALS
 
 # Lines of results.jsonl: their keys in order, and how they are written and read back.
@@ -28,6 +43,40 @@ LATER_KEYS = frozenset({"beside", "l2", "leaves_out", "skipped", "host_us_p50", 
 """Keys that lines of earlier versions lack. They are read as null."""
 
 Line = dict[str, object]
+
+MOST_RANKS = 4096
+MOST_POINTS = 64
+
+
+def rank(value: object) -> bool:
+    return count(value) and int(str(value)) <= MOST_RANKS
+
+
+def timeline(value: object) -> bool:
+    """Whether a value is a list of points: the name, and the first, the median and the last block's microseconds."""
+    return isinstance(value, list) and len(value) <= MOST_POINTS and all(map(_is_point, value))
+
+
+def _is_point(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 4
+        and text(value[0])
+        and all(number(time) and time >= 0 for time in value[1:])
+    )
+
+
+WANTED |= {rank: f"a rank, or a number of ranks, up to {MOST_RANKS}", timeline: "a list of a kernel's points and times"}
+
+KINDS: dict[str, Kind] = dict.fromkeys(KEYS, text)
+KINDS |= dict.fromkeys(("generation", "bytes", "tokens", "hidden", "experts", "topk", "seed", "alignment"), count)
+KINDS |= dict.fromkeys(("sms", "samples", "bytes_wire"), count)
+KINDS |= dict.fromkeys(("src", "dst", "ranks"), rank)
+KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "gbps_wire", "max_error"), number)
+KINDS |= dict.fromkeys(("graph", "verified"), flag) | {"timeline": timeline}
+"""The kind of each key's value. A value may also be null, except for NEEDED keys."""
+
+NEEDED = frozenset({"run", "case", "op"})
 
 
 def complete(measured: Mapping[str, object], *, run: str, generation: int, commit: str | None) -> Line:
@@ -62,12 +111,54 @@ def encode(line: Line) -> str:
     return json.dumps(line, allow_nan=False) + "\n"
 
 
-def decode(text: str) -> Line:
+def decode(encoded: str) -> Line:
     """Read a line back. Raises ValueError if it is not a result line (json.JSONDecodeError is a ValueError too)."""
-    line = json.loads(text)
+    line = parse_json(encoded)
     if not isinstance(line, dict) or set(line) | LATER_KEYS != set(KEYS):
         raise ValueError("not a result line of raymoe: its keys are not those of results.jsonl")
+    check_kinds(line, KINDS, NEEDED)
     return {key: line.get(key) for key in KEYS}
+
+
+MOST_SHOWN = 300  # characters of a text in a table, a figure or a page
+LEAST_SHOWN = {"us_p50": 1e-6, "gbps_wire": 1e-12}
+
+
+def displayed(lines: Sequence[Line]) -> list[Line]:
+    """Copy lines for display: texts are short and have no control characters, and times and rates are positive.
+
+    A time of 0 is null in the copy. It has no ratio, and no place on a logarithmic axis.
+    """
+    return [_displayed(line) for line in lines]
+
+
+def _displayed(line: Line) -> Line:
+    copy = dict(line)
+    for key in _TEXTS:
+        value = line.get(key)
+        if isinstance(value, str) and (len(value) > MOST_SHOWN or not value.isprintable()):
+            copy[key] = shortened(value)
+    for key, least in LEAST_SHOWN.items():
+        value = line.get(key)
+        if isinstance(value, int | float) and value < least:
+            copy[key] = None
+    points = line.get("timeline")
+    if isinstance(points, list):
+        copy["timeline"] = [[shortened(point[0]), *point[1:]] for point in points]
+    return copy
+
+
+_TEXTS = tuple(key for key, kind in KINDS.items() if kind is text)
+
+
+def shortened(outside: object) -> str:
+    """Write a value from outside in one line for display.
+
+    >>> shortened("a\x1bb"), len(shortened("x" * 400))
+    ('a\\\\x1bb', 300)
+    """
+    plain = printable(str(outside)[: MOST_SHOWN + 1])
+    return plain if len(plain) <= MOST_SHOWN else plain[: MOST_SHOWN - 1] + "…"
 
 
 # summary.json: how a run ended, for scripts.
@@ -120,18 +211,29 @@ class Summary:
         return {**vars(self), "generations": [vars(each) for each in self.generations]}
 
 
+_SUMMARY: dict[str, Kind] = {"status": text, "exit_code": number, "message": text}
+_GENERATION: dict[str, Kind] = {"ready_s": number, "cause": text, "culprit": number}
+
+
 def generations_of(document: object) -> tuple[Generation, ...]:
     """Read the generations of a summary.json. Raises ValueError if it is not a summary."""
-    rows = document.get("generations") if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        raise ValueError("not a summary of raymoe: it is no mapping")
+    rows, cases = document.get("generations"), document.get("cases")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("not a summary of raymoe: it has no list of generations")
-    names = [field.name for field in dataclasses.fields(Generation)]
-    return tuple(Generation(**{name: row.get(name) for name in names}) for row in rows)
+    if not isinstance(cases, dict) or not all(text(case) and text(mark) for case, mark in cases.items()):
+        raise ValueError("not a summary of raymoe: its cases are no mapping from names to marks")
+    check_kinds(document, _SUMMARY)
+    for row in rows:
+        check_kinds(row, _GENERATION)
+    return tuple(Generation(**{name: row.get(name) for name in _GENERATION}) for row in rows)
 
 
 # Reading a run directory without its lock, for `--resume` and `raymoe report`.
 
 CONFIG, ENVIRONMENT, RESULTS, SUMMARY = "config.yaml", "environment.json", "results.jsonl", "summary.json"
+PAGE = "report.html"
 FIRST_LINE = "# raymoe run "  # of config.yaml; the name of the run follows
 
 
@@ -149,57 +251,79 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> Record:
         """Read a run directory. Raises ConfigError, with file and line, if it is none or is damaged."""
-        text = _text(path / CONFIG) if path.is_dir() else None
-        if text is None or not text.startswith(FIRST_LINE):
-            found = "no such directory" if not path.exists() else "not a directory" if not path.is_dir() else None
+        there = is_directory(path)
+        config_text = read_text(path / CONFIG, MOST_DOCUMENT_BYTES) if there else None
+        if config_text is None or not config_text.startswith(FIRST_LINE):
+            found = "no such directory" if there is None else "not a directory" if not there else None
             raise ConfigError(
                 f"{path} is no run directory: {found or f'it has no {CONFIG} that a run wrote'}; "
                 f"name one that `raymoe run` made"
             )
-        head, _, body = text.partition("\n")
-        try:
-            config = yaml.safe_load(body)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path / CONFIG} is damaged: {' '.join(str(error).split())}") from error
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path / CONFIG} is damaged: it holds no mapping")
         summary = _summary(path / SUMMARY)
         return cls(
             path=path,
-            run=head.removeprefix(FIRST_LINE).strip(),
-            config=config,
+            run=config_text.partition("\n")[0].removeprefix(FIRST_LINE).strip()[:MOST_NAME],
+            config=_config(path / CONFIG, config_text),
             lines=_lines(path / RESULTS),
             summary=summary,
             generations=() if summary is None else generations_of(summary),
         )
 
 
-def _text(path: Path) -> str | None:
+MOST_NAME = 200  # characters of a run's name; `new_run_id` gives at most 86
+
+
+def _config(path: Path, config_text: str) -> dict[str, object]:
+    """Parse a resolved config. It has the bounds of a user's config: depth, number of values, aliases expanded."""
     try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is not text'}") from error
+        root, problems = compose(config_text, Source("", path.parent, 0))
+    except ConfigError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    if problems:
+        raise ConfigError(f"{path} is damaged: {problems[0]}")
+    config = root.plain() if root else None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is damaged: it holds no mapping")
+    return config
 
 
 def _lines(path: Path) -> list[Line]:
+    encoded = (read_text(path, MOST_BYTES) or "").split("\n")
+    if encoded[-1] == "":
+        encoded.pop()
+    if len(encoded) > MOST_LINES:
+        raise ConfigError(f"{path} has {len(encoded):,} lines, at most {MOST_LINES:,} are read; repair it")
     lines = []
-    for number, text in enumerate((_text(path) or "").splitlines(), start=1):
+    for row, line in enumerate(encoded, start=1):
         try:
-            lines.append(decode(text))
+            if len(line) > MOST_LINE_BYTES:
+                raise ValueError(f"it has more than {MOST_LINE_BYTES:,} characters")
+            lines.append(decode(line))
         except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is damaged: {error}; repair or remove that line") from error
+            raise ConfigError(f"{path}, line {row} is damaged: {error}; repair or remove that line") from error
     return lines
 
 
 def _summary(path: Path) -> dict[str, object] | None:
-    text = _text(path)
-    if text is None:
+    document = read_document(path)
+    if document is None:
         return None
     try:
-        document = json.loads(text)
         generations_of(document)
     except ValueError as error:
         raise ConfigError(f"{path} is damaged: {error}; repair or remove it") from error
-    return dict(document)
+    return document
+
+
+def read_document(path: Path) -> dict[str, object] | None:
+    """Read a JSON document that is a mapping; None if there is no such file. Raises ConfigError, naming the file."""
+    encoded = read_text(path, MOST_DOCUMENT_BYTES)
+    if encoded is None:
+        return None
+    try:
+        document = parse_json(encoded)
+        if not isinstance(document, dict):
+            raise ValueError("it is no mapping")
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}; repair or remove it") from error
+    return document

@@ -6,7 +6,6 @@ import io
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raymoe.device.trace import POINTS
@@ -21,7 +20,7 @@ from raymoe.report.columns import (
     show,
 )
 from raymoe.report.copies import measured_link_gbps, us
-from raymoe.report.results import Line, Record
+from raymoe.report.results import Line, displayed
 
 # Exchanges side by side: a small table for each operation, with a row for each number of tokens and a column for each
 # backend.
@@ -54,9 +53,13 @@ class Group:
 
 def groups_of(lines: Sequence[Line]) -> list[Group]:
     """Group the exchanges between GPUs among these lines. Empty if all have the same number of tokens."""
-    lines = [line for line in lines if line["workload"] == "exchange" and line["us_p50"] and line["l2"]]
-    if len({line["tokens"] for line in lines}) < 2:
-        return []
+    lines = [line for line in lines if line["workload"] == "exchange" and line["l2"]]
+    lines = [line for line in lines if line["us_p50"] and line["tokens"]]
+    return grouped(lines) if len({line["tokens"] for line in lines}) > 1 else []
+
+
+def grouped(lines: Sequence[Line]) -> list[Group]:
+    """Group lines by operation, and by the settings that a group does not compare."""
     differing = [key for key in SETTINGS if key not in _WITHIN_A_GROUP and len({line[key] for line in lines}) > 1]
     named_keys = frozenset({"backend", "tokens", *(WORD_IN_CASE.get(key, key) for key in differing)})
     found: dict[tuple[str, str], list[Line]] = {}
@@ -76,21 +79,29 @@ def side_by_side(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
         return
     for group in groups_of(lines):
         setting = f", {group.setting}" if group.setting else ""
-        for l2 in dict.fromkeys(str(line["l2"]) for line in group.lines):
-            limits = {most for line in group.lines if (most := measured_link_gbps(line["device"]))}
-            share = f", of {limits.pop():.0f}" if len(limits) == 1 else ""
-            yield f"{group.op}, {l2} L2{setting}: us (GB/s{share})", _backend_columns(group, l2)
+        limits = {most for line in group.lines if (most := measured_link_gbps(line["device"]))}
+        share = f", of {limits.pop():.0f}" if len(limits) == 1 else ""
+        by_l2: dict[str, list[Line]] = {}
+        for line in group.lines:
+            by_l2.setdefault(str(line["l2"]), []).append(line)
+        for l2, lines_of_l2 in by_l2.items():
+            yield f"{group.op}, {l2} L2{setting}: us (GB/s{share})", _backend_columns(group, lines_of_l2)
 
 
-def _backend_columns(group: Group, l2: str) -> list[Column]:
-    tokens = sorted({int(str(line["tokens"])) for line in group.lines})
+MOST_BACKENDS = 64
+"""Columns of a table side by side. A hostile file could name thousands of backends and thousands of token counts."""
+
+
+def _backend_columns(group: Group, lines: Sequence[Line]) -> list[Column]:
+    tokens = sorted({int(str(line["tokens"])) for line in lines})
     cells: dict[str, dict[int, str]] = {}
     wire: dict[int, str] = {}
-    for line in group.lines:
-        if line["l2"] == l2:
-            count = int(str(line["tokens"]))
-            cells.setdefault(group.label(line), {})[count] = _cell(line)
-            wire.setdefault(count, byte_size(line["bytes_wire"]))
+    for line in lines:
+        count = int(str(line["tokens"]))
+        label = group.label(line)
+        if label in cells or len(cells) < MOST_BACKENDS:
+            cells.setdefault(label, {})[count] = _cell(line)
+        wire.setdefault(count, byte_size(line["bytes_wire"]))
     return [
         Column("tokens", [str(count) for count in tokens], right=True),
         Column("on wire", [wire.get(count, "-") for count in tokens], right=True),
@@ -283,8 +294,9 @@ def timelines(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
             continue
         known = POINTS.get(str(line["op"]), {})
         which = f"{line['case']}, run {line['run']}" if len(runs) > 1 else str(line["case"])
+        clock = f"{us(line):.1f}" if line["us_p50"] else "not known"
         yield (
-            f"where the time of {line['op']} goes, {which}: us after the start ({us(line):.1f} by the clock)",
+            f"where the time of {line['op']} goes, {which}: us after the start ({clock} by the clock)",
             [
                 Column("point", [each.point for each in points]),
                 Column("first block", [f"{each.first:.1f}" for each in points], right=True),
@@ -306,25 +318,43 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
     product, and timelines.
     """
     parts = []
-    for workload in dict.fromkeys(line["workload"] for line in lines):
-        of_workload = [line for line in lines if line["workload"] == workload]
+    for of_workload in by_workload(displayed(lines)):
         columns = columns_of(of_workload)
         caption = textwrap.fill(caption_of(of_workload), max(width, 40), subsequent_indent="  ", break_on_hyphens=False)
         # rich folds or cuts rows that do not fit. A plain row may pass the edge, but is complete.
         fit = sum(size + 2 for size in _widths(columns)) <= width
-        parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fit else _plain(columns)}")
-        further = (*side_by_side(of_workload), *fits(of_workload), *overlaps(of_workload), *timelines(of_workload))
-        parts += [f"{title}\n{_plain(its_columns)}" for title, its_columns in further]
+        parts.append(f"{caption}\n{_drawn(columns, width) if terminal and fit else plain_table(columns)}")
+        parts += [f"{title}\n{plain_table(its_columns)}" for title, its_columns in further_tables(of_workload)]
     return "\n".join(parts)
 
 
+def by_workload(lines: Sequence[Line]) -> list[list[Line]]:
+    """Group lines by workload."""
+    found: dict[object, list[Line]] = {}
+    for line in lines:
+        found.setdefault(line["workload"], []).append(line)
+    return list(found.values())
+
+
+def further_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
+    """Make the tables that follow the results of a workload, each with its title."""
+    yield from side_by_side(lines)
+    yield from fits(lines)
+    yield from overlaps(lines)
+    yield from timelines(lines)
+
+
+MOST_WIDTH = 120
+"""Characters to which a column's cells are padded. A longer cell is whole; the rest of its row moves to the right."""
+
+
 def _widths(columns: Sequence[Column]) -> list[int]:
-    return [max(len(column.header), *map(len, column.cells)) for column in columns]
+    return [max(map(len, (column.header, *column.cells))) for column in columns]
 
 
-def _plain(columns: Sequence[Column]) -> str:
+def plain_table(columns: Sequence[Column]) -> str:
     """Write one line a row, never wrapped or cut, so that a log can be searched by line."""
-    widths = _widths(columns)
+    widths = [min(width, MOST_WIDTH) for width in _widths(columns)]
     rows = [[column.header for column in columns], ["-" * width for width in widths]]
     rows += [list(row) for row in zip(*(column.cells for column in columns), strict=True)]
     text = []
@@ -352,24 +382,3 @@ def _drawn(columns: Sequence[Column], width: int) -> str:
     with console.capture() as capture:
         console.print(table)
     return capture.get()
-
-
-def overview(paths: Sequence[Path], *, terminal: bool = False, width: int = 100) -> str:
-    """Make the text of `raymoe report RUN...`: how each run ended, and the tables of all their results.
-
-    Raises ConfigError if a path is no run directory.
-    """
-    records = [Record.read(path) for path in paths]
-    headlines = "".join(f"{_headline(record)}\n" for record in records)
-    lines = [line for record in records for line in record.lines]
-    return headlines + ("\n" + render(lines, terminal=terminal, width=width) if lines else "")
-
-
-def _headline(record: Record) -> str:
-    cases = len({line["case"] for line in record.lines})
-    finished = f"{cases} finished case{'' if cases == 1 else 's'}"
-    summary = record.summary
-    if summary is None:
-        return f"{record.run}: not ended (running, or killed), {finished}"
-    message = f": {summary['message']}" if summary.get("message") else ""
-    return f"{record.run}: {summary.get('status')}, exit code {summary.get('exit_code')}, {finished}{message}"

@@ -57,7 +57,9 @@ class ClusterNode:
 
 
 def _below(root: int) -> list[int]:
-    children = [int(pid) for task in Path(f"/proc/{root}/task").iterdir() for pid in (task / "children").read_text().split()]
+    children = [
+        int(pid) for task in Path(f"/proc/{root}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
     return [pid for child in children for pid in (child, *_below(child))]
 
 

@@ -6,8 +6,9 @@ from raymoe.errors import ConfigError
 from raymoe.report.columns import shares_of_push
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
-from raymoe.report.results import Summary
-from raymoe.report.tables import overview, render
+from raymoe.report.overview import overview
+from raymoe.report.results import Record, Summary
+from raymoe.report.tables import render
 from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange
 
 COMPARED = [line for backend, us in (("host", 500.0), ("collective", 1000.0)) for line in exchange_case(backend, us)]
@@ -161,14 +162,15 @@ def test_the_overview_shows_state_and_cases_of_each_run(tmp_path):
             run.write_summary(Summary.of(code, "rank 1 is wrong" if code else "", ["backend=host"], run.finished()))
     with RunDirectory.create(tmp_path / "c", "c") as run:
         run.write_config({})
-        text = overview([tmp_path / name for name in "abc"])
+        text = overview([Record.read(tmp_path / name) for name in "abc"])
     heads = text.splitlines()[:3]
     assert heads[0].endswith(": done, exit code 0, 1 finished case")
     assert heads[1].endswith(": failed, exit code 6, 1 finished case: rank 1 is wrong")
     assert heads[2].endswith(": not ended (running, or killed), 0 finished cases")
-    assert text.count(" dispatch ") == 2
+    assert [head[:2] for head in heads] == ["A ", "B ", "C "]
+    assert [row.split()[0] for row in text.splitlines() if " dispatch " in row] == ["A", "B"]
     with pytest.raises(ConfigError, match="is no run directory"):
-        overview([tmp_path])
+        Record.read(tmp_path)
 
 
 def test_environment_lists_packages_cpu_and_memory(tmp_path):
