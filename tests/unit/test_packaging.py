@@ -15,7 +15,7 @@ import raymoe
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPING = ("raymoe/py.typed", "raymoe/__init__.pyi")  # a type checker reads annotations only if py.typed exists
-BESIDE = ("configs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
+BESIDE = ("configs", "jobs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
 
 
 def sources(folder: str) -> list[Path]:
@@ -49,7 +49,7 @@ def test_sdist_holds_what_type_checkers_read(tmp_path):
     assert done.returncode == 0, done.stderr
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*TYPING, "examples/channel.py", "docs/library.md", "pyproject.toml"} <= names
+    assert {*TYPING, "examples/channel.py", "docs/library.md", "jobs/quickstart.yaml", "pyproject.toml"} <= names
 
 
 def test_wheel_declares_the_command_and_its_dependencies(wheel):
