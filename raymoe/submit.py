@@ -65,7 +65,8 @@ def submit(request: SubmitRequest) -> int:
         _tell(f"stopped while the cluster was asked; it may have started job {job.id}: raymoe attach {job.id}")
         raise
     where = "" if request.address is None and order.address is None else f" --address {shlex.quote(address)}"
-    _tell(f"job {job.id} is submitted to {shown(api.address)}; leave it with Ctrl-C twice")
+    stops = "" if request.detach else "; Ctrl-C stops it, and Ctrl-C twice leaves it"
+    _tell(f"job {job.id} is submitted to {shown(api.address)}{stops}")
     if request.detach:
         _tell(f"to follow it and copy its results: raymoe attach {job.id}{where}")
         print(job.id, flush=True)
@@ -217,7 +218,7 @@ def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
         metadata={"job_name": f"results of {state.id}"},
         labels={"ray.io/node-id": state.node},
     )
-    unpack(output_on_node(api, reader, RESULTS_S), destination)
+    unpack(output_on_node(api, reader, RESULTS_S), state.id, destination)
     return True
 
 
@@ -271,7 +272,7 @@ def _check_destination(out: Path | None) -> None:
 
 def _print_log(text: str) -> None:
     """Print a piece of a job's log, with control characters escaped: it comes from another machine."""
-    sys.stdout.write("\n".join(map(printable, text.split("\n"))))
+    sys.stdout.write("\n".join(map(printable, text.expandtabs().split("\n"))))
     sys.stdout.flush()
 
 

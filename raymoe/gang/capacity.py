@@ -95,7 +95,8 @@ def _actors() -> list[Any]:
     """
     from ray.core.generated import gcs_pb2
 
-    messages, tables = gcs_pb2, global_state._connect_and_get_accessor()
+    messages: Any = gcs_pb2
+    tables = global_state._connect_and_get_accessor()
     return [messages.ActorTableData.FromString(each) for each in tables.get_actor_table(None, "ALIVE")]
 
 

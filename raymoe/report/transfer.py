@@ -53,7 +53,9 @@ def run_path(out: str | None, job: str) -> Path:
 
 def copy_if_readable(out: str | None, job: str, destination: Path) -> bool:
     """Copy a job's run from a directory or URL that this machine can read; False if there is no such run here."""
-    with _complete_at(destination) as partial:
+    if run_path(out, job).absolute() == destination.absolute():
+        return _belongs_to(destination, job)
+    with _complete_at(destination, job) as partial:
         if out is not None and is_url(out):
             if fetch(out.replace("{run}", run_of(job)), partial) and _belongs_to(partial, job):
                 return True
@@ -62,8 +64,6 @@ def copy_if_readable(out: str | None, job: str, destination: Path) -> bool:
         source = run_path(out, job)
         if not _belongs_to(source, job):
             return False
-        if source.absolute() == destination.absolute():
-            return True
         for file, name in _files(source):
             target = partial / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,11 @@ def copy_if_readable(out: str | None, job: str, destination: Path) -> bool:
     return True
 
 
-def unpack(text: str, destination: Path) -> None:
-    """Write the run directory that a second job printed. Raises TransferError if the text holds none, or is damaged."""
+def unpack(text: str, job: str, destination: Path) -> None:
+    """Write the run directory of a job that a second job printed.
+
+    Raises TransferError if the text holds none, or is damaged.
+    """
     if missing := re.search(rf"^{_NONE} (.*)$", text, re.MULTILINE):
         raise TransferError(one_line(missing[1]))
     found = re.search(rf"^{_BEGIN} ([0-9]+) ([0-9a-f]{{64}})$\n(.*?)^{_END}$", text, re.MULTILINE | re.DOTALL)
@@ -86,7 +89,7 @@ def unpack(text: str, destination: Path) -> None:
         raise TransferError(
             f"the text with the results is damaged: {len(data)} bytes arrived, not {found[1]} of that hash"
         )
-    with _complete_at(destination) as partial:
+    with _complete_at(destination, job) as partial:
         try:
             _extract(data, partial)
         except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
@@ -116,15 +119,20 @@ def _extract(data: bytes, partial: Path) -> None:
 
 
 @contextmanager
-def _complete_at(destination: Path) -> Iterator[Path]:
-    """Give an empty directory beside `destination`, which takes its place if the block ends well and filled it."""
+def _complete_at(destination: Path, job: str) -> Iterator[Path]:
+    """Give an empty directory beside `destination`, which takes its place if the block ends well and filled it.
+
+    An earlier copy of the same job's results is replaced. Anything else there stays, and is an error.
+    """
     partial = destination.absolute().with_name(f".{destination.name}.{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True, mode=0o700)
         yield partial
         if partial.is_dir() and any(partial.iterdir()):
             partial.chmod(0o777 & ~_umask())
-            partial.rename(destination)  # an empty directory there is replaced; others were refused before
+            if _belongs_to(destination, job):
+                shutil.rmtree(destination)
+            partial.rename(destination)  # also over an empty directory
     except OSError as error:
         raise cannot_write(destination, error) from error
     finally:

@@ -297,6 +297,13 @@ def test_a_packaged_job_is_valid_for_raymoe_and_for_editors(name, capsys):
     assert printed(capsys, *words[2:]).startswith(f"ray job submit --address {words[4]} ")
 
 
+def test_the_job_of_the_page_is_valid():
+    page = (JOBS.parent / "docs" / "submit.md").read_text()
+    Path("mine.yaml").write_text("workload: exchange\n")
+    got = order(page.partition("```yaml\n")[2].partition("```")[0])
+    assert got.job.world.ranks == 8 and got.metadata["raymoe_out"] == "/shared/results/{run}"
+
+
 def test_the_schema_refuses_what_raymoe_refuses(capsys):
     assert cli.main(["schema", "--job"]) == 0
     schema = json.loads(capsys.readouterr().out)

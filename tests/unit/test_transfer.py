@@ -61,7 +61,7 @@ PLAIN = ["config.yaml", "environment.json", "plots/a.svg", "summary.json"]
 def test_a_run_directory_arrives_as_text_without_links_and_hidden_files(tmp_path):
     source, target = results(tmp_path / "run"), tmp_path / "here" / "got"
     log = f"Running entrypoint for job x\n{transfer.pack(source, JOB)}bye\n"
-    transfer.unpack(log, target)
+    transfer.unpack(log, JOB, target)
     assert names(target) == PLAIN
     assert all((target / name).read_bytes() == (source / name).read_bytes() for name in PLAIN)
     assert [path.name for path in target.parent.iterdir()] == ["got"], "nothing half-done is left"
@@ -101,7 +101,7 @@ def archive(*members: tuple[str, bytes, bytes]) -> str:
 def test_text_that_lies_is_refused_and_leaves_nothing(tmp_path, monkeypatch, text, told):
     monkeypatch.setattr(transfer, "MOST_BYTES", 20_000)
     with pytest.raises((transfer.TransferError, CannotWrite), match=told):
-        transfer.unpack(text, tmp_path / "got")
+        transfer.unpack(text, JOB, tmp_path / "got")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -113,6 +113,13 @@ def test_a_directory_that_is_readable_is_copied_if_it_is_of_that_job(tmp_path):
     assert not transfer.copy_if_readable(str(tmp_path / "nowhere"), JOB, tmp_path / "other")
     assert not (tmp_path / "other").exists()
     assert transfer.copy_if_readable(str(source), JOB, source), "results that are there already"
+    (source / "more").write_text("x")
+    assert transfer.copy_if_readable(out, JOB, target) and names(target) == sorted([*PLAIN, "more"]), "a later copy"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    with pytest.raises(CannotWrite, match="mine: Directory not empty"):
+        transfer.copy_if_readable(out, JOB, tmp_path / "mine")
+    assert names(tmp_path / "mine") == ["notes"]
     assert "no run of this job is in" in transfer.pack(source, "another-job")
 
 
