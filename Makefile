@@ -98,5 +98,5 @@ $(STAMP): pyproject.toml constraints.txt
 	  "$$python" -m venv --clear $(VENV); \
 	fi
 	@echo "installing into $(VENV); the first time takes minutes" >&2
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,examples]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,examples,storage]'
 	@touch $@

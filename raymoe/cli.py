@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A file, or the name of a packaged config.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change a key; may be repeated.")]
 
+Address = Annotated[
+    str | None,
+    typer.Option(help="Dashboard of the cluster, http://HOST:8265. Default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS."),
+]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Copy the results there. Default: runs/ID.")]
+
 # Typer bundles click or depends on it, by version. This finds the class that Typer uses.
 UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
 
@@ -41,7 +47,9 @@ def run(
     config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="A file, or a packaged config's name.")] = None,
     sets: Sets = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of a Ray head, or auto. Default: RAY_ADDRESS.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="The run directory. Default: one in runs/.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The run directory, or a URL. Default: one in runs/.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress and no table.")] = False,
     resume: Annotated[Path | None, typer.Option(metavar="DIR", help="Continue the run in DIR.")] = None,
     profile: Annotated[
@@ -53,6 +61,42 @@ def run(
     from raymoe.run import run as execute
 
     return execute(Request(config, tuple(sets or ()), address, out, quiet, resume, profile))
+
+
+@app.command()
+def submit(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A file, or the name of a packaged job.")],
+    address: Address = None,
+    sets: Sets = None,
+    out: Out = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the ray job submit line.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not follow the job. Print its ID.")] = False,
+) -> int:
+    """Submit a job to a Ray cluster, follow it and copy its results."""
+    from raymoe.submit import SubmitRequest
+    from raymoe.submit import submit as send
+
+    return send(SubmitRequest(job, tuple(sets or ()), address, out, dry_run, detach))
+
+
+@app.command()
+def attach(
+    job: Annotated[str, typer.Argument(metavar="ID", help="The ID of a job, as submit printed it.")],
+    address: Address = None,
+    out: Out = None,
+) -> int:
+    """Follow a submitted job and copy its results."""
+    from raymoe.submit import attach as follow
+
+    return follow(job, address, out)
+
+
+@app.command()
+def jobs(address: Address = None) -> None:
+    """List the runs on a Ray cluster."""
+    from raymoe.submit import jobs as table
+
+    print_result(table(address))
 
 
 @app.command()
@@ -110,13 +154,16 @@ def show(config: Config, sets: Sets = None) -> None:
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    job: Annotated[bool, typer.Option("--job", help="The schema of the jobs that submit takes.")] = False,
+) -> None:
     """Print the JSON Schema of configs, for editors."""
     import json
 
     from raymoe.config import job_schema
+    from raymoe.config.submission import submission_schema
 
-    print_result(json.dumps(job_schema(), indent=2) + "\n")
+    print_result(json.dumps(submission_schema() if job else job_schema(), indent=2) + "\n")
 
 
 @app.command()
@@ -225,7 +272,7 @@ def _tune() -> int:
     job = _load(tune.CONFIG, [f"world.ranks={gpus}"])
     with TemporaryDirectory(prefix="raymoe-tune-") as folder:
         # A local Ray, because a cluster could place the ranks on a machine other than the one that keeps the table.
-        code = run(Request(tune.CONFIG, (f"world.ranks={gpus}",), address="local", out=Path(folder), quiet=True))
+        code = run(Request(tune.CONFIG, (f"world.ranks={gpus}",), address="local", out=folder, quiet=True))
         if code:
             return code
         lines = Record.read(Path(folder)).lines

@@ -198,6 +198,16 @@ def shown(text: str) -> str:
     return plain if len(plain) <= _SHOWN else plain[:_SHOWN] + "…"
 
 
+def one_line(text: str, most: int = 400) -> str:
+    r"""Make one line of text from another program, without control characters, and cut it.
+
+    >>> one_line("a\nb\x1b"), len(one_line("x" * 900))
+    ('a b\\x1b', 401)
+    """
+    line = " ".join(text.split())
+    return printable(line[:most]) + ("…" if len(line) > most else "")
+
+
 @dataclass(frozen=True)
 class Problem:
     """One problem of a config. `where` is the file as the user named it, or `--set a.b=c`; `line` may be None.

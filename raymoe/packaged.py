@@ -6,7 +6,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def packaged_folder(name: str, package: Path = _PACKAGE) -> Path | None:
-    """Find `configs` or `kernels` in this installation; None if it is missing."""
+    """Find `configs`, `jobs` or `kernels` in this installation; None if it is missing."""
     if (inside := package / name).is_dir():
         return inside
     # Beside the package only in raymoe's source tree: site-packages/configs would belong to another package.
@@ -14,14 +14,14 @@ def packaged_folder(name: str, package: Path = _PACKAGE) -> Path | None:
     return beside if beside.is_dir() and (package.parent / "pyproject.toml").is_file() else None
 
 
-def packaged_names() -> list[str]:
-    """List the names of the packaged configs."""
-    folder = packaged_folder("configs")
-    return sorted(path.stem for path in folder.glob("*.yaml")) if folder else []
+def packaged_names(folder: str = "configs") -> list[str]:
+    """List the names of the packaged configs, or of the packaged jobs."""
+    found = packaged_folder(folder)
+    return sorted(path.stem for path in found.glob("*.yaml")) if found else []
 
 
-def packaged_config(name: str) -> Path | None:
-    """Find the file of a packaged config, named with or without `.yaml`."""
+def packaged_config(name: str, folder: str = "configs") -> Path | None:
+    """Find the file of a packaged config or job, named with or without `.yaml`."""
     stem = name.removesuffix(".yaml")
-    folder = packaged_folder("configs")
-    return folder / f"{stem}.yaml" if folder and stem in packaged_names() else None
+    found = packaged_folder(folder)
+    return found / f"{stem}.yaml" if found and stem in packaged_names(folder) else None

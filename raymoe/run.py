@@ -27,11 +27,15 @@ from raymoe.gang.messages import (
     Progressed,
     Ready,
     RunOutcome,
+    Waiting,
 )
 from raymoe.report.directory import RunDirectory, write_atomically
 from raymoe.report.environment import environment
+from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
+from raymoe.report.ray_job import version_notice
 from raymoe.report.results import Generation, Summary, complete
+from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
 from raymoe.shell import Interrupted
@@ -46,7 +50,7 @@ class Request:
     config: str | None
     sets: tuple[str, ...] = ()
     address: str | None = None
-    out: Path | None = None
+    out: str | None = None  # a directory, or a URL that gets a copy of it
     quiet: bool = False
     resume: Path | None = None
     profile: bool = False
@@ -54,9 +58,11 @@ class Request:
 
 def run(request: Request) -> int:
     """Execute a request and return the exit code. If it is not 0, the last line on stderr says why."""
-    job, directory = _open(request)
+    job, directory, mirror = _open(request)
     with directory:
-        outcome = _run(job, directory, request)
+        outcome = _run(job, directory, request, mirror)
+        if mirror is not None:
+            outcome = _mirrored(mirror, outcome)
     if outcome.traceback:
         print("\n".join(map(printable, outcome.traceback.splitlines())), file=sys.stderr)
     if outcome.exit_code != 0:
@@ -64,20 +70,30 @@ def run(request: Request) -> int:
     return outcome.exit_code
 
 
-def _open(request: Request) -> tuple[Job, RunDirectory]:
+def _open(request: Request) -> tuple[Job, RunDirectory, Mirror | None]:
     if request.resume is not None:
         if request.config is not None or request.sets or request.out is not None:
             raise ConfigError("--resume DIR continues the run in DIR unchanged; give no CONFIG, --set or --out with it")
         directory = RunDirectory.resume(request.resume)
-        return Job.from_resolved(directory.read_config()), directory
+        return Job.from_resolved(directory.read_config()), directory, None
     if request.config is None:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
     job = load_job(request.config, request.sets)
     if choose(request.address) is None:
         check_memory(job.world.ranks, bytes_per_rank(job))  # in a cluster, the chosen node checks its own memory
-    directory = RunDirectory.create(request.out, job.name)
-    directory.write_config(job.resolved())
-    return job, directory
+    directory, mirror = open_directory(request.out, job)
+    return job, directory, mirror
+
+
+def _mirrored(mirror: Mirror, outcome: RunOutcome) -> RunOutcome:
+    """Copy the results to their URL. A run that ended well fails if that fails."""
+    try:
+        mirror.finish()
+    except CannotWrite as error:
+        if outcome.exit_code == 0:
+            return RunOutcome(error.exit_code, str(error))
+        print(str(error), file=sys.stderr, flush=True)
+    return outcome
 
 
 @dataclass
@@ -87,6 +103,7 @@ class Recorder:
     directory: RunDirectory
     progress: ProgressBar
     facts: dict[str, object]
+    mirror: Mirror | None = None
     began: float = field(default_factory=time.monotonic)
     generations: list[Generation] = field(default_factory=list)
     trace: ChromeTrace = field(init=False)
@@ -100,6 +117,8 @@ class Recorder:
             case Connected(address, seconds):
                 ray = f"the Ray cluster at {address}" if address else "a local Ray"
                 self.progress.doing(f"{ray} is up after {seconds:.1f} s, placing ranks")
+            case Waiting(text):
+                self.progress.note(text)
             case Ready(generation, seconds, ranks):
                 self._ready_s = round(seconds, 3)
                 self.directory.write_environment({**self.facts, "generation": generation, "ranks": list(ranks)})
@@ -116,6 +135,8 @@ class Recorder:
                 self.directory.add_case(
                     [complete(line, run=run, generation=generation, commit=commit) for line in lines]
                 )
+                if self.mirror is not None:
+                    self.mirror.start()
                 self.progress.case_done(case)
                 for reason in dict.fromkeys(line["skipped"] for line in lines if line.get("skipped")):
                     self.progress.note(f"{case} is skipped: {reason}")
@@ -131,12 +152,13 @@ class Recorder:
             self.generations.append(Generation(self._ready_s, "unknown", None))
 
 
-def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
+def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | None) -> RunOutcome:
     cases = [case.name for case in job.cases()]
     generations: list[Generation] = []
     with ProgressBar(sys.stderr, len(cases), len(directory.finished()), request.quiet) as progress:
-        for notice in [*directory.notices, f"results go to {directory.path}"]:
-            progress.note(notice)
+        for notice in [version_notice(), *directory.notices, f"results go to {directory.path}"]:
+            if notice is not None:
+                progress.note(notice)
 
         def summarise(outcome: RunOutcome) -> None:
             summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), generations)
@@ -145,7 +167,7 @@ def _run(job: Job, directory: RunDirectory, request: Request) -> RunOutcome:
         try:
             facts = environment()
             directory.write_environment(facts)
-            recorder = Recorder(directory, progress, facts, generations=generations)
+            recorder = Recorder(directory, progress, facts, mirror, generations=generations)
             outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
             recorder.finish()
             summarise(outcome)

@@ -1,6 +1,7 @@
 """Reads a job from YAML: typed sections, sizes with units, sweeps, and every mistake explained.
 
 Read first: `sections.py` (every key), `job.py` (the job and its cases), `check.py` (a file becomes a job).
+`submission.py` reads the files of `jobs/`.
 """
 
 from raymoe.config.check import load_job

@@ -150,8 +150,8 @@ def load_job(config: str, sets: Sequence[str] = ()) -> Job:
         layers = layered(path, sets)
     except ConfigError as error:
         raise report(error.problems[0].where, error.problems) from error
-    return checked(layers, _name(path))
+    return checked(layers, job_name(path))
 
 
-def _name(path: Path) -> str:
+def job_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", path.stem).strip("-._")[:64] or "job"

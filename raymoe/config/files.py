@@ -17,15 +17,18 @@ from raymoe.packaged import packaged_config, packaged_names
 MAX_BYTES = 64 * 1024
 
 
-def find_config(config: str) -> Path:
-    """Find the file of a config: a path that exists, else the packaged config of that name."""
-    path = Path(config)
+def find_config(config: str, folder: str = "configs", beside: Path | None = None) -> Path:
+    """Find the file of a config: a path that exists, else the packaged config of that name.
+
+    With `folder="jobs"` it finds a job. A relative path is relative to `beside`, else to the working directory.
+    """
+    path = Path(config) if beside is None else beside / config
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        found = packaged_config(config)
+        found = packaged_config(config, folder)
         if found is None:
-            raise _unknown(config) from None
+            raise _unknown(config, folder) from None
         return found
     except (OSError, ValueError) as error:
         raise _unreadable(shown(config), _reason(error)) from error
@@ -84,13 +87,13 @@ def _reason(error: OSError | ValueError) -> str:
     return f"cannot be read: {getattr(error, 'strerror', None) or error}"
 
 
-def _unknown(config: str) -> ConfigError:
+def _unknown(config: str, folder: str) -> ConfigError:
     from raymoe.config.explain import nearest
 
-    names = packaged_names()
+    names = packaged_names(folder)
     near = nearest(Path(config).name.removesuffix(".yaml"), names)
     choice = f"did you mean '{near}'?" if near else f"choose from {_listed(names) or 'none'}"
-    return _unreadable(shown(config) or "''", f"neither a file nor a packaged config, {choice}")
+    return _unreadable(shown(config) or "''", f"neither a file nor a packaged {folder.removesuffix('s')}, {choice}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -117,12 +120,16 @@ SET_LEVEL = MAX_PARENTS + 1
 
 @dataclass
 class Layers:
-    """The merged tree and the problems found so far. `complete` is False if a layer could not be read."""
+    """The merged tree and the problems found so far. `complete` is False if a layer could not be read.
+
+    `paths` holds the file and its parents.
+    """
 
     file: str
     root: Entry
     problems: list[Problem] = field(default_factory=list)
     complete: bool = True
+    paths: tuple[Path, ...] = ()
 
 
 def layered(path: Path, sets: Sequence[str]) -> Layers:
@@ -142,21 +149,22 @@ def layered(path: Path, sets: Sequence[str]) -> Layers:
 
 def _file(path: Path, children: tuple[Path, ...], level: int) -> Layers:
     quotable = not children or path.resolve().is_relative_to(children[0].absolute().parent.resolve())
-    source = Source(_named(path), path.absolute().parent, level, quotable)
+    source = Source(shown_path(path), path.absolute().parent, level, quotable)
     root, problems = compose(read_config(path, source.name), source)
     if root is None or root.value is None:
         raise refused(Problem(source.name, None, "", None, "is empty, a config needs at least a workload"))
     if not isinstance(root.value, dict):
         raise refused(root.problem("", "a mapping is wanted at the top"))
     own = {key: entry for key, entry in root.value.items() if key != "defaults"}
-    layers = Layers(source.name, Entry(own, source, root.line), problems)
+    layers = Layers(source.name, Entry(own, source, root.line), problems, paths=(path,))
     if (defaults := root.value.get("defaults")) is None:
         return layers
     try:
         below = _file(_parent(defaults, (*children, path)), (*children, path), level - 1)
     except ConfigError as error:
         return Layers(source.name, layers.root, problems + list(error.problems), complete=False)
-    return Layers(source.name, merge(below.root, layers.root), problems + below.problems, below.complete)
+    root, problems = merge(below.root, layers.root), problems + below.problems
+    return Layers(source.name, root, problems, below.complete, (path, *below.paths))
 
 
 def _parent(entry: Entry, chain: tuple[Path, ...]) -> Path:
@@ -169,12 +177,12 @@ def _parent(entry: Entry, chain: tuple[Path, ...]) -> Path:
         again = any(parent.samefile(file) for file in chain)
         named_as_yaml = {parent.suffix, parent.resolve().suffix} <= PARENT_SUFFIXES
     except OSError as error:
-        name = entry.source.quoting(_named(parent), "that file")
+        name = entry.source.quoting(shown_path(parent), "that file")
         raise refused(entry.problem("defaults", f"{name} cannot be read: {error.strerror}")) from error
     if not named_as_yaml:
         raise refused(entry.problem("defaults", "a parent is a file .yaml or .yml, and so is what a link leads to"))
     if again:
-        cycle = " -> ".join(_named(file) for file in (*chain, parent))
+        cycle = " -> ".join(shown_path(file) for file in (*chain, parent))
         raise refused(entry.problem("defaults", f"a cycle: {cycle}"))
     if len(chain) > MAX_PARENTS:
         raise refused(entry.problem("defaults", f"more than {MAX_PARENTS} parents"))
@@ -209,7 +217,7 @@ def _without_lines(entry: Entry) -> Entry:
     return Entry(value, entry.source, None, entry.text)
 
 
-def _named(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """Shorten a path: relative if it is below the working directory."""
     here = Path.cwd()
     return shown(str(path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from raymoe.errors import ClusterError
 from raymoe.gang.local_ray import temporary_directory
@@ -52,3 +53,29 @@ def reachable(address: str) -> str:
             "start one with `ray start --head`, or omit --address and unset RAY_ADDRESS to run on this machine"
         ) from error
     return found
+
+
+# The token, and the address of the Jobs API.
+
+
+def token_source() -> str | None:
+    """Name the place of the token that Ray would send, in Ray's order; None if there is none."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        if os.environ.get(name):
+            return name
+    token = Path.home() / ".ray" / "auth_token"
+    return str(token) if token.is_file() else None
+
+
+def send_token() -> bool:
+    """Whether RAY_AUTH_MODE=token is needed: a token exists, and no mode is set. Ray's Jobs client then sends none."""
+    return "RAY_AUTH_MODE" not in os.environ and token_source() is not None
+
+
+JOBS_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Variables that name a cluster, in the order of `ray job submit`. There they also override its --address."""
+
+
+def jobs_address(*named: str | None) -> str | None:
+    """Return the first address that is named, else that of a variable; None if there is none."""
+    return next((each for each in (*named, *map(os.environ.get, JOBS_ADDRESSES)) if each), None)

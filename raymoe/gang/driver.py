@@ -35,6 +35,7 @@ from raymoe.gang.messages import (
     Progressed,
     Ready,
     RunOutcome,
+    Waiting,
 )
 from raymoe.gang.placement import Reservation, place
 from raymoe.gang.processes import Process, children_named, is_alive, is_stopped
@@ -122,9 +123,13 @@ class Driver:
         self.watch.connected(len(self.finished))
 
     def _place(self) -> None:
-        self.reservation = place(self.order.job, self.order.run, self._check_stop)
+        self.reservation = self._reserve()
         if self.reservation is not None:
             self._on(sv.Placed())
+
+    def _reserve(self) -> Reservation | None:
+        order = self.order
+        return place(order.job, order.run, self._check_stop, lambda text: self.tell(Waiting(text)))
 
     def _place_again(self, lost: sv.Verdict) -> None:
         """Reserve bundles on another node. Ray first has to notice the loss, or it would choose the same one."""
@@ -136,7 +141,7 @@ class Driver:
             time.sleep(EVENTS_S)
         remove_placement_group(self.reservation.group)
         try:
-            self.reservation = place(self.order.job, self.order.run, self._check_stop)
+            self.reservation = self._reserve()
         except PlacementError as error:
             raise RankDied(
                 lost.culprit or 0, f"{lost.message}; and no other node can hold the ranks: {error}"

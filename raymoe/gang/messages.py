@@ -39,6 +39,13 @@ class Connected:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """The ranks are not placed yet; `text` says what is free and who holds the rest."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Ready:
     """Every rank of a generation has mapped its peers and proved it. `ranks`: process, node and GPU of each."""
 
@@ -104,4 +111,16 @@ class RunOutcome:
     session: Path | None = None  # directory of the local Ray that the driver started
 
 
-Message = Alive | Bounded | Connected | Ending | Ready | Progressed | Profiled | CaseDone | GenerationEnded | RunOutcome
+Message = (
+    Alive
+    | Bounded
+    | Connected
+    | Waiting
+    | Ending
+    | Ready
+    | Progressed
+    | Profiled
+    | CaseDone
+    | GenerationEnded
+    | RunOutcome
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -14,6 +14,7 @@ from raymoe.config import Job
 from raymoe.config.job import kind_of_ranks
 from raymoe.config.sections import WorldSection
 from raymoe.errors import PlacementError
+from raymoe.gang.capacity import autoscaler_runs, free_and_held
 
 
 @dataclass(frozen=True)
@@ -75,32 +76,71 @@ class Reservation:
     device: str
 
 
-def place(job: Job, run: str, stopped: Callable[[], bool]) -> Reservation | None:
+def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str], None]) -> Reservation | None:
     """Reserve bundles on one node for the ranks of a job; return None if `stopped` became true meanwhile.
 
-    A request that no node can hold fails at once. One that must wait for other jobs waits up to
-    `world.placement_timeout_s`.
+    A request that no node can hold fails at once, unless an autoscaler runs: it may add a larger node. A request that
+    must wait does so up to `world.placement_timeout_s`. Meanwhile `tell` gets a line about what is free.
     """
     ranks, timeout_s, device = job.world.ranks, job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device)
     asked = _request(ranks, bundle)
     group: PlacementGroup = placement_group([bundle] * ranks, strategy="STRICT_PACK", name=f"raymoe/{run}")
+    wait = _Wait(tell, asked, bundle)
     deadline = time.monotonic() + timeout_s
     while not group.wait(timeout_seconds=0.1):
         if stopped():
             return None
-        scheduling = placement_group_table(group)["stats"]["scheduling_state"]
-        if scheduling == "INFEASIBLE":
+        infeasible = placement_group_table(group)["stats"]["scheduling_state"] == "INFEASIBLE"
+        if infeasible and not wait.autoscaler_may_come():
             raise PlacementError(
                 f"{asked}, which no node of this cluster can hold ({_capacity()}); "
                 "lower world.ranks or world.cpus, or use a larger node"
             )
         if time.monotonic() > deadline:
+            why = "no node that can hold it came" if infeasible else "the cluster had no room for it"
             raise PlacementError(
-                f"{asked}, and the cluster had no room for it within {timeout_s:g} s ({_capacity()}); "
+                f"{asked}, and {why} within {timeout_s:g} s ({_capacity()}); "
                 "wait for other jobs to end or raise world.placement_timeout_s"
             )
+        wait.tell_if_due(infeasible)
     return Reservation(group, bundle, device)
+
+
+MONITOR_STARTS_S = 10.0
+
+
+@dataclass
+class _Wait:
+    """Says at most every 10 s why the ranks are not placed yet: after 2 s, when that changes, and each minute."""
+
+    tell: Callable[[str], None]
+    asked: str
+    bundle: dict[str, float]
+    last: str = ""
+    began: float = field(default_factory=time.monotonic)
+    next_look: float = field(default_factory=lambda: time.monotonic() + 2.0)
+    repeat_at: float = 0.0
+    next_question: float = 0.0
+    autoscaler: bool | None = None
+
+    def autoscaler_may_come(self) -> bool:
+        """Whether an autoscaler runs, or may have started too late to have told so."""
+        now = time.monotonic()
+        if now >= self.next_question and self.autoscaler is None:
+            self.autoscaler, self.next_question = autoscaler_runs(), now + 1.0
+        return self.autoscaler if self.autoscaler is not None else now < self.began + MONITOR_STARTS_S
+
+    def tell_if_due(self, infeasible: bool) -> None:
+        now = time.monotonic()
+        if now < self.next_look:
+            return
+        self.next_look = now + 10.0
+        why = "no node can hold it, waiting for the autoscaler" if infeasible else "waiting for room"
+        text = f"{self.asked}, {why}; {free_and_held(tuple(self.bundle))}"
+        if text != self.last or now >= self.repeat_at:
+            self.last, self.repeat_at = text, now + 60.0
+            self.tell(text)
 
 
 def _request(ranks: int, bundle: dict[str, float]) -> str:

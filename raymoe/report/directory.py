@@ -172,7 +172,7 @@ def new_run_id(name: str) -> str:
     """Make the name of a run, in its results and in Ray: the job's name, the time and four random letters."""
     now = datetime.datetime.now(datetime.UTC)
     letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(4))
-    return f"{_as_file_name(name)}-{now:%Y%m%dT%H%M%SZ}-{letters}"
+    return f"{as_file_name(name)}-{now:%Y%m%dT%H%M%SZ}-{letters}"
 
 
 def place_for(out: Path | None, run: str) -> Place:
@@ -197,13 +197,13 @@ def place_for(out: Path | None, run: str) -> Place:
     return Place(out.absolute(), given=True)
 
 
-def _as_file_name(name: str) -> str:
-    """Replace other characters than letters, digits, `.`, `-` and `_`, and cut to 64. No leading dot remains.
+def as_file_name(name: str, most: int = 64) -> str:
+    """Replace other characters than letters, digits, `.`, `-` and `_`, and cut to `most`. No leading dot remains.
 
-    >>> _as_file_name("H100 sweep/second"), _as_file_name("..")
+    >>> as_file_name("H100 sweep/second"), as_file_name("..")
     ('H100-sweep-second', 'run')
     """
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:64] or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:most] or "run"
 
 
 class RunDirectory:
@@ -223,9 +223,9 @@ class RunDirectory:
         self._earlier: tuple[Generation, ...] = ()
 
     @classmethod
-    def create(cls, out: Path | None, name: str) -> Self:
+    def create(cls, out: Path | None, name: str, run: str | None = None) -> Self:
         """Make the directory of a new run of job `name`, at `out` if given. Refuses a directory that holds results."""
-        run = new_run_id(name)
+        run = run or new_run_id(name)
         place = place_for(out, run)
         try:
             place.path.mkdir(parents=True, exist_ok=place.given)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import raymoe
+from raymoe.report.ray_job import ray_job
 
 PACKAGES = ("ray", "torch", "cuda-python", "numpy", "pydantic", "pyyaml")
 SOURCES = Path(raymoe.__file__).resolve().parent.parent
@@ -16,12 +17,14 @@ SOURCES = Path(raymoe.__file__).resolve().parent.parent
 
 def environment() -> dict[str, object]:
     """Collect the facts for environment.json. It reads files and package metadata, and imports no package."""
+    job = ray_job()
     return {
         "raymoe": raymoe.__version__,
         "commit": commit(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "host": socket.gethostname(),
+        "ray_job": job.id if job else None,
         "system": platform.platform(),
         "cpu": {
             "model": processor(_read("/proc/cpuinfo").splitlines()),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,7 +131,9 @@ class Head:
 
 
 @contextmanager
-def ray_head(tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, str] | None = None) -> Iterator[Head]:
+def ray_head(
+    tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, str] | None = None, more: Sequence[str] = ()
+) -> Iterator[Head]:
     """Run `ray start --head --block` on free ports; at the end kill its session and remove its files."""
     port, dashboard, metrics = free_port(), free_port(), free_port()
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
@@ -143,7 +145,7 @@ def ray_head(tmp: Path, cpus: int = 8, gpus: int | None = None, env: dict[str, s
     command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"]
     # The file that tells jobs their cluster's address is also shared by default. Sockets need a short path.
     folder = Path(tempfile.mkdtemp(prefix="raymoe-"))
-    command += [f"--temp-dir={folder}"]
+    command += [f"--temp-dir={folder}", *more]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
     environment = {name: value for name, value in environment.items() if value != UNSET}
     log = tmp / "head.log"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
+from raymoe.report.directory import RAY_JOB
 from raymoe.report.results import KEYS
 from tests.gang import configs
-from tests.gang.conftest import Head, Start
+from tests.gang.conftest import Command, Head, Start
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -74,6 +76,33 @@ def test_resume_keeps_the_finished_cases_of_a_stopped_run(start: Start, head: He
     assert read(run.out)[0] == lines, "the finished case was not kept as it was"
 
 
+def test_a_ray_job_that_is_started_again_continues_in_its_out(start: Start, head: Head, tmp_path: Path) -> None:
+    """As KubeRay does with a RayJob that failed: the same command again, as the entrypoint of a new job."""
+    config = configs.write(tmp_path, world__ranks=1, matrix={"steps.count": [3, configs.LONG]})
+    out = tmp_path / "results"
+
+    def attempt(number: int) -> Command:
+        metadata = {"job_submission_id": f"try-{number}", "raymoe_version": "0.0.9"}
+        env = {RAY_JOB: json.dumps({"runtime_env": {}, "metadata": metadata})}
+        return start(config, "--address", head.address, env=env, out=out)
+
+    first = attempt(1)
+    first.wait_for("^submitted by raymoe 0.0.9, run by raymoe ")
+    first.wait_for(r"case 1/2 count=3: done")
+    first.signal(signal.SIGTERM)
+    assert first.end(10) == 143
+    lines, _ = read(out)
+
+    second = attempt(2)
+    second.wait_for(rf"^continues the unfinished run in {out}; 1 case done before$")
+    second.pids()
+    second.wait_for(r"case 2/2 count=1000000: step")
+    second.signal(signal.SIGTERM)
+    assert second.end(10) == 143
+    assert read(out)[0] == lines and {line["run"] for line in lines} == {"try-1"}
+    assert json.loads((out / "environment.json").read_text())["ray_job"] == "try-2"
+
+
 def test_ranks_too_large_for_every_node_are_refused_with_the_cpus_found(
     start: Start, head: Head, tmp_path: Path
 ) -> None:
@@ -90,8 +119,11 @@ def test_a_run_waits_placement_timeout_s_for_a_full_cluster(start: Start, head: 
     run = start(configs.write(tmp_path, world__cpus=1, world__placement_timeout_s=1), "--address", head.address)
     assert run.end() == 3
     assert "no room for it within 1 s" in run.last_line() and "0.5 of 8 CPU" in run.last_line()
-    waits = start(configs.write(tmp_path, "waits", world__cpus=1), "--address", head.address)
-    waits.wait_for("placing ranks")
+    patient = configs.write(tmp_path, "waits", world__cpus=1, world__placement_timeout_s=80)
+    waits = start(patient, "--address", head.address)
+    waiting = "asked for 3 ranks with 1 CPU each on one node, waiting for room; free: 0.5 of 8 CPU on "
+    line = waits.wait_for(f"^{waiting}.*$").group()
+    assert re.search(r"; held: 7.5 CPU by raymoe/holder-\S+$", line), line
     holder.signal(signal.SIGTERM)
     assert holder.end(10) == 143
     assert waits.end() == 0, waits.stderr()

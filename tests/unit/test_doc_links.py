@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"])
-FOLDERS = ("raymoe", "kernels", "tests", "configs", "docs", "examples", "benchmarks")
+FOLDERS = ("raymoe", "kernels", "tests", "configs", "jobs", "docs", "examples", "benchmarks")
 SOURCES = [
     path
     for folder in FOLDERS

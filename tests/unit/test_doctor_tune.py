@@ -142,7 +142,7 @@ class FakeRun:
         self.requests.append(request)
         assert request.config is not None and request.out is not None
         asked = load_job(request.config, request.sets)
-        with RunDirectory.create(request.out, asked.name) as directory:
+        with RunDirectory.create(Path(request.out), asked.name) as directory:
             directory.write_config(asked.resolved())
             lines = lines_of(asked)
             for case in asked.cases() if not self.code else ():
@@ -170,7 +170,7 @@ def test_the_command_runs_the_config_on_all_gpus_and_writes_the_table(cache, mon
     assert cli.main(["doctor", "--tune"]) == 0
     [request] = runs.requests
     assert (request.config, request.sets, request.address) == ("tune", (f"world.ranks={RANKS}",), "local")
-    assert request.out is not None and not request.out.exists()  # the run directory is removed
+    assert request.out is not None and not Path(request.out).exists()  # the run directory is removed
     out, err = capsys.readouterr()
     assert out.endswith(f"auto uses this table on every NVIDIA H200 that reads {cache / FILE}\n")
     assert "between 3 GPUs" in err

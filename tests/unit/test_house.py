@@ -21,6 +21,7 @@ HARNESS = {
     "doctor": 8,
     "report": 8,
     "run": 9,
+    "submit": 9,
     "cli": 10,
     "__main__": 11,
 }

@@ -15,7 +15,7 @@ import raymoe
 
 ROOT = Path(__file__).resolve().parents[2]
 TYPING = ("raymoe/py.typed", "raymoe/__init__.pyi")  # a type checker reads annotations only if py.typed exists
-BESIDE = ("configs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
+BESIDE = ("configs", "jobs", "kernels")  # beside raymoe/ in the sources, inside it in a wheel
 
 
 def sources(folder: str) -> list[Path]:
@@ -49,7 +49,7 @@ def test_sdist_holds_what_type_checkers_read(tmp_path):
     assert done.returncode == 0, done.stderr
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*TYPING, "examples/channel.py", "docs/library.md", "pyproject.toml"} <= names
+    assert {*TYPING, "examples/channel.py", "docs/library.md", "jobs/quickstart.yaml", "pyproject.toml"} <= names
 
 
 def test_wheel_declares_the_command_and_its_dependencies(wheel):
@@ -67,8 +67,14 @@ def test_wheel_declares_the_command_and_its_dependencies(wheel):
 
 
 def validate(path: Path | None, folder: Path) -> None:
-    """Run `raymoe validate quickstart` in `folder`, with the package from `path` (None: this installation)."""
-    program = "import sys, raymoe.cli; print(raymoe.__file__); sys.exit(raymoe.cli.main(['validate', 'quickstart']))"
+    """Run `raymoe validate quickstart` in `folder`, with the package from `path` (None: this installation).
+
+    Then print the line of the packaged job of the same name.
+    """
+    program = (
+        "import sys, raymoe.cli; print(raymoe.__file__); code = raymoe.cli.main(['validate', 'quickstart'])\n"
+        "sys.exit(code or raymoe.cli.main(['submit', 'quickstart', '--dry-run', '--address', 'http://h:1']))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(path or "")}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
@@ -85,7 +91,7 @@ def test_configs_are_found_from_a_wheel(wheel, tmp_path):
 
 def test_configs_are_found_from_a_bare_source_tree(tmp_path):
     tree = tmp_path / "tree"
-    for folder in ("raymoe", "configs"):
+    for folder in ("raymoe", "configs", "jobs"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)  # it marks a source tree
     validate(tree, tmp_path)
@@ -106,6 +112,7 @@ def test_every_tested_version_is_pinned_and_within_the_declared_range():
         *project["dependencies"],
         *project["optional-dependencies"]["dev"],
         *project["optional-dependencies"]["examples"],
+        *project["optional-dependencies"]["storage"],
     ):
         need = Requirement(text)
         version = pins.get(need.name.lower())

@@ -1,0 +1,380 @@
+"""Reads a job of `jobs/`: a config, and where and how a Ray cluster runs it.
+
+The file is checked together with its config, and all problems are reported at once. Nothing here contacts a cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from raymoe import __version__
+from raymoe.config.check import checked, job_name
+from raymoe.config.explain import explained, key_tree, report
+from raymoe.config.files import find_config, layered, read_config, refused, shown_path
+from raymoe.config.job import Job, without
+from raymoe.config.sections import Section, Size
+from raymoe.config.yaml_tree import Entry, Source, compose, resolve
+from raymoe.errors import ConfigError, Problem, shown
+from raymoe.packaged import packaged_config
+
+# The keys of a job.
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
+
+
+def address_problem(address: str) -> tuple[str, str] | None:
+    """Say what is wrong with a cluster's address, and what to write; None if nothing is.
+
+    >>> address_problem("http://head:8265"), address_problem("head:6379"), address_problem("auto")
+    (None, None, None)
+    >>> address_problem("ray://head:10001")[0]
+    'the Jobs API is not at a Ray Client address'
+    """
+    hint = "write http://HOST:8265, the address of the cluster's dashboard"
+    if address.startswith("ray://"):
+        return "the Jobs API is not at a Ray Client address", hint
+    if re.fullmatch(r"https?://[^\s/]+(/\S*)?", address) or address == "auto" or _HOST_PORT.fullmatch(address):
+        return None
+    return "not the address of a cluster", hint
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, str) and (wrong := address_problem(value)):
+        raise PydanticCustomError("address", "{why}", {"why": ", ".join(wrong)})
+    return value
+
+
+def _out(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.startswith(("/", "~/")) and not _URL.match(value):
+        why = "is relative, but Ray deletes the working directory of a job, write an absolute path, ~/… or a URL"
+        raise PydanticCustomError("out", "{why}", {"why": why})
+    if re.search("[{}]", value.replace("{run}", "")):
+        raise PydanticCustomError("out", "only {run} is replaced, by the name of the run")
+    return value
+
+
+def _packages(value: Any) -> Any:
+    listed = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if listed or (isinstance(value, str) and value) or isinstance(value, dict):
+        return value
+    raise PydanticCustomError("packages", "a list of packages, the path of a file of them, or a mapping is wanted")
+
+
+def _text_or_mapping(value: Any) -> Any:
+    if isinstance(value, str | dict):
+        return value
+    raise PydanticCustomError("options", "text or a mapping is wanted")
+
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], Field(strict=False)]
+Packages = Annotated[
+    Any,
+    BeforeValidator(_packages),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "object"}]}),
+]
+
+
+class RuntimeEnvSection(Section):
+    working_dir: Text | None = None
+    """Directory to upload, relative to this file; the job runs in it. Or the URL of a zip file."""
+    excludes: Texts = ()
+    """Patterns of files not to upload, as in a .gitignore. Always left out: .git, .venv, runs, and what .gitignore and
+    .rayignore of the directory name."""
+    py_modules: Texts = ()
+    """Python packages to upload: directories or wheels, relative to this file, or URLs."""
+    env_vars: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the run and of its ranks."""
+    pip: Packages | None = None
+    """Packages to install by pip before the job starts. To install torch takes minutes: use an image that has it."""
+    uv: Packages | None = None
+    """Packages to install by uv before the job starts."""
+    conda: Packages | None = None
+    """Name of a conda environment, a file that describes one, or its content."""
+    image_uri: Text | None = None
+    """Container image that the job runs in."""
+    py_executable: Text | None = None
+    """Command that starts Python for the ranks."""
+    worker_process_setup_hook: Text | None = None
+    """Function, as module.name, that each rank calls at its start."""
+    nsight: Annotated[Any, BeforeValidator(_text_or_mapping)] = None
+    """Options of Nsight Systems for the ranks, or default."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Options of Ray, such as setup_timeout_seconds: 600."""
+
+
+class EntrypointSection(Section):
+    cpus: float = Field(default=0.0, ge=0, le=1024)
+    """CPUs to reserve for the process that drives the run. If cpus, gpus, memory, resources and labels are left out, it
+    runs on the head node."""
+    gpus: float = Field(default=0.0, ge=0, le=1024)
+    """GPUs to reserve for that process. It uses none: ranks ask for theirs."""
+    memory: Size | None = None
+    """Memory to reserve for that process, such as 2GiB."""
+    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Custom resources to reserve for that process."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the node to run that process on, such as ray.io/node-group: cpu."""
+
+
+class Submission(Section):
+    config: Text
+    """Config to run: a packaged config's name, or a file in runtime_env.working_dir, relative to this file."""
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the config to change, such as world.ranks: 8."""
+    address: Annotated[str | None, BeforeValidator(_address)] = None
+    """Address of the cluster: http://HOST:8265 (its dashboard), or HOST:6379. Default: RAY_API_SERVER_ADDRESS, else
+    RAY_ADDRESS."""
+    runtime_env: RuntimeEnvSection = RuntimeEnvSection()
+    entrypoint: EntrypointSection = EntrypointSection()
+    metadata: dict[str, str] = Field(default_factory=dict)
+    """Texts that Ray's dashboard shows with the job."""
+    out: Annotated[str | None, BeforeValidator(_out)] = None
+    """Run directory on the cluster: an absolute path, ~/… or a URL such as s3://bucket/runs/{run}. {run} becomes the
+    name of the run. Default: ~/raymoe_runs/{run} on the driver's node."""
+
+
+def submission_schema() -> dict[str, Any]:
+    """Make the JSON Schema of a job, for editors."""
+    schema = Submission.model_json_schema()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "raymoe submission",
+        "type": "object",
+        "properties": schema["properties"],
+        "required": ["config"],
+        "additionalProperties": False,
+        "$defs": schema["$defs"],
+    }
+
+
+# From a file to what a cluster is asked for.
+
+ALWAYS_EXCLUDED = ("/.git", "/.venv", "/runs")
+STOP_WAIT_S = "10"
+"""Seconds from SIGTERM to SIGKILL when Ray stops a job. In Ray's own 3 s a run may not have written its summary."""
+
+DEFAULT_OUT = "~/raymoe_runs/{run}"
+
+
+@dataclass(frozen=True)
+class Order:
+    """A checked job, as the Jobs API takes it. Paths of this machine are absolute."""
+
+    job: Job
+    entrypoint: tuple[str, ...]
+    address: str | None
+    runtime_env: dict[str, Any]
+    resources: EntrypointSection
+    metadata: dict[str, str]
+
+
+def load_submission(name: str, sets: Sequence[str] = ()) -> Order:
+    """Load the job in a file, or the packaged job of that name, with its config. `sets` change keys of the config.
+
+    Raises ConfigError with all problems of both files.
+    """
+    path = find_config(name, folder="jobs")
+    source = Source(shown_path(path), path.absolute().parent, 0)
+    root, problems = compose(read_config(path, source.name), source)
+    if root is None or root.value is None:
+        raise refused(Problem(source.name, None, "", None, "is empty, a job needs at least a config"))
+    if not isinstance(root.value, dict):
+        raise refused(root.problem("", "a mapping is wanted at the top"))
+    check = _Check(root, source, problems)
+    submission = check.submission()
+    config = check.config(submission, sets)
+    check.paths(submission.runtime_env, config)
+    if check.problems or config is None:
+        raise report(source.name, check.problems)
+    return _order(submission, config, source.folder)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """The config of a submission, and the files that must be uploaded for it. The cluster has the packaged configs."""
+
+    job: Job
+    name: str
+    path: Path
+    sets: tuple[str, ...]
+    files: tuple[Path, ...] = ()
+
+
+@dataclass
+class _Check:
+    """Collects the problems of one job and of its config."""
+
+    root: Entry
+    source: Source
+    problems: list[Problem]
+    bad_keys: set[str] = field(default_factory=set)
+
+    def submission(self) -> Submission:
+        """Check the keys of the job. A missing or wrong key takes its default."""
+        assert isinstance(self.root.value, dict)
+        plain: dict[str, Any] = {key: entry.plain() for key, entry in self.root.value.items()}
+        if "config" not in plain:
+            self._wrong("config", "required", "the name of a packaged config, or a file")
+        needed = {"config": "?"}
+        try:
+            submission = Submission.model_validate(needed | plain)
+        except ValidationError as error:
+            for path, problem in explained(self.root, error.errors(), key_tree(Submission)):
+                self.problems.append(problem)
+                self.bad_keys.add(path[0])
+                plain = without(plain, path)
+            submission = Submission.model_validate(needed | plain)
+        for key in submission.metadata:
+            if key.startswith("raymoe_"):
+                self._wrong(f"metadata.{key}", "raymoe sets the keys that begin with raymoe_", "use another name")
+        return submission
+
+    def config(self, submission: Submission, sets: Sequence[str]) -> _Config | None:
+        """Load the config with the settings of the job, then those of the command line."""
+        if "config" in self.bad_keys:
+            return None
+        folder, name = self.source.folder, submission.config
+        try:
+            path = find_config(name, beside=folder)
+        except ConfigError as error:
+            self._wrong("config", error.problems[0].reason, error.problems[0].hint)
+            return None
+        own = {} if "set" in self.bad_keys else dict(self._own_sets())
+        every = (*own, *sets)
+        try:
+            layers = layered(path, every)
+            job = checked(layers, job_name(path))
+        except ConfigError as error:
+            by_name = {f"--set {shown(text)}": key for text, key in own.items()}
+            self.problems += [self._moved(problem, by_name) for problem in error.problems]
+            return None
+        files = () if path == packaged_config(name) else layers.paths
+        traces = sorted({Path(file) for case in job.cases() if (file := case.job.routing.file)})
+        return _Config(job, name, path, every, (*files, *traces))
+
+    def paths(self, env: RuntimeEnvSection, config: _Config | None) -> None:
+        """Check that what is uploaded is there, and that it holds every file that the config needs."""
+        if "runtime_env" in self.bad_keys:
+            return
+        for index, module in enumerate(env.py_modules):
+            if not _URL.match(module) and not (self.source.folder / module).exists():
+                self._wrong(f"runtime_env.py_modules.{index}", "no such file or directory")
+        needed = config.files if config else ()
+        directory = working_dir(env, self.source.folder)
+        if directory is None and needed:
+            why = "is a URL" if env.working_dir else "is not given"
+            reason = f"the cluster has no {shown_path(needed[0])}, since runtime_env.working_dir {why}"
+            self._wrong("config", reason, "set runtime_env.working_dir to a directory that holds it")
+        elif directory is not None and not directory.is_dir():
+            self._wrong("runtime_env.working_dir", "no such directory", f"looked for {shown_path(directory)}")
+        elif directory is not None:
+            for file in needed:
+                if not _normal(file).is_relative_to(directory):
+                    reason = f"does not hold {shown_path(file)}, which the config needs"
+                    self._wrong("runtime_env.working_dir", reason, "name a directory above both")
+
+    def _own_sets(self) -> Iterator[tuple[str, str]]:
+        """Give the job's settings of the config as `--set` takes them, each with its key in the job."""
+        entry = self.root.child("set")
+        for path, value in entry.leaves() if entry else ():
+            dotted = ".".join(path)
+            yield f"{dotted}={self._written(dotted, value)}", f"set.{dotted}"
+
+    def _written(self, key: str, entry: Entry) -> str:
+        """Write the value of a setting. A trace's path is relative to the job; `--set` takes it as relative to here."""
+        value = entry.plain()
+        if key == "routing.file" and isinstance(value, str):
+            return str(self.source.folder / value)
+        if isinstance(value, str) and resolve(value) == value and _PLAIN.fullmatch(value):
+            return value
+        return entry.text if entry.text is not None else json.dumps(value)
+
+    def _moved(self, problem: Problem, by_name: dict[str, str]) -> Problem:
+        """Give a problem of a setting the place of the setting in the job."""
+        if (key := by_name.get(problem.where)) is None:
+            return problem
+        entry = self._entry(key)
+        # `matrix.shape.tokens` is one key of a config, and so is not found below `set` part by part.
+        return Problem(
+            self.source.name, entry.line if entry else None, key, problem.value, problem.reason, problem.hint
+        )
+
+    def _entry(self, key: str) -> Entry | None:
+        section, _, rest = key.partition(".")
+        entry = self.root.child(section)
+        for candidate, found in entry.leaves() if entry else ():
+            if ".".join(candidate) == rest:
+                return found
+        return self.root.find(key.split("."))
+
+    def _wrong(self, key: str, reason: str, hint: str | None = None) -> None:
+        entry = self._entry(key)
+        self.bad_keys.add(key.partition(".")[0])
+        wrong = entry.problem(key, reason, hint) if entry else Problem(self.source.name, None, key, None, reason, hint)
+        self.problems.append(wrong)
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./+-]+")
+
+
+def working_dir(env: RuntimeEnvSection, folder: Path) -> Path | None:
+    """Give the directory to upload; None if there is none, or a URL."""
+    if env.working_dir is None or _URL.match(env.working_dir):
+        return None
+    return _normal(folder / env.working_dir)
+
+
+def _normal(path: Path) -> Path:
+    return Path(os.path.normpath(path.absolute()))
+
+
+def _order(submission: Submission, config: _Config, folder: Path) -> Order:
+    directory = working_dir(submission.runtime_env, folder)
+    file = config.name if config.path not in config.files else os.path.relpath(_normal(config.path), directory)
+    words = ["python", "-m", "raymoe", "run", file]
+    for text in config.sets:
+        words += ["--set", _on_the_cluster(text, directory)]
+    words += ["--out", submission.out] if submission.out else []
+    own = {"raymoe_version": __version__, "raymoe_config": config.name}
+    own |= {"raymoe_out": submission.out} if submission.out else {}
+    metadata = {"job_name": config.job.name} | submission.metadata | own
+    env = _runtime_env(submission.runtime_env, folder)
+    return Order(config.job, tuple(words), submission.address, env, submission.entrypoint, metadata)
+
+
+def _on_the_cluster(text: str, directory: Path | None) -> str:
+    """Make the path of a trace in a setting relative to the directory that is uploaded."""
+    key, _, value = text.partition("=")
+    if key != "routing.file" or directory is None:
+        return text
+    return f"{key}={os.path.relpath(_normal(Path(value)), directory)}"
+
+
+def _runtime_env(env: RuntimeEnvSection, folder: Path) -> dict[str, Any]:
+    """Give the section as Ray takes it: paths are absolute, and what is never uploaded is excluded."""
+    plain = env.model_dump(mode="json", exclude_defaults=True)
+    directory = working_dir(env, folder)
+    if directory is not None:
+        plain["working_dir"] = str(directory)
+        plain["excludes"] = list(dict.fromkeys((*ALWAYS_EXCLUDED, *env.excludes)))
+    if env.py_modules:
+        plain["py_modules"] = [each if _URL.match(each) else str(_normal(folder / each)) for each in env.py_modules]
+    for key in ("pip", "uv", "conda"):
+        value = plain.get(key)
+        if isinstance(value, str) and (folder / value).is_file():
+            plain[key] = str(_normal(folder / value))
+    plain["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": STOP_WAIT_S, **env.env_vars}
+    return plain

@@ -1,0 +1,301 @@
+"""Submits jobs to a Ray cluster and brings their results back: the work of `raymoe submit`, `attach` and `jobs`.
+
+The job's log goes to stdout; lines about the job go to stderr. Importing this module loads no Ray.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import secrets
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raymoe.config.submission import Order, address_problem, load_submission
+from raymoe.errors import CannotWrite, ClusterError, ConfigError, RaymoeError, one_line, printable, shown
+from raymoe.gang.address import JOBS_ADDRESSES, jobs_address, send_token
+from raymoe.report.directory import new_run_id
+from raymoe.report.results import Record
+from raymoe.report.transfer import TransferError, copy_if_readable, unpack
+from raymoe.shell import Interrupted
+
+if TYPE_CHECKING:
+    from raymoe.gang.submit import JobRequest, JobsApi, JobState
+
+RESULTS_S = 60.0  # for the job that reads results on the driver's node
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """The command line of `raymoe submit`."""
+
+    job: str
+    sets: tuple[str, ...] = ()
+    address: str | None = None
+    out: Path | None = None
+    dry_run: bool = False
+    detach: bool = False
+
+
+def submit(request: SubmitRequest) -> int:
+    """Submit a job, follow it and copy its results; return the exit code. Raises RaymoeError if nothing was started."""
+    order = load_submission(request.job, request.sets)
+    address = _address(request.address, order.address)
+    if request.dry_run:
+        print(command_line(order, address), flush=True)
+        return 0
+    _check_destination(request.out)
+    api = connect(address)
+    if notice := ray_version_notice(api.ray_version, importlib.metadata.version("ray")):
+        _tell(notice)
+    job = _request(order)
+    if (directory := order.runtime_env.get("working_dir", "")).startswith("/"):
+        _tell(f"uploading {directory}, unless the cluster has it")
+    try:
+        api.submit(job, _tell)
+    except KeyboardInterrupt:
+        _tell(f"stopped while the cluster was asked; it may have started job {job.id}: raymoe attach {job.id}")
+        raise
+    where = "" if request.address is None and order.address is None else f" --address {shlex.quote(address)}"
+    stops = "" if request.detach else "; Ctrl-C stops it, and Ctrl-C twice leaves it"
+    _tell(f"job {job.id} is submitted to {shown(api.address)}{stops}")
+    if request.detach:
+        _tell(f"to follow it and copy its results: raymoe attach {job.id}{where}")
+        print(job.id, flush=True)
+        return 0
+    return _follow(api, job.id, request.out)
+
+
+def attach(job: str, address: str | None, out: Path | None) -> int:
+    """Follow a job that was submitted before, as `submit` does."""
+    _check_destination(out)
+    api = connect(_address(address))
+    api.state(job)
+    return _follow(api, job, out)
+
+
+def jobs(address: str | None) -> str:
+    """List the runs that a cluster knows, the last one first."""
+    api = connect(_address(address))
+    return table([state for state in api.states() if _is_run(state)], time.time())
+
+
+def connect(address: str) -> JobsApi:
+    """Connect to the Jobs API of a cluster, with the token if there is one."""
+    if send_token():
+        os.environ["RAY_AUTH_MODE"] = "token"  # read when Ray is imported
+    from raymoe.gang.submit import JobsApi
+
+    return JobsApi(address)
+
+
+# The command line that does the same.
+
+
+def command_line(order: Order, address: str) -> str:
+    """Give the `ray job submit` line that does what `submit` does, to be typed in a shell."""
+    words = ["ray", "job", "submit", "--address", address]
+    words += ["--runtime-env-json", json.dumps(order.runtime_env)]
+    words += ["--metadata-json", json.dumps(order.metadata)]
+    asked = order.resources
+    amounts = {"num-cpus": asked.cpus, "num-gpus": asked.gpus, "memory": asked.memory}
+    for name, amount in amounts.items():
+        words += [f"--entrypoint-{name}", f"{amount:g}" if isinstance(amount, float) else str(amount)] if amount else []
+    for name, mapping in {"resources": asked.resources, "label-selector": asked.labels}.items():
+        words += [f"--entrypoint-{name}", json.dumps(mapping)] if mapping else []
+    return _variables(address) + shlex.join([*words, "--", *order.entrypoint])
+
+
+def _variables(address: str) -> str:
+    """Set what the line needs here: the mode of the token, and the address where a variable would override it."""
+    token = "RAY_AUTH_MODE=token " if send_token() else ""
+    overridden = jobs_address() not in (None, address)
+    return token + (f"{JOBS_ADDRESSES[0]}={shlex.quote(address)} " if overridden else "")
+
+
+def _address(*named: str | None) -> str:
+    address = jobs_address(*named)
+    if address is None:
+        raise ConfigError(
+            "no cluster is named; give --address http://HOST:8265, address in the job, or set RAY_API_SERVER_ADDRESS"
+        )
+    if wrong := address_problem(address):
+        raise ConfigError(f"the address {shown(address)} is {wrong[0]}; {wrong[1]}")
+    return address
+
+
+def _request(order: Order) -> JobRequest:
+    from raymoe.gang.submit import JobRequest
+
+    asked = order.resources
+    return JobRequest(
+        entrypoint=shlex.join(order.entrypoint),
+        id=new_run_id(order.job.name),
+        runtime_env=order.runtime_env,
+        metadata=order.metadata,
+        cpus=asked.cpus,
+        gpus=asked.gpus,
+        memory=asked.memory,
+        resources=asked.resources,
+        labels=asked.labels,
+    )
+
+
+def ray_version_notice(cluster: str, here: str) -> str | None:
+    """Say that the cluster's Ray differs from the one here; None if it does not.
+
+    >>> ray_version_notice("2.60.0", "2.60.0")
+    >>> ray_version_notice("2.58.0", "2.60.0")
+    "the cluster runs Ray 2.58.0 and this machine has Ray 2.60.0; the job uses the cluster's"
+    """
+    if cluster == here:
+        return None
+    return f"the cluster runs Ray {shown(cluster)} and this machine has Ray {here}; the job uses the cluster's"
+
+
+# Following a job to its end.
+
+
+def _follow(api: JobsApi, job: str, out: Path | None) -> int:
+    from raymoe.gang.follow import Follower
+
+    followed = Follower(api, job, _print_log, _tell).follow()
+    if followed.left and followed.signum is not None:
+        how = "is being stopped" if followed.stopping else "goes on"
+        return _ended(f"left job {job}, which {how}; `raymoe attach {job}` follows it", 128 + followed.signum)
+    state = followed.state
+    assert state is not None, "following ends with a state, a signal or an error"
+    destination = out or Path("runs") / job
+    problem: RaymoeError | None = None
+    try:
+        copied = bring_results(api, state, destination)
+    except (TransferError, ClusterError, CannotWrite) as error:
+        copied, problem = False, error
+    except Interrupted as interrupt:
+        code = interrupt.stopped.exit_code
+        return _ended(f"stopped by {signal.Signals(code - 128).name}; the results of job {job} are not copied", code)
+    if copied:
+        _tell(f"results are in {destination}")
+    exit_code, sentence = verdict(state, destination if copied else None)
+    if followed.signum is not None:
+        name = signal.Signals(followed.signum).name
+        return _ended(f"stopped by {name}; job {job} is {state.status}, finished cases are kept", 128 + followed.signum)
+    if problem is not None:
+        unread = f"the results of job {job} cannot be copied: {problem}"
+        if exit_code == 0:
+            return _ended(unread, CannotWrite.exit_code)
+        _tell(unread)
+    return exit_code if exit_code == 0 else _ended(sentence, exit_code)
+
+
+def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
+    """Copy the run directory of a job that has ended; False if the job made none, or is no run of raymoe.
+
+    It is copied from here if this machine can read it, else by a second job on the node of the driver.
+    """
+    if not _is_run(state) or state.exit_code == ConfigError.exit_code:
+        return False
+    out = state.metadata.get("raymoe_out")
+    if copy_if_readable(out, state.id, destination):
+        return True
+    if state.node is None:  # the job never started
+        return False
+    from raymoe.gang.follow import output_on_node
+    from raymoe.gang.submit import JobRequest
+
+    reader = JobRequest(
+        entrypoint=shlex.join(["python", "-m", "raymoe.report.transfer", out or "", state.id]),
+        id=f"{state.id}-results-{secrets.token_hex(2)}",
+        runtime_env=state.runtime_env,
+        metadata={"job_name": f"results of {state.id}"},
+        labels={"ray.io/node-id": state.node},
+    )
+    unpack(output_on_node(api, reader, RESULTS_S), state.id, destination)
+    return True
+
+
+def verdict(state: JobState, results: Path | None) -> tuple[int, str]:
+    """Give the exit code for the end of a job, and the sentence for it.
+
+    It is the job's own exit code. A job that Ray stopped has none: then that of its summary counts, else 143.
+    """
+    summary = _summary(results)
+    message = str(summary.get("message", "")) if summary else ""
+    if state.status == "SUCCEEDED":
+        return 0, "done"
+    if state.status == "STOPPED":
+        code = summary.get("exit_code") if summary else None
+        if not isinstance(code, int) or isinstance(code, bool) or not 0 < code < 256:
+            code = 128 + signal.SIGTERM
+        return code, f"job {state.id} was stopped{': ' if message else ''}{one_line(message)}"
+    if state.exit_code is None:
+        kind = (state.error_type or "no reason").lower().replace("_", " ")
+        return ClusterError.exit_code, f"job {state.id} did not run ({kind}): {one_line(state.message)}"
+    code = state.exit_code if state.exit_code >= 0 else 128 - state.exit_code
+    last = message or state.message.rstrip().rpartition("\n")[2].strip()
+    if "No module named raymoe" in last:
+        last = "raymoe is not installed there; use an image that has it, or set runtime_env.pip or working_dir"
+    return code, f"job {state.id} failed with exit code {code}: {one_line(last)}"
+
+
+def _summary(results: Path | None) -> dict[str, object] | None:
+    try:
+        return Record.read(results).summary if results else None
+    except ConfigError:
+        return None
+
+
+def _is_run(state: JobState) -> bool:
+    own = any(key.startswith("raymoe_") for key in state.metadata)
+    return own or " raymoe run " in f" {state.entrypoint} "
+
+
+def _check_destination(out: Path | None) -> None:
+    """Refuse a place for results that is in use, before anything is submitted."""
+    try:
+        if out is not None and (out.is_symlink() or out.exists()) and (not out.is_dir() or any(out.iterdir())):
+            raise ConfigError(f"--out {shown(str(out))} is not an empty directory; name another for the results")
+    except OSError as error:
+        raise CannotWrite(f"--out {shown(str(out))} cannot be used: {error.strerror}") from error
+
+
+# What is printed.
+
+
+def _print_log(text: str) -> None:
+    """Print a piece of a job's log, with control characters escaped: it comes from another machine."""
+    sys.stdout.write("\n".join(map(printable, text.expandtabs().split("\n"))))
+    sys.stdout.flush()
+
+
+def _tell(line: str) -> None:
+    print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
+
+
+def _ended(sentence: str, exit_code: int) -> int:
+    _tell(sentence)
+    return exit_code
+
+
+def table(states: Sequence[JobState], now: float) -> str:
+    """Format jobs as a table: id, config, status with exit code, start and duration."""
+    rows = [("job", "config", "status", "started (UTC)", "took")]
+    for state in sorted(states, key=lambda state: state.began_ms or 0, reverse=True):
+        status = state.status if state.exit_code in (None, 0) else f"{state.status} ({state.exit_code})"
+        began = None if state.began_ms is None else state.began_ms / 1000
+        ended = now if state.ended_ms is None else state.ended_ms / 1000
+        started = "" if began is None else f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+        took = "" if began is None else f"{ended - began:.0f} s"
+        rows.append((shown(state.id), shown(state.metadata.get("raymoe_config", "")), status, started, took))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
+    )

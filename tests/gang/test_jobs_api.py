@@ -1,0 +1,235 @@
+"""The Jobs API without a cluster: a server that answers as Ray's head does, and the verdict on the end of a job."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from raymoe import cli
+from raymoe.errors import ClusterError, ConfigError
+from raymoe.gang import follow, submit
+from raymoe.gang.follow import Follower
+from raymoe.gang.submit import JobRequest, JobsApi, JobState
+from raymoe.submit import table, verdict
+
+BUSY = (500, "No available agent to submit job, please try again later.")
+
+
+class FakeHead(ThreadingHTTPServer):
+    """Answers the requests of a Jobs client. `refusals` are given to submissions before one is accepted."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.refusals: list[tuple[int, str]] = []
+        self.version = "2.57.0"
+        self.submitted: list[dict[str, object]] = []
+        self.silent = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHead
+
+    def do_GET(self) -> None:
+        if self.server.silent:
+            time.sleep(3)
+        if self.path == "/api/version":
+            self._answer(200, json.dumps({"version": "4", "ray_version": self.server.version, "ray_commit": ""}))
+        else:
+            self._answer(404, "Job x does not exist")
+
+    def do_POST(self) -> None:
+        job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.refusals:
+            return self._answer(*self.server.refusals.pop(0))
+        self.server.submitted.append(job)
+        return self._answer(200, json.dumps({"job_id": job["submission_id"], "submission_id": job["submission_id"]}))
+
+    def _answer(self, code: int, text: str) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHead]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with FakeHead() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(timeout=5)
+
+
+REQUEST = JobRequest("true", "quick-1")
+
+
+def test_a_cluster_whose_agent_is_not_up_is_asked_again(fake: FakeHead) -> None:
+    fake.refusals = [BUSY, BUSY]
+    lines: list[str] = []
+    JobsApi(fake.url).submit(REQUEST, lines.append)
+    assert [job["submission_id"] for job in fake.submitted] == ["quick-1"]
+    assert lines == [f"the cluster at {fake.url} has no agent for jobs yet; asking again for 60 s"]
+
+
+def test_a_submission_that_arrived_although_its_answer_did_not_is_no_error(fake: FakeHead) -> None:
+    fake.refusals = [BUSY, (400, "ValueError: Job with submission_id quick-1 already exists.")]
+    JobsApi(fake.url).submit(REQUEST, print)
+    fake.refusals = [(400, "ValueError: Job with submission_id quick-1 already exists.")]
+    with pytest.raises(ClusterError, match="already exists"):
+        JobsApi(fake.url).submit(REQUEST, print)
+
+
+def test_a_cluster_that_never_has_an_agent_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "AGENT_S", 0.5)
+    fake.refusals = [BUSY] * 9
+    with pytest.raises(
+        ClusterError, match=f"asked for the Jobs API of the cluster at {fake.url}, and it failed: .*agent"
+    ):
+        JobsApi(fake.url).submit(REQUEST, print)
+    assert fake.submitted == []
+
+
+def test_a_head_that_does_not_answer_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "ANSWER_S", 0.5)
+    fake.silent = True
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"got no answer: .*Read timed out"):
+        JobsApi(fake.url)
+    assert time.monotonic() - began < 2.5
+
+
+def test_nothing_there_and_an_unknown_job(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")  # the address that is given counts
+    api = JobsApi(fake.url)
+    with pytest.raises(ConfigError, match="does not know this job"):
+        api.state("x")
+    with pytest.raises(ClusterError, match="nothing answers there; give the address of its dashboard"):
+        JobsApi("http://127.0.0.1:1")
+
+
+def test_another_version_of_ray_is_named_before_the_job_starts(
+    fake: FakeHead, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["submit", "quickstart", "--address", fake.url, "--detach"]) == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines[0].startswith("the cluster runs Ray 2.57.0 and this machine has Ray 2.")
+    assert lines[1].startswith(f"job {out.strip()} is submitted to {fake.url}")
+    [job] = fake.submitted
+    assert job["entrypoint"] == "python -m raymoe run quickstart --set world.placement_timeout_s=600"
+    assert job["runtime_env"] == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "10"}}
+
+
+def test_a_place_for_results_that_is_in_use_is_refused_before_anything_is_submitted(
+    fake: FakeHead, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["submit", "quickstart", "--address", fake.url, "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path} is not an empty directory" in capsys.readouterr().err and fake.submitted == []
+
+
+class LostApi:
+    """An API that answers once, then no more; its log breaks off, and begins anew at the second try."""
+
+    def __init__(self, lost: bool) -> None:
+        self.lost, self.asked, self.read = lost, 0, 0
+
+    def state(self, job: str) -> JobState:
+        self.asked += 1
+        if self.asked > 1 and self.lost:
+            raise ClusterError("nothing answers there")
+        return JobState(job, "SUCCEEDED" if self.read > 1 else "RUNNING", "true")
+
+    async def tail(self, _: str):
+        self.read += 1
+        yield "one\n"
+        if self.read == 1 or self.lost:
+            raise RuntimeError("WebSocket connection closed unexpectedly with close code 1006")
+        yield "two\n"
+
+
+def test_a_log_that_breaks_off_goes_on_where_it_was() -> None:
+    log: list[str] = []
+    ended = Follower(LostApi(lost=False), "x", log.append, print).follow()  # type: ignore[arg-type]
+    assert "".join(log) == "one\ntwo\n" and ended.state is not None and ended.state.status == "SUCCEEDED"
+
+
+def test_a_cluster_that_is_lost_is_named_with_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "LOST_S", 0.5)
+    with pytest.raises(ClusterError, match=r"not answered for 0.5 s \(.*\); follow it again with `raymoe attach x`"):
+        Follower(LostApi(lost=True), "x", print, print).follow()  # type: ignore[arg-type]
+
+
+def summary_of(folder: Path, exit_code: int, message: str) -> Path:
+    (folder / "config.yaml").write_text("# raymoe run x\nname: x\n")
+    document = {"status": "stopped", "exit_code": exit_code, "message": message, "cases": {}, "generations": []}
+    (folder / "summary.json").write_text(json.dumps(document))
+    return folder
+
+
+FAILED = "Job entrypoint command failed with exit code 6, last available logs:\nso\nthe rows differ\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "summary", "code", "told"),
+    [
+        (JobState("x", "SUCCEEDED", "", exit_code=0), None, 0, "done"),
+        (JobState("x", "FAILED", "", FAILED, exit_code=6), None, 6, "job x failed with exit code 6: the rows differ"),
+        (JobState("x", "FAILED", "", FAILED, exit_code=6), (6, "row 3"), 6, "job x failed with exit code 6: row 3"),
+        (JobState("x", "FAILED", "", "a", exit_code=-9), None, 137, "job x failed with exit code 137: a"),
+        (
+            JobState("x", "FAILED", "", "python: No module named raymoe", exit_code=1),
+            None,
+            1,
+            "job x failed with exit code 1: raymoe is not installed there; "
+            "use an image that has it, or set runtime_env.pip or working_dir",
+        ),
+        (JobState("x", "STOPPED", ""), None, 143, "job x was stopped"),
+        (JobState("x", "STOPPED", ""), (4, "rank 1 died"), 4, "job x was stopped: rank 1 died"),
+        (JobState("x", "STOPPED", ""), (0, "done"), 143, "job x was stopped: done"),
+        (
+            JobState("x", "FAILED", "", "no\nconda\x1b", "RUNTIME_ENV_SETUP_FAILURE"),
+            None,
+            3,
+            "job x did not run (runtime env setup failure): no conda\\x1b",
+        ),
+        (
+            JobState("x", "FAILED", "", "gone", "JOB_SUPERVISOR_ACTOR_DIED", node="n"),
+            None,
+            3,
+            "job x did not run (job supervisor actor died): gone",
+        ),
+    ],
+    ids=range(10),
+)
+def test_the_verdict_on_a_job(tmp_path: Path, state: JobState, summary, code: int, told: str) -> None:
+    results = summary_of(tmp_path, *summary) if summary else None
+    assert verdict(state, results) == (code, told)
+
+
+def test_the_table_of_jobs() -> None:
+    states = [
+        JobState("a", "SUCCEEDED", "", exit_code=0, metadata={"raymoe_config": "p2p"}, began_ms=0, ended_ms=61_000),
+        JobState("b\x1b", "FAILED", "", exit_code=4, began_ms=1000, ended_ms=3000),
+        JobState("c", "PENDING", ""),
+    ]
+    assert table(states, now=5.0).splitlines() == [
+        "job    config  status      started (UTC)        took",
+        "b\\x1b          FAILED (4)  1970-01-01 00:00:01  2 s",
+        "a      p2p     SUCCEEDED   1970-01-01 00:00:00  61 s",
+        "c              PENDING",
+    ]

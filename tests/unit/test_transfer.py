@@ -1,0 +1,218 @@
+"""Results on their way: out of a cluster as text, to a URL and back, and a run that Ray starts again."""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import raymoe
+from raymoe.config import Job, load_job
+from raymoe.errors import CannotWrite, ClusterError, ConfigError
+from raymoe.report import storage, transfer
+from raymoe.report.directory import RAY_JOB, RunDirectory
+from raymoe.report.opening import open_directory
+from raymoe.report.ray_job import run_name, version_notice
+from raymoe.report.results import Record, Summary
+
+JOB = "quick-20261123T070000Z-abcd"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home and a working directory of the test's own."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(RAY_JOB, raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def under_ray(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the entrypoint of a Ray job that `raymoe submit` started."""
+    metadata = {"job_submission_id": JOB, "raymoe_version": raymoe.__version__}
+    monkeypatch.setenv(RAY_JOB, json.dumps({"runtime_env": {}, "metadata": metadata}))
+
+
+def results(path: Path, job: str = JOB) -> Path:
+    """A run directory as a job leaves it."""
+    (path / "plots").mkdir(parents=True)
+    (path / "config.yaml").write_text("# raymoe run quick\nname: quick\n")
+    (path / "environment.json").write_text(json.dumps({"ray_job": job}))
+    (path / "plots" / "a.svg").write_bytes(os.urandom(5000))
+    (path / "summary.json").write_text("{}")
+    (path / ".lock").write_text("process 1")
+    (path / "passwd").symlink_to("/etc/passwd")
+    os.mkfifo(path / "fifo")
+    return path
+
+
+def names(path: Path) -> list[str]:
+    return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file() or each.is_symlink())
+
+
+PLAIN = ["config.yaml", "environment.json", "plots/a.svg", "summary.json"]
+
+
+def test_a_run_directory_arrives_as_text_without_links_and_hidden_files(tmp_path):
+    source, target = results(tmp_path / "run"), tmp_path / "here" / "got"
+    log = f"Running entrypoint for job x\n{transfer.pack(source, JOB)}bye\n"
+    transfer.unpack(log, JOB, target)
+    assert names(target) == PLAIN
+    assert all((target / name).read_bytes() == (source / name).read_bytes() for name in PLAIN)
+    assert [path.name for path in target.parent.iterdir()] == ["got"], "nothing half-done is left"
+
+
+def archive(*members: tuple[str, bytes, bytes]) -> str:
+    """What a lying job may print: files of any name and type."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+        for name, kind, content in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = kind, len(content), "/etc/passwd"
+            tar.addfile(member, io.BytesIO(content))
+    raw = data.getvalue()
+    return (
+        f"raymoe-run-begins {len(raw)} {hashlib.sha256(raw).hexdigest()}\n"
+        f"{base64.b64encode(raw).decode()}\nraymoe-run-ends\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("nothing", "printed no results"),
+        ("raymoe-run-missing no run of this job is in /x\x1b\n", r"no run of this job is in /x\\x1b"),
+        (f"raymoe-run-begins 3 {'0' * 64}\nAAAA\nraymoe-run-ends\n", "damaged: 3 bytes arrived"),
+        (f"raymoe-run-begins 3 {hashlib.sha256(b'abc').hexdigest()}\nYWJj\nraymoe-run-ends\n", "is damaged"),
+        (f"raymoe-run-begins 3 {'0' * 64}\nA!\nraymoe-run-ends\n", "is damaged"),
+        (archive(("../out", tarfile.REGTYPE, b"x")), "is not a file of a run directory"),
+        (archive(("/tmp/out", tarfile.REGTYPE, b"x")), "is not a file of a run directory"),
+        (archive(("link", tarfile.SYMTYPE, b"")), "is not a file of a run directory"),
+        (archive(("a", tarfile.REGTYPE, b"x"), ("a", tarfile.REGTYPE, b"y")), "cannot write"),
+        (archive(("a", tarfile.REGTYPE, bytes(20_000))), "more than 0 MiB"),
+    ],
+    ids=range(10),
+)
+def test_text_that_lies_is_refused_and_leaves_nothing(tmp_path, monkeypatch, text, told):
+    monkeypatch.setattr(transfer, "MOST_BYTES", 20_000)
+    with pytest.raises((transfer.TransferError, CannotWrite), match=told):
+        transfer.unpack(text, JOB, tmp_path / "got")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_readable_is_copied_if_it_is_of_that_job(tmp_path):
+    source = results(tmp_path / "shared" / JOB)
+    out, target = str(tmp_path / "shared" / "{run}"), tmp_path / "got"
+    assert transfer.copy_if_readable(out, JOB, target) and names(target) == PLAIN
+    assert not transfer.copy_if_readable(str(source), "another-job", tmp_path / "other")
+    assert not transfer.copy_if_readable(str(tmp_path / "nowhere"), JOB, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert transfer.copy_if_readable(str(source), JOB, source), "results that are there already"
+    (source / "more").write_text("x")
+    assert transfer.copy_if_readable(out, JOB, target) and names(target) == sorted([*PLAIN, "more"]), "a later copy"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    with pytest.raises(CannotWrite, match="mine: Directory not empty"):
+        transfer.copy_if_readable(out, JOB, tmp_path / "mine")
+    assert names(tmp_path / "mine") == ["notes"]
+    assert "no run of this job is in" in transfer.pack(source, "another-job")
+
+
+def test_a_run_is_copied_to_a_url_and_back(tmp_path):
+    source, url = results(tmp_path / "run"), f"file://{tmp_path}/remote/run"
+    mirror = storage.Mirror(source, url)
+    mirror.start()
+    mirror.finish()
+    assert names(tmp_path / "remote" / "run") == PLAIN
+    assert transfer.copy_if_readable(f"file://{tmp_path}/remote/run", JOB, tmp_path / "got")
+    assert names(tmp_path / "got") == PLAIN
+    assert not transfer.copy_if_readable(url, "another-job", tmp_path / "other") and not (tmp_path / "other").exists()
+    assert not storage.fetch(f"file://{tmp_path}/remote/nothing", tmp_path / "other")
+    (source / "summary.json").unlink()  # a retry has begun
+    mirror.finish()
+    assert "summary.json" not in names(tmp_path / "remote" / "run")
+
+
+def test_a_url_that_cannot_be_used_says_why(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match=rf"to file://{tmp_path}/file/x: .*; they are in {tmp_path}/run"):
+        storage.Mirror(results(tmp_path / "run"), f"file://{tmp_path}/file/x").finish()
+    with pytest.raises(ClusterError, match="cannot read nope://x: Protocol not known: nope"):
+        storage.fetch("nope://x", tmp_path / "got")
+
+
+def small(**changes: object) -> Job:
+    return load_job("host_exchange", [f"{key}={value}" for key, value in changes.items()])
+
+
+def finish(directory: RunDirectory, exit_code: int) -> None:
+    directory.write_environment({})
+    directory.write_summary(Summary.of(exit_code, "over", ["a"], []))
+    directory.close()
+
+
+def test_a_retried_ray_job_continues_its_unfinished_run(under_ray, tmp_path):
+    out = str(tmp_path / "out")
+    first, _ = open_directory(out, small())
+    finish(first, 143)
+    again, mirror = open_directory(out, small())
+    assert again.run == first.run == JOB and mirror is None
+    assert again.notices == [f"continues the unfinished run in {out}; 0 cases done before"]
+    again.close()
+    with pytest.raises(ConfigError, match="already holds config"):
+        open_directory(out, small(**{"steps.count": 3}))  # another config
+    finish(RunDirectory.resume(Path(out)), 0)
+    with pytest.raises(ConfigError, match="already holds config"):
+        open_directory(out, small())  # nothing is left to do
+
+
+def test_outside_a_ray_job_a_directory_that_holds_results_is_refused(home, tmp_path):
+    finish(open_directory(str(tmp_path / "out"), small())[0], 143)
+    with pytest.raises(ConfigError, match="continue that run with --resume"):
+        open_directory(str(tmp_path / "out"), small())
+
+
+def test_a_retried_ray_job_continues_from_a_url(under_ray, home, tmp_path):
+    url = f"file://{tmp_path}/remote"
+    first, mirror = open_directory(url, small())
+    assert mirror is not None and first.path == home / "raymoe_runs" / JOB
+    finish(first, 143)
+    mirror.finish()
+    first.path.rename(tmp_path / "gone")  # the retry runs in a new pod
+    again, mirror = open_directory(url, small())
+    assert mirror is not None and Record.read(again.path).run == JOB and "continues" in again.notices[0]
+    finish(again, 0)
+    mirror.finish()
+    again.path.rename(tmp_path / "gone too")
+    with pytest.raises(ConfigError, match=f"--out {url} already holds results"):
+        open_directory(url, small())
+    assert not again.path.exists()
+
+
+def test_a_run_of_raymoe_submit_has_the_name_of_its_job(under_ray, home, tmp_path):
+    directory, _ = open_directory(str(tmp_path / "{run}"), small())
+    assert directory.path == tmp_path / JOB and run_name("x") == JOB
+    directory.close()
+    (home / "raymoe_runs" / JOB).mkdir(parents=True)
+    assert run_name("x").startswith("x-"), "a second run of the same job"
+    tilde, _ = open_directory("~/here", small())
+    assert tilde.path == home / "here"
+    tilde.close()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"metadata": []}', '{"metadata": {"job_submission_id": 3}}'])
+def test_what_is_no_ray_job_gives_a_run_of_its_own_name(home, monkeypatch, text):
+    monkeypatch.setenv(RAY_JOB, text)
+    assert run_name("x").startswith("x-") and version_notice() is None
+
+
+def test_another_version_than_the_one_that_submitted_is_named(under_ray, monkeypatch):
+    assert version_notice() is None
+    metadata = {"job_submission_id": JOB, "raymoe_version": "0.0.9"}
+    monkeypatch.setenv(RAY_JOB, json.dumps({"metadata": metadata}))
+    assert str(version_notice()).startswith(f"submitted by raymoe 0.0.9, run by raymoe {raymoe.__version__}: ")
