@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from raymoe.config import Job, load_job
+from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.gang.address import choose
 from raymoe.gang.local_ray import configure, remove_session
@@ -75,7 +76,7 @@ def _open(request: Request) -> tuple[Job, RunDirectory, Mirror | None]:
         if request.config is not None or request.sets or request.out is not None:
             raise ConfigError("--resume DIR continues the run in DIR unchanged; give no CONFIG, --set or --out with it")
         directory = RunDirectory.resume(request.resume)
-        return Job.from_resolved(directory.read_config()), directory, None
+        return job_from_resolved(directory.read_config()), directory, None
     if request.config is None:
         raise ConfigError("raymoe run needs a CONFIG (a file, or a name such as quickstart) or --resume DIR")
     job = load_job(request.config, request.sets)

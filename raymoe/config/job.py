@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS
 from raymoe.config.sections import (
@@ -22,12 +22,11 @@ from raymoe.config.sections import (
     WorldSection,
 )
 from raymoe.config.yaml_tree import Scalar
-from raymoe.errors import ConfigError, shown
+from raymoe.errors import ConfigError
 
 # The combinations of a matrix, as plain values.
 
 MAX_CASES = 1000
-MOST_TOLD = 10  # problems of a resolved job that its error repeats
 
 
 def size(matrix: Mapping[str, Sequence[Scalar]]) -> int:
@@ -160,24 +159,8 @@ class Job(Section):
     """Keys, each with a list of values. Every combination of values is one case."""
 
     def resolved(self) -> dict[str, Any]:
-        """Give every key that means something in this job, as plain values. `from_resolved` reads them back."""
+        """Give every key that means something in this job, as plain values. `job_from_resolved` reads them back."""
         return meaningful(self.model_dump(mode="json", exclude_none=True))
-
-    @classmethod
-    def from_resolved(cls, resolved: dict[str, Any]) -> Job:
-        """Make the job again from the values that `resolved` gave. Refuses any other values, with ConfigError."""
-        from raymoe.config.rules import broken_rules
-
-        try:
-            job = cls.model_validate(resolved)
-            problems = _matrix_problems(job.matrix)
-            problems = problems or [str(wrong) for case in job.cases() for wrong in broken_rules(case.job)]
-        except ValidationError as error:
-            problems = [f"{shown('.'.join(map(str, wrong['loc'])))}: {wrong['msg']}" for wrong in error.errors()]
-        if problems:
-            more = f"; and {len(problems) - MOST_TOLD} more" if len(problems) > MOST_TOLD else ""
-            raise ConfigError(f"not a resolved job: {'; '.join(problems[:MOST_TOLD])}{more}")
-        return job
 
     def cases(self) -> tuple[Case, ...]:
         """Give one case for each combination of the matrix, in file order; the last key changes fastest."""
@@ -186,18 +169,6 @@ class Job(Section):
         base = self.model_dump(exclude={"matrix"})
         named = combinations(base, self.matrix)
         return tuple(Case(name, i, Job.model_validate(meaningful(plain))) for i, (name, plain) in enumerate(named))
-
-
-def _matrix_problems(matrix: Mapping[str, Sequence[Scalar]]) -> list[str]:
-    """Find what is wrong with a matrix that `read_matrix` has not checked, before its cases are made."""
-    from raymoe.config.explain import key_tree
-    from raymoe.config.sweep import sweepable
-
-    known = sweepable(key_tree())
-    problems = [f"matrix.{shown(key)}: no such key" for key in matrix if key not in known]
-    if (cases := size(matrix)) > MAX_CASES:
-        problems.append(f"matrix: {cases} cases, at most {MAX_CASES} are run")
-    return problems
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from raymoe.config import Job
+from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
 from raymoe.gang.processes import start_time, stderr_file
@@ -242,7 +242,7 @@ class Rank:
             self.log.progress(f"case {now.case}: {in_words(progress.done, progress.total, block.step_s)}")
             world.waiter.check()  # so that an abort also ends a rank that computes and never waits
 
-        for case in Job.from_resolved(dict(resolved)).cases():
+        for case in job_from_resolved(dict(resolved)).cases():
             if case.name in finished:
                 continue
             now.case, now.done, now.total = case.name, 0, 0

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from raymoe.config import Job
+from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import ConfigError, shown
 from raymoe.report.directory import RunDirectory, place_for, under_ray_job
 from raymoe.report.ray_job import run_name
@@ -61,7 +62,7 @@ def _is_unfinished(path: Path, job: Job) -> bool:
     """Whether a directory has a run of this very job that has not ended well."""
     try:
         record = Record.read(path)
-        same = Job.from_resolved(record.config) == job
+        same = job_from_resolved(record.config) == job
     except ConfigError:
         return False  # no run, or a damaged one, which `create` refuses with its reason
     return same and (record.summary is None or record.summary.get("status") != "done")

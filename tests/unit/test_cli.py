@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from raymoe import cli
-from raymoe.config import Job, job_schema, load_job
+from raymoe.config import job_schema, load_job
+from raymoe.config.resolved import job_from_resolved
 from tests.python_path import python_path
 from tests.unit.configs_on_disk import write
 
@@ -85,7 +86,7 @@ def test_show_prints_a_config_that_loads_as_the_same_job(capsys, tmp_path):
         assert (code, err) == (0, [])
         job = load_job(config, ["steps.count=7"])
         assert load_job(write(tmp_path, out)) == job
-        assert Job.from_resolved(yaml.safe_load(out)) == job
+        assert job_from_resolved(yaml.safe_load(out)) == job
 
 
 def test_schema_prints_the_job_schema_as_json(capsys):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from raymoe.config import Job, load_job
+from raymoe.config import load_job
+from raymoe.config.resolved import job_from_resolved
 from tests.unit.configs_on_disk import problems, write
 
 
@@ -47,7 +48,7 @@ def test_a_key_may_apply_in_some_cases_only(tmp_path):
     job = load_job(write(tmp_path, text))
     assert job.cases()[1].job.routing.alpha == 2
     assert "alpha" not in job.cases()[0].job.resolved()["routing"]
-    assert Job.from_resolved(job.resolved()) == job
+    assert job_from_resolved(job.resolved()) == job
 
 
 WRONG = [

@@ -9,8 +9,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raymoe.config import Job, job_schema, load_job, to_yaml
+from raymoe.config import job_schema, load_job, to_yaml
 from raymoe.config.explain import key_tree, leaves
+from raymoe.config.resolved import job_from_resolved
 from raymoe.config.yaml_tree import resolve
 from raymoe.errors import ConfigError
 from raymoe.packaged import packaged_config
@@ -55,12 +56,12 @@ def jobs(draw: st.DrawFn) -> dict[str, object]:
 @given(jobs())
 def test_a_resolved_job_reads_back_as_the_same_job(tmp_path: Path, config: dict[str, object]) -> None:
     job = load_job(write(tmp_path, to_yaml(config)))
-    assert Job.from_resolved(job.resolved()) == job
-    assert Job.from_resolved(json.loads(json.dumps(job.resolved()))) == job
-    assert Job.from_resolved(yaml.safe_load(yaml.safe_dump(job.resolved()))) == job
+    assert job_from_resolved(job.resolved()) == job
+    assert job_from_resolved(json.loads(json.dumps(job.resolved()))) == job
+    assert job_from_resolved(yaml.safe_load(yaml.safe_dump(job.resolved()))) == job
     assert load_job(write(tmp_path, to_yaml(job.resolved()), "again.yaml")) == job
     for case in job.cases():
-        assert Job.from_resolved(case.job.resolved()) == case.job
+        assert job_from_resolved(case.job.resolved()) == case.job
         assert [(inner.name, inner.job) for inner in case.job.cases()] == [("default", case.job)]
 
 
@@ -118,7 +119,7 @@ def test_any_value_of_any_key_is_accepted_or_refused(tmp_path: Path, given_value
     except ConfigError as error:
         assert error.problems
     else:
-        assert Job.from_resolved(job.resolved()) == job
+        assert job_from_resolved(job.resolved()) == job
 
 
 @settings(QUICK, max_examples=200)
@@ -141,9 +142,9 @@ def test_plain_scalars_resolve_as_pyyaml_resolves_them() -> None:
 
 def test_from_resolved_refuses_an_invalid_job() -> None:
     with pytest.raises(ConfigError, match=r"not a resolved job: shape\.topk: topk 64 is more than the 32 experts"):
-        Job.from_resolved({"name": "x", "workload": "layer", "shape": {"topk": 64}})
+        job_from_resolved({"name": "x", "workload": "layer", "shape": {"topk": 64}})
     with pytest.raises(ConfigError, match="workload"):
-        Job.from_resolved({"name": "x"})
+        job_from_resolved({"name": "x"})
 
 
 @pytest.mark.parametrize(("name", "sets"), variants())

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from raymoe import cli
-from raymoe.config import Job, load_job
+from raymoe.config import load_job
+from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import ConfigError
 from raymoe.report.directory import RunDirectory
 from tests.unit.configs_on_disk import refused, write
@@ -175,7 +176,7 @@ BILLION = {key: list(range(1, 1001)) for key in ("shape.tokens", "shape.ffn", "r
 def test_a_billion_cases_are_refused_at_once():
     began = time.monotonic()
     with pytest.raises(ConfigError, match="matrix: 1000000000 cases, at most 1000 are run"):
-        Job.from_resolved(resolved(matrix=BILLION))
+        job_from_resolved(resolved(matrix=BILLION))
     assert time.monotonic() - began < 5
 
 
@@ -198,13 +199,13 @@ def test_a_billion_cases_of_a_run_are_refused_before_it_goes_on(tmp_path, capsys
 @pytest.mark.parametrize("key", ["name.x", "shape.tokens.y", "matrix", "shape", "p2p.bytes", "", ".", "a\x1b[31m.b"])
 def test_a_key_that_no_matrix_has(key):
     with pytest.raises(ConfigError, match="no such key") as caught:
-        Job.from_resolved(resolved(matrix={key: [1, "x"]}))
+        job_from_resolved(resolved(matrix={key: [1, "x"]}))
     assert caught.value.exit_code == 2 and "\x1b" not in str(caught.value)
 
 
 def test_few_of_very_many_problems_are_told():
     with pytest.raises(ConfigError, match="and 990 more") as caught:
-        Job.from_resolved(resolved(**{f"key{number}": 1 for number in range(1000)}))
+        job_from_resolved(resolved(**{f"key{number}": 1 for number in range(1000)}))
     assert len(str(caught.value)) < 1000
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from raymoe.config import Job
+from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import RaymoeError
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, calls_of
@@ -131,7 +132,7 @@ def serve(connection: Connection) -> None:
     """Answer messages until the connection ends. A failure is the last answer."""
     try:
         order = connection.recv()
-        job = Job.from_resolved(order.job)
+        job = job_from_resolved(order.job)
         world = World.open(
             order.rank,
             job.world.ranks,
