@@ -6,9 +6,11 @@ messages become lines in results.jsonl and progress on stderr.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from raymoe.errors import CannotWrite, ConfigError, printable
 from raymoe.gang.address import choose
 from raymoe.gang.main_process import Stopped, Tell, Work, run_in_child
 from raymoe.gang.messages import CaseDone, Connected, GenerationEnded, Message, Progressed, Ready, RunOutcome
+from raymoe.gang.private_ray import private_ray
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import environment
 from raymoe.report.progress import ProgressBar
@@ -40,13 +43,18 @@ class Request:
 def run(request: Request) -> int:
     """Execute a request and return the exit code. If it is not 0, the last line on stderr says why."""
     job, directory = _open(request)
-    with directory:
+    with directory, _own_ray(request):
         outcome = _run(job, directory, request)
     if outcome.traceback:
         print("\n".join(map(printable, outcome.traceback.splitlines())), file=sys.stderr)
     if outcome.exit_code != 0:
         print(printable(" ".join(outcome.message.split())), file=sys.stderr, flush=True)
     return outcome.exit_code
+
+
+def _own_ray(request: Request) -> AbstractContextManager[object]:
+    """Keep others away from the Ray that this run starts, if it starts one. Before the child, which imports Ray."""
+    return private_ray(os.environ) if choose(request.address) is None else nullcontext()
 
 
 def _open(request: Request) -> tuple[Job, RunDirectory]:

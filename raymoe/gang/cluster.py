@@ -30,7 +30,7 @@ class Cluster:
     def bound(self) -> Bounded:
         """Return the time limit of `connect` and its message. `ray.init` can hang in C++, where no signal ends it."""
         if self.address is None:
-            logs = "see /tmp/ray/session_latest/logs"
+            logs = f"see {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
             return Bounded(START_S, 3, f"asked for a local Ray, and it was not up after {START_S:g} s; {logs}")
         asked = f"asked for the Ray cluster at {self.address}, and ray.init did not connect within {CONNECT_S:g} s"
         return Bounded(CONNECT_S, 3, f"{asked}; check that a head of Ray {ray.__version__} runs there{_token_hint()}")

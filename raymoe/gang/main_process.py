@@ -143,7 +143,7 @@ def _crashed(child: int) -> RunOutcome:
         if pid:
             code = os.waitstatus_to_exitcode(status)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return RunOutcome(1, f"the driver process {how} and gave no reason; see /tmp/ray/session_latest/logs")
+            return RunOutcome(1, f"the driver process {how} and gave no reason")
         time.sleep(0.01)
     return RunOutcome(1, "the driver process closed its pipe but did not end, so it was killed")
 
