@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from raymoe.gang.messages import (
     RunOutcome,
     Waiting,
 )
+from raymoe.gang.private_ray import private_ray
 from raymoe.report.directory import RunDirectory, write_atomically
 from raymoe.report.environment import environment
 from raymoe.report.opening import open_directory
@@ -60,7 +62,7 @@ class Request:
 def run(request: Request) -> int:
     """Execute a request and return the exit code. If it is not 0, the last line on stderr says why."""
     job, directory, mirror = _open(request)
-    with directory:
+    with directory, _own_ray(request):
         outcome = _run(job, directory, request, mirror)
         if mirror is not None:
             outcome = _mirrored(mirror, outcome)
@@ -69,6 +71,11 @@ def run(request: Request) -> int:
     if outcome.exit_code != 0:
         print(printable(" ".join(outcome.message.split())), file=sys.stderr, flush=True)
     return outcome.exit_code
+
+
+def _own_ray(request: Request) -> AbstractContextManager[object]:
+    """Keep other users away from the Ray that this run starts, if it starts one. Call it before a child imports Ray."""
+    return private_ray(os.environ) if choose(request.address) is None else nullcontext()
 
 
 def _open(request: Request) -> tuple[Job, RunDirectory, Mirror | None]:

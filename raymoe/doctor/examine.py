@@ -9,7 +9,7 @@ from raymoe.config import Job, load_job
 from raymoe.doctor.cuda import judge_peer_access, judge_stream_memory_operations
 from raymoe.doctor.finding import Device, Finding, Machine, Needs, count, gpus_of, warn
 from raymoe.doctor.gpus import judge_driver, judge_gpus, judge_nvlink, judge_tma
-from raymoe.doctor.host import judge_memfd, judge_memory, judge_shm
+from raymoe.doctor.host import judge_cache, judge_memfd, judge_memory, judge_shm
 from raymoe.doctor.ipc import judge_ipc
 from raymoe.doctor.local_ray import judge_ray
 from raymoe.doctor.nvrtc import judge_nvrtc
@@ -63,6 +63,7 @@ CHECKS: tuple[Callable[[Machine], Finding], ...] = (
     judge_ray,
     judge_shm,
     judge_memfd,
+    judge_cache,
     judge_torch,
     judge_memory,
 )

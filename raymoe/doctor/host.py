@@ -1,4 +1,4 @@
-"""The host: shared memory, /proc, memory, and the container or Slurm job of this process."""
+"""The host: shared memory, /proc, the kernel cache, memory, and the container or Slurm job of this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from raymoe.device import cache
 from raymoe.doctor.finding import EVERY_RANK, Finding, Machine, fail, ok, warn
 from raymoe.errors import RaymoeError
 
@@ -32,7 +33,18 @@ def probe(doing: Callable[[str], None]) -> dict[str, object]:
     values: dict[str, object] = {"shm": _shm(Path("/dev/shm")), "available_bytes": available_memory()}
     values |= _surroundings()
     doing("mapping the memory of another process")
-    return {**values, "memfd": _map_a_peer()}
+    return {**values, "memfd": _map_a_peer(), "cache": _why_no_cache(cache.cache_folder())}
+
+
+def _why_no_cache(folder: Path) -> str:
+    """Return why compiled kernels cannot be kept in a folder, or an empty string. It is made with the first kernel."""
+    if not folder.exists() and not folder.is_symlink():
+        return ""
+    try:
+        with cache.private_folder(folder):
+            return ""
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}"
 
 
 def _shm(path: Path) -> dict[str, object]:
@@ -123,6 +135,16 @@ def judge_memfd(machine: Machine) -> Finding:
         return ok(name, "one process mapped and wrote the memory of another, as CPU ranks do")
     way_out = "all ranks must run as one user, with memfd_create allowed and /proc mounted without hidepid"
     return fail(name, f"no: {reason}", way_out, ("cpu",))
+
+
+def judge_cache(machine: Machine) -> Finding:
+    name = "kernel cache"
+    outcome = machine.probes["host"]
+    reason = outcome.values.get("cache", outcome.trouble)
+    if not reason:
+        return ok(name, "only this user can write it")
+    way_out = f"delete it, or set {cache.CACHE_VARIABLE} to a folder that you own and only you can write"
+    return warn(name, f"not used, so every process compiles its kernels: {reason}", way_out)
 
 
 def judge_memory(machine: Machine) -> Finding:

@@ -14,22 +14,28 @@ from raymoe.errors import RaymoeError
 
 # A program, not a function: only `gang` imports ray, and this folder may not import `gang`.
 _PROGRAM = """
-import json, sys, time
+import contextlib, json, os, shutil, sys, time
 sys.path[:] = json.loads(sys.argv[1])
 from raymoe.gang.address import choose
-from raymoe.gang.cluster import Cluster
+from raymoe.gang.private_ray import private_ray
 from raymoe.errors import RaymoeError
-import ray
-where, began = choose(None), time.perf_counter()
+where = choose(None)
 try:
-    Cluster(where, cpus=1).connect()
+    with private_ray(os.environ) if where is None else contextlib.nullcontext() as directory:
+        from raymoe.gang.cluster import Cluster
+        import ray
+        began = time.perf_counter()
+        Cluster(where, cpus=1).connect()
+        seconds = time.perf_counter() - began
+        ray.get(ray.remote(lambda: 0).options(num_cpus=0).remote(), timeout=60)
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        found = {"version": ray.__version__, "where": where, "seconds": seconds, "gpus": gpus}
+        print("result", json.dumps(found), flush=True)
+        ray.shutdown()
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 except RaymoeError as error:
     sys.exit(str(error))
-seconds = time.perf_counter() - began
-ray.get(ray.remote(lambda: 0).options(num_cpus=0).remote(), timeout=60)
-gpus = int(ray.cluster_resources().get("GPU", 0))
-print("result", json.dumps({"version": ray.__version__, "where": where, "seconds": seconds, "gpus": gpus}), flush=True)
-ray.shutdown()
 """
 
 
@@ -54,7 +60,7 @@ def judge_ray(machine: Machine) -> Finding:
     name = "Ray"
     outcome = machine.probes["ray"]
     if outcome.trouble:
-        way_out = "raymoe needs 'ray[default]>=2.56,<3', a writable /tmp/ray, and RAY_ADDRESS unset or reachable"
+        way_out = "raymoe needs 'ray[default]>=2.56,<3', a writable /tmp, and RAY_ADDRESS unset or reachable"
         found, _, advice = outcome.trouble.rpartition("; ")  # an error of raymoe ends with its own advice
         return fail(name, f"no: {found or outcome.trouble}", advice if found else way_out, EVERY_RANK)
     values = outcome.values

@@ -76,6 +76,26 @@ def test_a_device_as_a_parent_is_refused(folders):
     assert "a parent is a file .yaml or .yml" in told(refused(write(own, "defaults: base.yaml\n")))
 
 
+# No value runs code.
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "name: !!python/object/apply:os.mkdir [made]",
+        "!!python/object/apply:os.mkdir [made]: 1",
+        "shape: !!python/object/new:os.mkdir [made]",
+        "matrix: {shape.tokens: !!python/object/apply:os.mkdir [made]}",
+        "<<: !!python/object/apply:os.mkdir [made]",
+    ],
+)
+def test_a_tag_runs_no_code(tmp_path, monkeypatch, line):
+    monkeypatch.chdir(tmp_path)
+    error = refused(write(tmp_path, f"workload: layer\n{line}\n"))
+    assert "is not allowed" in told(error)
+    assert not Path("made").exists()
+
+
 # An error repeats no text of a parent in another folder.
 
 PARENTS = {

@@ -212,6 +212,12 @@ BROKEN = {
     ),
     "Ray sees none": ({"ray": {"gpus": 0}}, "Ray", "warn", "it counts 0 GPUs, CUDA 4"),
     "hidepid": ({"host": {"memfd": "/proc/7/fd/3 may not be opened"}}, "memfd and /proc", "fail", "without hidepid"),
+    "a cache for all": (
+        {"host": {"cache": "/tmp/cache: its mode 0777 lets other users write it"}},
+        "kernel cache",
+        "warn",
+        "its mode 0777 lets other users write it; delete it, or set RAYMOE_CACHE_DIR",
+    ),
     "no shm": ({"host": {"shm": {"there": False}}}, "/dev/shm", "fail", "mount -t tmpfs"),
     "shm of root": ({"host": {"shm": {"writable": False}}}, "/dev/shm", "fail", "not writable"),
     "little memory": (

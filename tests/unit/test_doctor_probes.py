@@ -19,7 +19,7 @@ import pytest
 
 from raymoe.device.nvml import NvmlBinding
 from raymoe.doctor import ipc, nvml
-from raymoe.doctor.host import _container, _nvidia_on_pci, _shm
+from raymoe.doctor.host import _container, _nvidia_on_pci, _shm, _why_no_cache
 from raymoe.doctor.local_ray import probe as ask_ray
 from raymoe.doctor.nvml import machine_of, matrix_of
 from raymoe.doctor.probe import PROBES
@@ -241,6 +241,19 @@ def test_nvidia_smi_is_asked_after_the_nvml_bindings(monkeypatch, tmp_path):
     assert asked == ["asking no_such_module", "asking nvidia-smi"]
     (tmp_path / "gpus").write_text("NVIDIA-SMI has failed because it couldn't communicate with the driver\n")
     assert "missing" in nvml.probe(asked.append)
+
+
+def test_an_unsafe_kernel_cache_is_reported(tmp_path):
+    assert _why_no_cache(tmp_path / "none yet") == ""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    assert _why_no_cache(folder) == ""
+    folder.chmod(0o777)
+    assert _why_no_cache(folder) == f"{folder}: its mode 0777 lets other users write it"
+    (tmp_path / "link").symlink_to("nowhere")
+    assert _why_no_cache(tmp_path / "link") == f"{tmp_path / 'link'}: it is a symbolic link"
+    (tmp_path / "file").touch()
+    assert _why_no_cache(tmp_path / "file") == f"{tmp_path / 'file'}: Not a directory"
 
 
 def test_shm_container_and_pci_gpus_are_detected(tmp_path):
