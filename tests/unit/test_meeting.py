@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError
 import raymoe
 from raymoe.errors import ConfigError, WiringError
 from raymoe.gang import join as joining
-from raymoe.gang.join import GRACE_S, SILENCE_S, Entry, MeetingPoint, RefusedEntry
+from raymoe.gang.join import GRACE_S, SILENCE_S, JoinEntry, MeetingPoint, RefusedEntry
 from raymoe.memory.member import Member
 from raymoe.memory.world import World
 
@@ -35,8 +35,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def guest(token: str, problem: str | None = None) -> Entry:
-    return Entry(token, {"pid": token} if problem is None else None, problem)
+def guest(token: str, problem: str | None = None) -> JoinEntry:
+    return JoinEntry(token, {"pid": token} if problem is None else None, problem)
 
 
 def test_a_duplicate_rank_is_refused_and_the_first_ranks_meet(clock: Clock) -> None:
