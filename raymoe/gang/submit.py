@@ -94,7 +94,8 @@ class JobsApi:
     def __init__(self, address: str) -> None:
         """Connect to the cluster at `http://host:port` (its dashboard), at `host:port` or at `auto`."""
         self.asked = address
-        logging.getLogger("ray").setLevel(logging.WARNING)  # it tells of uploads and of closed connections
+        for name in ("dashboard_sdk", "job.sdk"):  # they tell of uploads and of closed connections
+            logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
         headers = os.environ.get("RAY_JOB_HEADERS")
         with self._failures(), _without(JOBS_ADDRESSES):  # Ray's client prefers these to the address that it is given
             self.address = _dashboard(address)

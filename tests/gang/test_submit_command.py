@@ -256,14 +256,22 @@ def worker_node(head: Head, tmp: Path, cpus: int) -> Iterator[None]:
     command += [f"--num-cpus={cpus}", "--object-store-memory=80000000", "--disable-usage-stats"]
     command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"]
     environment = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-    with (tmp / "worker.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait(timeout=10)
-        end_session(process.pid)
+    deadline = time.monotonic() + 150
+    while True:
+        with (tmp / "worker.log").open("w") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            while process.poll() is None and "Ray runtime started" not in (tmp / "worker.log").read_text():
+                assert time.monotonic() < deadline, (tmp / "worker.log").read_text()
+                time.sleep(0.1)
+            if process.poll() is None:
+                yield
+                return
+        finally:
+            process.kill()
+            process.wait(timeout=10)
+            end_session(process.pid)
+        # Ray gives its raylet 30 s to register, which a busy machine may need.
 
 
 @pytest.mark.timeout(400)
