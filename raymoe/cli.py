@@ -185,7 +185,7 @@ def dashboard(
     except OSError as error:
         raise cannot_write(folder, error) from error
     write_atomically(folder / FILE, json.dumps(made(), indent=2) + "\n")
-    print_result(f"{folder / FILE}\n")
+    print_result(printable(f"{folder / FILE}") + "\n")
 
 
 def _print_version(asked: bool) -> None:

@@ -100,7 +100,7 @@ def _mirrored(mirror: Mirror, outcome: RunOutcome) -> RunOutcome:
     except CannotWrite as error:
         if outcome.exit_code == 0:
             return RunOutcome(error.exit_code, str(error))
-        print(str(error), file=sys.stderr, flush=True)
+        print(printable(str(error)), file=sys.stderr, flush=True)
     return outcome
 
 

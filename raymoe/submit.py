@@ -111,14 +111,30 @@ def command_line(order: Order, address: str) -> str:
         words += [f"--entrypoint-{name}", f"{amount:g}" if isinstance(amount, float) else str(amount)] if amount else []
     for name, mapping in {"resources": asked.resources, "label-selector": asked.labels}.items():
         words += [f"--entrypoint-{name}", json.dumps(mapping)] if mapping else []
-    return _variables(address) + shlex.join([*words, "--", *order.entrypoint])
+    return _variables(address) + " ".join(map(quoted, [*words, "--", *order.entrypoint]))
+
+
+def quoted(word: str) -> str:
+    r"""Quote a word for a shell. Control characters become escapes, which bash, zsh and ksh read within $'...'.
+
+    >>> quoted("steps.count=2"), quoted("a b"), quoted("it's\n")
+    ('steps.count=2', "'a b'", "$'it\\x27s\\x0a'")
+    """
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = (c if c.isprintable() and c not in "'\\" else _bytes(c) for c in word)
+    return f"$'{''.join(plain)}'"
+
+
+def _bytes(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape"))
 
 
 def _variables(address: str) -> str:
     """Set what the line needs here: the mode of the token, and the address where a variable would override it."""
     token = "RAY_AUTH_MODE=token " if send_token() else ""
     overridden = jobs_address() not in (None, address)
-    return token + (f"{JOBS_ADDRESSES[0]}={shlex.quote(address)} " if overridden else "")
+    return token + (f"{JOBS_ADDRESSES[0]}={quoted(address)} " if overridden else "")
 
 
 def _address(*named: str | None) -> str:

@@ -132,9 +132,13 @@ class Layers:
     paths: tuple[Path, ...] = ()
 
 
-def layered(path: Path, sets: Sequence[str]) -> Layers:
-    """Merge a file, its parents and the settings. Raises ConfigError if the file itself cannot be read."""
-    layers = _file(path, (), MAX_PARENTS)
+def layered(path: Path, sets: Sequence[str], folder: Path | None = None) -> Layers:
+    """Merge a file, its parents and the settings. Raises ConfigError if the file itself cannot be read.
+
+    Errors repeat text of files below `folder` only, by default of the file that the user named and those below its
+    folder.
+    """
+    layers = _file(path, (), MAX_PARENTS, folder)
     for text in sets:
         try:
             entry, problems = _set(text)
@@ -147,8 +151,9 @@ def layered(path: Path, sets: Sequence[str]) -> Layers:
     return layers
 
 
-def _file(path: Path, children: tuple[Path, ...], level: int) -> Layers:
-    quotable = not children or path.resolve().is_relative_to(children[0].absolute().parent.resolve())
+def _file(path: Path, children: tuple[Path, ...], level: int, folder: Path | None) -> Layers:
+    own_folder = folder or (*children, path)[0].absolute().parent
+    quotable = (folder is None and not children) or path.resolve().is_relative_to(own_folder.resolve())
     source = Source(shown_path(path), path.absolute().parent, level, quotable)
     root, problems = compose(read_config(path, source.name), source)
     if root is None or root.value is None:
@@ -160,7 +165,7 @@ def _file(path: Path, children: tuple[Path, ...], level: int) -> Layers:
     if (defaults := root.value.get("defaults")) is None:
         return layers
     try:
-        below = _file(_parent(defaults, (*children, path)), (*children, path), level - 1)
+        below = _file(_parent(defaults, (*children, path)), (*children, path), level - 1, folder)
     except ConfigError as error:
         return Layers(source.name, layers.root, problems + list(error.problems), complete=False)
     root, problems = merge(below.root, layers.root), problems + below.problems

@@ -255,7 +255,8 @@ class _Check:
         own = {} if "set" in self.bad_keys else dict(self._own_sets())
         every = (*own, *sets)
         try:
-            layers = layered(path, every)
+            # A job may be somebody else's: errors repeat text of configs in its folder and in those beside it only.
+            layers = layered(path, every, folder.absolute().parent)
             job = checked(layers, job_name(path))
         except ConfigError as error:
             by_name = {f"--set {shown(text)}": key for text, key in own.items()}

@@ -92,7 +92,7 @@ def test_a_bug_and_its_traceback(capsys, monkeypatch) -> None:
 def test_the_end_of_a_run(capsys, monkeypatch, tmp_path) -> None:
     outcome = RunOutcome(4, HOSTILE, traceback=f"Traceback\n  {HOSTILE}\n")
     monkeypatch.setattr(raymoe.run, "_run", lambda *_: outcome)
-    assert raymoe.run.run(Request("quickstart", out=tmp_path / "out")) == 4
+    assert raymoe.run.run(Request("quickstart", out=str(tmp_path / "out"))) == 4
     err = capsys.readouterr().err
     assert is_plain(err) and err.startswith("Traceback\n")
 

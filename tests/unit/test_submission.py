@@ -233,6 +233,36 @@ def test_the_printed_line_holds_the_whole_order(capsys, tmp_path):
     assert tuple(words[split + 1 :]) == got.entrypoint
 
 
+def test_the_printed_line_holds_no_control_character_and_a_shell_reads_it(capsys):
+    out = "~/it's\x1b]0;title\x07\u202e\\x"
+    line = printed(capsys, _job_with(out), "--address", "http://head:8265/\x1b[2J")
+    assert line.rstrip("\n").isprintable()
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.splitlines()
+    assert "http://head:8265/\x1b[2J" in words and out in words
+
+
+def _job_with(out: str) -> str:
+    Path("job.yaml").write_text(f"config: quickstart\nout: {json.dumps(out)}\n")
+    return "job.yaml"
+
+
+def test_errors_repeat_no_text_of_a_config_far_from_the_job(tmp_path):
+    secret = "hunter2"
+    for folder in ("project/jobs", "project/configs", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "x.yaml").write_text(f"workload: layer\npassword: {secret}\nworld: {{ranks: {secret}}}\n")
+    job = tmp_path / "project" / "jobs" / "job.yaml"
+    for config, is_shown in (("x.yaml", True), ("../configs/x.yaml", True), ("../../other/x.yaml", False)):
+        job.write_text(f"config: {config}\n")
+        with pytest.raises(ConfigError) as caught:
+            load_submission(str(job), ())
+        told = "\n".join(map(str, caught.value.problems))
+        assert "line 2, password" in told and "line 3, world.ranks" in told
+        assert (secret in told) is is_shown, config
+
+
 def test_the_address_is_the_first_that_is_named(capsys, monkeypatch):
     Path("job.yaml").write_text("config: quickstart\naddress: http://job:1\n")
     Path("bare.yaml").write_text("config: quickstart\n")
