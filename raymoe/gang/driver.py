@@ -159,9 +159,8 @@ class Driver:
 
     def _leave(self) -> None:
         """Release the reservation and leave the cluster. Ray would do it too, but later."""
+        if ray.is_initialized():
+            if self.reservation is not None:
+                remove_placement_group(self.reservation.group)
+            ray.shutdown()
         self.watch.send_spans()
-        if not ray.is_initialized():
-            return
-        if self.reservation is not None:
-            remove_placement_group(self.reservation.group)
-        ray.shutdown()
