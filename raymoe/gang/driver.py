@@ -246,12 +246,11 @@ class Driver:
 
     def _leave(self) -> None:
         """Release the reservation and leave the cluster. Ray would do it too, but later."""
+        if ray.is_initialized() and not self.servers:  # the main process ends a Ray of the run's own
+            try:
+                if self.reservation is not None:
+                    remove_placement_group(self.reservation.group)
+                ray.shutdown()
+            except RayError as error:  # the outcome is known, and the end of this process frees all
+                print(f"cannot leave the cluster: {error}", file=sys.stderr)
         self.watch.send_spans()
-        if not ray.is_initialized() or self.servers:  # the main process ends a Ray of the run's own
-            return
-        try:
-            if self.reservation is not None:
-                remove_placement_group(self.reservation.group)
-            ray.shutdown()
-        except RayError as error:  # the outcome is known, and the end of this process frees all
-            print(f"cannot leave the cluster: {error}", file=sys.stderr)

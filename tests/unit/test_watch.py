@@ -8,15 +8,17 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from raymoe.config import Job
 from raymoe.errors import WrongResult
-from raymoe.gang import metrics
+from raymoe.gang import driver, metrics
 from raymoe.gang import supervisor as sv
-from raymoe.gang.messages import Message, Profiled
+from raymoe.gang.messages import Message, Profiled, Progressed
 from raymoe.gang.metrics import TABLE, Kind, Metric, Record, RunMetrics
 from raymoe.gang.rank import MOST_REPORTS, RankLog, Reports
 from raymoe.gang.watch import Shift, Watch, boot_id
@@ -161,6 +163,25 @@ def test_the_table_is_fit_for_ray_and_prometheus() -> None:
         Recorder().make(metric)(1.0, {"run": "a-run"} | dict.fromkeys(metric.tags, "x"))
     kinds = {name for name, value in vars(metrics).items() if isinstance(value, Metric)}
     assert all(getattr(metrics, name) in TABLE for name in kinds)
+
+
+def test_progress_that_stands_still_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the log of a run shows that it is alive."""
+    told: list[Message] = []
+    now = Progressed("case", 3, 9, 0.1)
+    gang = SimpleNamespace(take_finished=list, take_reports=list, shifts={}, generation=0, progress=now)
+    clock = [100.0]
+    monkeypatch.setattr(driver.time, "monotonic", lambda: clock[0])
+    job = Job.model_validate({"name": "test", "workload": "exchange"})
+    run = driver.Driver(driver.RunOrder(job, "a-run", None), told.append, lambda: None)
+    run.gang = gang  # type: ignore[assignment]
+    for seconds in (0.0, 1.0, 3.0, 2.0, 1.0):
+        clock[0] += seconds
+        run._send_progress()
+    assert told == [now, now]
+    gang.progress = Progressed("case", 4, 9, 0.1)
+    run._send_progress()
+    assert told[2:] == [gang.progress]
 
 
 # Reports of a rank.
