@@ -73,7 +73,7 @@ class DirectoryLock:
         path = directory / ".lock"
         self.supported = True
         try:
-            self._file = path.open("a+", encoding="utf-8")
+            self._file = path.open("a+", encoding="utf-8", errors="replace")
         except OSError as error:
             raise cannot_write(path, error) from error
         try:
