@@ -239,8 +239,18 @@ def _run(arguments: list[str]) -> int:
         stopped = interrupt.stopped if isinstance(interrupt, shell.Interrupted) else Stopped(signal.SIGINT)
         return _ended(str(stopped), stopped.exit_code)
     except Exception as error:  # noqa: BLE001  (a bug: print its traceback, then the sentence)
+        if _directory_is_gone():
+            return _ended("the current directory has been deleted; change to one that exists", 2)
         print("\n".join(map(printable, traceback.format_exc().splitlines())), file=sys.stderr)
         return _ended(f"a bug in raymoe: {type(error).__name__}: {error}", 1)
+
+
+def _directory_is_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def print_result(text: str) -> None:

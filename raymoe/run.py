@@ -37,7 +37,7 @@ from raymoe.report.environment import environment
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
 from raymoe.report.ray_job import version_notice
-from raymoe.report.results import Generation, Summary, complete
+from raymoe.report.results import STOPPED, Generation, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
@@ -154,10 +154,11 @@ class Recorder:
                 if restarting:
                     self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
 
-    def finish(self) -> None:
-        """Record a generation whose end the driver could not tell: it crashed or hung."""
+    def finish(self, outcome: RunOutcome) -> None:
+        """Record a generation whose end the driver could not tell: it crashed, hung or was too slow to stop."""
         if self._ready_s is not None:
-            self.generations.append(Generation(self._ready_s, "unknown", None))
+            cause = "stopped" if outcome.exit_code in STOPPED else "unknown"
+            self.generations.append(Generation(self._ready_s, cause, None))
 
 
 def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | None) -> RunOutcome:
@@ -177,7 +178,7 @@ def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | N
             directory.write_environment(facts)
             recorder = Recorder(directory, progress, facts, mirror, generations=generations)
             outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
-            recorder.finish()
+            recorder.finish(outcome)
             summarise(outcome)
             _tidy(directory, outcome, generations, progress)
             if request.profile:
@@ -204,9 +205,8 @@ HARMLESS = ("done", "stopped")  # causes of the end of a generation
 
 def _tidy(directory: RunDirectory, outcome: RunOutcome, generations: list[Generation], progress: ProgressBar) -> None:
     """Keep what Ray logged if something failed, and say where; else remove it."""
-    stopped = outcome.exit_code > 128
-    failed = not (stopped or outcome.exit_code == 0) or any(each.cause not in HARMLESS for each in generations)
-    if not failed:
+    ended_well = outcome.exit_code in {0, *STOPPED} and all(each.cause in HARMLESS for each in generations)
+    if ended_well:
         if outcome.session is not None:
             remove_session(outcome.session)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -66,6 +67,7 @@ def crash_report(path: str) -> str | None:
 Process = tuple[int, int]  # (pid, start time in clock ticks): never reused
 GRACE_S = 0.3  # for processes to exit by themselves after `ray.kill`
 END_S = 3.0  # until `end` gives up
+_PR_SET_PDEATHSIG = 1
 
 
 def end_ranks(locations: Mapping[int, Location]) -> set[int]:
@@ -103,6 +105,15 @@ def end(processes: Iterable[Process]) -> list[Process]:
         time.sleep(0.01)
         alive = [p for p in alive if is_alive(p)]
     return alive
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends.
+
+    A worker of Ray looks for its raylet only between two calls. In one long call it would outlive a killed raylet, and
+    keep its GPU, although the driver has ended too (Ray 2.60).
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_alive(process: Process) -> bool:

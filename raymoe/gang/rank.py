@@ -25,7 +25,7 @@ import ray
 from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
-from raymoe.gang.processes import start_time, stderr_file
+from raymoe.gang.processes import end_with_parent, start_time, stderr_file
 from raymoe.gang.supervisor import Failure
 from raymoe.gang.watch import boot_id
 from raymoe.workload.progress import Progress, Span, in_words
@@ -144,7 +144,8 @@ class Rank:
         return f"Rank({self.index}, {self.run_name})"
 
     def locate(self, bundle: int) -> Location:
-        """Return where Ray placed this actor."""
+        """Return where Ray placed this actor. From now on it ends with its raylet."""
+        end_with_parent()
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         process = (os.getpid(), start_time(os.getpid()))

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.gang.conftest import end_session
 from tests.python_path import python_path
 
 START_S = 90.0  # for a node, on two busy cores
@@ -57,9 +58,8 @@ class ClusterNode:
 
 
 def _below(root: int) -> list[int]:
-    children = [
-        int(pid) for task in Path(f"/proc/{root}/task").iterdir() for pid in (task / "children").read_text().split()
-    ]
+    tasks = Path(f"/proc/{root}/task").iterdir()
+    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
     return [pid for child in children for pid in (child, *_below(child))]
 
 
@@ -80,7 +80,8 @@ class Nodes:
 
     def _read(self) -> ClusterNode:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        ready, _, _ = select.select([self._process.stdout], [], [], START_S)  # it holds one line at most
+        line = self._process.stdout.readline() if ready else ""
         assert line, f"no node:\n{self._log.read_text()}"
         return ClusterNode(**json.loads(line))
 
@@ -105,34 +106,8 @@ def cluster(tmp: Path, **environment: str) -> Iterator[Nodes]:
     finally:
         process.kill()
         process.communicate(timeout=10)
-        _end_session(process.pid)
+        end_session(process.pid)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end_session(session: int) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        left = [pid for pid in _pids() if _session(pid) == session]
-        if not left:
-            return
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        time.sleep(0.05)
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-
-
-def _session(pid: int) -> int | None:
-    """The session of a process that runs."""
-    try:
-        return os.getsid(pid) if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" else None
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 if __name__ == "__main__":

@@ -21,8 +21,10 @@ from raymoe.gang.driver import Driver, RunOrder
 from raymoe.gang.gang import Call, Gang
 from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunOutcome
 from raymoe.gang.placement import Location
+from raymoe.gang.rank import Rank
 from tests.gang import configs
 from tests.gang.conftest import Head, Start
+from tests.gang.faulty_ranks import CorruptingRank, RaisingRank, actor
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -216,3 +218,35 @@ def test_a_poll_answered_after_the_last_poll_is_ignored() -> None:
     gang = object.__new__(Gang)
     gang._polls = {}
     assert gang._on_poll(0, ray.ObjectRef.nil()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "message"),
+    [
+        (RaisingRank, 1, "rank 1 raised ValueError: a device was unplugged"),
+        (CorruptingRank, 6, r"step 0 on rank \d has an error of .*, and the bound is 1e-05"),
+    ],
+)
+def test_an_error_of_one_rank_ends_the_run_with_its_code(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Rank], code: int, message: str
+) -> None:
+    monkeypatch.setattr("raymoe.gang.gang.RankActor", actor(kind))
+    outcome, received = drive(head, configs.write(tmp_path, world__ranks=2), lambda _: None)
+    assert outcome.exit_code == code, outcome
+    assert re.search(message, outcome.message)
+    assert [item.restarting for item in received if isinstance(item, GenerationEnded)] == [False], "no use to try again"
+
+
+def test_a_killed_rank_does_not_touch_another_job_on_the_node(start: Start, head: Head, tmp_path: Path) -> None:
+    other = start(
+        configs.write(tmp_path, "other", world__ranks=2, matrix={"steps.count": [5, 2000]}), "--address", head.address
+    )
+    run = start(
+        configs.write(tmp_path, world__ranks=2, world__restarts=0, steps__count=configs.LONG), "--address", head.address
+    )
+    victim = run.pids()[0]
+    other.pids()
+    os.kill(victim, signal.SIGKILL)
+    assert run.end(20) == 4 and f"rank 0 (pid {victim}) died" in run.last_line()
+    assert other.end() == 0, other.stderr()
+    assert [each["cause"] for each in summary_of(other.out)["generations"]] == ["done"]

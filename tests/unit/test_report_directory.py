@@ -1,5 +1,6 @@
 """The run directory: its path, refused paths, resume, and the lock."""
 
+import fcntl
 import json
 import os
 import re
@@ -166,6 +167,14 @@ directory.write_config({"a": 1})
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+def test_a_lock_file_of_any_bytes_names_another_process(tmp_path):
+    (tmp_path / ".lock").write_bytes(b"\xff\xfe held")
+    with (tmp_path / ".lock").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"is being written to by .* held; wait for that run"):
+            RunDirectory.create(tmp_path, "x")
 
 
 def test_a_directory_is_locked_while_its_writer_lives(tmp_path):

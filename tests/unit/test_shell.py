@@ -168,6 +168,14 @@ def test_characters_that_the_terminal_lacks_are_escaped(tmp_path: Path) -> None:
     assert python(plain, env=environment() | {"PYTHONIOENCODING": "ascii"}).stdout == "caf\\xe9\n"
 
 
+@pytest.mark.parametrize("command", ["run quickstart", "run quickstart --out here", "validate quickstart"])
+def test_a_deleted_working_directory_is_named(command: str, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    ended = shell(f"cd {tmp_path}/gone; rmdir {tmp_path}/gone; raymoe {command}")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "the current directory has been deleted; change to one that exists\n"
+
+
 def test_doctor_ends_its_probes_and_their_ray_when_it_is_stopped() -> None:
     doctor = subprocess.Popen([sys.executable, "-m", "raymoe", "doctor"], stderr=subprocess.PIPE, env=environment())
     assert doctor.stderr is not None

@@ -1,0 +1,39 @@
+"""Actors whose rank 1 misbehaves. Ray pickles the classes by value, so that its workers need not find this module."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from raymoe.gang.rank import Rank
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class RaisingRank(Rank):
+    """Rank 1 raises an exception in its first case."""
+
+    def _run(self, resolved: Any, finished: Any) -> None:
+        if self.index == 1:
+            raise ValueError("a device was unplugged")
+        super()._run(resolved, finished)
+
+
+class CorruptingRank(Rank):
+    """Rank 1 sends its peers other bytes than the rows that it was given."""
+
+    def _run(self, resolved: Any, finished: Any) -> None:
+        from raymoe.exchange.host import HostSlots
+
+        if self.index == 1:
+            dispatch = HostSlots.dispatch
+            HostSlots.dispatch = lambda slots, x, sending: dispatch(slots, x + 1, sending)  # type: ignore[method-assign]
+        super()._run(resolved, finished)
+
+
+def actor(kind: type[Rank]) -> Any:
+    """Make an actor class as `raymoe.gang.rank` does."""
+    return ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(kind)

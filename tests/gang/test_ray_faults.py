@@ -1,0 +1,160 @@
+"""Lose the servers of the run's own Ray, or the driver: each ends in bounded time and names what was lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.gang import configs
+from tests.gang.conftest import Command, Head, Start
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+SILENT_SOON = "from raymoe.gang import main_process; main_process.SILENT_S = 4.0"
+
+
+def descendants(root: int) -> dict[int, str]:
+    """The name of every process below `root`, parents first."""
+    found: dict[int, str] = {}
+    for task in Path(f"/proc/{root}/task").iterdir():
+        for pid in map(int, (task / "children").read_text().split()):
+            found[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
+            found |= descendants(pid)
+    return found
+
+
+def process_of(run: Command, name: str) -> int:
+    """The driver, which is the only child of the command, or a server of its Ray."""
+    below = descendants(run.process.pid)
+    return next(pid for pid, each in below.items() if name in ("driver", each))
+
+
+def summary_of(run: Command) -> dict[str, object]:
+    return json.loads((run.out / "summary.json").read_text())
+
+
+def running(folder: Path, start: Start, *arguments: str, first: str = "") -> Command:
+    """A run of two ranks in its steps."""
+    run = start(configs.write(folder, world__ranks=2, steps__count=configs.LONG), *arguments, first=first)
+    run.wait_for(r"case 1/1 default: step")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("server", "number", "state", "seconds"),
+    [
+        ("raylet", signal.SIGKILL, "ended", 10),
+        ("gcs_server", signal.SIGKILL, "ended", 10),
+        ("raylet", signal.SIGSTOP, "is stopped", 25),  # Ray gives it up after 3 s
+    ],
+)
+def test_the_loss_of_a_server_of_its_own_ray_is_exit_3_and_names_it(
+    start: Start, tmp_path: Path, server: str, number: signal.Signals, state: str, seconds: float
+) -> None:
+    run = running(tmp_path, start)
+    pid, began = process_of(run, server), time.monotonic()
+    os.kill(pid, number)
+    assert run.end(60) == 3, run.stderr()
+    assert time.monotonic() - began < seconds
+    assert run.last_line() == f"lost the Ray that this run started: its {server} (pid {pid}) {state}"
+    assert "(raylet)" not in run.stderr(), "Ray's own warnings go to driver.log"
+    assert [each["cause"] for each in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
+    kept = re.search(r"^Ray's logs are kept in (\S+?),? ?", run.stderr(), re.MULTILINE)
+    assert kept and (Path(kept[1]) / f"{server}.out").is_file()
+
+
+def test_servers_that_stop_when_all_is_done_take_nothing_back(start: Start, tmp_path: Path) -> None:
+    first = """
+import os, signal
+from pathlib import Path
+from raymoe.gang import main_process
+run_child = main_process._run_child
+def stop_servers():
+    for entry in Path("/proc").glob("[0-9]*"):
+        name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+        if name in ("raylet", "gcs_server") and int(rest.split()[1]) == os.getpid():
+            os.kill(int(entry.name), signal.SIGSTOP)
+def stopping(work, parent, output):
+    def tell(message):
+        parent.send(message)
+        if type(message).__name__ == "Ending":
+            stop_servers()
+    run_child(lambda _, stopped: work(tell, stopped), parent, output)
+main_process._run_child = stopping
+"""
+    run = start(configs.write(tmp_path, world__ranks=2), first=first)
+    assert run.end() == 0, run.stderr()
+    assert summary_of(run)["status"] == "done"
+
+
+def test_a_gcs_that_stops_while_ranks_are_placed_is_named(start: Start, tmp_path: Path) -> None:
+    run = start(configs.write(tmp_path, world__ranks=2), first=SILENT_SOON)
+    run.wait_for("placing ranks")
+    pid = process_of(run, "gcs_server")
+    os.kill(pid, signal.SIGSTOP)
+    assert run.end(40) == 3, run.stderr()
+    said = f"lost the Ray that this run started: its gcs_server (pid {pid}) is stopped, so a call to it did not return"
+    assert run.last_line().startswith(said)
+
+
+def test_a_driver_that_is_stopped_is_ended_and_its_ranks_too(start: Start, head: Head, tmp_path: Path) -> None:
+    run = running(tmp_path, start, "--address", head.address, first=SILENT_SOON)
+    ranks, driver = run.pids(), process_of(run, "driver")
+    os.kill(driver, signal.SIGSTOP)
+    assert run.end(30) == 5, run.stderr()
+    assert run.last_line() == f"the driver process (pid {driver}) is stopped and said nothing for 4 s"
+    assert not alive_after(10, ranks)
+
+
+def test_a_driver_that_is_killed_takes_its_ranks_along(start: Start, head: Head, tmp_path: Path) -> None:
+    run = running(tmp_path, start, "--address", head.address)
+    ranks, driver = run.pids(), process_of(run, "driver")
+    began = time.monotonic()
+    os.kill(driver, signal.SIGKILL)
+    assert run.end(20) == 1, run.stderr()
+    assert time.monotonic() - began < 10
+    assert run.last_line() == f"the driver process (pid {driver}) was killed by SIGKILL and gave no reason"
+    assert not alive_after(10, ranks)
+    assert [each["cause"] for each in summary_of(run)["generations"]] == ["unknown"]  # type: ignore[attr-defined]
+
+
+def alive_after(seconds: float, pids: list[int]) -> list[int]:
+    """The processes that still run after so many seconds, or at once the empty list."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        ("from raymoe.gang import local_ray; local_ray.NEEDED_BYTES = 2**60", r"has \d+ MiB free of the \d+ it needs"),
+        ("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))", "may open 64 files here of the 256"),
+    ],
+)
+def test_a_machine_on_which_ray_cannot_start_is_exit_3_at_once(
+    start: Start, tmp_path: Path, first: str, reason: str
+) -> None:
+    run = start(configs.write(tmp_path), first=first)
+    assert run.end(30) == 3, run.stderr()
+    assert run.last_line().startswith("asked for a local Ray, and ") and re.search(reason, run.last_line())
+    assert "Traceback" not in run.stderr()
+
+
+def test_a_ray_whose_processes_do_not_start_is_exit_3(start: Start, tmp_path: Path) -> None:
+    first = """
+import ray._private.services
+def no_server(*_, **__):
+    raise Exception("The current node timed out during startup.")
+ray._private.services.start_gcs_server = no_server
+"""
+    run = start(configs.write(tmp_path), first=first)
+    assert run.end(30) == 3, run.stderr()
+    assert run.last_line().endswith("ray.init failed: The current node timed out during startup.")
