@@ -11,7 +11,7 @@ from pathlib import Path
 from raymoe import cli
 from raymoe.report.directory import RunDirectory
 from raymoe.report.results import Generation, Line, Summary
-from tests.unit.lines import copy_case, exchange_case, gpu_exchange, traced_exchange, whole
+from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange, traced_exchange
 
 CONFIG = {
     "name": "quick",
@@ -43,7 +43,7 @@ def overlap_case() -> list[Line]:
 
 
 def line_of(line: Line) -> Line:
-    return whole({key: value for key, value in line.items() if key not in ("run", "generation", "commit")})
+    return complete_line({key: value for key, value in line.items() if key not in ("run", "generation", "commit")})
 
 
 EVERY_KIND: list[Line] = [
@@ -59,7 +59,9 @@ EVERY_KIND: list[Line] = [
         for line in gpu_exchange("fused", 9.0, (16,))
     ),
     *overlap_case(),
-    whole({"case": "layer", "workload": "layer", "op": "step", "tokens": 512, "us_p50": 5.0, "verified": False}),
+    complete_line(
+        {"case": "layer", "workload": "layer", "op": "step", "tokens": 512, "us_p50": 5.0, "verified": False}
+    ),
 ]
 
 
