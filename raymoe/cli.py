@@ -103,6 +103,10 @@ def jobs(address: Address = None) -> None:
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     plots: Annotated[bool, typer.Option("--plots", help="Also draw figures into plots/ of each run.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="PATH", help="Also write a page to PATH; in a directory, report.html."),
+    ] = None,
 ) -> None:
     """Print how runs ended, and tables of their results. Several runs are compared with the first one."""
     import shutil
@@ -115,6 +119,10 @@ def report(
     print_result(overview(records, terminal=sys.stdout.isatty(), width=width))
     if plots:
         _draw(records)
+    if html is not None:
+        from raymoe.report.page import write_page
+
+        print_result(printable(f"the page is {write_page(html, records)}") + "\n")
 
 
 @app.command()

@@ -37,7 +37,7 @@ from raymoe.report.environment import environment
 from raymoe.report.opening import open_directory
 from raymoe.report.progress import ProgressBar
 from raymoe.report.ray_job import version_notice
-from raymoe.report.results import STOPPED, Generation, Summary, complete
+from raymoe.report.results import STOPPED, Generation, Record, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
@@ -183,16 +183,20 @@ def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | N
             _tidy(directory, outcome, generations, progress)
             if request.profile:
                 progress.note(f"the trace is {recorder.trace.write(directory.path)}")
-            if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):
-                from raymoe.report.plots import write_plots  # matplotlib takes half a second to load
-
-                if drawn := write_plots(directory.path, directory.lines()):
-                    progress.note(f"plots go to {drawn[0].parent}")
         except Interrupted as interrupted:  # before the driver ran, or after
             outcome = RunOutcome(interrupted.stopped.exit_code, str(interrupted.stopped))
             summarise(outcome)
         except CannotWrite as error:
             return RunOutcome(error.exit_code, str(error))
+        try:
+            _draw(directory, progress)
+        except Interrupted as interrupted:
+            outcome = RunOutcome(interrupted.stopped.exit_code, str(interrupted.stopped))
+            summarise(outcome)
+        except CannotWrite as error:
+            progress.note(str(error))
+            if outcome.exit_code == 0:  # the reason of an earlier failure matters more
+                outcome = RunOutcome(error.exit_code, str(error))
     if not request.quiet:
         width = shutil.get_terminal_size((100, 24)).columns
         print(render(directory.lines(), terminal=sys.stdout.isatty(), width=width), end="", flush=True)
@@ -216,6 +220,23 @@ def _tidy(directory: RunDirectory, outcome: RunOutcome, generations: list[Genera
         logs.append(f"the driver's output in {directory.path / DRIVER_LOG}")
     if logs:
         progress.note(", ".join(logs))
+
+
+def _draw(directory: RunDirectory, progress: ProgressBar) -> None:
+    """Write report.html, and plots/ where links were measured. Raises CannotWrite."""
+    try:
+        from raymoe.report.page import write_page
+
+        progress.note(f"the report is {write_page(directory.path, [Record.read(directory.path)])}")
+        if any(line["device"] != "cpu" or line["op"] == "copy" for line in directory.lines()):
+            from raymoe.report.plots import write_plots  # matplotlib takes half a second to load
+
+            if drawn := write_plots(directory.path, directory.lines()):
+                progress.note(f"plots go to {drawn[0].parent}")
+    except CannotWrite:
+        raise
+    except Exception as error:  # noqa: BLE001  (a bug of the report does not change how the run ended)
+        progress.note(f"report.html or plots/ is missing, a bug in raymoe: {type(error).__name__}: {error}")
 
 
 def _driver(job: Job, directory: RunDirectory, request: Request) -> Work:

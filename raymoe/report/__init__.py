@@ -1,4 +1,4 @@
-"""Writes and reads run directories, and makes tables and plots of their results.
+"""Writes and reads run directories, and makes tables, plots and a page of their results.
 
-Read first: `results.py` (the keys of a result line), `directory.py` (which files a run writes), `tables.py`.
+Read first: `results.py` (the keys of a result line), `directory.py` (which files a run writes), `tables.py`, `page.py`.
 """

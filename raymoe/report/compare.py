@@ -10,7 +10,8 @@ from raymoe.report.columns import SETTINGS, Column, byte_size, setting_columns, 
 from raymoe.report.results import Line, shortened
 
 LEAST_CHANGE = 0.02
-"""Medians of two runs of the same code differ by up to this share on idle GPUs, whatever the spread inside a run."""
+"""Without this bound, a very small spread inside both runs would make each difference a change. Medians of two runs of
+the same kernels differ by up to 1.3 % (48 operations, two H200, two hours apart, 2026-11-23)."""
 
 LEAST_SAMPLES = 5
 RULE = (

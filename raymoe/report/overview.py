@@ -8,7 +8,7 @@ from pathlib import Path
 
 from raymoe.report.columns import Column
 from raymoe.report.compare import RULE, compare, comparison_columns, differences, flattened
-from raymoe.report.results import ENVIRONMENT, Line, Record, displayed, read_document, shortened
+from raymoe.report.results import ENVIRONMENT, MOST_MESSAGE, Line, Record, displayed, read_document, shortened
 from raymoe.report.tables import plain_table, render
 
 _TOLD = ("raymoe", "commit", "python", "packages.", "host", "system", "cpu.", "memory.")
@@ -45,7 +45,7 @@ def headline(record: Record) -> str:
     summary = record.summary
     if summary is None:
         return f"{shortened(record.run)}: not ended (running, or killed), {finished}"
-    message = f": {shortened(summary['message'])}" if summary.get("message") else ""
+    message = f": {shortened(summary['message'], MOST_MESSAGE)}" if summary.get("message") else ""
     status = shortened(summary.get("status"))
     return f"{shortened(record.run)}: {status}, exit code {summary.get('exit_code')}, {finished}{message}"
 

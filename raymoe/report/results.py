@@ -120,6 +120,7 @@ def decode(encoded: str) -> Line:
     return {key: line.get(key) for key in KEYS}
 
 
+MOST_MESSAGE = 4000  # characters of the sentence that says how a run ended
 MOST_SHOWN = 300  # characters of a text in a table, a figure or a page
 LEAST_SHOWN = {"us_p50": 1e-6, "gbps_wire": 1e-12}
 
@@ -151,14 +152,14 @@ def _displayed(line: Line) -> Line:
 _TEXTS = tuple(key for key, kind in KINDS.items() if kind is text)
 
 
-def shortened(outside: object) -> str:
+def shortened(outside: object, most: int = MOST_SHOWN) -> str:
     """Write a value from outside in one line for display.
 
     >>> shortened("a\x1bb"), len(shortened("x" * 400))
     ('a\\\\x1bb', 300)
     """
-    plain = printable(str(outside)[: MOST_SHOWN + 1])
-    return plain if len(plain) <= MOST_SHOWN else plain[: MOST_SHOWN - 1] + "…"
+    plain = printable(str(outside)[: most + 1])
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
 
 
 # summary.json: how a run ended, for scripts.

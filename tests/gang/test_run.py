@@ -34,6 +34,8 @@ def test_quickstart_with_two_ranks_writes_a_complete_run_directory(start: Start)
     environment = json.loads((run.out / "environment.json").read_text())
     assert [rank["rank"] for rank in environment["ranks"]] == [0, 1]
     assert yaml.safe_load((run.out / "config.yaml").read_text())["world"]["ranks"] == 2
+    page = (run.out / "report.html").read_text()
+    assert "✓ Done" in page and "Time of a step" in page and f"<dd>{environment['host']}</dd>" in page
 
 
 def test_only_address_auto_fails_on_a_stale_address_file(

@@ -62,8 +62,6 @@ EVERY_KIND: list[Line] = [
     complete_line(
         {"case": "layer", "workload": "layer", "op": "step", "tokens": 512, "us_p50": 5.0, "verified": False}
     ),
-        {"case": "layer", "workload": "layer", "op": "step", "tokens": 512, "us_p50": 5.0, "verified": False}
-    ),
 ]
 
 
