@@ -387,7 +387,7 @@ def test_plots_stay_inside_the_run_directory(tmp_path):
 
 
 def test_names_that_look_like_formulas_are_drawn(tmp_path):
-    lines = [each | {"backend": "$\\frac{$", "case": "_a=$x"} for each in gpu_exchange("fused", 8.0)]
+    lines = [each | {"backend": "$\\frac{$", "case": "_a=x"} for each in gpu_exchange("fused", 8.0)]
     assert write_plots(tmp_path, lines)
 
 
