@@ -173,7 +173,7 @@ class Gang:
         answer, event = self._read(call, ref)
         # What a rank reported after its last poll comes before the event that it is done, or that it failed.
         last: list[sv.Event] = []
-        if call.method == "run" and not isinstance(event, sv.Lost):
+        if call.method == "run" and (event is None or isinstance(event, sv.Failed)):  # the rank answers
             last = self._last_poll(call.rank, MARGIN_S if event is None else LAST_REPORTS_S)
         if event is not None:
             self._failed = True

@@ -212,6 +212,8 @@ class RunMetrics:
                 self._count_failure(rank, failure)
             case sv.Lost(rank) | sv.NotAnswering(rank):
                 self._is(rank, "lost")
+            case sv.NodeLost() | sv.RayLost():
+                self._all_are("lost")
             case sv.Cleared() if after.generation > before.generation:
                 self._counted.clear()
                 self._record(RESTARTS, 1)
