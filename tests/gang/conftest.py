@@ -90,7 +90,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
         environment |= env or {}
         environment = {name: value for name, value in environment.items() if value != UNSET}
-        program = ["-c", f"{first}; import sys, raymoe.cli; sys.exit(raymoe.cli.main())"] if first else ["-m", "raymoe"]
+        program = ["-c", f"{first}\nimport sys, raymoe.cli; sys.exit(raymoe.cli.main())"] if first else ["-m", "raymoe"]
         command = [sys.executable, *program, "run", *arguments]
         if "--resume" not in arguments:
             command += ["--out", str(directory)]

@@ -65,7 +65,7 @@ def test_the_loss_of_a_server_of_its_own_ray_is_exit_3_and_names_it(
     assert run.last_line() == f"lost the Ray that this run started: its {server} (pid {pid}) {state}"
     assert "(raylet)" not in run.stderr(), "Ray's own warnings go to driver.log"
     assert [each["cause"] for each in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
-    kept = re.search(r"^Ray's logs are kept in (\S+?),? ?", run.stderr(), re.MULTILINE)
+    kept = re.search(r"^Ray's logs are kept in (\S+/logs)", run.stderr(), re.MULTILINE)
     assert kept and (Path(kept[1]) / f"{server}.out").is_file()
 
 
