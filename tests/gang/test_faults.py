@@ -168,7 +168,7 @@ def test_a_dead_rank_stops_the_next_call_in_any_order_of_answers(monkeypatch: py
     monkeypatch.setattr("raymoe.gang.gang.ray.get", lambda rank: raised(answers[rank]))
     for order in itertools.permutations(answers):
         gang = object.__new__(Gang)
-        gang.size, gang.locations, gang._failed, gang._first_answer = 3, {}, False, None
+        gang.size, gang.locations, gang.node, gang._failed, gang._first_answer = 3, {}, None, False, None
         gang._calls = {rank: Call("locate", rank) for rank in answers}
         events = [event for rank in order for event in gang._on_answer(gang._calls.pop(rank), rank)]
         assert [type(event) for event in events] == [sv.Lost]
