@@ -20,7 +20,7 @@ RULE = (
 )
 
 
-class Verdict(StrEnum):
+class ChangeVerdict(StrEnum):
     """How the time of an operation differs between two runs."""
 
     WRONG = "now wrong"
@@ -45,7 +45,7 @@ class Pair:
         return _number(self.other, "us_p50") / _number(self.base, "us_p50") - 1
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ChangeVerdict:
         """Apply RULE.
 
         >>> base = {"us_p50": 100.0, "us_min": 95.0, "samples": 50, "verified": True}
@@ -55,16 +55,16 @@ class Pair:
         ('slower', 'within noise', 'faster', 'within noise')
         """
         if self.base["verified"] is not False and self.other["verified"] is False:
-            return Verdict.WRONG
+            return ChangeVerdict.WRONG
         both = (self.base, self.other)
         if self.change is None or any(line["us_min"] is None for line in both):
-            return Verdict.UNKNOWN
+            return ChangeVerdict.UNKNOWN
         if any(_number(line, "samples") < LEAST_SAMPLES for line in both if line["samples"] is not None):
-            return Verdict.UNKNOWN
+            return ChangeVerdict.UNKNOWN
         slow, fast = both if self.change < 0 else both[::-1]
         ratio = _number(slow, "us_p50") / _number(fast, "us_p50")
         changed = _number(fast, "us_p50") < _number(slow, "us_min") and ratio >= 1 + LEAST_CHANGE
-        return (Verdict.FASTER if self.change < 0 else Verdict.SLOWER) if changed else Verdict.SAME
+        return (ChangeVerdict.FASTER if self.change < 0 else ChangeVerdict.SLOWER) if changed else ChangeVerdict.SAME
 
     @property
     def differs(self) -> str:
@@ -91,7 +91,7 @@ class Comparison:
     only_base: list[Line] = field(default_factory=list)
     only_other: list[Line] = field(default_factory=list)
 
-    def count(self, verdict: Verdict) -> int:
+    def count(self, verdict: ChangeVerdict) -> int:
         return sum(pair.verdict == verdict for pair in self.pairs)
 
     def summary(self) -> str:
@@ -101,7 +101,7 @@ class Comparison:
         >>> Comparison([Pair(line | {"samples": 9}, line | {"samples": 9})], [line]).summary()
         '1 operation in both: 1 within noise; 1 only in the first'
         """
-        found = [f"{count} {verdict}" for verdict in Verdict if (count := self.count(verdict))]
+        found = [f"{count} {verdict}" for verdict in ChangeVerdict if (count := self.count(verdict))]
         many = f"{len(self.pairs)} operation{'' if len(self.pairs) == 1 else 's'} in both"
         parts = [f"{many}: {', '.join(found)}" if found else many]
         parts += [f"{len(self.only_base)} only in the first"] * bool(self.only_base)
@@ -165,9 +165,13 @@ def _time(line: Line, key: str) -> str:
     return "-" if line[key] is None else f"{_number(line, key):,.1f}"
 
 
-def _marked(verdict: Verdict) -> str:
+def _marked(verdict: ChangeVerdict) -> str:
     """Write a verdict so that a change stands out without colours."""
-    return f"** {verdict}" if verdict in (Verdict.WRONG, Verdict.SLOWER, Verdict.FASTER) else str(verdict)
+    return (
+        f"** {verdict}"
+        if verdict in (ChangeVerdict.WRONG, ChangeVerdict.SLOWER, ChangeVerdict.FASTER)
+        else str(verdict)
+    )
 
 
 # Differences of two documents: configs, and environments.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.report.compare import Comparison, Pair, Verdict, compare, comparison_columns
+from raymoe.report.compare import Comparison, Pair, ChangeVerdict, compare, comparison_columns
 from raymoe.report.results import Line, decode, displayed
 from tests.python_path import REPOSITORY
 from tests.unit.lines import copy_case, exchange_case, gpu_exchange
@@ -27,24 +27,32 @@ def timed(p50: float | None, least: float | None, samples: int = 50, verified: b
 @pytest.mark.parametrize(
     ("base", "other", "verdict"),
     [
-        (timed(100, 95), timed(110, 101), Verdict.SLOWER),
-        (timed(100, 95), timed(110, 100), Verdict.SAME),  # its fastest sample is no slower than half of the others
-        (timed(100, 95), timed(94, 90), Verdict.FASTER),
-        (timed(100, 94), timed(94, 90), Verdict.SAME),
-        (timed(100, 99.9), timed(101.9, 101.8), Verdict.SAME),  # less than 2 %
-        (timed(100, 99.9), timed(102, 101.8), Verdict.SLOWER),
-        (timed(100, 50), timed(60, 40), Verdict.SAME),  # a wide spread hides a large change
-        (timed(100, 95, samples=4), timed(200, 190), Verdict.UNKNOWN),
-        (timed(100, None), timed(200, 190), Verdict.UNKNOWN),
-        (timed(None, None), timed(200, 190), Verdict.UNKNOWN),
-        (timed(100, 95), timed(90, 80, verified=False), Verdict.WRONG),
-        (timed(100, 95, verified=False), timed(100, 95, verified=False), Verdict.SAME),
+        (timed(100, 95), timed(110, 101), ChangeVerdict.SLOWER),
+        (
+            timed(100, 95),
+            timed(110, 100),
+            ChangeVerdict.SAME,
+        ),  # its fastest sample is no slower than half of the others
+        (timed(100, 95), timed(94, 90), ChangeVerdict.FASTER),
+        (timed(100, 94), timed(94, 90), ChangeVerdict.SAME),
+        (timed(100, 99.9), timed(101.9, 101.8), ChangeVerdict.SAME),  # less than 2 %
+        (timed(100, 99.9), timed(102, 101.8), ChangeVerdict.SLOWER),
+        (timed(100, 50), timed(60, 40), ChangeVerdict.SAME),  # a wide spread hides a large change
+        (timed(100, 95, samples=4), timed(200, 190), ChangeVerdict.UNKNOWN),
+        (timed(100, None), timed(200, 190), ChangeVerdict.UNKNOWN),
+        (timed(None, None), timed(200, 190), ChangeVerdict.UNKNOWN),
+        (timed(100, 95), timed(90, 80, verified=False), ChangeVerdict.WRONG),
+        (timed(100, 95, verified=False), timed(100, 95, verified=False), ChangeVerdict.SAME),
     ],
 )
 def test_a_change_is_told_from_noise(base, other, verdict):
     assert Pair(base, other).verdict == verdict
-    mirrored = {Verdict.SLOWER: Verdict.FASTER, Verdict.FASTER: Verdict.SLOWER, Verdict.WRONG: Verdict.SAME}
-    if verdict is not Verdict.WRONG:
+    mirrored = {
+        ChangeVerdict.SLOWER: ChangeVerdict.FASTER,
+        ChangeVerdict.FASTER: ChangeVerdict.SLOWER,
+        ChangeVerdict.WRONG: ChangeVerdict.SAME,
+    }
+    if verdict is not ChangeVerdict.WRONG:
         assert Pair(other, base).verdict == mirrored.get(verdict, verdict), "the rule is the same both ways"
 
 
@@ -56,7 +64,7 @@ def test_runs_of_the_same_kernels_two_hours_apart_are_within_noise():
     """48 operations on two H200, 2026-11-23: the medians differ by 1.3 % at most."""
     comparison = compare(lines_of("bench_exchange_h200x2.jsonl"), lines_of("bench_nccl_h200x2.jsonl"))
     assert len(comparison.pairs) == 48
-    assert comparison.count(Verdict.SAME) == 48
+    assert comparison.count(ChangeVerdict.SAME) == 48
     assert 0.01 < max(abs(pair.change or 0) for pair in comparison.pairs) < 0.014
     assert (
         comparison.summary() == "48 operations in both: 48 within noise; 112 only in the first; 176 only in the second"
