@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from raymoe import __version__
 from raymoe.config import Job
 from raymoe.report.columns import EXCHANGES, Column, byte_size, caption_of, columns_of
-from raymoe.report.compare import RULE, Comparison, ChangeVerdict, compare, comparison_columns, flattened
+from raymoe.report.compare import RULE, ChangeVerdict, Comparison, compare, comparison_columns, flattened
 from raymoe.report.copies import gbps, integer, ranks_on, three_digits, us
 from raymoe.report.directory import write_atomically
 from raymoe.report.overview import environment_of, facts_differing, letters

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.report.compare import Comparison, Pair, ChangeVerdict, compare, comparison_columns
+from raymoe.report.compare import ChangeVerdict, Comparison, Pair, compare, comparison_columns
 from raymoe.report.results import Line, decode, displayed
 from tests.python_path import REPOSITORY
 from tests.unit.lines import copy_case, exchange_case, gpu_exchange
