@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from raymoe.gang.main_process import stop_seconds
+
 PREAMBLE = """
     import os, signal, subprocess, sys, time
     from raymoe.gang.main_process import run_in_child
-    from raymoe.gang.messages import Bounded, RunOutcome, Progressed
+    from raymoe.gang.messages import Alive, Bounded, Ending, RunOutcome, Progressed
+    from raymoe.gang import main_process
 
     def report(outcome):
         print(f"{outcome.exit_code}|{outcome.message}", flush=True)
@@ -175,3 +180,91 @@ def test_sigkill_of_the_main_process_ends_the_driver() -> None:
     while not has_ended(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert has_ended(child)
+
+
+def test_a_driver_that_says_nothing_is_ended_and_its_state_is_named() -> None:
+    process = start("""
+        main_process.SILENT_S = 1.0
+        def work(tell, stopped):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        report(run_in_child(work, print))
+    """)
+    code, message = finish(process)
+    assert code == 5
+    assert re.fullmatch(r"the driver process \(pid \d+\) is stopped and said nothing for 1 s", message), message
+    process = start("""
+        main_process.SILENT_S = 1.0
+        def work(tell, stopped):
+            time.sleep(60)
+        report(run_in_child(work, print))
+    """)
+    code, message = finish(process)
+    assert code == 3 and message.startswith("lost Ray: the driver's call to it did not return for 1 s")
+
+
+def test_a_driver_that_says_that_it_works_may_take_its_time() -> None:
+    process = start("""
+        main_process.SILENT_S = 0.8
+        def work(tell, stopped):
+            for _ in range(10):
+                time.sleep(0.2)
+                tell(Alive())
+            return RunOutcome(0, "done")
+        report(run_in_child(work, print))
+    """)
+    assert finish(process) == (0, "done")
+
+
+def test_a_main_process_that_was_frozen_does_not_blame_its_driver() -> None:
+    """Both are stopped for longer than SILENT_S, as by a container that is paused."""
+    process = start("""
+        main_process.SILENT_S = 1.5
+        def work(tell, stopped):
+            print(os.getpid(), flush=True)
+            for _ in range(10):
+                time.sleep(0.2)
+                tell(Alive())
+            return RunOutcome(0, "done")
+        report(run_in_child(work, print))
+    """)
+    assert process.stdout is not None
+    driver = int(process.stdout.readline())
+    for number, seconds in ((signal.SIGSTOP, 3.0), (signal.SIGCONT, 0.0)):
+        process.send_signal(number)
+        os.kill(driver, number)
+        time.sleep(seconds)
+    assert finish(process) == (0, "done")
+
+
+@pytest.mark.parametrize("then", ["os.abort()", "time.sleep(60)", "raise ValueError('while cleaning up')"])
+def test_an_announced_outcome_is_final(then: str) -> None:
+    process = start(f"""
+        def work(tell, stopped):
+            tell(Ending(RunOutcome(0, "done"), 0.5))
+            {then}
+        report(run_in_child(work, print))
+    """)
+    assert finish(process) == (0, "done")
+
+
+def test_the_output_of_the_driver_is_kept_off_the_terminal_and_says_that_the_gcs_is_lost() -> None:
+    process = start("""
+        def work(tell, stopped):
+            os.system("echo rpc_client.h: Failed to connect to GCS within 60 seconds >&2")
+            os._exit(1)
+        outcome = run_in_child(work, print, keep_output=True)
+        assert outcome.output == "rpc_client.h: Failed to connect to GCS within 60 seconds\\n", outcome.output
+        report(outcome)
+    """)
+    code, message = finish(process)
+    assert code == 3 and message.startswith("lost the Ray cluster: its GCS ended or does not answer")
+
+
+@pytest.mark.parametrize(("wait", "seconds"), [("", 2.0), ("10", 3.5), ("2", 1.0)])
+def test_under_ray_job_stop_the_driver_gets_less_time_than_the_job(
+    monkeypatch: pytest.MonkeyPatch, wait: str, seconds: float
+) -> None:
+    assert stop_seconds() == 3.5
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.setenv("RAY_JOB_STOP_WAIT_TIME_S", wait)
+    assert stop_seconds() == seconds

@@ -119,6 +119,43 @@ def test_unplaceable_ranks_end_the_run_at_once() -> None:
     assert state.phase is Phase.OVER and not actions and state.verdict is not None and state.verdict.exit_code == 3
 
 
+def test_a_lost_node_clears_at_once_and_the_next_generation_may_start_elsewhere() -> None:
+    state, actions = play(RUNNING, sv.NodeLost(1, "rank 1 died with node n1"))
+    assert state.phase is Phase.CLEARING and actions == [Action.KILL], "no rank is left to report"
+    assert not state.final
+    state, actions = play(state, sv.Cleared())
+    assert (state.phase, state.generation, actions) == (Phase.STARTING, 1, [Action.START])
+    state, _ = play(replace(RUNNING, restarts_left=0), sv.NodeLost(1, "rank 1 died with node n1"), sv.Cleared())
+    assert state.phase is Phase.OVER and state.verdict is not None
+    assert (state.verdict.exit_code, state.verdict.cause, state.verdict.culprit) == (4, "NodeLost", 1)
+
+
+@pytest.mark.parametrize(("event", "code"), [(sv.NodeLost(1, "with its node"), 4), (sv.RayLost("the raylet ended"), 3)])
+def test_the_loss_of_a_node_or_of_ray_explains_the_loss_of_a_rank_but_no_other_verdict(
+    event: sv.Event, code: int
+) -> None:
+    spent = replace(RUNNING, restarts_left=0)
+    state, _ = play(spent, sv.Lost(0, "rank 0 died"), event)
+    assert state.verdict is not None and (state.verdict.exit_code, state.verdict.message) == (code, event.message)  # type: ignore[union-attr]
+    state, _ = play(spent, sv.Failed(0, Failure("WrongResult", 6, "wrong")), event)
+    assert state.verdict is not None and state.verdict.exit_code == 6
+    state, _ = play(spent, sv.StopAsked(15, "SIGTERM"), event)
+    assert state.verdict is not None and state.verdict.exit_code == 143
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.OVER])
+def test_the_loss_of_ray_ends_any_phase_without_an_action(phase: Phase) -> None:
+    state, actions = play(replace(RUNNING, phase=phase), sv.RayLost("the raylet ended"))
+    assert state.phase is Phase.OVER and not actions
+    assert state.verdict is not None and (state.verdict.exit_code, state.verdict.cause) == (3, "RayLost")
+
+
+def test_a_stop_after_the_last_case_takes_no_success_back() -> None:
+    state, _ = play(RUNNING, sv.Finished(0), sv.Finished(1), sv.Finished(2), sv.StopAsked(15, "SIGTERM"))
+    assert state.phase is Phase.CLEARING and state.final
+    assert state.verdict is not None and state.verdict.exit_code == 0
+
+
 RANKS = st.integers(0, 2)
 EVENTS = st.one_of(
     st.sampled_from([sv.Placed(), sv.Started(), sv.Wired(), sv.Tick(), sv.Cleared(), sv.StopAsked(15, "SIGTERM")]),
@@ -127,6 +164,8 @@ EVENTS = st.one_of(
     st.builds(aborted, RANKS, RANKS | st.none()),
     st.builds(sv.Failed, RANKS, st.just(Failure("ValueError", 1, "bug"))),
     st.builds(sv.Lost, RANKS, st.just("died")),
+    st.builds(sv.NodeLost, RANKS, st.just("died with its node")),
+    st.just(sv.RayLost("the raylet ended")),
     st.builds(sv.NotAnswering, RANKS, st.just("mute"), st.sampled_from([3, 5])),
 )
 
