@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.gang.main_process import stop_seconds
+from raymoe.gang.main_process import TICK_S, stop_seconds
 
 PREAMBLE = """
     import os, signal, subprocess, sys, time
@@ -218,7 +218,7 @@ def test_a_driver_that_says_that_it_works_may_take_its_time() -> None:
 def test_a_main_process_that_was_frozen_does_not_blame_its_driver() -> None:
     """Both are stopped for longer than SILENT_S, as by a container that is paused."""
     process = start("""
-        main_process.SILENT_S = 1.5
+        main_process.SILENT_S = 3.0
         def work(tell, stopped):
             print(os.getpid(), flush=True)
             for _ in range(10):
@@ -231,9 +231,9 @@ def test_a_main_process_that_was_frozen_does_not_blame_its_driver() -> None:
     driver = int(process.stdout.readline())
     process.send_signal(signal.SIGSTOP)
     os.kill(driver, signal.SIGSTOP)
-    time.sleep(3.0)
+    time.sleep(3.5)
     process.send_signal(signal.SIGCONT)
-    time.sleep(0.2)  # the driver wakes up later
+    time.sleep(2 * TICK_S)  # the driver wakes up later
     os.kill(driver, signal.SIGCONT)
     assert finish(process) == (0, "done")
 
