@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
@@ -18,6 +19,8 @@ def nvtx_range(device: torch.device, name: str) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
+    import torch  # not above: raymoe.device loads without it
+
     nvtx: Any = torch.cuda.nvtx  # has no annotations
     nvtx.range_push(name)
     try:
