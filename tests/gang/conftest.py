@@ -206,6 +206,22 @@ def ray_processes() -> set[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Return whether a process runs. A zombie has ended, and waits only for its parent to ask how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def alive_after(seconds: float, pids: list[int]) -> list[int]:
+    """Return the processes that still run after so many seconds, or at once the empty list."""
+    deadline = time.monotonic() + seconds
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
 def commands_of(pids: set[int]) -> str:
     lines = []
     for pid in sorted(pids):

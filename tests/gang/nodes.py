@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,14 +52,18 @@ class ClusterNode:
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to the raylet and everything that it started: ranks, idle workers, agents."""
-        processes = [raylet for raylet in self.pids["raylet"] for raylet in (raylet, *_below(raylet))]
+        processes = [pid for raylet in self.pids["raylet"] for pid in (raylet, *_below(raylet))]
         for pid in processes:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has ended since it was listed
+                os.kill(pid, number)
 
 
 def _below(root: int) -> list[int]:
-    tasks = Path(f"/proc/{root}/task").iterdir()
-    children = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    try:
+        tasks = [task / "children" for task in Path(f"/proc/{root}/task").iterdir()]
+        children = [int(pid) for task in tasks for pid in task.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
     return [pid for child in children for pid in (child, *_below(child))]
 
 
@@ -68,6 +72,7 @@ class Nodes:
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
+        self._added: list[ClusterNode] = []
         self.head = self._read()
         self.address = self.head.address
 
@@ -76,7 +81,13 @@ class Nodes:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"num_cpus": cpus}) + "\n")
         self._process.stdin.flush()
-        return self._read()
+        self._added.append(self._read())
+        return self._added[-1]
+
+    def kill_added(self) -> None:
+        """Kill the nodes that `add` has added and that still run, so that no later run is placed on them."""
+        while self._added:
+            self._added.pop().kill()
 
     def _read(self) -> ClusterNode:
         assert self._process.stdout is not None

@@ -23,7 +23,7 @@ from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunO
 from raymoe.gang.placement import Location
 from raymoe.gang.rank import Rank
 from tests.gang import configs
-from tests.gang.conftest import Head, Start
+from tests.gang.conftest import Head, Start, alive_after
 from tests.gang.faulty_ranks import CorruptingRank, RaisingRank, actor
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -77,7 +77,7 @@ def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
     assert f"rank {rank}" in run.last_line()
     generations = summary_of(run.out)["generations"]
     assert len(generations) == 1 and generations[0]["culprit"] == rank
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a stopped rank holds its GPU"
+    assert not alive_after(0.5, pids), "a stopped rank holds its GPU"
 
 
 def test_a_run_of_one_rank_exits_5_when_the_rank_stops(start: Start, head: Head, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import configs
-from tests.gang.conftest import Command, Head, Start
+from tests.gang.conftest import Command, Head, Start, alive_after
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -122,14 +122,6 @@ def test_a_driver_that_is_killed_takes_its_ranks_along(start: Start, head: Head,
     assert run.last_line() == f"the driver process (pid {driver}) was killed by SIGKILL and gave no reason"
     assert not alive_after(10, ranks)
     assert [each["cause"] for each in summary_of(run)["generations"]] == ["unknown"]  # type: ignore[attr-defined]
-
-
-def alive_after(seconds: float, pids: list[int]) -> list[int]:
-    """The processes that still run after so many seconds, or at once the empty list."""
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
 
 
 @pytest.mark.parametrize(

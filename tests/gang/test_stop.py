@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import configs
-from tests.gang.conftest import Command, Head, Start, ray_processes
+from tests.gang.conftest import Command, Head, Start, alive_after, ray_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -47,7 +47,7 @@ def test_sigterm_ends_the_ranks_on_a_cluster(start: Start, head: Head, tmp_path:
     run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
     pids = run.pids()
     stop_and_check(run, signal.SIGTERM, 143)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not alive_after(0.5, pids)
 
 
 def test_sigkill_of_the_command_leaves_no_processes(start: Start, tmp_path: Path) -> None:
