@@ -29,12 +29,12 @@ from raymoe.report.svg import (
     MOST_CURVES,
     Axis,
     Bar,
+    BarSegment,
     Chart,
     Curve,
     Heat,
     Limit,
     Point,
-    Segment,
     bars,
     compact,
     duration,
@@ -257,7 +257,7 @@ def _bar_figure(group: Group, several: bool) -> Figure:
     for index, line in enumerate(lines):
         time, least, most = us(line), _or(line["us_min"], us(line)), _or(line["us_p99"], us(line))
         grey = line["backend"] == YARDSTICK
-        segment = Segment(0, time, "grey" if grey else f"c{index % 6}", f"median {time:,.1f} µs")
+        segment = BarSegment(0, time, "grey" if grey else f"c{index % 6}", f"median {time:,.1f} µs")
         rate = f", {three_digits(gbps(line))} GB/s" if line["gbps_wire"] else ""
         rows.append(Bar(_label(group, line, several), f"{duration(time)}{rate}", [segment], (least, most)))
     scale = max(bar.whisker[1] if bar.whisker else 0 for bar in rows)
@@ -301,7 +301,7 @@ def _split_figures(groups: Sequence[Group], several: bool) -> Iterator[Figure]:
         ends = (0.0, dispatch, dispatch + combine, max(both, dispatch + combine))
         names = ("dispatch", "combine", "between them")
         segments = [
-            Segment(ends[i], ends[i + 1], ("c0", "c1", "grey")[i], f"{names[i]} {ends[i + 1] - ends[i]:,.1f} µs")
+            BarSegment(ends[i], ends[i + 1], ("c0", "c1", "grey")[i], f"{names[i]} {ends[i + 1] - ends[i]:,.1f} µs")
             for i in range(3)
             if ends[i + 1] > ends[i]
         ]
@@ -362,7 +362,7 @@ def timeline_figures(lines: Sequence[Line]) -> Iterator[Figure]:
             for each in points:
                 blocks = known[each.point].who if each.point in known else "others"
                 told = f"{each.first:.1f} to {each.last:.1f} µs, median {each.median:.1f}"
-                segment = Segment(each.first, each.last, _BLOCKS.get(blocks, "grey"), told)
+                segment = BarSegment(each.first, each.last, _BLOCKS.get(blocks, "grey"), told)
                 rows.append(Bar(each.point, f"{each.last:.1f} µs", [segment], ticks=[each.median]))
                 times = (f"{value:.1f}" for value in (each.first, each.median, each.last))
                 cells.append((str(line["case"]), each.point, *times, blocks))
@@ -388,11 +388,11 @@ def overlap_figures(lines: Sequence[Line]) -> Iterator[Figure]:
         rows = []
         for case in cases:
             after = [
-                Segment(0, case.alone, "c0", f"{op} alone {case.alone:,.1f} µs"),
-                Segment(case.alone, case.alone + case.product, "c1", f"product alone {case.product:,.1f} µs"),
+                BarSegment(0, case.alone, "c0", f"{op} alone {case.alone:,.1f} µs"),
+                BarSegment(case.alone, case.alone + case.product, "c1", f"product alone {case.product:,.1f} µs"),
             ]
             rows.append(Bar(f"{case.case}, one after the other", duration(case.alone + case.product), after))
-            at_once = [Segment(0, case.both, "c2", f"both {case.both:,.1f} µs")]
+            at_once = [BarSegment(0, case.both, "c2", f"both {case.both:,.1f} µs")]
             saved = f"{duration(case.both)}, {case.saved:.0%} saved"
             rows.append(Bar(f"{case.case}, both at once", saved, at_once))
         columns = [Column("case", [case.case for case in cases])]
@@ -451,5 +451,7 @@ def _point(point: Point | None) -> str:
 def change_figure(pairs: Sequence[tuple[str, float, str]]) -> str:
     """Draw relative changes: label, change and colour. Bars to the right are slower."""
     most = max(0.1, min(1.0, max(abs(change) for _, change, _ in pairs)))
-    rows = [Bar(label, f"{change:+.1%}", [Segment(0, change, colour)], ticks=[0.0]) for label, change, colour in pairs]
+    rows = [
+        Bar(label, f"{change:+.1%}", [BarSegment(0, change, colour)], ticks=[0.0]) for label, change, colour in pairs
+    ]
     return bars(rows, -most, most)

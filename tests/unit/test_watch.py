@@ -21,7 +21,7 @@ from raymoe.gang import supervisor as sv
 from raymoe.gang.messages import Message, Profiled, Progressed
 from raymoe.gang.metrics import TABLE, Kind, Metric, Record, RunMetrics
 from raymoe.gang.rank import MOST_REPORTS, RankLog, Reports
-from raymoe.gang.watch import Shift, Watch, boot_id
+from raymoe.gang.watch import RunWatch, Shift, boot_id
 from raymoe.memory.world import World
 from raymoe.report import trace
 from raymoe.report.trace import ChromeTrace
@@ -298,8 +298,8 @@ def test_phases_are_ranges_on_a_gpu_alone(ranges: list[str], monkeypatch: pytest
 # Spans and the trace.
 
 
-def watch(told: list[Message]) -> Watch:
-    return Watch("a-run", 2, 3, told.append, profile=True)
+def watch(told: list[Message]) -> RunWatch:
+    return RunWatch("a-run", 2, 3, told.append, profile=True)
 
 
 def test_spans_of_the_driver_are_the_supervisors_phases() -> None:
@@ -320,7 +320,7 @@ def test_spans_of_the_driver_are_the_supervisors_phases() -> None:
 
 def test_without_profile_no_span_is_sent() -> None:
     told: list[Message] = []
-    watched = Watch("a-run", 2, 3, told.append, profile=False)
+    watched = RunWatch("a-run", 2, 3, told.append, profile=False)
     watched.report(0, 0, progress())
     watched.report(0, 0, Span("case x", 1.0, 2.0))
     watched.send_spans()
