@@ -19,7 +19,9 @@ import yaml
 from raymoe.gang.follow import output_on_node
 from raymoe.gang.submit import JobRequest, JobsApi
 from tests.gang import configs
-from tests.gang.conftest import RUN_S, UNSET, Command, Head, end_session, ray_head
+from tests.gang.conftest import RUN_S, UNSET, Command, Head, ray_head
+from tests.gang.fault_lines import Fault
+from tests.gang.processes import end_session
 from tests.python_path import python_path
 
 BIN = Path(sys.executable).parent
@@ -158,7 +160,7 @@ def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
     assert unknown.end() == 2 and "does not know this job" in unknown.last_line()
 
 
-def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp_path: Path) -> None:
+def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp_path: Path, fault: Fault) -> None:
     work = tmp_path / "work"
     work.mkdir()
     config = Path(configs.write(work, "long", world__ranks=1, steps__count=configs.LONG)).name
@@ -180,8 +182,9 @@ def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp
 
     follow = tool("attach", name, "--address", head.dashboard, "--out", "stopped")
     wait_for_log(follow, "ranks ready")
+    fault.strike("job-stop", follow)
     follow.signal(signal.SIGINT)
-    assert follow.end(60) == 130, follow.stderr()
+    assert fault.ended(60, tmp_path / "stopped") == 130, follow.stderr()
     assert api.state(name).status == "STOPPED"
     assert follow.last_line() == f"stopped by SIGINT; job {name} is STOPPED, finished cases are kept"
     assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["exit_code"] == 143
