@@ -21,6 +21,7 @@ import pytest
 
 from raymoe.gang.address import ADDRESS_FILE
 from raymoe.gang.main_process import end_descendants
+from raymoe.gang.private_ray import private_ray
 from tests.gang.fault_lines import Fault
 from tests.gang.processes import commands_of, end_session, ray_processes, shared_memory
 from tests.python_path import python_path
@@ -194,7 +195,7 @@ def ray_head(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """One head for every test that does not end it. Its home holds no auth token, so it asks for none.
 
@@ -203,6 +204,18 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     folder = tmp_path_factory.mktemp("head")
     with ray_head(folder, env={"HOME": str(folder), **METRICS_EVERY_SECOND}) as it:
         yield it
+
+
+@pytest.fixture(scope="package")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Head, Path]]:
+    """A head that asks for a token, and the home that has it, as a local run makes it."""
+    folder, before = tmp_path_factory.mktemp("guarded"), os.environ["HOME"]
+    os.environ["HOME"] = str(folder)
+    with private_ray({}):
+        os.environ["HOME"] = before
+    env = {"HOME": str(folder), "RAY_AUTH_MODE": UNSET, **METRICS_EVERY_SECOND}
+    with ray_head(folder, env=env) as it:
+        yield it, folder
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -40,6 +40,12 @@ class Fault:
     noticed_after: float | None = None
     processes: list[int] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
+    others: list[Fault] = field(default_factory=list)
+
+    def another(self) -> Fault:
+        """Measure another fault in the same test, of another run."""
+        self.others.append(Fault())
+        return self.others[-1]
 
     def strike(self, name: str, run: Command) -> None:
         """Begin the clock. The processes of the run are those that exist now."""
@@ -73,7 +79,7 @@ class Fault:
             "fault": self.name,
             "exit": code,
             "seconds": round(took if self.noticed_after is None else self.noticed_after, 2),
-            "gone_seconds": None if left else round(max(took, gone), 2),
+            "gone_seconds": None if left or (self.noticed_after and code == 0) else round(max(took, gone), 2),
             "last_line": without_places(self.run.last_line()) if code != 0 else "",
             "kept": [name for name in KEPT if (directory / name).is_file()],
             **cases_of(directory),
@@ -84,6 +90,8 @@ class Fault:
 
     def write(self) -> None:
         """Append the line to the file that RAYMOE_FAULTS names."""
+        for each in self.others:
+            each.write()
         if self.line is None or not os.environ.get(FILE):
             return
         facts = {"cpus": os.cpu_count(), "date": f"{datetime.date.today()}", "commit": environment()["commit"]}

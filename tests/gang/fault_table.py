@@ -94,12 +94,13 @@ SECTIONS = [
     Section(
         "soak",
         {
+            "soak-signals": "any of the four signals in any of the seven phases",
             "soak-cluster-gcs-killed": "kill -9 of the GCS of a cluster, Ray's own time limits",
-            "soak-cluster-gcs-stopped": "SIGSTOP of the GCS of a cluster during steps",
+            "soak-cluster-gcs-stopped": "SIGSTOP of the GCS of a cluster during steps: the run goes on to its end",
             "soak-driver-stopped": "SIGSTOP of the driver",
             "soak-own-gcs-stopped": "SIGSTOP of the own Ray's GCS while ranks are placed",
             "soak-node-killed": "kill -9 of a worker node, another is free; Ray gives a node up after its own limit",
-            "soak-node-stopped": "SIGSTOP of a worker node and all its processes, `wait_timeout_s: 2`",
+            "soak-node-stopped": "SIGSTOP of a whole worker node, `wait_timeout_s: 2`; its ranks end when it wakes up",
             "soak-out-of-memory": "a rank uses up the memory of its node, `restarts: 0`",
             "soak-disk-full": "the disk of `--out` is full (a tmpfs of 64 KiB): no room for summary.json either",
             "soak-ray-disk-full": "the disk of Ray's directory is full during steps: the run goes on",

@@ -68,30 +68,33 @@ def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
     assert str(victim) in found[1] and Path(found[1]).is_file()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
-    start: Start, head: Head, tmp_path: Path, fault: Fault, rank: int
+    start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
-    run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
-    pids = run.pids()
-    run.wait_for(r"case 1/1 default: step")
-    fault.strike("rank-stopped", run)
-    os.kill(pids[rank], signal.SIGSTOP)
-    assert fault.ended(20) == 5, run.stderr()
-    assert fault.line is not None and fault.line["seconds"] < 2 + 10  # wait_timeout_s + 10
-    assert f"rank {rank}" in run.last_line()
-    generations = summary_of(run.out)["generations"]
-    assert len(generations) == 1 and generations[0]["culprit"] == rank
-    assert fault.line["processes_left"] == 0, "a stopped rank holds its GPU"
-
-
-def test_a_run_of_one_rank_exits_5_when_the_rank_stops(start: Start, head: Head, tmp_path: Path, fault: Fault) -> None:
-    run = start(configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG), "--address", head.address)
-    pid = run.pids()[0]
-    fault.strike("rank-alone-stopped", run)
-    os.kill(pid, signal.SIGSTOP)
-    assert fault.ended(20) == 5
-    assert "rank 0" in run.last_line()
+    """Of one, two and three ranks the last but one, so that one, two and no other ranks wait for it."""
+    wanted = {1: 0, 2: 0, 3: 1}
+    runs = {
+        ranks: start(
+            configs.write(tmp_path, f"of{ranks}", world__ranks=ranks, steps__count=configs.LONG),
+            "--address",
+            head.address,
+        )
+        for ranks in wanted
+    }
+    for run in runs.values():
+        run.wait_for(r"case 1/1 default: step")
+    faults = {1: fault.another(), 2: fault, 3: fault.another()}
+    for ranks, run in runs.items():
+        faults[ranks].strike("rank-alone-stopped" if ranks == 1 else "rank-stopped", run)
+        os.kill(run.pids()[wanted[ranks]], signal.SIGSTOP)
+    for ranks, run in reversed(runs.items()):  # the run of one rank ends last
+        assert faults[ranks].ended(20) == 5, run.stderr()
+        line = faults[ranks].line
+        assert line is not None and line["seconds"] < 2 + 10  # wait_timeout_s + 10
+        assert line["processes_left"] == 0, "a stopped rank holds its GPU"
+        assert f"rank {wanted[ranks]}" in run.last_line()
+        generations = summary_of(run.out)["generations"]
+        assert len(generations) == 1 and generations[0]["culprit"] == wanted[ranks]
 
 
 class FaultyDriver(Driver):
@@ -200,7 +203,7 @@ def test_every_case_runs_once_when_a_rank_is_killed_between_cases(head: Head, tm
             if isinstance(item, CaseDone) and not killed:
                 killed.append(item.case)
                 assert driver.gang is not None
-                os.kill(driver.gang.locations[2].process[0], signal.SIGKILL)
+                os.kill(driver.gang.locations[1].process[0], signal.SIGKILL)
 
         driver.tell = kill_after_first
 

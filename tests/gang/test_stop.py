@@ -60,13 +60,16 @@ def test_sigterm_during_steps_stops_a_run_and_its_ray(start: Start, tmp_path: Pa
     stop_and_check(fault, "sigterm-steps", run, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_during_steps_ends_the_ranks_on_a_cluster(
-    start: Start, head: Head, tmp_path: Path, fault: Fault, number: signal.Signals
+    start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
-    run = start(configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG), "--address", head.address)
-    run.wait_for(r"case 1/1 default: step")
-    stop_and_check(fault, f"{number.name.lower()}-cluster", run, number)
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    config = configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG)
+    runs = [start(config, "--address", head.address) for _ in numbers]
+    for run in runs:
+        run.wait_for(r"case 1/1 default: step")
+    for run, number in zip(runs, numbers, strict=True):
+        stop_and_check(fault.another(), f"{number.name.lower()}-cluster", run, number)
 
 
 def test_sigkill_of_the_command_leaves_no_processes(start: Start, tmp_path: Path, fault: Fault) -> None:
