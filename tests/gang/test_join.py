@@ -80,9 +80,9 @@ def test_actors_can_join_and_exchange_twice_under_one_name(engines: list[ray.act
 
 
 def test_a_join_that_times_out_names_the_missing_rank(engines: list[ray.actor.ActorHandle]) -> None:
-    calls = [engines[rank].join.remote("incomplete", rank, 3, 5.0) for rank in (0, 2)]
+    calls = [engines[rank].join.remote("incomplete", rank, 3, 3.0) for rank in (0, 2)]
     for message in ray.get(calls, timeout=30):
-        assert message.endswith("of 3, and rank 1 did not join within 5 s")
+        assert message.endswith("of 3, and rank 1 did not join within 3 s")
 
 
 def present(name: str) -> set[int]:
@@ -115,13 +115,13 @@ def meetings_end(seconds: float) -> bool:
 
 
 def test_a_taken_rank_and_a_different_size_are_refused(engines: list[ray.actor.ActorHandle]) -> None:
-    first = engines[0].join.remote("crowded", 0, 2, 8.0)
+    first = engines[0].join.remote("crowded", 0, 2, 6.0)
     while 0 not in present("crowded"):
         assert not ray.wait([first], timeout=0.05)[0], "it should wait for rank 1"
     assert "rank 0 is taken by pid" in ray.get(engines[1].join.remote("crowded", 0, 2, 10.0), timeout=30)
     message = ray.get(engines[2].join.remote("crowded", 1, 3, 10.0), timeout=30)
     assert "size 3" in message and "gave 2" in message
-    assert "rank 1 did not join within 8 s" in ray.get(first, timeout=30)
+    assert "rank 1 did not join within 6 s" in ray.get(first, timeout=30)
 
 
 def test_a_duplicate_rank_is_refused_and_the_other_ranks_join(
