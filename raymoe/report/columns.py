@@ -61,12 +61,13 @@ SETTINGS = {
     "alignment": "alignment",
     "padding": "padding",
     "sms": "SMs",
+    "stages": "stages",
     "beside": "beside",
     "l2": "L2",
     "graph": "graph",
     "device": "device",
 }
-NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms"}
+NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms", "stages"}
 EXCHANGES = ("dispatch", "combine", "exchange")
 YARDSTICK = "row_push"
 """This backend only pushes rows. Its GB/s are the limit for the other backends."""
@@ -81,6 +82,8 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "host_us_p50": ("host us", _fixed(1)),
     "bytes_wire": ("on wire", byte_size),
     "gbps_wire": ("GB/s", _fixed(2)),
+    "bytes_memory": ("moved", byte_size),
+    "gbps_memory": ("memory GB/s", _fixed(1)),
     "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),
     "verified": ("verified", _yes_no),
 }
