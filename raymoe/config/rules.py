@@ -192,7 +192,10 @@ def _pairs_exist(job: Job) -> tuple[str, str] | None:
 def _gpu_ranks_are_possible(job: Job) -> tuple[str, str] | None:
     if job.world.device != "cuda":
         return None
-    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; exchange, overlap, pointwise and p2p have some"
+    return (
+        f"workload {job.workload} has no GPU ranks yet",
+        "write cpu or auto; exchange, overlap, pointwise and p2p have some",
+    )
 
 
 def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:

@@ -84,7 +84,9 @@ def test_an_unknown_workload_is_reported_with_the_known_ones(tmp_path, workload)
 
 
 def test_a_missing_workload_is_reported(tmp_path):
-    assert problems(tmp_path, "name: x\n") == ["x.yaml: workload: required, one of p2p, exchange, overlap, pointwise or layer"]
+    assert problems(tmp_path, "name: x\n") == [
+        "x.yaml: workload: required, one of p2p, exchange, overlap, pointwise or layer"
+    ]
 
 
 def test_all_problems_are_reported_together_in_file_order(tmp_path):
