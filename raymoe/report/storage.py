@@ -42,7 +42,7 @@ class Mirror:
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Begin to copy, unless a copy is under way. What that one misses, the next one or `finish` copies."""
+        """Begin to copy, unless one runs. What that one misses, the next one or `finish` copies."""
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 _command("put", str(self.directory), self.url),

@@ -3,6 +3,8 @@
 from raymoe.report.results import Line, complete
 
 SHAPE = {"ranks": 4, "tokens": 512, "hidden": 1024, "experts": 32, "topk": 4, "dtype": "bfloat16", "wire": "bfloat16"}
+LOAD = [128.0, 32.0, 0.0, 96.0] * 8
+"""Rows of 32 experts, of 4 tokens x 512 on each of 4 ranks; 8 experts have none."""
 SETTING = {"routing": "uniform", "seed": 0, "layout": "expert", "alignment": 16, "padding": "any", "device": "cpu"}
 
 
@@ -30,6 +32,8 @@ def exchange_case(backend: str, us: float, run: str = "quick-1") -> list[Line]:
                 "gbps_wire": 3.21,
                 "verified": True,
                 "max_error": 1.25e-3,
+                "expert_load_imbalance": 2.0,
+                "expert_load": LOAD if op == "dispatch" else None,
             },
             run,
         )
