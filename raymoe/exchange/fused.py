@@ -22,6 +22,7 @@ from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.weight_bytes import BYTES, NOWHERE, gather_bytes, spread_bytes
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
@@ -109,6 +110,49 @@ class FusedBackend:
         self.workspace.begin_receive("combine", self)
         self._enqueue("combine", self._combine_at(rows, got, weighted, out, combine.SUM))
         self.workspace.received("combine")
+
+    @property
+    def metadata_words(self) -> int:
+        return self._metadata.nbytes // 4
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        home = got._home
+        assert isinstance(home, Home)
+        return home.memory
+
+    def unpack(self, metadata: torch.Tensor, routing: Tokens, weights: torch.Tensor) -> Dispatched:  # noqa: ARG002
+        """Make the result of a dispatch again. Its weights are in `metadata` too."""
+        home = Home(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
+        return KernelDispatched.over(routing.x, None, len(routing.topk_idx), home, self)
+
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        """Combine twice: first the rows, then rows that hold only the bytes of the weights."""
+        if self.spec.topk * BYTES > self.spec.hidden:
+            raise ConfigError(
+                f"gradients of {self.spec.topk} weights a token in rows of {self.spec.hidden}; each takes {BYTES} "
+                "elements: take a smaller topk"
+            )
+        self.combine(rows, got, False, out)
+        carried = torch.empty_like(out)
+        self.combine(spread_bytes(weights, self._k_of_row(got), self.spec.topk, rows), got, False, carried)
+        gather_bytes(carried, out_weights)
+
+    def _k_of_row(self, got: Dispatched) -> torch.Tensor:
+        """The k of the entry in each of C rows."""
+        home, ranks = got._home, self.world.size
+        assert isinstance(home, Home)
+        capacity, shape = self.build.capacity, (ranks, self.spec.tokens, self.spec.topk)
+        entries = home.metadata.view(home.memory, "home").view(shape)
+        record = home.metadata.view(home.memory, "got")
+        tokens = record[: 4 * ranks].view(torch.int32)  # Got.tokens is its first field
+        there = torch.arange(self.spec.tokens, device=entries.device) < tokens[:, None]
+        # The low half is the place, or all ones. Only `there` are entries written.
+        place = torch.where(there[..., None], entries & NOWHERE, NOWHERE).clamp(max=capacity)
+        k_of_row = torch.zeros(capacity + 1, dtype=torch.int64, device=entries.device)
+        k = torch.arange(self.spec.topk, device=entries.device).expand(shape)
+        return k_of_row.scatter_(0, place.flatten(), k.flatten())[:capacity]
 
     def check(self) -> None:
         torch.cuda.synchronize(self.world.device)  # bounded, because every wait of the kernels is

@@ -242,5 +242,6 @@ def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
             # The last row is no slot: no rank writes it, so it stays zero. With layout `rank`, gaps point to it.
             Region("dispatch_rows", (2 * ranks * T + 1, H), spec.dtype),
             Region("combine_rows", (2, ranks, T, spec.home_width), spec.combine_wire),
+            Region("combine_weights", (2, ranks, T, K), "float32"),  # gradients of weights, beside those of rows
         ]
     )

@@ -1,1 +1,5 @@
-"""The Mixture-of-Experts layer around an exchange: router, experts and their weights."""
+"""The Mixture-of-Experts layer around an exchange: router, experts and their weights, with gradients."""
+
+from raymoe.moe.differentiable import ExpertRows as ExpertRows
+from raymoe.moe.differentiable import combine as combine
+from raymoe.moe.differentiable import dispatch as dispatch
