@@ -62,7 +62,7 @@ def dispatch(
     ([[1.5, 1.5, 1.5, 1.5]], [[1.5, 1.5, 1.5, 1.5]], [[8.0, 8.0]])
     """
     count = [] if num_tokens is None else [num_tokens]
-    rows, weights, offsets, counts, metadata = _dispatch(exchange.handle, x, topk_idx, topk_weights, count)
+    rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.handle, x, topk_idx, topk_weights, count)
     return ExpertRows(rows, weights, offsets, counts, [topk_idx, metadata, *count])
 
 
@@ -72,14 +72,27 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     With `weighted`, the weights are applied here, and `rows` are kept for the backward pass. Without, the experts have
     applied `got.weights`, which costs them less than it costs here.
     """
-    y: torch.Tensor = _combine(exchange.handle, rows, got.weights, got.routing, weighted)
+    y: torch.Tensor = _ops.combine(exchange.handle, rows, got.weights, got.routing, weighted)
     return y
 
 
-# The operators.
+# The operators. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
+
+_DEVICES = ("cpu", "cuda")
+_SCHEMAS = {
+    "dispatch": "(SymInt exchange, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] num_tokens)"
+    " -> (Tensor rows, Tensor weights, Tensor expert_offsets, Tensor expert_counts, Tensor metadata)",
+    "combine": "(SymInt exchange, Tensor rows, Tensor weights, Tensor[] routing, bool weighted) -> Tensor",
+    "combine_gradients": "(SymInt exchange, Tensor rows, Tensor weights, Tensor[] routing)"
+    " -> (Tensor dx, Tensor dweights)",
+    "dispatch_gradients": "(SymInt exchange, Tensor dy, Tensor[] routing) -> Tensor",
+}
+for _name, _schema in _SCHEMAS.items():
+    torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+_ops: Any = torch.ops.raymoe
 
 
-@torch.library.custom_op("raymoe::dispatch", mutates_args=())
+@torch.library.impl("raymoe::dispatch", _DEVICES)
 def _dispatch(
     exchange: int, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_tokens: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,8 +104,7 @@ def _dispatch(
     return rows, weights, offsets, counts, found.pack(got)
 
 
-@_dispatch.register_fake
-def _(
+def _fake_dispatch(
     exchange: int, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_tokens: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     del topk_idx, num_tokens
@@ -104,7 +116,7 @@ def _(
     return x.new_empty(capacity, x.shape[1]), topk_weights.new_empty(capacity), offsets, counts, metadata
 
 
-@torch.library.custom_op("raymoe::combine", mutates_args=())
+@torch.library.impl("raymoe::combine", _DEVICES)
 def _combine(
     exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool
 ) -> torch.Tensor:
@@ -112,15 +124,14 @@ def _combine(
     return found.combine(rows.contiguous(), _restored(found, rows, weights, routing), weighted)
 
 
-@_combine.register_fake
-def _(
+def _fake_combine(
     exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool
 ) -> torch.Tensor:
     del exchange, weights, weighted
     return rows.new_empty(routing[0].shape[0], rows.shape[1])
 
 
-@torch.library.custom_op("raymoe::combine_gradients", mutates_args=())
+@torch.library.impl("raymoe::combine_gradients", _DEVICES)
 def _combine_gradients(
     exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,15 +141,14 @@ def _combine_gradients(
     return found.combine_gradients(rows, weights, _restored(found, rows, weights, routing))
 
 
-@_combine_gradients.register_fake
-def _(
+def _fake_combine_gradients(
     exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     del exchange
     return rows.new_empty(routing[0].shape[0], rows.shape[1]), weights.new_empty(routing[0].shape)
 
 
-@torch.library.custom_op("raymoe::dispatch_gradients", mutates_args=())
+@torch.library.impl("raymoe::dispatch_gradients", _DEVICES)
 def _dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
     """The backward pass of combine: dy of each entry's token in the entry's place."""
     found, topk_idx = Exchange.of_handle(exchange), routing[0]
@@ -146,8 +156,7 @@ def _dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Ten
     return _moved(found, Tokens(dy.contiguous(), topk_idx, weights, routing[2] if len(routing) > 2 else None))[0]
 
 
-@_dispatch_gradients.register_fake
-def _(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
+def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
     del routing
     found = Exchange.of_handle(exchange)
     return dy.new_empty(found.spec.rows(found.world.size), dy.shape[1])
@@ -196,7 +205,7 @@ def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 def _dispatch_backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: object) -> tuple[Any, ...]:
     routing = list(ctx.saved_tensors)  # read once: checkpointing makes them anew each time
-    dx, dweights = _combine_gradients(ctx.exchange, rows, weights, routing)
+    dx, dweights = _ops.combine_gradients(ctx.exchange, rows, weights, routing)
     return None, dx, None, dweights, [None] * (len(routing) - 2)
 
 
@@ -210,7 +219,7 @@ def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -
 def _combine_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
     rows, weights = (saved.pop(-2), saved.pop()) if ctx.weighted else (None, None)
-    moved = _dispatch_gradients(ctx.exchange, dy, saved)
+    moved = _ops.dispatch_gradients(ctx.exchange, dy, saved)
     nothing = [None] * len(saved)
     if rows is None or weights is None:
         return None, moved, None, nothing, None
@@ -218,5 +227,9 @@ def _combine_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return None, (moved.float() * weights[:, None]).to(moved.dtype), dweights, nothing, None
 
 
-_dispatch.register_autograd(_dispatch_backward, setup_context=_keep_for_dispatch)
-_combine.register_autograd(_combine_backward, setup_context=_keep_for_combine)
+torch.library.register_fake("raymoe::dispatch", _fake_dispatch)
+torch.library.register_fake("raymoe::combine", _fake_combine)
+torch.library.register_fake("raymoe::combine_gradients", _fake_combine_gradients)
+torch.library.register_fake("raymoe::dispatch_gradients", _fake_dispatch_gradients)
+torch.library.register_autograd("raymoe::dispatch", _dispatch_backward, setup_context=_keep_for_dispatch)
+torch.library.register_autograd("raymoe::combine", _combine_backward, setup_context=_keep_for_combine)
