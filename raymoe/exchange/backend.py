@@ -119,6 +119,14 @@ class SplitBackend(Protocol):
         """Wait for the ranks' sums and add them."""
 
 
+@dataclass(slots=True)
+class Ids:
+    """The routing of a dispatch: the part of `Tokens` that its combine needs."""
+
+    topk_idx: torch.Tensor
+    num_tokens: torch.Tensor | None = None
+
+
 @runtime_checkable
 class GradientBackend(Protocol):
     """A backend that keeps a dispatch as one tensor, and sends gradients of weights home beside those of rows."""
@@ -130,12 +138,8 @@ class GradientBackend(Protocol):
     def pack(self, got: Dispatched) -> torch.Tensor:
         """Return the metadata of a dispatch that its combine needs, except weights, as int32 on the world's device."""
 
-    def unpack(self, metadata: torch.Tensor, routing: Tokens, weights: torch.Tensor) -> Dispatched:
-        """Make the result of a dispatch again, for `combine`.
-
-        `routing` has the ids and the number of tokens of the dispatch, `weights` is the result's. Its `x` is that of
-        `routing`, which is no slot.
-        """
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        """Make the result of a dispatch again, for a combine of `rows`. `weights` are those of the result."""
 
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raymoe.errors import ConfigError, DataRefused, RaymoeError, WiringError
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.cpu_rows import Array, Arrived, Bags, Placement, RowSums, Sending
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_statuses, status_of
 from raymoe.exchange.spec import ExchangeSpec
@@ -286,10 +286,11 @@ class CpuBackend:
         parts = (numbers, refusal, placement.offsets, placement.counts, carried.counts, where, entries.ravel())
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
-    def unpack(self, metadata: torch.Tensor, routing: Tokens, weights: torch.Tensor) -> Dispatched:
-        n = len(routing.topk_idx) if routing.num_tokens is None else int(routing.num_tokens.item())
-        topk_idx, topk_weights = routing.topk_idx.numpy()[:n], routing.topk_weights.numpy()[:n]
-        sending = Sending.of(topk_idx, topk_weights, self._size, self._spec.experts)
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        n = len(ids.topk_idx) if ids.num_tokens is None else int(ids.num_tokens.item())
+        topk_idx = ids.topk_idx.numpy()[:n]
+        # A combine sends no weights of the source.
+        sending = Sending.of(topk_idx, np.zeros(topk_idx.shape, np.float32), self._size, self._spec.experts)
         local, words = self._spec.local_experts(self._size), Refusal.NBYTES // 4
         sizes = (1, words, local + 1, local, self._size, self._size * self._spec.tokens)
         number, refusal, offsets, counts, sources, where, entries = np.split(metadata.numpy(), np.cumsum(sizes))
@@ -299,12 +300,12 @@ class CpuBackend:
         placement = Placement.restored(counts, offsets, places, weights.numpy(), refused)
         carried = Carried(sending, sources.astype(np.int64), where[:arrived].astype(np.int64), int(number[0]))
         return Dispatched(
-            x=routing.x,
+            x=rows,
             weights=weights,
             expert_offsets=torch.from_numpy(offsets),
             expert_counts=torch.from_numpy(counts),
             index=None,
-            tokens=len(routing.topk_idx),
+            tokens=len(ids.topk_idx),
             _home=_DispatchState(placement, carried),
             _owner=self,
         )

@@ -14,7 +14,7 @@ import torch
 
 from raymoe.errors import CaptureError, ConfigError, DataRefused, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import Backend, Dispatched, GradientBackend, Sent, SplitBackend, Tokens
+from raymoe.exchange.backend import Backend, Dispatched, GradientBackend, Ids, Sent, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.spec import FP8, ExchangeSpec
@@ -199,9 +199,9 @@ class Exchange:
         """Return the metadata of a dispatch as one int32 tensor, from which `unpack` makes it again."""
         return self._gradient_backend("pack").pack(got)
 
-    def unpack(self, metadata: torch.Tensor, routing: Tokens, weights: torch.Tensor) -> Dispatched:
-        """Make the result of a dispatch again, for a combine."""
-        return self._gradient_backend("unpack").unpack(metadata, routing, weights)
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        """Make the result of a dispatch again, for a combine of `rows`."""
+        return self._gradient_backend("unpack").unpack(metadata, rows, weights, ids)
 
     @one_at_a_time
     def combine_gradients(

@@ -6,11 +6,27 @@ rows brings each entry's number home, whatever the dtypes of rows and wire.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+
+from raymoe.exchange.spec import ROW_BYTES, ExchangeSpec
+from raymoe.memory.layout import ITEM_BYTES, round_up
 
 BYTES = 4
 NOWHERE = 0xFFFFFFFF
 """The place of an entry whose expert is on another rank, as the kernels store it."""
+
+
+def byte_spec(spec: ExchangeSpec) -> ExchangeSpec:
+    """The spec of the same exchange with rows that hold the bytes of one number for each of K entries, and no more.
+
+    >>> byte_spec(ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)).hidden
+    32
+    """
+    width = round_up(spec.topk * BYTES, ROW_BYTES // ITEM_BYTES[spec.dtype])
+    # With layout `rank` it takes the kernels of many tokens, whose slots fit where those of wider rows do.
+    return replace(spec, hidden=width, layout="rank")
 
 
 def spread_bytes(numbers: torch.Tensor, k_of_row: torch.Tensor, topk: int, like: torch.Tensor) -> torch.Tensor:

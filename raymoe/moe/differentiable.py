@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from raymoe.exchange.backend import Tokens
+from raymoe.errors import ConfigError
+from raymoe.exchange.backend import Ids, Tokens
 from raymoe.exchange.exchange import Exchange
 
 
@@ -34,6 +35,7 @@ class ExpertRows:
     weights: torch.Tensor  # float32[C], with gradients; zero in gaps
     expert_offsets: torch.Tensor  # int32[L + 1]
     expert_counts: torch.Tensor  # int32[L]
+    exchange: Exchange
     routing: list[torch.Tensor]
     """The ids, the metadata of the dispatch, and the number of tokens if one was given."""
 
@@ -63,7 +65,7 @@ def dispatch(
     """
     count = [] if num_tokens is None else [num_tokens]
     rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.handle, x, topk_idx, topk_weights, count)
-    return ExpertRows(rows, weights, offsets, counts, [topk_idx, metadata, *count])
+    return ExpertRows(rows, weights, offsets, counts, exchange, [topk_idx, metadata, *count])
 
 
 def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: bool = True) -> torch.Tensor:
@@ -72,6 +74,8 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     With `weighted`, the weights are applied here, and `rows` are kept for the backward pass. Without, the experts have
     applied `got.weights`, which costs them less than it costs here.
     """
+    if got.exchange is not exchange:
+        raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
     y: torch.Tensor = _ops.combine(exchange.handle, rows, got.weights, got.routing, weighted)
     return y
 
@@ -190,10 +194,8 @@ def _expert_major(got: Any) -> torch.Tensor:
 
 def _restored(exchange: Exchange, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]) -> Any:
     """Make the result of the dispatch again, whose combine this is."""
-    topk_idx, metadata = routing[:2]
-    num_tokens = routing[2] if len(routing) > 2 else None
-    tokens = Tokens(rows, topk_idx, torch.zeros(topk_idx.shape, device=topk_idx.device), num_tokens)
-    return exchange.unpack(metadata, tokens, weights)
+    topk_idx, metadata, *num_tokens = routing
+    return exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens))
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

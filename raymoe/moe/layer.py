@@ -81,6 +81,7 @@ class MoELayer(nn.Module):
         if parts.shared is not None:
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
+        self.to(world.device)
         _shard(self.experts, world)
 
     @classmethod
@@ -191,9 +192,6 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
         shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
     parts = Parts(Router(routing, weight), Experts(ModelWeights(gate_up, down)), shared)
     parts.norm, parts.residual = norm, form.residual
-    for module in (parts.router, parts.experts, shared, norm):
-        if module is not None:
-            module.to(world.device)
     return parts
 
 

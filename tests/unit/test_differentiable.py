@@ -218,6 +218,12 @@ def test_refused_data_raises_in_combine_and_the_next_step_works(alone: Exchange)
     assert weights.grad is not None and weights.grad[0, 0] == pytest.approx(float(x[0].detach().sum()))
 
 
+def test_rows_of_another_exchange_are_refused(alone: Exchange) -> None:
+    got = dispatch(alone, *inputs())
+    with Exchange(alone.world, SPEC) as other, pytest.raises(ConfigError, match="got comes from another exchange"):
+        combine(other, got.x, got)
+
+
 def test_a_dropped_exchange_is_named(alone: Exchange) -> None:
     x, ids, weights = inputs()
     with pytest.raises(ConfigError, match="exchange 0 of this process was dropped"):
