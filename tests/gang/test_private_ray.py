@@ -19,6 +19,7 @@ import pytest
 
 from tests.gang import configs
 from tests.gang.conftest import Command
+from tests.gang.processes import descendants
 from tests.python_path import python_path
 
 NOBODY = 65534
@@ -55,7 +56,7 @@ def running() -> Iterator[Running]:
     started = Command(process, home / "stderr", home / "out")
     try:
         started.wait_for("case 1/1 .*: step")
-        found = Running(home, descendants(process.pid))
+        found = Running(home, {process.pid, *descendants(process.pid)})
         directory = found.directory()
         yield found
         started.signal(signal.SIGTERM)
@@ -65,19 +66,6 @@ def running() -> Iterator[Running]:
         process.kill()
         process.wait(timeout=10)
         shutil.rmtree(home)
-
-
-def descendants(root: int) -> set[int]:
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has just ended
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
 
 
 def sockets_of(pids: set[int]) -> set[str]:
