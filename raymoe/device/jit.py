@@ -87,7 +87,7 @@ class Cubins:
         return cls(cache.cache_folder())
 
     def get(self, key: str) -> bytes | None:
-        """What was put under the key, whole, undamaged and by this user, or None."""
+        """Give the content that this user has put under the key; None if there is none, or if it is damaged."""
         if self._out_of_use:
             return None
         try:

@@ -312,7 +312,7 @@ __device__ __forceinline__ float from_f16(u32 half) {
     return value;
 }
 
-// Of each two elements the one that is further from zero, with either sign; one that is no number is nearest.
+// Of each two elements the one that is further from zero, with either sign; NaN counts as nearest.
 __device__ __forceinline__ u32 further_bf16x2(u32 a, u32 b) {
     u32 pair;
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
