@@ -1,0 +1,62 @@
+"""Runs the kernels of raymoe/device/pipe.py on the emulator, with torch's memory on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from raymoe.device.kernels import Shape
+from raymoe.device.pipe_launch import KernelCall
+from tests.emulator.build import Change
+from tests.emulator.machine import Emulator
+
+_MOST_STEPS = 30_000_000
+SENTINEL = 0x5A
+
+
+def run_call(
+    call: KernelCall, tensors: Sequence[torch.Tensor], sms: int = 2, seed: int = 0, changes: Sequence[Change] = ()
+) -> None:
+    """Run one launch; it may reach the storages of these tensors and nothing else."""
+    if not call.tiles:
+        return
+    with Emulator(1, _MOST_STEPS, changes) as emulator:
+        for begin, nbytes in {(each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors}:
+            if nbytes:
+                emulator.reach(begin, nbytes, f"a tensor of {call.source.stem}")
+        shape = Shape(call.blocks(sms, 2 * sms), call.shape.threads, call.shape.shared_bytes)
+        emulator.launch(0, call.source, shape, call.params)
+        emulator.run(seed)
+
+
+def tensors_of(asked: Any) -> list[torch.Tensor]:
+    """The tensors among the fields of a call."""
+    assert is_dataclass(asked)
+    found: list[torch.Tensor] = []
+    for each in fields(asked):
+        value = getattr(asked, each.name)
+        found += [one for one in (value if isinstance(value, list | tuple) else [value]) if torch.is_tensor(one)]
+    return found
+
+
+@dataclass
+class Strided:
+    """A matrix whose rows lie `gap` elements apart from one another, between bytes that no kernel may write."""
+
+    matrix: torch.Tensor
+    whole: torch.Tensor
+
+    @classmethod
+    def empty(cls, rows: int, hidden: int, dtype: torch.dtype, gap: int = 0) -> Strided:
+        item = torch.empty(0, dtype=dtype).element_size()
+        whole = torch.full((max(rows, 1), (hidden + gap) * item), SENTINEL, dtype=torch.uint8)
+        return cls(whole.view(dtype)[:rows, :hidden], whole)
+
+    def check_gaps(self) -> None:
+        """Raise if a byte outside the matrix has changed."""
+        rows, row_bytes = self.matrix.shape[0], self.matrix.shape[1] * self.matrix.element_size()
+        assert bool((self.whole[:, row_bytes:] == SENTINEL).all()), "a byte between two rows was written"
+        assert bool((self.whole[rows:] == SENTINEL).all()), "a byte behind the last row was written"

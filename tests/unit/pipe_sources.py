@@ -1,0 +1,48 @@
+"""The kernels of raymoe/device/pipe.py as they are launched for some shapes, without memory."""
+
+from __future__ import annotations
+
+import torch
+
+from raymoe.device.jit import KernelSource
+from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
+from raymoe.device.pipe_shape import Limits
+
+ROWS = 4096
+PIPED, IN_TURN, PLAIN = Limits(), Limits(loading="IN_TURN"), Limits(loading="PLAIN")
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def norms(
+    hidden: int, dtype: torch.dtype = torch.bfloat16, fp8: bool = False, limits: Limits = PIPED
+) -> tuple[KernelSource, KernelSource, KernelSource]:
+    """RMSNorm, add + RMSNorm, LayerNorm."""
+    x, weight = tensor(ROWS, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
+    out = tensor(ROWS, hidden, dtype=torch.float8_e4m3fn) if fp8 else x
+    scales = tensor(ROWS, -(-hidden // 128), dtype=torch.float32) if fp8 else None
+    plain, added = RmsNorm(x, weight, out, 1e-6, scales), RmsNorm(x, weight, out, 1e-6, scales, x, x)
+    calls = [rms_norm_call(each, limits) for each in (plain, added)]
+    calls.append(layer_norm_call(LayerNorm(x, weight, weight, out, 1e-5, scales), limits))
+    first, second, third = (call.source for call in calls)
+    return first, second, third
+
+
+def pipe_sources() -> list[KernelSource]:
+    """Kernels that must compile. A shape of each kernel comes first, which other tests compile for more GPUs."""
+    return list(
+        dict.fromkeys(
+            [
+                *norms(7168),
+                *norms(7168, fp8=True),
+                *norms(7168, torch.float32),
+                *norms(32768, torch.float16)[::2],
+                *norms(7168, limits=IN_TURN)[:2],
+                *norms(7168, limits=PLAIN, fp8=True)[::2],
+                norms(72, limits=PLAIN)[1],
+                norms(32768, torch.float32)[1],
+            ]
+        )
+    )
