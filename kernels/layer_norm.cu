@@ -1,7 +1,7 @@
 // LayerNorm of rows: y = (x - mean) / sqrt(variance + eps) * weight + bias.
 //
-// A group of warps holds a row in registers (pipe/rows.cuh). The variance is the mean of (x - mean)^2, with a second sum
-// over the registers: the difference of two large sums would lose it where the mean is far from zero.
+// A group of warps holds a row in registers (pipe/rows.cuh). The variance is the mean of (x - mean)^2, so it takes a
+// second sum over the registers. The difference of two large sums would lose it where the mean is far from zero.
 //
 // Rows come and leave through the stages of pipe/pipe.cuh; y takes the place of x. With FP8 it leaves as 8-bit floats,
 // quantised from float32, by ordinary stores.

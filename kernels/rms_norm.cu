@@ -18,21 +18,34 @@ namespace raymoe {
 
 constexpr u32 INPUTS = ADD ? 2 : 1;
 
-// Adds the residual to x and puts the sum in its place.
+// Adds the residual to x and puts the sum in its place, some vectors at a time: their loads overlap, and the whole
+// residual would need as many registers as x.
 __device__ __forceinline__ void add_residual(const NormParams& p, const Tile& tile, u32 r, Part<ROW_TYPE>& x) {
-    Part<ROW_TYPE> residual = Part<ROW_TYPE>::of_row(p.inputs[1], tile, r);
+    constexpr u32 TOGETHER = 4;
 #pragma unroll
-    for (u32 i = 0; i < VECTORS; ++i) {
-        float a[8], b[8];
-        x.eights[i].unpack(a);
-        residual.eights[i].unpack(b);
+    for (u32 begin = 0; begin < VECTORS; begin += TOGETHER) {
+        Elements<ROW_TYPE> residual[TOGETHER];
 #pragma unroll
-        for (u32 j = 0; j < 8; ++j) {
-            a[j] += b[j];
+        for (u32 k = 0; k < TOGETHER && begin + k < VECTORS; ++k) {
+            const u32 i = begin + k;
+            residual[k] = take<ROW_TYPE>(p.inputs[1], tile, r, eight_of(i), is_there(i));
         }
-        x.eights[i] = Elements<ROW_TYPE>::pack(a);
+#pragma unroll
+        for (u32 k = 0; k < TOGETHER && begin + k < VECTORS; ++k) {
+            const u32 i = begin + k;
+            float a[8], b[8];
+            x.eights[i].unpack(a);
+            residual[k].unpack(b);
+#pragma unroll
+            for (u32 j = 0; j < 8; ++j) {
+                a[j] += b[j];
+            }
+            x.eights[i] = Elements<ROW_TYPE>::pack(a);
+            if (is_there(i)) {
+                put(x.eights[i], p.outputs[1], tile, r, eight_of(i));
+            }
+        }
     }
-    x.put_row(p.outputs[1], tile, r);
 }
 
 __device__ __forceinline__ float sum_of_squares(const Part<ROW_TYPE>& x) {

@@ -24,6 +24,9 @@ TILE_BYTES = 8 << 10
 CONSUMER_WARPS = 11
 """Warps of a block that compute. With the producer each quarter of an SM has three, and a thread 168 registers; with
 one warp more it would have 128."""
+WIDE_WARPS = 15
+"""The same for rows of more than WIDE elements, of which 11 warps would hold too much a thread."""
+WIDE = 22528
 PLAIN_WARPS = 16
 DEEPEST = 6
 """Stages of a group, unless a caller asks for more."""
@@ -127,8 +130,9 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
         if limits.sms is None:  # many small blocks on each SM
             groups = max(1, 4 // warps)
         return PipeShape("PLAIN", groups, warps, groups, 0)
-    most = _groups(eights, max(1, REGISTERS // work.registers), CONSUMER_WARPS)
-    warps = CONSUMER_WARPS // most
+    consumers = WIDE_WARPS if work.hidden > WIDE else CONSUMER_WARPS
+    most = _groups(eights, max(1, REGISTERS // work.registers), consumers)
+    warps = consumers // most
     if loading == "IN_TURN":
         groups = min(most, fitting)
         return PipeShape("IN_TURN", groups, warps, groups, stage_bytes, tile_rows)

@@ -38,11 +38,11 @@ def pipe_sources() -> list[KernelSource]:
                 *norms(7168),
                 *norms(7168, fp8=True),
                 *norms(7168, torch.float32),
-                *norms(32768, torch.float16)[::2],
+                norms(32768, torch.float16)[0],
                 *norms(7168, limits=IN_TURN)[:2],
                 *norms(7168, limits=PLAIN, fp8=True)[::2],
                 norms(72, limits=PLAIN)[1],
-                norms(32768, torch.float32)[1],
+                norms(32768, torch.float32)[0],
             ]
         )
     )

@@ -242,7 +242,7 @@ class Pipe {
     __device__ __forceinline__ u32 empty(u32 stage) const { return barriers_ + (STAGES + stage) * 8; }
     __device__ __forceinline__ bool leads() const { return thread_in_group() == 0; }
 
-    // The tile of a turn. Without a pipeline a block holds a tile for each group at a time, so the numbers are the same.
+    // The tile of a turn.
     __device__ __forceinline__ u32 number_of(u32 turn) const { return blockIdx.x + turn * gridDim.x; }
 
     __device__ __forceinline__ Tile placed(u32 turn) const {

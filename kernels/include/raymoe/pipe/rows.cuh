@@ -1,8 +1,8 @@
 // Whole rows in the registers of a group of warps: each thread holds VECTORS times eight elements. So a row is read
 // from its stage once, and used twice: for its sums, and for its results.
 //
-// Eight number e of a row belongs to thread e % GROUP_THREADS of the group. Half a warp holds 128 neighbouring elements,
-// which is a block of 8-bit floats, and 16-byte accesses of a warp to a stage meet no bank twice.
+// Eight number e of a row belongs to thread e % GROUP_THREADS of the group. So half a warp holds 128 neighbouring
+// elements, a block of 8-bit floats. The 16-byte accesses of a warp to a stage meet no bank twice.
 #pragma once
 
 #include "raymoe/pipe/elements.cuh"
@@ -45,28 +45,19 @@ struct Part {
         Part part;
 #pragma unroll
         for (u32 i = 0; i < VECTORS; ++i) {
-            part.eights[i] =
-                Elements<Type>::load_if(is_there(i), vector + static_cast<u64>(eight_of(i)) * Elements<Type>::BYTES);
+            const u64 at = static_cast<u64>(eight_of(i)) * Elements<Type>::BYTES;
+            part.eights[i] = Elements<Type>::load_if(is_there(i), vector + at);
         }
         return part;
     }
 
-    // Unpacks elements that have been unpacked before. Of a long row, the compiler may not keep the numbers of the first
-    // time: they would be twice as many registers.
+    // Unpacks elements that have been unpacked before. Of a long row, the compiler may not keep the first numbers: they
+    // would be twice as many registers.
     __device__ __forceinline__ void again(u32 i, float (&into)[8]) const {
         if constexpr (VECTORS > 6 && Type::BYTES < 4) {
             eights[i].unknown().unpack(into);
         } else {
             eights[i].unpack(into);
-        }
-    }
-
-    __device__ __forceinline__ void put_row(const PipeRows& out, const Tile& tile, u32 r) const {
-#pragma unroll
-        for (u32 i = 0; i < VECTORS; ++i) {
-            if (is_there(i)) {
-                put(eights[i], out, tile, r, eight_of(i));
-            }
         }
     }
 };
@@ -92,7 +83,7 @@ class Vector {
     }
 
   private:
-    static constexpr bool KEPT = sizeof(Part<Type>) <= 128;
+    static constexpr bool KEPT = sizeof(Part<Type>) <= 96;
 
     const u8* at_;
     Part<Type> part_;
