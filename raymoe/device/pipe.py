@@ -23,6 +23,7 @@ from raymoe.device.pipe_tensors import (
     check_hidden,
     fp8_of,
     in_stage,
+    one_dtype,
     registers_of,
     row_type,
     rows_of,
@@ -130,16 +131,12 @@ class _Norm:
     def call(self, limits: Limits, defines: tuple[tuple[str, str], ...]) -> KernelCall:
         x, vectors = self.inputs[0], [each for each in (self.weight, self.bias) if each is not None]
         rows, hidden, quantised = *x.shape, self.scales is not None
-        if len({each.dtype for each in vectors}) > 1:
-            raise ConfigError(f"weight and bias are {[each.dtype for each in vectors]}; they must have one dtype")
-        if any(each.dtype != x.dtype for each in self.inputs):
-            raise ConfigError(f"the inputs are {[each.dtype for each in self.inputs]}; they must have one dtype")
+        one_dtype(vectors)
+        one_dtype([*self.inputs, *self.outputs[quantised:]])
         registers = registers_of(x) + sum(map(registers_of, vectors))
         eight_bytes = len(self.inputs) * 8 * x.element_size()
         shape = row_shape(RowWork(rows, check_hidden(hidden), eight_bytes, registers), limits)
-        placed = in_stage(self.inputs, shape, hidden)
-        if any(each.dtype != x.dtype for each in self.outputs[quantised:]):
-            raise ConfigError(f"results of {x.dtype} are asked as {[each.dtype for each in self.outputs]}")
+        placed = in_stage(self.inputs, shape)
         outputs = [
             PipeRows() if quantised and i == 0 else rows_of(out, "an output", x.shape, at.offset)
             for i, (out, at) in enumerate(zip(self.outputs, placed, strict=True))

@@ -93,7 +93,7 @@ class RowWork:
     rows: int
     hidden: int
     eight_bytes: int
-    registers: int
+    registers: int = 0
     """32-bit registers that a thread needs for eight elements of a row, everything that it holds together."""
 
     @property
@@ -147,9 +147,9 @@ PIECE = 256
 def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     """The shape for kernels that work on each element alone; each group is one warp.
 
-    >>> piece_shape(RowWork(rows=4096, hidden=2048, eight_bytes=32, registers=8), Limits())
+    >>> piece_shape(RowWork(rows=4096, hidden=2048, eight_bytes=32), Limits())
     PipeShape(loading='PIPED', groups=11, warps=1, stages=22, stage_bytes=8192, tile_rows=1, piece=256)
-    >>> piece_shape(RowWork(4096, 64, 16, 4), Limits())
+    >>> piece_shape(RowWork(4096, 64, 16), Limits())
     PipeShape(loading='PIPED', groups=11, warps=1, stages=44, stage_bytes=4096, tile_rows=32, piece=8)
     """
     eights = work.hidden // 8

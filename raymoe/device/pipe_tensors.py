@@ -113,12 +113,18 @@ def rows_of(tensor: torch.Tensor, name: str, shape: Sequence[int], offset: int =
     return PipeRows(tensor.data_ptr(), stride, EIGHT * item, offset)
 
 
-def in_stage(tensors: Sequence[torch.Tensor], shape: PipeShape, width: int) -> tuple[PipeRows, ...]:
+def one_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    found = dict.fromkeys(str(each.dtype) for each in tensors)
+    if len(found) > 1:
+        raise ConfigError(f"tensors of {' and '.join(found)}, which must have one dtype")
+
+
+def in_stage(tensors: Sequence[torch.Tensor], shape: PipeShape) -> tuple[PipeRows, ...]:
     """The rows of inputs, with the place of their tiles in a stage: one behind the other."""
     placed, offset = [], 0
     for number, tensor in enumerate(tensors):
         placed.append(rows_of(tensor, f"input {number}", tensors[0].shape, offset))
-        offset += shape.tile_rows * (shape.piece or width // EIGHT) * EIGHT * tensor.element_size()
+        offset += shape.tile_rows * (shape.piece or tensor.shape[1] // EIGHT) * EIGHT * tensor.element_size()
     return tuple(placed)
 
 

@@ -15,6 +15,8 @@ from tests.emulator.machine import Emulator
 
 _MOST_STEPS = 30_000_000
 SENTINEL = 0x5A
+ERRORS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
+"""Largest relative error of one rounding, and of sums in float32."""
 
 
 def run_call(
@@ -60,3 +62,32 @@ class Strided:
         rows, row_bytes = self.matrix.shape[0], self.matrix.shape[1] * self.matrix.element_size()
         assert bool((self.whole[:, row_bytes:] == SENTINEL).all()), "a byte between two rows was written"
         assert bool((self.whole[rows:] == SENTINEL).all()), "a byte behind the last row was written"
+
+
+def filled(rows: int, hidden: int, dtype: torch.dtype, gap: int = 0, seed: int = 0) -> Strided:
+    made = Strided.empty(rows, hidden, dtype, gap)
+    made.matrix.copy_(torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5)
+    return made
+
+
+def scales_for(rows: int, hidden: int, layout: str) -> torch.Tensor:
+    blocks = -(-hidden // 128)
+    made = torch.full((blocks, rows) if layout == "column" else (rows, blocks), -1.0)
+    return made.T if layout == "column" else made
+
+
+def judge_fp8(values: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:
+    """Values times scales must be `want` within one rounding; scales are the blocks' largest magnitudes over 448."""
+    hidden = want.shape[1]
+    padded = torch.nn.functional.pad(want, (0, -hidden % 128)).view(want.shape[0], -1, 128)
+    largest = padded.abs().amax(2)
+    assert torch.allclose(scales.double(), torch.where(largest == 0, 1.0, largest / 448), rtol=1e-5)
+    got = values.double() * scales.double().repeat_interleave(128, 1)[:, :hidden]
+    bound = want.abs() * 2**-4 + scales.double().repeat_interleave(128, 1)[:, :hidden] * 2**-9
+    assert bool(((got - want).abs() <= bound * 1.01).all())
+
+
+def close(got: torch.Tensor, want: torch.Tensor, size: float = 0.01) -> None:
+    """Results must differ by one rounding, and by errors of numbers of magnitude `size` on the way."""
+    error = (got.double() - want).abs()
+    assert bool((error <= ERRORS[got.dtype] * (want.abs() + size) * 1.1).all()), f"error {float(error.max())}"

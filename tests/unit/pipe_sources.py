@@ -6,6 +6,14 @@ import torch
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
+from raymoe.device.pipe_pieces import (
+    Pointwise,
+    Swiglu,
+    SwigluBackward,
+    pointwise_call,
+    swiglu_backward_call,
+    swiglu_call,
+)
 from raymoe.device.pipe_shape import Limits
 
 ROWS = 4096
@@ -30,6 +38,22 @@ def norms(
     return first, second, third
 
 
+def pieces(
+    dtype: torch.dtype = torch.bfloat16, fp8: bool = False, limits: Limits = PIPED
+) -> tuple[KernelSource, KernelSource, KernelSource]:
+    """SwiGLU, its gradient, an expression."""
+    gate_up, out = tensor(ROWS, 4096, dtype=dtype), tensor(ROWS, 2048, dtype=dtype)
+    values = tensor(ROWS, 2048, dtype=torch.float8_e4m3fn) if fp8 else out
+    scales = tensor(ROWS, 16, dtype=torch.float32) if fp8 else None
+    vectors = [tensor(2048, dtype=dtype), tensor(ROWS, 1, dtype=dtype)]
+    code = "([&] { const float t1 = v0 / (1.0f + expf(-v0)); return t1 * v1 + v2; }())"
+    return (
+        swiglu_call(Swiglu(gate_up, values, None, scales), limits).source,
+        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up), limits).source,
+        pointwise_call(Pointwise(code, [out, *vectors], out), limits).source,
+    )
+
+
 def pipe_sources() -> list[KernelSource]:
     """Kernels that must compile. A shape of each kernel comes first, which other tests compile for more GPUs."""
     return list(
@@ -43,6 +67,10 @@ def pipe_sources() -> list[KernelSource]:
                 *norms(7168, limits=PLAIN, fp8=True)[::2],
                 norms(72, limits=PLAIN)[1],
                 norms(32768, torch.float32)[0],
+                *pieces(),
+                pieces(fp8=True)[0],
+                *pieces(torch.float32, fp8=True),
+                *pieces(torch.float16, limits=PLAIN)[::2],
             ]
         )
     )

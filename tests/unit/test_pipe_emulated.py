@@ -12,10 +12,8 @@ import torch
 from raymoe.device import pipe_shape
 from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
 from raymoe.device.pipe_shape import Limits
-from tests.unit.emulated_pipe import Strided, run_call, tensors_of
+from tests.unit.emulated_pipe import Strided, close, filled, judge_fp8, run_call, scales_for, tensors_of
 
-ERRORS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
-"""Largest relative error of one rounding, and of sums in float32."""
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PIPED = Limits()
 
@@ -41,35 +39,6 @@ class NormCase:
     add: bool = False
     gap: int = 0
     registers: int = 72
-
-
-def filled(rows: int, hidden: int, dtype: torch.dtype, gap: int = 0, seed: int = 0) -> Strided:
-    made = Strided.empty(rows, hidden, dtype, gap)
-    made.matrix.copy_(torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)) * 3 + 0.5)
-    return made
-
-
-def scales_for(rows: int, hidden: int, layout: str) -> torch.Tensor:
-    blocks = -(-hidden // 128)
-    made = torch.full((blocks, rows) if layout == "column" else (rows, blocks), -1.0)
-    return made.T if layout == "column" else made
-
-
-def judge_fp8(values: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:
-    """Values times scales must be `want` within one rounding; scales are the blocks' largest magnitudes over 448."""
-    hidden = want.shape[1]
-    padded = torch.nn.functional.pad(want, (0, -hidden % 128)).view(want.shape[0], -1, 128)
-    largest = padded.abs().amax(2)
-    assert torch.allclose(scales.double(), torch.where(largest == 0, 1.0, largest / 448), rtol=1e-5)
-    got = values.double() * scales.double().repeat_interleave(128, 1)[:, :hidden]
-    bound = want.abs() * 2**-4 + scales.double().repeat_interleave(128, 1)[:, :hidden] * 2**-9
-    assert bool(((got - want).abs() <= bound * 1.01).all())
-
-
-def close(got: torch.Tensor, want: torch.Tensor, size: float = 0.01) -> None:
-    """Results must differ by one rounding, and by errors of numbers of magnitude `size` on the way."""
-    error = (got.double() - want).abs()
-    assert bool((error <= ERRORS[got.dtype] * (want.abs() + size) * 1.1).all()), f"error {float(error.max())}"
 
 
 NORMS = {
