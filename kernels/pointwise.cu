@@ -1,7 +1,8 @@
 // An expression of each element of some inputs, which the caller gives: EXPRESSION, in float variables v0, v1, ...
 //
-// It comes from a parser that knows a few operators and functions, never from a user's text as it is. An input is FULL (rows that are streamed), ROW (one vector for all rows) or COLUMN (one element for each
-// row). KINDS lists them; there is at least one FULL input.
+// It comes from a parser that knows a few operators and functions, never from a user's text as it is. An input is FULL
+// (rows that are streamed), ROW (one vector for all rows) or COLUMN (one element for each row). KINDS lists them; there
+// is at least one FULL input.
 //
 // A warp computes a piece of a row (pipe/pieces.cuh). The result takes the place of the first FULL input in the stage.
 

@@ -152,4 +152,4 @@ class _Norm:
             *((("BIAS", "1"),) if self.bias is not None else ()),
         )
         source = KernelSource(self.stem, (NormParams, *STRUCTS), (*types, *shape.defines, *switches))
-        return KernelCall(source, shape, params, work.tiles)
+        return KernelCall.of(source, shape, params, work.tiles)

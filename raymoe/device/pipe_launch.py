@@ -23,18 +23,28 @@ LEAST_CAPABILITY = (9, 0)
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A kernel, the shape of its blocks, its parameters, and the tiles that its blocks share."""
+    """A kernel, its blocks and its parameters. The blocks share `tiles`, of which each takes `at_once` at a time.
+
+    There is one block on each SM, or, with `fills`, as many as fit.
+    """
 
     source: KernelSource
-    shape: PipeShape
+    threads: int
+    shared_bytes: int
     params: Params
     tiles: int
+    at_once: int = 1
+    fills: bool = False
 
-    def blocks(self, sms: int, resident: int) -> int:
-        """The number of blocks: one for each SM. Without a pipeline, blocks with a tile for each group."""
-        if self.shape.loading == "PLAIN":
-            return max(1, min(-(-self.tiles // self.shape.groups), resident))
-        return max(1, min(self.tiles, sms))
+    @classmethod
+    def of(cls, source: KernelSource, shape: PipeShape, params: Params, tiles: int) -> KernelCall:
+        plain = shape.loading == "PLAIN"
+        at_once = shape.groups if plain else 1
+        return cls(source, shape.threads, shape.shared_bytes, params, tiles, at_once, plain)
+
+    def blocks(self, most: int) -> int:
+        """The number of blocks, of which at most `most` run at once."""
+        return max(1, min(-(-self.tiles // self.at_once), most))
 
 
 @dataclass
@@ -51,12 +61,10 @@ class _Device:
         import torch
 
         function = self._function(call.source, device)
-        threads, shared = call.shape.threads, call.shape.shared_bytes
-        wanted = self.gpu.sms if sms is None else min(sms, self.gpu.sms)
-        resident = wanted
-        if sms is None and call.shape.loading == "PLAIN":
-            resident = function.resident_blocks(threads, shared)
-        shape = Shape(call.blocks(wanted, resident), threads, shared)
+        most = self.gpu.sms if sms is None else min(sms, self.gpu.sms)
+        if call.fills and sms is None:
+            most = function.resident_blocks(call.threads, call.shared_bytes)
+        shape = Shape(call.blocks(most), call.threads, call.shared_bytes)
         stream = torch.cuda.current_stream(device).cuda_stream
         with self.lock:  # a launch copies its fields, which all threads share
             launch = self.launches.get((call.source, shape))

@@ -130,7 +130,7 @@ def swiglu_call(call: Swiglu, limits: Limits) -> KernelCall:
     work = work_of(shape, *gate.shape)
     params = SwigluParams(placed, out, fp8, work, _end(call.offsets))
     defines = (("ROW_TYPE", row_type(gate)), *shape.defines, *((("FP8", "1"),) if quantised else ()))
-    return KernelCall(KernelSource("swiglu", (SwigluParams, *STRUCTS), defines), shape, params, work.tiles)
+    return KernelCall.of(KernelSource("swiglu", (SwigluParams, *STRUCTS), defines), shape, params, work.tiles)
 
 
 def swiglu_backward_call(call: SwigluBackward, limits: Limits) -> KernelCall:
@@ -146,7 +146,7 @@ def swiglu_backward_call(call: SwigluBackward, limits: Limits) -> KernelCall:
     params = SwigluBackwardParams(placed, outputs, work, _end(call.offsets))
     defines = (("ROW_TYPE", row_type(call.dy)), *shape.defines)
     source = KernelSource("swiglu_backward", (SwigluBackwardParams, PipeRows, PipeWork), defines)
-    return KernelCall(source, shape, params, work.tiles)
+    return KernelCall.of(source, shape, params, work.tiles)
 
 
 def pointwise_call(call: Pointwise, limits: Limits) -> KernelCall:
@@ -166,7 +166,7 @@ def pointwise_call(call: Pointwise, limits: Limits) -> KernelCall:
     params = PointwiseParams(placed, vectors, rows_of(call.out, "out", call.out.shape, placed[0].offset), work)
     types = (("ROW_TYPE", row_type(call.out)), ("KINDS", ",".join(kinds)), ("EXPRESSION", call.code))
     source = KernelSource("pointwise", (PointwiseParams, PipeRows, PipeWork), (*types, *shape.defines))
-    return KernelCall(source, shape, params, work.tiles)
+    return KernelCall.of(source, shape, params, work.tiles)
 
 
 def _shape(streams: Sequence[torch.Tensor], limits: Limits) -> PipeShape:

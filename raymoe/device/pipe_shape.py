@@ -95,6 +95,8 @@ class RowWork:
     eight_bytes: int
     registers: int = 0
     """32-bit registers that a thread needs for eight elements of a row, everything that it holds together."""
+    budget: int | None = None
+    """Registers of a thread for all that it holds; None: REGISTERS."""
 
     @property
     def row_bytes(self) -> int:
@@ -119,19 +121,19 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     >>> row_shape(RowWork(4096, 32768, 64, 20), Limits()).loading  # two float32 inputs: no two rows fit into an SM
     'PLAIN'
     """
-    eights = work.hidden // 8
+    eights, budget = work.hidden // 8, work.budget or REGISTERS
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
     fitting = (SHARED_BYTES - 1024) // stage_bytes
     loading = limits.loading or ("PLAIN" if work.rows <= FEW_ROWS and limits.stages is None else "PIPED")
     if loading == "PLAIN" or fitting < (1 if limits.stages or limits.loading else 2):
-        groups = _groups(eights, max(1, REGISTERS // 2 // work.registers), PLAIN_WARPS)
+        groups = _groups(eights, max(1, budget // 2 // work.registers), PLAIN_WARPS)
         warps = PLAIN_WARPS // groups
         if limits.sms is None:  # many small blocks on each SM
             groups = max(1, 4 // warps)
         return PipeShape("PLAIN", groups, warps, groups, 0)
     consumers = WIDE_WARPS if work.hidden > WIDE else CONSUMER_WARPS
-    most = _groups(eights, max(1, REGISTERS // work.registers), consumers)
+    most = _groups(eights, max(1, budget // work.registers), consumers)
     warps = consumers // most
     if loading == "IN_TURN":
         groups = min(most, fitting)

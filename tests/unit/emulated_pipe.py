@@ -29,7 +29,7 @@ def run_call(
         for begin, nbytes in {(each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors}:
             if nbytes:
                 emulator.reach(begin, nbytes, f"a tensor of {call.source.stem}")
-        shape = Shape(call.blocks(sms, 2 * sms), call.shape.threads, call.shape.shared_bytes)
+        shape = Shape(call.blocks(sms), call.threads, call.shared_bytes)
         emulator.launch(0, call.source, shape, call.params)
         emulator.run(seed)
 

@@ -6,6 +6,7 @@ import torch
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
+from raymoe.device.pipe_backward import LayerNormBackward, RmsNormBackward, backward_calls
 from raymoe.device.pipe_pieces import (
     Pointwise,
     Swiglu,
@@ -14,7 +15,7 @@ from raymoe.device.pipe_pieces import (
     swiglu_backward_call,
     swiglu_call,
 )
-from raymoe.device.pipe_shape import Limits
+from raymoe.device.pipe_shape import Limits, Loading
 
 ROWS = 4096
 PIPED, IN_TURN, PLAIN = Limits(), Limits(loading="IN_TURN"), Limits(loading="PLAIN")
@@ -54,6 +55,17 @@ def pieces(
     )
 
 
+def backwards(
+    hidden: int, dtype: torch.dtype = torch.bfloat16, loading: Loading | None = None
+) -> tuple[KernelSource, KernelSource, KernelSource]:
+    """The gradients of RMSNorm and LayerNorm, and the sums of their partials."""
+    x, weight = tensor(ROWS, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
+    limits = Limits(132, loading=loading)
+    rms = backward_calls(RmsNormBackward(x, x, weight, x, weight), limits)
+    layer = backward_calls(LayerNormBackward(x, x, weight, x, weight, weight), limits)
+    return rms.gradients.source, layer.gradients.source, layer.sums.source
+
+
 def pipe_sources() -> list[KernelSource]:
     """Kernels that must compile. A shape of each kernel comes first, which other tests compile for more GPUs."""
     return list(
@@ -67,6 +79,10 @@ def pipe_sources() -> list[KernelSource]:
                 *norms(7168, limits=PLAIN, fp8=True)[::2],
                 norms(72, limits=PLAIN)[1],
                 norms(32768, torch.float32)[0],
+                *backwards(7168),
+                *backwards(7168, torch.float32),
+                *backwards(7168, torch.float16, "PLAIN"),
+                backwards(32768)[0],
                 *pieces(),
                 pieces(fp8=True)[0],
                 *pieces(torch.float32, fp8=True),

@@ -144,6 +144,7 @@ __device__ __forceinline__ void load_tile(const PipeRows& rows, const Tile& tile
 }
 
 __device__ __forceinline__ u32 group_number() { return threadIdx.x / GROUP_THREADS; }
+__device__ __forceinline__ bool is_consumer() { return LOADING != Loading::PIPED || threadIdx.x < CONSUMERS; }
 __device__ __forceinline__ u32 thread_in_group() { return threadIdx.x % GROUP_THREADS; }
 
 // A barrier of the threads of one group. It orders what they did before.
@@ -178,7 +179,7 @@ class Pipe {
     // is loaded, and ends with `store` or `give_back`, which all threads of the group call.
     template <class Compute>
     __device__ __forceinline__ void run(Compute compute) {
-        if (LOADING == Loading::PIPED && threadIdx.x >= CONSUMERS) {
+        if (!is_consumer()) {
             if (threadIdx.x == CONSUMERS) {
                 produce();
             }
