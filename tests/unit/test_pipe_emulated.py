@@ -23,7 +23,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of four warps that compute, and tiles of few rows, so that every loop wraps on small tensors."""
     monkeypatch.setattr(pipe_shape, "CONSUMER_WARPS", 4)
     monkeypatch.setattr(pipe_shape, "PLAIN_WARPS", 4)
-    monkeypatch.setattr(pipe_shape, "TILE_BYTES", 1024)
+    monkeypatch.setattr(pipe_shape, "TILE_BYTES", 2048)
     monkeypatch.setattr(pipe_shape, "DEEPEST", 2)
     monkeypatch.setattr(pipe_shape, "FEW_ROWS", 0)
     yield
