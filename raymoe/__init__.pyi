@@ -8,6 +8,7 @@ from raymoe.exchange.workspace import Workspace as Workspace
 from raymoe.gang.join import join as join
 from raymoe.memory.world import World as World
 from raymoe.moe.elementwise import pointwise as pointwise
+from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.transport.channel import Channel as Channel
 
 __version__: str
@@ -17,6 +18,7 @@ __all__ = [
     "Dispatched",
     "Exchange",
     "ExchangeSpec",
+    "MoELayer",
     "Workspace",
     "World",
     "__version__",

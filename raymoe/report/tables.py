@@ -73,8 +73,8 @@ def grouped(lines: Sequence[Line]) -> list[Group]:
 def side_by_side(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     """Make the tables that compare backends, each with its title; none if there is only one backend.
 
-    A cell is `us (GB/s, share)`: the median time of the slowest rank, the rate at the busiest port, and its share of
-    the highest rate measured on such links, if that is known.
+    A cell is `us (GB/s, share)`: the median time of the slowest rank, the rate at the busiest port, and a share. The
+    share is that of the highest rate measured on such links, if that is known.
     """
     if len({line["backend"] for line in lines}) < 2:
         return

@@ -90,9 +90,10 @@ def test_public_names_have_docstrings_and_examples() -> None:
         "Dispatched",
         "Exchange",
         "ExchangeSpec",
+        "MoELayer",
         "World",
         "pointwise",
-    ):  # the others need a GPU or Ray
+    ):  # a Workspace needs a GPU, `join` Ray
         public = getattr(raymoe, name)
         tests = finder.find(public) + finder.find(sys.modules[public.__module__], globs={})
         assert any(test.examples for test in tests), f"raymoe.{name} has no example"
