@@ -7,11 +7,13 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
+from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
-from raymoe.moe import formulas
+from raymoe.moe import formulas, kernels
 from raymoe.moe.arguments import Form, Plain, Quantised, check_rows, refuse_gradient
 from raymoe.moe.norm import check_columns
-from raymoe.moe.quantised import new_quantised, quantised
+from raymoe.moe.quantised import quantised
+from raymoe.moe.results import new_halved, new_like, new_quantised
 
 
 @overload
@@ -59,8 +61,10 @@ def _check_offsets(gate_up: Tensor, offsets: object) -> None:
 
 
 @torch.library.custom_op("raymoe::swiglu", mutates_args=())
-def _swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:  # noqa: ARG001
-    y = _new(gate_up, gate_up.shape[-1] // 2)
+def _swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+    if kernels.takes(gate_up):
+        return kernels.swiglu(gate_up, offsets, Limits(sms))
+    y = new_halved(gate_up)
     valid = _valid_rows(gate_up, offsets)
     y[:valid] = formulas.swiglu(gate_up[:valid])
     return _zero_rest(y, valid)
@@ -80,18 +84,16 @@ def _zero_rest(rows: Tensor, valid: int | None) -> Tensor:
     return rows
 
 
-def _new(gate_up: Tensor, columns: int) -> Tensor:
-    return torch.empty(*gate_up.shape[:-1], columns, dtype=gate_up.dtype, device=gate_up.device)
-
-
 @_swiglu.register_fake
 def _(gate_up: Tensor, *_: object) -> Tensor:
-    return _new(gate_up, gate_up.shape[-1] // 2)
+    return new_halved(gate_up)
 
 
 @torch.library.custom_op("raymoe::swiglu_backward", mutates_args=())
-def _swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:  # noqa: ARG001
-    into = _new(gate_up, gate_up.shape[-1])
+def _swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+    if kernels.takes(gate_up):
+        return kernels.swiglu_backward(dy, gate_up, offsets, Limits(sms))
+    into = new_like(gate_up)
     valid = _valid_rows(gate_up, offsets)
     into[:valid] = formulas.swiglu_backward(dy[:valid], gate_up[:valid])
     return _zero_rest(into, valid)
@@ -99,7 +101,7 @@ def _swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: i
 
 @_swiglu_backward.register_fake
 def _(_dy: Tensor, gate_up: Tensor, *_: object) -> Tensor:
-    return _new(gate_up, gate_up.shape[-1])
+    return new_like(gate_up)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
@@ -116,7 +118,9 @@ _swiglu.register_autograd(_differentiate, setup_context=_keep)
 
 
 @torch.library.custom_op("raymoe::swiglu_fp8", mutates_args=())
-def _swiglu_fp8(gate_up: Tensor, offsets: Tensor | None, column: bool, sms: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _swiglu_fp8(gate_up: Tensor, offsets: Tensor | None, column: bool, sms: int | None) -> tuple[Tensor, Tensor]:
+    if kernels.takes(gate_up):
+        return kernels.swiglu_fp8(gate_up, offsets, column, Limits(sms))
     valid = _valid_rows(gate_up, offsets)
     rows = formulas.swiglu(gate_up[:valid])
     if valid is not None:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError, shown
+from raymoe.moe import kernels
 from raymoe.moe.arguments import Form, check_rows
-from raymoe.moe.expression import parse
+from raymoe.moe.expression import Expression, parse
 from raymoe.moe.operators import OUTGOING, evaluate, gradients
 
 
@@ -44,9 +46,11 @@ def pointwise(expression: str, /, *, sms: int | None = None, **inputs: Tensor) -
 
 
 @torch.library.custom_op("raymoe::pointwise", mutates_args=())
-def _pointwise(expression: str, names: str, inputs: Sequence[Tensor], sms: int | None) -> Tensor:  # noqa: ARG001
+def _pointwise(expression: str, names: str, inputs: Sequence[Tensor], sms: int | None) -> Tensor:
     given = _given(expression, names, inputs)
     shape = _shape(given)
+    if kernels.takes(inputs[0]):
+        return kernels.pointwise(expression, names, inputs, Limits(sms))
     values = {name: value.float() for name, value in given.items()}
     return evaluate(parse(expression), values).expand(shape).to(inputs[0].dtype, copy=True)
 
@@ -100,20 +104,28 @@ def _pointwise_backward(
     names: str,
     inputs: Sequence[Tensor],
     wanted: Sequence[bool],
-    sms: int | None,  # noqa: ARG001
+    sms: int | None,
 ) -> list[Tensor]:
     """Return the gradients of the wanted inputs, in their order."""
     given = _given(expression, names, inputs)
-    values = {OUTGOING: dy.float()} | {name: value.float() for name, value in given.items()}
     derivatives = gradients(parse(expression))
     found = []
     for (name, value), want in zip(given.items(), wanted, strict=True):
         if want and name in derivatives:
-            whole = evaluate(derivatives[name], values).expand(dy.shape)
-            found.append(_over_vector(whole, value.shape).to(value.dtype, copy=True))
+            whole = _whole_gradient(derivatives[name], given | {OUTGOING: dy}, sms)
+            found.append(_over_vector(whole, value.shape).to(value.dtype))
         elif want:
             found.append(torch.zeros_like(value, memory_format=torch.contiguous_format))
     return found
+
+
+def _whole_gradient(derivative: Expression, given: dict[str, Tensor], sms: int | None) -> Tensor:
+    """Return the gradient of an input before it is summed: float32, or the inputs' dtype where a kernel computes it."""
+    dy = given[OUTGOING]
+    if kernels.takes(dy):
+        return kernels.evaluated(derivative, given, dy, Limits(sms))
+    whole = evaluate(derivative, {name: value.float() for name, value in given.items()}).expand(dy.shape)
+    return whole.clone()  # it may be dy itself
 
 
 def _over_vector(whole: Tensor, shape: torch.Size) -> Tensor:
@@ -121,8 +133,8 @@ def _over_vector(whole: Tensor, shape: torch.Size) -> Tensor:
     if whole.shape == shape:
         return whole
     if len(shape) == 1 and (whole.dim() > 1 and shape[0] == whole.shape[-1]):
-        return whole.reshape(-1, whole.shape[-1]).sum(dim=0)
-    return whole.sum(dim=-1, keepdim=True)
+        return whole.reshape(-1, whole.shape[-1]).sum(dim=0, dtype=torch.float32)
+    return whole.sum(dim=-1, keepdim=True, dtype=torch.float32)
 
 
 @_pointwise_backward.register_fake

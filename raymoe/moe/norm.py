@@ -11,10 +11,12 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
+from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
-from raymoe.moe import formulas
+from raymoe.moe import formulas, kernels
 from raymoe.moe.arguments import Form, Plain, Quantised, check_like, check_rows, check_vector, refuse_gradient
-from raymoe.moe.quantised import new_quantised, quantised
+from raymoe.moe.quantised import quantised
+from raymoe.moe.results import new_like, new_quantised, new_total
 
 # The functions.
 
@@ -117,8 +119,10 @@ def check_columns(op: str, x: Tensor, form: Form) -> None:
 
 
 @torch.library.custom_op("raymoe::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None) -> tuple[Tensor, Tensor]:
     """Return y and total."""
+    if kernels.takes(x):
+        return kernels.rms_norm(x, residual, weight, eps, Limits(sms))
     rows, total = _summed(x, residual)
     return formulas.rms_norm(rows, weight, eps).to(x.dtype), total
 
@@ -133,15 +137,7 @@ def _summed(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @_rms_norm.register_fake
 def _(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
-    return _new_like(x), _new_total(x, residual)
-
-
-def _new_like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _new_total(x: Tensor, residual: Tensor | None) -> Tensor:
-    return x.new_empty(0) if residual is None else _new_like(x)
+    return new_like(x), new_total(x, residual)
 
 
 @torch.library.custom_op("raymoe::rms_norm_backward", mutates_args=())
@@ -151,9 +147,11 @@ def _rms_norm_backward(
     rows: Tensor,
     weight: Tensor,
     eps: float,
-    sms: int | None,  # noqa: ARG001
+    sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the normalised rows and of the weight. `dtotal` is added to the first."""
+    if kernels.takes(rows):
+        return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, Limits(sms))
     drows, dweight = formulas.rms_norm_backward(dy, rows, weight, eps)
     if dtotal is not None:
         drows = drows + dtotal.float()
@@ -162,7 +160,7 @@ def _rms_norm_backward(
 
 @_rms_norm_backward.register_fake
 def _(_dy: Tensor, _dtotal: Tensor | None, rows: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return _new_like(rows), _new_like(weight)
+    return new_like(rows), new_like(weight)
 
 
 def _keep_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -190,9 +188,11 @@ def _rms_norm_fp8(
     weight: Tensor,
     eps: float,
     column: bool,
-    sms: int | None,  # noqa: ARG001
+    sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, scales and total."""
+    if kernels.takes(x):
+        return kernels.rms_norm_fp8(x, residual, weight, eps, column, Limits(sms))
     rows, total = _summed(x, residual)
     return *quantised(formulas.rms_norm(rows, weight, eps), column), total
 
@@ -201,20 +201,22 @@ def _rms_norm_fp8(
 def _(
     x: Tensor, residual: Tensor | None, _weight: Tensor, _eps: float, column: bool, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return *new_quantised(x.shape, x.device, column), _new_total(x, residual)
+    return *new_quantised(x.shape, x.device, column), new_total(x, residual)
 
 
 # LayerNorm.
 
 
 @torch.library.custom_op("raymoe::layer_norm", mutates_args=())
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:  # noqa: ARG001
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+    if kernels.takes(x):
+        return kernels.layer_norm(x, weight, bias, eps, Limits(sms))
     return formulas.layer_norm(x, weight, bias, eps).to(x.dtype)
 
 
 @_layer_norm.register_fake
 def _(x: Tensor, *_: object) -> Tensor:
-    return _new_like(x)
+    return new_like(x)
 
 
 @torch.library.custom_op("raymoe::layer_norm_backward", mutates_args=())
@@ -223,16 +225,18 @@ def _layer_norm_backward(
     x: Tensor,
     weight: Tensor,
     eps: float,
-    sms: int | None,  # noqa: ARG001
+    sms: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
+    if kernels.takes(x):
+        return kernels.layer_norm_backward(dy, x, weight, eps, Limits(sms))
     dx, dweight, dbias = formulas.layer_norm_backward(dy, x, weight, eps)
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 @_layer_norm_backward.register_fake
 def _(_dy: Tensor, x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return _new_like(x), _new_like(weight), _new_like(weight)
+    return new_like(x), new_like(weight), new_like(weight)
 
 
 def _keep_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
@@ -254,9 +258,11 @@ def _layer_norm_fp8(
     bias: Tensor,
     eps: float,
     column: bool,
-    sms: int | None,  # noqa: ARG001
+    sms: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales."""
+    if kernels.takes(x):
+        return kernels.layer_norm_fp8(x, weight, bias, eps, column, Limits(sms))
     return quantised(formulas.layer_norm(x, weight, bias, eps), column)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from raymoe.exchange.spec import FP8_BLOCK
+from raymoe.moe.results import new_quantised
 
 LARGEST_E4M3 = 448.0
 LEAST_REACH = LARGEST_E4M3 * 2.0**-126
 """With a scale below the least normal float32, the scale or its inverse would overflow."""
-
-COLUMN_ALIGNMENT = 4
-"""A column of scales is padded to so many: 16 bytes, as bulk copies need."""
 
 
 def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,23 +33,6 @@ def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     factors = torch.where(reach == 0, one, LARGEST_E4M3 / bounded)
     scaled = (padded * factors[..., None]).clamp(-LARGEST_E4M3, LARGEST_E4M3)
     return scaled.flatten(-2)[..., :H].to(torch.float8_e4m3fn), scales
-
-
-def new_quantised(rows: torch.Size, device: torch.device, column: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate values and scales for rows of this shape. Columns of scales lie one behind the other.
-
-    >>> values, scales = new_quantised(torch.Size([5, 256]), torch.device("cpu"), column=True)
-    >>> list(values.shape), list(scales.shape), scales.stride()
-    ([5, 256], [5, 2], (1, 8))
-    """
-    *leading, H = rows
-    blocks = -(-H // FP8_BLOCK)
-    values = torch.empty(rows, dtype=torch.float8_e4m3fn, device=device)
-    if not column:
-        return values, torch.empty(*leading, blocks, dtype=torch.float32, device=device)
-    [T] = leading
-    aligned = -(-T // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
-    return values, torch.empty_strided((T, blocks), (1, aligned), dtype=torch.float32, device=device)
 
 
 def quantised(rows: torch.Tensor, column: bool) -> tuple[torch.Tensor, torch.Tensor]:
