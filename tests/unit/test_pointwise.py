@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 import raymoe
 from raymoe.errors import ConfigError
-from raymoe.moe.expression import MOST_CHARACTERS, MOST_DEPTH, MOST_INPUTS, parse
+from raymoe.moe.expression import FUNCTIONS, MOST_CHARACTERS, MOST_DEPTH, MOST_INPUTS, parse
 from raymoe.moe.operators import OUTGOING, code, evaluate, gradients
 from tests.emulator.build import compiler
 
@@ -270,3 +272,16 @@ def test_the_code_gives_the_values_of_torch(tmp_path):
             values = {"a": torch.tensor(a), "b": torch.tensor(b), OUTGOING: torch.tensor(outgoing)}
             want = float(evaluate(expression, {name: values[name] for name in expression.names}))
             assert next(found) == pytest.approx(want, rel=3e-6, abs=1e-7), code(expression)
+
+
+# The page.
+
+
+def test_the_code_of_the_page_runs():
+    page = Path(__file__).parents[2] / "docs" / "kernels.md"
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(block, names)
+    assert names["values"].dtype == torch.float8_e4m3fn and names["weight"].grad.isfinite().all()
+    listed = re.search(r"these functions: (.*?)\n\n", page.read_text(), re.DOTALL)[1]
+    assert set(re.findall(r"`(\w+)", listed)) == set(FUNCTIONS)

@@ -18,7 +18,7 @@ from raymoe.errors import WrongResult, one_line
 from raymoe.memory.world import World
 from raymoe.workload.measure import Line, Measured, Step, Steps, measure, result_line
 from raymoe.workload.pointwise.operations import OPERATIONS, Sizes, drawn, error_of
-from raymoe.workload.pointwise.systems import COPIES, OURS, SYSTEMS, Compute, Results, Task, Unavailable
+from raymoe.workload.pointwise.systems import COPIES, LIMITED, OURS, OWN, SYSTEMS, Compute, Results, Task, Unavailable
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic
 
@@ -71,7 +71,7 @@ class _Place:
 
 
 def _line_of(system: str, index: int, task: Task, place: _Place) -> Line:
-    """Measure a system. What raymoe itself or the copy does wrong ends the run; of another system the line tells it."""
+    """Measure a system. What one of OWN does wrong ends the run; of another system the line tells it."""
     case, world = place.case, place.world
     label = f"{case.name}: {task.op} by {system}"
     total, before = len(SYSTEMS) * place.steps.total, index * place.steps.total
@@ -82,7 +82,7 @@ def _line_of(system: str, index: int, task: Task, place: _Place) -> Line:
         except Unavailable as error:
             reason = str(error)
         except Exception as error:
-            if system == OURS or system in COPIES:
+            if system in OWN:
                 raise
             reason = f"{type(error).__name__}: {one_line(str(error))}"
         reason = _first_reason(world, reason)
@@ -93,7 +93,7 @@ def _line_of(system: str, index: int, task: Task, place: _Place) -> Line:
             try:
                 measured = measure(world, place.steps, step, report, label)
             except WrongResult as error:  # all ranks raise it at the same step
-                if system == OURS or system in COPIES:
+                if system in OWN:
                     raise
                 reason = one_line(str(error))
         keys: Line = {"graph": clock.captured, "l2": None if world.device.type == "cpu" else "cold"}
@@ -110,7 +110,6 @@ def _device(world: World) -> str:
 
 
 def _line(case: Case, task: Task, system: str, measured: Measured | None, reason: str | None) -> Line:
-    ours = system == OURS
     keys: Line = {
         "case": case.name,
         "workload": case.job.workload,
@@ -120,8 +119,8 @@ def _line(case: Case, task: Task, system: str, measured: Measured | None, reason
         "tokens": task.sizes.tokens,
         "hidden": task.sizes.width,
         "dtype": task.sizes.dtype,
-        "sms": task.sms if ours else None,
-        "stages": task.stages if ours else None,
+        "sms": task.sms if system in LIMITED else None,
+        "stages": task.stages if system == OURS else None,
     }
     if measured is None:
         return keys | {"samples": 0, "skipped": reason}

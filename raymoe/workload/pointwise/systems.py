@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from raymoe.device.pipe_shape import Limits
 from raymoe.errors import RaymoeError
-from raymoe.moe import activation, elementwise, formulas, norm  # noqa: F401  (they register the operators)
+from raymoe.moe import activation, elementwise, formulas, kernels, norm  # noqa: F401  (they register the operators)
 from raymoe.moe.quantised import quantise
 from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, Sizes, Tensors
 
@@ -53,31 +54,56 @@ class Task:
         return OPERATIONS[self.op].nbytes(self.sizes)
 
 
-# raymoe.
+# raymoe: by its operators, or by its kernels where the task asks for stages or another way of loading.
+
+Via = Callable[[Any, Tensors, Any], Any]
+"""Computes by the functions of a module: `torch.ops.raymoe` or `raymoe.moe.kernels`. The last argument of these is the
+number of SMs or the limits."""
+
+_VIA: dict[str, Via] = {
+    "rms_norm": lambda via, t, last: via.rms_norm(t["x"], None, t["weight"], EPS, last)[:1],
+    "add_rms_norm": lambda via, t, last: via.rms_norm(t["x"], t["residual"], t["weight"], EPS, last),
+    "layer_norm": lambda via, t, last: via.layer_norm(t["x"], t["weight"], t["bias"], EPS, last),
+    "swiglu": lambda via, t, last: via.swiglu(t["gate_up"], None, last),
+    "swiglu_experts": lambda via, t, last: via.swiglu(t["gate_up"], t["offsets"], last),
+    "pointwise": lambda via, t, last: via.pointwise(EXPRESSION, "a,b,c", [t["a"], t["b"], t["c"]], last),
+    "rms_norm_fp8": lambda via, t, last: via.rms_norm_fp8(t["x"], None, t["weight"], EPS, False, last)[:2],
+    "add_rms_norm_fp8": lambda via, t, last: via.rms_norm_fp8(t["x"], t["residual"], t["weight"], EPS, False, last),
+    "layer_norm_fp8": lambda via, t, last: via.layer_norm_fp8(t["x"], t["weight"], t["bias"], EPS, False, last),
+    "swiglu_fp8": lambda via, t, last: via.swiglu_fp8(t["gate_up"], None, False, last),
+    "rms_norm_backward": lambda via, t, last: via.rms_norm_backward(t["dy"], None, t["x"], t["weight"], EPS, last),
+    "add_rms_norm_backward": lambda via, t, last: via.rms_norm_backward(
+        t["dy"], t["dtotal"], t["x"], t["weight"], EPS, last
+    ),
+    "layer_norm_backward": lambda via, t, last: via.layer_norm_backward(t["dy"], t["x"], t["weight"], EPS, last),
+    "swiglu_backward": lambda via, t, last: via.swiglu_backward(t["activated"], t["gate_up"], None, last),
+}
 
 
 def _raymoe(task: Task) -> Compute:
-    ours, t, sms = _OURS[task.op], task.tensors, task.sms
-    return lambda: ours(t, sms)
+    if task.stages is None:
+        return _ours(task, torch.ops.raymoe, task.sms)
+    return _ours(task, kernels, Limits(task.sms, task.stages))
 
 
-_ops = torch.ops.raymoe
-_OURS: dict[str, Callable[[Tensors, int | None], Results]] = {
-    "rms_norm": lambda t, sms: _ops.rms_norm(t["x"], None, t["weight"], EPS, sms)[:1],
-    "add_rms_norm": lambda t, sms: _ops.rms_norm(t["x"], t["residual"], t["weight"], EPS, sms),
-    "layer_norm": lambda t, sms: (_ops.layer_norm(t["x"], t["weight"], t["bias"], EPS, sms),),
-    "swiglu": lambda t, sms: (_ops.swiglu(t["gate_up"], None, sms),),
-    "swiglu_experts": lambda t, sms: (_ops.swiglu(t["gate_up"], t["offsets"], sms),),
-    "pointwise": lambda t, sms: (_ops.pointwise(EXPRESSION, "a,b,c", [t["a"], t["b"], t["c"]], sms),),
-    "rms_norm_fp8": lambda t, sms: _ops.rms_norm_fp8(t["x"], None, t["weight"], EPS, False, sms)[:2],
-    "add_rms_norm_fp8": lambda t, sms: _ops.rms_norm_fp8(t["x"], t["residual"], t["weight"], EPS, False, sms),
-    "layer_norm_fp8": lambda t, sms: _ops.layer_norm_fp8(t["x"], t["weight"], t["bias"], EPS, False, sms),
-    "swiglu_fp8": lambda t, sms: _ops.swiglu_fp8(t["gate_up"], None, False, sms),
-    "rms_norm_backward": lambda t, sms: _ops.rms_norm_backward(t["dy"], None, t["x"], t["weight"], EPS, sms),
-    "add_rms_norm_backward": lambda t, sms: _ops.rms_norm_backward(t["dy"], t["dtotal"], t["x"], t["weight"], EPS, sms),
-    "layer_norm_backward": lambda t, sms: _ops.layer_norm_backward(t["dy"], t["x"], t["weight"], EPS, sms),
-    "swiglu_backward": lambda t, sms: (_ops.swiglu_backward(t["activated"], t["gate_up"], None, sms),),
-}
+def _in_turn(task: Task) -> Compute:
+    """The same kernel, but each block loads one tensor at a time and waits for it: the baseline of the pipeline."""
+    _need_kernels(task)
+    return _ours(task, kernels, Limits(task.sms, loading="IN_TURN"))
+
+
+def _ours(task: Task, via: Any, last: object) -> Compute:
+    function, tensors = _VIA[task.op], task.tensors
+    return lambda: _as_tuple(function(via, tensors, last))
+
+
+def _as_tuple(found: Tensor | Results) -> Results:
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def _need_kernels(task: Task) -> None:
+    if not kernels.takes(task.given[0]):
+        raise Unavailable("raymoe's kernels need a GPU of compute capability 9.0 or newer")
 
 
 # torch: as somebody would write it, and the formulas through torch.compile.
@@ -230,16 +256,32 @@ def _copy(task: Task) -> Compute:
     return lambda: (into.copy_(source),)
 
 
+def _pipelined_copy(task: Task) -> Compute:
+    """raymoe's pipeline with an expression that changes nothing. The bytes are those of whole rows."""
+    _need_kernels(task)
+    some, width = task.given[0], task.sizes.width
+    rows = max(1, task.nbytes // (2 * width * some.element_size()))
+    source = torch.ones(rows, width, dtype=some.dtype, device=some.device)
+    return lambda: (kernels.pointwise("a", "a", [source], Limits()),)
+
+
 # All of them.
 
-OURS, COPY, PIPELINED_COPY = "raymoe", "copy", "pipelined_copy"
+OURS, IN_TURN, COPY, PIPELINED_COPY = "raymoe", "in_turn", "copy", "pipelined_copy"
 COPIES = (COPY, PIPELINED_COPY)
+OWN = (OURS, IN_TURN, *COPIES)
+"""The systems that must work: what they do wrong ends the run."""
+
+LIMITED = (OURS, IN_TURN)
+"""The systems that take a number of SMs."""
 
 SYSTEMS: dict[str, Callable[[Task], Compute]] = {
     OURS: _raymoe,
+    IN_TURN: _in_turn,
     "eager": _eager,
     "compile": _compiled,
     "liger": _liger,
     "quack": _quack,
     COPY: _copy,
+    PIPELINED_COPY: _pipelined_copy,
 }
