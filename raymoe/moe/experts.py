@@ -59,16 +59,10 @@ def grouped_linear(
     >>> grouped_linear(rows, weight, Groups(torch.tensor([0, 1, 3]), torch.tensor([1, 2]))).tolist()
     [[3.0], [7.0], [7.0]]
     """
-    if rows.device.type == "cuda":
-        if rows.dtype != torch.bfloat16:
-            raise ConfigError(
-                f"experts over {rows.dtype} on a GPU; torch multiplies dtypes other than bfloat16 with a wait for the "
-                "host: take bfloat16"
-            )
-        product: Any = torch.nn.functional.grouped_mm
-        y: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=groups.offsets[1:])
+    if rows.device.type == "cpu":
+        y: torch.Tensor = _ops.grouped_product(rows, weight, groups.offsets, groups.counts)
     else:
-        y = _ops.grouped_product(rows, weight, groups.offsets, groups.counts)
+        y = multiply_by_offsets(rows, weight, groups.offsets)
     if bias is None:
         return y
     # Rows of no expert read a row of zeros behind the biases, whose gradient is dropped.
@@ -140,6 +134,22 @@ def _product_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, 
 torch.library.register_fake("raymoe::grouped_product", _fake_grouped_product)
 torch.library.register_fake("raymoe::grouped_outer", _fake_grouped_outer)
 torch.library.register_autograd("raymoe::grouped_product", _product_backward, setup_context=_keep_for_product)
+
+
+def multiply_by_offsets(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Multiply on a GPU, by offsets that the host never reads.
+
+    Gaps between experts are multiplied too. Where they are zero, they add nothing to the gradients of weights. Rows
+    from the last offset on are not touched, and the result's are unspecified.
+    """
+    if rows.dtype != torch.bfloat16:
+        raise ConfigError(
+            f"experts over {rows.dtype} on a GPU; torch multiplies dtypes other than bfloat16 with a wait for the "
+            "host: take bfloat16"
+        )
+    product: Any = torch.nn.functional.grouped_mm
+    y: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=offsets[1:])
+    return y
 
 
 # Activations.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -130,6 +131,13 @@ class MoELayer(nn.Module):
         found = self.exchange.dispatch(x.contiguous(), topk_idx, topk_weights, None, out)
         rows = self.experts(expert_major(found), found.expert_offsets, found.expert_counts)
         return self.exchange.combine(rows, found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the weights; the copy is a layer of the same world and exchange."""
+        memo |= {id(self.world): self.world, id(self.exchange): self.exchange}
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
 
 class LayerExchanges:
