@@ -117,4 +117,4 @@ def without_places(text: str) -> str:
     text = re.sub(r"worker-[\w-]+\.", "worker-….", text)
     text = re.sub(r"…/raymoe-\w+", "…/raymoe-…", text)
     text = re.sub(r"\bpid \d+", "pid N", text)
-    return re.sub(r"\bnode [0-9a-f]{12}\b", "node ID", text)
+    return re.sub(r"\bnode [0-9a-f]{12} \([\d.]+\)", "node ID (IP)", text)
