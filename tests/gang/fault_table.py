@@ -87,7 +87,7 @@ SECTIONS = [
         {
             "no-room": "a busy cluster has no room within `placement_timeout_s: 1`, from the start of the command",
             "no-ray-directory": "no private directory for Ray can be made, from the start of the command",
-            "no-ray-space": "the directory of Ray is full at the start",
+            "no-ray-space": "the directory of Ray has too little room (this test asks for 1 EiB)",
             "no-ray-files": "`ulimit -n 64`",
         },
     ),
@@ -96,7 +96,7 @@ SECTIONS = [
         {
             "soak-signals": "any of the four signals in any of the seven phases",
             "soak-cluster-gcs-killed": "kill -9 of the GCS of a cluster, Ray's own time limits",
-            "soak-cluster-gcs-stopped": "SIGSTOP of a cluster's GCS: the run goes on; ranks elsewhere end when it wakes up",
+            "soak-cluster-gcs-stopped": "SIGSTOP of a cluster GCS: the run goes on; ranks elsewhere end when it wakes",
             "soak-driver-stopped": "SIGSTOP of the driver",
             "soak-own-gcs-stopped": "SIGSTOP of the own Ray's GCS while ranks are placed",
             "soak-node-killed": "kill -9 of a worker node, another is free; Ray gives a node up after its own limit",
