@@ -81,7 +81,14 @@ def test_public_names_have_docstrings_and_examples() -> None:
         if name != "__version__":
             assert public.__doc__, name
     finder = doctest.DocTestFinder()
-    for name in ("Channel", "Dispatched", "Exchange", "ExchangeSpec", "World"):  # a Workspace needs a GPU, `join` Ray
+    for name in (
+        "Channel",
+        "Dispatched",
+        "Exchange",
+        "ExchangeSpec",
+        "MoELayer",
+        "World",
+    ):  # a Workspace needs a GPU, `join` Ray
         public = getattr(raymoe, name)
         tests = finder.find(public) + finder.find(sys.modules[public.__module__], globs={})
         assert any(test.examples for test in tests), f"raymoe.{name} has no example"
