@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymoe.device.trace import POINTS
+from raymoe.report.bandwidth import bandwidth_tables
 from raymoe.report.columns import (
     SETTINGS,
     WORD_IN_CASE,
@@ -315,7 +316,7 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
     """Make the text of all tables, a part for each workload. It ends with a line end, or is empty without lines.
 
     After the results of a workload come, where the lines have them: backends side by side, linear fits, overlap with a
-    product, and timelines.
+    product, timelines, and bandwidth of memory.
     """
     parts = []
     for of_workload in by_workload(displayed(lines)):
@@ -342,6 +343,7 @@ def further_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     yield from fits(lines)
     yield from overlaps(lines)
     yield from timelines(lines)
+    yield from bandwidth_tables(lines)
 
 
 MOST_WIDTH = 120
