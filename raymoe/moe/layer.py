@@ -23,7 +23,7 @@ from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weigh
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What a layer computes, besides the sizes that its exchange has.
+    """The computation of a layer, besides the sizes that its exchange has.
 
     The output is experts(h) + shared(h), plus x with `residual`. h is RMSNorm of x, or x itself where `norm` is None.
     """
