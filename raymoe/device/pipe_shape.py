@@ -17,6 +17,8 @@ Loading = Literal["PIPED", "IN_TURN", "PLAIN"]
 MOST_HIDDEN = 32768
 FEW_ROWS = 1024
 """Up to so many rows, kernels load them without a pipeline. Each SM gets too few to fill one. Not measured yet."""
+FEW_ROWS_OF_AN_SM = 8
+"""The same for each SM, where a caller limits their number."""
 SHARED_BYTES = 220 << 10
 """Shared memory that a block may use: what a block of Hopper has, 227 KiB, less a reserve."""
 TILE_BYTES = 8 << 10
@@ -125,7 +127,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
     fitting = (SHARED_BYTES - 1024) // stage_bytes
-    loading = limits.loading or ("PLAIN" if work.rows <= FEW_ROWS and limits.stages is None else "PIPED")
+    loading = limits.loading or _loading(work.rows, limits)
     if loading == "PLAIN" or fitting < (1 if limits.stages or limits.loading else 2):
         groups = _groups(eights, max(1, budget // 2 // work.registers), PLAIN_WARPS)
         warps = PLAIN_WARPS // groups
@@ -155,7 +157,7 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     >>> piece_shape(RowWork(4096, 64, 16), Limits())
     PipeShape(loading='PIPED', groups=11, warps=1, stages=44, stage_bytes=4096, tile_rows=32, piece=8)
     """
-    loading = limits.loading or ("PLAIN" if work.rows <= FEW_ROWS and limits.stages is None else "PIPED")
+    loading = limits.loading or _loading(work.rows, limits)
     if loading == "PLAIN":
         groups = 4 if limits.sms is None else PLAIN_WARPS
         tile_rows, piece = _tile(work, PIECE)
@@ -173,6 +175,16 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
         tile_rows, piece = _tile(work, min(PIECE * (CONSUMER_WARPS // groups), most))
     warps = CONSUMER_WARPS // groups if limits.stages else 1
     return PipeShape(loading, groups, warps, stages, tile_rows * piece * work.eight_bytes, tile_rows, piece)
+
+
+def _loading(rows: int, limits: Limits) -> Loading:
+    """Whether to use the pipeline. This is the one place that decides it.
+
+    >>> _loading(1000, Limits()), _loading(1000, Limits(sms=48)), _loading(1000, Limits(stages=1))
+    ('PLAIN', 'PIPED', 'PIPED')
+    """
+    few = FEW_ROWS if limits.sms is None else min(FEW_ROWS, FEW_ROWS_OF_AN_SM * limits.sms)
+    return "PLAIN" if rows <= few and limits.stages is None else "PIPED"
 
 
 SCALED_EIGHTS = 16
