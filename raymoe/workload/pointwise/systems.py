@@ -182,7 +182,10 @@ def _compiled(task: Task) -> Compute:
     _need_gpu(task, "torch.compile")
     given, op = task.given, task.op
     torch.compiler.reset()  # torch gives up on a function that it has compiled for eight shapes
-    compiled = torch.compile(lambda *tensors: _formula(op, list(tensors)), fullgraph=True, dynamic=False)
+    options: dict[str, Any] = {"compile_threads": 1}  # else torch starts processes, which nobody here would end
+    compiled = torch.compile(
+        lambda *tensors: _formula(op, list(tensors)), fullgraph=True, dynamic=False, options=options
+    )
     return lambda: compiled(*given)
 
 
