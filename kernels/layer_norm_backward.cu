@@ -15,12 +15,13 @@ __device__ __forceinline__ float sum_of(const RowAgain<ROW_TYPE>& x) {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < VECTORS; ++i) {
-        float a[8];
+        float a[8], part = 0.0f;  // a sum for each vector, because one chain of additions would wait for each
         x.unpack(i, a);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
-            sum += a[j];
+            part += a[j];
         }
+        sum += part;
     }
     return sum;
 }
@@ -30,16 +31,20 @@ __device__ __forceinline__ void add_to(float (&sums)[3], const RowAgain<ROW_TYPE
                                        const RowAgain<ROW_TYPE>& dy, const Vector<WEIGHT_TYPE>& weight) {
 #pragma unroll
     for (u32 i = 0; i < VECTORS; ++i) {
-        float a[8], g[8], by[8];
+        float a[8], g[8], by[8], parts[3] = {};
         x.unpack(i, a);
         dy.unpack(i, g);
         weight.unpack(i, by);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
             const float c = is_there(i) ? a[j] - mean : 0.0f;
-            sums[0] += c * c;
-            sums[1] += g[j] * by[j];
-            sums[2] += g[j] * by[j] * c;
+            parts[0] += c * c;
+            parts[1] += g[j] * by[j];
+            parts[2] += g[j] * by[j] * c;
+        }
+#pragma unroll
+        for (u32 k = 0; k < 3; ++k) {
+            sums[k] += parts[k];
         }
     }
 }

@@ -15,15 +15,17 @@ __device__ __forceinline__ void add_to(float (&sums)[2], const RowAgain<ROW_TYPE
                                        const Vector<WEIGHT_TYPE>& weight) {
 #pragma unroll
     for (u32 i = 0; i < VECTORS; ++i) {
-        float a[8], g[8], by[8];
+        float a[8], g[8], by[8], parts[2] = {};
         x.unpack(i, a);
         dy.unpack(i, g);
         weight.unpack(i, by);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
-            sums[0] += a[j] * a[j];
-            sums[1] += g[j] * by[j] * a[j];
+            parts[0] += a[j] * a[j];
+            parts[1] += g[j] * by[j] * a[j];
         }
+        sums[0] += parts[0];
+        sums[1] += parts[1];
     }
 }
 

@@ -59,16 +59,10 @@ def grouped_linear(
     >>> grouped_linear(rows, weight, Groups(torch.tensor([0, 1, 3]), torch.tensor([1, 2]))).tolist()
     [[3.0], [7.0], [7.0]]
     """
-    if rows.device.type == "cuda":
-        if rows.dtype != torch.bfloat16:
-            raise ConfigError(
-                f"experts over {rows.dtype} on a GPU; torch multiplies dtypes other than bfloat16 with a wait for the "
-                "host: take bfloat16"
-            )
-        product: Any = torch.nn.functional.grouped_mm
-        y: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=groups.offsets[1:])
+    if rows.device.type == "cpu":
+        y: torch.Tensor = _ops.grouped_product(rows, weight, groups.offsets, groups.counts)
     else:
-        y = _ops.grouped_product(rows, weight, groups.offsets, groups.counts)
+        y = multiply_by_offsets(rows, weight, groups.offsets)
     if bias is None:
         return y
     # Rows of no expert read a row of zeros behind the biases, whose gradient is dropped.
@@ -90,12 +84,15 @@ def _grouped_product(
     rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
     """Multiply on a CPU. The result has the dtype of the weights; rows of no expert are zero."""
-    y = torch.zeros(len(rows), weight.shape[1], dtype=weight.dtype)
-    arithmetic = arithmetic_dtype(weight.dtype)
+    y = torch.empty(len(rows), weight.shape[1], dtype=weight.dtype)
+    arithmetic, end = arithmetic_dtype(weight.dtype), 0
     for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
+        y[end:start].zero_()
+        end = start + count
         if count:
-            mine = slice(start, start + count)
+            mine = slice(start, end)
             y[mine] = nn.functional.linear(rows[mine].to(arithmetic), weight[expert].to(arithmetic))
+    y[end:].zero_()
     return y
 
 
@@ -140,6 +137,22 @@ def _product_backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, 
 torch.library.register_fake("raymoe::grouped_product", _fake_grouped_product)
 torch.library.register_fake("raymoe::grouped_outer", _fake_grouped_outer)
 torch.library.register_autograd("raymoe::grouped_product", _product_backward, setup_context=_keep_for_product)
+
+
+def multiply_by_offsets(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Multiply on a GPU, by offsets that the host never reads.
+
+    Gaps between experts are multiplied too. Where they are zero, they add nothing to the gradients of weights. Rows
+    from the last offset on are not touched, and the result's are unspecified.
+    """
+    if rows.dtype != torch.bfloat16:
+        raise ConfigError(
+            f"experts over {rows.dtype} on a GPU; torch multiplies dtypes other than bfloat16 with a wait for the "
+            "host: take bfloat16"
+        )
+    product: Any = torch.nn.functional.grouped_mm
+    y: torch.Tensor = product(rows, weight.transpose(-2, -1), offs=offsets[1:])
+    return y
 
 
 # Activations.
@@ -207,7 +220,20 @@ class Experts(nn.Module):
         With `weights`, float32[C], each result is multiplied by its weight. That is done between the products, where
         rows are F wide.
         """
-        groups = Groups(offsets, counts)
+        capacity = len(x)
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            there = int(offsets[-1])  # the host may read it there, and elementwise operations skip the other rows
+            x, weights = x[:there], None if weights is None else weights[:there]
+        y = self._compute(x, Groups(offsets, counts), weights).to(x.dtype)
+        if len(y) == capacity:
+            return y
+        if y.requires_grad:
+            return nn.functional.pad(y, (0, 0, 0, capacity - len(y)))
+        rows = y.new_empty(capacity, y.shape[1])
+        rows[: len(y)] = y
+        return rows
+
+    def _compute(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None) -> torch.Tensor:
         gate_up = grouped_linear(x, self._outputs_first(self.gate_up_proj), groups, local(self.gate_up_proj_bias))
         h = self.activation(gate_up)
         if weights is not None:
@@ -217,7 +243,7 @@ class Experts(nn.Module):
             padded = torch.cat((bias, bias.new_zeros(1, bias.shape[1])))
             added = padded.index_select(0, groups.expert_of_row(len(x)))
             y = y + (added if weights is None else added.float() * weights[:, None]).to(y.dtype)
-        return y.to(x.dtype)
+        return y
 
     def _outputs_first(self, parameter: nn.Parameter) -> torch.Tensor:
         weight = local(parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -70,7 +71,7 @@ class MoELayer(nn.Module):
         super().__init__()
         if (form is None) == (parts is None):
             raise ConfigError("a layer needs a form, which says what to make, or the parts of another layer: give one")
-        spec = replace(spec, padding="zero", depth=0)  # weight gradients need the zeros; each call brings its memory
+        spec = replace(spec, padding="zero")  # for the gradients of weights
         self.world, self.exchange = world, world.shared(LayerExchanges).of(spec, backend)
         if parts is None:
             assert form is not None
@@ -98,7 +99,7 @@ class MoELayer(nn.Module):
         hidden = gate_up.shape[1] if parts.experts.transposed else gate_up.shape[2]
         form = parts.router.form
         dtype = str(gate_up.dtype).removeprefix("torch.")
-        spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity)
+        spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
         made = cls(world, spec, backend=backend, parts=parts)
         return made.train(block.training)
 
@@ -123,13 +124,19 @@ class MoELayer(nn.Module):
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights)
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
             return combine(self.exchange, rows, got, weighted=False)
-        out = None
-        if self.exchange.spec.layout == "expert":
-            size = self.exchange.spec.rows(self.world.size), self.exchange.spec.hidden
-            out = torch.empty(size, dtype=x.dtype, device=x.device)
+        spec, out = self.exchange.spec, None
+        if spec.layout == "expert" and spec.depth == 0:
+            out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
         found = self.exchange.dispatch(x.contiguous(), topk_idx, topk_weights, None, out)
         rows = self.experts(expert_major(found), found.expert_offsets, found.expert_counts)
         return self.exchange.combine(rows, found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the weights; the copy is a layer of the same world and exchange."""
+        memo |= {id(self.world): self.world, id(self.exchange): self.exchange}
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
 
 class LayerExchanges:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -56,12 +54,8 @@ def layer_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch
 def check_norms(x: torch.Tensor, limits: Limits) -> None:
     """RMSNorm, add + RMSNorm and LayerNorm of x."""
     rows, hidden = x.shape
-    weight, bias, residual = (
-        rows_of(2, hidden, x.dtype, 5),
-        rows_of(1, hidden, x.dtype, 6)[0],
-        rows_of(rows, hidden, x.dtype, 7),
-    )
-    weight = weight[0]
+    weight, bias = (rows_of(1, hidden, x.dtype, seed)[0] for seed in (5, 6))
+    residual = rows_of(rows, hidden, x.dtype, 7)
     out, added = torch.empty(rows, hidden, dtype=x.dtype, device="cuda"), torch.empty_like(residual)
     rms_norm(RmsNorm(x, weight, out, EPS), limits)
     close(out, rms_of(x, weight), size=0.1)
@@ -74,11 +68,8 @@ def check_norms(x: torch.Tensor, limits: Limits) -> None:
 
 def check_gradients(x: torch.Tensor, limits: Limits) -> None:
     rows, hidden = x.shape
-    dy, weight, bias = (
-        rows_of(rows, hidden, x.dtype, 8),
-        rows_of(1, hidden, x.dtype, 5)[0],
-        rows_of(1, hidden, x.dtype, 6)[0],
-    )
+    dy = rows_of(rows, hidden, x.dtype, 8)
+    weight, bias = (rows_of(1, hidden, x.dtype, seed)[0] for seed in (5, 6))
     for kind in ("rms", "layer"):
         wide, by, plus = (each.double().requires_grad_() for each in (x, weight, bias))
         (rms_of(wide, by) if kind == "rms" else layer_of(wide, by, plus)).backward(dy.double())
@@ -90,6 +81,43 @@ def check_gradients(x: torch.Tensor, limits: Limits) -> None:
             close(d_bias, plus.grad, size=4 * rows**0.5)
         close(dx, wide.grad, size=10)
         close(d_weight, by.grad, size=10 * rows**0.5)
+
+
+def check_fp8(rows: int, hidden: int, limits: Limits, layout: str) -> None:
+    """The norms and SwiGLU with results as 8-bit floats."""
+    blocks = -(-hidden // 128)
+    x, gate_up = rows_of(rows, hidden), rows_of(rows, 2 * hidden, seed=1)
+    weight, bias = rows_of(1, hidden, seed=5)[0], rows_of(1, hidden, seed=6)[0]
+    values = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.empty((rows, blocks) if layout == "row" else (blocks, rows), device="cuda")
+    scales = scales if layout == "row" else scales.T
+    rms_norm(RmsNorm(x, weight, values, EPS, scales), limits)
+    judge_fp8(values.float(), scales, rms_of(x, weight))
+    layer_norm(LayerNorm(x, weight, bias, values, EPS, scales), limits)
+    judge_fp8(values.float(), scales, layer_of(x, weight, bias))
+    swiglu(Swiglu(gate_up, values, None, scales), limits)
+    gate, up = gate_up.double().chunk(2, 1)
+    judge_fp8(values.float(), scales, torch.nn.functional.silu(gate) * up)
+
+
+def check_pieces(rows: int, hidden: int, limits: Limits, dtype: torch.dtype = BF16) -> None:
+    """SwiGLU of the rows that are there, its gradient, and an expression."""
+    there = rows // 4 + 1
+    gate_up, dy = rows_of(rows, 2 * hidden, dtype), rows_of(rows, hidden, dtype, 1)
+    offsets = torch.tensor([0, there // 2, there], dtype=torch.int32, device="cuda")
+    out, d_gate_up = torch.full_like(dy, 7), torch.full_like(gate_up, 7)
+    swiglu(Swiglu(gate_up, out, offsets), limits)
+    swiglu_backward(SwigluBackward(dy, gate_up, d_gate_up, offsets), limits)
+    wide = gate_up[:there].double().requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    want.backward(dy[:there].double())
+    close(out[:there], want.detach(), size=0.1)
+    close(d_gate_up[:there], wide.grad, size=1)
+    assert bool((out[there:] == 7).all()) and bool((d_gate_up[there:] == 7).all())
+    row, column = rows_of(1, hidden, dtype, 1)[0], rows_of(rows, 8, dtype, 2)[:, :1]
+    pointwise(Pointwise(SILU, [dy, row, column], out), limits)
+    close(out, torch.nn.functional.silu(dy.double()) * row.double() + column.double(), size=1)
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
@@ -132,46 +160,14 @@ def test_millions_of_short_rows() -> None:
 @pytest.mark.parametrize("limits", [PIPED, PLAIN, IN_TURN], ids=lambda each: each.loading)
 @pytest.mark.parametrize("hidden", [72, 2048, 7168])
 def test_results_as_8_bit_floats(hidden: int, limits: Limits, layout: str) -> None:
-    rows, blocks = 999, -(-hidden // 128)
-    x, gate_up = rows_of(rows, hidden), rows_of(rows, 2 * hidden, seed=1)
-    weight, bias = rows_of(1, hidden, seed=5)[0], rows_of(1, hidden, seed=6)[0]
-    values = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device="cuda")
-    scales = torch.empty((rows, blocks) if layout == "row" else (blocks, rows), device="cuda")
-    scales = scales if layout == "row" else scales.T
-    rms_norm(RmsNorm(x, weight, values, EPS, scales), limits)
-    judge_fp8(values.float(), scales, rms_of(x, weight))
-    layer_norm(LayerNorm(x, weight, bias, values, EPS, scales), limits)
-    judge_fp8(values.float(), scales, layer_of(x, weight, bias))
-    swiglu(Swiglu(gate_up, values, None, scales), limits)
-    gate, up = gate_up.double().chunk(2, 1)
-    judge_fp8(values.float(), scales, torch.nn.functional.silu(gate) * up)
+    check_fp8(999, hidden, limits, layout)
 
 
 @pytest.mark.parametrize("limits", [PIPED, PLAIN, IN_TURN, Limits(48)], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
-def test_swiglu_and_its_gradient_of_the_rows_that_are_there(dtype: torch.dtype, limits: Limits) -> None:
-    rows, ffn, there = 2000, 2048, 501
-    gate_up, dy = rows_of(rows, 2 * ffn, dtype), rows_of(rows, ffn, dtype, 1)
-    offsets = torch.tensor([0, 128, there], dtype=torch.int32, device="cuda")
-    out, d_gate_up = torch.full_like(dy, 7), torch.full_like(gate_up, 7)
-    swiglu(Swiglu(gate_up, out, offsets), limits)
-    swiglu_backward(SwigluBackward(dy, gate_up, d_gate_up, offsets), limits)
-    wide = gate_up[:there].double().requires_grad_()
-    gate, up = wide.chunk(2, 1)
-    want = torch.nn.functional.silu(gate) * up
-    want.backward(dy[:there].double())
-    close(out[:there], want.detach(), size=0.1)
-    close(d_gate_up[:there], wide.grad, size=1)
-    assert bool((out[there:] == 7).all()) and bool((d_gate_up[there:] == 7).all())
-
-
-@pytest.mark.parametrize("limits", [PIPED, PLAIN, IN_TURN], ids=lambda each: each.loading)
-def test_an_expression_of_rows_and_vectors(limits: Limits) -> None:
-    for dtype, hidden in itertools.product((BF16, F16, F32), (72, 7168)):
-        a, row, column = rows_of(777, hidden, dtype), rows_of(1, hidden, dtype, 1)[0], rows_of(777, 8, dtype, 2)[:, :1]
-        out = torch.empty_like(a)
-        pointwise(Pointwise(SILU, [a, row, column], out), limits)
-        close(out, torch.nn.functional.silu(a.double()) * row.double() + column.double(), size=1)
+@pytest.mark.parametrize("hidden", [72, 7168])
+def test_swiglu_and_expressions(hidden: int, dtype: torch.dtype, limits: Limits) -> None:
+    check_pieces(2000, hidden, limits, dtype)
 
 
 @pytest.mark.parametrize("hidden", [72, 1024, 7168, 32768])

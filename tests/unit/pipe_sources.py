@@ -78,6 +78,7 @@ def pipe_sources() -> list[KernelSource]:
                 *norms(7168, limits=IN_TURN)[:2],
                 *norms(7168, limits=PLAIN, fp8=True)[::2],
                 norms(72, limits=PLAIN)[1],
+                norms(72, limits=Limits(48, loading="PLAIN"))[0],
                 norms(32768, torch.float32)[0],
                 *backwards(7168),
                 *backwards(7168, torch.float32),

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, DataRefused
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.experts import Activation, Experts, Groups, ModelWeights, arithmetic_dtype, grouped_linear
+from raymoe.moe.experts import (
+    Activation,
+    Experts,
+    Groups,
+    ModelWeights,
+    arithmetic_dtype,
+    grouped_linear,
+    multiply_by_offsets,
+)
 from raymoe.moe.layer import LayerForm, MoELayer
 from raymoe.moe.router import Router, RouterForm, balance_loss, expert_load, route
 from raymoe.moe.weights import ExpertShape, expert_weights
 from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, SwigluExperts, want
 from tests.unit.gradient_cases import close
 from tests.unit.ranks import RankPool
+from tests.unit.worlds import wired
 
 SHAPE = ExpertShape(hidden=32, ffn=16, dtype=torch.bfloat16)
 
@@ -142,10 +154,50 @@ def test_products_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.raymoe.grouped_product, (rows, weight, OFFSETS, COUNTS))
 
 
-def test_float16_is_refused_on_a_gpu() -> None:
-    rows = mock.Mock(spec=torch.Tensor, device=torch.device("cuda"), dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"torch\.float16 on a GPU.*take bfloat16"):
-        grouped_linear(rows, torch.zeros(1, 8, 8), Groups(OFFSETS, COUNTS))
+def test_products_by_offsets_equal_those_of_each_expert() -> None:
+    """The way of GPUs, here on a CPU. Rows behind the last offset are NaN, and spoil nothing."""
+    source = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(56, 16, generator=source).to(torch.bfloat16) for _ in range(2))
+    weight = torch.randn(3, 16, 16, generator=source).to(torch.bfloat16)
+    for rows in (x, dy):
+        rows[16:32] = rows[40:48] = 0  # the gaps
+    x[48:] = torch.nan
+    results = []
+    for by_offsets in (True, False):
+        ours, own = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        if by_offsets:
+            y = multiply_by_offsets(ours, own, OFFSETS)
+        else:
+            y = grouped_linear(ours, own, Groups(OFFSETS, COUNTS))
+        (y[:48] * dy[:48]).float().sum().backward()
+        assert ours.grad is not None and own.grad is not None
+        results.append((y[:48].detach(), ours.grad[:48], own.grad))
+    for have, exactly in zip(*results, strict=True):
+        close("product", have, exactly.double(), 1e-2)
+
+
+def test_other_dtypes_than_bfloat16_are_refused_on_a_gpu() -> None:
+    for dtype in (torch.float16, torch.float32):
+        with pytest.raises(ConfigError, match=rf"{dtype} on a GPU.*take bfloat16"):
+            grouped_linear(torch.zeros(8, 8, dtype=dtype, device="meta"), torch.zeros(1, 8, 8), Groups(OFFSETS, COUNTS))
+
+
+@pytest.mark.parametrize("variant", ["swiglu", "gpt_oss"])
+def test_experts_on_a_gpu_read_no_value(variant: str) -> None:
+    """Tensors without values stand for a GPU's: a read of one by the host raises."""
+    like = {"device": "meta", "dtype": torch.bfloat16}
+    if variant == "swiglu":
+        experts = Experts(ModelWeights(torch.empty(3, 64, 32, **like), torch.empty(3, 32, 32, **like)))
+    else:
+        shapes = ((3, 32, 64), (3, 32, 32), (3, 64), (3, 32))
+        weights = ModelWeights(*(torch.empty(shape, **like) for shape in shapes), transposed=True)
+        experts = Experts(weights, Activation(True, 1.702, 7.0, 1.0))
+    router = Router(RouterForm(16, 4, score="sigmoid", groups=4, topk_groups=2), torch.empty(16, 32, **like))
+    x = torch.empty(48, 32, requires_grad=True, **like)
+    ids, weights, logits = router(x)
+    y = experts(x, OFFSETS.to("meta"), COUNTS.to("meta"), weights[:, 0])
+    (y.float().sum() + balance_loss(logits, ids, router.form)).backward()
+    assert all(parameter.grad is not None for parameter in (x, *experts.parameters(), *router.parameters()))
 
 
 def test_weights_follow_from_seed_and_expert_alone() -> None:
@@ -243,24 +295,60 @@ def test_weights_are_loaded_on_another_number_of_ranks(pool: RankPool, tmp_path:
     assert all(map(all, pool.run(4, checkpointed, folder, str(tmp_path / "four"), False)))
 
 
-def test_a_compiled_layer_is_one_graph() -> None:
-    world = World.open(rank=0, size=1)
-    world.wire([world.descriptor()])
+@pytest.fixture
+def alone() -> Iterator[World]:
+    (world,) = wired(1)
     with world:
-        layer = MoELayer(world, SPEC, FORM, seed=1)
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        x, again = (torch.ones(5, 16, requires_grad=True) for _ in range(2))
-        layer(x).square().sum().backward()
-        compiled(again).square().sum().backward()
-        assert x.grad is not None and again.grad is not None
-        close("dx", again.grad, x.grad, 1e-6)
+        yield world
 
 
-def test_a_layer_needs_a_form_or_parts() -> None:
-    world = World.open(rank=0, size=1)
-    world.wire([world.descriptor()])
-    with world:
-        with pytest.raises(ConfigError, match="give one"):
-            MoELayer(world, SPEC)
-        with pytest.raises(ConfigError, match="best 3 of 8 experts with an exchange of 2 of 8"):
-            MoELayer(world, SPEC, LayerForm(8, RouterForm(8, 3)))
+def test_a_recomputed_layer_and_a_copy_have_the_same_gradients(alone: World) -> None:
+    layer = MoELayer(alone, SPEC, FORM, seed=1)
+    copied, results = copy.deepcopy(layer), []
+    assert copied.exchange is layer.exchange and copied.gate.weight is not layer.gate.weight
+    for run in (layer, copied, lambda x: checkpoint(layer, x, use_reentrant=False)):
+        layer.zero_grad()
+        x = torch.linspace(-1, 1, 80).view(5, 16).requires_grad_()
+        run(x).square().sum().backward()
+        of = copied if run is copied else layer
+        results.append([x.grad, of.gate.weight.grad, of.experts.down_proj.grad.clone()])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+
+
+def overflowing(world: World) -> list[str]:
+    """Send more rows than a rank may receive, then a step that fits."""
+    layer = MoELayer(world, replace(SPEC, capacity=32), FORM, seed=1)
+    said = []
+    for tokens in (24, 1):
+        x = torch.ones(tokens, 16, requires_grad=True)
+        try:
+            layer(x).sum().backward()
+        except DataRefused as error:
+            said.append(str(error))
+        else:
+            said.append("gradients" if x.grad is not None else "none")
+    return said
+
+
+def test_rows_beyond_the_capacity_are_refused_on_all_ranks_and_the_next_step_works(pool: RankPool) -> None:
+    first, second = pool.run(2, overflowing)
+    assert first == second
+    assert "its capacity is 32" in first[0] and first[1] == "gradients"
+
+
+def test_a_compiled_layer_is_one_graph(alone: World) -> None:
+    layer = MoELayer(alone, SPEC, FORM, seed=1)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x, again = (torch.ones(5, 16, requires_grad=True) for _ in range(2))
+    layer(x).square().sum().backward()
+    compiled(again).square().sum().backward()
+    assert x.grad is not None and again.grad is not None
+    close("dx", again.grad, x.grad, 1e-6)
+
+
+def test_a_layer_needs_a_form_or_parts(alone: World) -> None:
+    with pytest.raises(ConfigError, match="give one"):
+        MoELayer(alone, SPEC)
+    with pytest.raises(ConfigError, match="best 3 of 8 experts with an exchange of 2 of 8"):
+        MoELayer(alone, SPEC, LayerForm(8, RouterForm(8, 3)))

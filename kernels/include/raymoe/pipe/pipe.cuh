@@ -65,7 +65,7 @@ constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
 constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; group_sums of rows.cuh says how they are used
 static_assert(STAGES % GROUPS == 0, "a stage belongs to one group");
 static_assert(LOADING != Loading::IN_TURN || STAGES == GROUPS, "one stage for each group");
-static_assert(GROUPS < 16, "each group has a barrier of its own; a block has 16, and 0 is that of __syncthreads");
+static_assert(GROUPS < 16 || GROUP_WARPS == 1, "groups of several warps have a barrier each; 0 is that of the block");
 
 // Rows of a tensor. An input's tiles lie at `offset` of each stage, and so does an output that is stored out of there.
 struct PipeRows {
