@@ -89,6 +89,14 @@ def test_formulas_agree_with_the_oracle(op, dtype):
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
+def test_formulas_compile_without_a_break(op):
+    task = Task(op, drawn(op, SIZES, 0, CPU), SIZES)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *given: _formula(op, list(given)), fullgraph=True, backend="aot_eager")
+    assert error_of(op, compiled(*task.given), task.tensors, SIZES) <= OPERATIONS[op].bound(torch.bfloat16)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_the_oracle_finds_one_wrong_element_of_any_result(op):
     task = Task(op, drawn(op, SIZES, 0, CPU), SIZES)
     for index in range(len(SYSTEMS[OURS](task)())):
