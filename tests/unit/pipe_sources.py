@@ -57,13 +57,14 @@ def pieces(
 
 def backwards(
     hidden: int, dtype: torch.dtype = torch.bfloat16, loading: Loading | None = None
-) -> tuple[KernelSource, KernelSource, KernelSource]:
-    """The gradients of RMSNorm and LayerNorm, and the sums of their partials."""
+) -> tuple[KernelSource, ...]:
+    """The gradients of RMSNorm and LayerNorm, the sums of their partials, and the gradients of add + RMSNorm."""
     x, weight = tensor(ROWS, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
     limits = Limits(132, loading=loading)
     rms = backward_calls(RmsNormBackward(x, x, weight, x, weight), limits)
     layer = backward_calls(LayerNormBackward(x, x, weight, x, weight, weight), limits)
-    return rms.gradients.source, layer.gradients.source, layer.sums.source
+    added = backward_calls(RmsNormBackward(x, x, weight, x, weight, d_total=x), limits)
+    return rms.gradients.source, layer.gradients.source, layer.sums.source, added.gradients.source
 
 
 def pipe_sources() -> list[KernelSource]:

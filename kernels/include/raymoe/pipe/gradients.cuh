@@ -10,7 +10,7 @@
 namespace raymoe {
 
 struct NormBackwardParams {
-    PipeRows inputs[2];  // dy; x
+    PipeRows inputs[3];  // dy; x; with ADD the gradient of x + residual, which is added to dx
     PipeRows dx;         // has the offset of x
     PipeWork work;
     const u8* weight;    // [HIDDEN]
