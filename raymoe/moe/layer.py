@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import combine, dispatch
-from raymoe.moe.experts import Experts, ModelWeights, local
+from raymoe.moe.differentiable import combine, dispatch, expert_major
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.router import Router, RouterForm, Routing
 from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights
@@ -31,6 +30,8 @@ class LayerForm:
     ffn: int
     router: RouterForm | None = None
     """None: softmax over all experts, weights that sum to one."""
+    activation: Activation = SWIGLU
+    """Of the experts, without the shared one."""
     shared: int = 0
     """The ffn of the shared expert, which all tokens pass through; 0: there is none."""
     norm: float | None = None
@@ -170,15 +171,6 @@ class Mlp(nn.Module):
         return nn.functional.linear(nn.functional.silu(gate) * up, self.down_proj)
 
 
-def expert_major(got: Dispatched) -> torch.Tensor:
-    """Return the rows of a dispatch in expert-major order, copied if they are in the slots."""
-    if got.index is None:
-        return got.x
-    places = torch.arange(len(got.index), device=got.index.device)
-    # From the last offset on, `index` is unspecified.
-    return got.x.index_select(0, torch.where(places < got.expert_offsets[-1], got.index, 0))
-
-
 def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
     """Draw the weights of a new layer."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -197,7 +189,10 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
     if form.shared:
         drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), generator("shared", seed))
         shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
-    parts = Parts(Router(routing, weight), Experts(ModelWeights(gate_up, down)), shared)
+    correction = torch.zeros(spec.experts) if routing.score == "sigmoid" else None
+    parts = Parts(
+        Router(routing, weight, correction=correction), Experts(ModelWeights(gate_up, down), form.activation), shared
+    )
     parts.norm, parts.residual = norm, form.residual
     return parts
 
