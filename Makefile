@@ -6,6 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CONFIG ?= quickstart
 PYTEST ?=
+WORKERS ?= 2
 MODELS := $(addprefix exchange_,deepseek_v3 gpt_oss_120b kimi_k2 mixtral_8x22b qwen3_235b)
 FULL   := --set 'matrix.shape.tokens=[1, 128, 4096, 8192]' --set 'matrix.routing.kind=[uniform, zipf]' --set routing.alpha=1.2
 FP8    := --set 'matrix.exchange.backend=[fused, staged, row_push]' --set exchange.wire=float8_e4m3 --set exchange.output=raw
@@ -13,7 +14,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint types unit perf soak sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
+.PHONY: help setup run test check lint types unit perf soak faults soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -34,14 +35,27 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan")
-	$(BIN)/pytest $(PYTEST)
+unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan"), in WORKERS processes
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST)
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf
 
-soak: $(STAMP) ## run long tests: 10,000 replays of every exchange with delayed ranks (GPUs), the explorer's largest cases
-	$(BIN)/pytest -m soak tests/gpu tests/unit
+soak: $(STAMP) ## run long tests: 10,000 replays of every exchange with delayed ranks (GPUs), long faults, the explorer's largest cases
+	$(BIN)/pytest -m soak tests/gpu tests/unit tests/gang
+
+# Lines of a run that failed are not kept, so that the page shows whole runs only.
+faults: $(STAMP) ## measure every fault of docs/operations.md, and write its tables (needs an idle machine)
+	rm -f benchmarks/faults_cpu.new
+	RAYMOE_FAULTS=$(CURDIR)/benchmarks/faults_cpu.new $(BIN)/pytest -m "fault and not soak" tests/gang
+	mv benchmarks/faults_cpu.new benchmarks/faults_cpu.jsonl
+	$(BIN)/python -m tests.gang.fault_table
+
+soak-faults: $(STAMP) ## measure the long faults in the same way (a part of `make soak`)
+	rm -f benchmarks/faults_soak.new
+	RAYMOE_FAULTS=$(CURDIR)/benchmarks/faults_soak.new $(BIN)/pytest -m "fault and soak" tests/gang
+	mv benchmarks/faults_soak.new benchmarks/faults_soak.jsonl
+	$(BIN)/python -m tests.gang.fault_table
 
 # faulthandler_timeout is off, because these tools slow a case tens of times. The test gives each run its own deadline.
 sanitize: $(STAMP) ## run exchanges and copies under compute-sanitizer: memcheck, synccheck, racecheck (one GPU)

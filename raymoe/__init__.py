@@ -21,6 +21,7 @@ _LAZY = {
     "Workspace": "raymoe.exchange.workspace",
     "World": "raymoe.memory.world",
     "join": "raymoe.gang.join",
+    "pointwise": "raymoe.moe.elementwise",
 }
 __all__ = [
     "Channel",
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "errors",
     "join",
+    "pointwise",
 ]
 
 

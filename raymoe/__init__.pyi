@@ -7,6 +7,7 @@ from raymoe.exchange.spec import ExchangeSpec as ExchangeSpec
 from raymoe.exchange.workspace import Workspace as Workspace
 from raymoe.gang.join import join as join
 from raymoe.memory.world import World as World
+from raymoe.moe.elementwise import pointwise as pointwise
 from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.transport.channel import Channel as Channel
 
@@ -23,4 +24,5 @@ __all__ = [
     "__version__",
     "errors",
     "join",
+    "pointwise",
 ]

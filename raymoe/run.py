@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from raymoe.config import Job, load_job
 from raymoe.config.resolved import job_from_resolved
-from raymoe.errors import CannotWrite, ConfigError, printable
+from raymoe.errors import CannotWrite, ClusterError, ConfigError, printable
 from raymoe.gang.address import choose
 from raymoe.gang.local_ray import configure, remove_session
 from raymoe.gang.main_process import Stopped, Tell, Work, run_in_child
@@ -62,10 +61,8 @@ class Request:
 def run(request: Request) -> int:
     """Execute a request and return the exit code. If it is not 0, the last line on stderr says why."""
     job, directory, mirror = _open(request)
-    with directory, _own_ray(request):
+    with directory:
         outcome = _run(job, directory, request, mirror)
-        if mirror is not None:
-            outcome = _mirrored(mirror, outcome)
     if outcome.traceback:
         print("\n".join(map(printable, outcome.traceback.splitlines())), file=sys.stderr)
     if outcome.exit_code != 0:
@@ -73,7 +70,7 @@ def run(request: Request) -> int:
     return outcome.exit_code
 
 
-def _own_ray(request: Request) -> AbstractContextManager[object]:
+def _own_ray(request: Request) -> AbstractContextManager[Path | None]:
     """Keep other users away from the Ray that this run starts, if it starts one. Call it before a child imports Ray."""
     return private_ray(os.environ) if choose(request.address) is None else nullcontext()
 
@@ -93,26 +90,15 @@ def _open(request: Request) -> tuple[Job, RunDirectory, Mirror | None]:
     return job, directory, mirror
 
 
-def _mirrored(mirror: Mirror, outcome: RunOutcome) -> RunOutcome:
-    """Copy the results to their URL. A run that ended well fails if that fails."""
-    try:
-        mirror.finish()
-    except CannotWrite as error:
-        if outcome.exit_code == 0:
-            return RunOutcome(error.exit_code, str(error))
-        print(printable(str(error)), file=sys.stderr, flush=True)
-    return outcome
-
-
 @dataclass
 class Recorder:
     """Writes the driver's messages into the run directory, and shows progress."""
 
     directory: RunDirectory
     progress: ProgressBar
-    facts: dict[str, object]
+    cases: list[str]  # of the job, by name
     mirror: Mirror | None = None
-    began: float = field(default_factory=time.monotonic)
+    facts: dict[str, object] = field(default_factory=dict)  # of environment.json
     generations: list[Generation] = field(default_factory=list)
     trace: ChromeTrace = field(init=False)
     _ready_s: float | None = None
@@ -154,52 +140,87 @@ class Recorder:
                 if restarting:
                     self.progress.note(f"generation {generation}: {explanation}; starting the gang again")
 
-    def finish(self, outcome: RunOutcome) -> None:
-        """Record a generation whose end the driver could not tell: it crashed, hung or was too slow to stop."""
-        if self._ready_s is not None:
+    def summarise(self, outcome: RunOutcome) -> None:
+        """Write summary.json. A generation whose end the driver did not tell ends now."""
+        if self._ready_s is not None:  # the driver crashed, hung, was too slow to stop or was ended
             cause = "stopped" if outcome.exit_code in STOPPED else "unknown"
             self.generations.append(Generation(self._ready_s, cause, None))
+            self._ready_s = None
+        summary = Summary.of(
+            outcome.exit_code, outcome.message, self.cases, self.directory.finished(), self.generations
+        )
+        self.directory.write_summary(summary)
+
+    def cannot_write(self, error: CannotWrite) -> RunOutcome:
+        """Return the outcome of a run whose files cannot be written, and summarise it if there is room for that."""
+        outcome = RunOutcome(error.exit_code, str(error))
+        with suppress(CannotWrite):  # `error` is the reason already
+            self.summarise(outcome)
+        return outcome
 
 
 def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | None) -> RunOutcome:
     cases = [case.name for case in job.cases()]
-    generations: list[Generation] = []
     with ProgressBar(sys.stderr, len(cases), len(directory.finished()), request.quiet) as progress:
         for notice in [version_notice(), *directory.notices, f"results go to {directory.path}"]:
             if notice is not None:
                 progress.note(notice)
-
-        def summarise(outcome: RunOutcome) -> None:
-            summary = Summary.of(outcome.exit_code, outcome.message, cases, directory.finished(), generations)
-            directory.write_summary(summary)
-
+        recorder = Recorder(directory, progress, cases, mirror)
         try:
-            facts = environment()
-            directory.write_environment(facts)
-            recorder = Recorder(directory, progress, facts, mirror, generations=generations)
-            outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
-            recorder.finish(outcome)
-            summarise(outcome)
-            _tidy(directory, outcome, generations, progress)
-            if request.profile:
-                progress.note(f"the trace is {recorder.trace.write(directory.path)}")
-        except Interrupted as interrupted:  # before the driver ran, or after
-            outcome = RunOutcome(interrupted.stopped.exit_code, str(interrupted.stopped))
-            summarise(outcome)
+            outcome = _execute(job, recorder, request)
+        except (Interrupted, ClusterError) as error:  # before the driver ran, or after
+            outcome = _outcome(error)
+            recorder.summarise(outcome)
         except CannotWrite as error:
-            return RunOutcome(error.exit_code, str(error))
+            outcome = recorder.cannot_write(error)
         try:
             _draw(directory, progress)
         except Interrupted as interrupted:
-            outcome = RunOutcome(interrupted.stopped.exit_code, str(interrupted.stopped))
-            summarise(outcome)
+            outcome = _outcome(interrupted)
+            recorder.summarise(outcome)
         except CannotWrite as error:
-            progress.note(str(error))
             if outcome.exit_code == 0:  # the reason of an earlier failure matters more
-                outcome = RunOutcome(error.exit_code, str(error))
+                outcome = recorder.cannot_write(error)
+            else:
+                progress.note(str(error))
     if not request.quiet:
         width = shutil.get_terminal_size((100, 24)).columns
         print(render(directory.lines(), terminal=sys.stdout.isatty(), width=width), end="", flush=True)
+    return outcome if mirror is None else _mirrored(mirror, recorder, outcome)
+
+
+def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:
+    """Run the driver, and write what it tells and how it ended."""
+    directory, progress = recorder.directory, recorder.progress
+    recorder.facts = environment()
+    directory.write_environment(recorder.facts)
+    with _own_ray(request) as ray:
+        try:
+            outcome = run_in_child(_driver(job, directory, request), recorder.receive, keep_output=True)
+            recorder.summarise(outcome)
+            _tidy(directory, outcome, recorder.generations, progress)
+        except (CannotWrite, Interrupted):
+            if ray is not None:  # its logs do not explain this end
+                shutil.rmtree(ray, ignore_errors=True)
+            raise
+    if request.profile:
+        progress.note(f"the trace is {recorder.trace.write(directory.path)}")
+    return outcome
+
+
+def _outcome(error: Interrupted | ClusterError) -> RunOutcome:
+    reason = error.stopped if isinstance(error, Interrupted) else error
+    return RunOutcome(reason.exit_code, str(reason))
+
+
+def _mirrored(mirror: Mirror, recorder: Recorder, outcome: RunOutcome) -> RunOutcome:
+    """Copy the results to their URL. A run that ended well fails if that fails."""
+    try:
+        mirror.finish()
+    except CannotWrite as error:
+        if outcome.exit_code == 0:
+            return recorder.cannot_write(error)
+        print(printable(str(error)), file=sys.stderr, flush=True)
     return outcome
 
 

@@ -42,7 +42,7 @@ class Exchange:
       `check`, which waits. Refused data also gives a y of NaN on all ranks.
     - **CUDA graphs.** A captured call may be replayed until `close`. The memory that it allocated is kept until then.
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
-      streams, need limits whose sum fits the GPU, because their kernels wait for kernels of other ranks.
+      streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
     - **torch.compile** breaks its graph at each call, and the call runs uncompiled. `raymoe.moe.dispatch` and `combine`
       can be traced, and have gradients.
 

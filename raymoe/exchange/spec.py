@@ -179,8 +179,8 @@ class ExchangeSpec:
     def rows(self, ranks: int) -> int:
         """C, the rows of `x`.
 
-        In the worst case all experts of all tokens are here (a token may name one expert several times), and each
-        expert has a gap of `alignment` - 1 rows.
+        In the worst case all experts of all tokens are here, since a token may name one expert several times. Each
+        expert then has a gap of `alignment` - 1 rows.
         """
         return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.config import Job
@@ -222,6 +222,8 @@ class Gang:
             answer = ray.get(ref)
         except RayActorError as error:
             return None, self._loss(call, str(error))
+        except OutOfMemoryError:
+            return None, sv.Lost(call.rank, self._out_of_memory(call))
         except RayError as error:  # Ray could not make the call: raymoe is missing on that node, or another version
             reason = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
             message = f"Ray could not call `{call.method}` of rank {call.rank}: {reason}"
@@ -239,6 +241,14 @@ class Gang:
             found = f"rank {call.rank} died in `{call.method}` with {node}, whose raylet is gone"
             return sv.NodeLost(call.rank, f"{found}; see `ray status`, and whether that machine is up")
         return sv.Lost(call.rank, self._death_message(call))
+
+    def _out_of_memory(self, call: Call) -> str:
+        """Say that the raylet's memory monitor ended a rank."""
+        location = self.locations.get(call.rank)
+        pid = f" (pid {location.process[0]})" if location else ""
+        node = self.node or "its node"
+        found = f"rank {call.rank}{pid} died in `{call.method}`: Ray ended it because {node} ran low on memory"
+        return f"{found}; lower shape or world.ranks, or see RAY_memory_usage_threshold"
 
     def _death_message(self, call: Call) -> str:
         location = self.locations.get(call.rank)

@@ -262,7 +262,7 @@ class _JoiningRank:
         me = self.member
         try:
             while True:
-                found: Attendance = self._ask(meeting.look.remote(me.rank, self.token))
+                found: Attendance = self._ask(self._look(meeting))
                 if len(found.descriptors) == me.size:
                     return [found.descriptors[peer] for peer in range(me.size)]
                 for peer, problem in sorted(found.problems.items()):
@@ -277,6 +277,10 @@ class _JoiningRank:
         except (RayActorError, GetTimeoutError) as error:
             reason = f"the meeting actor does not answer any more ({type(error).__name__})"
             raise WiringError(f"{self.asked}, and {reason}; join again") from error
+
+    def _look(self, meeting: Any) -> Any:
+        # Without task events: 50 looks a second of each rank would fill the task table of Ray's dashboard.
+        return meeting.look.options(enable_task_events=False).remote(self.member.rank, self.token)
 
     def _ask(self, ref: Any) -> Any:
         return ray.get(ref, timeout=min(ANSWER_S, max(1.0, self._remaining_s())))

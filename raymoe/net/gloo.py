@@ -130,7 +130,7 @@ class Gloo:
         return next((peer for peer in peers if words[peer] < self._entered), peers[0])
 
     def _abandon(self) -> None:
-        """Drop the group without its destructor, which waits for peers in collectives that are under way.
+        """Drop the group without its destructor, which waits for peers in collectives that have not ended.
 
         The group is leaked until the process ends, and with it the store's file. The process has failed by then.
         """

@@ -10,11 +10,11 @@ LONG = 1_000_000  # steps that no test waits for
 
 
 def write(folder: Path, name: str = "small", **changes: object) -> str:
-    """A job of three CPU ranks that exchange a few rows; keyword `world__ranks=2` changes world.ranks."""
+    """A job of two CPU ranks that exchange a few rows; keyword `world__ranks=2` changes world.ranks."""
     job: dict[str, object] = {
         "name": name,
         "workload": "exchange",
-        "world": {"ranks": 3, "cpus": 0.5, "restarts": 1, "wait_timeout_s": 2, "placement_timeout_s": 20},
+        "world": {"ranks": 2, "cpus": 0.5, "restarts": 1, "wait_timeout_s": 2, "placement_timeout_s": 20},
         "shape": {"tokens": 16, "hidden": 64, "experts": 6, "topk": 2, "dtype": "float32"},
         "exchange": {"backend": "host"},
         "steps": {"warmup": 1, "count": 20},

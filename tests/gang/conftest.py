@@ -21,9 +21,12 @@ import pytest
 
 from raymoe.gang.address import ADDRESS_FILE
 from raymoe.gang.main_process import end_descendants
-from tests.conftest import MARK
+from raymoe.gang.private_ray import private_ray
+from tests.gang.fault_lines import Fault
+from tests.gang.processes import commands_of, end_session, ray_processes, shared_memory
 from tests.python_path import python_path
 
+PASSED = pytest.StashKey[bool]()
 REPO = Path(__file__).resolve().parents[2]
 UNSET = "(not set)"  # as a value in env=: remove the variable
 METRICS_EVERY_SECOND = {"RAY_metrics_report_interval_ms": "1000"}
@@ -80,11 +83,17 @@ Start = Callable[..., Command]
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("quickstart", "--set", …)` runs `raymoe run` in a child, which is killed if it outlives the test.
 
-    `first` is Python that the child runs before the command, to shorten a wait.
+    `first` is Python that the child runs before the command, to shorten a wait. `streams` replaces stdout or stderr.
     """
     commands: list[Command] = []
 
-    def go(*arguments: str, env: dict[str, str] | None = None, out: Path | None = None, first: str = "") -> Command:
+    def go(
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        out: Path | None = None,
+        first: str = "",
+        streams: dict[str, int] | None = None,
+    ) -> Command:
         number = len(commands)
         log, directory = tmp_path / f"stderr{number}", out or tmp_path / f"out{number}"
         environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"}
@@ -95,7 +104,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if "--resume" not in arguments:
             command += ["--out", str(directory)]
         with log.open("w") as stderr, (tmp_path / f"stdout{number}").open("w") as stdout:
-            process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=environment, cwd=tmp_path)
+            to = {"stdout": stdout, "stderr": stderr} | (streams or {})
+            process = subprocess.Popen(command, **to, text=True, env=environment, cwd=tmp_path)  # type: ignore[call-overload]
         commands.append(Command(process, log, directory))
         return commands[-1]
 
@@ -104,6 +114,23 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if command.process.poll() is None:
             command.process.kill()
             command.process.wait(timeout=10)
+
+
+IN_DRIVER = """
+from raymoe.gang import main_process
+run_child = main_process._run_child
+def run_child_with_program(work, parent, output):
+    def prepared(tell, stopped):
+        exec({program!r}, {{}})
+        return work(tell, stopped)
+    run_child(prepared, parent, output)
+main_process._run_child = run_child_with_program
+"""
+
+
+def in_driver(program: str) -> str:
+    """Make a `first` that runs a program in the driver process, before its work."""
+    return IN_DRIVER.format(program=program)
 
 
 def free_port() -> int:
@@ -168,18 +195,7 @@ def ray_head(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def end_session(session: int) -> None:
-    """Kill every process of a session; the head's agents stay in it after their parent has ended."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.getsid(int(entry.name)) == session:
-                    os.kill(int(entry.name), signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     """One head for every test that does not end it. Its home holds no auth token, so it asks for none.
 
@@ -190,49 +206,40 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         yield it
 
 
-def ray_processes() -> set[int]:
-    """Return the processes that inherited these tests' mark, except zombies and Ray's idle workers."""
-    found, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if mark not in (entry / "environ").read_bytes():
-                    continue
-                words, stat = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            if stat.rpartition(")")[2].split()[0] != "Z" and b"IDLE" not in words and b"default_worker" not in words:
-                found.add(int(entry.name))
-    return found
+@pytest.fixture(scope="package")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Head, Path]]:
+    """A head that asks for a token, and the home that has it, as a local run makes it."""
+    folder, before = tmp_path_factory.mktemp("guarded"), os.environ["HOME"]
+    os.environ["HOME"] = str(folder)
+    with private_ray({}):
+        os.environ["HOME"] = before
+    env = {"HOME": str(folder), "RAY_AUTH_MODE": UNSET, **METRICS_EVERY_SECOND}
+    with ray_head(folder, env=env) as it:
+        yield it, folder
 
 
-def runs(pid: int) -> bool:
-    """Return whether a process runs. A zombie has ended, and waits only for its parent to ask how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Note on the item whether its test passed."""
+    outcome = yield
+    if call.when == "call":
+        item.stash[PASSED] = outcome.get_result().passed  # type: ignore[attr-defined]
 
 
-def alive_after(seconds: float, pids: list[int]) -> list[int]:
-    """Return the processes that still run after so many seconds, or at once the empty list."""
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that measure a fault."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "fault" in getattr(item, "fixturenames", ()):
+            item.add_marker("fault")
 
 
-def commands_of(pids: set[int]) -> str:
-    lines = []
-    for pid in sorted(pids):
-        path = Path(f"/proc/{pid}/cmdline")
-        lines.append(f"{pid} {path.read_bytes().replace(bytes(1), b' ').decode()[:120] if path.exists() else ''}")
-    return "\n".join(lines)
-
-
-def shared_memory() -> set[str]:
-    """Return the names of shared memory on this machine, without semaphores, which other Python processes make too."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+@pytest.fixture
+def fault(request: pytest.FixtureRequest) -> Iterator[Fault]:
+    """Measures the fault of a test, and writes its line if the test passed."""
+    it = Fault()
+    yield it
+    if request.node.stash.get(PASSED, False):
+        it.write()
 
 
 @pytest.fixture

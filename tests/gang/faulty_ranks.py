@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import ray
@@ -34,6 +35,26 @@ class CorruptingRank(Rank):
         super()._run(resolved, finished)
 
 
+class HungryRank(Rank):
+    """Rank 1 takes memory until Ray's memory monitor ends it."""
+
+    def _run(self, resolved: Any, finished: Any) -> None:
+        taken = []
+        while self.index == 1 and len(taken) < MOST_BLOCKS:
+            taken.append(b"x" * BLOCK_BYTES)
+            time.sleep(0.02)
+        super()._run(resolved, finished)
+
+
+BLOCK_BYTES, MOST_BLOCKS = 100 * 2**20, 80
+
+
 def actor(kind: type[Rank]) -> Any:
     """Make an actor class as `raymoe.gang.rank` does."""
     return ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})(kind)
+
+
+def using(kind: type[Rank]) -> str:
+    """Make a program for the driver process, which then creates ranks of this kind."""
+    name = kind.__name__
+    return f"from tests.gang import faulty_ranks as f; import raymoe.gang.gang as g; g.RankActor = f.actor(f.{name})"

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.gang.conftest import end_session
+from tests.gang.processes import end_session
 from tests.python_path import python_path
 
 START_S = 90.0  # for a node, on two busy cores

@@ -22,9 +22,10 @@ from raymoe.gang.gang import Call, Gang
 from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunOutcome
 from raymoe.gang.placement import Location
 from raymoe.gang.rank import Rank
-from tests.gang import configs
-from tests.gang.conftest import Head, Start, alive_after
-from tests.gang.faulty_ranks import CorruptingRank, RaisingRank, actor
+from tests.gang import configs, faulty_ranks
+from tests.gang.conftest import Head, Start, in_driver
+from tests.gang.fault_lines import Fault
+from tests.gang.faulty_ranks import CorruptingRank, RaisingRank
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -33,17 +34,19 @@ def summary_of(directory: Path) -> dict[str, object]:
     return json.loads((directory / "summary.json").read_text())
 
 
-def test_a_rank_killed_in_a_step_is_named_and_the_gang_restarts(start: Start, head: Head, tmp_path: Path) -> None:
-    config = configs.write(tmp_path, matrix={"steps.count": [5, 1000]})
+def test_a_rank_killed_in_a_step_is_named_and_the_gang_restarts(
+    start: Start, head: Head, tmp_path: Path, fault: Fault
+) -> None:
+    config = configs.write(tmp_path, world__ranks=2, matrix={"steps.count": [5, 1000]})
     run = start(config, "--address", head.address)
     victim = run.pids()[1]
     run.wait_for("case 1/2 count=5: done")
     time.sleep(0.1)
-    began = time.monotonic()
+    fault.strike("rank-killed-restart", run)
     os.kill(victim, signal.SIGKILL)
-    run.wait_for("rank 1 .* died .*: it printed no cause; its log: .*; starting the gang again", seconds=10)
-    assert time.monotonic() - began < 3.0  # noticed, its log read, every process ended
-    assert run.end() == 0, run.stderr()
+    fault.noticed("rank 1 .* died .*: it printed no cause; its log: .*; starting the gang again", seconds=10)
+    assert fault.seconds < 3.0  # noticed, its log read, every process ended
+    assert fault.ended(90) == 0, run.stderr()
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
     assert {(line["case"], line["generation"]) for line in lines} == {("count=5", 0), ("count=1000", 1)}
     first, second = summary_of(run.out)["generations"]
@@ -51,40 +54,47 @@ def test_a_rank_killed_in_a_step_is_named_and_the_gang_restarts(start: Start, he
 
 
 def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
-    start: Start, head: Head, tmp_path: Path
+    start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
-    run = start(configs.write(tmp_path, steps__count=configs.LONG, world__restarts=0), "--address", head.address)
-    victim = run.pids()[2]
+    config = configs.write(tmp_path, world__ranks=2, world__restarts=0, steps__count=configs.LONG)
+    run = start(config, "--address", head.address)
+    victim = run.pids()[1]
+    fault.strike("rank-crashed", run)
     os.kill(victim, signal.SIGSEGV)
-    assert run.end(10) == 4
-    pattern = rf"rank 2 \(pid {victim}\) died in `(?:run|poll)`: Segmentation fault; its log: (\S+)$"
+    assert fault.ended(10) == 4
+    pattern = rf"rank 1 \(pid {victim}\) died in `(?:run|poll)`: Segmentation fault; its log: (\S+)$"
     found = re.search(pattern, run.last_line())
     assert found is not None, run.last_line()
     assert str(victim) in found[1] and Path(found[1]).is_file()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
-    start: Start, head: Head, tmp_path: Path, rank: int
+    start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
-    run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
-    pids = run.pids()
-    run.wait_for(r"case 1/1 default: step")
-    began = time.monotonic()
-    os.kill(pids[rank], signal.SIGSTOP)
-    assert run.end(20) == 5, run.stderr()
-    assert time.monotonic() - began < 2 + 10  # wait_timeout_s + 10
-    assert f"rank {rank}" in run.last_line()
-    generations = summary_of(run.out)["generations"]
-    assert len(generations) == 1 and generations[0]["culprit"] == rank
-    assert not alive_after(0.5, pids), "a stopped rank holds its GPU"
-
-
-def test_a_run_of_one_rank_exits_5_when_the_rank_stops(start: Start, head: Head, tmp_path: Path) -> None:
-    run = start(configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG), "--address", head.address)
-    os.kill(run.pids()[0], signal.SIGSTOP)
-    assert run.end(20) == 5
-    assert "rank 0" in run.last_line()
+    """Of one, two and three ranks the last but one, so that one, two and no other ranks wait for it."""
+    wanted = {1: 0, 2: 0, 3: 1}
+    runs = {
+        ranks: start(
+            configs.write(tmp_path, f"of{ranks}", world__ranks=ranks, steps__count=configs.LONG),
+            "--address",
+            head.address,
+        )
+        for ranks in wanted
+    }
+    for run in runs.values():
+        run.wait_for(r"case 1/1 default: step")
+    faults = {1: fault.another(), 2: fault, 3: fault.another()}
+    for ranks, run in runs.items():
+        faults[ranks].strike("rank-alone-stopped" if ranks == 1 else "rank-stopped", run)
+        os.kill(run.pids()[wanted[ranks]], signal.SIGSTOP)
+    for ranks, run in reversed(runs.items()):  # the run of one rank ends last
+        assert faults[ranks].ended(20) == 5, run.stderr()
+        line = faults[ranks].line
+        assert line is not None and line["seconds"] < 2 + 10  # wait_timeout_s + 10
+        assert line["processes_left"] == 0, "a stopped rank holds its GPU"
+        assert f"rank {wanted[ranks]}" in run.last_line()
+        generations = summary_of(run.out)["generations"]
+        assert len(generations) == 1 and generations[0]["culprit"] == wanted[ranks]
 
 
 class FaultyDriver(Driver):
@@ -193,7 +203,7 @@ def test_every_case_runs_once_when_a_rank_is_killed_between_cases(head: Head, tm
             if isinstance(item, CaseDone) and not killed:
                 killed.append(item.case)
                 assert driver.gang is not None
-                os.kill(driver.gang.locations[2].process[0], signal.SIGKILL)
+                os.kill(driver.gang.locations[1].process[0], signal.SIGKILL)
 
         driver.tell = kill_after_first
 
@@ -221,23 +231,28 @@ def test_a_poll_answered_after_the_last_poll_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "message"),
+    ("name", "kind", "code", "message"),
     [
-        (RaisingRank, 1, "rank 1 raised ValueError: a device was unplugged"),
-        (CorruptingRank, 6, r"step 0 on rank \d has an error of .*, and the bound is 1e-05"),
+        ("rank-raises", RaisingRank, 1, "^rank 1 raised ValueError: a device was unplugged$"),
+        ("rank-wrong-bytes", CorruptingRank, 6, r"step 0 on rank \d has an error of .*, and the bound is 1e-05"),
     ],
 )
 def test_an_error_of_one_rank_ends_the_run_with_its_code(
-    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Rank], code: int, message: str
+    start: Start, head: Head, tmp_path: Path, fault: Fault, name: str, kind: type[Rank], code: int, message: str
 ) -> None:
-    monkeypatch.setattr("raymoe.gang.gang.RankActor", actor(kind))
-    outcome, received = drive(head, configs.write(tmp_path, world__ranks=2), lambda _: None)
-    assert outcome.exit_code == code, outcome
-    assert re.search(message, outcome.message)
-    assert [item.restarting for item in received if isinstance(item, GenerationEnded)] == [False], "no use to try again"
+    config = configs.write(tmp_path, world__ranks=2)
+    run = start(config, "--address", head.address, first=in_driver(faulty_ranks.using(kind)))
+    run.pids()
+    fault.strike(name, run)
+    assert fault.ended(20) == code, run.stderr()
+    assert re.search(message, run.last_line())
+    assert len(summary_of(run.out)["generations"]) == 1, "no use to try again"
+    assert ("Traceback" in run.stderr()) == (code == 1)
 
 
-def test_a_killed_rank_does_not_touch_another_job_on_the_node(start: Start, head: Head, tmp_path: Path) -> None:
+def test_a_killed_rank_does_not_touch_another_job_on_the_node(
+    start: Start, head: Head, tmp_path: Path, fault: Fault
+) -> None:
     other = start(
         configs.write(tmp_path, "other", world__ranks=2, matrix={"steps.count": [5, 2000]}), "--address", head.address
     )
@@ -246,7 +261,8 @@ def test_a_killed_rank_does_not_touch_another_job_on_the_node(start: Start, head
     )
     victim = run.pids()[0]
     other.pids()
+    fault.strike("two-jobs", run)
     os.kill(victim, signal.SIGKILL)
-    assert run.end(20) == 4 and f"rank 0 (pid {victim}) died" in run.last_line()
+    assert fault.ended(20) == 4 and f"rank 0 (pid {victim}) died" in run.last_line()
     assert other.end() == 0, other.stderr()
     assert [each["cause"] for each in summary_of(other.out)["generations"]] == ["done"]

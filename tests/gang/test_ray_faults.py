@@ -6,27 +6,25 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.gang import configs
-from tests.gang.conftest import Command, Head, Start, alive_after
+from tests.gang.conftest import Command, Head, Start
+from tests.gang.fault_lines import Fault
+from tests.gang.processes import descendants
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
+NO_DIRECTORY = """
+from raymoe.gang import private_ray
+def full(**_):
+    raise OSError(28, "No space left on device")
+private_ray.tempfile.mkdtemp = full
+"""
+NO_SPACE = "from raymoe.gang import local_ray; local_ray.NEEDED_BYTES = 2**60"
 SILENT_SOON = "from raymoe.gang import main_process; main_process.SILENT_S = 4.0"
-
-
-def descendants(root: int) -> dict[int, str]:
-    """The name of every process below `root`, parents first."""
-    found: dict[int, str] = {}
-    for task in Path(f"/proc/{root}/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            found[pid] = Path(f"/proc/{pid}/comm").read_text().strip()
-            found |= descendants(pid)
-    return found
 
 
 def process_of(run: Command, name: str) -> int:
@@ -46,30 +44,39 @@ def running(folder: Path, start: Start, *arguments: str, first: str = "") -> Com
     return run
 
 
+KILLED = [("own-raylet-killed", "raylet", signal.SIGKILL), ("own-gcs-killed", "gcs_server", signal.SIGKILL)]
+STOPPED = [("own-raylet-stopped", "raylet", signal.SIGSTOP)]
+
+
 @pytest.mark.parametrize(
-    ("server", "number", "state", "seconds"),
-    [
-        ("raylet", signal.SIGKILL, "ended", 10),
-        ("gcs_server", signal.SIGKILL, "ended", 10),
-        ("raylet", signal.SIGSTOP, "is stopped", 25),  # Ray gives it up after 3 s
-    ],
+    ("losses", "state", "seconds"),
+    [(KILLED, "ended", 10), (STOPPED, "is stopped", 25)],  # Ray gives a stopped raylet up after 3 s
+    ids=["killed", "stopped"],
 )
 def test_the_loss_of_a_server_of_its_own_ray_is_exit_3_and_names_it(
-    start: Start, tmp_path: Path, server: str, number: signal.Signals, state: str, seconds: float
+    start: Start, tmp_path: Path, fault: Fault, losses: list[tuple[str, str, int]], state: str, seconds: float
 ) -> None:
-    run = running(tmp_path, start)
-    pid, began = process_of(run, server), time.monotonic()
-    os.kill(pid, number)
-    assert run.end(60) == 3, run.stderr()
-    assert time.monotonic() - began < seconds
-    assert run.last_line() == f"lost the Ray that this run started: its {server} (pid {pid}) {state}"
-    assert "(raylet)" not in run.stderr(), "Ray's own warnings go to driver.log"
-    assert [each["cause"] for each in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
-    kept = re.search(r"^Ray's logs are kept in (\S+/logs)", run.stderr(), re.MULTILINE)
-    assert kept and (Path(kept[1]) / f"{server}.out").is_file()
+    config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
+    runs = [start(config) for _ in losses]
+    for run in runs:
+        run.wait_for(r"case 1/1 default: step")
+    struck = []
+    for run, (name, server, number) in zip(runs, losses, strict=True):
+        pid = process_of(run, server)
+        struck.append((run, fault.another(), server, pid))
+        struck[-1][1].strike(name, run)
+        os.kill(pid, number)
+    for run, its, server, pid in struck:  # the loss of a raylet is noticed first
+        assert its.ended(60) == 3, run.stderr()
+        assert its.line is not None and its.line["seconds"] < seconds
+        assert run.last_line() == f"lost the Ray that this run started: its {server} (pid {pid}) {state}"
+        assert "(raylet)" not in run.stderr(), "Ray's own warnings go to driver.log"
+        assert [each["cause"] for each in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
+        kept = re.search(r"^Ray's logs are kept in (\S+/logs)", run.stderr(), re.MULTILINE)
+        assert kept and (Path(kept[1]) / f"{server}.out").is_file()
 
 
-def test_servers_that_stop_when_all_is_done_take_nothing_back(start: Start, tmp_path: Path) -> None:
+def test_servers_that_stop_when_all_is_done_take_nothing_back(start: Start, tmp_path: Path, fault: Fault) -> None:
     first = """
 import os, signal
 from pathlib import Path
@@ -89,55 +96,65 @@ def stopping(work, parent, output):
 main_process._run_child = stopping
 """
     run = start(configs.write(tmp_path, world__ranks=2), first=first)
-    assert run.end() == 0, run.stderr()
+    run.wait_for("case 1/1 default: done")
+    fault.strike("own-servers-stopped-done", run)
+    assert fault.ended(60) == 0, run.stderr()
     assert summary_of(run)["status"] == "done"
 
 
-def test_a_gcs_that_stops_while_ranks_are_placed_is_named(start: Start, tmp_path: Path) -> None:
+def test_a_gcs_that_stops_while_ranks_are_placed_is_named(start: Start, tmp_path: Path, fault: Fault) -> None:
     run = start(configs.write(tmp_path, world__ranks=2), first=SILENT_SOON)
     run.wait_for("placing ranks")
     pid = process_of(run, "gcs_server")
+    fault.strike("own-gcs-stopped", run)
     os.kill(pid, signal.SIGSTOP)
-    assert run.end(40) == 3, run.stderr()
+    assert fault.ended(40) == 3, run.stderr()
     said = f"lost the Ray that this run started: its gcs_server (pid {pid}) is stopped, so a call to it did not return"
     assert run.last_line().startswith(said)
 
 
-def test_a_driver_that_is_stopped_is_ended_and_its_ranks_too(start: Start, head: Head, tmp_path: Path) -> None:
+def test_a_driver_that_is_stopped_is_ended_and_its_ranks_too(
+    start: Start, head: Head, tmp_path: Path, fault: Fault
+) -> None:
     run = running(tmp_path, start, "--address", head.address, first=SILENT_SOON)
-    ranks, driver = run.pids(), process_of(run, "driver")
+    driver = process_of(run, "driver")
+    fault.strike("driver-stopped", run)
     os.kill(driver, signal.SIGSTOP)
-    assert run.end(30) == 5, run.stderr()
+    assert fault.ended(30) == 5, run.stderr()
     assert run.last_line() == f"the driver process (pid {driver}) is stopped and said nothing for 4 s"
-    assert not alive_after(10, ranks)
+    assert fault.line is not None and fault.line["processes_left"] == 0
 
 
-def test_a_driver_that_is_killed_takes_its_ranks_along(start: Start, head: Head, tmp_path: Path) -> None:
+def test_a_driver_that_is_killed_takes_its_ranks_along(start: Start, head: Head, tmp_path: Path, fault: Fault) -> None:
     run = running(tmp_path, start, "--address", head.address)
-    ranks, driver = run.pids(), process_of(run, "driver")
-    began = time.monotonic()
+    driver = process_of(run, "driver")
+    fault.strike("driver-killed", run)
     os.kill(driver, signal.SIGKILL)
-    assert run.end(20) == 1, run.stderr()
-    assert time.monotonic() - began < 10
+    assert fault.ended(20) == 1, run.stderr()
+    assert fault.line is not None and fault.line["seconds"] < 10 and fault.line["processes_left"] == 0
     assert run.last_line() == f"the driver process (pid {driver}) was killed by SIGKILL and gave no reason"
-    assert not alive_after(10, ranks)
     assert [each["cause"] for each in summary_of(run)["generations"]] == ["unknown"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("first", "reason"),
+    ("name", "first", "reason"),
     [
-        ("from raymoe.gang import local_ray; local_ray.NEEDED_BYTES = 2**60", r"has \d+ MiB free of the \d+ it needs"),
-        ("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))", "may open 64 files here of the 256"),
+        ("no-ray-space", NO_SPACE, r"has \d+ MiB free of the \d+ it needs"),
+        ("no-ray-files", "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 64))", "64 files here of the 256"),
+        ("no-ray-directory", NO_DIRECTORY, r"no directory can be made in /tmp \(No space left on device\)"),
     ],
 )
 def test_a_machine_on_which_ray_cannot_start_is_exit_3_at_once(
-    start: Start, tmp_path: Path, first: str, reason: str
+    start: Start, tmp_path: Path, fault: Fault, name: str, first: str, reason: str
 ) -> None:
     run = start(configs.write(tmp_path), first=first)
-    assert run.end(30) == 3, run.stderr()
+    fault.strike(name, run)
+    assert fault.ended(30) == 3, run.stderr()
     assert run.last_line().startswith("asked for a local Ray, and ") and re.search(reason, run.last_line())
     assert "Traceback" not in run.stderr()
+    summary = summary_of(run)
+    assert (summary["exit_code"], summary["message"]) == (3, run.last_line())
+    assert (run.out / "report.html").exists()
 
 
 def test_a_ray_whose_processes_do_not_start_is_exit_3(start: Start, tmp_path: Path) -> None:

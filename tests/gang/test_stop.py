@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT at any moment end the run within 5 s, with the right exit code and no processes left."""
+"""A signal at any moment ends the run within 5 s, with the right exit code and no processes left.
+
+test_private_ray.py ends its run of a local Ray by SIGTERM too.
+"""
 
 from __future__ import annotations
 
@@ -9,55 +12,70 @@ from pathlib import Path
 
 import pytest
 
-from tests.gang import configs
-from tests.gang.conftest import Command, Head, Start, alive_after, ray_processes
+from tests.gang import configs, phases
+from tests.gang.conftest import Command, Head, Start
+from tests.gang.fault_lines import GONE_S, Fault
+from tests.gang.processes import ray_processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
-def stop_and_check(run: Command, number: signal.Signals, code: int) -> None:
-    began = time.monotonic()
-    run.signal(number)
-    assert run.end(10) == code, run.stderr()
-    assert time.monotonic() - began < 5.0
-    assert number.name in run.last_line() and run.last_line().startswith("stopped by")
+def check(fault: Fault, run: Command, number: signal.Signals) -> None:
+    code = 128 + number
+    assert fault.ended(60) == code, run.stderr()
+    assert fault.line is not None and fault.line["seconds"] < 5.0 and fault.line["processes_left"] == 0, fault.line
+    assert run.last_line() == f"stopped by {number.name}; finished cases are kept"
     summary = json.loads((run.out / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("stopped", code)
 
 
-@pytest.mark.parametrize("seconds", [0.7, 2.0, 5.0])
-def test_sigterm_while_ray_starts_stops_the_run_within_5_s(start: Start, tmp_path: Path, seconds: float) -> None:
-    """The first seconds are ray.init, which has its own SIGTERM handler; then come placing and wiring."""
-    run = start(configs.write(tmp_path, steps__count=configs.LONG))
-    run.wait_for("results go to")
-    time.sleep(seconds - 0.5)
-    stop_and_check(run, signal.SIGTERM, 143)
+def stop_and_check(fault: Fault, name: str, run: Command, number: signal.Signals) -> None:
+    fault.strike(name, run)
+    run.signal(number)
+    check(fault, run, number)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_during_steps_stops_the_run_within_5_s(
-    start: Start, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+@pytest.mark.parametrize("seconds", [0.2, 1.5])
+def test_sigterm_while_ray_starts_stops_the_run(start: Start, tmp_path: Path, fault: Fault, seconds: float) -> None:
+    """`ray.init` has its own SIGTERM handler."""
     run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
-    run.wait_for(r"case 1/1 default: step")
-    stop_and_check(run, number, code)
+    run.wait_for("results go to")
+    time.sleep(seconds)
+    stop_and_check(fault, "sigterm-ray-init", run, signal.SIGTERM)
 
 
-def test_sigterm_ends_the_ranks_on_a_cluster(start: Start, head: Head, tmp_path: Path) -> None:
-    run = start(configs.write(tmp_path, steps__count=configs.LONG), "--address", head.address)
-    pids = run.pids()
-    stop_and_check(run, signal.SIGTERM, 143)
-    assert not alive_after(0.5, pids)
+@pytest.mark.parametrize("phase", ["placing", "starting"])
+def test_sigterm_before_the_first_step_stops_the_run(
+    start: Start, head: Head, tmp_path: Path, fault: Fault, phase: str
+) -> None:
+    note = tmp_path / "struck"
+    config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
+    run = start(config, "--address", head.address, first=phases.first(phase, signal.SIGTERM, note))
+    fault.strike(f"sigterm-{phase}", run)
+    run.end(60)
+    phases.since(note, fault)
+    check(fault, run, signal.SIGTERM)
 
 
-def test_sigkill_of_the_command_leaves_no_processes(start: Start, tmp_path: Path) -> None:
+def test_a_signal_during_steps_ends_the_ranks_on_a_cluster(
+    start: Start, head: Head, tmp_path: Path, fault: Fault
+) -> None:
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
+    config = configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG)
+    runs = [start(config, "--address", head.address) for _ in numbers]
+    for run in runs:
+        run.wait_for(r"case 1/1 default: step")
+    for run, number in zip(runs, numbers, strict=True):
+        stop_and_check(fault.another(), f"{number.name.lower()}-cluster", run, number)
+
+
+def test_sigkill_of_the_command_leaves_no_processes(start: Start, tmp_path: Path, fault: Fault) -> None:
     """No process is left to clean up. The kernel ends the driver with the main process; Ray's processes follow."""
     before = ray_processes()
     run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
     run.pids()
     assert len(ray_processes() - before) > 4  # two processes of the command, two ranks, and Ray's own
+    fault.strike("main-killed", run)
     run.process.kill()
-    run.process.wait(timeout=10)
-    deadline = time.monotonic() + 4.0  # nothing_left allows one second more
-    while ray_processes() - before and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert fault.ended(10) == 137
+    assert fault.line is not None and fault.line["processes_left"] == 0, f"not gone within {GONE_S} s"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import configs
-from tests.gang.conftest import REPO, UNSET, Head, Start, ray_head
+from tests.gang.conftest import REPO, UNSET, Head, Start
 from tests.gang.prometheus import prometheus
 
 BIN = Path(sys.executable).parent
@@ -40,7 +40,9 @@ def quick(out: Path | None = None, ranks: int = 1) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_job_submit_works_before_and_after_a_local_run(tmp_path: Path, start: Start, head: Head) -> None:
+def test_job_submit_works_before_and_after_a_local_run(
+    tmp_path: Path, start: Start, head: Head, guarded: tuple[Head, Path]
+) -> None:
     """Before the local run there is no token. The run leaves one, so a head started later asks for it."""
     home = tmp_path / "home"
     home.mkdir()
@@ -54,22 +56,22 @@ def test_job_submit_works_before_and_after_a_local_run(tmp_path: Path, start: St
     local = start(configs.write(tmp_path, world__ranks=1), env=bare)
     assert local.end() == 0, local.stderr()
     assert (home / ".ray" / "auth_token").exists()
-    code, output = submit(head, home, *quick(home / "between"), env=bare)
+    code, output = submit(head, home, "raymoe", "--version", env=bare)
     assert code == 0 and "succeeded" in output, output
-    assert (home / "between" / "summary.json").exists()
 
-    with ray_head(tmp_path, env=bare) as head_with_auth:
-        code, output = submit(head_with_auth, home, *quick(home / "unasked"), env=bare)
-        assert code != 0 and "RAY_AUTH_MODE" in output, "docs/ray.md says why"
-        code, output = submit(head_with_auth, home, *quick(home / "after"), env={"RAY_AUTH_MODE": "token"})
-        assert code == 0 and "succeeded" in output, output
-        assert (home / "after" / "summary.json").exists()
-        with prometheus(head_with_auth.folder, tmp_path) as server:  # the metrics port asks for no token
-            run = (home / "after" / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")
-            assert server.wait_for(f'sum(ray_raymoe_steps_total{{run="{run}"}})')[0].value == 4
+    head_with_auth, home = guarded
+    bare = {"HOME": str(home), "RAY_AUTH_MODE": UNSET}
+    code, output = submit(head_with_auth, home, *quick(home / "unasked"), env=bare)
+    assert code != 0 and "RAY_AUTH_MODE" in output, "docs/ray.md says why"
+    code, output = submit(head_with_auth, home, *quick(home / "after"), env={**bare, "RAY_AUTH_MODE": "token"})
+    assert code == 0 and "succeeded" in output, output
+    assert (home / "after" / "summary.json").exists()
+    with prometheus(head_with_auth.folder, tmp_path) as server:  # the metrics port asks for no token
+        run = (home / "after" / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")
+        assert server.wait_for(f'sum(ray_raymoe_steps_total{{run="{run}"}})')[0].value == 4
 
-        refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=bare)
-        assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
+    refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=bare)
+    assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
 
 
 def test_a_bad_config_fails_the_job_with_exit_code_2(head: Head, tmp_path: Path) -> None:

@@ -19,7 +19,9 @@ import yaml
 from raymoe.gang.follow import output_on_node
 from raymoe.gang.submit import JobRequest, JobsApi
 from tests.gang import configs
-from tests.gang.conftest import RUN_S, UNSET, Command, Head, end_session, ray_head
+from tests.gang.conftest import RUN_S, UNSET, Command, Head, ray_head
+from tests.gang.fault_lines import Fault
+from tests.gang.processes import end_session
 from tests.python_path import python_path
 
 BIN = Path(sys.executable).parent
@@ -148,7 +150,7 @@ def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
     assert follow.end() == 3, follow.stderr()
     assert "64 CPU" in log_of(follow)
     assert re.fullmatch(
-        rf"job {name} failed with exit code 3: asked for 3 ranks with 64 CPU each.*", follow.last_line()
+        rf"job {name} failed with exit code 3: asked for 2 ranks with 64 CPU each.*", follow.last_line()
     )
     for copy in (tmp_path / "got", tmp_path / "shared" / name):
         assert json.loads((copy / "summary.json").read_text())["exit_code"] == 3
@@ -158,7 +160,7 @@ def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
     assert unknown.end() == 2 and "does not know this job" in unknown.last_line()
 
 
-def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp_path: Path) -> None:
+def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp_path: Path, fault: Fault) -> None:
     work = tmp_path / "work"
     work.mkdir()
     config = Path(configs.write(work, "long", world__ranks=1, steps__count=configs.LONG)).name
@@ -180,8 +182,9 @@ def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp
 
     follow = tool("attach", name, "--address", head.dashboard, "--out", "stopped")
     wait_for_log(follow, "ranks ready")
+    fault.strike("job-stop", follow)
     follow.signal(signal.SIGINT)
-    assert follow.end(60) == 130, follow.stderr()
+    assert fault.ended(60, tmp_path / "stopped") == 130, follow.stderr()
     assert api.state(name).status == "STOPPED"
     assert follow.last_line() == f"stopped by SIGINT; job {name} is STOPPED, finished cases are kept"
     assert json.loads((tmp_path / "stopped" / "summary.json").read_text())["exit_code"] == 143
@@ -199,37 +202,37 @@ def test_a_runtime_env_that_fails_is_exit_3(tool: Tool, head: Head, tmp_path: Pa
 
 
 @pytest.mark.timeout(400)
-def test_the_token_is_sent_where_there_is_one_and_the_printed_line_works_by_hand(tool: Tool, tmp_path: Path) -> None:
-    home, work = tmp_path / "home", tmp_path / "work"
-    (home / ".ray").mkdir(parents=True)
-    (home / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
+def test_the_token_is_sent_where_there_is_one_and_the_printed_line_works_by_hand(
+    tool: Tool, tmp_path: Path, guarded: tuple[Head, Path]
+) -> None:
+    asking, home = guarded
+    work = tmp_path / "work"
     job = job_file(work, unplaceable(work))
-    with ray_head(tmp_path, env={"HOME": str(home), "RAY_AUTH_MODE": UNSET}) as asking:
-        refused = tool("submit", job, "--address", asking.dashboard)
-        assert refused.end() == 3
-        assert re.fullmatch(r"asked for .*, and it asks for a token; put the token of .*", refused.last_line())
+    refused = tool("submit", job, "--address", asking.dashboard)
+    assert refused.end() == 3
+    assert re.fullmatch(r"asked for .*, and it asks for a token; put the token of .*", refused.last_line())
 
-        # 3 is also the exit code of this job, whose own sentence is told.
-        command = tool("submit", job, "--address", asking.dashboard, env={"HOME": str(home)})
-        assert command.end() == 3, command.stderr()
-        assert "failed with exit code 3: asked for 3 ranks with 64 CPU each" in command.last_line()
+    # 3 is also the exit code of this job, whose own sentence is told.
+    command = tool("submit", job, "--address", asking.dashboard, env={"HOME": str(home)})
+    assert command.end() == 3, command.stderr()
+    assert "failed with exit code 3: asked for 2 ranks with 64 CPU each" in command.last_line()
 
-        other = {"HOME": str(home), "RAY_ADDRESS": "http://127.0.0.1:1"}
-        line = tool("submit", job, "--address", asking.dashboard, "--dry-run", env=other)
-        assert line.end() == 0
-        typed = log_of(line)
-        assert typed.count("\n") == 1 and " ray job submit --address " in typed
-        environment = {**os.environ, **other, "PATH": f"{BIN}:{os.environ['PATH']}"}
-        done = subprocess.run(
-            ["bash", "-c", typed], capture_output=True, text=True, timeout=RUN_S, env=environment, check=False, cwd="/"
-        )
-        assert "failed with exit code 3" in done.stdout + done.stderr and "64 CPU each" in done.stdout, done.stderr
+    other = {"HOME": str(home), "RAY_ADDRESS": "http://127.0.0.1:1"}
+    line = tool("submit", job, "--address", asking.dashboard, "--dry-run", env=other)
+    assert line.end() == 0
+    typed = log_of(line)
+    assert typed.count("\n") == 1 and " ray job submit --address " in typed
+    environment = {**os.environ, **other, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", typed], capture_output=True, text=True, timeout=RUN_S, env=environment, check=False, cwd="/"
+    )
+    assert "failed with exit code 3" in done.stdout + done.stderr and "64 CPU each" in done.stdout, done.stderr
 
-        # The printed job is one of raymoe: its results are brought as those of `submit` are.
-        name = re.search(r"Job '(\S+)' submitted successfully", done.stdout + done.stderr)
-        assert name
-        follow = tool("attach", name[1], "--address", asking.dashboard, env={"HOME": str(home)})
-        assert follow.end() == 3 and (tmp_path / "runs" / name[1] / "summary.json").exists(), follow.stderr()
+    # The printed job is one of raymoe: its results are brought as those of `submit` are.
+    name = re.search(r"Job '(\S+)' submitted successfully", done.stdout + done.stderr)
+    assert name
+    follow = tool("attach", name[1], "--address", asking.dashboard, env={"HOME": str(home)})
+    assert follow.end() == 3 and (tmp_path / "runs" / name[1] / "summary.json").exists(), follow.stderr()
 
 
 AUTOSCALER = {

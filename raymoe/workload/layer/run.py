@@ -13,11 +13,11 @@ from raymoe.moe.experts import arithmetic_dtype
 from raymoe.moe.layer import LayerForm, MoELayer
 from raymoe.moe.weights import ExpertShape
 from raymoe.workload.inputs import Inputs, Routing
-from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
+from raymoe.workload.measure import Line, Step, Steps, load_keys, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import traffic_of, work_of
+from raymoe.workload.traffic import expert_load, traffic_of, work_of
 
 
 def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -33,10 +33,11 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, oracle)
     traffic = traffic_of(world, inputs.draws, spec)
     ops = [(op, {"backend": backend}) for op in LayerStep.ops]
-    work = work_of(world, inputs.draws, spec, traffic, ops)
+    load = expert_load(world, inputs.draws, spec.experts)
+    work = work_of(world, inputs.draws, load, traffic, ops)
     report = step_listener(progress, steps.total, work=work)
     measured = measure(world, steps, do_step, report, f"{case.name}: layer by {backend}")
-    return [result_line(case, "step", traffic.both, measured, 0) | shape_keys(case, backend)]
+    return [result_line(case, "step", traffic.both, measured, 0) | shape_keys(case, backend) | load_keys(load, 0)]
 
 
 class LayerStep:
