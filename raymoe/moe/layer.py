@@ -16,6 +16,7 @@ from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
+from raymoe.moe.norm import rms_norm
 from raymoe.moe.router import Router, RouterForm, Routing
 from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights
 
@@ -167,8 +168,18 @@ class Mlp(nn.Module):
         self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = nn.functional.linear(x, self.gate_up_proj).chunk(2, dim=-1)
-        return nn.functional.linear(nn.functional.silu(gate) * up, self.down_proj)
+        return nn.functional.linear(SWIGLU(nn.functional.linear(x, self.gate_up_proj)), self.down_proj)
+
+
+class Norm(nn.Module):
+    """RMSNorm with a weight."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
@@ -184,7 +195,7 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
             f"{spec.experts}; give both the same"
         )
     weight = torch.randn(spec.experts, spec.hidden, generator=generator("router", seed)) * spec.hidden**-0.5
-    norm = None if form.norm is None else nn.RMSNorm(spec.hidden, eps=form.norm, dtype=dtype)
+    norm = None if form.norm is None else Norm(torch.ones(spec.hidden, dtype=dtype), form.norm)
     shared = None
     if form.shared:
         drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), generator("shared", seed))
