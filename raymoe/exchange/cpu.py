@@ -208,6 +208,7 @@ class CpuBackend:
     def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
         self._rank, self._size, self._spec = world.rank, world.size, spec
         # A row leaves once for each (token, rank). Where there are several domains, once for each (token, domain).
+        self._domains = world.domains
         self._destinations = world.domains if world.domains > 1 else world.size
         self._carrier = carrier
         self._own_refusal: DataRefused | None = None
@@ -279,6 +280,11 @@ class CpuBackend:
         return 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
 
     def pack(self, got: Dispatched) -> torch.Tensor:
+        if self._domains > 1:
+            raise ConfigError(
+                f"gradients through an exchange between {self._domains} domains; it has none: take a world of one "
+                "domain, or call it under torch.no_grad()"
+            )
         state, K = _state_of(got), self._spec.topk
         placement, carried = state.placement, state.carried
         refusal = np.frombuffer(placement.refusal.pack(), np.int32)
