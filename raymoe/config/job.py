@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS
+from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS, MOE
 from raymoe.config.sections import (
     ExchangeSection,
     OverlapSection,
     P2pSection,
+    PointwiseSection,
     RoutingSection,
     Section,
     ShapeSection,
@@ -81,12 +82,15 @@ class Meaning:
 
 
 MEANINGS = (
-    Meaning("shape", "workload", ("exchange", "overlap", "layer")),
-    Meaning("routing", "workload", ("exchange", "overlap", "layer")),
-    Meaning("exchange", "workload", ("exchange", "overlap", "layer")),
+    Meaning("shape", "workload", (*MOE, "pointwise")),
+    Meaning("shape.experts", "workload", MOE),
+    Meaning("shape.topk", "workload", MOE),
+    Meaning("routing", "workload", MOE),
+    Meaning("exchange", "workload", MOE),
     Meaning("p2p", "workload", ("p2p",)),
     Meaning("overlap", "workload", ("overlap",)),
-    Meaning("shape.ffn", "workload", ("layer",)),
+    Meaning("pointwise", "workload", ("pointwise",)),
+    Meaning("shape.ffn", "workload", ("layer", "pointwise")),
     Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
     Meaning("routing.share", "routing.kind", ("hot",), strict=True),
     Meaning("routing.file", "routing.kind", ("trace",), strict=True),
@@ -146,9 +150,9 @@ class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["my-exchange"])
     """Name of the job: 1 to 64 letters, digits, dots, dashes and underscores. Its run directories begin with this name.
     Default: the name of the config file."""
-    workload: Literal["p2p", "exchange", "overlap", "layer"] = Field(examples=["exchange"])
+    workload: Literal["p2p", "exchange", "overlap", "pointwise", "layer"] = Field(examples=["exchange"])
     """The work of a step: messages between ranks (p2p), dispatch and combine (exchange), these two beside a matrix
-    product (overlap), or a whole MoE layer (layer)."""
+    product (overlap), a norm or activation over rows (pointwise), or a whole MoE layer (layer)."""
     world: WorldSection = WorldSection()
     shape: ShapeSection = ShapeSection()
     routing: RoutingSection = RoutingSection()
@@ -156,6 +160,7 @@ class Job(Section):
     steps: StepsSection = StepsSection()
     p2p: P2pSection = P2pSection()
     overlap: OverlapSection = OverlapSection()
+    pointwise: PointwiseSection = PointwiseSection()
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(
         default_factory=dict, examples=[{"exchange.backend": ["host", "collective"], "shape.tokens": [128, 512]}]
     )

@@ -83,6 +83,12 @@ def _auto_or_count(value: Any) -> Any:
     raise PydanticCustomError("sms", "must be auto, or a number from 1 to 1024")
 
 
+def _auto_or_stages(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 1 <= value <= 64):
+        return value
+    raise PydanticCustomError("stages", "must be auto, or a number from 1 to 64")
+
+
 def _all_or_pairs(value: Any) -> Any:
     listed = value if isinstance(value, list | tuple) else ()
     pairs = tuple(tuple(pair) for pair in listed if isinstance(pair, list | tuple))
@@ -123,6 +129,7 @@ Size = Annotated[
 # The validators check these bounds too, and explain them. Here they are for the schema.
 Count = Annotated[int, Field(ge=1, le=1024)]
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Stages = Annotated[int, Field(ge=1, le=64)]
 
 
 class WorldSection(Section):
@@ -270,6 +277,36 @@ class P2pSection(Section):
     """Pairs to measure, as [source, destination]. If all links are alike, one pair is enough."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[16])
     """SMs of a GPU that all tma copies of a rank may take together. The other transports have no such limit."""
+
+
+PointwiseOp = Literal[
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "swiglu",
+    "swiglu_experts",
+    "pointwise",
+    "rms_norm_fp8",
+    "add_rms_norm_fp8",
+    "layer_norm_fp8",
+    "swiglu_fp8",
+    "rms_norm_backward",
+    "add_rms_norm_backward",
+    "layer_norm_backward",
+    "swiglu_backward",
+]
+
+
+class PointwiseSection(Section):
+    """Norms, SwiGLU and a pointwise expression over rows."""
+
+    op: PointwiseOp = Field(default="rms_norm", examples=["layer_norm"])
+    """The operation over tokens x hidden elements; of swiglu, tokens x 2 ffn. In swiglu_experts the tokens fill a
+    quarter of the rows, and offsets on the device tell how many. pointwise is silu(a) * b + c with a row vector c."""
+    stages: Annotated[Stages | Literal["auto"], BeforeValidator(_auto_or_stages)] = Field(default="auto", examples=[4])
+    """Stages of a block's pipeline in shared memory: as many as are best (auto), or a number."""
+    sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
+    """SMs of a GPU that raymoe's kernels may take: all (auto), or a number. The other systems take all."""
 
 
 class OverlapSection(Section):

@@ -120,6 +120,37 @@ class SplitBackend(Protocol):
 
 
 @dataclass(slots=True)
+class Ids:
+    """The routing of a dispatch: the part of `Tokens` that its combine needs."""
+
+    topk_idx: torch.Tensor
+    num_tokens: torch.Tensor | None = None
+
+
+@runtime_checkable
+class GradientBackend(Protocol):
+    """A backend that keeps a dispatch as one tensor, and sends gradients of weights home beside those of rows."""
+
+    @property
+    def metadata_words(self) -> int:
+        """The length of `pack`'s result, the same in every call."""
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        """Return the metadata of a dispatch that its combine needs, except weights, as int32 on the world's device."""
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        """Make the result of a dispatch again, for a combine of `rows`. `weights` are those of the result."""
+
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        """Combine `rows` without weights into `out`, and bring `weights`, float32[C], to `out_weights`, [T', K].
+
+        An entry without an expert gets zero.
+        """
+
+
+@dataclass(slots=True)
 class Sent:
     """A combine between its send and its receive."""
 

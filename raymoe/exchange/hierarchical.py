@@ -38,8 +38,8 @@ import numpy as np
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.cpu import Carried, Carrier, OperationOrder, Returned
-from raymoe.exchange.cpu_rows import Array, Arrived, Bags, RowSums, Sending
+from raymoe.exchange.cpu import Carried, Carrier, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -109,13 +109,13 @@ class HierarchicalRows:
         self._dispatches += 1
         return self._in_contract_order(arrived, inside)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
+    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
         self._agree("combine")
         home, T, L = carried.home, self._spec.tokens, self._per_domain
-        assert isinstance(home, _Home)
-        inside = bags.take(home.places)
+        assert isinstance(home, _Home) and leaving.entries is None, "pack has refused gradients"
+        inside = Leaving(leaving.rows, leaving.bags.take(home.places))
         with self._named_by_world():
-            back = self._inside.combine(rows, inside, home.inside, status)
+            back = self._inside.combine(inside, home.inside, status)
         if judge_statuses(back.statuses, self._spec) is None:  # else rows may be missing, and no rank reads the sums
             self._add_inside(back, home.inside.sending)
         packed = self._leaving.view(torch.uint8)[:, T:, : Refusal.NBYTES]

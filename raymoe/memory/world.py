@@ -79,6 +79,7 @@ class World:
         self.name, self.timeout_s = member.name, member.timeout_s
         self.device = torch.device("cpu") if device is None else torch.device("cuda", member.ordinal or 0)
         self.waiter = Waiter(member.rank, member.timeout_s)
+        self._made_from: weakref.ref[Any] | None = None
         self._gpu = None if device is None else cuda_ipc.DeviceMemory(device)
         self._layout, self._code = board_layout(member.size), code_hash()
         self._own = host_shm.own(f"raymoe-{member.name}-board", self._layout.nbytes)
@@ -148,6 +149,7 @@ class World:
             name, descriptors = ranks.gather(made, mine, problem)
             assert made is not None, "a rank without a world has a problem"
             made._wire_as(name, descriptors)
+            made._made_from = weakref.ref(ranks.group)
         except BaseException:
             if made is not None:
                 made.close(together=False)
@@ -171,6 +173,11 @@ class World:
         if self._gpu is None or not isinstance(self._gpu.device, cuda_ipc.GpuMemory):
             raise ConfigError(f"the GPU of rank {self.rank} was asked for; its world is on {self.device}")
         return self._gpu.device.gpu
+
+    @property
+    def process_group(self) -> Any:
+        """The group that `of` was given; None if there was none, or it is gone. The world itself does not use it."""
+        return None if self._made_from is None else self._made_from()
 
     @property
     def closed(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from raymoe.device.trace import POINTS
+from raymoe.report.bandwidth import bandwidth_curves, is_copy, rate
 from raymoe.report.columns import EXCHANGES, YARDSTICK, Column, byte_size, show
 from raymoe.report.copies import (
     LATENCY_BYTES,
@@ -78,6 +79,7 @@ def figures(lines: Sequence[Line], protocol: str = "") -> Iterator[Figure]:
     yield from sms_figures(cold)
     yield from timeline_figures(lines)
     yield from overlap_figures(timed)
+    yield from bandwidth_figures(timed)
     yield from load_figures(lines)
 
 
@@ -414,6 +416,23 @@ _OVERLAP = {
     "product beside us": "product_beside",
     "both us": "both",
 }
+
+
+# Bandwidth of memory: operations over rows, beside other systems and a copy.
+
+
+def bandwidth_figures(lines: Sequence[Line]) -> Iterator[Figure]:
+    """Draw the bandwidth of each operation over rows, over SMs and over stages."""
+    for found in bandwidth_curves(lines):
+        curves = [
+            Curve(label, [Point(x, rate(points[x])) for x in sorted(points)], index, dashed=is_copy(label))
+            for index, (label, points) in enumerate(found.curves.items())
+        ]
+        limits = [Limit(rate(found.limit), f"{rate(found.limit):,.0f} GB/s, a copy")] if found.limit else []
+        x = Axis(found.label, log=True, write=lambda value: f"{value:.0f}")
+        chart = Chart(found.title, x, Axis("GB/s, read and written"), curves[:MOST_CURVES], limits)
+        columns = curve_columns(found.label, curves, str)
+        yield Figure(found.title, _how(found.lines), _drawn(chart), columns)
 
 
 # The load of experts.

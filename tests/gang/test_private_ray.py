@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ import pytest
 
 from tests.gang import configs
 from tests.gang.conftest import Command
+from tests.gang.fault_lines import Fault
 from tests.gang.processes import descendants
 from tests.python_path import python_path
 
@@ -29,6 +31,7 @@ NOBODY = 65534
 class Running:
     """A run in the middle of its steps."""
 
+    command: Command
     home: Path
     pids: set[int]
 
@@ -56,12 +59,7 @@ def running() -> Iterator[Running]:
     started = Command(process, home / "stderr", home / "out")
     try:
         started.wait_for("case 1/1 .*: step")
-        found = Running(home, {process.pid, *descendants(process.pid)})
-        directory = found.directory()
-        yield found
-        started.signal(signal.SIGTERM)
-        assert started.end(20) == 143
-        assert not directory.exists(), "it is removed, since nothing failed"
+        yield Running(started, home, {process.pid, *descendants(process.pid)})
     finally:
         process.kill()
         process.wait(timeout=10)
@@ -154,3 +152,16 @@ def test_another_user_gets_nothing_of_it(running: Running) -> None:
     assert as_another_user((running.home / "stderr").read_text).startswith("got "), "its home can be entered"
     found = {name: as_another_user(attempt) for name, attempt in attempts.items()}
     assert found == dict.fromkeys(attempts, "PermissionError")
+
+
+def test_sigterm_ends_it_and_removes_its_directory(running: Running, fault: Fault) -> None:
+    """The last test of this file: it ends the run."""
+    run, directory = running.command, running.directory()
+    fault.strike("sigterm-steps", run)
+    run.signal(signal.SIGTERM)
+    assert fault.ended(20) == 143, run.stderr()
+    assert fault.line is not None and fault.line["seconds"] < 5.0 and fault.line["processes_left"] == 0, fault.line
+    assert run.last_line() == "stopped by SIGTERM; finished cases are kept"
+    summary = json.loads((run.out / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("stopped", 143)
+    assert not directory.exists(), "nothing failed, so nobody will read its logs"

@@ -44,29 +44,36 @@ def running(folder: Path, start: Start, *arguments: str, first: str = "") -> Com
     return run
 
 
+KILLED = [("own-raylet-killed", "raylet", signal.SIGKILL), ("own-gcs-killed", "gcs_server", signal.SIGKILL)]
+STOPPED = [("own-raylet-stopped", "raylet", signal.SIGSTOP)]
+
+
 @pytest.mark.parametrize(
-    ("name", "number", "state", "seconds"),
-    [
-        ("own-raylet-killed", signal.SIGKILL, "ended", 10),
-        ("own-gcs-killed", signal.SIGKILL, "ended", 10),
-        ("own-raylet-stopped", signal.SIGSTOP, "is stopped", 25),  # Ray gives it up after 3 s
-    ],
+    ("losses", "state", "seconds"),
+    [(KILLED, "ended", 10), (STOPPED, "is stopped", 25)],  # Ray gives a stopped raylet up after 3 s
+    ids=["killed", "stopped"],
 )
 def test_the_loss_of_a_server_of_its_own_ray_is_exit_3_and_names_it(
-    start: Start, tmp_path: Path, fault: Fault, name: str, number: signal.Signals, state: str, seconds: float
+    start: Start, tmp_path: Path, fault: Fault, losses: list[tuple[str, str, int]], state: str, seconds: float
 ) -> None:
-    server = "gcs_server" if "gcs" in name else "raylet"
-    run = running(tmp_path, start)
-    pid = process_of(run, server)
-    fault.strike(name, run)
-    os.kill(pid, number)
-    assert fault.ended(60) == 3, run.stderr()
-    assert fault.line is not None and fault.line["seconds"] < seconds
-    assert run.last_line() == f"lost the Ray that this run started: its {server} (pid {pid}) {state}"
-    assert "(raylet)" not in run.stderr(), "Ray's own warnings go to driver.log"
-    assert [each["cause"] for each in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
-    kept = re.search(r"^Ray's logs are kept in (\S+/logs)", run.stderr(), re.MULTILINE)
-    assert kept and (Path(kept[1]) / f"{server}.out").is_file()
+    config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
+    runs = [start(config) for _ in losses]
+    for run in runs:
+        run.wait_for(r"case 1/1 default: step")
+    struck = []
+    for run, (name, server, number) in zip(runs, losses, strict=True):
+        pid = process_of(run, server)
+        struck.append((run, fault.another(), server, pid))
+        struck[-1][1].strike(name, run)
+        os.kill(pid, number)
+    for run, its, server, pid in struck:  # the loss of a raylet is noticed first
+        assert its.ended(60) == 3, run.stderr()
+        assert its.line is not None and its.line["seconds"] < seconds
+        assert run.last_line() == f"lost the Ray that this run started: its {server} (pid {pid}) {state}"
+        assert "(raylet)" not in run.stderr(), "Ray's own warnings go to driver.log"
+        assert [each["cause"] for each in summary_of(run)["generations"]] == ["RayLost"]  # type: ignore[attr-defined]
+        kept = re.search(r"^Ray's logs are kept in (\S+/logs)", run.stderr(), re.MULTILINE)
+        assert kept and (Path(kept[1]) / f"{server}.out").is_file()
 
 
 def test_servers_that_stop_when_all_is_done_take_nothing_back(start: Start, tmp_path: Path, fault: Fault) -> None:

@@ -122,9 +122,12 @@ def test_a_ray_job_that_is_started_again_continues_in_its_out(start: Start, head
 def test_ranks_too_large_for_every_node_are_refused_with_the_cpus_found(
     start: Start, head: Head, tmp_path: Path
 ) -> None:
-    run = start(configs.write(tmp_path, world__cpus=64), "--address", head.address)
+    config = configs.write(tmp_path, world__cpus=64)
+    run, local = start(config, "--address", head.address), start(config)
     assert run.end(20) == 3
     assert "2 ranks with 64 CPU each" in run.last_line() and "8 CPU" in run.last_line()
+    assert local.end(40) == 3
+    assert "2 ranks with 64 CPU each on one node, which no node of this cluster" in local.last_line()
 
 
 def test_a_run_waits_placement_timeout_s_for_a_full_cluster(
@@ -136,10 +139,10 @@ def test_a_run_waits_placement_timeout_s_for_a_full_cluster(
     holder.pids()
     run = start(configs.write(tmp_path, world__cpus=1, world__placement_timeout_s=1), "--address", head.address)
     fault.strike("no-room", run)
-    assert fault.ended(90) == 3
-    assert "no room for it within 1 s" in run.last_line() and "0.5 of 8 CPU" in run.last_line()
     patient = configs.write(tmp_path, "waits", world__cpus=1, world__placement_timeout_s=80)
     waits = start(patient, "--address", head.address)
+    assert fault.ended(90) == 3
+    assert "no room for it within 1 s" in run.last_line() and "0.5 of 8 CPU" in run.last_line()
     waiting = "asked for 2 ranks with 1 CPU each on one node, waiting for room; free: 0.5 of 8 CPU on "
     line = waits.wait_for(f"^{waiting}.*$").group()
     assert re.search(r"; held: 7.5 CPU by raymoe/holder-\S+$", line), line
@@ -174,12 +177,6 @@ def test_a_heap_larger_than_memory_on_a_cluster_is_refused_by_its_node(
     run = start(configs.write(tmp_path, shape__tokens=4_000_000, shape__hidden=16384), "--address", head.address)
     assert run.end(30) == 3, run.stderr()
     assert "GiB" in run.last_line()
-
-
-def test_ranks_that_need_more_cpus_than_the_machine_has_are_refused(start: Start, tmp_path: Path) -> None:
-    run = start(configs.write(tmp_path, world__cpus=64))
-    assert run.end(40) == 3
-    assert "2 ranks with 64 CPU each" in run.last_line()
 
 
 def test_a_run_directory_that_cannot_be_written_exits_8(start: Start, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""A signal at any moment ends the run within 5 s, with the right exit code and no processes left."""
+"""A signal at any moment ends the run within 5 s, with the right exit code and no processes left.
+
+test_private_ray.py ends its run of a local Ray by SIGTERM too.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +55,6 @@ def test_sigterm_before_the_first_step_stops_the_run(
     run.end(60)
     phases.since(note, fault)
     check(fault, run, signal.SIGTERM)
-
-
-def test_sigterm_during_steps_stops_a_run_and_its_ray(start: Start, tmp_path: Path, fault: Fault) -> None:
-    run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
-    run.wait_for(r"case 1/1 default: step")
-    stop_and_check(fault, "sigterm-steps", run, signal.SIGTERM)
 
 
 def test_a_signal_during_steps_ends_the_ranks_on_a_cluster(

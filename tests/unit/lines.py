@@ -132,3 +132,34 @@ def gpu_exchange(backend: str, us: float, tokens: tuple[int, ...] = (128, 4096),
                 case = f"backend={backend},tokens={count}"
                 lines.append(complete_line({"case": case, **setting, **known, **measured, **keys}))
     return lines
+
+
+SYSTEM_GBPS = {"raymoe": 3900.0, "eager": 1000.0, "compile": 2500.0, "copy": 4000.0, "pipelined_copy": 4080.0}
+
+
+def rows_case(op: str = "rms_norm", tokens: int = 4096, **asked: int) -> list[Line]:
+    """Return the lines of a case of workload pointwise. Each system has its rate of SYSTEM_GBPS; raymoe, with few SMs
+    or stages, has less. One system is skipped."""
+    words = {"op": op, "tokens": tokens, **asked}
+    nbytes = tokens * 7168 * 4
+    shared = {
+        "case": ",".join(f"{key}={value}" for key, value in words.items()),
+        "workload": "pointwise",
+        "op": op,
+        "ranks": 1,
+        "tokens": tokens,
+        "hidden": 7168,
+        "dtype": "bfloat16",
+        "device": "NVIDIA H200",
+        "graph": True,
+        "l2": "cold",
+    }
+    lines = []
+    for system, most in SYSTEM_GBPS.items():
+        few = min(1.0, asked.get("sms", 132) / 100) * min(1.0, asked.get("stages", 4) / 4)
+        gbps = most * few if system == "raymoe" else most
+        times = {"samples": 20, "us_p50": nbytes / gbps / 1e3, "bytes_memory": nbytes, "gbps_memory": gbps}
+        limits = asked if system == "raymoe" else {}
+        lines.append(complete_line({**shared, **limits, **times, "backend": system, "verified": True}))
+    lines.append(complete_line({**shared, "backend": "quack", "samples": 0, "skipped": "Quack cannot be imported"}))
+    return lines

@@ -14,6 +14,7 @@ from raymoe.errors import ConfigError, DataRefused, PeerTimeout
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+from raymoe.moe import differentiable
 from raymoe.net.gloo_rail import GlooRail
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, run_case, run_step
 from tests.unit.exchange_judge import judge, judge_combine
@@ -192,6 +193,17 @@ def test_a_missing_rank_ends_the_step_of_all_ranks_and_is_named(groups: Groups) 
     for each in found[:3]:
         assert 0.9 < each[2] < 2.4
         assert each[3], "the exchange is unusable"
+
+
+def differentiate(rank: int) -> Any:
+    with World.of(domain=2) as world, Exchange(world, SPEC) as exchange:
+        batch = batches(Case(4, SPEC, "auto", ("uniform",), ragged=False), 0)[rank]
+        return error_of(lambda: differentiable.dispatch(exchange, batch.x, batch.ids, batch.weights))
+
+
+def test_gradients_between_domains_are_refused(groups: Groups) -> None:
+    for kind, says in groups(4, differentiate):
+        assert kind == "ConfigError" and says.startswith("gradients through an exchange between 2 domains")
 
 
 def use_rail(rank: int) -> Any:
