@@ -126,7 +126,7 @@ def connect(address: StoreAddress, timeout_s: float) -> Any:
 class BoundedStore:
     """A store whose calls end: a call of torch's store does not return while the process of rank 0 is stopped.
 
-    A thread of its own makes the calls. After one that took too long, every call raises.
+    A thread of its own makes the calls. After one that failed or took too long, every call raises.
     """
 
     def __init__(self, store: Any, waiter: Waiter) -> None:
@@ -147,6 +147,7 @@ class BoundedStore:
                 self._broken = True
                 raise RuntimeError(f"the store of rank 0 did not answer within {timeout_s:.1f} s")
         if call.error is not None:
+            self._broken = True  # torch prints a trace for each call of a store that is gone
             raise call.error
         return call.result
 
