@@ -21,6 +21,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -134,6 +135,8 @@ class BoundedStore:
         self._waiter, self._broken = waiter, False
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         threading.Thread(target=_answer, args=(store, self._calls), name="raymoe store", daemon=True).start()
+        self.close = weakref.finalize(self, self._calls.put, None)
+        """Ends the thread. So does dropping this object."""
 
     def ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
         """Call a method of the store. Raises RuntimeError if its server is gone or does not answer in time."""
@@ -150,9 +153,6 @@ class BoundedStore:
             self._broken = True  # torch prints a trace for each call of a store that is gone
             raise call.error
         return call.result
-
-    def close(self) -> None:
-        self._calls.put(None)
 
 
 @dataclass
