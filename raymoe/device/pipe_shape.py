@@ -75,7 +75,7 @@ class PipeShape:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a caller asks of a launch; None: chosen here. `stages` are those of a block."""
+    """The settings of a launch that a caller gives; None: chosen here. `stages` are those of a block."""
 
     sms: int | None = None
     stages: int | None = None

@@ -43,7 +43,8 @@ class Exchange:
     - **CUDA graphs.** A captured call may be replayed until `close`. The memory that it allocated is kept until then.
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
       streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
-    - **torch.compile** breaks its graph at each call, and the call runs uncompiled.
+    - **torch.compile** breaks its graph at each call, and the call runs uncompiled. `raymoe.moe.dispatch` and `combine`
+      can be traced, and have gradients.
 
     A world of one CPU rank, whose experts double their rows:
 

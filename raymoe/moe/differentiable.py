@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Ids, Tokens
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
 
 
@@ -166,17 +166,17 @@ def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torc
     return dy.new_empty(found.spec.rows(found.world.size), dy.shape[1])
 
 
-# What they have in common.
+# Their shared parts.
 
 
-def _moved(exchange: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Any]:
+def _moved(exchange: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Dispatched]:
     """Dispatch into new memory; return the rows and the result."""
     spec, world = exchange.spec, exchange.world
     shape = spec.rows(world.size), spec.hidden
     given = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens
     if spec.layout == "rank":
         got = exchange.dispatch(*given)
-        return _expert_major(got), got
+        return expert_major(got), got
     if world.device.type == "cpu":
         rows = torch.zeros(shape, dtype=tokens.x.dtype)
     else:
@@ -184,15 +184,17 @@ def _moved(exchange: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Any]:
     return rows, exchange.dispatch(*given, out=rows)
 
 
-def _expert_major(got: Any) -> torch.Tensor:
-    """Copy the rows out of their slots. `index` is unspecified from the last offset on; those rows are any slot's."""
-    places = torch.arange(len(got.index), device=got.index.device)
-    index = torch.where(places < got.expert_offsets[-1], got.index, got.index[0].clamp(0, len(got.x) - 1))
-    rows: torch.Tensor = got.x.index_select(0, index)
-    return rows
+def expert_major(got: Dispatched) -> torch.Tensor:
+    """Return the rows of a dispatch expert by expert, copied if they are in the slots."""
+    if (index := got.index) is None:
+        return got.x
+    if index.device.type != "cpu":  # there it is unspecified from the last offset on
+        places = torch.arange(len(index), device=index.device)
+        index = torch.where(places < got.expert_offsets[-1], index, 0)
+    return got.x.index_select(0, index)
 
 
-def _restored(exchange: Exchange, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]) -> Any:
+def _restored(exchange: Exchange, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]) -> Dispatched:
     """Make the result of the dispatch again, whose combine this is."""
     topk_idx, metadata, *num_tokens = routing
     return exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
+from raymoe.moe.activation import swiglu
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -174,8 +175,10 @@ class Activation:
     limit: float | None = None
     up_plus: float = 0.0
 
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Map [C, 2F] to [C, F]."""
+    def __call__(self, gate_up: torch.Tensor, expert_offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [C, 2F] to [C, F]. On GPUs rows from the last of `expert_offsets` on may be left out."""
+        if gate_up.device.type != "cpu" and self == SWIGLU:
+            return swiglu(gate_up, expert_offsets)
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -235,7 +238,7 @@ class Experts(nn.Module):
 
     def _compute(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None) -> torch.Tensor:
         gate_up = grouped_linear(x, self._outputs_first(self.gate_up_proj), groups, local(self.gate_up_proj_bias))
-        h = self.activation(gate_up)
+        h = self.activation(gate_up, groups.offsets)
         if weights is not None:
             h = (h.float() * weights[:, None]).to(h.dtype)
         y = grouped_linear(h, self._outputs_first(self.down_proj), groups)

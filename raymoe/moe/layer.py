@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import combine, dispatch
-from raymoe.moe.experts import Experts, ModelWeights, local
+from raymoe.moe.differentiable import combine, dispatch, expert_major
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
-from raymoe.moe.router import Router, RouterForm, Routing
+from raymoe.moe.norm import rms_norm
+from raymoe.moe.router import Routed, Router, RouterForm
 from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights
 
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What a layer computes, besides the sizes that its exchange has.
+    """The computation of a layer, besides the sizes that its exchange has.
 
     The output is experts(h) + shared(h), plus x with `residual`. h is RMSNorm of x, or x itself where `norm` is None.
     """
@@ -31,6 +31,8 @@ class LayerForm:
     ffn: int
     router: RouterForm | None = None
     """None: softmax over all experts, weights that sum to one."""
+    activation: Activation = SWIGLU
+    """Of the experts, without the shared one."""
     shared: int = 0
     """The ffn of the shared expert, which all tokens pass through; 0: there is none."""
     norm: float | None = None
@@ -109,7 +111,7 @@ class MoELayer(nn.Module):
         h = flat if self.norm is None else self.norm(flat)
         router = self._modules[self._router_name]
         assert router is not None
-        routing: Routing = router(h)
+        routing: Routed = router(h)
         y = self.routed(h, routing.topk_idx, routing.topk_weights)
         if (shared := self._modules.get(self._shared_name)) is not None:
             y = y + shared(h)
@@ -166,17 +168,18 @@ class Mlp(nn.Module):
         self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = nn.functional.linear(x, self.gate_up_proj).chunk(2, dim=-1)
-        return nn.functional.linear(nn.functional.silu(gate) * up, self.down_proj)
+        return nn.functional.linear(SWIGLU(nn.functional.linear(x, self.gate_up_proj)), self.down_proj)
 
 
-def expert_major(got: Dispatched) -> torch.Tensor:
-    """Return the rows of a dispatch in expert-major order, copied if they are in the slots."""
-    if got.index is None:
-        return got.x
-    places = torch.arange(len(got.index), device=got.index.device)
-    # From the last offset on, `index` is unspecified.
-    return got.x.index_select(0, torch.where(places < got.expert_offsets[-1], got.index, 0))
+class Norm(nn.Module):
+    """RMSNorm with a weight."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
@@ -192,12 +195,15 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
             f"{spec.experts}; give both the same"
         )
     weight = torch.randn(spec.experts, spec.hidden, generator=generator("router", seed)) * spec.hidden**-0.5
-    norm = None if form.norm is None else nn.RMSNorm(spec.hidden, eps=form.norm, dtype=dtype)
+    norm = None if form.norm is None else Norm(torch.ones(spec.hidden, dtype=dtype), form.norm)
     shared = None
     if form.shared:
         drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), generator("shared", seed))
         shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
-    parts = Parts(Router(routing, weight), Experts(ModelWeights(gate_up, down)), shared)
+    correction = torch.zeros(spec.experts) if routing.score == "sigmoid" else None
+    parts = Parts(
+        Router(routing, weight, correction=correction), Experts(ModelWeights(gate_up, down), form.activation), shared
+    )
     parts.norm, parts.residual = norm, form.residual
     return parts
 

@@ -9,6 +9,7 @@ import torch
 from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import ExpertRows, combine, dispatch
+from raymoe.moe.experts import Groups
 from tests.unit.exchange_cases import Batch, Case, batches, spec_of
 
 
@@ -34,10 +35,11 @@ def loss_weights(case: Case, rank: int, tokens: int) -> torch.Tensor:
 
 
 def apply(got: ExpertRows, scale: torch.Tensor, first: int, weighted: bool) -> torch.Tensor:
-    """Apply the experts to all places, also those without a row; with `weighted` false, the weights too."""
-    places = torch.arange(len(got.x), dtype=torch.int32)
-    expert = torch.searchsorted(got.expert_offsets[1:], places, right=True).clamp(max=len(scale) - 1)
-    rows = torch.tanh(got.x.float() * scale[expert]) + ((first + expert) / 8)[:, None]
+    """Apply the experts; with `weighted` false, the weights too."""
+    expert = Groups(got.expert_offsets, got.expert_counts).expert_of_row(len(got.x))
+    there, expert = expert < len(scale), expert.clamp(max=len(scale) - 1)
+    x = torch.where(there[:, None], got.x.float(), 0.0)  # on GPUs other rows may hold NaN
+    rows = torch.tanh(x * scale[expert]) + ((first + expert) / 8)[:, None]
     return (rows if weighted else rows * got.weights[:, None]).to(got.x.dtype)
 
 
@@ -47,16 +49,16 @@ def run_gradients(world: World, case: Case) -> list[Gradients]:
     found = []
     with Exchange(world, spec_of(case), case.backend) as exchange:
         for step in range(len(case.routing)):
-            batch = batches(case, step)[world.rank]
+            batch = batches(case, step)[world.rank].on(world.device)
             x, weights = batch.x.requires_grad_(), batch.weights.requires_grad_()
-            scale = scales_of(case)[world.rank * local :][:local].float().requires_grad_()
-            count = torch.tensor([batch.num_tokens], dtype=torch.int32) if case.prefix else None
+            scale = scales_of(case)[world.rank * local :][:local].float().to(world.device).requires_grad_()
+            count = torch.tensor([batch.num_tokens], dtype=torch.int32, device=x.device) if case.prefix else None
             got = dispatch(exchange, x, batch.ids, weights, count)
             rows = apply(got, scale, world.rank * local, case.weighted)
             y = combine(exchange, rows, got, weighted=case.weighted)
-            (y.double() * loss_weights(case, world.rank, len(x))).sum().backward()
+            (y.double() * loss_weights(case, world.rank, len(x)).to(x.device)).sum().backward()
             assert x.grad is not None and weights.grad is not None and scale.grad is not None
-            found.append(Gradients(y.detach(), x.grad, weights.grad, scale.grad))
+            found.append(Gradients(*(each.cpu() for each in (y.detach(), x.grad, weights.grad, scale.grad))))
     return found
 
 

@@ -118,17 +118,54 @@ def test_a_layer_from_a_block_computes_what_the_block_does(family: str, ranks: i
         close(name, torch.cat([mine[name] for mine in found]), value.double(), 1e-5)
 
 
+def routed(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logits, weights and ids of a block's own router."""
+    return (block.router if hasattr(block, "router") else block.gate)(x)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_in_bfloat16_are_near_those_of_the_block(family: str) -> None:
     """The block's routing is given to both, because near logits may choose differently."""
-    (world,), block = wired(1), block_of(family, torch.bfloat16)
-    x = batch_of(0, (2, 5), torch.bfloat16)[0].detach().view(-1, H)
+    blocks = [block_of(family, torch.bfloat16) for _ in range(2)]
+
+    def rank(world: World) -> None:
+        block = blocks[world.rank]
+        layer = MoELayer.from_block(block, world, tokens=10)
+        x, dy = (each.view(-1, H) for each in batch_of(world.rank, TOKENS[2][world.rank], torch.bfloat16))
+        _, weights, ids = routed(block, x.detach())
+        results = []
+        for run_experts in (
+            lambda x, weights: layer.routed(x, ids, weights.float()),
+            lambda x, weights: block.experts(x, ids, weights),
+        ):
+            given = [each.detach().clone().requires_grad_() for each in (x, weights.to(x.dtype))]
+            y = run_experts(*given)
+            results.append((y.detach(), *torch.autograd.grad((y * dy).float().sum(), given)))
+        for name, have, wanted in zip(("y", "x", "weights"), *results, strict=True):
+            close(f"{name} of rank {world.rank}", have, wanted.double(), 2e-2)
+
+    worlds = wired(2)
+    for outcome in each(worlds, rank):
+        if isinstance(outcome, Exception):
+            raise outcome
+    close_worlds(worlds)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_choice_in_bfloat16_is_that_of_the_block_where_logits_are_apart(family: str) -> None:
+    block, x = block_of(family, torch.bfloat16), batch_of(0, (8, 25), torch.bfloat16)[0].detach().view(-1, H)
+    (world,) = wired(1)
     with world, torch.no_grad():
         layer = MoELayer.from_block(block, world, tokens=10)
-        router = block.router if family == "gpt_oss" else block.gate
-        _, weights, ids = router(x)
-        wanted = block.experts(x, ids, weights.to(x.dtype)).double()
-        close("y", layer.routed(x, ids, weights.float()), wanted, 2e-2)
+        ids, _, logits = (layer.router if family == "gpt_oss" else layer.gate)(x)
+    _, _, wanted = routed(block, x)
+    topk = ids.shape[1]
+    best = logits.sort(dim=1, descending=True).values
+    apart = best[:, topk - 1] - best[:, topk] > 2**-7 * logits.abs().amax()
+    if family == "deepseek_v3":
+        apart[:] = True  # it computes logits in float32 too
+    assert apart.sum() > 100
+    assert torch.equal(ids[apart].sort().values, wanted[apart].sort().values)
 
 
 def test_the_choice_is_that_of_deepseek_v3() -> None:

@@ -16,7 +16,7 @@ from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.layer import expert_major
+from raymoe.moe.differentiable import expert_major
 from raymoe.moe.weights import generator
 from raymoe.workload.inputs import Inputs, Routing
 from raymoe.workload.measure import (
