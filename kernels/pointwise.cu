@@ -4,7 +4,7 @@
 // (rows that are streamed), ROW (one vector for all rows) or COLUMN (one element for each row). KINDS lists them; there
 // is at least one FULL input.
 //
-// A warp computes a piece of a row (pipe/pieces.cuh). The result takes the place of the first FULL input in the stage.
+// A group computes a piece of a row (pipe/pieces.cuh). The result takes the place of the first FULL input in the stage.
 
 #include "raymoe/pipe/pieces.cuh"
 

@@ -3,10 +3,16 @@
 //   factor = 1 / sqrt(mean(x^2) + eps)    g = dy * weight
 //   dx = factor * (g - x * factor^2 * mean(g * x))    d_weight = sum over rows of dy * x * factor
 //
+// With ADD, x is a sum that was stored as well (rms_norm.cu), and its own gradient is added to dx before rounding.
+//
 // The factor is computed again, because both sums over a row need one pass. A group of warps holds x and dy in
 // registers, or takes them again (pipe/gradients.cuh). dx takes the place of x in the stage.
 
 #include "raymoe/pipe/gradients.cuh"
+
+#ifndef ADD
+#define ADD 0
+#endif
 
 namespace raymoe {
 
@@ -35,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
     rms_norm_backward(const __grid_constant__ raymoe::NormBackwardParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
-    Pipe<2> pipe(p.work, p.inputs, shared);
+    Pipe<ADD ? 3 : 2> pipe(p.work, p.inputs, shared);
     const Vector<WEIGHT_TYPE> weight(p.weight);
     GroupSums sums(pipe.sums());
     VectorGradient of_weight;
@@ -59,6 +65,13 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
                 for (u32 j = 0; j < 8; ++j) {
                     of_weight.sums[i][j] += g[j] * a[j] * factor;
                     a[j] = factor * (g[j] * by[j] - a[j] * along);
+                }
+                if constexpr (ADD) {
+                    take<ROW_TYPE>(p.inputs[2], tile, r, eight_of(i), is_there(i)).unpack(g);
+#pragma unroll
+                    for (u32 j = 0; j < 8; ++j) {
+                        a[j] += g[j];
+                    }
                 }
                 if (is_there(i)) {
                     put(Elements<ROW_TYPE>::pack(a), p.dx, tile, r, eight_of(i));

@@ -3,7 +3,7 @@
 // With `end`, a count on the device, only rows before it are computed: rows of experts end there, and the time is that
 // of the rows that are there. Rows from it on keep what they held.
 //
-// A warp computes a piece of a row (pipe/pieces.cuh); the result takes the gate's place in the stage. With FP8 it
+// A group computes a piece of a row (pipe/pieces.cuh); the result takes the gate's place in the stage. With FP8 it
 // leaves as 8-bit floats, quantised from float32, by ordinary stores.
 
 #include "raymoe/pipe/pieces.cuh"
@@ -53,18 +53,18 @@ __device__ __forceinline__ void put_rows(const SwigluParams& p, const Tile& tile
 }
 
 __device__ __forceinline__ void quantise_rows(const SwigluParams& p, const Tile& tile) {
-    const u32 lane = threadIdx.x % 32;
+    const u32 thread = thread_in_group();
 #pragma unroll 1
     for (u32 r = 0; r < tile.rows; ++r) {
         float values[PIECE_VECTORS][8];
 #pragma unroll
         for (u32 i = 0; i < PIECE_VECTORS; ++i) {
-            const u32 eight = i * 32 + lane;
+            const u32 eight = i * GROUP_THREADS + thread;
             const bool there = eight < tile.eights;
             swiglu_of(take<ROW_TYPE>(p.inputs[0], tile, r, eight, there),
                       take<ROW_TYPE>(p.inputs[1], tile, r, eight, there), values[i]);
         }
-        quantise_row<PIECE_VECTORS>(p.fp8, tile.row + r, tile.first + lane, 32, tile.first + tile.eights,
+        quantise_row<PIECE_VECTORS>(p.fp8, tile.row + r, tile.first + thread, GROUP_THREADS, tile.first + tile.eights,
                                     [&](u32 i, float (&into)[8]) {
 #pragma unroll
                                         for (u32 j = 0; j < 8; ++j) {

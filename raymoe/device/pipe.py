@@ -118,7 +118,7 @@ def _switches(**switches: bool) -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class _Norm:
-    """What the norms have in common."""
+    """The shared part of the norms."""
 
     stem: str
     inputs: list[torch.Tensor]

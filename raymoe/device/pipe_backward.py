@@ -39,7 +39,7 @@ COLUMNS, SUM_THREADS = 128, 256
 class NormBackwardParams(Params):
     """Twin of the struct in kernels/include/raymoe/pipe/gradients.cuh."""
 
-    inputs: Annotated[tuple[PipeRows, ...], PipeRows.array(2)]
+    inputs: Annotated[tuple[PipeRows, ...], PipeRows.array(3)]
     dx: PipeRows
     work: PipeWork
     weight: Address
@@ -60,7 +60,11 @@ class SumPartialsParams(Params):
 
 @dataclass(frozen=True)
 class RmsNormBackward:
-    """From dy and x [T, H] to dx and d_weight [H]. `eps` is that of the forward call; nothing else of it is needed."""
+    """From dy and x [T, H] to dx and d_weight [H]. `eps` is that of the forward call; nothing else of it is needed.
+
+    After a forward call with a residual, `x` is x + residual, and `d_total` its own gradient, which is added to dx.
+    Then dx is the gradient of both x and the residual.
+    """
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -68,6 +72,7 @@ class RmsNormBackward:
     dx: torch.Tensor
     d_weight: torch.Tensor
     eps: float = 1e-6
+    d_total: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -111,16 +116,21 @@ def backward_calls(call: RmsNormBackward | LayerNormBackward, limits: Limits) ->
         raise ConfigError("the number of SMs of a backward must be known, because its groups have memory each")
     vectors = [call.d_weight, *([call.d_bias] if isinstance(call, LayerNormBackward) else [])]
     rows, hidden = call.x.shape
-    one_dtype([call.dy, call.x, call.dx])
+    total = call.d_total if isinstance(call, RmsNormBackward) else None
+    inputs = [call.dy, call.x, *([] if total is None else [total])]
+    one_dtype([*inputs, call.dx])
     one_dtype([call.weight, *vectors])
     # x, dy and a weight, and float32 sums of each vector's gradient
     registers = 2 * registers_of(call.x) + registers_of(call.weight) + 8 * len(vectors)
-    shape = row_shape(RowWork(rows, check_hidden(hidden), 16 * call.x.element_size(), registers, BUDGET), limits)
-    placed = in_stage([call.dy, call.x], shape)
+    shape = row_shape(
+        RowWork(rows, check_hidden(hidden), 8 * len(inputs) * call.x.element_size(), registers, BUDGET), limits
+    )
+    placed = in_stage(inputs, shape)
     work = work_of(shape, rows, hidden)
     stem = "rms_norm_backward" if len(vectors) == 1 else "layer_norm_backward"
+    added = () if total is None else (("ADD", "1"),)
     types = (("HIDDEN", str(hidden)), ("ROW_TYPE", row_type(call.x)), ("WEIGHT_TYPE", row_type(call.weight)))
-    source = KernelSource(stem, (NormBackwardParams, PipeRows, PipeWork), (*types, *shape.defines))
+    source = KernelSource(stem, (NormBackwardParams, PipeRows, PipeWork), (*types, *shape.defines, *added))
     groups = 0
     if rows:
         groups = max(1, min(-(-work.tiles // (shape.groups if shape.loading == "PLAIN" else 1)), limits.sms))

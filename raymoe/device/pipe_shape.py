@@ -17,6 +17,8 @@ Loading = Literal["PIPED", "IN_TURN", "PLAIN"]
 MOST_HIDDEN = 32768
 FEW_ROWS = 1024
 """Up to so many rows, kernels load them without a pipeline. Each SM gets too few to fill one. Not measured yet."""
+FEW_ROWS_OF_AN_SM = 8
+"""The same for each SM, where a caller limits their number."""
 SHARED_BYTES = 220 << 10
 """Shared memory that a block may use: what a block of Hopper has, 227 KiB, less a reserve."""
 TILE_BYTES = 8 << 10
@@ -73,7 +75,7 @@ class PipeShape:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a caller asks of a launch; None: chosen here. `stages` are those of a block."""
+    """The settings of a launch that a caller gives; None: chosen here. `stages` are those of a block."""
 
     sms: int | None = None
     stages: int | None = None
@@ -113,7 +115,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     >>> row_shape(RowWork(rows=4096, hidden=7168, eight_bytes=16, registers=8), Limits())
     PipeShape(loading='PIPED', groups=2, warps=5, stages=12, stage_bytes=14336, tile_rows=1, piece=0)
     >>> row_shape(RowWork(4096, 7168, 16, 8), Limits(stages=1))
-    PipeShape(loading='PIPED', groups=1, warps=5, stages=1, stage_bytes=14336, tile_rows=1, piece=0)
+    PipeShape(loading='PIPED', groups=1, warps=11, stages=1, stage_bytes=14336, tile_rows=1, piece=0)
     >>> row_shape(RowWork(128, 7168, 16, 8), Limits())
     PipeShape(loading='PLAIN', groups=1, warps=8, stages=1, stage_bytes=0, tile_rows=1, piece=0)
     >>> row_shape(RowWork(100000, 64, 16, 8), Limits()).tile_rows  # 8 KiB of rows in each tile
@@ -125,7 +127,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
     fitting = (SHARED_BYTES - 1024) // stage_bytes
-    loading = limits.loading or ("PLAIN" if work.rows <= FEW_ROWS and limits.stages is None else "PIPED")
+    loading = limits.loading or _loading(work.rows, limits)
     if loading == "PLAIN" or fitting < (1 if limits.stages or limits.loading else 2):
         groups = _groups(eights, max(1, budget // 2 // work.registers), PLAIN_WARPS)
         warps = PLAIN_WARPS // groups
@@ -134,40 +136,67 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
         return PipeShape("PLAIN", groups, warps, groups, 0)
     consumers = WIDE_WARPS if work.hidden > WIDE else CONSUMER_WARPS
     most = _groups(eights, max(1, budget // work.registers), consumers)
-    warps = consumers // most
     if loading == "IN_TURN":
-        groups = min(most, fitting)
-        return PipeShape("IN_TURN", groups, warps, groups, stage_bytes, tile_rows)
-    groups, stages = _divided(most, fitting, limits.stages)
-    return PipeShape("PIPED", groups, warps, stages, stage_bytes, tile_rows)
+        groups = stages = min(most, fitting)
+    else:
+        groups, stages = _divided(most, fitting, limits.stages)
+    return PipeShape(loading, groups, consumers // groups, stages, stage_bytes, tile_rows)
 
 
 PIECE = 256
-"""Eight-element units of a piece: one for each thread of a warp, eight times."""
+"""Eight-element units of a piece for each warp of its group: eight for each thread."""
 
 
 def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
-    """The shape for kernels that work on each element alone; each group is one warp.
+    """The shape for kernels that work on each element alone. With few stages, groups of more warps share a piece.
 
     >>> piece_shape(RowWork(rows=4096, hidden=2048, eight_bytes=32), Limits())
     PipeShape(loading='PIPED', groups=11, warps=1, stages=22, stage_bytes=8192, tile_rows=1, piece=256)
+    >>> piece_shape(RowWork(4096, 2048, 32), Limits(stages=8))
+    PipeShape(loading='PIPED', groups=4, warps=2, stages=8, stage_bytes=16384, tile_rows=2, piece=256)
     >>> piece_shape(RowWork(4096, 64, 16), Limits())
     PipeShape(loading='PIPED', groups=11, warps=1, stages=44, stage_bytes=4096, tile_rows=32, piece=8)
     """
-    eights = work.hidden // 8
-    piece = min(eights, PIECE)
-    tile_rows = max(1, min(PIECE // eights, work.rows)) if eights <= PIECE else 1
-    stage_bytes = tile_rows * piece * work.eight_bytes
-    fitting = (SHARED_BYTES - 1024) // stage_bytes
-    loading = limits.loading or ("PLAIN" if work.rows <= FEW_ROWS and limits.stages is None else "PIPED")
+    loading = limits.loading or _loading(work.rows, limits)
     if loading == "PLAIN":
         groups = 4 if limits.sms is None else PLAIN_WARPS
+        tile_rows, piece = _tile(work, PIECE)
         return PipeShape("PLAIN", groups, 1, groups, 0, tile_rows, piece)
+    room = (SHARED_BYTES - 1024) // work.eight_bytes  # eights of all stages together
     if loading == "IN_TURN":
-        groups = min(CONSUMER_WARPS, fitting)
-        return PipeShape("IN_TURN", groups, 1, groups, stage_bytes, tile_rows, piece)
-    groups, stages = _divided(CONSUMER_WARPS, fitting, limits.stages)
-    return PipeShape("PIPED", groups, 1, stages, stage_bytes, tile_rows, piece)
+        tile_rows, piece = _tile(work, PIECE)
+        groups = stages = min(CONSUMER_WARPS, room // (tile_rows * piece))
+    elif limits.stages is None:
+        tile_rows, piece = _tile(work, PIECE)
+        groups, stages = _divided(CONSUMER_WARPS, room // (tile_rows * piece), None)
+    else:
+        groups, stages = _divided(CONSUMER_WARPS, room // SCALED_EIGHTS, limits.stages)
+        most = room // stages // SCALED_EIGHTS * SCALED_EIGHTS
+        tile_rows, piece = _tile(work, min(PIECE * (CONSUMER_WARPS // groups), most))
+    warps = CONSUMER_WARPS // groups if limits.stages else 1
+    return PipeShape(loading, groups, warps, stages, tile_rows * piece * work.eight_bytes, tile_rows, piece)
+
+
+def _loading(rows: int, limits: Limits) -> Loading:
+    """Whether to use the pipeline. This is the one place that decides it.
+
+    >>> _loading(1000, Limits()), _loading(1000, Limits(sms=48)), _loading(1000, Limits(stages=1))
+    ('PLAIN', 'PIPED', 'PIPED')
+    """
+    few = FEW_ROWS if limits.sms is None else min(FEW_ROWS, FEW_ROWS_OF_AN_SM * limits.sms)
+    return "PLAIN" if rows <= few and limits.stages is None else "PIPED"
+
+
+SCALED_EIGHTS = 16
+"""Eight-element units with one scale as 8-bit floats. A piece holds whole blocks of them."""
+
+
+def _tile(work: RowWork, eights: int) -> tuple[int, int]:
+    """Rows of a tile of about so many eights, and the eights of a piece of a row."""
+    width = work.hidden // 8
+    if width > eights:
+        return 1, eights
+    return max(1, min(eights // width, work.rows)), width
 
 
 def _groups(eights: int, vectors: int, block: int) -> int:

@@ -46,6 +46,8 @@ class Carried:
     where: Array  # [N] the row of the carrier's table that holds each
     number: int
     """The number of the dispatch in its exchange, the same on all ranks."""
+    home: object = None
+    """The state that the carrier's dispatch left for its combine."""
 
 
 @dataclass
@@ -205,6 +207,9 @@ class CpuBackend:
 
     def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
         self._rank, self._size, self._spec = world.rank, world.size, spec
+        # A row leaves once for each (token, rank). Where there are several domains, once for each (token, domain).
+        self._domains = world.domains
+        self._destinations = world.domains if world.domains > 1 else world.size
         self._carrier = carrier
         self._own_refusal: DataRefused | None = None
         self._dispatches = 0
@@ -213,12 +218,13 @@ class CpuBackend:
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         n = len(tokens.x) if tokens.num_tokens is None else int(tokens.num_tokens.item())
         topk_idx, topk_weights = tokens.topk_idx.numpy()[:n], tokens.topk_weights.numpy()[:n]
-        sending = Sending.of(topk_idx, topk_weights, self._size, self._spec.experts)
+        sending = Sending.of(topk_idx, topk_weights, self._destinations, self._spec.experts)
         arrived = self._carrier.dispatch(tokens.x, sending)
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
         self._dispatches += 1
-        state = _DispatchState(placement, Carried(sending, arrived.counts, arrived.where, self._dispatches))
+        carried = Carried(sending, arrived.counts, arrived.where, self._dispatches, arrived.home)
+        state = _DispatchState(placement, carried)
         self._note_own_refusal(state.refusal)
         x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
         if out is not None and len(placement.index):
@@ -274,6 +280,11 @@ class CpuBackend:
         return 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
 
     def pack(self, got: Dispatched) -> torch.Tensor:
+        if self._domains > 1:
+            raise ConfigError(
+                f"gradients through an exchange between {self._domains} domains; it has none: take a world of one "
+                "domain, or call it under torch.no_grad()"
+            )
         state, K = _state_of(got), self._spec.topk
         placement, carried = state.placement, state.carried
         refusal = np.frombuffer(placement.refusal.pack(), np.int32)

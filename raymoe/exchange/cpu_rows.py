@@ -59,6 +59,18 @@ class Bags:
         sizes[where] = np.diff(self.starts)
         return Bags(self.index, starts_of(sizes), self.weights)
 
+    def take(self, order: Array) -> Bags:
+        """Put bag `order[i]` at i.
+
+        >>> bags = Bags(np.array([5, 6, 7]), np.array([0, 1, 3])).take(np.array([1, 0]))
+        >>> bags.index.tolist(), bags.starts.tolist()
+        ([6, 7, 5], [0, 2, 3])
+        """
+        sizes = np.diff(self.starts)[order]
+        entries = places_in_runs(sizes, self.starts[:-1][order])
+        weights = None if self.weights is None else self.weights.take(entries)
+        return Bags(self.index.take(entries), starts_of(sizes), weights)
+
 
 # The source's side of a dispatch.
 
@@ -135,6 +147,8 @@ class Arrived:
     counts: Array  # [R] how many of the N rows each source sent
     zero_row: int  # a row of `table` that holds zeros
     refusal: Refusal = NO_REFUSAL
+    home: object = None
+    """The state that the carrier's combine needs; None where it needs no more than `Carried` has."""
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""What other frameworks need to run on raymoe: one file for each. None is imported unless a program asks for it."""
+"""Adapters that let other frameworks run on raymoe, one file each. None is imported unless a program asks for it."""

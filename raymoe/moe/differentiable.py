@@ -167,7 +167,7 @@ def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torc
     return dy.new_empty(found.spec.rows(found.world.size), dy.shape[1])
 
 
-# What they have in common.
+# Their shared parts.
 
 
 def _moved(exchange: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Dispatched]:

@@ -85,8 +85,9 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     drows, dweight = new_like(rows), new_like(weight)
     given = as_rows(dy), as_rows(rows), as_vector(weight), as_rows(drows), dweight
-    pipe_backward.rms_norm_backward(pipe_backward.RmsNormBackward(*given, eps), limits)
-    return drows if dtotal is None else drows.add_(dtotal), dweight
+    added = None if dtotal is None else as_rows(dtotal)
+    pipe_backward.rms_norm_backward(pipe_backward.RmsNormBackward(*given, eps, added), limits)
+    return drows, dweight
 
 
 def layer_norm_backward(

@@ -17,13 +17,13 @@ from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.norm import rms_norm
-from raymoe.moe.router import Router, RouterForm, Routing
+from raymoe.moe.router import Routed, Router, RouterForm
 from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights
 
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What a layer computes, besides the sizes that its exchange has.
+    """The computation of a layer, besides the sizes that its exchange has.
 
     The output is experts(h) + shared(h), plus x with `residual`. h is RMSNorm of x, or x itself where `norm` is None.
     """
@@ -111,7 +111,7 @@ class MoELayer(nn.Module):
         h = flat if self.norm is None else self.norm(flat)
         router = self._modules[self._router_name]
         assert router is not None
-        routing: Routing = router(h)
+        routing: Routed = router(h)
         y = self.routed(h, routing.topk_idx, routing.topk_weights)
         if (shared := self._modules.get(self._shared_name)) is not None:
             y = y + shared(h)

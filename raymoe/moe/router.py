@@ -67,7 +67,7 @@ class RouterForm:
         return self.experts // self.groups
 
 
-class Routing(NamedTuple):
+class Routed(NamedTuple):
     """The choice for each token, in the form that a dispatch takes, and the logits that led to it."""
 
     topk_idx: torch.Tensor  # int64[T', K]
@@ -161,12 +161,12 @@ class Router(nn.Module):
         self.bias = None if bias is None else _parameter(bias)
         self.register_buffer("e_score_correction_bias", correction)
 
-    def forward(self, x: torch.Tensor) -> Routing:
+    def forward(self, x: torch.Tensor) -> Routed:
         """Map x[T', H] to the experts of each token, best first, and their weights."""
         bias = None if self.bias is None else self.bias.float()
         logits = nn.functional.linear(x.float(), self.weight.float(), bias)
         ids, weights = route(logits, self.form, self.e_score_correction_bias)
-        return Routing(ids, weights, logits)
+        return Routed(ids, weights, logits)
 
 
 def _parameter(tensor: torch.Tensor) -> nn.Parameter:

@@ -80,7 +80,7 @@ class Fault:
             "exit": code,
             "seconds": round(took if self.noticed_after is None else self.noticed_after, 2),
             "gone_seconds": None if left or (self.noticed_after and code == 0) else round(max(took, gone), 2),
-            "last_line": without_places(self.run.last_line()) if code != 0 else "",
+            "last_line": without_places(self.run.last_line()) if code not in (0, 137) else "",
             "kept": [name for name in KEPT if (directory / name).is_file()],
             **cases_of(directory),
             "processes_left": len(left),
@@ -108,7 +108,7 @@ def cases_of(directory: Path) -> Line:
 
 
 def without_places(text: str) -> str:
-    """Replace what differs from run to run: paths, process ids, ids of nodes and workers.
+    """Replace what differs from run to run: paths, process ids, ids of nodes, jobs and workers.
 
     >>> without_places("rank 1 (pid 4711) died in `run`: Aborted; its log: /tmp/x/worker-0a1b-01-4711.err")
     'rank 1 (pid N) died in `run`: Aborted; its log: …/worker-….err'
@@ -117,4 +117,5 @@ def without_places(text: str) -> str:
     text = re.sub(r"worker-[\w-]+\.", "worker-….", text)
     text = re.sub(r"…/raymoe-\w+", "…/raymoe-…", text)
     text = re.sub(r"\bpid \d+", "pid N", text)
-    return re.sub(r"\bnode [0-9a-f]{12}\b", "node ID", text)
+    text = re.sub(r"\bjob \S+-\d{8}T\d{6}Z-[a-z]{4}\b", "job ID", text)
+    return re.sub(r"\bnode [0-9a-f]{12} \([\d.]+\)", "node ID (IP)", text)

@@ -80,6 +80,9 @@ def check_gradients(x: torch.Tensor, limits: Limits) -> None:
             layer_norm_backward(LayerNormBackward(dy, x, weight, dx, d_weight, d_bias, EPS), limits)
             close(d_bias, plus.grad, size=4 * rows**0.5)
         close(dx, wide.grad, size=10)
+        if kind == "rms":
+            rms_norm_backward(RmsNormBackward(dy, x, weight, dx, d_weight, EPS, d_total=dy), limits)
+            close(dx, wide.grad + dy.double(), size=10)
         close(d_weight, by.grad, size=10 * rows**0.5)
 
 

@@ -79,7 +79,7 @@ def scales_for(rows: int, hidden: int, layout: str) -> torch.Tensor:
 def judge_fp8(values: torch.Tensor, scales: torch.Tensor, want: torch.Tensor) -> None:
     """Values times scales must be `want` within one rounding; scales are the blocks' largest magnitudes over 448."""
     hidden = want.shape[1]
-    padded = torch.nn.functional.pad(want, (0, -hidden % 128)).view(want.shape[0], -1, 128)
+    padded = torch.nn.functional.pad(want, (0, -hidden % 128)).view(want.shape[0], -(-hidden // 128), 128)
     largest = padded.abs().amax(2)
     assert torch.allclose(scales.double(), torch.where(largest == 0, 1.0, largest / 448), rtol=1e-5)
     got = values.double() * scales.double().repeat_interleave(128, 1)[:, :hidden]

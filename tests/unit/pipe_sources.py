@@ -57,13 +57,14 @@ def pieces(
 
 def backwards(
     hidden: int, dtype: torch.dtype = torch.bfloat16, loading: Loading | None = None
-) -> tuple[KernelSource, KernelSource, KernelSource]:
-    """The gradients of RMSNorm and LayerNorm, and the sums of their partials."""
+) -> tuple[KernelSource, ...]:
+    """The gradients of RMSNorm and LayerNorm, the sums of their partials, and the gradients of add + RMSNorm."""
     x, weight = tensor(ROWS, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
     limits = Limits(132, loading=loading)
     rms = backward_calls(RmsNormBackward(x, x, weight, x, weight), limits)
     layer = backward_calls(LayerNormBackward(x, x, weight, x, weight, weight), limits)
-    return rms.gradients.source, layer.gradients.source, layer.sums.source
+    added = backward_calls(RmsNormBackward(x, x, weight, x, weight, d_total=x), limits)
+    return rms.gradients.source, layer.gradients.source, layer.sums.source, added.gradients.source
 
 
 def pipe_sources() -> list[KernelSource]:
@@ -72,22 +73,21 @@ def pipe_sources() -> list[KernelSource]:
         dict.fromkeys(
             [
                 *norms(7168),
-                *norms(7168, fp8=True),
-                *norms(7168, torch.float32),
+                *norms(7168, fp8=True)[1:],
+                norms(7168, torch.float32)[1],
                 norms(32768, torch.float16)[0],
-                *norms(7168, limits=IN_TURN)[:2],
-                *norms(7168, limits=PLAIN, fp8=True)[::2],
-                norms(72, limits=PLAIN)[1],
-                norms(72, limits=Limits(48, loading="PLAIN"))[0],
+                norms(7168, limits=IN_TURN)[1],
+                norms(7168, limits=PLAIN, fp8=True)[2],
+                norms(72, limits=Limits(48, loading="PLAIN"))[1],
                 norms(32768, torch.float32)[0],
                 *backwards(7168),
-                *backwards(7168, torch.float32),
-                *backwards(7168, torch.float16, "PLAIN"),
+                backwards(7168, torch.float32)[1],
+                backwards(7168, torch.float16, "PLAIN")[0],
                 backwards(32768)[0],
                 *pieces(),
                 pieces(fp8=True)[0],
-                *pieces(torch.float32, fp8=True),
-                *pieces(torch.float16, limits=PLAIN)[::2],
+                *pieces(torch.float32, fp8=True)[::2],
+                pieces(torch.float16, limits=PLAIN)[1],
             ]
         )
     )

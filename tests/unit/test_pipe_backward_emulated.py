@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ class Case:
     weight: torch.dtype | None = None
     gap: int = 0
     budget: int = 96
+    add: bool = False
 
 
 CASES = {
@@ -50,6 +51,8 @@ CASES = {
     "in turn": Case(7, 264, limits=IN_TURN),
     "plain": Case(9, 264, limits=PLAIN),
     "plain, rows taken again": Case(5, 1288, limits=PLAIN, budget=512),
+    "a gradient of the sum": Case(9, 264, add=True),
+    "a gradient of the sum, plain, float32": Case(5, 136, F32, PLAIN, add=True),
     "one row": Case(1, 72),
     "no rows": Case(0, 72),
 }
@@ -63,6 +66,8 @@ def gradients(case: Case, kind: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
     dx, vectors = Strided.empty(case.rows, case.hidden, case.dtype, case.gap), [torch.full_like(vector, 7.0)]
     if kind == "rms":
         asked = RmsNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
+        if case.add:
+            asked = replace(asked, d_total=filled(case.rows, case.hidden, case.dtype, case.gap, 6).matrix)
     else:
         vectors.append(torch.full_like(vector, 7.0))
         asked = LayerNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
@@ -90,6 +95,8 @@ def test_gradients_equal_float64(case: Case, kind: str, monkeypatch: pytest.Monk
         centred = x - x.mean(1, keepdim=True)
         y = centred / (centred.square().mean(1, keepdim=True) + EPS).sqrt() * weight + bias
     y.backward(dy)
+    if case.add and kind == "rms":
+        x.grad += filled(case.rows, case.hidden, case.dtype, case.gap, 6).matrix.double()
     close(dx, x.grad, size=1)
     for got, want in zip(vectors, (weight.grad, bias.grad), strict=False):
         close(got, torch.zeros_like(weight) if want is None else want, size=4 * max(1, case.rows) ** 0.5)

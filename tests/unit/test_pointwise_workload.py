@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -14,9 +15,13 @@ from raymoe.errors import ConfigError, WrongResult
 from raymoe.memory.world import World
 from raymoe.report.results import KEYS, complete, decode, encode
 from raymoe.workload import Progress, run_case
+from raymoe.workload.clock import TimedOp
 from raymoe.workload.memory_needed import bytes_per_rank, device_bytes
+from raymoe.workload.pointwise import gpu as pointwise_gpu
 from raymoe.workload.pointwise import run as pointwise_run
+from raymoe.workload.pointwise.gpu import GpuClock
 from raymoe.workload.pointwise.operations import OPERATIONS, Sizes, drawn, error_of
+from raymoe.workload.pointwise.run import RowStep
 from raymoe.workload.pointwise.systems import OURS, SYSTEMS, Task, _formula
 from tests.unit.ranks import RankPool
 
@@ -81,6 +86,14 @@ def test_formulas_agree_with_the_oracle(op, dtype):
     task = Task(op, drawn(op, sizes, 0, CPU), sizes)
     for compute in (SYSTEMS[OURS](task), SYSTEMS["eager"](task), lambda: _formula(op, task.given)):
         assert error_of(op, compute(), task.tensors, sizes) <= OPERATIONS[op].bound(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_formulas_compile_without_a_break(op):
+    task = Task(op, drawn(op, SIZES, 0, CPU), SIZES)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *given: _formula(op, list(given)), fullgraph=True, backend="aot_eager")
+    assert error_of(op, compiled(*task.given), task.tensors, SIZES) <= OPERATIONS[op].bound(torch.bfloat16)
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -160,3 +173,61 @@ def test_memory_grows_with_the_rows():
     assert sizes == sorted(sizes) and sizes[-1] > 65536 * 7168 * 2 * 4
     assert bytes_per_rank(load_job("norm", ["world.device=cpu"])) > 0
     assert len(load_job("norm").cases()) == 70 and len(load_job("norm_sms").cases()) == 60
+
+
+# The clock of GPUs, on fake streams and graphs.
+
+
+class Stream:
+    cuda_stream = 7
+
+    def __init__(self, _: Any) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class GraphClock:
+    """Keeps the memory of the last run, as a graph does: a replay writes the same results there."""
+
+    def __init__(self, *_: Any, captured: bool, calls: int) -> None:
+        self.captured, self.calls, self.spoilt = captured, calls, False
+
+    def timed(self, work: Any) -> TimedOp:
+        work()
+        found = next(cell.cell_contents for cell in work.__closure__ if isinstance(cell.cell_contents, GpuClock))._found
+        wanted = [each.clone() for each in found]
+
+        def replay() -> None:
+            for mine, his in zip(found, wanted, strict=True):
+                if not self.spoilt:
+                    mine.copy_(his)
+
+        return TimedOp(replay, replay)
+
+    def us_cold(self, op: TimedOp) -> float:
+        op.cold()
+        return 4.0
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_the_clock_of_gpus_verifies_what_a_replay_writes(monkeypatch, spoilt):
+    entered: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: entered.append(stream) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(pointwise_gpu, "TorchGraphClock", GraphClock)
+    world = type("AnyWorld", (), {"device": CPU})()
+    task = Task("layer_norm_backward", drawn("layer_norm_backward", SIZES, 0, CPU), SIZES)
+    clock = GpuClock(world, tokens=21, graph="auto")
+    step = RowStep(world, "eager", task, clock)
+    assert len(entered) == 1, "the function was made outside the stream"
+    clock._clock.spoilt = spoilt
+    assert clock.captured and clock._clock.captured and clock._clock.calls == 20
+    plain, verified = step(0, verify=False), step(1, verify=True)
+    assert plain.us == (4.0,) and plain.error is None
+    assert verified.error is not None and (verified.error <= 1e-2) != spoilt
+    clock.close()

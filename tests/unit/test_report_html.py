@@ -295,11 +295,15 @@ class Outcome:
 
 
 def execute(monkeypatch, out: Path, exit_code: int = 0) -> int:
+    return outcome_of(monkeypatch, out, exit_code).exit_code
+
+
+def outcome_of(monkeypatch, out: Path, exit_code: int) -> RunOutcome:
     monkeypatch.setattr(run_module, "run_in_child", Outcome(exit_code))
     with RunDirectory.create(out, "quick") as directory:
         job = load_job("host_exchange", ["world.ranks=2"])
         directory.write_config(job.resolved())
-        return run_module._run(job, directory, run_module.Request("host_exchange", quiet=False), None).exit_code
+        return run_module._run(job, directory, run_module.Request("host_exchange", quiet=False), None)
 
 
 @pytest.mark.parametrize(("code", "words"), [(0, "✓ Done"), (4, "✕ Failed")])
@@ -313,8 +317,10 @@ def test_a_run_writes_its_page_at_its_end(monkeypatch, tmp_path, capsys, code, w
 def test_a_disk_that_refuses_the_page_fails_a_run_that_was_done(monkeypatch, tmp_path, capsys, code, ends):
     (tmp_path / "run" / "report.html" / "in the way").mkdir(parents=True)
     monkeypatch.setattr("raymoe.report.directory.PAGE", "nothing")  # else it could not be removed at the start
-    assert execute(monkeypatch, tmp_path / "run", code) == ends
-    assert "cannot write" in capsys.readouterr().err
+    outcome = outcome_of(monkeypatch, tmp_path / "run", code)
+    assert outcome.exit_code == ends
+    told = outcome.message if code == 0 else capsys.readouterr().err  # `run` prints the message of the outcome last
+    assert "cannot write" in told
 
 
 def test_a_bug_of_the_page_is_told_and_changes_no_exit_code(monkeypatch, tmp_path, capsys):

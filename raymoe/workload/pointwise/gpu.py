@@ -30,7 +30,6 @@ class GpuClock:
 
     def __init__(self, world: World, tokens: int, graph: Literal["auto"] | bool) -> None:
         new_stream: Any = torch.cuda.Stream  # has no annotations
-        self._gpu = world.gpu
         self._stream = new_stream(world.device)
         self._stream.wait_stream(torch.cuda.current_stream(world.device))
         self.captured = graph is not False
@@ -38,11 +37,13 @@ class GpuClock:
         self._found: Results = ()
         self._timed: TimedOp | None = None
 
-    def ready(self, compute: Compute) -> Callable[[], float]:
-        def work() -> None:
-            self._found = compute()
-
+    def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
         with torch.cuda.stream(self._stream):
+            compute = make()
+
+            def work() -> None:
+                self._found = compute()
+
             work()  # compiles, loads and allocates before the capture
             self._settle()
             timed = self._clock.timed(work)

@@ -28,8 +28,11 @@ class RowClock(Protocol):
 
     captured: bool
 
-    def ready(self, compute: Compute) -> Callable[[], float]:
-        """Prepare a function to be timed; return a function that takes a sample, in microseconds."""
+    def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
+        """Make a function and prepare it to be timed; return a function that takes a sample, in microseconds.
+
+        It is made on the stream that is timed: a backward by autograd works on the stream of its forward.
+        """
 
     def results(self) -> Results:
         """Compute once more in the same way, and return the results."""
@@ -126,7 +129,12 @@ def _line(case: Case, task: Task, system: str, measured: Measured | None, reason
         return keys | {"samples": 0, "skipped": reason}
     line = result_line(case, task.op, Traffic(0, 0), measured, 0) | keys
     us = float(str(line["us_p50"]))
-    return line | {"bytes_wire": None, "bytes_memory": task.nbytes, "gbps_memory": task.nbytes / us / 1e3}
+    # A cold time is a difference of two samples, which may be negative for a few rows.
+    return line | {
+        "bytes_wire": None,
+        "bytes_memory": task.nbytes,
+        "gbps_memory": task.nbytes / us / 1e3 if us > 0 else None,
+    }
 
 
 class RowStep:
@@ -134,7 +142,7 @@ class RowStep:
 
     def __init__(self, world: World, system: str, task: Task, clock: RowClock) -> None:
         self._world, self._system, self._task, self._clock = world, system, task, clock
-        self._sample = clock.ready(SYSTEMS[system](task))
+        self._sample = clock.ready(lambda: SYSTEMS[system](task))
 
     def __call__(self, index: int, *, verify: bool) -> Step:  # noqa: ARG002  (all steps have the same tensors)
         us = self._sample()
@@ -156,9 +164,9 @@ class CpuClock:
         self._world = world
         self._compute: Compute | None = None
 
-    def ready(self, compute: Compute) -> Callable[[], float]:
-        compute()
-        self._compute = compute
+    def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
+        self._compute = make()
+        self._computed()
         return self._sample
 
     def _sample(self) -> float:

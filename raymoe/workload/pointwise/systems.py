@@ -182,7 +182,10 @@ def _compiled(task: Task) -> Compute:
     _need_gpu(task, "torch.compile")
     given, op = task.given, task.op
     torch.compiler.reset()  # torch gives up on a function that it has compiled for eight shapes
-    compiled = torch.compile(lambda *tensors: _formula(op, list(tensors)), fullgraph=True, dynamic=False)
+    options: dict[str, Any] = {"compile_threads": 1}  # else torch starts processes, which nobody here would end
+    compiled = torch.compile(
+        lambda *tensors: _formula(op, list(tensors)), fullgraph=True, dynamic=False, options=options
+    )
     return lambda: compiled(*given)
 
 
@@ -221,18 +224,16 @@ def _liger(task: Task) -> Compute:
 
 def _quack(task: Task) -> Compute:
     _need_gpu(task, "Quack")
-    base = task.op.removesuffix("_backward")
-    if base not in ("rms_norm", "add_rms_norm", "layer_norm") or task.op == "add_rms_norm_backward":
-        raise Unavailable(f"Quack has no {task.op}")
+    if task.op not in ("rms_norm", "rms_norm_backward", "add_rms_norm", "layer_norm"):
+        raise Unavailable(f"Quack has no {task.op} of these tensors")
     quack = _imported("quack.rmsnorm", "Quack")
-    calls: dict[str, Callable[..., Results]] = {
-        "rms_norm": lambda x, weight: (quack.rmsnorm(x, weight, eps=EPS),),
-        "add_rms_norm": lambda x, residual, weight: quack.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)[
-            :2
-        ],
-        "layer_norm": lambda x, weight, bias: (quack.layernorm_fwd(x, weight.float(), bias.float(), eps=EPS),),
-    }
-    return _by(task, calls[base])
+    if task.op == "layer_norm":
+        x, weight, bias = task.given[0], task.given[1].float(), task.given[2].float()  # it takes these as float32
+        return lambda: (quack.layernorm_fwd(x, weight, bias, eps=EPS),)
+    if task.op == "add_rms_norm":
+        x, residual, weight = task.given
+        return lambda: quack.rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)[:2]
+    return _by(task, lambda x, weight: (quack.rmsnorm(x, weight, eps=EPS),))
 
 
 def _by(task: Task, function: Callable[..., Results]) -> Compute:

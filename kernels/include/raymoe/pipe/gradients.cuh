@@ -1,4 +1,4 @@
-// What the backward kernels of the norms share: their parameters, and the gradients of vectors over all rows.
+// The shared parts of the norms' backward kernels: their parameters, and the gradients of vectors over all rows.
 //
 // Each group sums its rows' parts of a vector's gradient in registers, in the order of its turns, and stores the sum in
 // a row of its own. sum_partials.cu adds these rows in their order. So a gradient is the same in every run on the same
@@ -10,7 +10,7 @@
 namespace raymoe {
 
 struct NormBackwardParams {
-    PipeRows inputs[2];  // dy; x
+    PipeRows inputs[3];  // dy; x; with ADD the gradient of x + residual, which is added to dx
     PipeRows dx;         // has the offset of x
     PipeWork work;
     const u8* weight;    // [HIDDEN]

@@ -1,4 +1,4 @@
-// What the forward kernels of the norms share: their parameters, and how a row's results leave.
+// The shared parts of the norms' forward kernels: their parameters, and how a row's results leave.
 #pragma once
 
 #include "raymoe/pipe/rows.cuh"

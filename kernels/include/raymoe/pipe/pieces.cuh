@@ -1,4 +1,5 @@
-// Kernels that work on each element alone: a group is one warp, and a tile is a piece of a row, or some short rows.
+// Kernels that work on each element alone: a tile is a piece of a row, or some short rows. A group is one warp, or more
+// if there are few stages.
 #pragma once
 
 #include "raymoe/pipe/elements.cuh"
@@ -9,7 +10,7 @@
 
 namespace raymoe {
 
-constexpr u32 PIECE_VECTORS = 8;  // of a thread in one piece: PIECE of raymoe/device/pipe_shape.py is 32 times as many
+constexpr u32 PIECE_VECTORS = 8;  // of a thread at most: PIECE of raymoe/device/pipe_shape.py is 32 times as many
 constexpr u32 TOGETHER = 2;       // vectors whose loads overlap
 
 // The work of rows before `*end`, a count on the device; all of it if `end` is null.
@@ -31,12 +32,12 @@ __device__ __forceinline__ void for_each_vectors(const Tile& tile, Compute compu
 #pragma unroll 1
     for (u32 r = 0; r < tile.rows; ++r) {
 #pragma unroll 1
-        for (u32 begin = 0; begin < tile.eights; begin += TOGETHER * 32) {
+        for (u32 begin = 0; begin < tile.eights; begin += TOGETHER * GROUP_THREADS) {
             u32 eights[TOGETHER];
             bool there[TOGETHER];
 #pragma unroll
             for (u32 k = 0; k < TOGETHER; ++k) {
-                eights[k] = begin + k * 32 + threadIdx.x % 32;
+                eights[k] = begin + k * GROUP_THREADS + thread_in_group();
                 there[k] = eights[k] < tile.eights;
             }
             compute(r, eights, there);

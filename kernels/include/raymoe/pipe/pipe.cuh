@@ -18,6 +18,7 @@
 // A thread can tell only the parity of a phase, so it must never wait two phases ahead:
 //   full    turn t - STAGES is of the same group, which has waited for it before
 //   empty   the producer has waited for the phase before, at turn t - STAGES
+// tests/explorer/pipe.py searches every order of these steps, also with stages that are no multiple.
 //
 // Order, at each place where a stage changes hands:
 //   load -> reads      the wait for `full` acquires the bytes that completed it
