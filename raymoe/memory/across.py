@@ -19,30 +19,32 @@ import os
 import pickle
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed
 
-from raymoe.errors import ConfigError, PeerTimeout, WiringError
+from raymoe.errors import Aborted, ConfigError, PeerTimeout, WiringError
 from raymoe.memory.board import MAX_MESSAGE
 from raymoe.memory.wait import named_by_world
 
 if TYPE_CHECKING:
+    from raymoe.memory.wait import Waiter
     from raymoe.memory.world import World
 
 LOOPBACK = "127.0.0.1"
 _CLOSING_S = 2.0  # rank 0 waits this long for the others to leave
+_SLICE_S = 0.02  # limits the delay of an abort; an answer wakes its caller at once
 _MAC_BYTES = 32
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _FAR_ADDRESS = ("192.0.2.1", 9)  # of documentation: the kernel chooses a route to it, and nothing is sent
 
-T = TypeVar("T")
 _c10d: Any = distributed  # torch's stubs lack its stores
 
 # Addresses
@@ -121,13 +123,63 @@ def connect(address: StoreAddress, timeout_s: float) -> Any:
         ) from error
 
 
+class BoundedStore:
+    """A store whose calls end: a call of torch's store does not return while the process of rank 0 is stopped.
+
+    A thread of its own makes the calls. After one that failed or took too long, every call raises.
+    """
+
+    def __init__(self, store: Any, waiter: Waiter) -> None:
+        self.raw = store
+        self._waiter, self._broken = waiter, False
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        threading.Thread(target=_answer, args=(store, self._calls), name="raymoe store", daemon=True).start()
+
+    def ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
+        """Call a method of the store. Raises RuntimeError if its server is gone or does not answer in time."""
+        if self._broken:
+            raise RuntimeError("the store of rank 0 did not answer before")
+        call, end = _Call(method, arguments), time.monotonic() + timeout_s
+        self._calls.put(call)
+        while not call.done.wait(_SLICE_S):
+            self._waiter.check()
+            if time.monotonic() > end:
+                self._broken = True
+                raise RuntimeError(f"the store of rank 0 did not answer within {timeout_s:.1f} s")
+        if call.error is not None:
+            self._broken = True  # torch prints a trace for each call of a store that is gone
+            raise call.error
+        return call.result
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+
+@dataclass
+class _Call:
+    method: str
+    arguments: tuple[object, ...]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: Exception | None = None
+
+
+def _answer(store: Any, calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call.result = getattr(store, call.method)(*call.arguments)
+        except Exception as error:  # noqa: BLE001  `ask` raises it
+            call.error = error
+        call.done.set()
+
+
 # Rounds
 
 
 class StoreBoard:
     """Rounds in which the ranks of all domains take part, in one order."""
 
-    def __init__(self, world: World, domain: World, store: Any, secret: bytes) -> None:
+    def __init__(self, world: World, domain: World, store: BoundedStore, secret: bytes) -> None:
         self._rank, self._size, self._waiter, self._domain = world.rank, world.size, world.waiter, domain
         self._first = world.rank - domain.rank
         inside = range(self._first, self._first + domain.size)
@@ -146,15 +198,16 @@ class StoreBoard:
         if too_long := len(message) > MAX_MESSAGE:
             message = f"{len(message)} bytes posted in {what}; a message holds at most {MAX_MESSAGE}".encode()
         record = pickle.dumps((what, too_long, message))
-        self._ask(what, start, lambda: self._store.set(self._key(self._rank), self._mac(self._rank, record) + record))
+        end = start + limit
+        self._ask(what, end, "set", self._key(self._rank), self._mac(self._rank, record) + record)
         records: dict[int, Any] = self._inside(what, record, limit)
         keys = [self._key(rank) for rank in self._elsewhere]
-        if not self._ask(what, start, lambda: self._store.check(keys)):
+        if not self._ask(what, end, "check", keys):
             for rank, key in zip(self._elsewhere, keys, strict=True):
-                self._wait(what, rank, key, start, limit)
-        found = self._ask(what, start, lambda: self._store.multi_get(keys))
+                self._wait(what, rank, key, start, end)
+        found = self._ask(what, end, "multi_get", keys)
         records |= {rank: self._opened(rank, each) for rank, each in zip(self._elsewhere, found, strict=True)}
-        self._ask(what, start, lambda: self._store.delete_key(self._key(self._rank, self._epoch - 1)))
+        self._ask(what, end, "delete_key", self._key(self._rank, self._epoch - 1))
         return [self._read(what, rank, records[rank]) for rank in range(self._size)]
 
     def close(self, together: bool) -> None:
@@ -162,15 +215,17 @@ class StoreBoard:
 
         Else rank 0 leaks the server, which ends with the process: others may still wait, and must find who is missing.
         """
-        store, self._store = self._store, None
-        if not together:
-            if self._rank == 0:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-            return
-        with suppress(RuntimeError, PeerTimeout):  # a peer that is gone needs no store
-            store.add("gone", 1)
-            if self._rank == 0:
-                self._waiter.until("close", 1, lambda: int(store.add("gone", 0)) >= self._size, _CLOSING_S)
+        if together:
+            with suppress(RuntimeError, Aborted):  # a peer that is gone needs no store
+                self._store.ask("add", "gone", 1, timeout_s=_CLOSING_S)
+                if self._rank == 0:
+                    self._waiter.until("close", 1, self._all_gone, _CLOSING_S)
+        elif self._rank == 0:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store.raw))
+        self._store.close()
+
+    def _all_gone(self) -> bool:
+        return bool(self._store.ask("add", "gone", 0, timeout_s=_CLOSING_S) >= self._size)
 
     def _inside(self, what: str, record: bytes, limit: float) -> dict[int, Any]:
         """Swap records in this rank's domain."""
@@ -178,23 +233,23 @@ class StoreBoard:
             theirs = self._domain.swap(record, "a round between domains", limit)
         return {self._first + place: pickle.loads(each) for place, each in enumerate(theirs) if type(each) is bytes}
 
-    def _wait(self, what: str, rank: int, key: str, start: float, limit: float) -> None:
-        left = max(0.0, start + limit - time.monotonic())
-        here = self._waiter.until(what, rank, lambda: self._ask(what, start, lambda: self._store.check([key])), left)
-        if not here:
-            raise self._late(what, rank, start)
+    def _wait(self, what: str, rank: int, key: str, start: float, end: float) -> None:
+        left = max(0.0, end - time.monotonic())
+        if not self._waiter.until(what, rank, lambda: bool(self._ask(what, end, "check", [key])), left):
+            raise self._late(what, rank, time.monotonic() - start)
 
-    def _ask(self, what: str, start: float, call: Callable[[], T]) -> T:
-        """Call the store. Where its server is gone, the error names rank 0, which served it."""
+    def _ask(self, what: str, end: float, method: str, *arguments: object) -> Any:
+        """Call the store. Where it does not answer, the error names rank 0, which serves it."""
+        start = time.monotonic()
         try:
-            return call()
+            return self._store.ask(method, *arguments, timeout_s=max(_SLICE_S, end - start))
         except RuntimeError as error:
-            self._waiter.check()
-            raise self._late(what, 0, start) from error
+            self._waiter.check(0)
+            raise self._late(what, 0, time.monotonic() - start) from error
 
-    def _late(self, what: str, rank: int, start: float) -> PeerTimeout:
+    def _late(self, what: str, rank: int, waited_s: float) -> PeerTimeout:
         epoch = self._epoch
-        return PeerTimeout(what, epoch, rank, epoch, epoch - 1, time.monotonic() - start, self._rank)
+        return PeerTimeout(what, epoch, rank, epoch, epoch - 1, waited_s, self._rank)
 
     def _key(self, rank: int, epoch: int | None = None) -> str:
         return f"{self._epoch if epoch is None else epoch}/{rank}"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from raymoe.errors import ConfigError, WiringError
 from raymoe.memory.across import (
     LOOPBACK,
+    BoundedStore,
     StoreAddress,
     StoreBoard,
     connect,
@@ -31,7 +32,7 @@ class SpanningWorld(World):
 
     - `domain` is the world of this rank's domain, with memory of its own. Its ranks count from 0, also in its errors.
     - `domain_index` and `place` say where this rank is. The ranks with one place are a *rail* (`raymoe.net.rail`).
-    - `address` is where this rank listens for ranks of other domains. `store` is a key-value store of all ranks.
+    - `address` is where this rank listens for ranks of other domains.
     - Its rounds, and exchanges, cover all ranks. Memory, channels and groups are those of a domain.
     """
 
@@ -40,8 +41,7 @@ class SpanningWorld(World):
         self._own.close()  # rounds go through the memory of the domain, and through the store
         self._domain, self.domain_index, self.place = domain, index, domain.rank
         self.address = LOOPBACK
-        self.store: Any = None
-        self._served: StoreAddress | None = None
+        self._store: BoundedStore | None = None
         self._rounds: StoreBoard | None = None
         self.waiter.on_abort(domain.abort)
 
@@ -53,22 +53,24 @@ class SpanningWorld(World):
     def domains(self) -> int:
         return self.size // self._domain.size
 
+    @property
+    def store(self) -> BoundedStore:
+        """A key-value store of all ranks, which rank 0 serves; valid until `close`."""
+        self._refuse_if_closed("the store")
+        assert self._store is not None, "an open world is connected"
+        return self._store
+
     def global_rank(self, place: int) -> int:
         """Return the rank in this world of a rank of this rank's domain."""
         return self.domain_index * self._domain.size + place
 
     def connect(self, where: StoreAddress, address: str, listener: socket.socket | None) -> None:
         """Join the store, which rank 0 serves at `listener`, and meet all ranks. `address` is this rank's own."""
-        self.store = connect(where, self.timeout_s) if listener is None else serve(where, listener)
-        self.address, self._served = address, where
-        self._board = self._rounds = StoreBoard(self, self._domain, self.store, where.secret)
+        store = connect(where, self.timeout_s) if listener is None else serve(where, listener)
+        self._store = BoundedStore(store, self.waiter)
+        self.address = address
+        self._board = self._rounds = StoreBoard(self, self._domain, self._store, where.secret)
         self.barrier("domains: connected")
-
-    def another_store(self, timeout_s: float) -> Any:
-        """Connect to the store once more, for calls that must end within another time."""
-        self._refuse_if_closed("a store")
-        assert self._served is not None, "an open world is connected"
-        return connect(self._served, timeout_s)
 
     def descriptor(self) -> NoReturn:
         raise WiringError(f"descriptor on rank {self.rank}: a world of {self.domains} domains is wired when it is made")
@@ -101,7 +103,7 @@ class SpanningWorld(World):
         super().close(together)
         if self._rounds is not None:
             self._rounds.close(all_close)
-        self.store = None
+        self._store = None
         self._domain.close(all_close)
 
 

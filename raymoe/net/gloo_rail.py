@@ -18,7 +18,7 @@ from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import World
 from raymoe.net.gloo import PrivateGroup, connected, first_line, gloo
 
-_ASKING_S = 1.0  # of a question to the store: a wait ends late by as much where rank 0 does not answer
+_ASKING_S = 1.0  # for one question to the store. A wait ends late by as much where rank 0 does not answer
 
 
 class GlooRail:
@@ -32,7 +32,7 @@ class GlooRail:
         if not dist.is_gloo_available():
             raise WiringError("a rail by Gloo was asked for, and this torch was built without it; take another torch")
         self._world = world
-        store = gloo.PrefixStore(f"rail {world.place}", world.store)
+        store = gloo.PrefixStore(f"rail {world.place}", world.store.raw)
         self._group = PrivateGroup(self._connect(world, store), world.waiter, _Published(world))
 
     def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
@@ -67,7 +67,7 @@ class _Published:
     def __init__(self, world: SpanningWorld) -> None:
         self._me, self._domains = world.domain_index, world.domains
         self._per_domain, self._place = world.domain.size, world.place
-        self._store = gloo.PrefixStore(f"rail {world.place} entered", world.another_store(_ASKING_S))
+        self._store = world.store
         self._asked = 0
 
     def enter(self, number: int) -> None:
@@ -79,13 +79,23 @@ class _Published:
             self._asked = number
             return self._rank(peers[0]), number - 1
         try:
-            self._store.set(str(self._me), str(number))
-            entered = {peer: int(self._store.get(str(peer))) if self._store.check([str(peer)]) else 0 for peer in peers}
-        except RuntimeError:  # rank 0, which serves the store, is gone
+            self._ask("set", self._key(self._me), str(number))
+            entered = {peer: self._entered_by(peer) for peer in peers}
+        except RuntimeError:  # rank 0, which serves the store, is gone or stopped
             return 0, 0
         late = [peer for peer in peers if entered[peer] < number]
         peer = (late or peers)[0]
         return self._rank(peer), entered[peer]
+
+    def _entered_by(self, peer: int) -> int:
+        key = self._key(peer)
+        return int(self._ask("get", key)) if self._ask("check", [key]) else 0
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        return self._store.ask(method, *arguments, timeout_s=_ASKING_S)
+
+    def _key(self, domain: int) -> str:
+        return f"entered by {self._rank(domain)}"
 
     def _rank(self, domain: int) -> int:
         return domain * self._per_domain + self._place

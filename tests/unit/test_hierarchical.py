@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,8 @@ from raymoe.moe import differentiable
 from raymoe.net.gloo_rail import GlooRail
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, run_case, run_step
 from tests.unit.exchange_judge import judge, judge_combine
-from tests.unit.test_world_of import error_of, groups
+from tests.unit.ranks import RankPool
+from tests.unit.test_world_of import error_of, groups, with_group
 
 Groups = Callable[..., list[Any]]
 __all__ = ["groups"]  # a fixture
@@ -204,6 +208,46 @@ def differentiate(rank: int) -> Any:
 def test_gradients_between_domains_are_refused(groups: Groups) -> None:
     for kind, says in groups(4, differentiate):
         assert kind == "ConfigError" and says.startswith("gradients through an exchange between 2 domains")
+
+
+def step_until_lost(outer: World, store: str, lost: int, signum: int) -> Any:
+    """Let rank `lost` end or stop itself after a step. Rank 1 kills a stopped one in the end, so that the test can go on."""
+    return with_group(outer, store, _step_until_lost, lost, signum)
+
+
+def _step_until_lost(rank: int, lost: int, signum: int) -> Any:
+    world = World.of(domain=2, timeout_s=1)
+    pids = world.swap(os.getpid(), "pids")
+    exchange, case = Exchange(world, SPEC), Case(4, SPEC, "auto", ("uniform",), ragged=False)
+    run_step(exchange, case, batches(case, 0)[rank])
+    if rank == lost:
+        os.kill(os.getpid(), signum)
+    start, errors = time.monotonic(), []
+    for call in (lambda: run_step(exchange, case, batches(case, 0)[rank]), lambda: world.barrier("after")):
+        with pytest.raises(PeerTimeout) as caught:
+            call()
+        errors.append((caught.value.rank, caught.value.peer))
+    took = time.monotonic() - start
+    exchange.close(together=False)
+    world.close(together=False)
+    if rank == 1 and signum == signal.SIGSTOP:
+        time.sleep(1.5)  # the others have left by then
+        os.kill(int(str(pids[lost])), signal.SIGKILL)
+    return errors, took
+
+
+@pytest.mark.parametrize(("lost", "signum"), [(2, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_a_lost_rank_ends_the_waits_of_all_ranks(tmp_path: Path, lost: int, signum: int) -> None:
+    """A stopped rank 0 answers no question to the store that it serves."""
+    with RankPool(4) as own:
+        found = own.outcomes(4, step_until_lost, str(tmp_path / "store"), lost, signum)
+    assert isinstance(found[lost], (EOFError, ConnectionResetError))
+    left = [each for rank, each in enumerate(found) if rank != lost]
+    named = [peer for errors, _ in left for _, peer in errors]
+    assert lost in named
+    for errors, took in left:
+        assert all(rank != peer for rank, peer in errors)
+        assert took < 4
 
 
 def use_rail(rank: int) -> Any:
