@@ -1,9 +1,9 @@
-"""Launch the kernels that stream rows through one GPU.
+"""Launch the norms of rows on one GPU. pipe_backward.py has their gradients, pipe_pieces.py SwiGLU and expressions.
 
-kernels/include/raymoe/pipe/pipe.cuh has their pipeline.
+kernels/include/raymoe/pipe/pipe.cuh has the pipeline of all these kernels.
 
 Each kernel has a dataclass with its tensors. `rms_norm(call)` checks them and launches on the current stream.
-`rms_norm_call(call, limits, sms)` only computes source, shape and parameters, so a test can run them elsewhere.
+`rms_norm_call(call, limits)` only computes source, shape and parameters, so a test can run them elsewhere.
 """
 
 from __future__ import annotations

@@ -131,10 +131,8 @@ def backward_calls(call: RmsNormBackward | LayerNormBackward, limits: Limits) ->
     added = () if total is None else (("ADD", "1"),)
     types = (("HIDDEN", str(hidden)), ("ROW_TYPE", row_type(call.x)), ("WEIGHT_TYPE", row_type(call.weight)))
     source = KernelSource(stem, (NormBackwardParams, PipeRows, PipeWork), (*types, *shape.defines, *added))
-    groups = 0
-    if rows:
-        groups = max(1, min(-(-work.tiles // (shape.groups if shape.loading == "PLAIN" else 1)), limits.sms))
-        groups *= shape.groups
+    at_once = shape.groups if shape.loading == "PLAIN" else 1
+    groups = min(-(-work.tiles // at_once), limits.sms) * shape.groups  # none without rows
     partials = torch.empty(len(vectors), groups, hidden, dtype=torch.float32, device=call.x.device)
     dx = rows_of(call.dx, "dx", call.x.shape, placed[1].offset)
     weight = vector_of(call.weight, hidden, "weight")
@@ -143,11 +141,8 @@ def backward_calls(call: RmsNormBackward | LayerNormBackward, limits: Limits) ->
     parts = -(-hidden // COLUMNS)
     out = [vector_of(each, hidden, "the gradient of a vector") for each in vectors]
     summing = SumPartialsParams(partials.data_ptr(), (*out, 0)[:2], groups, hidden, parts, len(vectors))
-    sums = KernelCall(
-        KernelSource("sum_partials", (SumPartialsParams,), types[2:]),
-        *(SUM_THREADS, SUM_THREADS // 32 * COLUMNS * 4),
-        *(summing, parts * len(vectors)),
-    )
+    summed = KernelSource("sum_partials", (SumPartialsParams,), types[2:])
+    sums = KernelCall(summed, SUM_THREADS, SUM_THREADS // 32 * COLUMNS * 4, summing, parts * len(vectors))
     return BackwardCalls(gradients, sums, partials, limits.sms)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from raymoe.errors import CaptureError, ConfigError, DataRefused, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import Backend, Dispatched, GradientBackend, Ids, Sent, SplitBackend, Tokens
+from raymoe.exchange.backend import Backend, Dispatched, Ids, Sent, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.spec import FP8, ExchangeSpec
@@ -311,9 +311,7 @@ class Exchange:
             raise ConfigError(f"{op} asked for; {self.backend} cannot split operations: take fused or staged")
         return self._backend
 
-    def _gradient_backend(self, op: str) -> GradientBackend:
-        if not isinstance(self._backend, GradientBackend):
-            raise ConfigError(f"{op} of {self.backend} on {self.world.device}, which has none: take fused or staged")
+    def _gradient_backend(self, op: str) -> Backend:
         if self.spec.dispatch_wire == FP8:
             raise ConfigError(
                 f"{op} of an exchange whose rows cross as {FP8}; gradients need wider rows: leave wire out"

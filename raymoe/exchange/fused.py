@@ -23,7 +23,7 @@ from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.weight_bytes import BYTES, NOWHERE, byte_spec, gather_bytes, spread_bytes
+from raymoe.exchange.weight_bytes import NOWHERE, byte_spec, check_width, gather_bytes, spread_bytes
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
@@ -143,11 +143,7 @@ class FusedBackend:
         if self._of_bytes is None:
             spec = byte_spec(self.spec)
             if spec.hidden >= self.spec.hidden or spec.by_copy_engine:  # then the workspace has no slots for it
-                if self.spec.topk * BYTES > self.spec.hidden:
-                    raise ConfigError(
-                        f"gradients of {self.spec.topk} weights a token in rows of {self.spec.hidden}; each takes "
-                        f"{BYTES} elements: take a smaller topk"
-                    )
+                check_width(self.spec)
                 return self
             if capturing(self.world.device):
                 raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")

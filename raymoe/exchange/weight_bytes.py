@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import torch
 
+from raymoe.errors import ConfigError
+from raymoe.exchange.backend import Backend, Dispatched
 from raymoe.exchange.spec import ROW_BYTES, ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES, round_up
 
@@ -41,6 +43,30 @@ def spread_bytes(numbers: torch.Tensor, k_of_row: torch.Tensor, topk: int, like:
     rows = torch.zeros_like(like)
     rows[:, : topk * BYTES] = (each * of_row[..., None]).flatten(1).to(like.dtype)
     return rows
+
+
+def combine_twice(
+    backend: Backend, rows: torch.Tensor, spread: torch.Tensor, got: Dispatched, out: torch.Tensor
+) -> torch.Tensor:
+    """Combine rows without weights into `out`, and then rows that hold bytes; return the latter's sums."""
+    returned = torch.empty_like(out)
+    backend.combine(rows, got, False, out)
+    backend.combine(spread, got, False, returned)
+    return returned
+
+
+def check_width(spec: ExchangeSpec) -> None:
+    """Raise if rows are too short for the bytes of K numbers.
+
+    >>> check_width(ExchangeSpec(tokens=1, hidden=16, experts=8, topk=5))
+    Traceback (most recent call last):
+    raymoe.errors.ConfigError: gradients of 5 weights a token in rows of 16; each takes 4 elements: take a smaller topk
+    """
+    if spec.topk * BYTES > spec.hidden:
+        raise ConfigError(
+            f"gradients of {spec.topk} weights a token in rows of {spec.hidden}; each takes {BYTES} elements: take a "
+            "smaller topk"
+        )
 
 
 def gather_bytes(rows: torch.Tensor, numbers: torch.Tensor) -> None:

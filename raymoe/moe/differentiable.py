@@ -28,7 +28,8 @@ class ExpertRows:
     """The rows for this rank's experts, which they own, and what a combine needs.
 
     Rows of local expert e are `x[expert_offsets[e]:][:expert_counts[e]]`. On CPU ranks all other rows are zero. On GPUs
-    those in gaps are what the spec's `padding` says, and rows from `expert_offsets[L]` on are unspecified.
+    those in gaps are what the spec's `padding` says. Rows and weights from `expert_offsets[L]` on are unspecified, and
+    so are the gradients that reach them.
     """
 
     x: torch.Tensor  # [C, H], with gradients

@@ -39,6 +39,8 @@ def pointwise(expression: str, /, *, sms: int | None = None, **inputs: Tensor) -
         raise ConfigError(f"pointwise: the expression is a {type(expression).__name__}; a text is needed")
     form = Form(sms=sms)
     for name, value in inputs.items():
+        if not name.isidentifier():
+            raise ConfigError(f"pointwise: {shown(name)!r} is not a name that an expression can hold")
         check_rows("pointwise", name, value)
     names = ",".join(inputs)  # an operator takes no list of texts
     result: Tensor = _pointwise(expression, names, list(inputs.values()), form.sms)

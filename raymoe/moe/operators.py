@@ -5,6 +5,7 @@ All three are read from one table, OPERATORS. Values are float32 everywhere.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -176,6 +177,7 @@ def evaluate(expression: Expression, inputs: Mapping[str, torch.Tensor]) -> torc
 # Code in C++.
 
 
+@functools.lru_cache(maxsize=256)
 def code(expression: Expression) -> str:
     """Write the expression as one C++ expression. Input i, in the order of `names`, is the float variable `v<i>`.
 
@@ -220,7 +222,8 @@ OUTGOING = "the gradient of the result"
 """The name of that input of a derivative. It has spaces, so no input of an expression has it."""
 
 
-def gradients(expression: Expression) -> dict[str, Expression]:
+@functools.lru_cache(maxsize=256)
+def gradients(expression: Expression) -> Mapping[str, Expression]:
     """Derive the expression by each of its inputs. An input without a derivative is left out: its gradient is zero.
 
     >>> from raymoe.moe.expression import parse

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raymoe.report.columns import COPIES, Column, shares_of_copy, show
 from raymoe.report.results import Line
 
-POINTWISE, OURS = "pointwise", "raymoe"
+POINTWISE, OURS, BASELINE = "pointwise", "raymoe", "in_turn"
 LEAST_POINTS = 2
 MOST_COLUMNS = 64
 """Columns of a table. A damaged file could name thousands of systems."""
@@ -74,23 +74,31 @@ def bandwidth_curves(lines: Sequence[Line]) -> Iterator[BandwidthCurves]:
 
 
 def _sweeps(op: str, setting: str, axis: str, other: str, of_op: Sequence[Line]) -> Iterator[BandwidthCurves]:
-    """Give the curves over one limit of raymoe's kernels, one for each value of the other limit. The rows are the same
-    in a figure."""
-    swept = [line for line in of_op if line["backend"] == OURS and line[axis] is not None]
+    """Give the curves over one limit of raymoe's kernels: one for each value of the other limit, and over SMs one of
+    the baseline, which has no stages. The rows are the same in a figure."""
+    kernels = (OURS, BASELINE) if axis == "sms" else (OURS,)
+    swept = [line for line in of_op if line["backend"] in kernels and line[axis] is not None]
     rows = dict.fromkeys(line["tokens"] for line in swept)
     for tokens in rows:
         limited = [line for line in swept if line["tokens"] == tokens]
-        unit = {"sms": "SMs", "stages": "stages"}[other]
-
-        def label(line: Line, other: str = other, unit: str = unit) -> str:
-            return f"all {unit}" if line[other] is None else f"{line[other]} {unit}"
-
-        curves = _curves(limited, label, axis)
+        curves = _curves(limited, lambda line: _limited(line, other), axis)
         if curves:
             copies = [line for line in of_op if line["tokens"] == tokens and line["backend"] in COPIES]
             fastest = max(copies, key=rate) if copies else None
             more = ", ".join(filter(None, (setting, f"{tokens} rows" if len(rows) > 1 else "")))
             yield BandwidthCurves(op, more, axis, curves, fastest)
+
+
+def _limited(line: Line, limit: str) -> str:
+    """Name a kernel by one of its limits.
+
+    >>> [_limited({"backend": "raymoe", "stages": stages}, "stages") for stages in (None, 1, 4)]
+    ['stages auto', '1 stage', '4 stages']
+    """
+    if line["backend"] == BASELINE:
+        return BASELINE
+    unit, value = {"sms": "SMs", "stages": "stages"}[limit], line[limit]
+    return f"{unit} auto" if value is None else f"{value} {unit.removesuffix('s') if value == 1 else unit}"
 
 
 def _by_operation(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:

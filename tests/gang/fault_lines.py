@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import re
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,8 @@ class Fault:
     processes: list[int] = field(default_factory=list)
     shared: set[str] = field(default_factory=set)
     others: list[Fault] = field(default_factory=list)
+    ended_at: float = 0.0
+    _waits: threading.Thread = field(init=False)
 
     def another(self) -> Fault:
         """Measure another fault in the same test, of another run."""
@@ -54,7 +57,15 @@ class Fault:
         self.name, self.run, self.noticed_after = name, run, None
         self.processes = sorted({*descendants(run.process.pid), *ranks})
         self.shared = shared_memory()
+        self._waits = threading.Thread(target=self._note_end, daemon=True)
+        self._waits.start()
         self.began = time.monotonic()
+
+    def _note_end(self) -> None:
+        """Note when the command ends, whatever the test does meanwhile."""
+        assert self.run is not None
+        self.run.process.wait()
+        self.ended_at = time.monotonic()
 
     def noticed(self, pattern: str, seconds: float) -> None:
         """Wait for the line that tells of the fault. It counts instead of the end of a run that goes on."""
@@ -71,7 +82,8 @@ class Fault:
         assert self.run is not None
         code = self.run.end(seconds)
         code = code if code >= 0 else 128 - code
-        took = self.seconds
+        self._waits.join(timeout=5)
+        took = self.ended_at - self.began
         left = alive_after(GONE_S, self.processes)
         gone = self.seconds
         directory = directory or self.run.out

@@ -37,13 +37,6 @@ def summary_of(run: Command) -> dict[str, object]:
     return json.loads((run.out / "summary.json").read_text())
 
 
-def running(folder: Path, start: Start, *arguments: str, first: str = "") -> Command:
-    """A run of two ranks in its steps."""
-    run = start(configs.write(folder, world__ranks=2, steps__count=configs.LONG), *arguments, first=first)
-    run.wait_for(r"case 1/1 default: step")
-    return run
-
-
 KILLED = [("own-raylet-killed", "raylet", signal.SIGKILL), ("own-gcs-killed", "gcs_server", signal.SIGKILL)]
 STOPPED = [("own-raylet-stopped", "raylet", signal.SIGSTOP)]
 
@@ -113,27 +106,28 @@ def test_a_gcs_that_stops_while_ranks_are_placed_is_named(start: Start, tmp_path
     assert run.last_line().startswith(said)
 
 
-def test_a_driver_that_is_stopped_is_ended_and_its_ranks_too(
+def test_a_driver_that_is_stopped_or_killed_takes_its_ranks_along(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
-    run = running(tmp_path, start, "--address", head.address, first=SILENT_SOON)
-    driver = process_of(run, "driver")
-    fault.strike("driver-stopped", run)
+    config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
+    stopped = start(config, "--address", head.address, first=SILENT_SOON)
+    killed = start(config, "--address", head.address)
+    for run in (stopped, killed):
+        run.wait_for(r"case 1/1 default: step")
+    driver = process_of(stopped, "driver")
+    fault.strike("driver-stopped", stopped)
     os.kill(driver, signal.SIGSTOP)
-    assert fault.ended(30) == 5, run.stderr()
-    assert run.last_line() == f"the driver process (pid {driver}) is stopped and said nothing for 4 s"
+    killed_driver, other = process_of(killed, "driver"), fault.another()
+    other.strike("driver-killed", killed)
+    os.kill(killed_driver, signal.SIGKILL)
+
+    assert other.ended(20) == 1, killed.stderr()
+    assert other.line is not None and other.line["seconds"] < 10 and other.line["processes_left"] == 0
+    assert killed.last_line() == f"the driver process (pid {killed_driver}) was killed by SIGKILL and gave no reason"
+    assert [each["cause"] for each in summary_of(killed)["generations"]] == ["unknown"]  # type: ignore[attr-defined]
+    assert fault.ended(30) == 5, stopped.stderr()
+    assert stopped.last_line() == f"the driver process (pid {driver}) is stopped and said nothing for 4 s"
     assert fault.line is not None and fault.line["processes_left"] == 0
-
-
-def test_a_driver_that_is_killed_takes_its_ranks_along(start: Start, head: Head, tmp_path: Path, fault: Fault) -> None:
-    run = running(tmp_path, start, "--address", head.address)
-    driver = process_of(run, "driver")
-    fault.strike("driver-killed", run)
-    os.kill(driver, signal.SIGKILL)
-    assert fault.ended(20) == 1, run.stderr()
-    assert fault.line is not None and fault.line["seconds"] < 10 and fault.line["processes_left"] == 0
-    assert run.last_line() == f"the driver process (pid {driver}) was killed by SIGKILL and gave no reason"
-    assert [each["cause"] for each in summary_of(run)["generations"]] == ["unknown"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -35,26 +35,28 @@ def stop_and_check(fault: Fault, name: str, run: Command, number: signal.Signals
     check(fault, run, number)
 
 
-@pytest.mark.parametrize("seconds", [0.2, 1.5])
-def test_sigterm_while_ray_starts_stops_the_run(start: Start, tmp_path: Path, fault: Fault, seconds: float) -> None:
-    """`ray.init` has its own SIGTERM handler."""
-    run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
-    run.wait_for("results go to")
-    time.sleep(seconds)
-    stop_and_check(fault, "sigterm-ray-init", run, signal.SIGTERM)
-
-
-@pytest.mark.parametrize("phase", ["placing", "starting"])
-def test_sigterm_before_the_first_step_stops_the_run(
-    start: Start, head: Head, tmp_path: Path, fault: Fault, phase: str
-) -> None:
-    note = tmp_path / "struck"
+def test_sigterm_while_ray_starts_stops_the_run(start: Start, tmp_path: Path, fault: Fault) -> None:
+    """`ray.init` has its own SIGTERM handler. One run gets the signal early in it, one late."""
     config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
-    run = start(config, "--address", head.address, first=phases.first(phase, signal.SIGTERM, note))
-    fault.strike(f"sigterm-{phase}", run)
-    run.end(60)
-    phases.since(note, fault)
-    check(fault, run, signal.SIGTERM)
+    runs = [start(config), start(config)]
+    for run, seconds in zip(runs, (0.2, 1.3), strict=True):
+        run.wait_for("results go to")
+        time.sleep(seconds)
+        stop_and_check(fault.another(), "sigterm-ray-init", run, signal.SIGTERM)
+
+
+def test_sigterm_before_the_first_step_stops_the_run(start: Start, head: Head, tmp_path: Path, fault: Fault) -> None:
+    config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
+    struck = []
+    for phase in ("placing", "starting"):
+        note = tmp_path / phase
+        run = start(config, "--address", head.address, first=phases.first(phase, signal.SIGTERM, note))
+        struck.append((run, note, fault.another()))
+        struck[-1][2].strike(f"sigterm-{phase}", run)
+    for run, note, its in struck:
+        run.end(60)
+        phases.since(note, its)
+        check(its, run, signal.SIGTERM)
 
 
 def test_a_signal_during_steps_ends_the_ranks_on_a_cluster(

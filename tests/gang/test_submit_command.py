@@ -155,8 +155,8 @@ def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
     for copy in (tmp_path / "got", tmp_path / "shared" / name):
         assert json.loads((copy / "summary.json").read_text())["exit_code"] == 3
     again = tool("attach", name, "--out", "got", "--address", head.dashboard)
-    assert again.end() == 2 and "--out got is not an empty directory" in again.last_line()
     unknown = tool("attach", "nobody", "--address", head.dashboard)
+    assert again.end() == 2 and "--out got is not an empty directory" in again.last_line()
     assert unknown.end() == 2 and "does not know this job" in unknown.last_line()
 
 
@@ -176,11 +176,11 @@ def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp
     assert api.state(name).status == "RUNNING"
 
     hangs_up = tool("attach", name, "--address", head.dashboard)
+    follow = tool("attach", name, "--address", head.dashboard, "--out", "stopped")
     wait_for_log(hangs_up, "ranks ready")
     hangs_up.signal(signal.SIGHUP)
     assert hangs_up.end(15) == 129 and api.state(name).status == "RUNNING"
 
-    follow = tool("attach", name, "--address", head.dashboard, "--out", "stopped")
     wait_for_log(follow, "ranks ready")
     fault.strike("job-stop", follow)
     follow.signal(signal.SIGINT)
@@ -209,16 +209,16 @@ def test_the_token_is_sent_where_there_is_one_and_the_printed_line_works_by_hand
     work = tmp_path / "work"
     job = job_file(work, unplaceable(work))
     refused = tool("submit", job, "--address", asking.dashboard)
+    command = tool("submit", job, "--address", asking.dashboard, env={"HOME": str(home)})
+    other = {"HOME": str(home), "RAY_ADDRESS": "http://127.0.0.1:1"}
+    line = tool("submit", job, "--address", asking.dashboard, "--dry-run", env=other)
     assert refused.end() == 3
     assert re.fullmatch(r"asked for .*, and it asks for a token; put the token of .*", refused.last_line())
 
     # 3 is also the exit code of this job, whose own sentence is told.
-    command = tool("submit", job, "--address", asking.dashboard, env={"HOME": str(home)})
     assert command.end() == 3, command.stderr()
     assert "failed with exit code 3: asked for 2 ranks with 64 CPU each" in command.last_line()
 
-    other = {"HOME": str(home), "RAY_ADDRESS": "http://127.0.0.1:1"}
-    line = tool("submit", job, "--address", asking.dashboard, "--dry-run", env=other)
     assert line.end() == 0
     typed = log_of(line)
     assert typed.count("\n") == 1 and " ray job submit --address " in typed

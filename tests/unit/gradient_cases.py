@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import ExpertRows, combine, dispatch
 from raymoe.moe.experts import Groups
-from tests.unit.exchange_cases import Batch, Case, batches, spec_of
+from tests.unit.exchange_cases import Batch, Case, batches, open_exchange
 
 
 @dataclass
@@ -38,16 +37,17 @@ def apply(got: ExpertRows, scale: torch.Tensor, first: int, weighted: bool) -> t
     """Apply the experts; with `weighted` false, the weights too."""
     expert = Groups(got.expert_offsets, got.expert_counts).expert_of_row(len(got.x))
     there, expert = expert < len(scale), expert.clamp(max=len(scale) - 1)
-    x = torch.where(there[:, None], got.x.float(), 0.0)  # on GPUs other rows may hold NaN
+    x = torch.where(there[:, None], got.x.float(), 0.0)  # on GPUs other rows may hold NaN, and so may their gradients
     rows = torch.tanh(x * scale[expert]) + ((first + expert) / 8)[:, None]
-    return (rows if weighted else rows * got.weights[:, None]).to(got.x.dtype)
+    rows = torch.where(there[:, None], rows, 0.0)
+    return (rows if weighted else rows * torch.where(there, got.weights, 0.0)[:, None]).to(got.x.dtype)
 
 
 def run_gradients(world: World, case: Case) -> list[Gradients]:
     """Run forward and backward of each step on a rank."""
     local = case.spec.local_experts(world.size)
     found = []
-    with Exchange(world, spec_of(case), case.backend) as exchange:
+    with open_exchange(world, case) as exchange:
         for step in range(len(case.routing)):
             batch = batches(case, step)[world.rank].on(world.device)
             x, weights = batch.x.requires_grad_(), batch.weights.requires_grad_()

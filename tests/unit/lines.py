@@ -134,7 +134,14 @@ def gpu_exchange(backend: str, us: float, tokens: tuple[int, ...] = (128, 4096),
     return lines
 
 
-SYSTEM_GBPS = {"raymoe": 3900.0, "eager": 1000.0, "compile": 2500.0, "copy": 4000.0, "pipelined_copy": 4080.0}
+SYSTEM_GBPS = {
+    "raymoe": 3900.0,
+    "in_turn": 2000.0,
+    "eager": 1000.0,
+    "compile": 2500.0,
+    "copy": 4000.0,
+    "pipelined_copy": 4080.0,
+}
 
 
 def rows_case(op: str = "rms_norm", tokens: int = 4096, **asked: int) -> list[Line]:
@@ -157,9 +164,10 @@ def rows_case(op: str = "rms_norm", tokens: int = 4096, **asked: int) -> list[Li
     lines = []
     for system, most in SYSTEM_GBPS.items():
         few = min(1.0, asked.get("sms", 132) / 100) * min(1.0, asked.get("stages", 4) / 4)
-        gbps = most * few if system == "raymoe" else most
+        gbps = most * few if system == "raymoe" else most * min(1.0, asked.get("sms", 132) / 132)
+        gbps = gbps if system in ("raymoe", "in_turn") else most
         times = {"samples": 20, "us_p50": nbytes / gbps / 1e3, "bytes_memory": nbytes, "gbps_memory": gbps}
-        limits = asked if system == "raymoe" else {}
+        limits = asked if system == "raymoe" else {"sms": asked.get("sms")} if system == "in_turn" else {}
         lines.append(complete_line({**shared, **limits, **times, "backend": system, "verified": True}))
     lines.append(complete_line({**shared, "backend": "quack", "samples": 0, "skipped": "Quack cannot be imported"}))
     return lines

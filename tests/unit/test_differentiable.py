@@ -18,7 +18,7 @@ from raymoe.moe.differentiable import combine, dispatch
 from tests.unit.exchange_cases import ROUTINGS, Case, batches
 from tests.unit.gradient_cases import Gradients, close, judge_gradients, run_gradients
 from tests.unit.ranks import RankPool
-from tests.unit.test_exchange import BACKENDS
+from tests.unit.test_exchange import BACKENDS, ON_TENSORS
 from tests.unit.worlds import wired
 
 SPEC = ExchangeSpec(tokens=6, hidden=8, experts=4, topk=2, dtype="float32", depth=0)
@@ -38,6 +38,14 @@ def alone() -> Iterator[Exchange]:
 def test_gradients_equal_autograd_in_float64(pool: RankPool, backend: str, layout: str, weighted: bool) -> None:
     spec = ExchangeSpec(tokens=7, hidden=8, experts=6, topk=3, dtype="float32", layout=layout, depth=int(weighted))
     case = Case(2, spec, backend, ROUTINGS, seed=3, weighted=weighted)
+    judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("backend", ON_TENSORS)
+def test_gradients_by_nccl_backends_equal_autograd_in_float64(pool: RankPool, backend: str, layout: str) -> None:
+    spec = ExchangeSpec(tokens=5, hidden=16, experts=4, topk=3, dtype="float32", layout=layout, padding="zero")
+    case = Case(2, spec, backend, ("uniform", "repeated", "masked", "none"), seed=3, weighted=layout == "expert")
     judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
 
 

@@ -186,6 +186,18 @@ def test_bulk_kernels_move_bytes_by_bulk_copies(compiled):
         assert "fence.proxy.async" in compiled.ptx
 
 
+def test_rows_on_one_gpu_come_by_the_way_that_their_block_asks_for(compiled):
+    loading = dict(compiled.source.defines).get("PIPE_LOADING")
+    if loading is not None:
+        by_bulk = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
+        assert by_bulk == (loading != "PLAIN")
+        assert ("mbarrier.inval" in compiled.ptx) == (loading == "IN_TURN")
+        assert ("mbarrier.arrive.shared::cta" in compiled.ptx) == (loading == "PIPED")  # stages are given back
+        stored = "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
+        leaves_by_bulk = ("FP8", "1") not in compiled.source.defines or ("ADD", "1") in compiled.source.defines
+        assert stored == (by_bulk and leaves_by_bulk)
+
+
 def test_kernels_without_bulk_copies_move_pieces_of_16_bytes(compiled):
     if compiled.source.stem in BY_HAND:
         for way in ("ld", "st"):

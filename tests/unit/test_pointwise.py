@@ -63,6 +63,7 @@ MISUSES = [
     (lambda: raymoe.pointwise("a + a", a=A, b=A), "has no b; its inputs are a"),
     (lambda: raymoe.pointwise("a", a=1.0), "a is a float; a tensor is needed"),
     (lambda: raymoe.pointwise(3, a=A), "the expression is a int"),
+    (lambda: raymoe.pointwise("a + b", **{"a,b": A}), "'a,b' is not a name that an expression can hold"),
     (lambda: raymoe.pointwise("a", a=A.double()), "a is torch.float64"),
     (lambda: raymoe.pointwise("a + b", a=A, b=A.half()), "b is torch.float16 on cpu and a is torch.float32"),
     (lambda: raymoe.pointwise("a + b", a=A, b=torch.ones(4)), r"b has shape \[4\]; with \[4, 6\] it is that"),
