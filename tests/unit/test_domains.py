@@ -120,7 +120,7 @@ def test_a_missing_rank_is_named_by_ranks_of_both_domains(groups: Groups, missin
     for rank, found in enumerate(groups(4, absent, missing)):
         if rank != missing:
             assert found[:3] == (rank, missing, "all")
-            assert 0.9 < found[3] < 2.0
+            assert 0.9 < found[3] < 4
 
 
 def aborted(rank: int) -> Any:
@@ -147,7 +147,7 @@ def test_an_abort_ends_a_round_and_names_the_rank_waited_for(groups: Groups) -> 
         seen, peer, said, took = found
         assert (seen, peer) == ([("stopped", 3)], 3) if rank < 2 else peer == 3
         assert said == f"rank {rank} was told to stop: enough"
-        assert took < 1.5
+        assert took < 4
 
 
 def forged(rank: int) -> Any:

@@ -197,7 +197,7 @@ def test_a_missing_rank_ends_the_step_of_all_ranks_and_is_named(groups: Groups) 
     found = groups(4, leave, missing)
     assert [each and each[:2] for each in found] == [(0, 2), (1, 3), (2, 3), None]  # rank 2 is stuck behind rank 3
     for each in found[:3]:
-        assert 0.9 < each[2] < 2.4
+        assert 0.9 < each[2] < 4
         assert each[3], "the exchange is unusable"
 
 
@@ -249,7 +249,7 @@ def test_a_lost_rank_ends_the_waits_of_all_ranks(tmp_path: Path, lost: int, sign
     assert lost in named
     for errors, took in left:
         assert all(rank != peer for rank, peer in errors)
-        assert took < 4
+        assert took < 8
 
 
 def use_rail(rank: int) -> Any:
