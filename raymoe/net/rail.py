@@ -40,9 +40,9 @@ class Rail(Protocol):
         """
 
     def lagging(self) -> int:
-        """Return a rank of the rail that has not entered the last operation, by its number in the world.
+        """Return the rank, by its number in the world, that holds up the operation which this rank waits for.
 
-        If all have entered it, return the rank in the next domain. It asks the network.
+        It may ask the network. Its answer is of use while a wait lasts: ranks need not tell how far they are before.
         """
 
     def close(self, together: bool) -> None:
