@@ -4,7 +4,7 @@
 //   reducers  sum the rows of this rank's experts for each token of each peer, and push the sum to that peer
 //             (reducing.cuh)
 //   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive (summing.cuh)
-// Both work on pieces of rows, so that a few tokens are work for many warps.
+// Both work on pieces of rows. So a few tokens are work for many warps.
 //
 // Memory map of every rank's heap; d is the rank whose experts made the rows, [2] the parity of combine's epoch:
 //   rows [2][d][token]   slots, by the number of the owner's token

@@ -1,6 +1,6 @@
 // Computes the place of every entry (token, k) among this rank's expert-major rows, in the order (expert, source,
-// token, k), and the row of the table that holds each token. It does not sort: count_entries.cu has counted each run of
-// tokens.
+// token, k). It also computes the row of the table that holds each token. It does not sort: count_entries.cu has
+// counted each run of tokens.
 //
 //   1. Every block sums the counts of all runs. The sums give the start of each expert, and its entries before this
 //      run.

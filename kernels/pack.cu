@@ -14,7 +14,7 @@
 // that word. p's stream began that launch after its readers of e.
 //
 // Why this also holds for a rank that gives up. Captured copies cannot be cancelled. But a poisoned rank's pack stores
-// nothing, so the copies carry the same bytes as the last time, and a peer that still reads finds the same bytes. For
+// nothing. So the copies carry the same bytes as the last time, and a peer that still reads finds the same bytes. For
 // that reason the copies start from slots and not from x.
 //
 // Memory order of the one word that crosses ranks (this kernel writes none):

@@ -17,20 +17,24 @@ _LAZY = {
     "Dispatched": "raymoe.exchange.backend",
     "Exchange": "raymoe.exchange.exchange",
     "ExchangeSpec": "raymoe.exchange.spec",
+    "MoELayer": "raymoe.moe.layer",
     "Workspace": "raymoe.exchange.workspace",
     "World": "raymoe.memory.world",
     "join": "raymoe.gang.join",
+    "pointwise": "raymoe.moe.elementwise",
 }
 __all__ = [
     "Channel",
     "Dispatched",
     "Exchange",
     "ExchangeSpec",
+    "MoELayer",
     "Workspace",
     "World",
     "__version__",
     "errors",
     "join",
+    "pointwise",
 ]
 
 

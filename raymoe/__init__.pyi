@@ -7,8 +7,22 @@ from raymoe.exchange.spec import ExchangeSpec as ExchangeSpec
 from raymoe.exchange.workspace import Workspace as Workspace
 from raymoe.gang.join import join as join
 from raymoe.memory.world import World as World
+from raymoe.moe.elementwise import pointwise as pointwise
+from raymoe.moe.layer import MoELayer as MoELayer
 from raymoe.transport.channel import Channel as Channel
 
 __version__: str
 
-__all__ = ["Channel", "Dispatched", "Exchange", "ExchangeSpec", "Workspace", "World", "__version__", "errors", "join"]
+__all__ = [
+    "Channel",
+    "Dispatched",
+    "Exchange",
+    "ExchangeSpec",
+    "MoELayer",
+    "Workspace",
+    "World",
+    "__version__",
+    "errors",
+    "join",
+    "pointwise",
+]

@@ -164,14 +164,23 @@ def show(config: Config, sets: Sets = None) -> None:
 @app.command()
 def schema(
     job: Annotated[bool, typer.Option("--job", help="The schema of the jobs that submit takes.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="All keys of configs and jobs as a page, docs/configuration.md.")
+    ] = False,
 ) -> None:
     """Print the JSON Schema of configs, for editors."""
     import json
 
     from raymoe.config import job_schema
+    from raymoe.config.reference import reference
     from raymoe.config.submission import submission_schema
 
-    print_result(json.dumps(submission_schema() if job else job_schema(), indent=2) + "\n")
+    if markdown and job:
+        raise typer.BadParameter("--markdown has the keys of configs and of jobs; leave --job out")
+    if markdown:
+        print_result(reference())
+    else:
+        print_result(json.dumps(submission_schema() if job else job_schema(), indent=2) + "\n")
 
 
 @app.command()

@@ -26,7 +26,6 @@ __all__ = [
     "CudaError",
     "CudaMissing",
     "DataRefused",
-    "NotAnswering",
     "PeerTimeout",
     "PlacementError",
     "RankDied",
@@ -112,16 +111,6 @@ class PeerTimeout(RaymoeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-class NotAnswering(RaymoeError):
-    """The process of a rank is alive but reports nothing."""
-
-    exit_code = 5
-
-    def __init__(self, rank: int, message: str) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class WrongResult(RaymoeError):

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS
+from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS, MOE
 from raymoe.config.sections import (
     ExchangeSection,
     OverlapSection,
     P2pSection,
+    PointwiseSection,
     RoutingSection,
     Section,
     ShapeSection,
@@ -81,12 +82,15 @@ class Meaning:
 
 
 MEANINGS = (
-    Meaning("shape", "workload", ("exchange", "overlap", "layer")),
-    Meaning("routing", "workload", ("exchange", "overlap", "layer")),
-    Meaning("exchange", "workload", ("exchange", "overlap", "layer")),
+    Meaning("shape", "workload", (*MOE, "pointwise")),
+    Meaning("shape.experts", "workload", MOE),
+    Meaning("shape.topk", "workload", MOE),
+    Meaning("routing", "workload", MOE),
+    Meaning("exchange", "workload", MOE),
     Meaning("p2p", "workload", ("p2p",)),
     Meaning("overlap", "workload", ("overlap",)),
-    Meaning("shape.ffn", "workload", ("layer",)),
+    Meaning("pointwise", "workload", ("pointwise",)),
+    Meaning("shape.ffn", "workload", ("layer", "pointwise")),
     Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
     Meaning("routing.share", "routing.kind", ("hot",), strict=True),
     Meaning("routing.file", "routing.kind", ("trace",), strict=True),
@@ -143,11 +147,12 @@ def without(plain: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
 
 
 class Job(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-    """Name of the job. Its run directories begin with this name. Default: the name of the config file."""
-    workload: Literal["p2p", "exchange", "overlap", "layer"]
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", examples=["my-exchange"])
+    """Name of the job: 1 to 64 letters, digits, dots, dashes and underscores. Its run directories begin with this name.
+    Default: the name of the config file."""
+    workload: Literal["p2p", "exchange", "overlap", "pointwise", "layer"] = Field(examples=["exchange"])
     """The work of a step: messages between ranks (p2p), dispatch and combine (exchange), these two beside a matrix
-    product (overlap), or a whole MoE layer (layer)."""
+    product (overlap), a norm or activation over rows (pointwise), or a whole MoE layer (layer)."""
     world: WorldSection = WorldSection()
     shape: ShapeSection = ShapeSection()
     routing: RoutingSection = RoutingSection()
@@ -155,8 +160,12 @@ class Job(Section):
     steps: StepsSection = StepsSection()
     p2p: P2pSection = P2pSection()
     overlap: OverlapSection = OverlapSection()
-    matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(default_factory=dict)
-    """Keys, each with a list of values. Every combination of values is one case."""
+    pointwise: PointwiseSection = PointwiseSection()
+    matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(
+        default_factory=dict, examples=[{"exchange.backend": ["host", "collective"], "shape.tokens": [128, 512]}]
+    )
+    """Keys, each with a list of values. Every combination of values is one case, at most 1000. Keys of world and keys
+    that take a list cannot vary."""
 
     def resolved(self) -> dict[str, Any]:
         """Give every key that means something in this job, as plain values. `job_from_resolved` reads them back."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from raymoe.config.job import Job
 
 _ROW_BYTES = 16  # the size of a row is a multiple of this
+_VECTOR = 8  # elements of a row that the kernels of workload pointwise move at a time
 
 MOE = ("exchange", "overlap", "layer")
 ON_GPUS = ("exchange", "overlap")
@@ -191,7 +192,10 @@ def _pairs_exist(job: Job) -> tuple[str, str] | None:
 def _gpu_ranks_are_possible(job: Job) -> tuple[str, str] | None:
     if job.world.device != "cuda":
         return None
-    return f"workload {job.workload} has no GPU ranks yet", "write cpu or auto; exchange, overlap and p2p have some"
+    return (
+        f"workload {job.workload} has no GPU ranks yet",
+        "write cpu or auto; exchange, overlap, pointwise and p2p have some",
+    )
 
 
 def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
@@ -244,13 +248,33 @@ def _overlap_is_eager(job: Job) -> tuple[str, str] | None:
     return "workload overlap is timed without CUDA graphs, on a stream that the host holds", "write auto or false"
 
 
+def _kernels_need_gpus(job: Job) -> tuple[str, str] | None:
+    asked = job.pointwise
+    if (asked.sms == "auto" and asked.stages == "auto") or job.world.device != "cpu":
+        return None
+    return "CPU ranks have no SMs and no stages", "write auto or leave both out"
+
+
+def _rows_are_vectors(job: Job) -> tuple[str, str] | None:
+    key = "ffn" if job.pointwise.op.startswith("swiglu") else "hidden"
+    elements = getattr(job.shape, key)
+    if elements % _VECTOR == 0:
+        return None
+    return (
+        f"rows of {elements} elements, not a multiple of {_VECTOR}",
+        f"{key} {-(-elements // _VECTOR) * _VECTOR} would do",
+    )
+
+
 RULES = (
+    Rule(("pointwise",), ("pointwise.sms", "pointwise.stages", "world.device"), _kernels_need_gpus),
+    Rule(("pointwise",), ("shape.hidden", "shape.ffn", "pointwise.op"), _rows_are_vectors),
     Rule(("overlap",), ("world.device", "workload"), _overlap_is_between_gpus),
     Rule(("overlap",), ("exchange.backend", "workload"), _can_run_beside_a_product),
     Rule(("overlap",), ("steps.graph", "workload"), _overlap_is_eager),
     Rule(("layer",), ("world.device", "workload"), _gpu_ranks_are_possible),
-    Rule((*MOE, "p2p"), ("steps.graph", "world.device"), _graph_needs_gpus),
-    Rule((*MOE, "p2p"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
+    Rule((*MOE, "p2p", "pointwise"), ("steps.graph", "world.device"), _graph_needs_gpus),
+    Rule((*MOE, "p2p", "pointwise"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
     Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),

@@ -83,6 +83,12 @@ def _auto_or_count(value: Any) -> Any:
     raise PydanticCustomError("sms", "must be auto, or a number from 1 to 1024")
 
 
+def _auto_or_stages(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 1 <= value <= 64):
+        return value
+    raise PydanticCustomError("stages", "must be auto, or a number from 1 to 64")
+
+
 def _all_or_pairs(value: Any) -> Any:
     listed = value if isinstance(value, list | tuple) else ()
     pairs = tuple(tuple(pair) for pair in listed if isinstance(pair, list | tuple))
@@ -116,129 +122,198 @@ Size = Annotated[
     int,
     BeforeValidator(_bytes),
     Field(ge=1, le=2**40),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**40}, {"type": "string", "pattern": SIZE_PATTERN}]}
+    ),
 ]
+# The validators check these bounds too, and explain them. Here they are for the schema.
+Count = Annotated[int, Field(ge=1, le=1024)]
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Stages = Annotated[int, Field(ge=1, le=64)]
 
 
 class WorldSection(Section):
-    ranks: int = Field(default=4, ge=1, le=1024)
-    """Number of ranks. Each is a Ray actor in its own process."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of the ranks. auto is cuda if the cluster has GPUs and the workload can use them, else cpu."""
-    cpus: float = Field(default=0.5, ge=0.001, le=1024)
-    """Ray CPUs that a rank asks for."""
-    share_gpu: bool = False
-    """Whether all ranks share one GPU. This is for tests of results, never for timing."""
-    restarts: int = Field(default=1, ge=0, le=100)
-    """How many times the gang starts again after it lost a rank."""
-    placement_timeout_s: float = Field(default=60.0, gt=0, le=86400)
-    """Seconds to wait for free resources in the cluster."""
-    wait_timeout_s: float = Field(default=30.0, gt=0, le=86400)
-    """Seconds that a rank waits for a peer."""
+    """The ranks: how many, on what, and how long they wait."""
+
+    ranks: int = Field(default=4, ge=1, le=1024, examples=[8])
+    """R, the number of ranks. Each is a Ray actor in its own process; on GPUs each has a GPU of its own. All are on one
+    node."""
+    device: Literal["auto", "cuda", "cpu"] = Field(default="auto", examples=["cpu"])
+    """Device of the ranks. auto is cuda if the cluster has GPUs and the workload can use them, else cpu. It never falls
+    back to cpu because there are too few GPUs."""
+    cpus: float = Field(default=0.5, ge=0.001, le=1024, examples=[1])
+    """Ray CPUs that a rank asks for. Ray counts them for placement only and binds no process to them."""
+    share_gpu: bool = Field(default=False, examples=[True])
+    """Whether all ranks share one GPU. This is for tests of results, never for timing. It needs device cuda."""
+    restarts: int = Field(default=1, ge=0, le=100, examples=[0])
+    """How many times the gang starts again after it lost a rank. Finished cases are kept."""
+    placement_timeout_s: float = Field(default=60.0, gt=0, le=86400, examples=[3600])
+    """Seconds to wait for free resources in the cluster; then the run ends with exit code 3."""
+    wait_timeout_s: float = Field(default=30.0, gt=0, le=86400, examples=[120])
+    """Seconds that a rank waits for a peer; then the run ends with exit code 5 and names the peer."""
 
 
 class ShapeSection(Section):
-    tokens: int = Field(default=512, ge=1, le=MOST_TOKENS)
-    """T, tokens a rank."""
-    hidden: int = Field(default=1024, ge=1, le=MOST_HIDDEN)
-    """H, elements of a token's row."""
-    experts: int = Field(default=32, ge=1, le=MOST_EXPERTS)
-    """E, experts of all ranks together."""
-    topk: int = Field(default=4, ge=1, le=MOST_TOPK)
-    """K, experts that a token goes to."""
-    ffn: int = Field(default=512, ge=1, le=2**20)
-    """Inner size of an expert. Only workload layer computes experts."""
-    dtype: Dtype = "bfloat16"
+    """The sizes of tokens and experts."""
+
+    tokens: int = Field(default=512, ge=1, le=MOST_TOKENS, examples=[4096])
+    """T, the tokens of a rank in a step. With routing.ragged it is the most that a rank has."""
+    hidden: int = Field(default=1024, ge=1, le=MOST_HIDDEN, examples=[7168])
+    """H, the elements of a token's row. The bytes of a row must be a multiple of 16."""
+    experts: int = Field(default=32, ge=1, le=MOST_EXPERTS, examples=[256])
+    """E, the experts of all ranks together. Each rank has the same number, so world.ranks must divide it."""
+    topk: int = Field(default=4, ge=1, le=MOST_TOPK, examples=[8])
+    """K, the experts that a token goes to: at most shape.experts."""
+    ffn: int = Field(default=512, ge=1, le=2**20, examples=[2048])
+    """Inner size of an expert: the columns of its first two matrices."""
+    dtype: Dtype = Field(default="bfloat16", examples=["float16"])
     """Type of rows and of experts' weights."""
 
 
 class RoutingSection(Section):
-    kind: Literal["uniform", "zipf", "hot", "trace"] = "uniform"
+    """The choice of experts. It depends on the seed, the rank and the step alone, so all backends get the same."""
+
+    kind: Literal["uniform", "zipf", "hot", "trace"] = Field(default="uniform", examples=["zipf"])
     """How tokens choose experts: all alike, by a Zipf law, one hot expert, or from a recorded trace."""
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of all random numbers."""
-    alpha: float = Field(default=1.0, gt=0, le=100)
-    """Exponent of the Zipf law."""
-    share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the tokens that choose the hot expert."""
-    file: str | None = Field(default=None, min_length=1)
-    """File of recorded expert ids for kind trace, relative to the config."""
-    masked: float = Field(default=0.0, ge=0, le=1)
+    seed: int = Field(default=0, ge=0, lt=2**63, examples=[17])
+    """Seed of all random numbers of a run: routing, tokens and weights."""
+    alpha: float = Field(default=1.0, gt=0, le=100, examples=[1.2])
+    """Exponent of the Zipf law: the i-th most popular expert, from 0, is chosen in proportion to (i + 1) ^ -alpha. The
+    seed permutes the experts."""
+    share: float = Field(default=0.5, ge=0, le=1, examples=[0.9])
+    """Share of the tokens whose first choice is the hot expert. The seed chooses that expert."""
+    file: str | None = Field(default=None, min_length=1, examples=["ids.npy"])
+    """File of recorded expert ids for kind trace, relative to the config: integers that numpy.save wrote, with shape
+    [tokens, topk] or [steps, tokens, topk]. The tokens are those of one rank, or of all ranks one after the other."""
+    masked: float = Field(default=0.0, ge=0, le=1, examples=[0.1])
     """Share of the ids that are -1, which means no expert."""
-    ragged: bool = False
-    """Whether ranks hold different numbers of tokens, possibly none."""
+    ragged: bool = Field(default=False, examples=[True])
+    """Whether ranks hold different numbers of tokens: one rank none, one shape.tokens, the others from 1 to that."""
 
 
 class WireSection(Section):
-    dispatch: DispatchWire | None = None
+    """Types of the rows on the link."""
+
+    dispatch: DispatchWire | None = Field(default=None, examples=["float8_e4m3"])
     """Type of rows on the way to the experts. Default: the shape's dtype; or float8_e4m3, one scale for 128 values."""
-    combine: Dtype | None = None
+    combine: Dtype | None = Field(default=None, examples=["float32"])
     """Type of rows on the way back. Default: the shape's dtype. Each rank sums its experts' rows of a token in float32
     and rounds once to this type. The source sums these in float32 and rounds once to the shape's dtype."""
 
 
 class ExchangeSection(Section):
+    """Dispatch and combine."""
+
     backend: Literal[
         "auto", "fused", "staged", "collective", "allgather", "host", "row_push", "nccl_bare", OtherSystem
-    ] = "auto"
+    ] = Field(default="auto", examples=["collective"])
     """How rows move. GPU ranks: one kernel each way (fused) or several (staged). CPU ranks: shared memory (host).
     Both: NCCL or Gloo (collective, allgather). The others are no exchanges and serve comparison on GPUs. row_push only
     pushes rows to known slots: a limit for dispatch. nccl_bare makes only the NCCL calls that collective and allgather
     make. nvshmem is torch's all_to_all_vdev_2d."""
-    transport: Literal["auto", "copy_engine"] = "auto"
+    transport: Literal["auto", "copy_engine"] = Field(default="auto", examples=["copy_engine"])
     """Transport of the rows of dispatch. auto: the backend's own way. copy_engine (staged only): the copy engine sends
     all rows to every rank and occupies no SM."""
-    layout: Literal["expert", "rank"] = "expert"
+    layout: Literal["expert", "rank"] = Field(default="expert", examples=["rank"])
     """Order of received rows: by expert, or as they arrive from each rank."""
-    alignment: int = Field(default=16, ge=1, le=MOST_ALIGNMENT)
-    """The rows of each expert start at a multiple of this."""
-    padding: Literal["any", "zero"] = "any"
-    """Content of the gaps between experts."""
-    sms: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = "auto"
+    alignment: int = Field(default=16, ge=1, le=MOST_ALIGNMENT, examples=[128])
+    """The rows of each expert start at a multiple of this many rows, as a grouped matrix product wants them."""
+    padding: Literal["any", "zero"] = Field(default="any", examples=["zero"])
+    """Content of the gaps between experts: unspecified (any), or zeros, which gradients of weights need."""
+    sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
     """SMs of a GPU that the exchange's kernels may take: all (auto), or a number. Beside a matrix product fewer than
     half of them are best, 48 or 64 on H200. collective and allgather take as many as NCCL does."""
-    capacity: Annotated[int | Literal["worst"], BeforeValidator(_rows_or_worst)] = "worst"
-    """Most rows that a rank can receive: enough for the worst routing (worst), or a number."""
-    wire: Annotated[WireSection, BeforeValidator(_name_or_mapping)] = WireSection()
+    capacity: Annotated[Rows | Literal["worst"], BeforeValidator(_rows_or_worst)] = Field(
+        default="worst", examples=[8192]
+    )
+    """C, the most rows that a rank can receive: enough for the worst routing (worst), or a number. If more arrive, all
+    ranks refuse the step, and the run ends with exit code 7."""
+    wire: Annotated[WireSection, BeforeValidator(_name_or_mapping)] = Field(
+        default=WireSection(), examples=["float8_e4m3"]
+    )
     """Types of the rows on the link. A plain name sets dispatch."""
-    output: Literal["raw", "dequantised"] = "dequantised"
+    output: Literal["raw", "dequantised"] = Field(default="dequantised", examples=["raw"])
     """Result of dispatch for float8_e4m3 rows: values and scales (raw), or rows in the shape's dtype (dequantised)."""
 
 
 class StepsSection(Section):
-    warmup: int = Field(default=5, ge=0, le=1_000_000)
+    """The steps of a case: how many, how they start, and which are checked."""
+
+    warmup: int = Field(default=5, ge=0, le=1_000_000, examples=[20])
     """Steps before the clock starts."""
-    count: int = Field(default=50, ge=1, le=1_000_000)
-    """Timed steps."""
-    graph: Annotated[Literal["auto", True, False], BeforeValidator(_auto_or_boolean)] = "auto"
-    """Whether steps are replayed from a CUDA graph. auto means yes if possible. CPU ranks have no graphs."""
-    verify: bool = True
-    """Whether the first, the last and every 50th step are checked, outside the timing."""
-    trace: bool = False
+    count: int = Field(default=50, ge=1, le=1_000_000, examples=[200])
+    """Timed steps. Each gives one sample for each operation: the time of the slowest rank."""
+    graph: Annotated[Literal["auto", True, False], BeforeValidator(_auto_or_boolean)] = Field(
+        default="auto", examples=[False]
+    )
+    """Whether steps are replayed from a CUDA graph. auto means yes if possible; true is an error where it is not. CPU
+    ranks have no graphs."""
+    verify: bool = Field(default=True, examples=[False])
+    """Whether an oracle checks the first, the last and every 50th step, outside the timing. A wrong result ends the run
+    with exit code 6."""
+    trace: bool = Field(default=False, examples=[True])
     """Whether the kernels of `fused` record when their blocks reach each point. Extra calls after the steps record this
     for the lines of dispatch and combine. The steps become a little slower."""
 
 
 class P2pSection(Section):
-    protocol: Literal["put", "get"] = "put"
+    """Copies between two ranks."""
+
+    protocol: Literal["put", "get"] = Field(default="put", examples=["get"])
     """Which rank moves the bytes: the source (put) or the destination (get)."""
     transports: Annotated[
         tuple[Literal["auto", "copy_engine", "tma", "collective", "host"], ...], Field(strict=False, min_length=1)
-    ] = ("auto",)
+    ] = Field(default=("auto",), examples=[["copy_engine", "tma"]])
     """Transports to measure. GPU ranks: copy_engine, tma or collective (NCCL). CPU ranks: host. auto fits either."""
-    bytes: Annotated[tuple[Size, ...], Field(strict=False, min_length=1)] = (4096, 1048576)
-    """Message sizes, such as 4KiB."""
-    pattern: Literal["pairs", "all_to_all"] = "pairs"
+    bytes: Annotated[tuple[Size, ...], Field(strict=False, min_length=1)] = Field(
+        default=(4096, 1048576), examples=[["4KiB", "256MiB"]]
+    )
+    """Message sizes: a number of bytes, or a number with a unit. Each size is measured."""
+    pattern: Literal["pairs", "all_to_all"] = Field(default="pairs", examples=["all_to_all"])
     """One pair of ranks after the other (pairs), or all ranks at once (all_to_all)."""
-    pairs: Annotated[Literal["all"] | tuple[tuple[int, int], ...], BeforeValidator(_all_or_pairs)] = "all"
-    """Pairs to measure with pattern pairs, as [source, destination]. If all links are alike, one pair is enough."""
-    sms: Annotated[int | Literal["auto"], BeforeValidator(_auto_or_count)] = "auto"
+    pairs: Annotated[Literal["all"] | tuple[tuple[int, int], ...], BeforeValidator(_all_or_pairs)] = Field(
+        default="all", examples=[[[0, 1], [1, 0]]]
+    )
+    """Pairs to measure, as [source, destination]. If all links are alike, one pair is enough."""
+    sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[16])
     """SMs of a GPU that all tma copies of a rank may take together. The other transports have no such limit."""
 
 
+PointwiseOp = Literal[
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "swiglu",
+    "swiglu_experts",
+    "pointwise",
+    "rms_norm_fp8",
+    "add_rms_norm_fp8",
+    "layer_norm_fp8",
+    "swiglu_fp8",
+    "rms_norm_backward",
+    "add_rms_norm_backward",
+    "layer_norm_backward",
+    "swiglu_backward",
+]
+
+
+class PointwiseSection(Section):
+    """Norms, SwiGLU and a pointwise expression over rows."""
+
+    op: PointwiseOp = Field(default="rms_norm", examples=["layer_norm"])
+    """The operation over tokens x hidden elements; of swiglu, tokens x 2 ffn. In swiglu_experts the tokens fill a
+    quarter of the rows, and offsets on the device tell how many. pointwise is silu(a) * b + c with a row vector c."""
+    stages: Annotated[Stages | Literal["auto"], BeforeValidator(_auto_or_stages)] = Field(default="auto", examples=[4])
+    """Stages of a block's pipeline in shared memory: as many as are best (auto), or a number."""
+    sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
+    """SMs of a GPU that raymoe's kernels may take: all (auto), or a number. The other systems take all."""
+
+
 class OverlapSection(Section):
-    rows: int = Field(default=6144, ge=1, le=2**24)
+    """The matrix product beside an exchange."""
+
+    rows: int = Field(default=6144, ge=1, le=2**24, examples=[12288])
     """Rows of the matrix product beside the exchange: rows x hidden times hidden x columns, in the shape's dtype."""
-    columns: int = Field(default=4096, ge=1, le=2**20)
+    columns: int = Field(default=4096, ge=1, le=2**20, examples=[2048])
     """Columns of that product. With hidden 7168 in bfloat16 the default takes about as long as a dispatch of 4096
     tokens a rank between four H200."""

@@ -78,6 +78,8 @@ def _text_or_mapping(value: Any) -> Any:
     raise PydanticCustomError("options", "text or a mapping is wanted")
 
 
+_TEXT_OR_MAPPING: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
+
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], Field(strict=False)]
 Packages = Annotated[
@@ -88,60 +90,65 @@ Packages = Annotated[
 
 
 class RuntimeEnvSection(Section):
-    working_dir: Text | None = None
+    """The files, packages and variables of the job's processes. Ray reads it; its documentation has the details."""
+
+    working_dir: Text | None = Field(default=None, examples=["."])
     """Directory to upload, relative to this file; the job runs in it. Or the URL of a zip file."""
-    excludes: Texts = ()
+    excludes: Texts = Field(default=(), examples=[["*.ckpt"]])
     """Patterns of files not to upload, as in a .gitignore. Always left out: .git, .venv, runs, and what .gitignore and
     .rayignore of the directory name."""
-    py_modules: Texts = ()
+    py_modules: Texts = Field(default=(), examples=[["../my_package"]])
     """Python packages to upload: directories or wheels, relative to this file, or URLs."""
-    env_vars: dict[str, str] = Field(default_factory=dict)
+    env_vars: dict[str, str] = Field(default_factory=dict, examples=[{"NCCL_DEBUG": "WARN"}])
     """Environment variables of the run and of its ranks."""
-    pip: Packages | None = None
+    pip: Packages | None = Field(default=None, examples=[["numpy>=2"]])
     """Packages to install by pip before the job starts. To install torch takes minutes: use an image that has it."""
-    uv: Packages | None = None
+    uv: Packages | None = Field(default=None, examples=["requirements.txt"])
     """Packages to install by uv before the job starts."""
-    conda: Packages | None = None
+    conda: Packages | None = Field(default=None, examples=["raymoe-env"])
     """Name of a conda environment, a file that describes one, or its content."""
-    image_uri: Text | None = None
+    image_uri: Text | None = Field(default=None, examples=["registry.example/raymoe:0.1"])
     """Container image that the job runs in."""
-    py_executable: Text | None = None
+    py_executable: Text | None = Field(default=None, examples=["uv run"])
     """Command that starts Python for the ranks."""
-    worker_process_setup_hook: Text | None = None
+    worker_process_setup_hook: Text | None = Field(default=None, examples=["my_package.setup"])
     """Function, as module.name, that each rank calls at its start."""
-    nsight: Annotated[Any, BeforeValidator(_text_or_mapping)] = None
+    nsight: Annotated[Any, BeforeValidator(_text_or_mapping), WithJsonSchema(_TEXT_OR_MAPPING)] = Field(
+        default=None, examples=["default"]
+    )
     """Options of Nsight Systems for the ranks, or default."""
-    config: dict[str, Any] = Field(default_factory=dict)
-    """Options of Ray, such as setup_timeout_seconds: 600."""
+    config: dict[str, Any] = Field(default_factory=dict, examples=[{"setup_timeout_seconds": 600}])
+    """Options of Ray for the set-up of these."""
 
 
 class EntrypointSection(Section):
-    cpus: float = Field(default=0.0, ge=0, le=1024)
-    """CPUs to reserve for the process that drives the run. If cpus, gpus, memory, resources and labels are left out, it
-    runs on the head node."""
-    gpus: float = Field(default=0.0, ge=0, le=1024)
-    """GPUs to reserve for that process. It uses none: ranks ask for theirs."""
-    memory: Size | None = None
-    """Memory to reserve for that process, such as 2GiB."""
-    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """Custom resources to reserve for that process."""
-    labels: dict[str, str] = Field(default_factory=dict)
-    """Labels of the node to run that process on, such as ray.io/node-group: cpu."""
+    """The resources of the driver, the process that drives the run. If all are left out, it runs on the head node."""
+
+    cpus: float = Field(default=0.0, ge=0, le=1024, examples=[1])
+    """CPUs to reserve for the driver."""
+    gpus: float = Field(default=0.0, ge=0, le=1024, examples=[1])
+    """GPUs to reserve for the driver. It uses none: ranks ask for theirs."""
+    memory: Size | None = Field(default=None, examples=["2GiB"])
+    """Memory to reserve for the driver."""
+    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict, examples=[{"driver_slot": 1}])
+    """Custom resources to reserve for the driver."""
+    labels: dict[str, str] = Field(default_factory=dict, examples=[{"ray.io/node-group": "cpu"}])
+    """Labels of the node to run the driver on."""
 
 
 class Submission(Section):
-    config: Text
+    config: Text = Field(examples=["quickstart"])
     """Config to run: a packaged config's name, or a file in runtime_env.working_dir, relative to this file."""
-    set: dict[str, Any] = Field(default_factory=dict)
-    """Keys of the config to change, such as world.ranks: 8."""
-    address: Annotated[str | None, BeforeValidator(_address)] = None
-    """Address of the cluster: http://HOST:8265 (its dashboard), or HOST:6379. Default: RAY_API_SERVER_ADDRESS, else
-    RAY_ADDRESS."""
+    set: dict[str, Any] = Field(default_factory=dict, examples=[{"world.ranks": 8, "matrix.shape.tokens": [128, 512]}])
+    """Keys of the config to change. `raymoe submit --set` changes them after this."""
+    address: Annotated[str | None, BeforeValidator(_address)] = Field(default=None, examples=["http://head:8265"])
+    """Address of the cluster: http://HOST:8265 (its dashboard), HOST:6379, or auto. Default: RAY_API_SERVER_ADDRESS,
+    else RAY_ADDRESS."""
     runtime_env: RuntimeEnvSection = RuntimeEnvSection()
     entrypoint: EntrypointSection = EntrypointSection()
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: dict[str, str] = Field(default_factory=dict, examples=[{"team": "mine"}])
     """Texts that Ray's dashboard shows with the job."""
-    out: Annotated[str | None, BeforeValidator(_out)] = None
+    out: Annotated[str | None, BeforeValidator(_out)] = Field(default=None, examples=["/shared/results/{run}"])
     """Run directory on the cluster: an absolute path, ~/… or a URL such as s3://bucket/runs/{run}. {run} becomes the
     name of the run. Default: ~/raymoe_runs/{run} on the driver's node."""
 

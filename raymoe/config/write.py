@@ -41,13 +41,15 @@ def job_schema() -> dict[str, Any]:
     parent = {
         "type": "string",
         "description": "Path of a parent config, relative to this one. Maps merge, lists replace those of the parent.",
+        "examples": ["base.yaml"],
     }
     swept = {key: {"type": "array", "minItems": 1, "items": _at(schema, key)} for key in sweepable(key_tree())}
     matrix = {**properties.pop("matrix"), "properties": swept, "additionalProperties": False}
     matrix.pop("default", None)
     wire = schema["$defs"]["ExchangeSection"]["properties"]["wire"]
     schema["$defs"]["ExchangeSection"]["properties"]["wire"] = {
-        "description": wire.pop("description"),
+        "description": wire["description"],
+        "examples": wire["examples"],
         "anyOf": [{"$ref": "#/$defs/WireSection"}, _at(schema, "exchange.wire.dispatch")],
     }
     return {

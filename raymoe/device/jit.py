@@ -87,7 +87,7 @@ class Cubins:
         return cls(cache.cache_folder())
 
     def get(self, key: str) -> bytes | None:
-        """What was put under the key, whole, undamaged and by this user, or None."""
+        """Give the content that this user has put under the key; None if there is none, or if it is damaged."""
         if self._out_of_use:
             return None
         try:
@@ -262,9 +262,14 @@ _FAULT = re.compile(r"\berror\b.*:|\bfatal\b")
 _FLAGS = {"std": "c++17", "lineinfo": True, "ptxas_options": ["-v"]}
 
 
+_IMPORTING = threading.Lock()
+"""Held by a thread that imports modules of CUDA: they import one another, and a second thread could get half of one."""
+
+
 def compile_unit(unit: _Unit) -> Compiled:
     """Run NVRTC on a unit."""
-    from cuda.core import Program, ProgramOptions
+    with _IMPORTING:
+        from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         name=str(unit.path),
@@ -299,7 +304,8 @@ def compile_unit(unit: _Unit) -> Compiled:
 def nvrtc_version() -> tuple[int, int]:
     """The version of the NVRTC that this process loads."""
     try:
-        from cuda.bindings import nvrtc
+        with _IMPORTING:
+            from cuda.bindings import nvrtc
 
         code, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:

@@ -1,10 +1,11 @@
 """Order operations that share memory across streams, and refuse operations that may not fit on the GPU together.
 
 The kernels of one workspace must run one after another. The kernels of two workspaces may run at the same time if all
-their blocks fit on the GPU at once, because blocks wait for blocks of other ranks.
+their blocks fit on the GPU at once. Otherwise blocks that run would wait for blocks of other ranks, which wait for
+blocks that cannot start.
 
-- **Ordered by events.** An operation on another stream waits for the last one by an event, if both are eager or both
-  are captured into one graph.
+- **Ordered by events.** An operation on another stream waits for the last one by an event. Both must be eager, or
+  captured into one graph.
 - **Refused if no event can order it.** A captured operation cannot wait for an eager one on another stream. If that may
   still run, the capture is refused. Synchronise before the capture; `torch.cuda.graph` does.
 - **Replays are not seen.** The driver reports no graph launches. The caller must order replays of two graphs.

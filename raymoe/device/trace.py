@@ -29,7 +29,7 @@ BLOCKS_A_SM = 2
 
 
 @dataclass(frozen=True)
-class Point:
+class TracePoint:
     """The blocks that reach a point, and what they have done then."""
 
     who: str
@@ -38,33 +38,33 @@ class Point:
 
 POINTS = {
     "dispatch": {
-        "start": Point("all", "begin"),
-        "destinations": Point("senders", "ready to send"),
-        "first push": Point("senders", "first row sent"),
-        "last push": Point("senders", "last row sent"),
-        "arrived": Point("senders", "all pushed rows have arrived"),
-        "said done": Point("senders", "peers know that no more rows come"),
-        "told": Point("routers", "entries are numbered and written to all ranks"),
-        "counts": Point("placers", "the counts of all ranks are here"),
-        "planned": Point("placers", "the place of each row is known"),
-        "first row": Point("placers", "the first row has come"),
-        "last row": Point("placers", "the last row has come"),
-        "placed": Point("placers", "all rows are in their places"),
-        "end": Point("all", "done"),
-        "all awaited": Point("last", "all peers have finished sending"),
+        "start": TracePoint("all", "begin"),
+        "destinations": TracePoint("senders", "ready to send"),
+        "first push": TracePoint("senders", "first row sent"),
+        "last push": TracePoint("senders", "last row sent"),
+        "arrived": TracePoint("senders", "all pushed rows have arrived"),
+        "said done": TracePoint("senders", "peers know that no more rows come"),
+        "told": TracePoint("routers", "entries are numbered and written to all ranks"),
+        "counts": TracePoint("placers", "the counts of all ranks are here"),
+        "planned": TracePoint("placers", "the place of each row is known"),
+        "first row": TracePoint("placers", "the first row has come"),
+        "last row": TracePoint("placers", "the last row has come"),
+        "placed": TracePoint("placers", "all rows are in their places"),
+        "end": TracePoint("all", "done"),
+        "all awaited": TracePoint("last", "all peers have finished sending"),
     },
     "combine": {
-        "start": Point("all", "begin"),
-        "first push": Point("reducers", "first sum sent"),
-        "last push": Point("reducers", "last sum sent"),
-        "arrived": Point("reducers", "all pushed sums have arrived"),
-        "said done": Point("reducers", "nothing more to push (few tokens: summers have added their own)"),
-        "counts": Point("summers", "known that no rank refuses the data"),
-        "first row": Point("summers", "the first sum of a peer has come"),
-        "last row": Point("summers", "the last sum of a peer has come"),
-        "placed": Point("summers", "all sums are added"),
-        "end": Point("all", "done"),
-        "all awaited": Point("last", "all peers have finished pushing"),
+        "start": TracePoint("all", "begin"),
+        "first push": TracePoint("reducers", "first sum sent"),
+        "last push": TracePoint("reducers", "last sum sent"),
+        "arrived": TracePoint("reducers", "all pushed sums have arrived"),
+        "said done": TracePoint("reducers", "nothing more to push (few tokens: summers have added their own)"),
+        "counts": TracePoint("summers", "known that no rank refuses the data"),
+        "first row": TracePoint("summers", "the first sum of a peer has come"),
+        "last row": TracePoint("summers", "the last sum of a peer has come"),
+        "placed": TracePoint("summers", "all sums are added"),
+        "end": TracePoint("all", "done"),
+        "all awaited": TracePoint("last", "all peers have finished pushing"),
     },
 }
 """The points of each operation, in the order of work of each kind of block. `last` is the last block out."""

@@ -66,6 +66,14 @@ class Tokens:
     """float32[T', ceil(H / 128)] for an `x` that is float8_e4m3fn already; only where rows cross as fp8."""
 
 
+@dataclass(slots=True)
+class Ids:
+    """The routing of a dispatch: the part of `Tokens` that its combine needs."""
+
+    topk_idx: torch.Tensor
+    num_tokens: torch.Tensor | None = None
+
+
 class Backend(Protocol):
     """One implementation of dispatch and combine.
 
@@ -91,6 +99,26 @@ class Backend(Protocol):
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         """Send home the sums of `rows`, [C, H], and write all of y to `out`, [T', H]."""
+
+    # For gradients: a dispatch as one tensor, and the weights' gradients beside those of rows.
+
+    @property
+    def metadata_words(self) -> int:
+        """The length of `pack`'s result, the same in every call."""
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        """Return the metadata of a dispatch that its combine needs, except weights, as int32 on the world's device."""
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        """Make the result of a dispatch again, for a combine of `rows`. `weights` are those of the result."""
+
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        """Combine `rows` without weights into `out`, and bring `weights`, float32[C], to `out_weights`, [T', K].
+
+        An entry without an expert gets zero.
+        """
 
     def check(self) -> None:
         """Wait for the device, then raise a failed wait (every time) or refused data (once)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from raymoe.device.dispatch import MAX_DONE, RANK_BITS
@@ -14,6 +15,7 @@ from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
+    from raymoe.exchange.cpu import Carrier
     from raymoe.exchange.workspace import Workspace
 
 BACKENDS = {
@@ -141,17 +143,26 @@ def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
         return _make_on_gpu(choice, world, spec, workspace)
     from raymoe.exchange.cpu import CpuBackend
 
+    if world.domains > 1:
+        from raymoe.exchange.hierarchical import HierarchicalRows
+
+        return CpuBackend(world, spec, HierarchicalRows(world, spec, partial(_make_carrier, name)))
+    return CpuBackend(world, spec, _make_carrier(name, world, spec))
+
+
+def _make_carrier(name: str, world: World, spec: ExchangeSpec) -> Carrier:
+    """Make the carrier of CPU ranks in one domain."""
     if name == "collective":
         from raymoe.exchange.gloo import GlooCollective
 
-        return CpuBackend(world, spec, GlooCollective(world, spec))
+        return GlooCollective(world, spec)
     if name == "allgather":
         from raymoe.exchange.gloo import GlooAllgather
 
-        return CpuBackend(world, spec, GlooAllgather(world, spec))
+        return GlooAllgather(world, spec)
     from raymoe.exchange.host import HostSlots
 
-    return CpuBackend(world, spec, HostSlots(world, spec))
+    return HostSlots(world, spec)
 
 
 def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from raymoe.errors import ConfigError, DataRefused, RaymoeError, WiringError
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.cpu_rows import Array, Arrived, Bags, Placement, RowSums, Sending
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_statuses, status_of
 from raymoe.exchange.spec import ExchangeSpec
@@ -33,6 +33,8 @@ class Returned:
     table: torch.Tensor  # in the combine wire dtype
     where: Array
     statuses: Sequence[Refusal]
+    entries: torch.Tensor | None = None
+    """float32[P, K]: the entries of row i of the sending, where the combine carried them."""
 
 
 @dataclass
@@ -44,14 +46,31 @@ class Carried:
     where: Array  # [N] the row of the carrier's table that holds each
     number: int
     """The number of the dispatch in its exchange, the same on all ranks."""
+    home: object = None
+    """The state that the carrier's dispatch left for its combine."""
+
+
+@dataclass
+class Leaving:
+    """The input of a carrier's combine: bag i's sum of `rows` goes home for arrived row i, also `entries[i]`."""
+
+    rows: torch.Tensor
+    bags: Bags
+    entries: torch.Tensor | None = None
+    """float32[N, K]: a number for each entry (arrived row, k)."""
+
+    @property
+    def op(self) -> str:
+        """The operation that ranks announce."""
+        return "combine" if self.entries is None else "combine of gradients"
 
 
 class Carrier(Protocol):
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
         """Send rows `sending.tokens` of `x`, and return the rows that arrive here."""
 
-    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
-        """Send home bag i's sum of `rows` for arrived row i, and this rank's status. Return the sums that arrive here.
+    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
+        """Send home the sums, and this rank's status. Return the sums that arrive here.
 
         Each sum is rounded once, to the combine wire dtype.
         """
@@ -74,7 +93,7 @@ class Carrier(Protocol):
 # Order: record, fence, word. A reader loads the word, fences, loads the record. No record is overwritten before all
 # ranks have read it: a rank enters operation n + 2 after all have entered n + 1, so after they have read those of n.
 
-_OPERATIONS = ("dispatch", "combine")
+_OPERATIONS = ("dispatch", "combine", "combine of gradients")
 _SAME, _RECORD = 3, 3 + Refusal.NBYTES // 8
 """Words of a record that must be equal on all ranks, and all words of a record."""
 
@@ -174,6 +193,12 @@ class _DispatchState:
         return self.carried.sending.refusal or self.placement.refusal
 
 
+def _state_of(got: Dispatched) -> _DispatchState:
+    state = got._home
+    assert isinstance(state, _DispatchState)
+    return state
+
+
 class CpuBackend:
     """A backend for CPU ranks. It owns its carrier."""
 
@@ -182,6 +207,9 @@ class CpuBackend:
 
     def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
         self._rank, self._size, self._spec = world.rank, world.size, spec
+        # A row leaves once for each (token, rank). Where there are several domains, once for each (token, domain).
+        self._domains = world.domains
+        self._destinations = world.domains if world.domains > 1 else world.size
         self._carrier = carrier
         self._own_refusal: DataRefused | None = None
         self._dispatches = 0
@@ -190,12 +218,13 @@ class CpuBackend:
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         n = len(tokens.x) if tokens.num_tokens is None else int(tokens.num_tokens.item())
         topk_idx, topk_weights = tokens.topk_idx.numpy()[:n], tokens.topk_weights.numpy()[:n]
-        sending = Sending.of(topk_idx, topk_weights, self._size, self._spec.experts)
+        sending = Sending.of(topk_idx, topk_weights, self._destinations, self._spec.experts)
         arrived = self._carrier.dispatch(tokens.x, sending)
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
         self._dispatches += 1
-        state = _DispatchState(placement, Carried(sending, arrived.counts, arrived.where, self._dispatches))
+        carried = Carried(sending, arrived.counts, arrived.where, self._dispatches, arrived.home)
+        state = _DispatchState(placement, carried)
         self._note_own_refusal(state.refusal)
         x, index = (arrived.table, self._index(arrived, placement)) if out is None else (out, None)
         if out is not None and len(placement.index):
@@ -214,16 +243,83 @@ class CpuBackend:
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        state = got._home
-        assert isinstance(state, _DispatchState)
-        bags, carried = state.placement.sums_to_send(weighted), state.carried
-        returned = self._carrier.combine(rows, bags, carried, status_of(state.refusal, carried.number, weighted))
+        state = _state_of(got)
+        self._send_home(Leaving(rows, state.placement.sums_to_send(weighted)), state, weighted, out)
+
+    @torch.no_grad()
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        state = _state_of(got)
+        places = state.placement.entries(self._spec.topk)
+        # The place of an entry whose expert is elsewhere is -1: the zero behind the last weight.
+        entries = torch.cat((weights, weights.new_zeros(1)))[torch.from_numpy(places)]
+        leaving = Leaving(rows, state.placement.sums_to_send(False), entries)
+        returned = self._send_home(leaving, state, False, out)
+        assert returned.entries is not None
+        # An entry comes from one rank, and from the others as zero. So the sum is exact.
+        out_weights.zero_().index_add_(0, torch.from_numpy(state.carried.sending.tokens), returned.entries)
+
+    def _send_home(self, leaving: Leaving, state: _DispatchState, weighted: bool, out: torch.Tensor) -> Returned:
+        carried, tokens = state.carried, len(out)
+        returned = self._carrier.combine(leaving, carried, status_of(state.refusal, carried.number, weighted))
         if (refused := judge_statuses(returned.statuses, self._spec)) is not None:
             self._own_refusal = None
             out.fill_(torch.nan)
             raise refused
-        sums = RowSums(returned.table, carried.sending.sums_to_add(returned.where, got.tokens), out.dtype)
-        sums.write(0, got.tokens, out)
+        sums = RowSums(returned.table, carried.sending.sums_to_add(returned.where, tokens), out.dtype)
+        sums.write(0, tokens, out)
+        return returned
+
+    # The metadata of a dispatch as one int32 tensor: the dispatch's number, its refusal, the local experts' offsets and
+    # counts, the rows from each source, and for each row that arrived where it is and the places of its entries.
+
+    @property
+    def metadata_words(self) -> int:
+        spec, local, arriving = self._spec, self._spec.local_experts(self._size), self._size * self._spec.tokens
+        return 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        if self._domains > 1:
+            raise ConfigError(
+                f"gradients through an exchange between {self._domains} domains; it has none: take a world of one "
+                "domain, or call it under torch.no_grad()"
+            )
+        state, K = _state_of(got), self._spec.topk
+        placement, carried = state.placement, state.carried
+        refusal = np.frombuffer(placement.refusal.pack(), np.int32)
+        arrived = len(carried.where)
+        where = np.full(self._size * self._spec.tokens, -1)
+        where[:arrived] = carried.where % len(where)  # without the parity of slots: no combine reads it
+        entries = np.full((len(where), K), -1)
+        entries[:arrived] = placement.entries(K)
+        numbers = np.array([carried.number])
+        parts = (numbers, refusal, placement.offsets, placement.counts, carried.counts, where, entries.ravel())
+        return torch.from_numpy(np.concatenate(parts).astype(np.int32))
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        n = len(ids.topk_idx) if ids.num_tokens is None else int(ids.num_tokens.item())
+        topk_idx = ids.topk_idx.numpy()[:n]
+        # A combine sends no weights of the source.
+        sending = Sending.of(topk_idx, np.zeros(topk_idx.shape, np.float32), self._size, self._spec.experts)
+        local, words = self._spec.local_experts(self._size), Refusal.NBYTES // 4
+        sizes = (1, words, local + 1, local, self._size, self._size * self._spec.tokens)
+        number, refusal, offsets, counts, sources, where, entries = np.split(metadata.numpy(), np.cumsum(sizes))
+        arrived = int(sources.sum())
+        places = entries.reshape(-1, self._spec.topk)[:arrived].astype(np.int64)
+        refused = Refusal.unpack(refusal.tobytes())
+        placement = Placement.restored(counts, offsets, places, weights.numpy(), refused)
+        carried = Carried(sending, sources.astype(np.int64), where[:arrived].astype(np.int64), int(number[0]))
+        return Dispatched(
+            x=rows,
+            weights=weights,
+            expert_offsets=torch.from_numpy(offsets),
+            expert_counts=torch.from_numpy(counts),
+            index=None,
+            tokens=len(ids.topk_idx),
+            _home=_DispatchState(placement, carried),
+            _owner=self,
+        )
 
     def check(self) -> None:
         """Raise once if this rank refuses the data of the last dispatch. Combine raises what other ranks refuse."""

@@ -59,6 +59,18 @@ class Bags:
         sizes[where] = np.diff(self.starts)
         return Bags(self.index, starts_of(sizes), self.weights)
 
+    def take(self, order: Array) -> Bags:
+        """Put bag `order[i]` at i.
+
+        >>> bags = Bags(np.array([5, 6, 7]), np.array([0, 1, 3])).take(np.array([1, 0]))
+        >>> bags.index.tolist(), bags.starts.tolist()
+        ([6, 7, 5], [0, 2, 3])
+        """
+        sizes = np.diff(self.starts)[order]
+        entries = places_in_runs(sizes, self.starts[:-1][order])
+        weights = None if self.weights is None else self.weights.take(entries)
+        return Bags(self.index.take(entries), starts_of(sizes), weights)
+
 
 # The source's side of a dispatch.
 
@@ -135,6 +147,8 @@ class Arrived:
     counts: Array  # [R] how many of the N rows each source sent
     zero_row: int  # a row of `table` that holds zeros
     refusal: Refusal = NO_REFUSAL
+    home: object = None
+    """The state that the carrier's combine needs; None where it needs no more than `Carried` has."""
 
 
 @dataclass
@@ -156,6 +170,7 @@ class Placement:
     index: Array  # [offsets[L]]
     weights: Array  # [capacity]
     _place: Array  # the place of each (row, local expert) pair, in the order (source, token, k)
+    _pair: Array  # which of the N * K entries of the rows that arrived each pair is
     _pairs: Array  # [N] the number of pairs of each row
     refusal: Refusal = NO_REFUSAL
 
@@ -184,7 +199,8 @@ class Placement:
         weights[place_sorted] = arrived.weights.ravel().take(pair_sorted)
         place = np.empty_like(place_sorted)
         place[by_expert] = place_sorted
-        return cls(counts, offsets, index, weights, place, np.bincount(pair // K, minlength=len(arrived.where)))
+        pairs = np.bincount(pair // K, minlength=len(arrived.where))
+        return cls(counts, offsets, index, weights, place, pair, pairs)
 
     @classmethod
     def _empty(cls, experts: int, capacity: int, rows: int, refusal: Refusal) -> Placement:
@@ -197,9 +213,30 @@ class Placement:
             none,
             weights,
             none,
+            none,
             np.zeros(rows, np.int64),
             refusal,
         )
+
+    @classmethod
+    def restored(cls, counts: Array, offsets: Array, entries: Array, weights: Array, refusal: Refusal) -> Placement:
+        """Make the placement of a dispatch again, without the order of its rows, from what `entries` gave.
+
+        >>> entries = np.array([[4, 0], [-1, 5]])  # the example above
+        >>> weights = np.array([0.75, 0, 0, 0, 0.25, 1, 0, 0], np.float32)
+        >>> again = Placement.restored(np.array([1, 2]), np.array([0, 4, 8]), entries, weights, NO_REFUSAL)
+        >>> again.sums_to_send(True).index.tolist(), again.sums_to_send(True).starts.tolist()
+        ([4, 0, 5], [0, 2, 3])
+        """
+        pair = np.flatnonzero(entries >= 0)
+        pairs, none = (entries >= 0).sum(axis=1), np.zeros(0, np.int64)
+        return cls(counts, offsets, none, weights, entries.ravel().take(pair), pair, pairs, refusal)
+
+    def entries(self, topk: int) -> Array:
+        """The place of each entry (row that arrived, k); -1 where the expert is elsewhere."""
+        entries = np.full(len(self._pairs) * topk, -1)
+        entries[self._pair] = self._place
+        return entries.reshape(-1, topk)
 
     def sums_to_send(self, weighted: bool) -> Bags:
         """A bag for each row that arrived: its expert-major rows, in the order of k."""

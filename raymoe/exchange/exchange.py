@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +14,10 @@ import torch
 
 from raymoe.errors import CaptureError, ConfigError, DataRefused, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import Backend, Dispatched, Sent, SplitBackend, Tokens
+from raymoe.exchange.backend import Backend, Dispatched, Ids, Sent, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
-from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 _HARMLESS_ERRORS = (ConfigError, CaptureError, DataRefused)
 """Errors that leave no peer inside an operation: mistakes found before it began, and data that all ranks refuse."""
+
+
+_HANDLES = itertools.count(1)
+_EXCHANGES: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()  # of this process, by handle
 
 
 class Exchange:
@@ -37,8 +42,9 @@ class Exchange:
       `check`, which waits. Refused data also gives a y of NaN on all ranks.
     - **CUDA graphs.** A captured call may be replayed until `close`. The memory that it allocated is kept until then.
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
-      streams, need limits whose sum fits the GPU, because their kernels wait for kernels of other ranks.
-    - **torch.compile** breaks its graph at each call, and the call runs uncompiled.
+      streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
+    - **torch.compile** breaks its graph at each call, and the call runs uncompiled. `raymoe.moe.dispatch` and `combine`
+      can be traced, and have gradients.
 
     A world of one CPU rank, whose experts double their rows:
 
@@ -91,6 +97,16 @@ class Exchange:
         name = f"an exchange ({self.backend}) of rank {world.rank} of world {world.name!r}"
         release, at_once = partial(_let_go, self._backend, self._own), world.device.type == "cpu"
         self._forget = world.unclosed.watch(self, name, release, at_once=at_once)
+        self.handle = next(_HANDLES)
+        """Its number in this process, by which torch's custom operators name it."""
+        _EXCHANGES[self.handle] = self
+
+    @staticmethod
+    def of_handle(handle: int) -> Exchange:
+        """Return the exchange with this handle."""
+        if (found := _EXCHANGES.get(handle)) is None:
+            raise ConfigError(f"exchange {handle} of this process was dropped; keep it as long as its results are used")
+        return found
 
     @property
     def capturable(self) -> bool:
@@ -172,6 +188,36 @@ class Exchange:
             backend.combine_receive(sent.rows, sent.got, sent.weighted, sent.y)
         self._sent = None
         return sent.y
+
+    # For gradients (raymoe/moe/differentiable.py).
+
+    @property
+    def metadata_words(self) -> int:
+        """The length of what `pack` returns."""
+        return self._gradient_backend("gradients").metadata_words
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        """Return the metadata of a dispatch as one int32 tensor, from which `unpack` makes it again."""
+        return self._gradient_backend("pack").pack(got)
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        """Make the result of a dispatch again, for a combine of `rows`."""
+        return self._gradient_backend("unpack").unpack(metadata, rows, weights, ids)
+
+    @one_at_a_time
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of each token's `rows`, [T', H], and each entry's element of `weights`, float32[T', K]."""
+        self._ready("combine")
+        backend = self._gradient_backend("combine_gradients")
+        rows = self._arguments.combine(rows, got, False, self._backend)
+        y = torch.empty(got.tokens, self.spec.hidden, dtype=rows.dtype, device=self.world.device)
+        entries = torch.empty(got.tokens, self.spec.topk, dtype=torch.float32, device=self.world.device)
+        with self._poisoning:
+            backend.combine_gradients(rows, weights, got, y, entries)
+        self._keep_if_captured(rows, weights, got, y, entries)
+        return y, entries
 
     @one_at_a_time
     def check(self) -> None:
@@ -263,6 +309,13 @@ class Exchange:
         self._ready(op, sent)
         if not isinstance(self._backend, SplitBackend):
             raise ConfigError(f"{op} asked for; {self.backend} cannot split operations: take fused or staged")
+        return self._backend
+
+    def _gradient_backend(self, op: str) -> Backend:
+        if self.spec.dispatch_wire == FP8:
+            raise ConfigError(
+                f"{op} of an exchange whose rows cross as {FP8}; gradients need wider rows: leave wire out"
+            )
         return self._backend
 
     def _ready(self, op: str, sent: Dispatched | Sent | None = None) -> None:

@@ -11,17 +11,19 @@ import torch
 
 from raymoe.device import combine, dispatch
 from raymoe.device.combine import CombineGrid, CombineParams, RefusalRecord, combine_source
+from raymoe.device.current import capturing
 from raymoe.device.dispatch import DispatchParams, dispatch_source
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.gpu import HostWords
 from raymoe.device.kernels import Launch, Shape
 from raymoe.device.params import Params, address_setter
-from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.errors import CaptureError, ConfigError
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.weight_bytes import NOWHERE, byte_spec, check_width, gather_bytes, spread_bytes
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
@@ -47,7 +49,8 @@ class FusedBackend:
     capturable = True
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
-        self.world, self.spec = world, spec
+        self.world, self.spec, self._sms_given = world, spec, sms
+        self._of_bytes: FusedBackend | None = None
         refuse(spec)
         self._own_workspace = workspace is None
         self.workspace = Workspace(world, spec) if workspace is None else workspace
@@ -110,6 +113,58 @@ class FusedBackend:
         self._enqueue("combine", self._combine_at(rows, got, weighted, out, combine.SUM))
         self.workspace.received("combine")
 
+    @property
+    def metadata_words(self) -> int:
+        return self._metadata.nbytes // 4
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        home = got._home
+        assert isinstance(home, Home)
+        return home.memory
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
+        """Make the result of a dispatch again. Its weights are in `metadata` too."""
+        home = Home(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
+        return KernelDispatched.over(rows, None, len(ids.topk_idx), home, self)
+
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        """Combine twice: first the rows, then short rows that hold only the bytes of the weights."""
+        of_bytes = self._backend_of_bytes()
+        self.combine(rows, got, False, out)
+        leaving = rows.new_empty(len(rows), of_bytes.spec.hidden)
+        returned = rows.new_empty(len(out), of_bytes.spec.hidden)
+        of_bytes.combine(spread_bytes(weights, self._k_of_row(got), self.spec.topk, leaving), got, False, returned)
+        gather_bytes(returned, out_weights)
+
+    def _backend_of_bytes(self) -> FusedBackend:
+        """The backend of `byte_spec`, on the same workspace, which combines this one's dispatches."""
+        if self._of_bytes is None:
+            spec = byte_spec(self.spec)
+            if spec.hidden >= self.spec.hidden or spec.by_copy_engine:  # then the workspace has no slots for it
+                check_width(self.spec)
+                return self
+            if capturing(self.world.device):
+                raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
+            self._of_bytes = FusedBackend(self.world, spec, self.workspace, self._sms_given)
+        return self._of_bytes
+
+    def _k_of_row(self, got: Dispatched) -> torch.Tensor:
+        """The k of the entry in each of C rows."""
+        home, ranks = got._home, self.world.size
+        assert isinstance(home, Home)
+        capacity, shape = self.build.capacity, (ranks, self.spec.tokens, self.spec.topk)
+        entries = home.metadata.view(home.memory, "home").view(shape)
+        record = home.metadata.view(home.memory, "got")
+        tokens = record[: 4 * ranks].view(torch.int32)  # Got.tokens is its first field
+        there = torch.arange(self.spec.tokens, device=entries.device) < tokens[:, None]
+        # The low half is the place, or all ones. Only `there` are entries written.
+        place = torch.where(there[..., None], entries & NOWHERE, NOWHERE).clamp(max=capacity)
+        k_of_row = torch.zeros(capacity + 1, dtype=torch.int64, device=entries.device)
+        k = torch.arange(self.spec.topk, device=entries.device).expand(shape)
+        return k_of_row.scatter_(0, place.flatten(), k.flatten())[:capacity]
+
     def check(self) -> None:
         torch.cuda.synchronize(self.world.device)  # bounded, because every wait of the kernels is
         self.workspace.error.check()
@@ -122,8 +177,10 @@ class FusedBackend:
             refusals = [Refusal.unpack(packed[size * rank : size * (rank + 1)]) for rank in range(self.world.size)]
             raise_first(refusals, self.spec)
 
-    def close(self, together: bool) -> None:  # noqa: ARG002
+    def close(self, together: bool) -> None:
         torch.cuda.synchronize(self.world.device)
+        if self._of_bytes is not None:
+            self._of_bytes.close(together)
         self._refusals.close()
         if self._own_workspace:
             self.workspace.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raymoe.exchange.cpu import Carried, OperationOrder, Returned
-from raymoe.exchange.cpu_rows import Array, Arrived, Bags, RowSums, Sending
+from raymoe.exchange.cpu import Carried, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -69,13 +69,13 @@ class GlooAllgather:
         counts = np.bincount(where // self._tokens, minlength=self._size)
         return Arrived(self._table, where, ids[where], weights, counts, len(self._table) - 1)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
-        self._order.enter("combine", self._number)
+    def combine(self, given: Leaving, carried: Carried, status: Refusal) -> Returned:
+        self._order.enter(given.op, self._number)
         words = torch.frombuffer(bytearray(status.pack()), dtype=torch.uint8)
         stride = self._tokens + 1
         leaving, returned = self._leaving.flatten(0, 1), self._returned.flatten(0, 1)
         where = carried.where // self._tokens * stride + carried.where % self._tokens
-        sums = RowSums(rows, bags.spread(where, len(leaving)), leaving.dtype)
+        sums = RowSums(given.rows, given.bags.spread(where, len(leaving)), leaving.dtype)
         sums.write(0, len(leaving), leaving[:, : self._hidden])
         self._leaving.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES] = words
         self._order.agree()
@@ -83,7 +83,16 @@ class GlooAllgather:
         packed = self._returned.view(torch.uint8)[:, self._tokens, : Refusal.NBYTES].numpy()
         statuses = [Refusal.unpack(block.tobytes()) for block in packed]
         where = carried.sending.ranks * stride + carried.sending.tokens
-        return Returned(returned[:, : self._hidden], where, statuses)
+        entries = None if given.entries is None else self._return_entries(given.entries, carried)
+        return Returned(returned[:, : self._hidden], where, statuses, entries)
+
+    def _return_entries(self, entries: torch.Tensor, carried: Carried) -> torch.Tensor:
+        leaving = torch.zeros(self._size * self._tokens, self._topk, device="cpu")
+        leaving[torch.from_numpy(carried.where)] = entries
+        returned = torch.empty_like(leaving)
+        self._gloo.all_to_all("combine", returned, leaving)()
+        sending = carried.sending
+        return returned[torch.from_numpy(sending.ranks * self._tokens + sending.tokens)]
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)
@@ -138,15 +147,19 @@ class GlooCollective:
         wait()
         return Arrived(self._table, np.arange(n), ids, weights, counts, self._zero_row)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
-        self._order.enter("combine", self._number, status)
+    def combine(self, given: Leaving, carried: Carried, status: Refusal) -> Returned:
+        self._order.enter(given.op, self._number, status)
         send_counts, receive_counts = carried.counts.tolist(), carried.sending.counts.tolist()
         leaving, returned = self._leaving[: sum(send_counts)], self._returned[: sum(receive_counts)]
-        RowSums(rows, bags, self._home).write(0, len(leaving), leaving[:, : self._hidden])
-        statuses = self._order.agree()
+        RowSums(given.rows, given.bags, self._home).write(0, len(leaving), leaving[:, : self._hidden])
+        statuses, entries = self._order.agree(), None
         if judge_statuses(statuses, self._spec) is None:
-            self._gloo.all_to_all("combine", returned, leaving, receive_counts, send_counts)()
-        return Returned(returned[:, : self._hidden], np.arange(len(returned)), statuses)
+            wait = self._gloo.all_to_all("combine", returned, leaving, receive_counts, send_counts)
+            if given.entries is not None:
+                entries = torch.empty(len(returned), self._topk, device="cpu")
+                self._gloo.all_to_all("combine", entries, given.entries, receive_counts, send_counts)()
+            wait()
+        return Returned(returned[:, : self._hidden], np.arange(len(returned)), statuses, entries)
 
     def close(self, together: bool) -> None:
         self._gloo.close(together)

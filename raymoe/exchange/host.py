@@ -10,9 +10,10 @@ Memory map (`spec.py`; a heap on every rank; R ranks, T tokens; p: the parity of
   Source s writes all five at its index s; the owner reads them.
 - `combine_rows [2][R][T][H]`: the sum of rank d's experts for row j of those that the owner sent to d, in the combine
   wire dtype. A row fills whole pieces of 16 bytes.
+- `combine_weights [2][R][T][K]`: the gradients of that row's weights; only in a combine of gradients.
 - `combine_head [2][R]`: {epoch, -, the status} of rank d.
 - `combine_flag [R]`: word d is the last combine that rank d has sent here.
-  Rank d writes all three at its index d; the owner reads them.
+  Rank d writes all four at its index d; the owner reads them.
 
 Rows are one for each (token, destination rank), in token order. Both ends know their number, so combine sends no
 counts.
@@ -45,8 +46,8 @@ import numpy as np
 import torch
 
 from raymoe.errors import WiringError
-from raymoe.exchange.cpu import Carried, OperationOrder, Returned
-from raymoe.exchange.cpu_rows import Array, Arrived, Bags, RowSums, Sending, places_in_runs, starts_of
+from raymoe.exchange.cpu import Carried, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 from raymoe.exchange.spec import ExchangeSpec, slots_layout
 from raymoe.memory.heap import Heap
@@ -109,16 +110,18 @@ class HostSlots:
         zero_row = 2 * self._size * self._tokens
         return Arrived(mine.table, where, np.concatenate(ids), np.concatenate(weights), counts, zero_row, refusal)
 
-    def combine(self, rows: torch.Tensor, bags: Bags, carried: Carried, status: Refusal) -> Returned:
-        self._order.enter("combine", self._number)
+    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
+        self._order.enter(leaving.op, self._number)
         epoch = self._combined + 1
         parity, me = epoch % 2, self._rank
         starts = starts_of(carried.counts).tolist()
-        sums = RowSums(rows, bags, self._mine.combine_rows.dtype)
+        sums = RowSums(leaving.rows, leaving.bags, self._mine.combine_rows.dtype)
         words = np.frombuffer(status.pack(), np.int64)
         for peer, views in self._peers:
             begin, end = starts[peer], starts[peer + 1]
             sums.write(begin, end, views.combine_rows[parity, me])
+            if leaving.entries is not None:
+                views.combine_weights[parity, me, : end - begin] = leaving.entries[begin:end]
             views.combine_head[parity, me, _EPOCH] = epoch
             views.combine_head[parity, me, _STATUS] = words
         self._order.agree()
@@ -132,7 +135,10 @@ class HostSlots:
             self._expect(int(self._mine.combine_head[parity, peer, _EPOCH]), self._combined, peer)
             statuses.append(Refusal.unpack(self._mine.combine_head[parity, peer, _STATUS].tobytes()))
         where = places_in_runs(carried.sending.counts, np.arange(self._size) * self._tokens)
-        return Returned(self._mine.combine_rows[parity].flatten(0, 1), where, statuses)
+        table, entries = self._mine.combine_rows[parity].flatten(0, 1), None
+        if leaving.entries is not None:
+            entries = self._mine.combine_weights[parity].flatten(0, 1)[torch.from_numpy(where)]
+        return Returned(table, where, statuses, entries)
 
     def _expect(self, found: int, epoch: int, peer: int) -> None:
         if found != epoch:
@@ -153,6 +159,7 @@ class _Views:
         self.table = heap.tensor("dispatch_rows", peer)
         self.dispatch_rows = self.table[:-1].view(2, ranks, spec.tokens, spec.hidden)
         self.combine_rows = heap.tensor("combine_rows", peer)[..., : spec.hidden]
+        self.combine_weights = heap.tensor("combine_weights", peer)
         self.ids: Array = heap.tensor("dispatch_ids", peer).numpy()
         self.weights: Array = heap.tensor("dispatch_weights", peer).numpy()
         self.dispatch_head: Array = heap.tensor("dispatch_head", peer).numpy()

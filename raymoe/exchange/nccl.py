@@ -12,10 +12,11 @@ import torch
 
 from raymoe.device.current import capturing, on
 from raymoe.errors import PeerTimeout, RaymoeError
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, raise_first, status_of
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.weight_bytes import check_width, combine_twice, gather_bytes, spread_bytes
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait, NcclGroup
@@ -189,6 +190,30 @@ class NcclAllgather:
                 self._rounds.exchange(self._receives, self._sends)
             self._kernels.sum_ranks(stream, kept, out)
 
+    @property
+    def metadata_words(self) -> int:
+        return self._kernels.metadata_words
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        home = got._home
+        assert isinstance(home, Kept)
+        return self._kernels.packed(home.memory, got)
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
+        return self._kernels.unpacked(metadata, weights, ids, self)
+
+    @torch.no_grad()
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        """Combine twice: rows, then rows that hold only the bytes of the weights."""
+        check_width(self._spec)
+        home = got._home
+        assert isinstance(home, Kept)
+        k_of_row = self._kernels.k_of_row(home.memory)
+        spread = spread_bytes(weights, k_of_row, self._spec.topk, rows)
+        gather_bytes(combine_twice(self, rows, spread, got, out), out_weights)
+
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
         self._rounds.wait_for_all("check")
@@ -265,6 +290,40 @@ class NcclCollective:
         self._announce_combine(state.number, weighted)
         with self._launcher.ordered("combine") as stream:
             self._combine(stream, rows, state, weighted, out)
+
+    @property
+    def metadata_words(self) -> int:
+        return self._kernels.metadata_words + 1 + 2 * self._world.size
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        """Pack the host's numbers behind those of the device."""
+        state = got._home
+        assert isinstance(state, _DispatchState)
+        packed = self._kernels.packed(state.kept.memory, got)
+        numbers = [state.number % (1 << _NUMBER_BITS - 1), *state.send_counts, *state.receive_counts]
+        return torch.cat((packed, torch.tensor(numbers, dtype=torch.int32, device=packed.device)))
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
+        """Make the result of a dispatch again. The host waits for its own numbers."""
+        words, size = self._kernels.metadata_words, self._world.size
+        got = self._kernels.unpacked(metadata[:words], weights, ids, self)
+        number, *row_counts = metadata[words:].tolist()
+        kept = got._home
+        assert isinstance(kept, Kept)
+        got._home = _DispatchState(kept, number, row_counts[:size], row_counts[size:])
+        return got
+
+    @torch.no_grad()
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        """Combine twice: rows, then rows that hold only the bytes of the weights."""
+        check_width(self._spec)
+        state = got._home
+        assert isinstance(state, _DispatchState)
+        k_of_row = self._kernels.k_of_row(state.kept.memory)
+        spread = spread_bytes(weights, k_of_row, self._spec.topk, rows)
+        gather_bytes(combine_twice(self, rows, spread, got, out), out_weights)
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""

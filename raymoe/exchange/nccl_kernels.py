@@ -16,7 +16,7 @@ from raymoe.device.kernels import Function, Kernels, Launch, Shape
 from raymoe.device.params import Params
 from raymoe.device.rounds import DispatchMemory, Sizes
 from raymoe.device.stream_order import StreamOrder
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
@@ -212,11 +212,12 @@ class Kept:
     """The memory that a dispatch keeps for its combine, and the driver's number of the dispatch's stream."""
 
     memory: torch.Tensor
-    stream: int
+    stream: int | None
+    """None: the memory is kept for the current stream already."""
 
     def used_on(self, stream: int) -> torch.Tensor:
         """The memory for work on `stream`, which must be the current one."""
-        if stream != self.stream:
+        if self.stream is not None and stream != self.stream:
             keep_for_current_stream(self.memory)
         return self.memory
 
@@ -315,6 +316,41 @@ class RoundKernels:
     def sum_ranks(self, stream: int, kept: torch.Tensor, y: torch.Tensor) -> None:
         """Add the sums that arrived, into y; NaN if the step is refused."""
         self._sum_ranks(stream, kept=kept, y=y, given=y.shape[0])
+
+    # For gradients: the metadata of a dispatch as one tensor.
+
+    @property
+    def metadata_words(self) -> int:
+        return self._sizes.memory_bytes // 4 + 2 * self._sizes.local + 1
+
+    def packed(self, kept: torch.Tensor, got: Dispatched) -> torch.Tensor:
+        """Join the memory of a dispatch and the offsets and counts of its result."""
+        return torch.cat((kept.view(torch.int32), got.expert_offsets, got.expert_counts))
+
+    def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: object) -> Dispatched:
+        """Make the result of a dispatch again, without rows. Its `_home` is `Kept` memory."""
+        if metadata.device.type == "cuda":
+            keep_for_current_stream(metadata)
+        local = self._sizes.local
+        return Dispatched(
+            x=self._table,
+            weights=weights,
+            expert_offsets=metadata[-2 * local - 1 : -local],
+            expert_counts=metadata[-local:],
+            index=None,
+            tokens=len(ids.topk_idx),
+            _home=Kept(metadata[: self._sizes.memory_bytes // 4].view(torch.uint8), None),
+            _owner=owner,
+        )
+
+    def k_of_row(self, kept: torch.Tensor) -> torch.Tensor:
+        """The k of the entry in each of C rows."""
+        sizes, begin, C = self._sizes, self._memory.places, self._capacity
+        entries = sizes.ranks * sizes.tokens * sizes.topk
+        places = kept[begin : begin + 4 * entries].view(torch.int32).long()  # -1: on another rank, or none
+        k = torch.arange(entries, device=kept.device) % sizes.topk
+        k_of_row = torch.zeros(C + 1, dtype=torch.int64, device=kept.device)
+        return k_of_row.scatter_(0, torch.where(places < 0, C, places).clamp(max=C), k)[:C]
 
     def take_refused(self) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.

@@ -31,7 +31,8 @@ FP8 = "float8_e4m3"
 FP8_BLOCK = 128
 """Elements of a row that share one float32 scale."""
 
-_ROW_BYTES = 16  # rows move in pieces of 16 bytes
+ROW_BYTES = 16
+"""Rows move in pieces of so many bytes."""
 _MOST = {
     "tokens": MOST_TOKENS,
     "hidden": MOST_HIDDEN,
@@ -99,9 +100,9 @@ class ExchangeSpec:
             raise ConfigError(
                 f"topk is {self.topk} with {self.experts} experts; a token names at most as many experts as there are"
             )
-        if self.row_bytes % _ROW_BYTES:
+        if self.row_bytes % ROW_BYTES:
             raise ConfigError(
-                f"a row of {self.hidden} {self.dtype} is {self.row_bytes} bytes; a multiple of {_ROW_BYTES} is needed"
+                f"a row of {self.hidden} {self.dtype} is {self.row_bytes} bytes; a multiple of {ROW_BYTES} is needed"
             )
         if self.capacity != "worst" and (type(self.capacity) is not int or not 1 <= self.capacity <= MOST_ROWS):
             raise ConfigError(f"capacity is {self.capacity!r}; it is 'worst' or a number of rows, 1 to {MOST_ROWS}")
@@ -131,7 +132,7 @@ class ExchangeSpec:
         """
         if self.dispatch_wire != FP8:
             return self.row_bytes
-        return round_up(self.hidden + 4 * self.scales, _ROW_BYTES)
+        return round_up(self.hidden + 4 * self.scales, ROW_BYTES)
 
     @property
     def home_row_bytes(self) -> int:
@@ -140,7 +141,7 @@ class ExchangeSpec:
         >>> ExchangeSpec(1, hidden=12, experts=8, topk=1, dtype="float32", wire={"combine": "float16"}).home_row_bytes
         32
         """
-        return round_up(self.hidden * ITEM_BYTES[self.combine_wire], _ROW_BYTES)
+        return round_up(self.hidden * ITEM_BYTES[self.combine_wire], ROW_BYTES)
 
     @property
     def home_width(self) -> int:
@@ -178,8 +179,8 @@ class ExchangeSpec:
     def rows(self, ranks: int) -> int:
         """C, the rows of `x`.
 
-        In the worst case all experts of all tokens are here (a token may name one expert several times), and each
-        expert has a gap of `alignment` - 1 rows.
+        In the worst case all experts of all tokens are here, since a token may name one expert several times. Each
+        expert then has a gap of `alignment` - 1 rows.
         """
         return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
 
@@ -242,5 +243,6 @@ def slots_layout(spec: ExchangeSpec, ranks: int) -> Layout:
             # The last row is no slot: no rank writes it, so it stays zero. With layout `rank`, gaps point to it.
             Region("dispatch_rows", (2 * ranks * T + 1, H), spec.dtype),
             Region("combine_rows", (2, ranks, T, spec.home_width), spec.combine_wire),
+            Region("combine_weights", (2, ranks, T, K), "float32"),  # gradients of weights, beside those of rows
         ]
     )

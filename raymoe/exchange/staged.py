@@ -90,14 +90,14 @@ class StagedBackend(FusedBackend):
 
 # `staged` by the copy engine: no SM is busy while rows are on the link.
 #
-# The copy engine knows no tokens. A rank copies all of its T' rows to every other rank, whatever the ids are. They go
-# from its own slots to the same slots at the peer, after a kernel that copies rows into its own slots (kernels/pack.cu
-# says why the copies do not start in `x`). Waits and words are those of the other backends, in kernels of their own.
+# The copy engine knows no tokens. A rank copies all of its T' rows to every other rank, whatever the ids are. First a
+# kernel copies rows into the rank's own slots; kernels/pack.cu says why the copies do not start in `x`. Then they go to
+# the same slots at the peer. Waits and words are those of the other backends, in kernels of their own.
 #
 # Stream memory operations cannot replace these kernels. The word that one stores is a constant, so it cannot be an
-# epoch and would have to be reset after each run. In a captured step, a rank that has given up would also store it,
-# although its rows have not come, and a peer would place old rows. Waits would need the host to bound them. And it took
-# 6 us each way where a kernel takes 1 (4x H200, 2026-11-21).
+# epoch and would have to be reset after each run. In a captured step, a rank that has given up would also store it. Its
+# rows have not come then, and a peer would place old rows. Waits would need the host to bound them. And it took 6 us
+# each way where a kernel takes 1 (4x H200, 2026-11-21).
 #
 # In the split form the copies run on a stream of their own, beside the work between send and receive. The receive joins
 # that stream, so a captured send and its receive are in one graph.

@@ -39,7 +39,7 @@ from raymoe.gang.messages import (
 )
 from raymoe.gang.placement import Reservation, place
 from raymoe.gang.processes import Process, children_named, is_alive, is_stopped
-from raymoe.gang.watch import Watch
+from raymoe.gang.watch import RunWatch
 
 EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
 ALIVE_S = 1.0  # between two messages that the driver works
@@ -72,7 +72,7 @@ class Driver:
     state: sv.State = field(init=False)
     stop_seen: bool = False
     progress_sent: tuple[Progressed | None, float] = None, 0.0  # the last one, and when it was sent
-    watch: Watch = field(init=False)
+    watch: RunWatch = field(init=False)
     generation_began: float = field(default_factory=time.monotonic)
     servers: dict[str, Process] = field(default_factory=dict)  # of the run's own Ray
     alive_at: float = 0.0  # when `Alive` was sent last
@@ -82,7 +82,7 @@ class Driver:
         self.state = sv.State(ranks=world.ranks, restarts_left=world.restarts)
         self.finished |= self.order.finished
         cases = len(self.order.job.cases())
-        self.watch = Watch(self.order.run, world.ranks, cases, self.tell, self.order.profile)
+        self.watch = RunWatch(self.order.run, world.ranks, cases, self.tell, self.order.profile)
 
     def run(self) -> RunOutcome:
         """Carry out the whole run. A RaymoeError becomes the outcome."""

@@ -1,9 +1,9 @@
 """The process that the user started: it runs the driver in a child, and ends everything that the driver started.
 
-Ray runs in a child, because it replaces the SIGTERM handler inside `ray.init`, swallows exceptions raised while it
-waits, and leaves agents behind that outlive the driver by half a minute. The parent has the signals, the files and the
-terminal. It is a child subreaper: every process that Ray starts on this machine becomes its child sooner or later, and
-can be ended by pid.
+Ray runs in a child for three reasons. It replaces the SIGTERM handler inside `ray.init`. It swallows exceptions raised
+while it waits. It leaves agents behind that outlive the driver by half a minute. The parent has the signals, the files
+and the terminal. It is a child subreaper: every process that Ray starts on this machine becomes its child sooner or
+later, and can be ended by pid.
 
 Invariants
 * The parent never imports Ray, starts no thread, and blocks only in one bounded `select`.

@@ -1,8 +1,8 @@
 """The metrics of a run: one table of names, units and tags, and the driver's recorder of them.
 
 Ranks know nothing of metrics. They report each block of steps (`raymoe.workload.progress`), and the driver's polls
-bring these reports. The driver records them, for three reasons: a rank's loop is never held up, a rank that is killed
-loses at most the reports since the last poll, and Ray exports what a driver has counted when the driver leaves.
+bring these reports. The driver records them, for three reasons. A rank's loop is never held up. A rank that is killed
+loses at most the reports since the last poll. And Ray exports the counts of a driver when the driver leaves.
 
 Ray exports each metric with the prefix `ray_`, and a counter with the suffix `_total`.
 """

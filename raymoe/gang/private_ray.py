@@ -1,7 +1,8 @@
 """Keep other users of the machine away from the Ray that a run starts for itself. Imports no Ray.
 
-Whoever reaches a Ray runs code as its user. By itself, Ray listens on every interface, writes its token with the mode
-that the umask leaves, and opens its session directory, with sockets and logs, to everybody. So before Ray is imported:
+A user who reaches a Ray runs code as its owner. By itself, Ray listens on every interface and writes its token with the
+mode that the umask leaves. It opens its session directory, with sockets and logs, to everybody. So before Ray is
+imported:
 
 - **Loopback only.** The variable that Ray has for macOS makes every process of it listen on 127.0.0.1.
 - **A token that nobody else reads.** It is made where Ray looks, with mode 0600, before Ray would make one.

@@ -28,7 +28,7 @@ FIND = "import sys; from ray.dashboard.utils import ray_address_to_api_server_ur
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What is submitted, in the terms of the Jobs API."""
+    """A job to submit, in the terms of the Jobs API."""
 
     entrypoint: str
     id: str
@@ -43,7 +43,8 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobState:
-    """What the cluster says of a job. `exit_code` is that of its entrypoint, `node` the node that runs it."""
+    """The state of a job, as the cluster gives it. `exit_code` is that of its entrypoint, `node` the node that runs
+    it."""
 
     id: str
     status: str  # PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED

@@ -59,7 +59,7 @@ def spans_of(progress: Progress, generation: int) -> list[Span]:
     ]
 
 
-class Watch:
+class RunWatch:
     """Everything that the driver tells about a run besides its results."""
 
     def __init__(self, run: str, ranks: int, cases: int, tell: Callable[[Message], None], profile: bool) -> None:

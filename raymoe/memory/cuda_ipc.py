@@ -5,7 +5,7 @@ a peer maps the whole block. Torch's allocator hands out pieces of a block, and 
 Three invariants govern the lifetime of a segment:
 
 - **Zeroed, then published.** The memory is zeroed and the device synchronised before the handle leaves this process.
-  So no zeroing that is still under way overwrites a peer's first flag.
+  So no zeroing that is still in flight overwrites a peer's first flag.
 - **Unmapped, then freed.** A rank frees its memory only after every peer has said that its mapping is closed. Freeing
   memory that a peer maps is undefined. A dead peer says nothing: then the memory stays until this process ends.
 - **Own tensors stay valid.** A tensor over a rank's own memory keeps that memory, after `close` too. A tensor over a
@@ -226,7 +226,7 @@ class GpuMemory:
         self._call("cuIpcCloseMemHandle", address)
 
     def write(self, address: int, value: int) -> None:
-        """Store a 64-bit word. The store may be under way until `synchronise`."""
+        """Store a 64-bit word. The store may be in flight until `synchronise`."""
         word = ctypes.c_int64(value)
         self._call("cuMemcpyHtoD", address, ctypes.addressof(word), _WORD_BYTES)
 

@@ -1,13 +1,13 @@
 """Heaps in host memory that other processes on this machine can map.
 
 A segment is a `memfd`: memory without a path in a file system. A peer opens it through `/proc/<pid>/fd/<n>` while its
-owner keeps the file descriptor open. A descriptor gives the two numbers and no path. What they lead to is mapped only
-if it is such a segment: a sealed `memfd` of this user with mode 0600 and a label of raymoe.
+owner keeps the file descriptor open. A descriptor gives the two numbers and no path. A peer maps the file only if it is
+such a segment: a sealed `memfd` of this user with mode 0600 and a label of raymoe.
 
 Three invariants govern the lifetime of a segment:
 
-- **Nothing is left behind.** The kernel frees the memory when the last mapping is gone, in any case when the last
-  process that mapped it has ended.
+- **Nothing is left behind.** The kernel frees the memory when the last mapping is gone, at the latest with the last
+  process that mapped it.
 - **Tensors stay valid.** A tensor or a view over a segment keeps the mapping, after `close` too. The size is sealed, so
   a mapped page cannot vanish under its reader.
 - **The memory becomes private.** `unpublish` closes the owner's file descriptor after all peers have mapped. From then

@@ -32,7 +32,7 @@ _AGREED = {
     "device": str,
     "driver": int,
 }
-_OWN = {"rank": int, "gpu": str, "share_gpu": bool, "host": str, "boot_id": str}
+_OWN = {"rank": int, "gpu": str, "share_gpu": bool, "host": str, "boot_id": str, "domain": str}
 
 
 def code_hash(sources: Path = SOURCES, kernels: Path | None = KERNELS) -> str:
@@ -68,6 +68,7 @@ class Options(TypedDict, total=False):
     timeout_s: float
     device: str
     share_gpu: bool
+    domain: str
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class Member:
     """`cpu`, `cuda` for the first GPU that this process sees, or `cuda:1` for the second."""
     share_gpu: bool = False
     """Set on every rank, it lets ranks share a GPU. For tests of correctness, never for timing. CPU ranks ignore it."""
+    domain: str = ""
+    """The key of the rank's domain. Ranks with different keys do not map one another's memory."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or type(self.size) is not int:
@@ -101,6 +104,8 @@ class Member:
             raise ConfigError(
                 f"device is {self.device!r}; a world is on cpu, cuda or a GPU by its number, such as cuda:1"
             )
+        if type(self.domain) is not str:
+            raise ConfigError(f"domain is {self.domain!r}; the key of a domain is text")
 
     @property
     def ordinal(self) -> int | None:
@@ -142,6 +147,7 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
         raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; each rank gives one")
     for other in descriptors:
         check_fields(other, _AGREED | _OWN)
+    _check_domain(descriptors)
     _check_host(descriptors)
     for place, other in enumerate(descriptors):
         if other["rank"] != place:
@@ -154,6 +160,22 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
             raise WiringError(f"the descriptor at place {rank} is not the one that this rank gave")
     if mine["device"] == "cuda":
         _check_gpus(descriptors)
+
+
+def _check_domain(descriptors: Sequence[dict[str, object]]) -> None:
+    """Refuse ranks of several domains.
+
+    >>> _check_domain([{"domain": "0"}, {"domain": "0"}, {"domain": "1"}])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    raymoe.errors.WiringError: rank 0 is in domain '0' and rank 2 in domain '1'; ranks map one another's memory ...
+    """
+    for rank, other in enumerate(descriptors):
+        if other["domain"] != descriptors[0]["domain"]:
+            raise WiringError(
+                f"rank 0 is in domain {descriptors[0]['domain']!r} and rank {rank} in domain {other['domain']!r}; "
+                "ranks map one another's memory inside a domain only: make a world of several domains by "
+                "World.of(domain=), or one for each domain"
+            )
 
 
 def _check_host(descriptors: Sequence[dict[str, object]]) -> None:

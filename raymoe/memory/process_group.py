@@ -33,12 +33,12 @@ class Ranks:
     """The ranks of a process group while a world is made. All ranks call the same methods."""
 
     def __init__(self, group: object) -> None:
-        self._group = _process_group(group)
-        self.rank, self.size = self._group.rank(), self._group.size()
-        self.name = str(self._group.group_name)
-        bound = getattr(self._group, "bound_device_id", None)
+        self.group = _process_group(group)
+        self.rank, self.size = self.group.rank(), self.group.size()
+        self.name = str(self.group.group_name)
+        bound = getattr(self.group, "bound_device_id", None)
         self._bound: int | None = bound.index if bound is not None and bound.type == "cuda" else None
-        backends = _backends(self._group)
+        backends = _backends(self.group)
         # A backend that serves CPUs too, such as Gloo, does not say that the group is for GPUs.
         self._has_cuda = "cuda" in backends and backends["cuda"] != backends.get("cpu")
 
@@ -54,7 +54,7 @@ class Ranks:
         reports: list[Any] = [None] * self.size
         try:
             with self._current_device(world):
-                dist.all_gather_object(reports, mine, group=self._group)
+                dist.all_gather_object(reports, mine, group=self.group)
         except RuntimeError as error:
             raise problem or WiringError(
                 f"a world of process group {self.name} was asked for on rank {self.rank} of {self.size}, and the "

@@ -12,7 +12,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from raymoe.errors import Aborted, PeerTimeout, WiringError
 from raymoe.memory.layout import WORD_STRIDE
@@ -132,6 +133,24 @@ class Waiter:
             return True
         finally:
             self.waiting = None
+
+
+@contextmanager
+def named_by_world(waiter: Waiter, first: int, op: str | None = None) -> Iterator[None]:
+    """Let errors of a domain name ranks by their numbers in the world that `waiter` belongs to.
+
+    `first` is the first rank of the domain. `op` replaces the name of the operation.
+    """
+    try:
+        yield
+    except PeerTimeout as error:
+        peer, waited_s = first + error.peer, error.waited_s
+        raise PeerTimeout(
+            op or error.op, error.epoch, peer, error.expected, error.seen, waited_s, waiter.rank
+        ) from error
+    except Aborted as error:
+        waiter.check(None if error.peer is None else first + error.peer)
+        raise
 
 
 def _choose_fence() -> Callable[[], None]:

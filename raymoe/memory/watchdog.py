@@ -7,13 +7,13 @@ For each word that a stream waits for there is a pair of 32-bit words in host me
 
 After the wait the stream clears both words by one 64-bit store. While `marked` stays 1 and each poll finds `waiting` 1,
 no wait for this word has ended: it is still the same one. (A wait may end between the poll and the mark. The mark then
-counts for the next wait, too early by at most one poll.) So no count is needed, which a captured stream memory
-operation could not keep.
+counts for the next wait, too early by at most one poll.) So no count is needed. A captured stream memory operation
+could not keep one.
 
-Where a wait lasts too long, or this rank was told to stop, the watchdog stores the awaited value into this rank's own
-word, on a stream of its own. Then the waiting stream runs to its end and the host can raise. From then on every wait
-ends at once. The copies and signals that are left in the stream cannot be taken back. So the failure is final for all
-these channels: their peers learn of it through the world, or their own waits time out.
+If a wait lasts too long, or this rank was told to stop, the watchdog stores the awaited value into this rank's own
+word. It does so on a stream of its own. Then the waiting stream runs to its end and the host can raise. From then on
+every wait ends at once. The copies and signals that are left in the stream cannot be taken back. So the failure is
+final for all these channels: their peers learn of it through the world, or their own waits time out.
 """
 
 from __future__ import annotations

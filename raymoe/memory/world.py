@@ -53,6 +53,13 @@ class Shared(Protocol):
 S = TypeVar("S", bound=Shared)
 
 
+class Rounds(Protocol):
+    """Carries the rounds of a world: `Board`, or `StoreBoard` between domains."""
+
+    def meet(self, what: str, message: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
+        """Post a message in the round `what`, wait for all ranks, return their messages in rank order."""
+
+
 class World:
     """Ranks that live and die together. All ranks call the collective methods in one order.
 
@@ -62,7 +69,8 @@ class World:
 
     `device` is where its tensors are: `cpu`, or one GPU of this process, which need not be torch's current device.
     A process may have several worlds. A process that is forked from it cannot use them. The board, and with it every
-    round, is in host memory for CPU and GPU ranks alike: all ranks are on one machine.
+    round, is in host memory for CPU and GPU ranks alike: all ranks are on one machine. Only CPU ranks in several
+    domains may be on several machines (`SpanningWorld`).
     """
 
     def __init__(self, member: Member, device: cuda_ipc.GpuMemory | None, parent: World | None = None) -> None:
@@ -71,11 +79,12 @@ class World:
         self.name, self.timeout_s = member.name, member.timeout_s
         self.device = torch.device("cpu") if device is None else torch.device("cuda", member.ordinal or 0)
         self.waiter = Waiter(member.rank, member.timeout_s)
+        self._made_from: weakref.ref[Any] | None = None
         self._gpu = None if device is None else cuda_ipc.DeviceMemory(device)
         self._layout, self._code = board_layout(member.size), code_hash()
         self._own = host_shm.own(f"raymoe-{member.name}-board", self._layout.nbytes)
         self._heap: Heap | None = None
-        self._board: Board | None = None
+        self._board: Rounds | None = None
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
         _WORLDS.add(self)
@@ -95,7 +104,14 @@ class World:
         return cls(member, None if member.ordinal is None else cuda_ipc.GpuMemory.open(member.ordinal))
 
     @classmethod
-    def of(cls, group: object = None, *, device: str | torch.device = "auto", timeout_s: float = 60.0) -> Self:
+    def of(
+        cls,
+        group: object = None,
+        *,
+        device: str | torch.device = "auto",
+        timeout_s: float = 60.0,
+        domain: int | None = None,
+    ) -> World:
         """Make a world of the ranks of a `ProcessGroup`, of a `DeviceMesh`'s `ep` dimension, or of the default group.
 
         All ranks of the group call this, in one order with their other collectives. It returns when every rank has
@@ -103,7 +119,8 @@ class World:
 
         `device`: `auto` is the group's bound device, else torch's current one if the group has a backend of its own for
         GPUs (NCCL), else the CPU. `cuda` is the same but never the CPU. `cuda:1` is any GPU that this process sees.
-        `timeout_s` bounds every wait for a peer, except the one gather, which the group's own timeout bounds.
+        `timeout_s` bounds every wait for a peer, except the gathers here, which the group's own timeout bounds.
+        `domain` is the number of ranks in a domain; by default all ranks are in one. Several domains need CPU ranks.
 
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -115,6 +132,10 @@ class World:
         from raymoe.memory.process_group import Ranks  # loads torch.distributed
 
         ranks, made, mine = Ranks(group), None, None
+        if domain is not None and domain != ranks.size:
+            from raymoe.memory.spanning import span
+
+            return span(ranks, domain, str(device), timeout_s)
         problem: Exception | None = None
         try:
             where = ranks.device(str(device))
@@ -128,11 +149,22 @@ class World:
             name, descriptors = ranks.gather(made, mine, problem)
             assert made is not None, "a rank without a world has a problem"
             made._wire_as(name, descriptors)
+            made._made_from = weakref.ref(ranks.group)
         except BaseException:
             if made is not None:
                 made.close(together=False)
             raise
         return made
+
+    @property
+    def domain(self) -> World:
+        """The world of this rank's domain, whose ranks map one another's memory: this one, unless it has several."""
+        return self
+
+    @property
+    def domains(self) -> int:
+        """The number of domains. Rank r is in domain r // (size // domains)."""
+        return 1
 
     @property
     def gpu(self) -> Gpu:
@@ -141,6 +173,11 @@ class World:
         if self._gpu is None or not isinstance(self._gpu.device, cuda_ipc.GpuMemory):
             raise ConfigError(f"the GPU of rank {self.rank} was asked for; its world is on {self.device}")
         return self._gpu.device.gpu
+
+    @property
+    def process_group(self) -> Any:
+        """The group that `of` was given; None if there was none, or it is gone. The world itself does not use it."""
+        return None if self._made_from is None else self._made_from()
 
     @property
     def closed(self) -> bool:
@@ -160,6 +197,7 @@ class World:
         }
         mine |= {"version": raymoe.__version__, "code_hash": self._code, "layout_hash": self._layout.hash}
         mine |= {"device": self.member.kind, "share_gpu": self.member.share_gpu, "host": socket.gethostname()}
+        mine["domain"] = self.member.domain
         device = self._gpu.device if self._gpu else None
         mine |= {"gpu": device.uuid if device else "", "driver": device.driver if device else 0}
         return mine | self._own.descriptor()
@@ -180,9 +218,9 @@ class World:
         )
         self._own.unpublish()
 
-    def swap(self, value: object, what: str) -> list[object]:
+    def swap(self, value: object, what: str, timeout_s: float | None = None) -> list[object]:
         """Return the values of all ranks, in rank order. `what` names the round and must be the same on all ranks."""
-        return [pickle.loads(message) for message in self._meet(what, pickle.dumps(value))]
+        return [pickle.loads(message) for message in self._meet(what, pickle.dumps(value), timeout_s)]
 
     def barrier(self, what: str, timeout_s: float | None = None) -> None:
         """Wait for every rank, by default for the world's timeout."""
@@ -348,7 +386,7 @@ class World:
                 "from; make a new one"
             )
 
-    def _meet_to_close(self, board: Board) -> None:
+    def _meet_to_close(self, board: Rounds) -> None:
         # A peer that is gone or has failed does not use this rank's memory, and the kernel frees its own.
         with suppress(RaymoeError):
             board.meet("close", timeout_s=min(self.timeout_s, CLOSING_S))

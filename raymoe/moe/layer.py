@@ -1,144 +1,223 @@
-"""The Mixture-of-Experts layer: router, exchange and experts put together."""
+"""The Mixture-of-Experts layer: norm, router, exchange, experts and shared expert put together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.weights import ExpertShape, expert_weights, generator
+from raymoe.moe.differentiable import combine, dispatch, expert_major
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
+from raymoe.moe.families import Parts, parts_of
+from raymoe.moe.norm import rms_norm
+from raymoe.moe.router import Routed, Router, RouterForm
+from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights
 
 
-class Router(nn.Module):
-    """Chooses a token's experts: linear, softmax over all experts, the K largest, renormalised to sum to one.
+@dataclass(frozen=True)
+class LayerForm:
+    """The computation of a layer, besides the sizes that its exchange has.
 
-    Scores are float32 for any dtype of x. In bfloat16, experts with close scores could swap places from machine to
-    machine.
+    The output is experts(h) + shared(h), plus x with `residual`. h is RMSNorm of x, or x itself where `norm` is None.
     """
 
-    def __init__(self, hidden: int, experts: int, topk: int, source: torch.Generator | None = None) -> None:
-        super().__init__()
-        if not 1 <= topk <= experts:
-            raise ConfigError(f"a router over {experts} experts was asked for the best {topk}; ask for 1 to {experts}")
-        self.topk = topk
-        weight = torch.randn(experts, hidden, generator=source) * hidden**-0.5
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Map x[T', H] to ids int64[T', K], best first, and weights float32[T', K]."""
-        scores = nn.functional.linear(x.float(), self.weight).softmax(dim=-1)
-        weights, ids = scores.topk(self.topk, dim=-1)
-        return ids, weights / weights.sum(dim=-1, keepdim=True)
-
-
-def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype in which a CPU multiplies rows of `dtype`.
-
-    Weights are rounded to `dtype` before, so the choice changes results by rounding only.
-
-    Rates in GFLOP/s on one core of an AMD EPYC (torch 2.13, 256 x 1024 -> 1024, 2026-11-21): with AVX512_BF16 bfloat16
-    219, float32 99, float16 21; with AVX2 only bfloat16 22, float32 the same.
-    """
-    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return dtype
-    return torch.float32
-
-
-class Experts(nn.Module):
-    """The SwiGLU experts of one rank: each row of expert e gives down(silu(gate(x)) * up(x)) with the weights of e.
-
-    `experts` are the global numbers of this rank's experts. Their weights depend on (seed, number) alone.
-    """
-
-    def __init__(self, experts: Sequence[int], shape: ExpertShape, seed: int = 0) -> None:
-        super().__init__()
-        self.shape = shape
-        self.arithmetic = arithmetic_dtype(shape.dtype)
-        made = [expert_weights(shape, seed, expert) for expert in experts]
-        self.gate_up = self._frozen([weights.gate_up for weights in made])
-        self.down = self._frozen([weights.down for weights in made])
-
-    def forward(self, x: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Map x[C, H] to rows[C, H]. Local expert i has `counts[i]` rows from `offsets[i]` on; others are unspecified.
-
-        >>> experts = Experts([0, 1], ExpertShape(hidden=8, ffn=4, dtype=torch.float32))
-        >>> x = torch.randn(32, 8)
-        >>> rows = experts(x, torch.tensor([0, 16, 32]), torch.tensor([3, 1]))
-        >>> bool(torch.equal(rows[16:17], experts.one(1, x[16:17])))
-        True
-        """
-        rows = torch.empty_like(x)
-        for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
-            if count:
-                rows[start : start + count] = self.one(expert, x[start : start + count])
-        return rows
-
-    def one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """Apply one local expert to its rows."""
-        gate, up = nn.functional.linear(x.to(self.arithmetic), self.gate_up[expert]).chunk(2, dim=-1)
-        return nn.functional.linear(nn.functional.silu(gate) * up, self.down[expert])
-
-    def _frozen(self, weights: list[torch.Tensor]) -> nn.Parameter:
-        return nn.Parameter(torch.stack(weights).to(self.arithmetic), requires_grad=False)
+    ffn: int
+    router: RouterForm | None = None
+    """None: softmax over all experts, weights that sum to one."""
+    activation: Activation = SWIGLU
+    """Of the experts, without the shared one."""
+    shared: int = 0
+    """The ffn of the shared expert, which all tokens pass through; 0: there is none."""
+    norm: float | None = None
+    """The epsilon of RMSNorm."""
+    residual: bool = False
 
 
 class MoELayer(nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of a world. All ranks call it in one order.
 
-    The weights depend on the seed alone: every rank has the same router, and expert e is the same on any rank.
-    Forward only: the layer has no gradients.
+    - **Weights** depend on the seed alone: every rank has the same router, and expert e is the same on any rank. Each
+      rank holds its own experts, as DTensors if the world was made from a process group.
+    - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
+      expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
+    - **Exchanges.** Layers of a world that have the same spec share one exchange, which the world closes.
+    - **On GPUs** nothing waits for the device, and weights are bfloat16.
 
     >>> with World.open(rank=0, size=1) as world:
     ...     world.wire([world.descriptor()])
-    ...     with MoELayer(world, ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1), ffn=16) as layer:
-    ...         layer(torch.ones(3, 8, dtype=torch.bfloat16)).shape
-    torch.Size([3, 8])
+    ...     layer = MoELayer(world, ExchangeSpec(tokens=4, hidden=8, experts=2, topk=1), LayerForm(ffn=16, shared=4))
+    ...     y = layer(torch.ones(3, 8, dtype=torch.bfloat16))
+    ...     y.float().sum().backward()
+    >>> y.shape, layer.experts.down_proj.grad.shape
+    (torch.Size([3, 8]), torch.Size([2, 8, 16]))
     """
 
-    def __init__(self, world: World, spec: ExchangeSpec, ffn: int, *, backend: str = "auto", seed: int = 0) -> None:
+    def __init__(
+        self,
+        world: World,
+        spec: ExchangeSpec,
+        form: LayerForm | None = None,
+        *,
+        backend: str = "auto",
+        seed: int = 0,
+        parts: Parts | None = None,
+    ) -> None:
+        """`parts` are the modules of a layer that exists already; else `form` says what to make."""
         super().__init__()
-        self.exchange = Exchange(world, spec, backend)
-        local = spec.local_experts(world.size)
-        shape = ExpertShape(spec.hidden, ffn, getattr(torch, spec.dtype))
-        self.router = Router(spec.hidden, spec.experts, spec.topk, generator("router", seed))
-        self.experts = Experts(range(world.rank * local, (world.rank + 1) * local), shape, seed)
+        if (form is None) == (parts is None):
+            raise ConfigError("a layer needs a form, which says what to make, or the parts of another layer: give one")
+        spec = replace(spec, padding="zero")  # for the gradients of weights
+        self.world, self.exchange = world, world.shared(LayerExchanges).of(spec, backend)
+        if parts is None:
+            assert form is not None
+            parts = _made(world, self.exchange.spec, form, seed)
+        self._router_name, self._shared_name = parts.router_name, parts.shared_name
+        self.add_module(parts.router_name, parts.router)
+        self.experts = parts.experts
+        if parts.shared is not None:
+            self.add_module(parts.shared_name, parts.shared)
+        self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
+        self.to(world.device)
+        _shard(self.experts, world)
+
+    @classmethod
+    def from_block(
+        cls, block: nn.Module, world: World, *, tokens: int, backend: str = "auto", capacity: int | str = "worst"
+    ) -> Self:
+        """Make a layer that computes what a block of transformers does, with this rank's share of its experts.
+
+        The block is that of Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3 or gpt-oss; its router and shared expert are taken
+        over, its experts copied. `tokens` is the most that a rank ever gives. Input and output are those of the block.
+        """
+        parts = parts_of(block, world.rank, world.size)
+        gate_up = parts.experts.gate_up_proj
+        hidden = gate_up.shape[1] if parts.experts.transposed else gate_up.shape[2]
+        form = parts.router.form
+        dtype = str(gate_up.dtype).removeprefix("torch.")
+        spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
+        made = cls(world, spec, backend=backend, parts=parts)
+        return made.train(block.training)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too."""
+        flat = x.reshape(-1, x.shape[-1])
+        h = flat if self.norm is None else self.norm(flat)
+        router = self._modules[self._router_name]
+        assert router is not None
+        routing: Routed = router(h)
+        y = self.routed(h, routing.topk_idx, routing.topk_weights)
+        if (shared := self._modules.get(self._shared_name)) is not None:
+            y = y + shared(h)
+        if self.residual:
+            y = y + flat
+        y = y.reshape(x.shape)
+        return (y, routing.topk_weights.to(x.dtype)) if self.gives_scores else y
+
+    def routed(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Dispatch, apply the experts and combine, for a given routing."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights)
+            rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
+            return combine(self.exchange, rows, got, weighted=False)
+        spec, out = self.exchange.spec, None
+        if spec.layout == "expert" and spec.depth == 0:
+            out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
+        found = self.exchange.dispatch(x.contiguous(), topk_idx, topk_weights, None, out)
+        rows = self.experts(expert_major(found), found.expert_offsets, found.expert_counts)
+        return self.exchange.combine(rows, found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the weights; the copy is a layer of the same world and exchange."""
+        memo |= {id(self.world): self.world, id(self.exchange): self.exchange}
+        made = memo[id(self)] = type(self).__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+class LayerExchanges:
+    """The exchanges of a world's layers, one for each spec and backend. All ranks make layers in one order."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made: dict[tuple[ExchangeSpec, str], Exchange] = {}
+
+    def of(self, spec: ExchangeSpec, backend: str) -> Exchange:
+        """Return the exchange of this spec; the first call makes it."""
+        if (spec, backend) not in self._made:
+            self._made[spec, backend] = Exchange(self._world, spec, backend)
+        return self._made[spec, backend]
+
+    def close(self, together: bool) -> None:
+        """Close them with the world."""
+        for exchange in reversed(self._made.values()):
+            exchange.close(together)
+
+
+class Mlp(nn.Module):
+    """A SwiGLU expert that all tokens pass through."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x[T', H] to y[T', H]: each token passes through the experts that the router chooses for it."""
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ConfigError("x requires grad and MoELayer has no backward; call it under torch.no_grad()")
-        with torch.no_grad():
-            ids, weights = self.router(x)
-            return self.routed(x, ids, weights)
-
-    @torch.no_grad()
-    def routed(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Dispatch, apply the experts and combine, for a given routing."""
-        got = self.exchange.dispatch(x, ids, weights)
-        rows = self.experts(expert_major(got), got.expert_offsets, got.expert_counts)
-        return self.exchange.combine(rows, got)
-
-    def close(self, together: bool = True) -> None:
-        """Close the exchange. All ranks call this, unless one has failed (`together=False`)."""
-        self.exchange.close(together)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close(together=error is None)
+        return nn.functional.linear(SWIGLU(nn.functional.linear(x, self.gate_up_proj)), self.down_proj)
 
 
-def expert_major(got: Dispatched) -> torch.Tensor:
-    """Return the rows of a dispatch in expert-major order, copied if they are in the slots."""
-    return got.x if got.index is None else got.x[got.index]
+class Norm(nn.Module):
+    """RMSNorm with a weight."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(weight), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
+    """Draw the weights of a new layer."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    shape, count = ExpertShape(spec.hidden, form.ffn, dtype), spec.local_experts(world.size)
+    drawn = [expert_weights(shape, seed, world.rank * count + expert) for expert in range(count)]
+    gate_up, down = (torch.stack([getattr(each, name) for each in drawn]) for name in ("gate_up", "down"))
+    routing = form.router or RouterForm(spec.experts, spec.topk)
+    if (routing.experts, routing.topk) != (spec.experts, spec.topk):
+        raise ConfigError(
+            f"a router of the best {routing.topk} of {routing.experts} experts with an exchange of {spec.topk} of "
+            f"{spec.experts}; give both the same"
+        )
+    weight = torch.randn(spec.experts, spec.hidden, generator=generator("router", seed)) * spec.hidden**-0.5
+    norm = None if form.norm is None else Norm(torch.ones(spec.hidden, dtype=dtype), form.norm)
+    shared = None
+    if form.shared:
+        drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), generator("shared", seed))
+        shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
+    correction = torch.zeros(spec.experts) if routing.score == "sigmoid" else None
+    parts = Parts(
+        Router(routing, weight, correction=correction), Experts(ModelWeights(gate_up, down), form.activation), shared
+    )
+    parts.norm, parts.residual = norm, form.residual
+    return parts
+
+
+def _shard(experts: Experts, world: World) -> None:
+    """Make the experts' parameters shards of DTensors, if the world was made from a process group."""
+    if world.process_group is None or any(hasattr(each, "to_local") for each in experts.parameters()):
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(world.process_group, world.device.type, mesh_dim_names=("ep",))
+    for name, parameter in list(experts.named_parameters()):
+        mine = local(parameter.detach())
+        assert mine is not None
+        sharded: Any = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

@@ -49,7 +49,11 @@ def expert_weights(shape: ExpertShape, seed: int, expert: int) -> ExpertWeights:
     >>> list(made.gate_up.shape), list(made.down.shape), made.down.dtype
     ([8, 8], [8, 4], torch.bfloat16)
     """
-    source = generator("expert", seed, expert)
+    return mlp_weights(shape, generator("expert", seed, expert))
+
+
+def mlp_weights(shape: ExpertShape, source: torch.Generator) -> ExpertWeights:
+    """Draw the weights of one expert from a generator."""
     gate_up = torch.randn(2 * shape.ffn, shape.hidden, generator=source) * shape.hidden**-0.5
     down = torch.randn(shape.hidden, shape.ffn, generator=source) * shape.ffn**-0.5
     return ExpertWeights(gate_up.to(shape.dtype), down.to(shape.dtype))

@@ -1,1 +1,4 @@
-"""Collectives of other libraries between the ranks of a world, with bounded waits: NCCL on GPUs, Gloo on CPUs."""
+"""Collectives of other libraries with bounded waits: NCCL on GPUs, Gloo on CPUs, and rails between domains.
+
+Read first: `rail.py`.
+"""

@@ -61,12 +61,13 @@ SETTINGS = {
     "alignment": "alignment",
     "padding": "padding",
     "sms": "SMs",
+    "stages": "stages",
     "beside": "beside",
     "l2": "L2",
     "graph": "graph",
     "device": "device",
 }
-NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms"}
+NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms", "stages"}
 EXCHANGES = ("dispatch", "combine", "exchange")
 YARDSTICK = "row_push"
 """This backend only pushes rows. Its GB/s are the limit for the other backends."""
@@ -81,6 +82,8 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "host_us_p50": ("host us", _fixed(1)),
     "bytes_wire": ("on wire", byte_size),
     "gbps_wire": ("GB/s", _fixed(2)),
+    "bytes_memory": ("moved", byte_size),
+    "gbps_memory": ("memory GB/s", _fixed(1)),
     "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),
     "verified": ("verified", _yes_no),
 }
@@ -114,7 +117,8 @@ def columns_of(lines: Sequence[Line]) -> list[Column]:
         if any(value is not None for value in values):
             cells = ["-" if value is None else formatted(value) for value in values]
             columns.append(Column(header, cells, right=True))
-    for header, shares in (("of push", shares_of_push(lines)), ("of link", shares_of_link(lines))):
+    known = ("of push", shares_of_push(lines)), ("of link", shares_of_link(lines)), ("of copy", shares_of_copy(lines))
+    for header, shares in known:
         if any(shares):
             columns.append(Column(header, [f"{each:.0%}" if each else "-" for each in shares], right=True))
     if any(ratios := speedups(lines)):
@@ -146,7 +150,7 @@ def speedups(lines: Sequence[Line]) -> list[float | None]:
     >>> speedups([line("host", "dispatch", 50.0), line("collective", "dispatch", 100.0), line("host", "combine", 9.0)])
     [2.0, 1.0, None]
     """
-    shared = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph", "sms")), "run"]
+    shared = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph", "sms", "stages")), "run"]
     groups: dict[tuple[object, ...], list[Line]] = {}
     for line in lines:
         groups.setdefault(tuple(line[key] for key in shared), []).append(line)
@@ -203,6 +207,33 @@ def shares_of_link(lines: Sequence[Line]) -> list[float | None]:
         float(str(line["gbps_wire"])) / limit if limit and line["gbps_wire"] else None
         for line, limit in zip(lines, limits, strict=True)
     ]
+
+
+COPIES = ("copy", "pipelined_copy")
+"""These systems only copy as many bytes as an operation reads and writes. The faster one is the limit of its case."""
+
+
+def shares_of_copy(lines: Sequence[Line]) -> list[float | None]:
+    """Divide each line's rate of memory by that of the faster copy in the same case.
+
+    >>> from raymoe.report.results import complete
+    >>> def line(system, gbps):
+    ...     measured = {"case": "c", "op": "rms_norm", "backend": system, "gbps_memory": gbps}
+    ...     return complete(measured, run="a-b", generation=0, commit=None)
+    >>> shares_of_copy([line("raymoe", 3000.0), line("copy", 4000.0), line("pipelined_copy", 3900.0)])
+    [0.75, None, None]
+    """
+    limits: dict[tuple[object, object], float] = {}
+    for line in lines:
+        if line["backend"] in COPIES and line["gbps_memory"]:
+            case = line["run"], line["case"]
+            limits[case] = max(limits.get(case, 0.0), float(str(line["gbps_memory"])))
+    shares: list[float | None] = []
+    for line in lines:
+        limit = limits.get((line["run"], line["case"]))
+        known = limit and line["gbps_memory"] and line["backend"] not in COPIES
+        shares.append(float(str(line["gbps_memory"])) / limit if known and limit else None)
+    return shares
 
 
 def _leaves_out(line: Line) -> str:

@@ -1,4 +1,5 @@
-"""Makes the figures of a page from result lines: copies, exchanges over tokens and SMs, time splits, and overlap.
+"""Makes the figures of a page from result lines: copies, exchanges over tokens and SMs, time splits, overlap and the
+load of experts.
 
 Each figure is text of HTML and SVG with the table of its numbers. All lines are from `displayed`.
 """
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from raymoe.device.trace import POINTS
+from raymoe.report.bandwidth import bandwidth_curves, is_copy, rate
 from raymoe.report.columns import EXCHANGES, YARDSTICK, Column, byte_size, show
 from raymoe.report.copies import (
     LATENCY_BYTES,
@@ -29,12 +31,12 @@ from raymoe.report.svg import (
     MOST_CURVES,
     Axis,
     Bar,
+    BarSegment,
     Chart,
     Curve,
     Heat,
     Limit,
     Point,
-    Segment,
     bars,
     compact,
     duration,
@@ -77,6 +79,8 @@ def figures(lines: Sequence[Line], protocol: str = "") -> Iterator[Figure]:
     yield from sms_figures(cold)
     yield from timeline_figures(lines)
     yield from overlap_figures(timed)
+    yield from bandwidth_figures(timed)
+    yield from load_figures(lines)
 
 
 # Copies between ranks: curves over the size of a message, and heat maps of all pairs.
@@ -257,7 +261,7 @@ def _bar_figure(group: Group, several: bool) -> Figure:
     for index, line in enumerate(lines):
         time, least, most = us(line), _or(line["us_min"], us(line)), _or(line["us_p99"], us(line))
         grey = line["backend"] == YARDSTICK
-        segment = Segment(0, time, "grey" if grey else f"c{index % 6}", f"median {time:,.1f} µs")
+        segment = BarSegment(0, time, "grey" if grey else f"c{index % 6}", f"median {time:,.1f} µs")
         rate = f", {three_digits(gbps(line))} GB/s" if line["gbps_wire"] else ""
         rows.append(Bar(_label(group, line, several), f"{duration(time)}{rate}", [segment], (least, most)))
     scale = max(bar.whisker[1] if bar.whisker else 0 for bar in rows)
@@ -301,7 +305,7 @@ def _split_figures(groups: Sequence[Group], several: bool) -> Iterator[Figure]:
         ends = (0.0, dispatch, dispatch + combine, max(both, dispatch + combine))
         names = ("dispatch", "combine", "between them")
         segments = [
-            Segment(ends[i], ends[i + 1], ("c0", "c1", "grey")[i], f"{names[i]} {ends[i + 1] - ends[i]:,.1f} µs")
+            BarSegment(ends[i], ends[i + 1], ("c0", "c1", "grey")[i], f"{names[i]} {ends[i + 1] - ends[i]:,.1f} µs")
             for i in range(3)
             if ends[i + 1] > ends[i]
         ]
@@ -362,7 +366,7 @@ def timeline_figures(lines: Sequence[Line]) -> Iterator[Figure]:
             for each in points:
                 blocks = known[each.point].who if each.point in known else "others"
                 told = f"{each.first:.1f} to {each.last:.1f} µs, median {each.median:.1f}"
-                segment = Segment(each.first, each.last, _BLOCKS.get(blocks, "grey"), told)
+                segment = BarSegment(each.first, each.last, _BLOCKS.get(blocks, "grey"), told)
                 rows.append(Bar(each.point, f"{each.last:.1f} µs", [segment], ticks=[each.median]))
                 times = (f"{value:.1f}" for value in (each.first, each.median, each.last))
                 cells.append((str(line["case"]), each.point, *times, blocks))
@@ -388,11 +392,11 @@ def overlap_figures(lines: Sequence[Line]) -> Iterator[Figure]:
         rows = []
         for case in cases:
             after = [
-                Segment(0, case.alone, "c0", f"{op} alone {case.alone:,.1f} µs"),
-                Segment(case.alone, case.alone + case.product, "c1", f"product alone {case.product:,.1f} µs"),
+                BarSegment(0, case.alone, "c0", f"{op} alone {case.alone:,.1f} µs"),
+                BarSegment(case.alone, case.alone + case.product, "c1", f"product alone {case.product:,.1f} µs"),
             ]
             rows.append(Bar(f"{case.case}, one after the other", duration(case.alone + case.product), after))
-            at_once = [Segment(0, case.both, "c2", f"both {case.both:,.1f} µs")]
+            at_once = [BarSegment(0, case.both, "c2", f"both {case.both:,.1f} µs")]
             saved = f"{duration(case.both)}, {case.saved:.0%} saved"
             rows.append(Bar(f"{case.case}, both at once", saved, at_once))
         columns = [Column("case", [case.case for case in cases])]
@@ -412,6 +416,92 @@ _OVERLAP = {
     "product beside us": "product_beside",
     "both us": "both",
 }
+
+
+# Bandwidth of memory: operations over rows, beside other systems and a copy.
+
+
+def bandwidth_figures(lines: Sequence[Line]) -> Iterator[Figure]:
+    """Draw the bandwidth of each operation over rows, over SMs and over stages."""
+    for found in bandwidth_curves(lines):
+        curves = [
+            Curve(label, [Point(x, rate(points[x])) for x in sorted(points)], index, dashed=is_copy(label))
+            for index, (label, points) in enumerate(found.curves.items())
+        ]
+        limits = [Limit(rate(found.limit), f"{rate(found.limit):,.0f} GB/s, a copy")] if found.limit else []
+        x = Axis(found.label, log=True, write=lambda value: f"{value:.0f}")
+        chart = Chart(found.title, x, Axis("GB/s, read and written"), curves[:MOST_CURVES], limits)
+        columns = curve_columns(found.label, curves, str)
+        yield Figure(found.title, _how(found.lines), _drawn(chart), columns)
+
+
+# The load of experts.
+
+_LOAD_POINTS = 32  # of a curve
+_LEAST_SHARE = 1e-3  # of the mean; experts with less have no point
+_LEAST_LOAD = 1e-6  # rows of a step; a file of somebody else may hold sums that are too small to divide by
+
+
+def load_figures(lines: Sequence[Line]) -> Iterator[Figure]:
+    """Draw the rows of each expert in a step, the busiest first: a curve for each different load."""
+    several = len({line["run"] for line in lines}) > 1
+    found: dict[tuple[object, ...], tuple[Line, list[float]]] = {}
+    for line in lines:
+        load = line["expert_load"]
+        if isinstance(load, list) and sum(load) > _LEAST_LOAD:
+            found.setdefault((several and line["run"], *load), (line, load))
+        if len(found) == MOST_BARS:
+            break
+    if not found:
+        return
+    loads = _labelled(list(found.values()), several)
+    curves = []
+    for index, (label, (_, load)) in enumerate(loads.items()):
+        mean, ordered = sum(load) / len(load), sorted(load, reverse=True)
+        places = sorted({round(len(load) ** (i / _LOAD_POINTS)) for i in range(_LOAD_POINTS + 1)})
+        points = [Point(place, ordered[place - 1] / mean) for place in places]
+        curves.append(Curve(label, [point for point in points if point.y >= _LEAST_SHARE], index))
+    x = Axis("experts, the busiest first", log=True, write=lambda value: f"{value:.0f}")
+    y = Axis("rows of a step / mean", log=_spread(curves) > 20)
+    even = [Limit(1.0, "even")] if any(point.y <= 1 for curve in curves for point in curve.points) else []
+    chart = Chart("Load of experts", x, y, curves[:MOST_CURVES], even)
+    note = "Rows of an average step, over all ranks. Cases with one routing share a curve. Idle experts have no point."
+    how = f"{ranks_on([line for line, _ in loads.values()])}. Counted once, when a case is set up."
+    yield Figure(chart.title, how, _drawn(chart), _load_columns(loads), note)
+
+
+def _labelled(loads: Sequence[tuple[Line, list[float]]], several: bool) -> dict[str, tuple[Line, list[float]]]:
+    """Name each load by its routing and tokens, and also by its case where that is not enough."""
+    plain = [f"{line['routing']}, {line['tokens']} tokens" for line, _ in loads]
+    names = [f"{line['run']}: {name}" if several else name for name, (line, _) in zip(plain, loads, strict=True)]
+    return {
+        name if names.count(name) == 1 else f"{name} ({line['case']})": (line, load)
+        for name, (line, load) in zip(names, loads, strict=True)
+    }
+
+
+def _load_columns(loads: Mapping[str, tuple[Line, list[float]]]) -> list[Column]:
+    rows = []
+    for line, load in loads.values():
+        mean, busiest = sum(load) / len(load), max(load)
+        ranks = int(str(line["ranks"] or 1))
+        local = max(1, len(load) // max(1, ranks))
+        by_rank = [sum(load[first : first + local]) for first in range(0, len(load), local)]
+        rows.append(
+            (
+                f"{len(load)}",
+                f"{mean:,.1f}",
+                f"{load.index(busiest)}",
+                f"{busiest:,.1f}",
+                f"{busiest / mean:.2f}",
+                f"{max(by_rank) * len(by_rank) / sum(load):.2f}",
+                f"{load.count(0)}",
+            )
+        )
+    headers = ("experts", "mean rows", "busiest", "its rows", "/ mean", "busiest rank / mean", "idle")
+    cells = [list(column) for column in zip(*rows, strict=True)]
+    numbers = [Column(header, column, right=True) for header, column in zip(headers, cells, strict=True)]
+    return [Column("routing", list(loads)), *numbers]
 
 
 # Shared parts.
@@ -451,5 +541,7 @@ def _point(point: Point | None) -> str:
 def change_figure(pairs: Sequence[tuple[str, float, str]]) -> str:
     """Draw relative changes: label, change and colour. Bars to the right are slower."""
     most = max(0.1, min(1.0, max(abs(change) for _, change, _ in pairs)))
-    rows = [Bar(label, f"{change:+.1%}", [Segment(0, change, colour)], ticks=[0.0]) for label, change, colour in pairs]
+    rows = [
+        Bar(label, f"{change:+.1%}", [BarSegment(0, change, colour)], ticks=[0.0]) for label, change, colour in pairs
+    ]
     return bars(rows, -most, most)

@@ -22,6 +22,7 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import NullLocator
 
 from raymoe.errors import ConfigError
+from raymoe.report.bandwidth_plots import bandwidth_figures
 from raymoe.report.columns import byte_size
 from raymoe.report.copies import LATENCY_BYTES, CopyWay, gbps, how_measured, integer, link_of, three_digits, us, ways_of
 from raymoe.report.directory import cannot_write, write_atomically
@@ -41,7 +42,8 @@ MOST_MATRIX_RANKS = 64
 def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
     """Draw these lines into `plots/` of a run's directory, and return the files.
 
-    There are figures of copies, and of exchanges between GPUs: over tokens, over SMs, and where their time goes.
+    There are figures of copies; of exchanges between GPUs: over tokens, over SMs, and where their time goes; and of the
+    bandwidth of operations over rows.
     """
     lines = displayed(lines)
     copies = [line for line in lines if line["op"] == "copy" and line["us_p50"] and line["bytes"]]
@@ -49,7 +51,8 @@ def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
     written: list[Path] = []
     with matplotlib.rc_context(STYLE):
         of_copies = copy_figures(ways_of(copies, _protocol(directory)))
-        drawn = chain(of_copies, exchange_figures(lines), sms_figures(lines), timeline_figures(lines))
+        of_exchanges = chain(exchange_figures(lines), sms_figures(lines), timeline_figures(lines))
+        drawn = chain(of_copies, of_exchanges, bandwidth_figures(lines))
         for stem, figure in islice(drawn, MOST_FIGURES):
             try:
                 folder.mkdir(exist_ok=True)

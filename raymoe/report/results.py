@@ -28,18 +28,25 @@ from raymoe.report.reading import (
     text,
 )
 from raymoe.shell import STOP_SIGNALS
+from raymoe.workload.progress import MOST_LOADS
 
 # Lines of results.jsonl: their keys in order, and how they are written and read back.
 
 KEYS = (
     *("run", "generation", "case", "workload", "op", "backend", "transport", "wire", "graph", "pattern", "src", "dst"),
     *("bytes", "ranks", "tokens", "hidden", "experts", "topk", "dtype", "routing", "seed"),
-    *("layout", "alignment", "padding", "sms", "beside", "l2", "leaves_out", "skipped"),
+    *("layout", "alignment", "padding", "sms", "stages", "beside", "l2", "leaves_out", "skipped"),
     *("samples", "us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "timeline"),
-    *("bytes_wire", "gbps_wire", "verified", "max_error", "device", "commit"),
+    *("bytes_wire", "gbps_wire", "bytes_memory", "gbps_memory", "expert_load_imbalance", "expert_load"),
+    *("verified", "max_error", "device", "commit"),
 )
 
-LATER_KEYS = frozenset({"beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline"})
+LATER_KEYS = frozenset(
+    {
+        *("beside", "l2", "leaves_out", "skipped", "host_us_p50", "timeline", "expert_load_imbalance", "expert_load"),
+        *("stages", "bytes_memory", "gbps_memory"),
+    }
+)
 """Keys that lines of earlier versions lack. They are read as null."""
 
 Line = dict[str, object]
@@ -66,14 +73,25 @@ def _is_point(value: object) -> bool:
     )
 
 
-WANTED |= {rank: f"a rank, or a number of ranks, up to {MOST_RANKS}", timeline: "a list of a kernel's points and times"}
+def load(value: object) -> bool:
+    """Whether a value is a list of experts' rows in a step."""
+    return isinstance(value, list) and len(value) <= MOST_LOADS and all(number(rows) and rows >= 0 for rows in value)
+
+
+WANTED |= {
+    rank: f"a rank, or a number of ranks, up to {MOST_RANKS}",
+    timeline: "a list of a kernel's points and times",
+    load: f"a list of the rows of at most {MOST_LOADS} experts",
+}
 
 KINDS: dict[str, Kind] = dict.fromkeys(KEYS, text)
 KINDS |= dict.fromkeys(("generation", "bytes", "tokens", "hidden", "experts", "topk", "seed", "alignment"), count)
-KINDS |= dict.fromkeys(("sms", "samples", "bytes_wire"), count)
+KINDS |= dict.fromkeys(("sms", "stages", "samples", "bytes_wire", "bytes_memory"), count)
 KINDS |= dict.fromkeys(("src", "dst", "ranks"), rank)
 KINDS |= dict.fromkeys(("us_p50", "us_p99", "us_min", "us_max", "host_us_p50", "gbps_wire", "max_error"), number)
+KINDS["gbps_memory"] = number
 KINDS |= dict.fromkeys(("graph", "verified"), flag) | {"timeline": timeline}
+KINDS |= {"expert_load_imbalance": number, "expert_load": load}
 """The kind of each key's value. A value may also be null, except for NEEDED keys."""
 
 NEEDED = frozenset({"run", "case", "op"})
@@ -122,7 +140,7 @@ def decode(encoded: str) -> Line:
 
 MOST_MESSAGE = 4000  # characters of the sentence that says how a run ended
 MOST_SHOWN = 300  # characters of a text in a table, a figure or a page
-LEAST_SHOWN = {"us_p50": 1e-6, "gbps_wire": 1e-12}
+LEAST_SHOWN = {"us_p50": 1e-6, "gbps_wire": 1e-12, "gbps_memory": 1e-12}
 
 
 def displayed(lines: Sequence[Line]) -> list[Line]:

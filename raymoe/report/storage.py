@@ -1,7 +1,7 @@
 """Copies a run directory to a URL and back: `python -m raymoe.report.storage put DIR URL` (or `get URL DIR`).
 
 pyarrow opens file, s3, gs and hdfs, as Ray Train does; fsspec opens what pyarrow does not. They start threads and may
-wait for a network without bound, so they run in a process of their own, which `Mirror` and `fetch` end in time.
+wait for a network without bound. So they run in a process of their own, which `Mirror` and `fetch` end in time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Mirror:
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Begin to copy, unless a copy is under way. What that one misses, the next one or `finish` copies."""
+        """Begin to copy, unless one runs. The next one or `finish` copies the files that it misses."""
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 _command("put", str(self.directory), self.url),

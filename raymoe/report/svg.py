@@ -319,7 +319,7 @@ FULL = 0.66
 
 
 @dataclass(frozen=True)
-class Segment:
+class BarSegment:
     """A part of a bar, from `begin` to `end` on the common scale."""
 
     begin: float
@@ -332,7 +332,7 @@ class Segment:
 class Bar:
     label: str
     value: str
-    segments: Sequence[Segment]
+    segments: Sequence[BarSegment]
     whisker: tuple[float, float] | None = None
     """A thin line over the bar: the range of the samples."""
     ticks: Sequence[float] = ()

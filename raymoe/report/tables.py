@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raymoe.device.trace import POINTS
+from raymoe.report.bandwidth import bandwidth_tables
 from raymoe.report.columns import (
     SETTINGS,
     WORD_IN_CASE,
@@ -72,8 +73,8 @@ def grouped(lines: Sequence[Line]) -> list[Group]:
 def side_by_side(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     """Make the tables that compare backends, each with its title; none if there is only one backend.
 
-    A cell is `us (GB/s, share)`: the median time of the slowest rank, the rate at the busiest port, and its share of
-    the highest rate measured on such links, if that is known.
+    A cell is `us (GB/s, share)`: the median time of the slowest rank, the rate at the busiest port, and a share. The
+    share is that of the highest rate measured on such links, if that is known.
     """
     if len({line["backend"] for line in lines}) < 2:
         return
@@ -315,7 +316,7 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
     """Make the text of all tables, a part for each workload. It ends with a line end, or is empty without lines.
 
     After the results of a workload come, where the lines have them: backends side by side, linear fits, overlap with a
-    product, and timelines.
+    product, timelines, and bandwidth of memory.
     """
     parts = []
     for of_workload in by_workload(displayed(lines)):
@@ -342,6 +343,7 @@ def further_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     yield from fits(lines)
     yield from overlaps(lines)
     yield from timelines(lines)
+    yield from bandwidth_tables(lines)
 
 
 MOST_WIDTH = 120

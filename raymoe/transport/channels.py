@@ -8,7 +8,7 @@ On GPUs nothing here waits on the host: `send` and `receive` enqueue on the curr
 message may be overwritten after its `send`, and read after its `receive`.
 
 A CUDA graph holds the addresses, the size and the slots of the calls that it captured. Both ends must use a channel's
-slots in the same order. So if only one end replays a graph of n messages, n must be a multiple of the slots, or the
+slots in the same order. If only one end replays a graph of n messages, n must be a multiple of the slots. Otherwise the
 calls must name their slots. A receive must be captured with its release.
 
 A rank that sends and receives in one step makes both calls `together`, in any order. One by one, a receive holds up the

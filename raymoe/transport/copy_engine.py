@@ -7,7 +7,7 @@ sets it to 1. The reader waits for 1 and sets it back to 0 before it allows the 
 - `taken`, at the sender     The receiver sets it to 1 when it has read the message, and the sender once, when the
                              channels are made: the slot is free. The sender sets it to 0 before it sets `sent`.
 
-So a word is never set while it is 1, and never set back while the set is under way: at any moment one of the two ends
+So a word is never set while it is 1, and never set back while the set is in flight: at any moment one of the two ends
 holds the lane. `tests/unit/test_transport_words.py` explores every interleaving.
 
 A stream memory operation fences at system scope before it stores. This orders the bytes of the copy before `sent` and

@@ -2,7 +2,7 @@
 
 Pure arithmetic. A channel leads from one rank to another and has `slots` lanes. A lane carries one message at a time.
 It has a buffer (the slot) and two words of its own, and shares nothing with any other lane. So two messages can be
-under way together only on two lanes.
+in flight together only on two lanes.
 
 Memory map of the heap (the same on every rank; lane n is lane `n % slots` of channel `n // slots` of `pairs`):
 
@@ -64,7 +64,7 @@ class ChannelSpec:
     protocol: str = "put"
     transport: str = "auto"
     slots: int = 1
-    """Messages of one channel that may be under way at a time."""
+    """Messages of one channel that may be in flight at a time."""
     sms: int | None = None
     """SMs that all transfers of a rank may take together, if the transport takes any. None: the transport chooses."""
 

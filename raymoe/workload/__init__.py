@@ -38,6 +38,10 @@ def run_case(case: Case, world: World, progress: Callable[[Progress], None]) -> 
         from raymoe.workload.overlap.run import run_overlap
 
         return run_overlap(case, world, progress)
+    if case.job.workload == "pointwise":
+        from raymoe.workload.pointwise.run import run_pointwise
+
+        return run_pointwise(case, world, progress)
     from raymoe.workload.layer.run import run_layer
 
     return run_layer(case, world, progress)

@@ -172,7 +172,7 @@ class OpClock:
 
     def __init__(self, world: World, stream: Any, settle: Work, *, captured: bool, calls: int = 1) -> None:
         self.captured, self.calls = captured, calls
-        self._world, self._stream, self._settle = world, stream, settle
+        self._world, self.stream, self._settle = world, stream, settle
         self._barrier = StreamBarrier(world)
         self._gate = Gate(world.gpu)
         event: Any = torch.cuda.Event  # has no annotations
@@ -190,7 +190,7 @@ class OpClock:
         if not self.captured:
             return TimedOp(op, op)
         if self.calls == 1:
-            graph = self._graph_of(op)
+            graph = self.graph_of(op)
             return TimedOp(graph, graph)
 
         def cold() -> None:
@@ -198,20 +198,26 @@ class OpClock:
             op()
 
         if self._flushes is None:
-            self._flushes = self._graph_of(self._start_cold)
-        cold_graph = self._graph_of(cold)
-        return TimedOp(self._graph_of(op), cold_graph)
+            self._flushes = self.graph_of(self._start_cold)
+        cold_graph = self.graph_of(cold)
+        return TimedOp(self.graph_of(op), cold_graph)
 
     def us(self, op: TimedOp) -> tuple[float, float]:
         """Return microseconds of one run, first cold, then warm. Memory then holds the results of the last warm run."""
         if not self.captured:
             return self._eager_us(op.warm)
+        cold = self.us_cold(op)
         if self.calls == 1:
-            return self._us(op.cold, before=self._flush), self._us(op.warm, before=op.warm)
+            return cold, self._us(op.warm, before=op.warm)
+        return cold, self._us(op.warm) / self.calls
+
+    def us_cold(self, op: TimedOp) -> float:
+        """Return microseconds of one run on a cold L2 cache."""
+        if not self.captured or self.calls == 1:
+            return self._us(op.cold, before=self._flush)
         assert self._flushes is not None
         self._flush_us.append(self._us(self._flushes))
-        cold = self._us(op.cold) - median(self._flush_us)
-        return cold / self.calls, self._us(op.warm) / self.calls
+        return (self._us(op.cold) - median(self._flush_us)) / self.calls
 
     def cold_us(self, work: Work) -> float:
         """Return microseconds of `work` on a cold L2 cache, enqueued eagerly while the stream is held."""
@@ -230,16 +236,16 @@ class OpClock:
 
     def _us(self, work: Work, *, before: Work | None = None, held: bool = False) -> float:
         """Return microseconds of `work`. `before` runs ahead of the barrier, off the clock."""
-        stream = self._stream.cuda_stream
+        stream = self.stream.cuda_stream
         with self._gate.held(stream) if self.captured or held else nullcontext():
             if before is not None:
                 before()
             self._barrier(stream)
-            self._begin.record(self._stream)
+            self._begin.record(self.stream)
             started = perf_counter_ns()
             work()
             self._last_host_us = (perf_counter_ns() - started) / 1e3
-            self._end.record(self._stream)
+            self._end.record(self.stream)
         try:
             self._settle()
         finally:
@@ -248,22 +254,23 @@ class OpClock:
 
     def _eager_us(self, op: Work) -> tuple[float, float]:
         cold, host_cold = self._us(op, before=self._flush), self._last_host_us
-        warm = self._us(lambda: self._repeat(op), before=op)
+        warm = self._us(lambda: self.repeat(op), before=op)
         self.host_us = host_cold, self._last_host_us / self.calls
         return cold, warm / self.calls
 
-    def _repeat(self, op: Work) -> None:
+    def repeat(self, op: Work) -> None:
         for _ in range(self.calls):
             op()
 
-    def _graph_of(self, op: Work) -> Work:
-        graph = Graph.capture(self._world.gpu, self._stream.cuda_stream, lambda: self._repeat(op), op)
+    def graph_of(self, op: Work) -> Work:
+        """Capture `calls` runs, and return their replay."""
+        graph = Graph.capture(self._world.gpu, self.stream.cuda_stream, lambda: self.repeat(op), op)
         self._graphs.append(graph)
-        return lambda: graph.replay(self._stream.cuda_stream)
+        return lambda: graph.replay(self.stream.cuda_stream)
 
     def _start_cold(self) -> None:
         self._flush()
-        self._barrier(self._stream.cuda_stream)
+        self._barrier(self.stream.cuda_stream)
 
     def _flush(self) -> None:
         self._buffer.fill_(1.0)

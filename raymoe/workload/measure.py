@@ -19,8 +19,8 @@ from raymoe.config import Case
 from raymoe.device.nvtx import nvtx_range
 from raymoe.errors import PeerTimeout, WrongResult
 from raymoe.memory.world import World
-from raymoe.workload.progress import Block, Listener
-from raymoe.workload.traffic import Traffic
+from raymoe.workload.progress import MOST_LOADS, Block, Listener
+from raymoe.workload.traffic import Traffic, imbalance
 
 # Statistics of a list of times.
 
@@ -279,3 +279,16 @@ def shape_keys(case: Case, backend: str) -> Line:
         "alignment": exchange.alignment,
         "padding": exchange.padding,
     }
+
+
+def load_keys(load: Sequence[float], index: int) -> Line:
+    """Return the keys about the load of experts. Only the first line of a case, `index` 0, has each expert's rows, and
+    only up to MOST_LOADS experts.
+
+    >>> load_keys([4.0, 0.0, 2.0, 2.0], 0), load_keys([4.0, 0.0, 2.0, 2.0], 1)
+    ({'expert_load_imbalance': 2.0, 'expert_load': [4.0, 0.0, 2.0, 2.0]}, {'expert_load_imbalance': 2.0})
+    """
+    keys: Line = {"expert_load_imbalance": round(imbalance(load), 3)}
+    if index == 0 and len(load) <= MOST_LOADS:
+        keys["expert_load"] = [round(rows, 2) for rows in load]
+    return keys

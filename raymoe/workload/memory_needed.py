@@ -109,6 +109,30 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
     return held
 
 
+# Memory of an operation over rows.
+
+_HELD, _FLOATS = 4, 6
+"""Copies of the rows that workload pointwise holds: in their dtype, and in float32 where torch computes eagerly. An
+estimate, on the large side."""
+
+_MOST_ROWS_A_TOKEN = 4
+"""Rows of swiglu_experts for each token."""
+
+
+def rows_bytes(job: Job) -> int:
+    """Count the tensors of workload pointwise, of the most that any system holds.
+
+    >>> from raymoe.config import load_job
+    >>> round(rows_bytes(load_job("norm").cases()[-1].job) / 2**30, 1)
+    8.5
+    """
+    shape, op = job.shape, job.pointwise.op
+    elements = shape.tokens * (2 * shape.ffn if op.startswith("swiglu") else shape.hidden)
+    elements *= _MOST_ROWS_A_TOKEN if op == "swiglu_experts" else 1
+    held = elements * (_HELD * ITEM_BYTES[shape.dtype] + _FLOATS * ITEM_BYTES["float32"])
+    return held + (_PIECES * PIECE_BYTES if job.steps.verify else 0)
+
+
 # Memory of a job, and whether a machine or a GPU has it.
 
 GIB = 2**30
@@ -167,6 +191,8 @@ def device_bytes(case: Case) -> int:
     if job.workload == "exchange":
         spec = spec_of(job)
         return exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
+    if job.workload == "pointwise":
+        return rows_bytes(job) + FLUSH_BYTES
     if job.workload == "overlap":
         spec, asked = spec_of(job), job.overlap
         product = (asked.rows + asked.columns) * spec.hidden + 2 * asked.rows * asked.columns
@@ -192,6 +218,8 @@ def _case_bytes(job: Job) -> int:
     if job.workload == "p2p":
         peers = ranks - 1 if job.p2p.pattern == "all_to_all" else 1
         return (3 * peers + 1) * max(job.p2p.bytes)  # for each peer a source, a slot and a landing; one to verify by
+    if job.workload == "pointwise":
+        return rows_bytes(job)
     spec = spec_of(job)
     batch = spec.tokens * spec.row_bytes
     rows = 3 * spec.rows(ranks) * spec.row_bytes  # given by dispatch, made by the experts, sent home

@@ -30,7 +30,7 @@ LAYER_SLACK = 6
 """The error allowed for a layer, measured with `by_row`, as a multiple of the error allowed for an exchange.
 
 An element of an expert's row is a sum that may cancel, so rounding errors are relative to the row's largest element.
-To the exchange's two roundings a layer adds that of the row and four inside an expert (gate, up, silu, product), which
+To the exchange's two roundings a layer adds that of the row and four inside an expert (gate, up, silu, product). These
 average out over F products. The largest errors seen over many seeds in bfloat16: 0.8e-2 at H=1024, F=512, and 2.9e-2 at
 H=8, F=4, where little averages out."""
 
@@ -107,10 +107,10 @@ def error_of(found: torch.Tensor, batch: Batch, rows: Rows, *, by_row: bool = Fa
 class AffineExperts:
     """Experts x -> a * x + b, rounded to `dtype`. Each expert has its own `a` and `b` for each column.
 
-    For |x| <= 1 the elements of a row lie between 1 and 4 in size (0.5 <= |a| <= 1, 2 <= |b| <= 3), so that each
-    rounding on the way is relative to the terms of the sum. There are two: each rank's sum and the result. They add at
-    most 2 * 2**-8 < 1e-2 if both are bfloat16, and 2 * 2**-11 < 2e-3 if both are float16. If rows cross as float8_e4m3,
-    an element of x is off by at most 1/28 before (numbers up to 448 lie 32 apart: half of that), 5e-2 in all.
+    For |x| <= 1 the elements of a row lie between 1 and 4 in size (0.5 <= |a| <= 1, 2 <= |b| <= 3). So each rounding on
+    the way is relative to the terms of the sum. There are two: each rank's sum and the result. They add at most
+    2 * 2**-8 < 1e-2 if both are bfloat16, and 2 * 2**-11 < 2e-3 if both are float16. If rows cross as float8_e4m3, an
+    element of x is off by at most 1/28 before (numbers up to 448 lie 32 apart: half of that), 5e-2 in all.
     """
 
     hidden: int

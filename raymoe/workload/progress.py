@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+MOST_LOADS = 1024
+"""Experts whose load goes into a result line. A line of more experts has their imbalance only."""
+
 
 @dataclass(frozen=True)
-class TimedOp:
+class OpWork:
     """An operation that each step times."""
 
     op: str  # as in result lines
@@ -20,7 +23,7 @@ class TimedOp:
 class StepWork:
     """The work of one step on this rank, as an average over the draws that steps take turns with."""
 
-    ops: tuple[TimedOp, ...] = ()
+    ops: tuple[OpWork, ...] = ()
     tokens: float = 0.0
     imbalance: float | None = None
     """Rows of this rank's busiest expert, divided by the mean of all experts of all ranks."""

@@ -10,7 +10,7 @@ import torch
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Draw
-from raymoe.workload.progress import StepWork, TimedOp
+from raymoe.workload.progress import OpWork, StepWork
 
 
 def rows_for(ids: torch.Tensor, ranks: int, experts: int) -> list[int]:
@@ -113,48 +113,50 @@ def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> Excha
     return ExchangeTraffic.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)
 
 
-# The work of a step, for the progress that a rank reports.
+# The load of experts, and the work of a step for the progress that a rank reports.
 
 _EXPERTS_AT_ONCE = 8192  # counts in one message of the world's board
+
+
+def expert_load(world: World, draws: Sequence[Draw], experts: int) -> list[float]:
+    """Return the rows of each expert in an average step, over the tokens of all ranks. All ranks call this together.
+
+    `draws` are this rank's. A token counts once for each of its experts.
+    """
+    mine = torch.zeros(experts, dtype=torch.int64)
+    for draw in draws:
+        mine += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
+    load: list[float] = []
+    for start in range(0, experts, _EXPERTS_AT_ONCE):
+        answers: list[list[int]] = world.swap(mine[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
+        load += [sum(each) / len(draws) for each in zip(*answers, strict=True)]
+    return load
+
+
+def imbalance(load: Sequence[float], of: slice = slice(None)) -> float:
+    """Return the rows of the busiest of some experts, divided by the mean of all. If no token has an expert it is 0.
+
+    >>> imbalance([4, 0, 2, 2]), imbalance([4, 0, 2, 2], slice(2, 4)), imbalance([0, 0])
+    (2.0, 1.0, 0.0)
+    """
+    total = sum(load)
+    return max(load[of]) * len(load) / total if total else 0.0
 
 
 def work_of(
     world: World,
     draws: Sequence[Draw],
-    spec: ExchangeSpec,
+    load: Sequence[float],
     traffic: ExchangeTraffic,
     ops: Iterable[tuple[str, Mapping[str, str | None]]],
 ) -> StepWork:
-    """Return the work of an average step. `ops` are those that it times, in order. All ranks call this together."""
+    """Return this rank's work of an average step. `ops` are those that it times, in order."""
     nothing = Traffic(0, 0, (0.0,) * world.size)
     timed = [
-        TimedOp(op, traffic.by_op.get(op, nothing).sent[world.rank], {key: one for key, one in how.items() if one})
+        OpWork(op, traffic.by_op.get(op, nothing).sent[world.rank], {key: one for key, one in how.items() if one})
         for op, how in ops
     ]
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
-    return StepWork(tuple(timed), tokens, imbalance_of(world, draws, spec.experts))
-
-
-def imbalance_of(world: World, draws: Sequence[Draw], experts: int) -> float:
-    """Return the rows of this rank's busiest expert, divided by the mean of all experts. All ranks call this together.
-
-    Rows are those of an average step; `draws` are this rank's. If no token has an expert, the answer is 0.
-    """
-    mine = torch.zeros(experts, dtype=torch.int64)
-    for draw in draws:
-        mine += torch.bincount(draw.ids[draw.ids >= 0], minlength=experts)
-    rows: list[int] = []
-    for start in range(0, experts, _EXPERTS_AT_ONCE):
-        answers: list[list[int]] = world.swap(mine[start : start + _EXPERTS_AT_ONCE].tolist(), "expert load")  # type: ignore[assignment]
-        rows += [sum(each) for each in zip(*answers, strict=True)]
-    return busiest_share(rows, world.rank, world.size)
-
-
-def busiest_share(rows: Sequence[float], rank: int, ranks: int) -> float:
-    """Return the rows of the busiest expert of a rank, divided by the mean of all experts.
-
-    >>> busiest_share([4, 0, 2, 2], rank=0, ranks=2), busiest_share([4, 0, 2, 2], rank=1, ranks=2)
-    (2.0, 1.0)
-    """
-    local, total = len(rows) // ranks, sum(rows)
-    return max(rows[rank * local : (rank + 1) * local]) * len(rows) / total if total else 0.0
+    local = len(load) // world.size
+    mine = slice(world.rank * local, (world.rank + 1) * local)
+    return StepWork(tuple(timed), tokens, imbalance(load, mine))

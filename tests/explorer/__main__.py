@@ -11,7 +11,7 @@ from tests.explorer.fault import Fault
 from tests.explorer.search import explore
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.explorer", description=Case.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("program")
@@ -35,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--fault", choices=[fault.name for fault in Fault], help="a bug to plant")
     parser.add_argument("--deep", action="store_true", help="depth first: finds a fault sooner, with a longer trace")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parser().parse_args(arguments)
     dispatches = sum(word in ("D", "DS", "DT", "FD") for word in given.program.split())
     routings = [full(given.ranks, given.tokens, own=bool(given.own)) for _ in range(max(dispatches, 1))]
     for dispatch in given.empty:

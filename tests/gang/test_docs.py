@@ -1,50 +1,76 @@
-"""The commands in README.md, CONTRIBUTING.md and docs/ work: they are run here, or listed with the test that runs them.
+"""Every command of a page or of a config's comment that a reader copies is run here, or by the test in ELSEWHERE.
 
-The first run of a page starts its own Ray, as on a reader's machine. RAY_ADDRESS points later runs to a shared
-cluster, which saves the start.
+Commands that need GPUs are only validated. tests/unit/test_doc_commands.py parses all, also those in sentences. The
+README's first run starts its own Ray, as on a reader's machine. Other runs are on a shared cluster, to save the start.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import ray
 
+from raymoe.config import load_job
+from raymoe.config.job import kind_of_ranks
 from tests.gang.conftest import REPO, Head, address_file
 from tests.python_path import python_path
 from tests.unit import library_page
+from tests.unit.doc_commands import COMMENTED, PAGES, Command, commented_commands, name_of, whole_commands
 
-PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
-WANT_GPUS = ("raymoe run p2p ", "raymoe run exchange_", "raymoe run bench_")
+README = REPO / "README.md"
+READ_FIRST = [README, *(page for page in PAGES if page != README)]
 ELSEWHERE = {
-    "make run": "`make` set up this test run; the command itself is `raymoe run quickstart`, tested below",
-    "make test": "it runs this test",
-    "make check": "a half of `make test`",
-    'make unit PYTEST="tests/unit -k plan"': "a part of `make test`",
+    "make run": "tests/gang/test_docs.py",  # `make` set up this test run; the command is `raymoe run quickstart`
+    "make test": "tests/gang/test_docs.py",  # it runs this test
+    "make check": "Makefile",  # a half of `make test`
+    'make unit PYTEST="tests/unit -k plan"': "tests/unit/test_plan.py",
+    'make unit PYTEST="tests/unit/test_kernels_compile.py tests/unit/test_kernels_emulated.py"': (
+        "tests/unit/test_kernels_emulated.py"
+    ),
     "pip install .": "tests/unit/test_packaging.py",
-    "ray start --head": "the fixture `head`",
+    "ray start --head": "tests/gang/conftest.py",
     "ray job submit --working-dir . -- raymoe run quickstart": "tests/gang/test_submit.py",
     "prometheus --config.file=/tmp/ray/session_latest/metrics/prometheus/prometheus.yml": "tests/gang/test_metrics.py",
     "export RAY_AUTH_MODE=token": "tests/gang/test_submit.py",
-    "export RAY_API_SERVER_ADDRESS=http://HOST:8265": "below, with the address of the fixture `head`",
+    "export RAY_API_SERVER_ADDRESS=http://HOST:8265": "tests/gang/test_docs.py",  # with the address of the head
     "raymoe submit quickstart": "tests/gang/test_submit_command.py",
     "raymoe submit quickstart --detach": "tests/gang/test_submit_command.py",
     "raymoe attach ID": "tests/gang/test_submit_command.py",
+    "raymoe schema --markdown > docs/configuration.md": "tests/unit/test_configuration_page.py",
+    "pytest tests/unit/test_protocol_explorer.py tests/unit/test_protocol_planted.py": (
+        "tests/unit/test_protocol_explorer.py"
+    ),
 }
+"""Commands with the file that runs them, or runs what they run."""
 
 
-def commands(page: Path) -> list[str]:
-    """Return the commands in the page's fenced blocks that name no language."""
-    fenced = re.findall(r"^```([^\n]*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    blocks = [block for language, block in fenced if not language]
-    lines = [line.partition(" #")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line and re.match(r"[a-z]+ ", line) and "──" not in line]
+def steps(command: Command) -> list[str]:
+    return command.text.split(" && ")
+
+
+def of_configs() -> list[Command]:
+    """Return the commands in the comments of configs and jobs."""
+    return [command for path in COMMENTED for command in commented_commands(path) if command.whole]
+
+
+def to_run(line: str) -> str | None:
+    """Return what to run for a line of a page; None if another test runs it.
+
+    A run that needs GPUs is validated. A job for a cluster at HOST, and `doctor --tune`, are only parsed.
+    """
+    words = Command(line, "", whole=True).words
+    if line in ELSEWHERE or "HOST" in line or "--tune" in words:
+        return None
+    if words[1] != "run" or words[2].endswith(".yaml"):
+        return line
+    sets = [word for before, word in pairwise(words) if before == "--set"]
+    return line.replace("run", "validate", 1) if kind_of_ranks(load_job(words[2], sets)) == "cuda" else line
 
 
 def yaml_block(page: Path) -> str:
@@ -53,27 +79,39 @@ def yaml_block(page: Path) -> str:
     return found[1]
 
 
-def test_every_command_in_the_docs_is_run_by_a_test() -> None:
-    lines = [line for page in PAGES for line in commands(page)]
-    assert len(lines) > 10
-    unknown = [line for line in lines if line not in ELSEWHERE and not line.startswith("raymoe ")]
+def test_every_command_is_run_by_a_test() -> None:
+    commands = [command for page in PAGES for command in whole_commands(page)] + of_configs()
+    lines = [line for command in commands for line in steps(command)]
+    assert len(lines) > 50
+    explored = "python -m tests.explorer "  # tests/unit/test_doc_commands.py runs these
+    unknown = [line for line in lines if line not in ELSEWHERE and not line.startswith(("raymoe ", explored))]
     assert not unknown, "no test runs these commands; run them here or name their test in ELSEWHERE"
     assert set(ELSEWHERE) <= set(lines), "ELSEWHERE names a command that no page has"
+    assert [path for path in ELSEWHERE.values() if not (REPO / path).is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def ran() -> set[str]:
+    """The commands that ran. A command that leaves no file for the next one runs once, even if many pages have it."""
+    return set()
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPO)))
-def test_the_raymoe_commands_of_a_page_succeed(page: Path, tmp_path: Path, head: Head) -> None:
-    lines = [line for line in commands(page) if line.startswith("raymoe ") and line not in ELSEWHERE]
-    if any("my.yaml" in line for line in lines):
+@pytest.mark.parametrize("page", [*READ_FIRST, None], ids=lambda page: "configs" if page is None else name_of(page))
+def test_the_raymoe_commands_of_a_page_succeed(page: Path | None, tmp_path: Path, head: Head, ran: set[str]) -> None:
+    commands = of_configs() if page is None else whole_commands(page)
+    lines = [line for command in commands for line in steps(command) if line.startswith("raymoe ")]
+    if page is not None and any("my.yaml" in line for line in lines):
         (tmp_path / "my.yaml").write_text(yaml_block(page))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    if page.name == "submit.md":
-        environment["RAY_API_SERVER_ADDRESS"] = head.dashboard
+    environment["RAY_API_SERVER_ADDRESS"] = head.dashboard
+    if page != README:
+        environment["RAY_ADDRESS"] = head.address
     with address_file(head.address):
-        for line in lines:
-            if f"{line} ".startswith(WANT_GPUS):  # validate only
-                line = line.replace("run", "validate", 1)
+        for line in map(to_run, lines):
+            if line is None or (line in ran and "--out" not in line):
+                continue
+            ran.add(line)
             done = subprocess.run(
                 ["bash", "-c", line],
                 cwd=tmp_path,
@@ -86,7 +124,7 @@ def test_the_raymoe_commands_of_a_page_succeed(page: Path, tmp_path: Path, head:
             assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
             if line.startswith("raymoe run "):
                 environment["RAY_ADDRESS"] = head.address
-            if shlex.split(line)[1] in ("run", "report"):
+            if line.startswith(("raymoe run ", "raymoe report ")):
                 assert "p50 us" in done.stdout, f"{line}: no table\n{done.stdout}"
 
 

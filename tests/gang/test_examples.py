@@ -20,18 +20,24 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.
 
 @dataclass(frozen=True)
 class Example:
-    """How a program is started, the pattern and number of its result lines, and whether it needs Ray."""
+    """How a program is started, the pattern and number of its result lines, whether it needs Ray and runs on GPUs."""
 
     start: str
     says: str
     lines: int = 2
     on_ray: bool = False
+    on_gpus: bool = True
 
 
 STEPS = r"rank [01] on {device}: 5 steps by \w+, verified"
 EXAMPLES = {
     "ray_actors.py": Example("python examples/ray_actors.py", STEPS, on_ray=True),
     "torchrun.py": Example("torchrun --nproc-per-node 2 examples/torchrun.py", STEPS),
+    "transformers_moe.py": Example(
+        "torchrun --nproc-per-node 2 examples/transformers_moe.py",
+        r"rank [01] on {device}: [12] x 8 tokens by raymoe, as the unsharded model; gradients too",
+        on_gpus=False,
+    ),
     "ray_train.py": Example("python examples/ray_train.py", STEPS, on_ray=True),
 }
 

@@ -121,13 +121,15 @@ def test_nothing_there_and_an_unknown_job(fake: FakeHead, monkeypatch: pytest.Mo
         JobsApi("http://127.0.0.1:1")
 
 
+@pytest.mark.parametrize("version", ["2.57.0", "99.0.0"], ids=["older", "newer"])
 def test_another_version_of_ray_is_named_before_the_job_starts(
-    fake: FakeHead, capsys: pytest.CaptureFixture[str]
+    fake: FakeHead, capsys: pytest.CaptureFixture[str], version: str
 ) -> None:
+    fake.version = version
     assert cli.main(["submit", "quickstart", "--address", fake.url, "--detach"]) == 0
     out, err = capsys.readouterr()
     lines = err.splitlines()
-    assert lines[0].startswith("the cluster runs Ray 2.57.0 and this machine has Ray 2.")
+    assert lines[0].startswith(f"the cluster runs Ray {version} and this machine has Ray 2.")
     assert lines[1].startswith(f"job {out.strip()} is submitted to {fake.url}")
     [job] = fake.submitted
     assert job["entrypoint"] == "python -m raymoe run quickstart --set world.placement_timeout_s=600"

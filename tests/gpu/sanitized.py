@@ -1,8 +1,8 @@
-"""The program that compute-sanitizer runs: exchanges of two ranks that share a GPU, and the copy kernel.
+"""The program that compute-sanitizer runs: exchanges of two ranks that share a GPU, copies, and rows on one GPU.
 
     compute-sanitizer --tool synccheck python -m tests.gpu.sanitized cases
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitized cases --exact
-    compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --copies
+    compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --alone
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitized plant memcheck
 
 The exit code is 1 if a result is wrong. The tool reports its findings itself; test_sanitizer.py reads the report.
@@ -45,6 +45,8 @@ COPIES = [
     (20_000, Ring(1, 512)),
     (100_000, Ring(2, 16384)),
 ]
+STREAMED = (72, 1032)
+"""Elements of a row: several rows a tile, and several warps a row."""
 
 
 class PatientRanks(GpuRanks):
@@ -68,7 +70,7 @@ class Step:
 
 def steps() -> list[Step]:
     """Return all cases with the kinds mixed, so that a run that is cut short has run some of each."""
-    return mixed([copied(), exchanged(), quantised(), in_halves(), refused()])
+    return mixed([copied(), streamed(), exchanged(), quantised(), in_halves(), refused()])
 
 
 def mixed(kinds: Iterable[list[Step]]) -> list[Step]:
@@ -91,6 +93,19 @@ def copied() -> list[Step]:
         Step(f"copy {nbytes} bytes, {ring.stages} x {ring.stage_bytes}", partial(run, nbytes, ring))
         for nbytes, ring in COPIES
     ]
+
+
+def streamed() -> list[Step]:
+    """Return the kernels of raymoe/device/pipe.py, in short and long rows, with and without a pipeline."""
+    return [
+        Step(f"stream: rows of {hidden}, {loading}", partial(_stream, hidden, loading))
+        for hidden in STREAMED
+        for loading in ("PIPED", "IN_TURN", "PLAIN")
+    ]
+
+
+def _stream(hidden: int, loading: str, ranks: GpuRanks) -> None:
+    ranks.run(1, on_rank.streams, hidden, loading)
 
 
 def exchanged() -> list[Step]:
@@ -187,7 +202,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="what", required=True)
     cases = commands.add_parser("cases")
     cases.add_argument("--exact", action="store_true", help="make each tensor an allocation of its own")
-    cases.add_argument("--copies", action="store_true", help="run the copy kernel alone")
+    cases.add_argument("--alone", action="store_true", help="run only kernels of one rank: copies, and rows on one GPU")
     cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     commands.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
     options = parser.parse_args()
@@ -197,7 +212,7 @@ def main() -> int:
     with mock.patch("tests.gpu.ranks.DEADLINE_S", ANSWER_S):
         if options.what == "plant":
             return run_plant(options.tool)
-        return run_cases(options.exact, options.seconds, copied() if options.copies else steps())
+        return run_cases(options.exact, options.seconds, mixed([copied(), streamed()]) if options.alone else steps())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Functions that ranks run under compute-sanitizer besides exchanges: copies of exact sizes, planted mistakes."""
+"""Functions that ranks run under compute-sanitizer besides exchanges: copies of exact sizes, rows, planted mistakes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from raymoe.device.gpu import Gpu
 from raymoe.device.jit import Compiler, Cubins, KernelSource
 from raymoe.device.kernels import Kernels, Launch, Shape
 from raymoe.device.params import U32, Address, Params
+from raymoe.device.pipe_shape import Limits, Loading
 from raymoe.device.structs import Operation
 from raymoe.errors import CudaError
 from raymoe.memory.world import World
@@ -96,6 +97,18 @@ def copies(world: World, nbytes: int, ring: Ring, pairs: list[tuple[int, int]]) 
     error_word.close()
     kernels.close()
     return wrong
+
+
+def streams(_world: World, hidden: int, loading: Loading) -> None:
+    """Run each kernel of raymoe/device/pipe.py on few rows; raise if a result is wrong."""
+    from tests.gpu import test_pipe_gpu as pipe  # it skips where torch is missing
+
+    limits = Limits(sms=3, loading=loading)
+    x = pipe.rows_of(41, hidden)
+    pipe.check_norms(x, limits)
+    pipe.check_gradients(x, limits)
+    pipe.check_pieces(41, hidden, limits)
+    pipe.check_fp8(41, hidden, limits, "column")
 
 
 @contextmanager

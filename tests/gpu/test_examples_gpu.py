@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.on_gpus])
 def test_each_example_runs_on_two_gpus(name: str) -> None:
     if name == "ray_train.py" and importlib.util.find_spec("pyarrow") is None:
         pytest.skip("needs ray[train], and pyarrow is missing: pip install '.[examples]'")

@@ -1,4 +1,4 @@
-"""The code blocks of docs/library.md, as programs."""
+"""The code blocks of docs/library.md and of other pages, as programs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def blocks(page: Path = PAGE) -> list[tuple[str, str]]:
     return found
 
 
-def run(needs: set[str]) -> tuple[list[str], str]:
+def run(needs: set[str], page: Path = PAGE) -> tuple[list[str], str]:
     """Run the blocks whose requirement is met, in order; return the names they defined and their output."""
     names: dict[str, object] = {"__name__": "library_page"}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for need, text in blocks():
+        for need, text in blocks(page):
             if not need or need in needs:
-                exec(compile(text, str(PAGE), "exec"), names)
+                exec(compile(text, str(page), "exec"), names)
     return sorted(names), printed.getvalue()

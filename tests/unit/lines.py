@@ -3,6 +3,8 @@
 from raymoe.report.results import Line, complete
 
 SHAPE = {"ranks": 4, "tokens": 512, "hidden": 1024, "experts": 32, "topk": 4, "dtype": "bfloat16", "wire": "bfloat16"}
+LOAD = [128.0, 32.0, 0.0, 96.0] * 8
+"""Rows of 32 experts, of 4 tokens x 512 on each of 4 ranks; 8 experts have none."""
 SETTING = {"routing": "uniform", "seed": 0, "layout": "expert", "alignment": 16, "padding": "any", "device": "cpu"}
 
 
@@ -30,6 +32,8 @@ def exchange_case(backend: str, us: float, run: str = "quick-1") -> list[Line]:
                 "gbps_wire": 3.21,
                 "verified": True,
                 "max_error": 1.25e-3,
+                "expert_load_imbalance": 2.0,
+                "expert_load": LOAD if op == "dispatch" else None,
             },
             run,
         )
@@ -127,4 +131,43 @@ def gpu_exchange(backend: str, us: float, tokens: tuple[int, ...] = (128, 4096),
                 known |= {"verified": None if push else True, "max_error": None if push else 4e-3}
                 case = f"backend={backend},tokens={count}"
                 lines.append(complete_line({"case": case, **setting, **known, **measured, **keys}))
+    return lines
+
+
+SYSTEM_GBPS = {
+    "raymoe": 3900.0,
+    "in_turn": 2000.0,
+    "eager": 1000.0,
+    "compile": 2500.0,
+    "copy": 4000.0,
+    "pipelined_copy": 4080.0,
+}
+
+
+def rows_case(op: str = "rms_norm", tokens: int = 4096, **asked: int) -> list[Line]:
+    """Return the lines of a case of workload pointwise. Each system has its rate of SYSTEM_GBPS; raymoe, with few SMs
+    or stages, has less. One system is skipped."""
+    words = {"op": op, "tokens": tokens, **asked}
+    nbytes = tokens * 7168 * 4
+    shared = {
+        "case": ",".join(f"{key}={value}" for key, value in words.items()),
+        "workload": "pointwise",
+        "op": op,
+        "ranks": 1,
+        "tokens": tokens,
+        "hidden": 7168,
+        "dtype": "bfloat16",
+        "device": "NVIDIA H200",
+        "graph": True,
+        "l2": "cold",
+    }
+    lines = []
+    for system, most in SYSTEM_GBPS.items():
+        few = min(1.0, asked.get("sms", 132) / 100) * min(1.0, asked.get("stages", 4) / 4)
+        gbps = most * few if system == "raymoe" else most * min(1.0, asked.get("sms", 132) / 132)
+        gbps = gbps if system in ("raymoe", "in_turn") else most
+        times = {"samples": 20, "us_p50": nbytes / gbps / 1e3, "bytes_memory": nbytes, "gbps_memory": gbps}
+        limits = asked if system == "raymoe" else {"sms": asked.get("sms")} if system == "in_turn" else {}
+        lines.append(complete_line({**shared, **limits, **times, "backend": system, "verified": True}))
+    lines.append(complete_line({**shared, "backend": "quack", "samples": 0, "skipped": "Quack cannot be imported"}))
     return lines

@@ -11,7 +11,7 @@ from pathlib import Path
 from raymoe import cli
 from raymoe.report.directory import RunDirectory
 from raymoe.report.results import Generation, Line, Summary
-from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange, traced_exchange
+from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange, rows_case, traced_exchange
 
 CONFIG = {
     "name": "quick",
@@ -59,6 +59,8 @@ EVERY_KIND: list[Line] = [
         for line in gpu_exchange("fused", 9.0, (16,))
     ),
     *overlap_case(),
+    *(line for tokens in (128, 4096) for line in rows_case(tokens=tokens)),
+    *(line for sms in (48, 132) for stages in (2, 4) for line in rows_case(sms=sms, stages=stages)),
     complete_line(
         {"case": "layer", "workload": "layer", "op": "step", "tokens": 512, "us_p50": 5.0, "verified": False}
     ),

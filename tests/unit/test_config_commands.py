@@ -1,4 +1,4 @@
-"""The commands in the comments of packaged configs are valid, and `make exchange-full` runs those of the models."""
+"""Packaged configs have their commands in comments, and `make exchange-full` runs those of the models."""
 
 from __future__ import annotations
 
@@ -62,11 +62,9 @@ def commands_of_target(target: str, folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", packaged_names())
-def test_the_commands_in_a_config_are_valid(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    found = commands(name)
-    assert name == "tune" or name in [command[0] for command in found]
-    for command in found:
-        assert cli.main(["validate", *command]) == 0, capsys.readouterr().err
+def test_the_comments_of_a_config_have_its_command(name: str) -> None:
+    """test_doc_commands.py checks every word of these commands."""
+    assert name == "tune" or name in [command[0] for command in commands(name)]
 
 
 def test_there_are_five_model_configs() -> None:

@@ -16,7 +16,6 @@ ALL = [
     (errors.WiringError("m"), 1),
     (errors.RankDied(2, "rank 2 died"), 4),
     (errors.PeerTimeout("dispatch", epoch=7, peer=1, expected=7, seen=6, waited_s=2.0, rank=0), 5),
-    (errors.NotAnswering(3, "rank 3 does not answer"), 5),
     (errors.WrongResult("m"), 6),
     (errors.DataRefused("m"), 7),
     (errors.CannotWrite("m"), 8),

@@ -11,19 +11,29 @@ import raymoe
 
 PACKAGE = Path(raymoe.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-LIBRARY = {"errors": 0, "packaged": 0, "device": 1, "memory": 2, "net": 3, "transport": 4, "exchange": 4, "moe": 5}
+LIBRARY = {
+    "errors": 0,
+    "packaged": 0,
+    "device": 1,
+    "memory": 2,
+    "net": 3,
+    "transport": 4,
+    "exchange": 4,
+    "moe": 5,
+    "integrations": 6,
+}
 """The parts that a user's program imports."""
 HARNESS = {
-    "shell": 6,
-    "config": 6,
-    "workload": 7,
-    "gang": 8,
-    "doctor": 8,
-    "report": 8,
-    "run": 9,
-    "submit": 9,
-    "cli": 10,
-    "__main__": 11,
+    "shell": 7,
+    "config": 7,
+    "workload": 8,
+    "gang": 9,
+    "doctor": 9,
+    "report": 9,
+    "run": 10,
+    "submit": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 """The parts that `raymoe run` needs. They are higher than the library, so the library cannot import them."""
 HEIGHT = LIBRARY | HARNESS

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from raymoe.moe.layer import Experts
-from raymoe.moe.weights import ExpertShape
+from raymoe.moe.experts import Experts, ModelWeights
+from raymoe.moe.weights import ExpertShape, expert_weights
 from raymoe.workload import oracle
 from raymoe.workload.inputs import Batch, Draw, Routing
 from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, AffineExperts, SwigluExperts, error_of, want
@@ -123,10 +123,15 @@ def test_affine_experts_differ_and_are_never_near_zero() -> None:
 def test_swiglu_experts_stay_within_the_layer_bound(dtype: torch.dtype, hidden: int, ffn: int) -> None:
     shape = ExpertShape(hidden, ffn, dtype)
     x, draw = torch.randn(T, hidden, generator=torch.Generator().manual_seed(2)).to(dtype), ROUTING.draw(0, 1)
-    experts, exact = Experts(range(E), shape, seed=5), SwigluExperts(shape, seed=5)
+    drawn = [expert_weights(shape, 5, expert) for expert in range(E)]
+    weights = (torch.stack([getattr(each, name) for each in drawn]) for name in ("gate_up", "down"))
+    experts, exact = Experts(ModelWeights(*weights)), SwigluExperts(shape, seed=5)
 
     def rows(expert: int, x: torch.Tensor) -> torch.Tensor:
-        return experts.one(expert, x).to(dtype)
+        counts = torch.zeros(E, dtype=torch.int32)
+        counts[expert] = len(x)
+        offsets = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
+        return experts(x.to(dtype), offsets, counts).detach()
 
     wanted = want(x, draw.ids, draw.weights, exact, by_row=True)
     bound = LAYER_SLACK * BOUNDS[dtype]

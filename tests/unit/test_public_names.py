@@ -30,12 +30,16 @@ MISUSES = {
     "raymoe.join('experts', 0, 2, timeout_s='soon')": "arg-type",
     "raymoe.errors.Timeout": "attr-defined",
     "raymoe.Exchang": "attr-defined",
+    "raymoe.pointwise(x, x=x)": "arg-type",
+    'values, scales = raymoe.moe.rms_norm(x, x, output="float8")': "call-overload",
+    "y = raymoe.moe.rms_norm(x, x, scale='row')": "call-overload",
 }
 """Lines that mypy must refuse, each with mypy's name of the error."""
 
 PREAMBLE = """
 import torch
 import raymoe
+import raymoe.moe
 
 def program(world: raymoe.World, spec: raymoe.ExchangeSpec, got: raymoe.Dispatched, x: torch.Tensor) -> None:
 """
@@ -81,7 +85,15 @@ def test_public_names_have_docstrings_and_examples() -> None:
         if name != "__version__":
             assert public.__doc__, name
     finder = doctest.DocTestFinder()
-    for name in ("Channel", "Dispatched", "Exchange", "ExchangeSpec", "World"):  # a Workspace needs a GPU, `join` Ray
+    for name in (
+        "Channel",
+        "Dispatched",
+        "Exchange",
+        "ExchangeSpec",
+        "MoELayer",
+        "World",
+        "pointwise",
+    ):  # a Workspace needs a GPU, `join` Ray
         public = getattr(raymoe, name)
         tests = finder.find(public) + finder.find(sys.modules[public.__module__], globs={})
         assert any(test.examples for test in tests), f"raymoe.{name} has no example"

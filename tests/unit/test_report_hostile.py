@@ -70,6 +70,10 @@ def change_line(run: Path, row: int, **changed: object) -> None:
         ("timeline", [["start", 1]], "points and times"),
         ("timeline", [["start", 1, 2, -3]], "points and times"),
         ("timeline", "long", "points and times"),
+        ("expert_load", [1.0, -1.0], "the rows of at most 1024 experts"),
+        ("expert_load", [1.0] * 1025, "the rows of at most 1024 experts"),
+        ("expert_load", [[1.0]], "the rows of at most 1024 experts"),
+        ("expert_load_imbalance", "even", "a number"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named_with_file_and_line(run, key, value, wanted):
@@ -404,6 +408,7 @@ KINDS_OF_MANY = {
     "sizes": lambda i: COPY | {"bytes": i + 1, "src": i % 64, "dst": (i + 1) % 64},
     "transports": lambda i: COPY | {"transport": f"t{i}"},
     "timelines": lambda i: TRACED | {"case": f"c{i}"},
+    "loads": lambda i: ONE | {"case": f"c{i}", "expert_load": [i + 1.0] * 63 + [5e-324]},
 }
 
 

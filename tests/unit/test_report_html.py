@@ -120,6 +120,7 @@ def test_every_figure_stands_beside_its_numbers(tmp_path):
         "Where the time of dispatch goes",
         "Where the time of combine goes",
         "Dispatch beside a matrix product",
+        "Load of experts",
     ):
         assert title in titles, (title, titles)
     for start in ("Time of dispatch,", "Bandwidth of combine,", "Time split of an exchange, 8192 tokens"):
@@ -162,6 +163,39 @@ def test_heat_maps_say_the_number_in_each_cell(tmp_path):
     )
     assert figure.count('<rect class="cell"') == 2 and figure.count('<rect class="empty"') == 2
     assert "0 to 1: 10 GB/s" in figure and ">0.410 µs<" in figure
+
+
+def test_the_load_of_experts_is_drawn_once_for_each_routing(tmp_path):
+    """Backends of one routing share a curve. The table names the busiest expert and the busiest rank."""
+    even = [16.0] * 32
+    lines = exchange_case("host", 500.0) + exchange_case("collective", 1000.0)
+    lines += [
+        line | {"case": "even", "expert_load": even if line["expert_load"] else None}
+        for line in exchange_case("host", 500.0)
+    ]
+    lines.append(lines[0] | {"case": "none", "expert_load": [0.0] * 32})  # all ids are masked
+    lines.append(lines[0] | {"case": "one", "expert_load": [32.0] + [0.0] * 31})
+    document = page_of(make(tmp_path / "run", lines))
+    figure = next(each for each in re.findall(r"<figure.*?</figure>", document, re.DOTALL) if "Load of experts" in each)
+    assert figure.count('<path class="line"') == 6, "three curves, each also in the legend"
+    assert "uniform, 512 tokens (backend=host), 1: 2 rows of a step / mean" in figure
+    assert "uniform, 512 tokens (even), 32: 1 rows of a step / mean" in figure
+    rows = [re.findall(r"<td[^>]*>([^<]*)", row) for row in re.findall(r"<tr>(.*?)</tr>", figure)]
+    assert [row[1:] for row in rows if len(row) > 1] == [
+        ["32", "64.0", "0", "128.0", "2.00", "1.00", "8"],
+        ["32", "16.0", "0", "16.0", "1.00", "1.00", "0"],
+        ["32", "1.0", "0", "32.0", "32.00", "4.00", "31"],
+    ]
+
+
+def test_a_run_of_an_earlier_version_has_no_load(tmp_path):
+    lines = [line | {"expert_load": None, "expert_load_imbalance": None} for line in exchange_case("host", 500.0)]
+    run = make(tmp_path / "run", lines)
+    text = (run / "results.jsonl").read_text()
+    earlier = text.replace('"expert_load_imbalance": null, "expert_load": null, ', "")
+    assert earlier != text
+    (run / "results.jsonl").write_text(earlier)
+    assert "Time split" in page_of(run) and "Load of experts" not in page_of(run)
 
 
 def colours(dark: bool) -> dict[str, tuple[float, ...]]:
@@ -261,11 +295,15 @@ class Outcome:
 
 
 def execute(monkeypatch, out: Path, exit_code: int = 0) -> int:
+    return outcome_of(monkeypatch, out, exit_code).exit_code
+
+
+def outcome_of(monkeypatch, out: Path, exit_code: int) -> RunOutcome:
     monkeypatch.setattr(run_module, "run_in_child", Outcome(exit_code))
     with RunDirectory.create(out, "quick") as directory:
         job = load_job("host_exchange", ["world.ranks=2"])
         directory.write_config(job.resolved())
-        return run_module._run(job, directory, run_module.Request("host_exchange", quiet=False), None).exit_code
+        return run_module._run(job, directory, run_module.Request("host_exchange", quiet=False), None)
 
 
 @pytest.mark.parametrize(("code", "words"), [(0, "✓ Done"), (4, "✕ Failed")])
@@ -279,8 +317,10 @@ def test_a_run_writes_its_page_at_its_end(monkeypatch, tmp_path, capsys, code, w
 def test_a_disk_that_refuses_the_page_fails_a_run_that_was_done(monkeypatch, tmp_path, capsys, code, ends):
     (tmp_path / "run" / "report.html" / "in the way").mkdir(parents=True)
     monkeypatch.setattr("raymoe.report.directory.PAGE", "nothing")  # else it could not be removed at the start
-    assert execute(monkeypatch, tmp_path / "run", code) == ends
-    assert "cannot write" in capsys.readouterr().err
+    outcome = outcome_of(monkeypatch, tmp_path / "run", code)
+    assert outcome.exit_code == ends
+    told = outcome.message if code == 0 else capsys.readouterr().err  # `run` prints the message of the outcome last
+    assert "cannot write" in told
 
 
 def test_a_bug_of_the_page_is_told_and_changes_no_exit_code(monkeypatch, tmp_path, capsys):

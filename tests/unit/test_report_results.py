@@ -10,8 +10,9 @@ from raymoe.report.results import KEYS, LATER_KEYS, Generation, Summary, complet
 
 CONTRACT = """
 run generation case workload op backend transport wire graph pattern src dst bytes ranks tokens hidden experts topk
-dtype routing seed layout alignment padding sms beside l2 leaves_out skipped samples us_p50 us_p99 us_min us_max
-host_us_p50 timeline bytes_wire gbps_wire verified max_error device commit
+dtype routing seed layout alignment padding sms stages beside l2 leaves_out skipped samples us_p50 us_p99 us_min us_max
+host_us_p50 timeline bytes_wire gbps_wire bytes_memory gbps_memory expert_load_imbalance expert_load verified max_error
+device commit
 """
 
 

@@ -211,8 +211,9 @@ def test_what_is_no_ray_job_gives_a_run_of_its_own_name(home, monkeypatch, text)
     assert run_name("x").startswith("x-") and version_notice() is None
 
 
-def test_another_version_than_the_one_that_submitted_is_named(under_ray, monkeypatch):
+@pytest.mark.parametrize("here", ["0.0.9", "9.0.0"], ids=["newer cluster", "older cluster"])
+def test_another_version_than_the_one_that_submitted_is_named(under_ray, monkeypatch, here):
     assert version_notice() is None
-    metadata = {"job_submission_id": JOB, "raymoe_version": "0.0.9"}
+    metadata = {"job_submission_id": JOB, "raymoe_version": here}
     monkeypatch.setenv(RAY_JOB, json.dumps({"metadata": metadata}))
-    assert str(version_notice()).startswith(f"submitted by raymoe 0.0.9, run by raymoe {raymoe.__version__}: ")
+    assert str(version_notice()).startswith(f"submitted by raymoe {here}, run by raymoe {raymoe.__version__}: ")

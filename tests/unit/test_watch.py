@@ -21,12 +21,12 @@ from raymoe.gang import supervisor as sv
 from raymoe.gang.messages import Message, Profiled, Progressed
 from raymoe.gang.metrics import TABLE, Kind, Metric, Record, RunMetrics
 from raymoe.gang.rank import MOST_REPORTS, RankLog, Reports
-from raymoe.gang.watch import Shift, Watch, boot_id
+from raymoe.gang.watch import RunWatch, Shift, boot_id
 from raymoe.memory.world import World
 from raymoe.report import trace
 from raymoe.report.trace import ChromeTrace
 from raymoe.workload.measure import Step, Steps, measure
-from raymoe.workload.progress import Block, Progress, Span, StepWork, TimedOp
+from raymoe.workload.progress import Block, OpWork, Progress, Span, StepWork
 from tests.unit.ranks import RankPool
 
 
@@ -58,10 +58,10 @@ class Recorder:
 def progress(**changes: Any) -> Progress:
     """Ten steps in which a dispatch took 20 us each and a combine, beside which was a product, 30 us each."""
     ops = (
-        TimedOp("dispatch", 1000.0, {"backend": "host"}),
-        TimedOp("step"),
-        TimedOp("combine", 500.0, {"backend": "fused", "l2": "cold", "beside": "product"}),
-        TimedOp("copy", 7.0, {"transport": "tma"}),
+        OpWork("dispatch", 1000.0, {"backend": "host"}),
+        OpWork("step"),
+        OpWork("combine", 500.0, {"backend": "fused", "l2": "cold", "beside": "product"}),
+        OpWork("copy", 7.0, {"transport": "tma"}),
     )
     block = Block(0, 10, began=5.0, ended=5.2, met=5.25, us=(200.0, 1e5, 300.0, 0.0), verified=((2, 5.05, 5.1),))
     return Progress(**{"done": 10, "total": 20, "block": block, "work": StepWork(ops, 16.0, 1.5)} | changes)
@@ -251,18 +251,23 @@ def test_blocks_say_what_was_done_and_when(pool: RankPool) -> None:
         assert mine.met > other.ended and other.met > mine.ended
 
 
-def imbalances(world: World, ids: list[list[list[int]]]) -> float:
+def loads(world: World, ids: list[list[list[int]]]) -> tuple[list[float], float | None]:
+    """Return the load of the experts, and the imbalance that this rank reports with its progress."""
     from raymoe.workload.inputs import Draw
-    from raymoe.workload.traffic import imbalance_of
+    from raymoe.workload.traffic import ExchangeTraffic, expert_load, work_of
 
     draws = [Draw(torch.tensor(draw), torch.ones(len(draw), len(draw[0]))) for draw in ids]
-    return imbalance_of(world, draws, experts=20_000)
+    load = expert_load(world, draws, experts=20_000)
+    return load, work_of(world, draws, load, ExchangeTraffic.of([[0, 0], [0, 0]], 1), ()).imbalance
 
 
-def test_imbalance_is_the_busiest_experts_share(pool: RankPool) -> None:
+def test_the_load_of_experts_is_that_of_all_ranks(pool: RankPool) -> None:
     """Over all ranks' tokens and all draws; also with more experts than one message holds."""
     ids = [[[0, 15_000], [0, 15_001]], [[0, -1], [-1, 15_001]]]  # each rank: 3 rows of expert 0, 2 of 15001; 6 in all
-    assert pool.run(2, imbalances, ids) == pytest.approx([20_000 * 6 / 12, 20_000 * 4 / 12])
+    (first, mine), (second, theirs) = pool.run(2, loads, ids)
+    assert first == second and len(first) == 20_000
+    assert {expert: rows for expert, rows in enumerate(first) if rows} == {0: 3.0, 15_000: 1.0, 15_001: 2.0}
+    assert [mine, theirs] == pytest.approx([20_000 * 6 / 12, 20_000 * 4 / 12])
 
 
 # Ranges for Nsight Systems.
@@ -298,8 +303,8 @@ def test_phases_are_ranges_on_a_gpu_alone(ranges: list[str], monkeypatch: pytest
 # Spans and the trace.
 
 
-def watch(told: list[Message]) -> Watch:
-    return Watch("a-run", 2, 3, told.append, profile=True)
+def watch(told: list[Message]) -> RunWatch:
+    return RunWatch("a-run", 2, 3, told.append, profile=True)
 
 
 def test_spans_of_the_driver_are_the_supervisors_phases() -> None:
@@ -320,7 +325,7 @@ def test_spans_of_the_driver_are_the_supervisors_phases() -> None:
 
 def test_without_profile_no_span_is_sent() -> None:
     told: list[Message] = []
-    watched = Watch("a-run", 2, 3, told.append, profile=False)
+    watched = RunWatch("a-run", 2, 3, told.append, profile=False)
     watched.report(0, 0, progress())
     watched.report(0, 0, Span("case x", 1.0, 2.0))
     watched.send_spans()

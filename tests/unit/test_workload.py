@@ -87,6 +87,11 @@ def test_exchange_verifies_on_every_routing(pool: RankPool, routing: str) -> Non
         assert line["wire"] == line["dtype"] == "bfloat16"
     assert abs(lines[2]["bytes_wire"] - lines[0]["bytes_wire"] - lines[1]["bytes_wire"]) <= 1  # means, rounded
     assert lines[0]["us_min"] < lines[2]["us_min"]
+    load, entries = lines[0]["expert_load"], lines[0]["ranks"] * lines[0]["tokens"] * lines[0]["topk"]
+    assert len(load) == lines[0]["experts"] and [line.get("expert_load") for line in lines[1:]] == [None, None]
+    assert {line["expert_load_imbalance"] for line in lines} == {round(max(load) * len(load) / (sum(load) or 1), 3)}
+    dropped = routing in ("masked", "all masked", "ragged")
+    assert (sum(load) < entries) if dropped else (sum(load) == pytest.approx(entries, abs=0.01 * len(load)))
 
 
 @pytest.mark.parametrize("backend", ["collective", "allgather"])

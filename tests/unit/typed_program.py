@@ -6,6 +6,7 @@ import torch
 
 import raymoe
 from raymoe.errors import DataRefused, PeerTimeout, RaymoeError
+from raymoe.moe import LayerForm, RouterForm, add_rms_norm, combine, dispatch, layer_norm, rms_norm, swiglu
 
 
 def steps(world: raymoe.World, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -25,6 +26,15 @@ def steps(world: raymoe.World, x: torch.Tensor, topk_idx: torch.Tensor, topk_wei
     return y
 
 
+def gated(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    total: torch.Tensor = raymoe.pointwise("silu(gate) * x + bias", sms=48, x=x, gate=gate, bias=bias)
+    y, total = add_rms_norm(total, x, bias)
+    values, scales = rms_norm(y, bias, output="float8_e4m3", scales="column")
+    (values, scales), total = add_rms_norm(y, total, bias, 1e-5, output="float8_e4m3")
+    values, scales = swiglu(layer_norm(total, bias, bias, sms=32), output="float8_e4m3")
+    return swiglu(y) * values.float() * scales
+
+
 def neighbours(world: raymoe.World, message: torch.Tensor) -> torch.Tensor:
     peer = world.rank ^ 1
     nbytes = message.numel() * message.element_size()
@@ -40,6 +50,16 @@ def neighbours(world: raymoe.World, message: torch.Tensor) -> torch.Tensor:
     return copied
 
 
+def layers(world: raymoe.World, block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    spec = raymoe.ExchangeSpec(tokens=128, hidden=1024, experts=32, topk=4)
+    router = RouterForm(experts=32, topk=4, score="sigmoid", groups=8, topk_groups=4)
+    made = raymoe.MoELayer(world, spec, LayerForm(ffn=512, router=router, norm=1e-6, residual=True))
+    taken = raymoe.MoELayer.from_block(block, world, tokens=128)
+    y: torch.Tensor = taken(made(x))
+    got = dispatch(made.exchange, y, torch.zeros(128, 4, dtype=torch.int64), torch.ones(128, 4))
+    return combine(made.exchange, got.x, got, weighted=False)
+
+
 def main(rank: int, size: int) -> None:
     print(raymoe.__version__)
     try:
@@ -48,7 +68,7 @@ def main(rank: int, size: int) -> None:
         with raymoe.join("experts", rank, size, device="cuda:1", timeout_s=60.0) as world:
             everybody: raymoe.World | None = world.group(range(size))
             print(everybody)
-            print(neighbours(world, torch.zeros(8)))
+            print(neighbours(world, torch.zeros(8)), gated(torch.zeros(1, 64), torch.zeros(64), torch.zeros(64)))
     except PeerTimeout as error:
         print(error.peer, error.op, error.waited_s)
     except raymoe.errors.CaptureError as error:

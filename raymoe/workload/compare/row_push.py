@@ -1,9 +1,9 @@
 """The yardstick of dispatch between GPU ranks: its rows pushed to known slots, and nothing else.
 
-It leaves out (`LEFT_OUT`, quoted in every line): finding where tokens go, counts, rows that stay on their rank,
-quantisation (rows that would cross as float8_e4m3 are as many bytes), and placing rows by expert. Rows are as far
-apart, and as long, as the slots of `fused`. Nothing is read where it arrives, so nothing is verified;
-tests/gpu/test_row_push.py checks the slots.
+It leaves out the routing, counts, rows that stay on their rank, quantisation, and placing rows by expert (`LEFT_OUT`,
+quoted in every line). Rows that would cross as float8_e4m3 have as many bytes here. Rows are as far apart, and as long,
+as the slots of `fused`. Nothing is read where it arrives, so nothing is verified; tests/gpu/test_row_push.py checks the
+slots.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Time other systems with the clock of the backends. Each is a case like any other, or a line that says why not.
 
-Each runs in a process of its own beside each rank. It may end the process on a case that it cannot do, it frees no
-memory before the process ends, and it needs settings that must not reach others. Results report its failures.
+Each runs in a process of its own beside each rank. It may end the process on a case that it cannot do. It frees no
+memory before the process ends. It needs settings that must not reach others. Results report its failures.
 
 - **No failure ends the run.** A system may hang, crash, or end its process. Every answer is awaited with a bound; then
   the process is killed, and a sentence says what happened.
-- **All ranks give up together.** After a failure a step takes no time and does nothing, so that a rank whose process is
-  gone still meets the others in every round. At the end the ranks swap their failures.
+- **All ranks give up together.** After a failure a step takes no time and does nothing. So a rank whose process is gone
+  still meets the others in every round. At the end the ranks swap their failures.
 - **No multicast.** Programs that create multicast objects of NVLink can put a machine's GPUs out of service. So the
   libraries that would create them are told not to, whatever is set outside.
 """

@@ -16,14 +16,25 @@ from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.layer import expert_major
+from raymoe.moe.differentiable import expert_major
 from raymoe.moe.weights import generator
 from raymoe.workload.inputs import Inputs, Routing
-from raymoe.workload.measure import Line, Measured, Step, Steps, Timeline, aborting, measure, result_line, shape_keys
+from raymoe.workload.measure import (
+    Line,
+    Measured,
+    Step,
+    Steps,
+    Timeline,
+    aborting,
+    load_keys,
+    measure,
+    result_line,
+    shape_keys,
+)
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import traffic_of, work_of
+from raymoe.workload.traffic import expert_load, traffic_of, work_of
 
 ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
 
@@ -72,13 +83,15 @@ def run_exchange(case: Case, world: World, progress: Callable[[Progress], None])
         label = f"{case.name}: exchange by {keys['backend']}"
         traffic = traffic_of(world, inputs.draws, spec)
         ops = [(op, {"backend": str(keys["backend"]), "l2": l2}) for op, l2 in do_step.ops]
-        work = work_of(world, inputs.draws, spec, traffic, ops)
+        load = expert_load(world, inputs.draws, spec.experts)
+        work = work_of(world, inputs.draws, load, traffic, ops)
         measured = measure(world, steps, do_step, step_listener(progress, steps.total, work=work), label)
         with aborting(world):
             timelines = do_step.timelines()
     return [
         result_line(case, op, traffic.by_op[op], measured, index)
         | shape_keys(case, str(keys["backend"]))
+        | load_keys(load, index)
         | keys
         | {"l2": l2, "timeline": timelines.get(op) if l2 == "cold" else None}
         | host_times(measured, index)

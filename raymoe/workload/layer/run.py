@@ -9,13 +9,15 @@ import torch
 
 from raymoe.config import Case
 from raymoe.memory.world import World
-from raymoe.moe.layer import MoELayer
+from raymoe.moe.experts import arithmetic_dtype
+from raymoe.moe.layer import LayerForm, MoELayer
+from raymoe.moe.weights import ExpertShape
 from raymoe.workload.inputs import Inputs, Routing
-from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
+from raymoe.workload.measure import Line, Step, Steps, load_keys, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import traffic_of, work_of
+from raymoe.workload.traffic import expert_load, traffic_of, work_of
 
 
 def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
@@ -25,14 +27,17 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
     inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype)
     spec, seed = spec_of(job), job.routing.seed
     steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(spec))
-    with MoELayer(world, spec, job.shape.ffn, backend=job.exchange.backend, seed=seed) as layer:
-        backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, seed)
-        traffic = traffic_of(world, inputs.draws, spec)
-        ops = [(op, {"backend": backend}) for op in LayerStep.ops]
-        work = work_of(world, inputs.draws, spec, traffic, ops)
-        report = step_listener(progress, steps.total, work=work)
-        measured = measure(world, steps, do_step, report, f"{case.name}: layer by {backend}")
-    return [result_line(case, "step", traffic.both, measured, 0) | shape_keys(case, backend)]
+    layer = MoELayer(world, spec, LayerForm(job.shape.ffn), backend=job.exchange.backend, seed=seed)
+    layer.experts.to(arithmetic_dtype(dtype))  # converted once, not in each step
+    oracle = SwigluExperts(ExpertShape(spec.hidden, job.shape.ffn, dtype), seed)
+    backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, oracle)
+    traffic = traffic_of(world, inputs.draws, spec)
+    ops = [(op, {"backend": backend}) for op in LayerStep.ops]
+    load = expert_load(world, inputs.draws, spec.experts)
+    work = work_of(world, inputs.draws, load, traffic, ops)
+    report = step_listener(progress, steps.total, work=work)
+    measured = measure(world, steps, do_step, report, f"{case.name}: layer by {backend}")
+    return [result_line(case, "step", traffic.both, measured, 0) | shape_keys(case, backend) | load_keys(load, 0)]
 
 
 class LayerStep:
@@ -40,9 +45,8 @@ class LayerStep:
 
     ops = ("step", "dispatch", "combine")
 
-    def __init__(self, world: World, layer: MoELayer, inputs: Inputs, seed: int) -> None:
-        self.world, self.layer, self.inputs = world, layer, inputs
-        self.oracle = SwigluExperts(layer.experts.shape, seed)
+    def __init__(self, world: World, layer: MoELayer, inputs: Inputs, oracle: SwigluExperts) -> None:
+        self.world, self.layer, self.inputs, self.oracle = world, layer, inputs, oracle
         self._dispatched_at = self._applied_at = 0
         layer.experts.register_forward_pre_hook(self._note_dispatched)
         layer.experts.register_forward_hook(self._note_applied)
@@ -51,7 +55,8 @@ class LayerStep:
         batch = self.inputs.at(index, fresh=verify)
         self.world.barrier("step: start")
         started = perf_counter_ns()
-        y = self.layer.routed(batch.x, batch.ids, batch.weights)
+        with torch.no_grad():
+            y = self.layer.routed(batch.x, batch.ids, batch.weights)
         ended = perf_counter_ns()
         times = (ended - started, self._dispatched_at - started, ended - self._applied_at)
         us = tuple(ns / 1e3 for ns in times)

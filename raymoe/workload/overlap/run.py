@@ -22,11 +22,11 @@ from raymoe.moe.weights import generator
 from raymoe.workload.clock import OpClock, Work
 from raymoe.workload.exchange.gpu import GpuExchangeStep
 from raymoe.workload.inputs import Inputs, Routing
-from raymoe.workload.measure import Line, Step, Steps, measure, result_line, shape_keys
+from raymoe.workload.measure import Line, Step, Steps, load_keys, measure, result_line, shape_keys
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import BOUNDS, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import Traffic, traffic_of, work_of
+from raymoe.workload.traffic import Traffic, expert_load, traffic_of, work_of
 
 PRODUCT = "product"
 ALONE: tuple[tuple[str, str | None], ...] = (("dispatch", None), ("combine", None), (PRODUCT, None))
@@ -144,13 +144,15 @@ def run_overlap(case: Case, world: World, progress: Callable[[Progress], None]) 
         label = f"{case.name}: {keys['backend']} beside a product"
         traffic = traffic_of(world, inputs.draws, spec)
         ops = [(op, {"backend": str(keys["backend"]), "l2": "cold", "beside": beside}) for op, beside in OPS]
-        work = work_of(world, inputs.draws, spec, traffic, ops)
+        load = expert_load(world, inputs.draws, spec.experts)
+        work = work_of(world, inputs.draws, load, traffic, ops)
         measured = measure(world, steps, step, step_listener(progress, steps.total, work=work), label)
     by_op = traffic.by_op
     nothing = Traffic(0, 0)
     return [
         result_line(case, op, by_op.get(op, nothing), measured, index)
         | shape_keys(case, str(keys["backend"]))
+        | load_keys(load, index)
         | keys
         | {"l2": "cold", "beside": beside}
         for index, (op, beside) in enumerate(OPS)

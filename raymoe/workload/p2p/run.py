@@ -13,7 +13,7 @@ from raymoe.memory.world import World
 from raymoe.transport.channels import Channels, ChannelSpec
 from raymoe.workload.measure import Line, Step, Steps, measure, result_line
 from raymoe.workload.p2p.copies import POISON, Copy, copies_of, drawn, share_wrong
-from raymoe.workload.progress import Progress, StepWork, TimedOp, step_listener
+from raymoe.workload.progress import OpWork, Progress, StepWork, step_listener
 
 EXACT = 0.0
 """A copy has no rounding: not one byte may differ."""
@@ -43,7 +43,7 @@ def run_p2p(case: Case, world: World, progress: Callable[[Progress], None]) -> l
             with closing(open_step(copy)) as do_step:
                 # The clock of a copy ends at its receiver.
                 how = {"transport": str(do_step.keys["transport"])}
-                work = StepWork((TimedOp("copy", received, how),) if received else ())
+                work = StepWork((OpWork("copy", received, how),) if received else ())
                 report = step_listener(progress, len(copies) * steps.total, index * steps.total, work)
                 measured = measure(world, steps, do_step, report, label)
                 known = do_step.keys

@@ -111,7 +111,7 @@ void Machine::end_thread(Thread* thread) {
     }
     if (block->loads_under_way != 0) {
         failed = true;
-        error = describe(thread) + ": its block ends while bulk loads into its shared memory are under way";
+        error = describe(thread) + ": its block ends while bulk loads into its shared memory are in flight";
     }
     --block->launch->alive;
 }

@@ -58,7 +58,7 @@ struct ByteBarrier {
     u32 arrivals = 0, missing = 0;
     long long bytes = 0;
     u64 phase = 0;
-    bool fenced = false;
+    bool fenced = false, valid = true;
     Known arriving, over;  // in this phase; in the last one
     Clocks arriving_clocks, over_clocks;
     u64 arriving_seen = 0, over_seen = 0;  // the latest `seen_time` of arriving threads

@@ -36,7 +36,7 @@ void turn(ByteBarrier& barrier) {
 ByteBarrier& byte_barrier(u32 at) {
     auto& known = self()->block->byte_barriers;
     const auto found = known.find(at);
-    if (found == known.end()) {
+    if (found == known.end() || !found->second.valid) {
         machine->fail("no barrier is initialised in shared memory at " + std::to_string(at));
     }
     return found->second;
@@ -128,8 +128,20 @@ void barrier_init(u32 barrier, u32 arrivals) {
     }
     emulator::ByteBarrier made;
     made.arrivals = made.missing = arrivals;
-    self()->block->byte_barriers[barrier] = made;
+    auto& kept = self()->block->byte_barriers[barrier];
+    // A new life begins in an even phase. Loads that completed in the last one are behind it.
+    made.phase = kept.arrivals == 0 ? 0 : (kept.phase + 2) & ~1ull;
+    kept = made;
     self()->unfenced_barriers.push_back(barrier);
+}
+
+void barrier_invalidate(u32 barrier) {
+    machine->maybe_yield();
+    auto& found = emulator::byte_barrier(barrier);
+    if (!found.waiting.empty() || found.bytes != 0) {
+        machine->fail("the barrier at " + std::to_string(barrier) + " is invalidated while it is in use");
+    }
+    found.valid = false;
 }
 
 void fence_barrier_init() {

@@ -254,11 +254,15 @@ __device__ __forceinline__ void shared_store_16(u32 at, Bytes16 value) {
     asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(at), "l"(value.low), "l"(value.high) : "memory");
 }
 
-__device__ __forceinline__ Bytes16 shared_load_16(u32 at) {
-    Bytes16 value;
-    asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(value.low), "=l"(value.high) : "r"(at) : "memory");
-    return value;
+__device__ __forceinline__ Bytes16 shared_load_16_if(bool wanted, u32 at, Bytes16 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.shared.v2.u64 {%0, %1}, [%2];}"
+                 : "+l"(otherwise.low), "+l"(otherwise.high)
+                 : "r"(at), "r"(static_cast<u32>(wanted))
+                 : "memory");
+    return otherwise;
 }
+
+__device__ __forceinline__ Bytes16 shared_load_16(u32 at) { return shared_load_16_if(true, at, {0, 0}); }
 
 // A barrier of some warps of the block, `threads` threads in all. `number` is its own; 0 is that of __syncthreads. Like
 // __syncthreads, it orders what these threads did before.
@@ -291,6 +295,13 @@ __device__ __forceinline__ void shared_store_8_if(bool wanted, u32 at, u64 value
 
 __device__ __forceinline__ void shared_store_8(u32 at, u64 value) { shared_store_8_if(true, at, value); }
 
+// The same bytes, as a value that the compiler does not know. It then converts them at each use, where it would else
+// keep the converted numbers in registers, which are twice as many.
+__device__ __forceinline__ Bytes16 unknown(Bytes16 value) {
+    asm volatile("" : "+l"(value.low), "+l"(value.high));
+    return value;
+}
+
 // ---- numbers -----------------------------------------------------------------------------------------------------
 
 // Two floats rounded to nearest even, the first in the lower half.
@@ -312,7 +323,7 @@ __device__ __forceinline__ float from_f16(u32 half) {
     return value;
 }
 
-// Of each two elements the one that is further from zero, with either sign; one that is no number is nearest.
+// Of each two elements the one that is further from zero, with either sign; NaN counts as nearest.
 __device__ __forceinline__ u32 further_bf16x2(u32 a, u32 b) {
     u32 pair;
     asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
@@ -359,6 +370,11 @@ __device__ __forceinline__ void from_e4m3x4(u32 four, float* into) {
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Ends a barrier's use: its memory may then be initialised again.
+__device__ __forceinline__ void barrier_invalidate(u32 barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Makes initialised barriers visible to the async proxy. It must stand between the inits and the first bulk load.

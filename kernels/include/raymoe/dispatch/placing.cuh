@@ -5,10 +5,10 @@
 // tokens q, q + lanes, ... of every source; the block's threads compute the places of its rows ahead.
 //
 // Each thread of a lane looks at the word of the next row of one source. The lane loads a row that has arrived, of any
-// source, once and stores it to all its places. So a late row delays no row of another source. With lanes that took the
-// sources in turn, a dispatch of 4096 tokens took 268 us instead of 263, because the last rows of all sources come
-// together (8-bit floats, 4x H200, 2026-11-22). Rows of this rank itself come out of x and wait for nothing: a lane
-// moves one whenever no row of a peer has arrived.
+// source, once and stores it to all its places. So a late row delays no row of another source. Lanes that took the
+// sources in turn needed 268 us instead of 263 for a dispatch of 4096 tokens (8-bit floats, 4x H200, 2026-11-22). The
+// last rows of all sources come together. Rows of this rank itself come out of x and wait for nothing: a lane moves one
+// whenever no row of a peer has arrived.
 //
 // With layout rank rows stay in their slots. The placers only store the index, and copy own rows into their slots.
 #pragma once

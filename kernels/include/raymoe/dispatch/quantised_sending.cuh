@@ -4,8 +4,8 @@
 // A block has lanes (warps), one warp that pushes and one that announces. Each lane has a stage for a row that comes
 // in. Rows that leave have stages in common, taken in turn. A lane waits for a stage that has been read, fills it and
 // hands it over. The pusher stores stages to the ranks in that order and waits until the rows have arrived. The
-// announcer stores the words. So no lane waits for rows to arrive, and no row waits for words of other rows, whose
-// fence takes a round trip over a full link.
+// announcer stores the words. So no lane waits for rows to arrive. No row waits for words of other rows, whose fence
+// takes a round trip over a full link.
 //
 // Memory order within a block: a lane's fence.proxy.async and `filled` order a stage before the pusher's bulk stores;
 // the pusher's wait_group and `landed` order the rows before the announcer's fence and words.
@@ -98,7 +98,7 @@ class QuantisingLane {
         } else {
             take_quantised(p_, token, row_, stage);
         }
-        // Orders this thread's stores to the stage before the bulk stores out of it, and its loads of the row before
+        // Orders this thread's stores to the stage before the bulk stores out of it. Orders its loads of the row before
         // the bulk load that fills its stage again.
         ptx::fence_proxy_async_shared();
         __syncwarp();

@@ -1,31 +1,14 @@
-// Converts rows to 8-bit floats, and back.
-//
-// Each BLOCK of 128 elements has a float32 scale: its largest finite magnitude divided by the largest 8-bit float. The
-// scale is at least the least normal float, so neither it nor its inverse overflows. A block without finite elements
-// other than zero has scale 1. An infinity becomes the largest 8-bit float and NaN stays NaN; neither changes the
-// scale. A slot holds the elements of a row, then its scales.
+// Converts rows to 8-bit floats, and back. base/scaling.cuh computes the scale of each BLOCK. A slot holds the elements
+// of a row, then its scales.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/base/scaling.cuh"
 #include "raymoe/base/vectors.cuh"
 
 namespace raymoe {
 
-constexpr float LARGEST_E4M3 = 448.0f;
-constexpr float LEAST_REACH = 0x1.cp-118f;  // LARGEST_E4M3 times the least normal float
-constexpr u32 INFINITE = 0x7F800000;        // the bits of a float
-
-// The factors of a block's elements: `factor` before they leave, `scale` on arrival.
-struct Scaling {
-    float scale;
-    float factor;
-
-    __device__ __forceinline__ explicit Scaling(float reach) {
-        const float bounded = fmaxf(reach, LEAST_REACH);
-        scale = reach == 0.0f ? 1.0f : bounded / LARGEST_E4M3;
-        factor = reach == 0.0f ? 1.0f : LARGEST_E4M3 / bounded;
-    }
-};
+static_assert(BLOCK == SCALED_ELEMENTS, "");
 
 // Eight elements of a row, loaded from shared memory by one thread. Half a warp has a BLOCK.
 template <class Type>
@@ -152,8 +135,8 @@ __device__ __forceinline__ float finite_reach_of_blocks(u32 row, u32 begin, u32 
 // `hidden` is a multiple of 4, and of 8 unless elements have four bytes.
 //
 // It works on 32 blocks at a time, and each thread computes one scale. Loads stand together before the work on any of
-// them. With a division for each block by all threads of its half warp, and elements one after the other, the first row
-// of 7168 bfloat16 took a sender 6.2 us instead of 3.4 (cold L2 cache, H200, 2026-11-22).
+// them. An earlier version divided once for each block in all threads of its half warp, and took elements one after the
+// other. The first row of 7168 bfloat16 then took a sender 6.2 us instead of 3.4 (cold L2 cache, H200, 2026-11-22).
 template <class Type>
 __device__ __forceinline__ void quantise(u32 row, u32 into, u32 hidden, u32 blocks) {
     constexpr u32 EIGHTS = 16, TOGETHER = 64 / sizeof(Eight<Type>);

@@ -116,7 +116,7 @@ class QuantisedLeaving {
     }
 
   private:
-    // Stores four quantised elements of a block in the stage. Nobody reads elements that the unit does not have.
+    // Stores four quantised elements of a block in the stage. No thread reads elements that the unit does not have.
     __device__ __forceinline__ void put(u32 block, u32 four) const {
         ptx::shared_store_4(units_.stage + block * BLOCK_WORDS * 8 + threadIdx.x % 32 * 4, four);
     }

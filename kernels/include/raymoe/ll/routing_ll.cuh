@@ -109,8 +109,8 @@ class LlRouter {
         }
     }
 
-    // Numbers the entries of the run among those of their expert, and sends them to one rank, or to several if there
-    // are more ranks than warps. Every warp calls this.
+    // Numbers the entries of the run among those of their expert, and sends them to one rank. If there are more ranks
+    // than warps, it sends them to several. Every warp calls this.
     __device__ __forceinline__ void number(const RoutingWords& words, u32 first, u32 entries) {
         const u32 expert = expert_of(run_.id), entry = first + lane();
         alike_ = __match_any_sync(0xFFFFFFFF, expert);

@@ -118,7 +118,16 @@ inline float __uint_as_float(unsigned int bits) {
 }
 
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fabsf(float a) { return __builtin_fabsf(a); }
+inline float sqrtf(float a) { return __builtin_sqrtf(a); }
+inline float rsqrtf(float a) { return 1.0f / __builtin_sqrtf(a); }
+inline float expf(float a) { return __builtin_expf(a); }
+inline float logf(float a) { return __builtin_logf(a); }
+inline float tanhf(float a) { return __builtin_tanhf(a); }
+inline float erff(float a) { return __builtin_erff(a); }
+inline float __expf(float a) { return __builtin_expf(a); }
+inline float __fdividef(float a, float b) { return a / b; }
 template <class T>
 constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T>

@@ -74,6 +74,9 @@ void store_byte(u8* at, u8 value);
 // ---- shared memory by its 32-bit address: an offset into the block's ------------------------------------------------
 void shared_store_16(u32 at, Bytes16 value);
 Bytes16 shared_load_16(u32 at);
+inline Bytes16 shared_load_16_if(bool wanted, u32 at, Bytes16 otherwise) {
+    return wanted ? shared_load_16(at) : otherwise;
+}
 void shared_store_8(u32 at, u64 value);
 inline void shared_store_8_if(bool wanted, u32 at, u64 value) {
     if (wanted) {
@@ -84,6 +87,7 @@ u64 shared_load_8(u32 at);
 void shared_store_4(u32 at, u32 value);
 u32 shared_load_4(u32 at);
 void barrier_of_warps(u32 number, u32 threads);
+inline Bytes16 unknown(Bytes16 value) { return value; }
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 u32 to_bf16x2(float low, float high);
@@ -96,6 +100,7 @@ void from_e4m3x4(u32 four, float* into);
 
 // ---- barriers that count bytes, and bulk copies ---------------------------------------------------------------------
 void barrier_init(u32 barrier, u32 arrivals);
+void barrier_invalidate(u32 barrier);
 void fence_barrier_init();
 void barrier_expect(u32 barrier, u32 bytes);
 void barrier_arrive(u32 barrier);

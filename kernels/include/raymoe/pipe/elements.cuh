@@ -1,0 +1,169 @@
+// Eight elements of a row, held by one thread: in registers, in a stage, in global memory.
+#pragma once
+
+#include "raymoe/base/scaling.cuh"
+#include "raymoe/base/vectors.cuh"
+#include "raymoe/pipe/pipe.cuh"
+
+namespace raymoe {
+
+template <class Type>
+struct Elements {
+    static constexpr u32 COUNT = Type::COUNT;
+    static constexpr u32 PARTS = 8 / COUNT;
+    static constexpr u32 BYTES = 8 * Type::BYTES;
+
+    ptx::Bytes16 parts[PARTS];
+
+    // Zeros if not `wanted`.
+    static __device__ __forceinline__ Elements load_if(bool wanted, const u8* at) {
+        Elements loaded;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            loaded.parts[i] = ptx::load_16_if(wanted, at + i * 16, {0, 0});
+        }
+        return loaded;
+    }
+
+    static __device__ __forceinline__ Elements shared_load_if(bool wanted, u32 at) {
+        Elements loaded;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            loaded.parts[i] = ptx::shared_load_16_if(wanted, at + i * 16, {0, 0});
+        }
+        return loaded;
+    }
+
+    static __device__ __forceinline__ Elements pack(const float (&from)[8]) {
+        Elements packed;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            packed.parts[i] = Type::pack(from + i * COUNT);
+        }
+        return packed;
+    }
+
+    __device__ __forceinline__ void unpack(float (&into)[8]) const {
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            Type::unpack(parts[i], into + i * COUNT);
+        }
+    }
+
+    // The same elements, which the compiler then unpacks at each use.
+    __device__ __forceinline__ Elements unknown() const {
+        Elements same;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            same.parts[i] = ptx::unknown(parts[i]);
+        }
+        return same;
+    }
+
+    __device__ __forceinline__ void store(u8* at) const {
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            ptx::store_16(at + i * 16, parts[i]);
+        }
+    }
+
+    __device__ __forceinline__ void shared_store(u32 at) const {
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            ptx::shared_store_16(at + i * 16, parts[i]);
+        }
+    }
+};
+
+// Loads eight elements of row `r` of a tile, `eight` from its left edge; zeros if not `there`.
+template <class Type>
+__device__ __forceinline__ Elements<Type> take(const PipeRows& from, const Tile& tile, u32 r, u32 eight, bool there) {
+    if constexpr (LOADING == Loading::PLAIN) {
+        const u8* row = in_global(from, tile) + r * from.stride;
+        return Elements<Type>::load_if(there, row + eight * Elements<Type>::BYTES);
+    } else {
+        const u32 row = tile.stage + from.offset + r * tile.eights * Elements<Type>::BYTES;
+        return Elements<Type>::shared_load_if(there, row + eight * Elements<Type>::BYTES);
+    }
+}
+
+// Puts eight elements where `take` found those of `stage`: into the stage, or, without stages, into `out`.
+template <class Type>
+__device__ __forceinline__ void put(const Elements<Type>& elements, const PipeRows& out, const Tile& tile, u32 r,
+                                    u32 eight) {
+    if constexpr (LOADING == Loading::PLAIN) {
+        elements.store(in_global(out, tile) + r * out.stride + eight * Elements<Type>::BYTES);
+    } else {
+        elements.shared_store(tile.stage + out.offset + (r * tile.eights + eight) * Elements<Type>::BYTES);
+    }
+}
+
+// Rows as 8-bit floats, with a scale for each 128 elements. The strides of the scales make them lie by rows or by
+// columns.
+struct PipeFp8 {
+    u8* values;
+    u64 stride;  // bytes
+    u8* scales;
+    u64 scale_row;    // bytes from a row's scale to the next row's
+    u64 scale_block;  // bytes from a block's scale to the next block's
+};
+
+// A number that orders the eight values by their largest finite magnitude; F32::magnitude gives that.
+__device__ __forceinline__ u32 largest_order(const float (&values)[8]) {
+    u32 largest = 0;
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) {
+        largest = max(largest, F32::order(__float_as_uint(values[j])));
+    }
+    return largest;
+}
+
+// Quantises and stores COUNT times eight elements of row `row`, of which those numbered i stand at `first + i * step`
+// if that is less than `width`. All threads of a warp call this, and `first` counts them; half a warp has a block.
+// `value(i, into)` computes the elements; it is called twice, because 8 * COUNT results would not fit into registers.
+template <u32 COUNT, class Value>
+__device__ __forceinline__ void quantise_row(const PipeFp8& out, u64 row, u32 first, u32 step, u32 width, Value value) {
+    static_assert(COUNT <= 16, "each of 16 threads computes the scale of one block");
+    u32 largest[COUNT];
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        float values[8];
+        value(i, values);
+        largest[i] = first + i * step < width ? largest_order(values) : 0;
+    }
+#pragma unroll
+    for (u32 bit = 8; bit != 0; bit /= 2) {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            largest[i] = max(largest[i], __shfl_xor_sync(0xFFFFFFFF, largest[i], bit));
+        }
+    }
+    const u32 half = threadIdx.x % 32 / 16 * 16, mine = threadIdx.x % 16;
+    u32 order = 0;
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        order = mine == i ? largest[i] : order;
+    }
+    const Scaling scaling(F32::magnitude(order));  // of block `mine` of this half warp
+    const u32 begins = first - mine + mine * step;
+    if (mine < COUNT && begins < width) {
+        ptx::store_4(out.scales + row * out.scale_row + begins / 16 * out.scale_block, __float_as_uint(scaling.scale));
+    }
+    u8* const into = out.values + row * out.stride;
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        const float factor = __shfl_sync(0xFFFFFFFF, scaling.factor, half + i);
+        float values[8];
+        value(i, values);
+#pragma unroll
+        for (u32 j = 0; j < 8; ++j) {
+            values[j] *= factor;
+        }
+        const u32 low = ptx::to_e4m3x4(values), high = ptx::to_e4m3x4(values + 4);
+        if (first + i * step < width) {
+            ptx::store_8(into + (first + i * step) * 8ull, static_cast<u64>(high) << 32 | low);
+        }
+    }
+}
+
+}  // namespace raymoe

@@ -1,0 +1,313 @@
+// A pipeline of rows: global memory -> stage -> registers of a group of warps -> stage -> global memory.
+//
+// The unit is a tile: some rows, or a piece of one row, of every input. A stage holds one tile. Blocks take tiles in
+// turn; the turns of a block go to its groups in turn, and to its stages in turn. A stage belongs to one group, because
+// the number of stages is a multiple of the number of groups.
+//
+//   thread          for each of its turns
+//   producer        waits until the stage is empty; tells `full` the bytes of ALL inputs; begins a bulk load of each
+//                   input, which completes on `full`
+//   each thread     waits for `full`; reads its part of the tile into registers; computes; writes results over the
+//   of the group    input; fence of the proxies; barrier of the group
+//   its first       begins bulk stores out of the stage; commits them as one group; waits (.read) until the stores of
+//   thread          the turn before have read their stage; arrives at `empty` of that stage
+//
+// Each stage has two barriers of one arrival, and each phase of a barrier is one turn of its stage:
+//   full    arrival: the producer, with the bytes. Turn t is in the stage when phase t / STAGES is over
+//   empty   arrival: the group's first thread. The stage may be loaded again when phase t / STAGES is over
+// A thread can tell only the parity of a phase, so it must never wait two phases ahead:
+//   full    turn t - STAGES is of the same group, which has waited for it before
+//   empty   the producer has waited for the phase before, at turn t - STAGES
+// tests/explorer/pipe.py searches every order of these steps, also with stages that are no multiple.
+//
+// Order, at each place where a stage changes hands:
+//   load -> reads      the wait for `full` acquires the bytes that completed it
+//   writes -> store    fence.proxy.async of each writing thread, barrier of the group, bulk store
+//   reads -> load      the same fence and barrier, then `empty`, then the producer's wait: a bulk load is of the other
+//                      proxy, so the barriers alone do not order it behind ordinary reads
+//   store -> load      wait_group.read of the thread that committed the store, before it arrives at `empty`
+// A group with one stage waits for its own stores. A group with more leaves the youngest in flight.
+// Before a block ends, each first thread waits until its stores have read their stages.
+//
+// A group whose results do not pass through its stage (`give_back`) frees the stage when all have read it.
+//
+// PIPE_LOADING chooses another way to the same tiles, for the same code:
+//   IN_TURN   the anti-pattern, kept as a baseline. A group has one stage and one barrier. For each input in turn it
+//             initialises the barrier, loads, waits, and invalidates the barrier. Nothing overlaps
+//   PLAIN     no stages: ordinary loads into registers, ordinary stores. For few rows, where a pipeline cannot fill
+//
+// Dynamic shared memory: STAGES x stage_bytes; `full` and `empty` of each stage, 8 bytes each; sums of the groups
+// (rows.cuh). raymoe/device/pipe_shape.py computes the same sum.
+#pragma once
+
+#include "raymoe/base/ptx.cuh"
+
+#ifndef PIPE_STAGES
+#define PIPE_STAGES 4
+#endif
+#ifndef PIPE_GROUPS
+#define PIPE_GROUPS 2
+#endif
+#ifndef PIPE_WARPS
+#define PIPE_WARPS 4  // of a group
+#endif
+#ifndef PIPE_LOADING
+#define PIPE_LOADING PIPED
+#endif
+
+namespace raymoe {
+
+enum class Loading { PIPED, IN_TURN, PLAIN };
+
+constexpr Loading LOADING = Loading::PIPE_LOADING;
+constexpr u32 STAGES = PIPE_STAGES, GROUPS = PIPE_GROUPS, GROUP_WARPS = PIPE_WARPS;
+constexpr u32 GROUP_THREADS = GROUP_WARPS * 32, CONSUMERS = GROUPS * GROUP_THREADS;
+constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
+constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; group_sums of rows.cuh says how they are used
+static_assert(STAGES % GROUPS == 0, "a stage belongs to one group");
+static_assert(LOADING != Loading::IN_TURN || STAGES == GROUPS, "one stage for each group");
+static_assert(GROUPS < 16 || GROUP_WARPS == 1, "groups of several warps have a barrier each; 0 is that of the block");
+
+// Rows of a tensor. An input's tiles lie at `offset` of each stage, and so does an output that is stored out of there.
+struct PipeRows {
+    u8* at;
+    u64 stride;       // bytes from row to row
+    u32 eight_bytes;  // of eight elements
+    u32 offset;
+};
+
+struct PipeWork {
+    u64 rows;
+    u32 tiles;
+    u32 tile_rows;  // rows of a tile, if there are so many; 1 if a row has several pieces
+    u32 pieces;     // of a row
+    u32 piece;      // eights (eight elements) of a piece; the last one may be shorter
+    u32 width;      // eights of a row
+    u32 stage_bytes;
+};
+
+struct Tile {
+    u64 row;
+    u32 rows;
+    u32 first;   // eight of each row
+    u32 eights;  // of each row
+    u32 stage;   // shared address
+    u32 turn;
+};
+
+__device__ __forceinline__ Tile tile_of(const PipeWork& work, u32 number) {
+    u32 rows = number, piece = 0;
+    if (work.pieces != 1) {
+        rows = number / work.pieces;
+        piece = number - rows * work.pieces;
+    }
+    const u64 row = static_cast<u64>(rows) * work.tile_rows, left = work.rows - row;
+    const u32 first = piece * work.piece;
+    return {row, left < work.tile_rows ? static_cast<u32>(left) : work.tile_rows, first,
+            min(work.piece, work.width - first), 0, 0};
+}
+
+// The first byte of a tile in global memory.
+__device__ __forceinline__ u8* in_global(const PipeRows& rows, const Tile& tile) {
+    return rows.at + tile.row * rows.stride + static_cast<u64>(tile.first) * rows.eight_bytes;
+}
+
+__device__ __forceinline__ u32 bytes_of(const PipeRows& rows, const Tile& tile) {
+    return tile.rows * tile.eights * rows.eight_bytes;
+}
+
+// Calls `copy(global, offset in the tile, bytes)` for each run of bytes of a tile that is contiguous at both ends.
+template <class Copy>
+__device__ __forceinline__ void for_each_run(const PipeRows& rows, const Tile& tile, Copy copy) {
+    u8* const at = in_global(rows, tile);
+    const u32 row_bytes = tile.eights * rows.eight_bytes;
+    if (tile.rows == 1 || rows.stride == row_bytes) {
+        copy(at, 0, tile.rows * row_bytes);
+        return;
+    }
+#pragma unroll 1
+    for (u32 r = 0; r < tile.rows; ++r) {
+        copy(at + r * rows.stride, r * row_bytes, row_bytes);
+    }
+}
+
+// Begins bulk stores of the tile out of its stage.
+__device__ __forceinline__ void store_tile(const PipeRows& rows, const Tile& tile) {
+    for_each_run(rows, tile, [&](u8* global, u32 offset, u32 bytes) {
+        ptx::bulk_store(global, tile.stage + rows.offset + offset, bytes);
+    });
+}
+
+__device__ __forceinline__ void load_tile(const PipeRows& rows, const Tile& tile, u32 barrier) {
+    for_each_run(rows, tile, [&](const u8* global, u32 offset, u32 bytes) {
+        ptx::bulk_load(tile.stage + rows.offset + offset, global, bytes, barrier);
+    });
+}
+
+__device__ __forceinline__ u32 group_number() { return threadIdx.x / GROUP_THREADS; }
+__device__ __forceinline__ bool is_consumer() { return LOADING != Loading::PIPED || threadIdx.x < CONSUMERS; }
+__device__ __forceinline__ u32 thread_in_group() { return threadIdx.x % GROUP_THREADS; }
+
+// A barrier of the threads of one group. It orders what they did before.
+__device__ __forceinline__ void group_barrier() {
+    if constexpr (GROUP_WARPS == 1) {
+        __syncwarp();
+    } else {
+        ptx::barrier_of_warps(1 + group_number(), GROUP_THREADS);
+    }
+}
+
+// All threads of a block make one, with the same arguments. `INPUTS` are the tensors that are loaded.
+template <u32 INPUTS>
+class Pipe {
+  public:
+    __device__ __forceinline__ Pipe(const PipeWork& work, const PipeRows* inputs, u8* memory)
+        : work_(work), inputs_(inputs), memory_(ptx::shared_address(memory)),
+          barriers_(memory_ + STAGES * work.stage_bytes) {
+        if constexpr (LOADING == Loading::PIPED) {
+            if (threadIdx.x == 0) {
+                for (u32 stage = 0; stage < STAGES; ++stage) {
+                    ptx::barrier_init(full(stage), 1);
+                    ptx::barrier_init(empty(stage), 1);
+                }
+                ptx::fence_barrier_init();  // orders the inits before the bulk loads that complete on them
+            }
+            __syncthreads();  // hands the initialised barriers to all threads
+        }
+    }
+
+    // Calls `compute(tile)` for each tile of each group. All threads of the block call this. `compute` gets a tile that
+    // is loaded, and ends with `store` or `give_back`, which all threads of the group call.
+    template <class Compute>
+    __device__ __forceinline__ void run(Compute compute) {
+        if (!is_consumer()) {
+            if (threadIdx.x == CONSUMERS) {
+                produce();
+            }
+            return;
+        }
+#pragma unroll 1
+        for (u32 turn = group_number(); number_of(turn) < work_.tiles; turn += GROUPS) {
+            Tile tile = placed(turn);
+            if constexpr (LOADING == Loading::PIPED) {
+                await(full(turn % STAGES), turn / STAGES & 1);
+            } else if constexpr (LOADING == Loading::IN_TURN) {
+                load_in_turn(tile);
+            }
+            compute(tile);
+        }
+        if (LOADING != Loading::PLAIN && leads()) {
+            ptx::bulk_wait_read<0>();  // the stages must last until the stores have read them
+        }
+    }
+
+    // Ends a turn whose results stand in its stage: `store()` begins the bulk stores.
+    template <class Store>
+    __device__ __forceinline__ void store(const Tile& tile, Store store) {
+        if constexpr (LOADING == Loading::PLAIN) {
+            return;  // `put` has stored the results
+        }
+        ptx::fence_proxy_async_shared();  // orders this thread's reads and writes of the stage before bulk copies
+        group_barrier();
+        if (!leads()) {
+            return;
+        }
+        store();
+        ptx::bulk_commit();
+        if constexpr (STAGES == GROUPS) {
+            ptx::bulk_wait_read<0>();
+            arrive_empty(tile.turn);
+        } else {
+            ptx::bulk_wait_read<1>();
+            if (tile.turn >= GROUPS) {
+                arrive_empty(tile.turn - GROUPS);
+            }
+        }
+    }
+
+    // Ends a turn whose stage all threads have read and nothing will be stored from.
+    __device__ __forceinline__ void give_back(const Tile& tile) {
+        if constexpr (LOADING != Loading::PLAIN) {
+            ptx::fence_proxy_async_shared();  // orders this thread's reads of the stage before the next bulk load
+            group_barrier();
+            if (leads()) {
+                arrive_empty(tile.turn);
+            }
+        }
+    }
+
+    // The shared address of the group's sums.
+    __device__ __forceinline__ u32 sums() const { return barriers_ + STAGES * 16 + group_number() * SUMS_BYTES; }
+
+  private:
+    __device__ __forceinline__ u32 full(u32 stage) const { return barriers_ + stage * 8; }
+    __device__ __forceinline__ u32 empty(u32 stage) const { return barriers_ + (STAGES + stage) * 8; }
+    __device__ __forceinline__ bool leads() const { return thread_in_group() == 0; }
+
+    // The tile of a turn.
+    __device__ __forceinline__ u32 number_of(u32 turn) const { return blockIdx.x + turn * gridDim.x; }
+
+    __device__ __forceinline__ Tile placed(u32 turn) const {
+        Tile tile = tile_of(work_, number_of(turn));
+        tile.stage = memory_ + turn % STAGES * work_.stage_bytes;
+        tile.turn = turn;
+        return tile;
+    }
+
+    __device__ __forceinline__ void arrive_empty(u32 turn) const {
+        if constexpr (LOADING == Loading::PIPED) {
+            ptx::barrier_arrive(empty(turn % STAGES));
+        }
+    }
+
+    static __device__ __forceinline__ void await(u32 barrier, u32 parity) {
+        while (!ptx::barrier_try_wait(barrier, parity)) {
+        }
+    }
+
+    __device__ __forceinline__ void produce() {
+#pragma unroll 1
+        for (u32 turn = 0; number_of(turn) < work_.tiles; ++turn) {
+            const Tile tile = placed(turn);
+            if (turn >= STAGES) {
+                await(empty(turn % STAGES), (turn / STAGES - 1) & 1);
+            }
+            u32 bytes = 0;
+#pragma unroll
+            for (u32 i = 0; i < INPUTS; ++i) {
+                bytes += bytes_of(inputs_[i], tile);
+            }
+            ptx::barrier_expect(full(turn % STAGES), bytes);
+#pragma unroll
+            for (u32 i = 0; i < INPUTS; ++i) {
+                load_tile(inputs_[i], tile, full(turn % STAGES));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_in_turn(const Tile& tile) {
+        const u32 barrier = full(tile.turn % STAGES);
+#pragma unroll 1
+        for (u32 i = 0; i < INPUTS; ++i) {
+            if (leads()) {
+                ptx::barrier_init(barrier, 1);
+                ptx::fence_barrier_init();  // orders the init before the bulk load that completes on it
+                ptx::barrier_expect(barrier, bytes_of(inputs_[i], tile));
+                load_tile(inputs_[i], tile, barrier);
+            }
+            group_barrier();  // hands the initialised barrier to the group
+            await(barrier, 0);
+            group_barrier();  // no thread of the group still waits for the barrier
+            if (leads()) {
+                ptx::barrier_invalidate(barrier);
+            }
+        }
+    }
+
+    PipeWork work_;
+    const PipeRows* inputs_;
+    u32 memory_;
+    u32 barriers_;
+};
+
+}  // namespace raymoe

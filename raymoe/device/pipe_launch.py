@@ -1,0 +1,117 @@
+"""Launch kernels of `raymoe.device.pipe` on the current stream of a tensor's GPU. A process loads each of them once."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from raymoe.device.current import capturing, on
+from raymoe.device.gpu import Gpu
+from raymoe.device.jit import KernelSource
+from raymoe.device.kernels import Function, Kernels, Launch, Shape
+from raymoe.device.params import Params
+from raymoe.device.pipe_shape import PipeShape
+from raymoe.errors import ConfigError, CudaError
+
+if TYPE_CHECKING:
+    import torch
+
+LEAST_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A kernel, its blocks and its parameters. The blocks share `tiles`, of which each takes `at_once` at a time.
+
+    There is one block on each SM, or, with `fills`, as many as fit.
+    """
+
+    source: KernelSource
+    threads: int
+    shared_bytes: int
+    params: Params
+    tiles: int
+    at_once: int = 1
+    fills: bool = False
+
+    @classmethod
+    def of(cls, source: KernelSource, shape: PipeShape, params: Params, tiles: int) -> KernelCall:
+        plain = shape.loading == "PLAIN"
+        at_once = shape.groups if plain else 1
+        return cls(source, shape.threads, shape.shared_bytes, params, tiles, at_once, plain)
+
+    def blocks(self, most: int) -> int:
+        """The number of blocks, of which at most `most` run at once."""
+        return max(1, min(-(-self.tiles // self.at_once), most))
+
+
+@dataclass
+class _Device:
+    """The kernels of one GPU, and their launches."""
+
+    gpu: Gpu
+    kernels: Kernels
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    functions: dict[KernelSource, Function] = field(default_factory=dict)
+    launches: dict[tuple[KernelSource, Shape], Launch] = field(default_factory=dict)
+
+    def run(self, call: KernelCall, sms: int | None, device: torch.device) -> None:
+        import torch
+
+        function = self._function(call.source, device)
+        most = self.gpu.sms if sms is None else min(sms, self.gpu.sms)
+        if call.fills and sms is None:
+            most = function.resident_blocks(call.threads, call.shared_bytes)
+        shape = Shape(call.blocks(most), call.threads, call.shared_bytes)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with self.lock:  # a launch copies its fields, which all threads share
+            launch = self.launches.get((call.source, shape))
+            if launch is None:
+                launch = self.launches[call.source, shape] = Launch(function, shape, call.params)
+            packed = call.params.packed()
+            ctypes.memmove(ctypes.addressof(launch.fields), ctypes.addressof(packed), ctypes.sizeof(packed))
+            launch(stream)
+
+    def _function(self, source: KernelSource, device: torch.device) -> Function:
+        function = self.functions.get(source)
+        if function is None:
+            if capturing(device):
+                raise ConfigError(
+                    f"the first call of {source.stem} with these shapes is inside a CUDA graph's capture, where no "
+                    "kernel can be loaded; call it once before the capture"
+                )
+            function = self.functions[source] = self.kernels.function(source)
+        return function
+
+
+_LOCK = threading.Lock()
+_devices: dict[int, _Device] = {}
+
+
+def launch(call: KernelCall, sms: int | None, device: torch.device) -> None:
+    """Launch on the current stream of `device`, on at most `sms` SMs. Nothing to do if there are no tiles."""
+    if call.tiles:
+        with on(device):
+            _device(device.index).run(call, sms, device)
+
+
+def _device(ordinal: int) -> _Device:
+    with _LOCK:
+        found = _devices.get(ordinal)
+        if found is None:
+            gpu = Gpu.open(ordinal)
+            if gpu.capability < LEAST_CAPABILITY:
+                gpu.close()
+                raise CudaError(
+                    f"kernels with bulk copies need compute capability {LEAST_CAPABILITY}; {gpu.name} has "
+                    f"{gpu.capability}"
+                )
+            found = _devices[ordinal] = _Device(gpu, Kernels(gpu))
+        return found
+
+
+def gpu_sms(device: torch.device) -> int:
+    """The number of SMs of a tensor's GPU."""
+    return _device(device.index).gpu.sms

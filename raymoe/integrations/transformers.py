@@ -1,0 +1,142 @@
+"""Run the expert parallelism of Hugging Face transformers on raymoe, with no change to the model.
+
+    from raymoe.integrations.transformers import register
+
+    with register(tokens=4096):
+        config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="raymoe")
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+        ...
+
+transformers gives each rank its experts, and calls the implementation with the tokens of this rank and the ids of their
+experts. raymoe brings the rows to the ranks of their experts and the results back, forward and backward.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from raymoe.errors import ConfigError
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from raymoe.moe.differentiable import combine, dispatch
+from raymoe.moe.experts import Groups
+from raymoe.moe.layer import LayerExchanges
+
+
+class Registration:
+    """The name under which transformers finds raymoe, and the worlds of its expert groups, which `close` closes.
+
+    All ranks close. Models that were loaded with it cannot run afterwards. Another `register` replaces the name.
+    """
+
+    def __init__(self, name: str, tokens: int, backend: str, capacity: int | str) -> None:
+        self.name, self.tokens, self.backend, self.capacity = name, tokens, backend, capacity
+        self._worlds: dict[str, World] = {}
+        self._closed = False
+        EPImplementationInterface.register(name, self._implementation)
+
+    def world(self, group: Any) -> World:
+        """Return the world of a process group's ranks. The first call makes it; all ranks of the group call it."""
+        if self._closed:
+            raise ConfigError(f"experts ran on {self.name}, whose registration is closed; keep it open with the model")
+        if (name := str(group.group_name)) not in self._worlds:
+            self._worlds[name] = World.of(group)
+        return self._worlds[name]
+
+    def exchange(self, group: Any, like: tuple[torch.Tensor, torch.Tensor], experts: int) -> Exchange:
+        """Return the exchange for rows and ids like these. Layers of one shape share it."""
+        rows, ids = like
+        dtype, world = str(rows.dtype).removeprefix("torch."), self.world(group)
+        if len(rows) > self.tokens:
+            raise ConfigError(f"a rank gives {len(rows)} tokens; register was called with tokens={self.tokens}")
+        spec = ExchangeSpec(
+            self.tokens,
+            rows.shape[1],
+            experts,
+            ids.shape[1],
+            dtype=dtype,
+            alignment=1,  # no gaps between experts
+            padding="zero",
+            capacity=self.capacity,
+            depth=0,
+        )
+        return world.shared(LayerExchanges).of(spec, self.backend)
+
+    def close(self, together: bool = True) -> None:
+        """Close the worlds."""
+        self._closed = True
+        for world in self._worlds.values():
+            world.close(together)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(together=error is None)
+
+    def _implementation(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> RaymoeExperts:
+        """Make the implementation of one experts module: transformers calls this like a class."""
+        return RaymoeExperts(experts, ep_mesh, tp_mesh, self)
+
+
+def register(
+    name: str = "raymoe", *, tokens: int = 4096, backend: str = "auto", capacity: int | str = "worst"
+) -> Registration:
+    """Make raymoe known to transformers, for `DistributedConfig(ep_implementation=name)`.
+
+    `tokens` is the most that a rank gives to a layer at once: batch times length, and not padded to it. `capacity`
+    limits the rows that a rank receives, which training keeps for each layer.
+    """
+    return Registration(name, tokens, backend, capacity)
+
+
+class RaymoeExperts(EPImplementation):  # type: ignore[misc]
+    """Brings tokens to the experts of one module and the results back."""
+
+    def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any, registration: Registration) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self._registration = registration
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sum of its experts' results for each token."""
+        given = hidden_states, top_k_index, top_k_weights
+        if self.tp_mesh.size() == 1:
+            return self._apply(*given)
+        # The ranks of a tensor-parallel group have the same tokens; each takes its part of them.
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            replicated = DTensor.from_local(whole, self.tp_mesh, [Replicate()], run_check=False)
+            mine: torch.Tensor = replicated.redistribute(placements=[Shard(0)]).to_local()
+            return mine
+
+        y = self._apply(*(part(each) for each in given))
+        shape, stride = hidden_states.shape, hidden_states.stride()
+        sharded = DTensor.from_local(y, self.tp_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        whole: torch.Tensor = sharded.full_tensor()
+        return whole
+
+    def _apply(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        experts = self.num_local_experts * self.ep_mesh.size()
+        exchange = self._registration.exchange(self.ep_mesh.get_group(), (x, ids), experts)
+        got = dispatch(exchange, x.contiguous(), ids.contiguous(), weights.float().contiguous())
+        capacity = len(got.x)
+        # Rows of no expert have the id behind the last, which the experts skip.
+        expert = Groups(got.expert_offsets, got.expert_counts).expert_of_row(capacity)
+        there = capacity
+        if x.device.type == "cpu":  # no wait is saved there, so the experts get no row too many
+            # One row at least, of zeros and with weight zero, keeps the experts' weights in the backward pass.
+            there = max(1, int(got.expert_offsets[-1]))
+            expert = expert[:there].clamp(max=self.num_local_experts - 1)
+        rows = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, capacity - there))
+        return combine(exchange, rows.to(x.dtype), got, weighted=False)

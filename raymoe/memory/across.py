@@ -1,0 +1,277 @@
+"""Rounds between the domains of a world, over a TCP store that rank 0 serves.
+
+Keys of the store (e: the number of the round, r: a rank):
+
+- `e/r`: the record of rank r in round e: the round's name and a message, behind a MAC. Rank r writes it once, ranks of
+  other domains read it. Rank r deletes it after round e + 1, when all ranks have left round e.
+- `gone`: how many ranks have left the last round. Rank 0 serves until all have.
+
+Inside a domain records go through the shared memory of the domain's own world. A store has no password, so a record
+whose MAC is wrong is refused before it is unpickled. The secret of the MAC came through the caller's process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hmac
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from torch import distributed
+
+from raymoe.errors import Aborted, ConfigError, PeerTimeout, WiringError
+from raymoe.memory.board import MAX_MESSAGE
+from raymoe.memory.wait import named_by_world
+
+if TYPE_CHECKING:
+    from raymoe.memory.wait import Waiter
+    from raymoe.memory.world import World
+
+LOOPBACK = "127.0.0.1"
+_CLOSING_S = 2.0  # rank 0 waits this long for the others to leave
+_SLICE_S = 0.02  # limits the delay of an abort; an answer wakes its caller at once
+_MAC_BYTES = 32
+_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
+_FAR_ADDRESS = ("192.0.2.1", 9)  # of documentation: the kernel chooses a route to it, and nothing is sent
+
+_c10d: Any = distributed  # torch's stubs lack its stores
+
+# Addresses
+
+
+def network() -> tuple[str, str]:
+    """Return a key of this process's network: ranks with the same key reach one another by the loopback address."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return boot_id, str(Path("/proc/self/ns/net").readlink())
+
+
+def outside_address() -> str:
+    """Return the IPv4 address at which other machines reach this one.
+
+    It is that of the interface in GLOO_SOCKET_IFNAME, by default that of the default route, else of the host name.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
+            try:
+                found = fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+            except OSError as error:
+                raise WiringError(f"GLOO_SOCKET_IFNAME is {interface}, which has no IPv4 address: {error}") from error
+            return socket.inet_ntoa(found[20:24])
+        with suppress(OSError):  # no default route
+            probe.connect(_FAR_ADDRESS)
+            return str(probe.getsockname()[0])
+    with suppress(OSError):  # the host name has no address
+        if not (address := socket.gethostbyname(socket.gethostname())).startswith("127."):
+            return address
+    raise WiringError(
+        "this machine has no default route and its host name no address of its own; set GLOO_SOCKET_IFNAME to the "
+        "interface by which the other machines reach it"
+    )
+
+
+# The store
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where rank 0 serves the store, and the secret of its records."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+def serve(address: StoreAddress, listener: socket.socket) -> Any:
+    """Serve the store at a socket that listens already."""
+    return _c10d.TCPStore(
+        address.host, address.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def listen(host: str) -> socket.socket:
+    """Listen at a free port of this address only. `TCPStore` alone would listen at all addresses."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise WiringError(f"rank 0 cannot listen at {host}: {error.strerror}") from error
+    return listener
+
+
+def connect(address: StoreAddress, timeout_s: float) -> Any:
+    """Connect to the store of rank 0."""
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        return _c10d.TCPStore(address.host, address.port, timeout=timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        raise WiringError(
+            f"rank 0 did not answer at {address.host}:{address.port}: {str(error).splitlines()[0]}; set "
+            "GLOO_SOCKET_IFNAME on all ranks to the interface by which the machines reach one another"
+        ) from error
+
+
+class BoundedStore:
+    """A store whose calls end: a call of torch's store does not return while the process of rank 0 is stopped.
+
+    A thread of its own makes the calls. After one that failed or took too long, every call raises.
+    """
+
+    def __init__(self, store: Any, waiter: Waiter) -> None:
+        self.raw = store
+        self._waiter, self._broken = waiter, False
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        threading.Thread(target=_answer, args=(store, self._calls), name="raymoe store", daemon=True).start()
+
+    def ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
+        """Call a method of the store. Raises RuntimeError if its server is gone or does not answer in time."""
+        if self._broken:
+            raise RuntimeError("the store of rank 0 did not answer before")
+        call, end = _Call(method, arguments), time.monotonic() + timeout_s
+        self._calls.put(call)
+        while not call.done.wait(_SLICE_S):
+            self._waiter.check()
+            if time.monotonic() > end:
+                self._broken = True
+                raise RuntimeError(f"the store of rank 0 did not answer within {timeout_s:.1f} s")
+        if call.error is not None:
+            self._broken = True  # torch prints a trace for each call of a store that is gone
+            raise call.error
+        return call.result
+
+    def close(self) -> None:
+        self._calls.put(None)
+
+
+@dataclass
+class _Call:
+    method: str
+    arguments: tuple[object, ...]
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Any = None
+    error: Exception | None = None
+
+
+def _answer(store: Any, calls: SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call.result = getattr(store, call.method)(*call.arguments)
+        except Exception as error:  # noqa: BLE001  `ask` raises it
+            call.error = error
+        call.done.set()
+
+
+# Rounds
+
+
+class StoreBoard:
+    """Rounds in which the ranks of all domains take part, in one order."""
+
+    def __init__(self, world: World, domain: World, store: BoundedStore, secret: bytes) -> None:
+        self._rank, self._size, self._waiter, self._domain = world.rank, world.size, world.waiter, domain
+        self._first = world.rank - domain.rank
+        inside = range(self._first, self._first + domain.size)
+        self._elsewhere = [rank for rank in range(world.size) if rank not in inside]
+        self._store, self._secret = store, secret
+        self._epoch = 0
+
+    def meet(self, what: str, message: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
+        """Post `message`, wait for all ranks, return their messages in rank order.
+
+        `what` names the round. A rank whose message is too long posts an error instead, so that all raise.
+        """
+        self._waiter.check()
+        self._epoch += 1
+        start, limit = time.monotonic(), self._waiter.timeout_s if timeout_s is None else timeout_s
+        if too_long := len(message) > MAX_MESSAGE:
+            message = f"{len(message)} bytes posted in {what}; a message holds at most {MAX_MESSAGE}".encode()
+        record = pickle.dumps((what, too_long, message))
+        end = start + limit
+        self._ask(what, end, "set", self._key(self._rank), self._mac(self._rank, record) + record)
+        records: dict[int, Any] = self._inside(what, record, limit)
+        keys = [self._key(rank) for rank in self._elsewhere]
+        if not self._ask(what, end, "check", keys):
+            for rank, key in zip(self._elsewhere, keys, strict=True):
+                self._wait(what, rank, key, start, end)
+        found = self._ask(what, end, "multi_get", keys)
+        records |= {rank: self._opened(rank, each) for rank, each in zip(self._elsewhere, found, strict=True)}
+        self._ask(what, end, "delete_key", self._key(self._rank, self._epoch - 1))
+        return [self._read(what, rank, records[rank]) for rank in range(self._size)]
+
+    def close(self, together: bool) -> None:
+        """Leave the store. Rank 0 serves it until the others have left, if all close now.
+
+        Else rank 0 leaks the server, which ends with the process: others may still wait, and must find who is missing.
+        """
+        if together:
+            with suppress(RuntimeError, Aborted):  # a peer that is gone needs no store
+                self._store.ask("add", "gone", 1, timeout_s=_CLOSING_S)
+                if self._rank == 0:
+                    self._waiter.until("close", 1, self._all_gone, _CLOSING_S)
+        elif self._rank == 0:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._store.raw))
+        self._store.close()
+
+    def _all_gone(self) -> bool:
+        return bool(self._store.ask("add", "gone", 0, timeout_s=_CLOSING_S) >= self._size)
+
+    def _inside(self, what: str, record: bytes, limit: float) -> dict[int, Any]:
+        """Swap records in this rank's domain."""
+        with named_by_world(self._waiter, self._first, what):
+            theirs = self._domain.swap(record, "a round between domains", limit)
+        return {self._first + place: pickle.loads(each) for place, each in enumerate(theirs) if type(each) is bytes}
+
+    def _wait(self, what: str, rank: int, key: str, start: float, end: float) -> None:
+        left = max(0.0, end - time.monotonic())
+        if not self._waiter.until(what, rank, lambda: bool(self._ask(what, end, "check", [key])), left):
+            raise self._late(what, rank, time.monotonic() - start)
+
+    def _ask(self, what: str, end: float, method: str, *arguments: object) -> Any:
+        """Call the store. Where it does not answer, the error names rank 0, which serves it."""
+        start = time.monotonic()
+        try:
+            return self._store.ask(method, *arguments, timeout_s=max(_SLICE_S, end - start))
+        except RuntimeError as error:
+            self._waiter.check(0)
+            raise self._late(what, 0, time.monotonic() - start) from error
+
+    def _late(self, what: str, rank: int, waited_s: float) -> PeerTimeout:
+        epoch = self._epoch
+        return PeerTimeout(what, epoch, rank, epoch, epoch - 1, waited_s, self._rank)
+
+    def _key(self, rank: int, epoch: int | None = None) -> str:
+        return f"{self._epoch if epoch is None else epoch}/{rank}"
+
+    def _mac(self, rank: int, record: bytes) -> bytes:
+        return hmac.digest(self._secret, self._key(rank).encode() + b"\0" + record, "sha256")
+
+    def _opened(self, rank: int, sealed: bytes) -> Any:
+        mac, record = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(rank, record)):
+            raise WiringError(
+                f"the record of rank {rank} in round {self._epoch} is not one that it wrote; another program writes "
+                "into this world's store: make a new world"
+            )
+        return pickle.loads(record)
+
+    def _read(self, what: str, rank: int, record: tuple[str, bool, bytes]) -> bytes:
+        name, is_error, message = record
+        if name != what:
+            raise ConfigError(
+                f"rank {self._rank} is in {what} while rank {rank} is in {name}; all ranks must call in one order"
+            )
+        if is_error:
+            raise ConfigError(f"rank {rank}: {message.decode()}")
+        return message

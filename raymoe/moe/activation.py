@@ -1,0 +1,134 @@
+"""SwiGLU over rows: the activation between the two products of an expert, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from raymoe.device.pipe_shape import Limits
+from raymoe.errors import ConfigError
+from raymoe.moe import formulas, kernels
+from raymoe.moe.arguments import Form, Plain, Quantised, check_rows, refuse_gradient
+from raymoe.moe.norm import check_columns
+from raymoe.moe.quantised import quantised
+from raymoe.moe.results import new_halved, new_like, new_quantised
+
+
+@overload
+def swiglu(gate_up: Tensor, expert_offsets: Tensor | None = ..., **options: Unpack[Plain]) -> Tensor: ...
+@overload
+def swiglu(
+    gate_up: Tensor, expert_offsets: Tensor | None = ..., **options: Unpack[Quantised]
+) -> tuple[Tensor, Tensor]: ...
+def swiglu(gate_up: Tensor, expert_offsets: Tensor | None = None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Map gate_up[..., 2F], gate first, to silu(gate) * up [..., F].
+
+    With the `expert_offsets` of a dispatch, rows from the last offset on are not computed: their results and gradients
+    are unspecified. The offsets are read on the device.
+
+    >>> swiglu(torch.tensor([[0.0, 1.0, 7.0, 2.0]]))
+    tensor([[0.0000, 1.4621]])
+    """
+    form = Form(**options)
+    check_rows("swiglu", "gate_up", gate_up)
+    if gate_up.shape[-1] % 2:
+        raise ConfigError(f"swiglu: gate_up has rows of {gate_up.shape[-1]}; gate and up together are an even number")
+    if expert_offsets is not None:
+        _check_offsets(gate_up, expert_offsets)
+    check_columns("swiglu", gate_up, form)
+    if form.quantised:
+        refuse_gradient("swiglu", gate_up)
+        pair: tuple[Tensor, Tensor] = _swiglu_fp8(gate_up, expert_offsets, form.column, form.sms)
+        return pair
+    y: Tensor = _swiglu(gate_up, expert_offsets, form.sms)
+    return y
+
+
+def _check_offsets(gate_up: Tensor, offsets: object) -> None:
+    if not isinstance(offsets, Tensor):
+        raise ConfigError(f"swiglu: expert_offsets is a {type(offsets).__name__}; a tensor is needed")
+    if gate_up.dim() != 2:
+        raise ConfigError(f"swiglu: gate_up has shape {list(gate_up.shape)}; with expert_offsets it is [C, 2F]")
+    if offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ConfigError(
+            f"swiglu: expert_offsets is {offsets.dtype} of shape {list(offsets.shape)}; one dimension of int32 or "
+            "int64 is needed, as a dispatch gives"
+        )
+    if offsets.device != gate_up.device:
+        raise ConfigError(f"swiglu: expert_offsets is on {offsets.device}; gate_up is on {gate_up.device}")
+
+
+@torch.library.custom_op("raymoe::swiglu", mutates_args=())
+def _swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+    if kernels.takes(gate_up):
+        return kernels.swiglu(gate_up, offsets, Limits(sms))
+    y = new_halved(gate_up)
+    valid = _valid_rows(gate_up, offsets)
+    y[:valid] = formulas.swiglu(gate_up[:valid])
+    return _zero_rest(y, valid)
+
+
+def _valid_rows(gate_up: Tensor, offsets: Tensor | None) -> int | None:
+    """Return how many rows are valid; None if that is not known without a wait for the device."""
+    if offsets is None or gate_up.device.type != "cpu":
+        return None
+    return min(int(offsets[-1]), gate_up.shape[0])
+
+
+def _zero_rest(rows: Tensor, valid: int | None) -> Tensor:
+    """Zero the rows that are not valid, so that results on CPUs repeat."""
+    if valid is not None:
+        rows[valid:] = 0
+    return rows
+
+
+@_swiglu.register_fake
+def _(gate_up: Tensor, *_: object) -> Tensor:
+    return new_halved(gate_up)
+
+
+@torch.library.custom_op("raymoe::swiglu_backward", mutates_args=())
+def _swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+    if kernels.takes(gate_up):
+        return kernels.swiglu_backward(dy, gate_up, offsets, Limits(sms))
+    into = new_like(gate_up)
+    valid = _valid_rows(gate_up, offsets)
+    into[:valid] = formulas.swiglu_backward(dy[:valid], gate_up[:valid])
+    return _zero_rest(into, valid)
+
+
+@_swiglu_backward.register_fake
+def _(_dy: Tensor, gate_up: Tensor, *_: object) -> Tensor:
+    return new_like(gate_up)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+    gate_up, offsets, ctx.sms = inputs
+    ctx.save_for_backward(gate_up, offsets)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    gate_up, offsets = ctx.saved_tensors
+    return _swiglu_backward(dy, gate_up, offsets, ctx.sms), None, None
+
+
+_swiglu.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("raymoe::swiglu_fp8", mutates_args=())
+def _swiglu_fp8(gate_up: Tensor, offsets: Tensor | None, column: bool, sms: int | None) -> tuple[Tensor, Tensor]:
+    if kernels.takes(gate_up):
+        return kernels.swiglu_fp8(gate_up, offsets, column, Limits(sms))
+    valid = _valid_rows(gate_up, offsets)
+    rows = formulas.swiglu(gate_up[:valid])
+    if valid is not None:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, gate_up.shape[0] - valid))
+    return quantised(rows, column)
+
+
+@_swiglu_fp8.register_fake
+def _(gate_up: Tensor, _offsets: Tensor | None, column: bool, _sms: int | None) -> tuple[Tensor, Tensor]:
+    *leading, columns = gate_up.shape
+    return new_quantised(torch.Size([*leading, columns // 2]), gate_up.device, column)

@@ -1,0 +1,102 @@
+"""Take the parts of a layer from the Mixture-of-Experts blocks of transformers, without an import of transformers.
+
+| block | router | weights of the experts |
+| --- | --- | --- |
+| Mixtral, OLMoE, Qwen3-MoE | `gate`: softmax over all experts | `[E, 2F, H]` and `[E, H, F]`, gate first |
+| DeepSeek-V3 | `gate`: sigmoid, groups, a correction of the choice, scaling; `shared_experts` | the same |
+| gpt-oss | `router`: softmax of the chosen, with a bias; it is returned too | `[E, H, 2F]`, interleaved; biases |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from raymoe.errors import ConfigError
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights
+from raymoe.moe.router import Router, RouterForm
+
+
+@dataclass
+class Parts:
+    """The modules of a layer, and how they are put together."""
+
+    router: Router
+    experts: Experts
+    shared: nn.Module | None = None
+    router_name: str = "gate"
+    shared_name: str = "shared_experts"
+    norm: nn.Module | None = None
+    residual: bool = False
+    gives_scores: bool = False
+    """Whether the layer returns the router's weights too."""
+
+
+def parts_of(block: Any, rank: int, ranks: int) -> Parts:
+    """Return the parts of a block, with one rank's share of the experts."""
+    for kind in type(block).__mro__:
+        if kind.__name__ in _FAMILIES:
+            return _FAMILIES[kind.__name__](block, rank, ranks)
+    raise ConfigError(f"a layer from a {type(block).__name__} was asked for; known blocks are {', '.join(_FAMILIES)}")
+
+
+def _softmax(block: Any, rank: int, ranks: int) -> Parts:
+    gate = block.gate
+    if getattr(block, "jitter_noise", 0):
+        raise ConfigError(f"router_jitter_noise is {block.jitter_noise}; a layer adds no noise: set it to 0")
+    form = RouterForm(len(gate.weight), gate.top_k, normalise=getattr(gate, "norm_topk_prob", True))
+    return Parts(Router(form, gate.weight), _swiglu_experts(block.experts, rank, ranks))
+
+
+def _deepseek(block: Any, rank: int, ranks: int) -> Parts:
+    gate = block.gate
+    form = RouterForm(
+        len(gate.weight),
+        gate.top_k,
+        score="sigmoid",
+        normalise=gate.norm_topk_prob,
+        scale=gate.routed_scaling_factor,
+        groups=gate.num_group,
+        topk_groups=gate.topk_group,
+    )
+    router = Router(form, gate.weight, correction=gate.e_score_correction_bias)
+    return Parts(router, _swiglu_experts(block.experts, rank, ranks), block.shared_experts)
+
+
+def _gpt_oss(block: Any, rank: int, ranks: int) -> Parts:
+    gate, experts = block.router, block.experts
+    form = RouterForm(len(gate.weight), gate.top_k, score="chosen")
+    activation = Activation(interleaved=True, alpha=experts.alpha, limit=experts.limit, up_plus=1.0)
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    shares = {name: _share(getattr(experts, name), rank, ranks) for name in names}
+    weights = ModelWeights(**shares, transposed=True)
+    router = Router(form, gate.weight, gate.bias)
+    return Parts(router, Experts(weights, activation), router_name="router", gives_scores=True)
+
+
+_FAMILIES: dict[str, Callable[[Any, int, int], Parts]] = {
+    "MixtralSparseMoeBlock": _softmax,
+    "Qwen3MoeSparseMoeBlock": _softmax,
+    "OlmoeSparseMoeBlock": _softmax,
+    "DeepseekV3MoE": _deepseek,
+    "GptOssMLP": _gpt_oss,
+}
+
+
+def _swiglu_experts(experts: Any, rank: int, ranks: int) -> Experts:
+    name = type(experts.act_fn).__name__
+    if name not in ("SiLU", "SiLUActivation"):
+        raise ConfigError(f"experts with activation {name}; a layer has SwiGLU, whose activation is SiLU")
+    gate_up, down = (_share(each, rank, ranks) for each in (experts.gate_up_proj, experts.down_proj))
+    return Experts(ModelWeights(gate_up, down), SWIGLU)
+
+
+def _share(weights: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Copy one rank's experts, so that the block's memory can be freed."""
+    if len(weights) % ranks:
+        raise ConfigError(f"{len(weights)} experts on {ranks} ranks; every rank holds the same number of them")
+    return weights.detach().chunk(ranks)[rank].clone()

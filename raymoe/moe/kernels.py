@@ -1,0 +1,150 @@
+"""Compute the functions over rows by kernels: tensors as rows, memory for the results, and the launch.
+
+Each function has the arguments of the operator of its name, but takes `Limits` in the place of `sms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from raymoe.device import pipe, pipe_backward, pipe_pieces
+from raymoe.device.pipe_launch import LEAST_CAPABILITY
+from raymoe.device.pipe_shape import Limits
+from raymoe.device.pipe_tensors import ALIGNMENT
+from raymoe.moe.expression import Expression, parse
+from raymoe.moe.operators import code
+from raymoe.moe.results import new_halved, new_like, new_quantised, new_total
+
+
+def takes(x: Tensor) -> bool:
+    """Whether kernels do the work on this tensor: on GPUs that have bulk copies."""
+    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= LEAST_CAPABILITY
+
+
+# Tensors as kernels take them: copied only if their memory does not fit.
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """View a tensor as [T, H], with elements of a row one behind the other and rows at multiples of 16 bytes."""
+    rows = x.reshape(-1, x.shape[-1])
+    fits = rows.stride(1) == 1 and rows.stride(0) * rows.element_size() % ALIGNMENT == 0
+    return rows if fits and rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def as_vector(vector: Tensor) -> Tensor:
+    """View a tensor as a vector that begins at a multiple of 16 bytes."""
+    fits = vector.stride(0) == 1 and vector.data_ptr() % ALIGNMENT == 0
+    return vector if fits else vector.clone(memory_format=torch.contiguous_format)
+
+
+# Norms.
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, limits: Limits) -> tuple[Tensor, Tensor]:
+    y, total = new_like(x), new_total(x, residual)
+    added = (None, None) if residual is None else (as_rows(residual), as_rows(total))
+    pipe.rms_norm(pipe.RmsNorm(as_rows(x), as_vector(weight), as_rows(y), eps, None, *added), limits)
+    return y, total
+
+
+def rms_norm_fp8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, column: bool, limits: Limits
+) -> tuple[Tensor, Tensor, Tensor]:
+    values, scales = new_quantised(x.shape, x.device, column)
+    total = new_total(x, residual)
+    added = (None, None) if residual is None else (as_rows(residual), as_rows(total))
+    into = values.view(-1, x.shape[-1]), _flat(scales)
+    pipe.rms_norm(pipe.RmsNorm(as_rows(x), as_vector(weight), into[0], eps, into[1], *added), limits)
+    return values, scales, total
+
+
+def _flat(scales: Tensor) -> Tensor:
+    return scales if scales.dim() == 2 else scales.view(-1, scales.shape[-1])
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, limits: Limits) -> Tensor:
+    y = new_like(x)
+    pipe.layer_norm(pipe.LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), as_rows(y), eps), limits)
+    return y
+
+
+def layer_norm_fp8(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, column: bool, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    values, scales = new_quantised(x.shape, x.device, column)
+    into = values.view(-1, x.shape[-1]), _flat(scales)
+    pipe.layer_norm(pipe.LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), into[0], eps, into[1]), limits)
+    return values, scales
+
+
+def rms_norm_backward(
+    dy: Tensor, dtotal: Tensor | None, rows: Tensor, weight: Tensor, eps: float, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    drows, dweight = new_like(rows), new_like(weight)
+    given = as_rows(dy), as_rows(rows), as_vector(weight), as_rows(drows), dweight
+    added = None if dtotal is None else as_rows(dtotal)
+    pipe_backward.rms_norm_backward(pipe_backward.RmsNormBackward(*given, eps, added), limits)
+    return drows, dweight
+
+
+def layer_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, limits: Limits
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dweight, dbias = new_like(x), new_like(weight), new_like(weight)
+    given = as_rows(dy), as_rows(x), as_vector(weight), as_rows(dx), dweight, dbias
+    pipe_backward.layer_norm_backward(pipe_backward.LayerNormBackward(*given, eps), limits)
+    return dx, dweight, dbias
+
+
+# SwiGLU.
+
+
+def swiglu(gate_up: Tensor, offsets: Tensor | None, limits: Limits) -> Tensor:
+    y = new_halved(gate_up)
+    pipe_pieces.swiglu(pipe_pieces.Swiglu(as_rows(gate_up), as_rows(y), _as_offsets(offsets)), limits)
+    return y
+
+
+def swiglu_fp8(gate_up: Tensor, offsets: Tensor | None, column: bool, limits: Limits) -> tuple[Tensor, Tensor]:
+    *leading, width = gate_up.shape
+    values, scales = new_quantised(torch.Size([*leading, width // 2]), gate_up.device, column)
+    into = values.view(-1, width // 2), _flat(scales)
+    pipe_pieces.swiglu(pipe_pieces.Swiglu(as_rows(gate_up), into[0], _as_offsets(offsets), into[1]), limits)
+    return values, scales
+
+
+def swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, limits: Limits) -> Tensor:
+    into = new_like(gate_up)
+    asked = pipe_pieces.SwigluBackward(as_rows(dy), as_rows(gate_up), as_rows(into), _as_offsets(offsets))
+    pipe_pieces.swiglu_backward(asked, limits)
+    return into
+
+
+def _as_offsets(offsets: Tensor | None) -> Tensor | None:
+    return None if offsets is None else offsets.to(torch.int32)
+
+
+# Expressions.
+
+
+def pointwise(expression: str, names: str, inputs: Sequence[Tensor], limits: Limits) -> Tensor:
+    given = dict(zip(names.split(","), inputs, strict=True))
+    full = max(inputs, key=lambda each: (each.dim(), each.numel()))
+    return evaluated(parse(expression), given, full, limits)
+
+
+def evaluated(expression: Expression, given: dict[str, Tensor], full: Tensor, limits: Limits) -> Tensor:
+    """Compute an expression from inputs by name. The result is as large as `full`."""
+    out = new_like(full)
+    inputs = [_as_input(given[name], full) for name in expression.names]
+    pipe_pieces.pointwise(pipe_pieces.Pointwise(code(expression), inputs, as_rows(out)), limits)
+    return out
+
+
+def _as_input(tensor: Tensor, full: Tensor) -> Tensor:
+    if tensor.shape == full.shape:
+        return as_rows(tensor)
+    return as_vector(tensor) if tensor.shape == full.shape[-1:] else tensor.reshape(-1, 1)

@@ -1,0 +1,271 @@
+"""RMSNorm, add + RMSNorm and LayerNorm over rows, with gradients.
+
+Sums are float32 and each result is rounded once. The functions are `torch.library` operators, so that torch.compile and
+CUDA graphs take them. A backward computes the statistics of the rows again: it reads the rows in any case.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from raymoe.device.pipe_shape import Limits
+from raymoe.errors import ConfigError
+from raymoe.moe import formulas, kernels
+from raymoe.moe.arguments import Form, Plain, Quantised, check_like, check_rows, check_vector, refuse_gradient
+from raymoe.moe.quantised import quantised
+from raymoe.moe.results import new_like, new_quantised, new_total
+
+# The functions.
+
+
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Plain]) -> Tensor: ...
+@overload
+def rms_norm(x: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Quantised]) -> tuple[Tensor, Tensor]: ...
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Divide each row of x[..., H] by the root of the mean of its squares, and multiply it by weight[H].
+
+    With `output="float8_e4m3"` the result is (values, scales); `Quantised` has the options. Such a call has no
+    gradient.
+
+    >>> rms_norm(torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0]), eps=0.0)
+    tensor([[ 0.8485, -2.2627]])
+    """
+    form = Form(**options)
+    _check("rms_norm", x, eps, form, weight=weight)
+    if form.quantised:
+        refuse_gradient("rms_norm", x, weight)
+        values, scales, _ = _rms_norm_fp8(x, None, weight, eps, form.column, form.sms)
+        return values, scales
+    y: Tensor = _rms_norm(x, None, weight, eps, form.sms)[0]
+    return y
+
+
+@overload
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Plain]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = ..., **options: Unpack[Quantised]
+) -> tuple[tuple[Tensor, Tensor], Tensor]: ...
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any
+) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
+    """Return `rms_norm(x + residual, weight)` and `x + residual`. The norm is that of the rounded sum.
+
+    With `output="float8_e4m3"` the first of the two is a pair (values, scales).
+
+    >>> y, total = add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), eps=0.0)
+    >>> y, total
+    (tensor([[1., 1.]]), tensor([[2., 2.]]))
+    """
+    form = Form(**options)
+    _check("add_rms_norm", x, eps, form, weight=weight)
+    check_like("add_rms_norm", "residual", residual, x, x.shape)
+    if form.quantised:
+        refuse_gradient("add_rms_norm", x, residual, weight)
+        values, scales, total = _rms_norm_fp8(x, residual, weight, eps, form.column, form.sms)
+        return (values, scales), total
+    y, total = _rms_norm(x, residual, weight, eps, form.sms)
+    return y, total
+
+
+@overload
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[Plain]) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = ..., **options: Unpack[Quantised]
+) -> tuple[Tensor, Tensor]: ...
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Subtract the mean of each row of x[..., H], divide by its deviation, multiply by weight[H] and add bias[H].
+
+    >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0]), eps=0.0)
+    tensor([[-1.,  7.]])
+    """
+    form = Form(**options)
+    _check("layer_norm", x, eps, form, weight=weight, bias=bias)
+    if bias.dtype != weight.dtype:
+        raise ConfigError(f"layer_norm: bias is {bias.dtype} and weight is {weight.dtype}; they have one dtype")
+    if form.quantised:
+        refuse_gradient("layer_norm", x, weight, bias)
+        pair: tuple[Tensor, Tensor] = _layer_norm_fp8(x, weight, bias, eps, form.column, form.sms)
+        return pair
+    y: Tensor = _layer_norm(x, weight, bias, eps, form.sms)
+    return y
+
+
+def _check(op: str, x: Tensor, eps: float, form: Form, **vectors: Tensor) -> None:
+    check_rows(op, "x", x)
+    for name, vector in vectors.items():
+        check_vector(op, name, vector, x)
+    if not eps >= 0:
+        raise ConfigError(f"{op}: eps is {eps}; it is 0 or more")
+    check_columns(op, x, form)
+
+
+def check_columns(op: str, x: Tensor, form: Form) -> None:
+    """Raise if scales by column are asked for rows that have no single dimension."""
+    if form.column and x.dim() != 2:
+        raise ConfigError(f"{op}: x has shape {list(x.shape)}; scales by column need [T, H]: call .flatten(0, -2)")
+
+
+# RMSNorm. Without a residual, `total` is empty: an operator may not return its input.
+
+
+@torch.library.custom_op("raymoe::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None) -> tuple[Tensor, Tensor]:
+    """Return y and total."""
+    if kernels.takes(x):
+        return kernels.rms_norm(x, residual, weight, eps, Limits(sms))
+    rows, total = _summed(x, residual)
+    return formulas.rms_norm(rows, weight, eps).to(x.dtype), total
+
+
+def _summed(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the rows to normalise, and total."""
+    if residual is None:
+        return x, x.new_empty(0)
+    total = (x.float() + residual.float()).to(x.dtype)
+    return total, total
+
+
+@_rms_norm.register_fake
+def _(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    return new_like(x), new_total(x, residual)
+
+
+@torch.library.custom_op("raymoe::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    rows: Tensor,
+    weight: Tensor,
+    eps: float,
+    sms: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the normalised rows and of the weight. `dtotal` is added to the first."""
+    if kernels.takes(rows):
+        return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, Limits(sms))
+    drows, dweight = formulas.rms_norm_backward(dy, rows, weight, eps)
+    if dtotal is not None:
+        drows = drows + dtotal.float()
+    return drows.to(rows.dtype), dweight.to(weight.dtype)
+
+
+@_rms_norm_backward.register_fake
+def _(_dy: Tensor, _dtotal: Tensor | None, rows: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return new_like(rows), new_like(weight)
+
+
+def _keep_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, residual, weight, ctx.eps, ctx.sms = inputs
+    ctx.added = residual is not None
+    ctx.save_for_backward(output[1] if ctx.added else x, weight)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_rms_norm(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Any, ...]:
+    dtotal = dtotal if ctx.added else None
+    if dy is None:
+        return dtotal, dtotal, None, None, None
+    drows, dweight = _rms_norm_backward(dy, dtotal, *ctx.saved_tensors, ctx.eps, ctx.sms)
+    return drows, drows if ctx.added else None, dweight, None, None
+
+
+_rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_keep_rms_norm)
+
+
+@torch.library.custom_op("raymoe::rms_norm_fp8", mutates_args=())
+def _rms_norm_fp8(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    column: bool,
+    sms: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values, scales and total."""
+    if kernels.takes(x):
+        return kernels.rms_norm_fp8(x, residual, weight, eps, column, Limits(sms))
+    rows, total = _summed(x, residual)
+    return *quantised(formulas.rms_norm(rows, weight, eps), column), total
+
+
+@_rms_norm_fp8.register_fake
+def _(
+    x: Tensor, residual: Tensor | None, _weight: Tensor, _eps: float, column: bool, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *new_quantised(x.shape, x.device, column), new_total(x, residual)
+
+
+# LayerNorm.
+
+
+@torch.library.custom_op("raymoe::layer_norm", mutates_args=())
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+    if kernels.takes(x):
+        return kernels.layer_norm(x, weight, bias, eps, Limits(sms))
+    return formulas.layer_norm(x, weight, bias, eps).to(x.dtype)
+
+
+@_layer_norm.register_fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return new_like(x)
+
+
+@torch.library.custom_op("raymoe::layer_norm_backward", mutates_args=())
+def _layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    sms: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias."""
+    if kernels.takes(x):
+        return kernels.layer_norm_backward(dy, x, weight, eps, Limits(sms))
+    dx, dweight, dbias = formulas.layer_norm_backward(dy, x, weight, eps)
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+@_layer_norm_backward.register_fake
+def _(_dy: Tensor, x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return new_like(x), new_like(weight), new_like(weight)
+
+
+def _keep_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (torch gives it by name)
+    x, weight, _, ctx.eps, ctx.sms = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _differentiate_layer_norm(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    return *_layer_norm_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.sms), None, None
+
+
+_layer_norm.register_autograd(_differentiate_layer_norm, setup_context=_keep_layer_norm)
+
+
+@torch.library.custom_op("raymoe::layer_norm_fp8", mutates_args=())
+def _layer_norm_fp8(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    column: bool,
+    sms: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return values and scales."""
+    if kernels.takes(x):
+        return kernels.layer_norm_fp8(x, weight, bias, eps, column, Limits(sms))
+    return quantised(formulas.layer_norm(x, weight, bias, eps), column)
+
+
+@_layer_norm_fp8.register_fake
+def _(x: Tensor, _weight: Tensor, _bias: Tensor, _eps: float, column: bool, *_: object) -> tuple[Tensor, Tensor]:
+    return new_quantised(x.shape, x.device, column)

@@ -1,0 +1,49 @@
+"""Rails: the ranks with one place in each domain of a world, connected by an engine of others.
+
+A row crosses the network on the rail of its source, and NVLink or shared memory from there on. So each rank talks over
+the network to one rank of each other domain, and all rails of a world work side by side.
+
+There is one engine: Gloo between CPU ranks (`raymoe.net.gloo_rail`). An engine whose kernels start the transfers
+themselves can take its place if it keeps the promises of `Rail`:
+
+- Blocks have sizes that are known when an operation starts, so it needs no counts from the device.
+- Operations are in one order on all ranks of the rail. An engine may match messages by that order alone.
+- A wait ends by data, by the deadline of the world (`PeerTimeout`, which names a rank of the world), or by
+  `World.abort` (`Aborted`). An engine that polls on a device must therefore read a deadline and an abort word there.
+- After a failed wait the rail raises in every call, and does not touch the caller's tensors any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Rail(Protocol):
+    """One rank's end of its rail. Blocks are in the order of the domains; this rank's own block is one of them."""
+
+    capturable: bool
+    """Whether operations can be captured in a CUDA graph."""
+
+    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+        """Start to gather the blocks `mine` of all domains into `out`, whose first dimension is N times as long.
+
+        Returns a function that waits for the end. Until then both tensors belong to the rail.
+        """
+
+    def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+        """Start to send `sent[d]` to the rank in domain d, and to receive its block for this rank as `received[d]`.
+
+        Returns a function that waits for the end. Until then both tensors belong to the rail.
+        """
+
+    def lagging(self) -> int:
+        """Return a rank of the rail that has not entered the last operation, by its number in the world.
+
+        If all have entered it, return the rank in the next domain. It asks the network.
+        """
+
+    def close(self, together: bool) -> None:
+        """Disconnect. `together` if all ranks close now."""

@@ -1,0 +1,74 @@
+"""The clock of workload pointwise on GPUs: the clock of the exchanges, with graphs that torch captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from raymoe.memory.world import World
+from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
+from raymoe.workload.pointwise.run import poison
+from raymoe.workload.pointwise.systems import Compute, Results
+
+
+class TorchGraphClock(OpClock):
+    """Captures by torch, whose allocator then keeps the memory of results for the graph. OpClock's own graphs are for
+    work that allocates nothing."""
+
+    def graph_of(self, op: Work) -> Work:
+        graph: Any = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            self.repeat(op)
+        replay: Work = graph.replay
+        return replay
+
+
+class GpuClock:
+    """Times a function on a stream of its own."""
+
+    def __init__(self, world: World, tokens: int, graph: Literal["auto"] | bool) -> None:
+        new_stream: Any = torch.cuda.Stream  # has no annotations
+        self._stream = new_stream(world.device)
+        self._stream.wait_stream(torch.cuda.current_stream(world.device))
+        self.captured = graph is not False
+        self._clock = TorchGraphClock(world, self._stream, self._settle, captured=self.captured, calls=calls_of(tokens))
+        self._found: Results = ()
+        self._timed: TimedOp | None = None
+
+    def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
+        with torch.cuda.stream(self._stream):
+            compute = make()
+
+            def work() -> None:
+                self._found = compute()
+
+            work()  # compiles, loads and allocates before the capture
+            self._settle()
+            timed = self._clock.timed(work)
+        self._timed = timed
+
+        def sample() -> float:
+            with torch.cuda.stream(self._stream):
+                return self._clock.us_cold(timed)
+
+        return sample
+
+    def results(self) -> Results:
+        """Replay the graph that was captured last; it writes into the same memory each time."""
+        assert self._timed is not None
+        with torch.cuda.stream(self._stream):
+            for each in self._found:
+                poison(each)
+            self._timed.warm()
+            self._settle()
+        return self._found
+
+    def close(self) -> None:
+        self._timed = None
+        self._found = ()
+        self._clock.close()
+
+    def _settle(self) -> None:
+        self._stream.synchronize()

@@ -1,0 +1,202 @@
+"""The operations of workload pointwise: their tensors, the bytes that they move, and their results in float64.
+
+The formulas here are written again, in float64 and by autograd, so that they share no mistake with those of raymoe.moe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from raymoe.config import Job
+from raymoe.exchange.spec import FP8_BLOCK
+from raymoe.memory.layout import ITEM_BYTES
+from raymoe.moe.weights import generator
+from raymoe.workload.exchange.gpu import dequantised
+from raymoe.workload.memory_needed import PIECE_BYTES
+from raymoe.workload.oracle import BOUNDS, FLOAT8_BOUND
+
+EPS = 1e-6
+EXPRESSION = "silu(a) * b + c"
+
+EXPERTS_CAPACITY = 4
+"""The rows of swiglu_experts, as a multiple of those that hold a token."""
+
+Tensors = dict[str, Tensor]
+
+
+# Sizes and tensors. Names in ROWS have a row for each token, those in VECTORS are one row.
+
+ROWS = {"x": 1, "residual": 1, "dy": 1, "dtotal": 1, "a": 1, "b": 1, "gate_up": 2, "activated": 1}
+"""The tensors with rows, and their widths in units of the operation's width."""
+VECTORS = ("weight", "bias", "c")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`width` is the number of elements of a row of the result: the hidden size, or ffn of SwiGLU."""
+
+    tokens: int
+    width: int
+    dtype: str
+
+    @classmethod
+    def of(cls, job: Job) -> Sizes:
+        shape = job.shape
+        return cls(shape.tokens, shape.ffn if job.pointwise.op.startswith("swiglu") else shape.hidden, shape.dtype)
+
+    def elements(self, name: str) -> int:
+        return self.tokens * self.width * ROWS[name] if name in ROWS else self.width
+
+
+# The formulas.
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return (x / torch.sqrt((x * x).mean(-1, keepdim=True) + EPS) * weight,)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return *_rms_norm(x + residual, weight), x + residual
+
+
+def _norm_of_total(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Of a sum x that is a result too, as its backward sees it."""
+    return *_rms_norm(x, weight), x.clone()
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    centred = x - x.mean(-1, keepdim=True)
+    return (centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + EPS) * weight + bias,)
+
+
+def _swiglu(gate_up: Tensor) -> tuple[Tensor, ...]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (gate / (1 + torch.exp(-gate)) * up,)
+
+
+def _pointwise(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    return (a / (1 + torch.exp(-a)) * b + c,)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`formula` takes the inputs. With `outgoing`, the results are the gradients by the inputs instead."""
+
+    formula: Callable[..., tuple[Tensor, ...]]
+    inputs: tuple[str, ...]
+    written: tuple[str, ...]
+    """The tensors that each result is as large as: first those with rows."""
+    outgoing: tuple[str, ...] = ()
+    quantised: bool = False
+    """Whether the first result is a pair: values and scales."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The tensors that the operation reads."""
+        return self.outgoing + self.inputs
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """Bytes read and written.
+
+        >>> OPERATIONS["rms_norm"].nbytes(Sizes(tokens=10, width=256, dtype="bfloat16"))
+        10752
+        >>> OPERATIONS["rms_norm_fp8"].nbytes(Sizes(tokens=10, width=256, dtype="bfloat16"))
+        8272
+        """
+        item = ITEM_BYTES[sizes.dtype]
+        read = sum(sizes.elements(name) for name in self.tensors) * item
+        written = sum(sizes.elements(name) for name in self.written) * item
+        if self.quantised:
+            written -= sizes.tokens * (sizes.width * (item - 1) - 4 * -(-sizes.width // FP8_BLOCK))
+        return read + written
+
+    def exact(self, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Compute the results from tensors of float64."""
+        if not self.outgoing:
+            return self.formula(*(given[name] for name in self.inputs))
+        leaves = [given[name].requires_grad_() for name in self.inputs]
+        return torch.autograd.grad(self.formula(*leaves), leaves, [given[name] for name in self.outgoing])
+
+    def bound(self, dtype: torch.dtype) -> float:
+        return FLOAT8_BOUND if self.quantised else BOUNDS[dtype]
+
+
+_SWIGLU = Operation(_swiglu, ("gate_up",), ("activated",))
+
+OPERATIONS = {
+    "rms_norm": Operation(_rms_norm, ("x", "weight"), ("x",)),
+    "add_rms_norm": Operation(_add_rms_norm, ("x", "residual", "weight"), ("x", "x")),
+    "layer_norm": Operation(_layer_norm, ("x", "weight", "bias"), ("x",)),
+    "swiglu": _SWIGLU,
+    "swiglu_experts": _SWIGLU,
+    "pointwise": Operation(_pointwise, ("a", "b", "c"), ("a",)),
+    "rms_norm_fp8": Operation(_rms_norm, ("x", "weight"), ("x",), quantised=True),
+    "add_rms_norm_fp8": Operation(_add_rms_norm, ("x", "residual", "weight"), ("x", "x"), quantised=True),
+    "layer_norm_fp8": Operation(_layer_norm, ("x", "weight", "bias"), ("x",), quantised=True),
+    "swiglu_fp8": Operation(_swiglu, ("gate_up",), ("activated",), quantised=True),
+    "rms_norm_backward": Operation(_rms_norm, ("x", "weight"), ("x", "weight"), ("dy",)),
+    "add_rms_norm_backward": Operation(_norm_of_total, ("x", "weight"), ("x", "weight"), ("dy", "dtotal")),
+    "layer_norm_backward": Operation(_layer_norm, ("x", "weight", "bias"), ("x", "weight", "bias"), ("dy",)),
+    "swiglu_backward": Operation(_swiglu, ("gate_up",), ("gate_up",), ("activated",)),
+}
+
+
+def drawn(name: str, sizes: Sizes, rank: int, device: torch.device) -> Tensors:
+    """Draw the tensors of an operation. swiglu_experts gets more rows than tokens, and `offsets` that tell so."""
+    found: Tensors = {}
+    dtype: torch.dtype = getattr(torch, sizes.dtype)
+    rows = sizes.tokens * (EXPERTS_CAPACITY if name == "swiglu_experts" else 1)
+    for index, tensor in enumerate(OPERATIONS[name].tensors):
+        source = generator("pointwise", rank, index, device=device)
+        shape = (rows, sizes.width * ROWS[tensor]) if tensor in ROWS else (sizes.width,)
+        # torch.randn would hold a float32 copy of the whole tensor.
+        found[tensor] = torch.empty(shape, dtype=dtype, device=device).normal_(generator=source)
+    if name == "swiglu_experts":
+        found["offsets"] = torch.tensor([0, sizes.tokens // 2, sizes.tokens], dtype=torch.int32, device=device)
+    return found
+
+
+# Comparison.
+
+
+def error_of(name: str, found: tuple[Tensor, ...], given: Tensors, sizes: Sizes) -> float:
+    """Return the largest error of the results: of rows, relative to the largest element of the row; of gradients of
+    vectors, relative to their largest. NaN is infinite.
+
+    Rows are compared in pieces, which in float64 take PIECE_BYTES each.
+    """
+    operation = OPERATIONS[name]
+    piece = max(1, PIECE_BYTES // (16 * sizes.width))
+    vectors = [given[each].double() for each in operation.tensors if each in VECTORS]
+    names = [each for each in operation.tensors if each in VECTORS]
+    worst, sums = [], list[tuple[Tensor, ...]]()
+    with_rows = sum(each in ROWS for each in operation.written)
+    for begin in range(0, sizes.tokens, piece):
+        rows = slice(begin, min(begin + piece, sizes.tokens))
+        exact = {each: given[each][rows].double() for each in operation.tensors if each in ROWS}
+        want = operation.exact(exact | {each: vector.clone() for each, vector in zip(names, vectors, strict=True)})
+        for mine, his in zip(_rows_of(operation, found, rows), want[:with_rows], strict=True):
+            worst.append(_furthest(mine, his, dim=-1))
+        sums.append(want[with_rows:])
+    total = reduce(lambda first, other: tuple(a + b for a, b in zip(first, other, strict=True)), sums)
+    worst += [_furthest(mine, his, dim=0) for mine, his in zip(found[len(found) - len(total) :], total, strict=True)]
+    largest = float(torch.stack(worst).max())
+    return largest if largest == largest else torch.inf
+
+
+def _rows_of(operation: Operation, found: tuple[Tensor, ...], rows: slice) -> list[Tensor]:
+    count = sum(each in ROWS for each in operation.written)
+    if not operation.quantised:
+        return [each[rows] for each in found[:count]]
+    values, scales, *others = found
+    return [dequantised(values[rows], scales[rows]), *(each[rows] for each in others)]
+
+
+def _furthest(found: Tensor, want: Tensor, dim: int) -> Tensor:
+    largest = want.abs().amax(dim=dim, keepdim=True)
+    return ((found.double() - want) / largest).abs().max()

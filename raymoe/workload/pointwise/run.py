@@ -1,0 +1,195 @@
+"""Time one operation over rows by every system, on the same tensors, and verify each against float64.
+
+A sample is on a cold L2 cache, replayed from a CUDA graph on GPUs. Each rank works alone on its own tensors, and the
+slowest rank's time counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from time import perf_counter_ns
+from typing import Protocol
+
+import torch
+
+from raymoe.config import Case
+from raymoe.errors import WrongResult, one_line
+from raymoe.memory.world import World
+from raymoe.workload.measure import Line, Measured, Step, Steps, measure, result_line
+from raymoe.workload.pointwise.operations import OPERATIONS, Sizes, drawn, error_of
+from raymoe.workload.pointwise.systems import COPIES, LIMITED, OURS, OWN, SYSTEMS, Compute, Results, Task, Unavailable
+from raymoe.workload.progress import Progress, step_listener
+from raymoe.workload.traffic import Traffic
+
+
+class RowClock(Protocol):
+    """Times a system's function, on CPU ranks or GPU ranks."""
+
+    captured: bool
+
+    def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
+        """Make a function and prepare it to be timed; return a function that takes a sample, in microseconds.
+
+        It is made on the stream that is timed: a backward by autograd works on the stream of its forward.
+        """
+
+    def results(self) -> Results:
+        """Compute once more in the same way, and return the results."""
+
+    def close(self) -> None: ...
+
+
+def run_pointwise(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
+    """Return a line for each system: its times, or why it has none."""
+    job = case.job
+    sizes = Sizes.of(job)
+    asked = job.pointwise
+    task = Task(
+        asked.op,
+        drawn(asked.op, sizes, world.rank, world.device),
+        sizes,
+        None if asked.sms == "auto" else asked.sms,
+        None if asked.stages == "auto" else asked.stages,
+    )
+    place = _Place(case, world, progress)
+    return [_line_of(system, index, task, place) for index, system in enumerate(SYSTEMS)]
+
+
+class _Place:
+    """The case, the world and the listener of a run."""
+
+    def __init__(self, case: Case, world: World, progress: Callable[[Progress], None]) -> None:
+        self.case, self.world, self.progress = case, world, progress
+        steps, op = case.job.steps, case.job.pointwise.op
+        dtype: torch.dtype = getattr(torch, case.job.shape.dtype)
+        self.steps = Steps(steps.warmup, steps.count, steps.verify, OPERATIONS[op].bound(dtype))
+
+    def clock(self) -> RowClock:
+        if self.world.device.type == "cpu":
+            return CpuClock(self.world)
+        from raymoe.workload.pointwise.gpu import GpuClock
+
+        return GpuClock(self.world, self.case.job.shape.tokens, self.case.job.steps.graph)
+
+
+def _line_of(system: str, index: int, task: Task, place: _Place) -> Line:
+    """Measure a system. What one of OWN does wrong ends the run; of another system the line tells it."""
+    case, world = place.case, place.world
+    label = f"{case.name}: {task.op} by {system}"
+    total, before = len(SYSTEMS) * place.steps.total, index * place.steps.total
+    with closing(place.clock()) as clock:
+        reason, step = None, None
+        try:
+            step = RowStep(world, system, task, clock)
+        except Unavailable as error:
+            reason = str(error)
+        except Exception as error:
+            if system in OWN:
+                raise
+            reason = f"{type(error).__name__}: {one_line(str(error))}"
+        reason = _first_reason(world, reason)
+        measured = None
+        if reason is None:
+            assert step is not None
+            report = step_listener(place.progress, total, before)
+            try:
+                measured = measure(world, place.steps, step, report, label)
+            except WrongResult as error:  # all ranks raise it at the same step
+                if system in OWN:
+                    raise
+                reason = one_line(str(error))
+        keys: Line = {"graph": clock.captured, "l2": None if world.device.type == "cpu" else "cold"}
+    return _line(case, task, system, measured, reason) | keys | {"device": _device(world)}
+
+
+def _first_reason(world: World, reason: str | None) -> str | None:
+    """Return the reason of the first rank that has one; the same on all ranks."""
+    return next((str(why) for why in world.swap(reason, "pointwise: ready") if why is not None), None)
+
+
+def _device(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+
+
+def _line(case: Case, task: Task, system: str, measured: Measured | None, reason: str | None) -> Line:
+    keys: Line = {
+        "case": case.name,
+        "workload": case.job.workload,
+        "op": task.op,
+        "backend": system,
+        "ranks": case.job.world.ranks,
+        "tokens": task.sizes.tokens,
+        "hidden": task.sizes.width,
+        "dtype": task.sizes.dtype,
+        "sms": task.sms if system in LIMITED else None,
+        "stages": task.stages if system == OURS else None,
+    }
+    if measured is None:
+        return keys | {"samples": 0, "skipped": reason}
+    line = result_line(case, task.op, Traffic(0, 0), measured, 0) | keys
+    us = float(str(line["us_p50"]))
+    # A cold time is a difference of two samples, which may be negative for a few rows.
+    return line | {
+        "bytes_wire": None,
+        "bytes_memory": task.nbytes,
+        "gbps_memory": task.nbytes / us / 1e3 if us > 0 else None,
+    }
+
+
+class RowStep:
+    """One sample of a system."""
+
+    def __init__(self, world: World, system: str, task: Task, clock: RowClock) -> None:
+        self._world, self._system, self._task, self._clock = world, system, task, clock
+        self._sample = clock.ready(lambda: SYSTEMS[system](task))
+
+    def __call__(self, index: int, *, verify: bool) -> Step:  # noqa: ARG002  (all steps have the same tensors)
+        us = self._sample()
+        return Step((us,), self._error() if verify else None)
+
+    def _error(self) -> float:
+        found = self._clock.results()
+        if self._system in COPIES:
+            return 0.0 if bool((found[0] == 1).all()) else torch.inf
+        return error_of(self._task.op, found, self._task.tensors, self._task.sizes)
+
+
+class CpuClock:
+    """Times a function on a CPU rank, by the host's clock."""
+
+    captured = False
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._compute: Compute | None = None
+
+    def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
+        self._compute = make()
+        self._computed()
+        return self._sample
+
+    def _sample(self) -> float:
+        self._world.barrier("pointwise: start")
+        started = perf_counter_ns()
+        self._found = self._computed()
+        return (perf_counter_ns() - started) / 1e3
+
+    def _computed(self) -> Results:
+        assert self._compute is not None
+        return self._compute()
+
+    def results(self) -> Results:
+        for each in self._found:
+            poison(each)
+        return self._computed()
+
+    def close(self) -> None: ...
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with NaN, or with 0 if the tensor holds bytes. torch has no fill for 8-bit floats; their NaN is all ones."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8).fill_(0xFF)
+    else:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)

@@ -1,0 +1,206 @@
+"""A model of one block of kernels/include/raymoe/pipe/pipe.cuh, searched in every order of its steps.
+
+A thread of a group stands for the whole group: the emulator looks at the order among its threads. Loads land in any
+order, and stores read their stages in any order, at any time. A stage holds, for each input, the turn that it belongs
+to, and whether it was loaded or is a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class PipeFault(Enum):
+    NO_EMPTY_WAIT = "the producer does not wait for an empty stage"
+    LATE_PARITY = "the producer waits for the phase of this turn, which another turn ends"
+    BYTES_OF_ONE = "`full` is told the bytes of one input"
+    NO_FULL_WAIT = "a group does not wait for a full stage"
+    NO_STORE_WAIT = "a stage is given back before its store has read it"
+    OWN_STAGE = "the stage of this turn is given back, not of the turn before"
+    NEVER_EMPTY = "a group with one stage gives back the stage before, which it does not have"
+
+
+@dataclass(frozen=True)
+class PipeCase:
+    stages: int
+    groups: int
+    turns: int
+    inputs: int = 2
+    fault: PipeFault | None = None
+
+    @property
+    def depth(self) -> int:
+        return self.stages // self.groups
+
+
+@dataclass(frozen=True)
+class Full:
+    """A barrier that is told bytes: one unit for each input."""
+
+    phase: int = 0
+    missing: int = 1
+    bytes: int = 0
+
+    def changed(self, missing: int, nbytes: int) -> Full:
+        left, expected = self.missing - missing, self.bytes + nbytes
+        return Full(self.phase + 1) if (left, expected) == (0, 0) else Full(self.phase, left, expected)
+
+
+Content = tuple[int, str]
+"""A turn, and `in` or `out`."""
+
+
+@dataclass(frozen=True)
+class PipeState:
+    full: tuple[Full, ...]
+    empty: tuple[int, ...]
+    """The phase of each barrier, which one arrival ends."""
+    content: tuple[tuple[Content, ...], ...]
+    """Of each stage, for each input."""
+    producer: tuple[int, int] = (0, 0)
+    """The turn, and the step within it: wait, expect, then a load for each input."""
+    groups: tuple[tuple[int, str], ...] = ()
+    """The turn and the step of each group."""
+    loads: frozenset[tuple[int, int]] = frozenset()
+    """Turns and inputs that are under way."""
+    stores: frozenset[int] = frozenset()
+    """Turns whose stores have not read their stage."""
+
+
+class BrokenStepError(Exception):
+    """A step that a right protocol never takes."""
+
+
+@dataclass(frozen=True)
+class Explored:
+    states: int
+    broken: str = ""
+    trace: tuple[str, ...] = ()
+
+
+def explore_pipe(case: PipeCase) -> Explored:
+    """Search every order of steps, and stop at the first that breaks a rule."""
+    first = PipeState(
+        (Full(),) * case.stages,
+        (0,) * case.stages,
+        (((-1, "in"),) * case.inputs,) * case.stages,
+        groups=tuple((group, "wait") for group in range(case.groups)),
+    )
+    came: dict[PipeState, tuple[PipeState | None, str]] = {first: (None, "begin")}
+    waiting = [first]
+    while waiting:
+        state = waiting.pop()
+        try:
+            following = list(_steps(case, state))
+        except BrokenStepError as broken:
+            return Explored(len(came), str(broken), _trace(came, state))
+        if not following and not _is_over(case, state):
+            return Explored(len(came), "no step is left before the end", _trace(came, state))
+        for said, after in following:
+            if after not in came:
+                came[after] = (state, said)
+                waiting.append(after)
+    return Explored(len(came))
+
+
+def _trace(came: dict[PipeState, tuple[PipeState | None, str]], state: PipeState | None) -> tuple[str, ...]:
+    said = []
+    while state is not None:
+        state, step = came[state]
+        said.append(step)
+    return tuple(reversed(said))
+
+
+def _is_over(case: PipeCase, state: PipeState) -> bool:
+    ended = all(step == "ended" for _, step in state.groups)
+    return ended and state.producer[0] == case.turns and not state.loads and not state.stores
+
+
+def _steps(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]]:
+    yield from _produce(case, state)
+    for group in range(case.groups):
+        yield from _consume(case, state, group)
+    for turn, number in sorted(state.loads):
+        yield f"the load of input {number} of turn {turn} lands", _landed(case, state, turn, number)
+    for turn in sorted(state.stores):
+        _check(state, turn % case.stages, (turn, "out"), f"the store of turn {turn} reads")
+        yield f"the store of turn {turn} reads its stage", replace(state, stores=state.stores - {turn})
+
+
+def _is_past(phase: int, parity: int) -> bool:
+    """What a wait for a phase of this parity finds: only the parity of the current phase counts."""
+    return phase & 1 != parity
+
+
+def _produce(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]]:
+    turn, step = state.producer
+    if turn >= case.turns:
+        return
+    stage = turn % case.stages
+    if step == 0:
+        parity = (turn // case.stages - (case.fault is not PipeFault.LATE_PARITY)) & 1
+        waits = turn >= case.stages and case.fault is not PipeFault.NO_EMPTY_WAIT
+        if not waits or _is_past(state.empty[stage], parity):
+            yield f"the producer begins turn {turn}", replace(state, producer=(turn, 1))
+        return
+    if step == 1:
+        if state.full[stage].missing == 0:
+            raise BrokenStepError(f"turn {turn} arrives at a phase that has its arrival")
+        told = 1 if case.fault is PipeFault.BYTES_OF_ONE else case.inputs
+        full = _with(state.full, stage, state.full[stage].changed(1, told))
+        yield f"the producer tells the bytes of turn {turn}", replace(state, full=full, producer=(turn, 2))
+        return
+    loads = state.loads | {(turn, step - 2)}
+    after = (turn + 1, 0) if step - 1 == case.inputs else (turn, step + 1)
+    yield f"the producer loads input {step - 2} of turn {turn}", replace(state, loads=loads, producer=after)
+
+
+def _landed(case: PipeCase, state: PipeState, turn: int, number: int) -> PipeState:
+    stage = turn % case.stages
+    content = _with(state.content, stage, _with(state.content[stage], number, (turn, "in")))
+    full = _with(state.full, stage, state.full[stage].changed(0, -1))
+    return replace(state, content=content, full=full, loads=state.loads - {(turn, number)})
+
+
+def _consume(case: PipeCase, state: PipeState, group: int) -> Iterator[tuple[str, PipeState]]:
+    turn, step = state.groups[group]
+    stage = turn % case.stages
+
+    def at(new_turn: int, new_step: str, **fields: object) -> PipeState:
+        return replace(state, groups=_with(state.groups, group, (new_turn, new_step)), **fields)
+
+    if step == "wait" and turn >= case.turns:
+        if not any(each % case.groups == group for each in state.stores):
+            yield f"group {group} ends", at(turn, "ended")
+    elif step == "wait":
+        if case.fault is PipeFault.NO_FULL_WAIT or _is_past(state.full[stage].phase, turn // case.stages & 1):
+            yield f"group {group} finds turn {turn}", at(turn, "read")
+    elif step == "read":
+        _check(state, stage, (turn, "in"), f"group {group} reads turn {turn}")
+        yield f"group {group} reads turn {turn}", at(turn, "write")
+    elif step == "write":
+        content = _with(state.content, stage, ((turn, "out"),) * case.inputs)
+        yield f"group {group} stores turn {turn}", at(turn, "give", content=content, stores=state.stores | {turn})
+    elif step == "give":
+        alone = case.depth == 1 and case.fault is not PipeFault.NEVER_EMPTY
+        young = set() if alone else {turn}
+        older = {each for each in state.stores if each % case.groups == group} - young
+        if older and case.fault is not PipeFault.NO_STORE_WAIT:
+            return
+        given = turn if alone or case.fault is PipeFault.OWN_STAGE else turn - case.groups
+        empty = state.empty
+        if given >= 0:
+            empty = _with(empty, given % case.stages, empty[given % case.stages] + 1)
+        yield f"group {group} gives back turn {given}", at(turn + case.groups, "wait", empty=empty)
+
+
+def _check(state: PipeState, stage: int, want: Content, who: str) -> None:
+    for found in state.content[stage]:
+        if found != want:
+            raise BrokenStepError(f"{who} and finds {found[1]} of turn {found[0]}")
+
+
+def _with(items: tuple, place: int, item: object) -> tuple:
+    return (*items[:place], item, *items[place + 1 :])

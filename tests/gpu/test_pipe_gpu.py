@@ -1,0 +1,214 @@
+"""The kernels that stream rows through one GPU, against float64, in sizes that only a GPU has time for."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm  # noqa: E402
+from raymoe.device.pipe_backward import (  # noqa: E402
+    LayerNormBackward,
+    RmsNormBackward,
+    layer_norm_backward,
+    rms_norm_backward,
+)
+from raymoe.device.pipe_pieces import (  # noqa: E402
+    Pointwise,
+    Swiglu,
+    SwigluBackward,
+    pointwise,
+    swiglu,
+    swiglu_backward,
+)
+from raymoe.device.pipe_shape import Limits  # noqa: E402
+from raymoe.errors import ConfigError  # noqa: E402
+from tests.unit.emulated_pipe import close, judge_fp8  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+EPS = 1e-5
+HIDDEN = [64, 72, 128, 1024, 2048, 4096, 5120, 7168, 8192, 16384, 32768]
+PIPED, PLAIN, IN_TURN = (Limits(loading=each) for each in ("PIPED", "PLAIN", "IN_TURN"))
+SILU = "([&] { const float t1 = v0 / (1.0f + expf(-v0)); return t1 * v1 + v2; }())"
+
+
+def rows_of(rows: int, hidden: int, dtype: torch.dtype = BF16, seed: int = 0, gap: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    whole = torch.randn(rows, hidden + gap, device="cuda", dtype=F32).mul_(3).add_(0.5).to(dtype)
+    return whole[:, :hidden]
+
+
+def rms_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+def layer_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    centred = wide - wide.mean(1, keepdim=True)
+    return centred * (centred.square().mean(1, keepdim=True) + EPS).rsqrt() * weight.double() + bias.double()
+
+
+def check_norms(x: torch.Tensor, limits: Limits) -> None:
+    """RMSNorm, add + RMSNorm and LayerNorm of x."""
+    rows, hidden = x.shape
+    weight, bias = (rows_of(1, hidden, x.dtype, seed)[0] for seed in (5, 6))
+    residual = rows_of(rows, hidden, x.dtype, 7)
+    out, added = torch.empty(rows, hidden, dtype=x.dtype, device="cuda"), torch.empty_like(residual)
+    rms_norm(RmsNorm(x, weight, out, EPS), limits)
+    close(out, rms_of(x, weight), size=0.1)
+    rms_norm(RmsNorm(x, weight, out, EPS, None, residual, added), limits)
+    assert torch.equal(added, (x.float() + residual.float()).to(x.dtype))
+    close(out, rms_of(added, weight), size=0.1)
+    layer_norm(LayerNorm(x, weight, bias, out, EPS), limits)
+    close(out, layer_of(x, weight, bias), size=10)
+
+
+def check_gradients(x: torch.Tensor, limits: Limits) -> None:
+    rows, hidden = x.shape
+    dy = rows_of(rows, hidden, x.dtype, 8)
+    weight, bias = (rows_of(1, hidden, x.dtype, seed)[0] for seed in (5, 6))
+    for kind in ("rms", "layer"):
+        wide, by, plus = (each.double().requires_grad_() for each in (x, weight, bias))
+        (rms_of(wide, by) if kind == "rms" else layer_of(wide, by, plus)).backward(dy.double())
+        dx, d_weight, d_bias = torch.empty_like(dy), torch.empty_like(weight), torch.empty_like(bias)
+        if kind == "rms":
+            rms_norm_backward(RmsNormBackward(dy, x, weight, dx, d_weight, EPS), limits)
+        else:
+            layer_norm_backward(LayerNormBackward(dy, x, weight, dx, d_weight, d_bias, EPS), limits)
+            close(d_bias, plus.grad, size=4 * rows**0.5)
+        close(dx, wide.grad, size=10)
+        if kind == "rms":
+            rms_norm_backward(RmsNormBackward(dy, x, weight, dx, d_weight, EPS, d_total=dy), limits)
+            close(dx, wide.grad + dy.double(), size=10)
+        close(d_weight, by.grad, size=10 * rows**0.5)
+
+
+def check_fp8(rows: int, hidden: int, limits: Limits, layout: str) -> None:
+    """The norms and SwiGLU with results as 8-bit floats."""
+    blocks = -(-hidden // 128)
+    x, gate_up = rows_of(rows, hidden), rows_of(rows, 2 * hidden, seed=1)
+    weight, bias = rows_of(1, hidden, seed=5)[0], rows_of(1, hidden, seed=6)[0]
+    values = torch.empty(rows, hidden, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.empty((rows, blocks) if layout == "row" else (blocks, rows), device="cuda")
+    scales = scales if layout == "row" else scales.T
+    rms_norm(RmsNorm(x, weight, values, EPS, scales), limits)
+    judge_fp8(values.float(), scales, rms_of(x, weight))
+    layer_norm(LayerNorm(x, weight, bias, values, EPS, scales), limits)
+    judge_fp8(values.float(), scales, layer_of(x, weight, bias))
+    swiglu(Swiglu(gate_up, values, None, scales), limits)
+    gate, up = gate_up.double().chunk(2, 1)
+    judge_fp8(values.float(), scales, torch.nn.functional.silu(gate) * up)
+
+
+def check_pieces(rows: int, hidden: int, limits: Limits, dtype: torch.dtype = BF16) -> None:
+    """SwiGLU of the rows that are there, its gradient, and an expression."""
+    there = rows // 4 + 1
+    gate_up, dy = rows_of(rows, 2 * hidden, dtype), rows_of(rows, hidden, dtype, 1)
+    offsets = torch.tensor([0, there // 2, there], dtype=torch.int32, device="cuda")
+    out, d_gate_up = torch.full_like(dy, 7), torch.full_like(gate_up, 7)
+    swiglu(Swiglu(gate_up, out, offsets), limits)
+    swiglu_backward(SwigluBackward(dy, gate_up, d_gate_up, offsets), limits)
+    wide = gate_up[:there].double().requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    want = torch.nn.functional.silu(gate) * up
+    want.backward(dy[:there].double())
+    close(out[:there], want.detach(), size=0.1)
+    close(d_gate_up[:there], wide.grad, size=1)
+    assert bool((out[there:] == 7).all()) and bool((d_gate_up[there:] == 7).all())
+    row, column = rows_of(1, hidden, dtype, 1)[0], rows_of(rows, 8, dtype, 2)[:, :1]
+    pointwise(Pointwise(SILU, [dy, row, column], out), limits)
+    close(out, torch.nn.functional.silu(dy.double()) * row.double() + column.double(), size=1)
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("rows", [1, 127, 1024, 4099])
+def test_norms_of_any_size(rows: int, hidden: int) -> None:
+    check_norms(rows_of(rows, hidden), Limits())
+
+
+@pytest.mark.parametrize("dtype", [F16, F32], ids=str)
+@pytest.mark.parametrize("hidden", [72, 1032, 7168, 32768])
+def test_norms_of_other_dtypes(dtype: torch.dtype, hidden: int) -> None:
+    for limits in (PIPED, PLAIN, IN_TURN):
+        check_norms(rows_of(515, hidden, dtype), limits)
+
+
+@pytest.mark.parametrize("sms", [1, 32, 48, 132])
+@pytest.mark.parametrize("stages", [None, 1, 2, 3, 4, 8])
+def test_norms_on_any_number_of_sms_and_stages(sms: int, stages: int | None) -> None:
+    check_norms(rows_of(1500, 7168), Limits(sms, stages))
+
+
+def test_rows_may_be_apart_and_a_tensor_may_be_larger_than_4_gib() -> None:
+    check_norms(rows_of(1500, 1024, gap=24), Limits())
+    x = torch.zeros(160_000, 16384, dtype=BF16, device="cuda")
+    x[-1] = rows_of(1, 16384)[0]
+    weight, out = torch.ones(16384, dtype=BF16, device="cuda"), torch.empty_like(x)
+    rms_norm(RmsNorm(x, weight, out, EPS))
+    close(out[-1:], rms_of(x[-1:], weight), size=0.1)
+    assert not bool(out[:-1].any())
+
+
+def test_millions_of_short_rows() -> None:
+    x, weight = rows_of(3_000_001, 64), torch.ones(64, dtype=BF16, device="cuda")
+    out = torch.empty_like(x)
+    rms_norm(RmsNorm(x, weight, out, EPS))
+    close(out, rms_of(x, weight), size=0.1)
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("limits", [PIPED, PLAIN, IN_TURN], ids=lambda each: each.loading)
+@pytest.mark.parametrize("hidden", [72, 2048, 7168])
+def test_results_as_8_bit_floats(hidden: int, limits: Limits, layout: str) -> None:
+    check_fp8(999, hidden, limits, layout)
+
+
+@pytest.mark.parametrize("limits", [PIPED, PLAIN, IN_TURN, Limits(48)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("hidden", [72, 7168])
+def test_swiglu_and_expressions(hidden: int, dtype: torch.dtype, limits: Limits) -> None:
+    check_pieces(2000, hidden, limits, dtype)
+
+
+@pytest.mark.parametrize("hidden", [72, 1024, 7168, 32768])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_gradients_of_the_norms(dtype: torch.dtype, hidden: int) -> None:
+    for limits in (PIPED, PLAIN, IN_TURN):
+        check_gradients(rows_of(1100, hidden, dtype), limits)
+
+
+def test_gradients_are_the_same_in_every_run() -> None:
+    x, dy, weight = rows_of(4096, 7168), rows_of(4096, 7168, seed=1), rows_of(1, 7168, seed=5)[0]
+    found = []
+    for _ in range(5):
+        dx, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        rms_norm_backward(RmsNormBackward(dy, x, weight, dx, d_weight, EPS))
+        found.append((dx, d_weight))
+    assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(found[0], each, strict=True))
+
+
+def test_calls_can_be_captured_after_a_first_one() -> None:
+    x, weight = rows_of(600, 1024), rows_of(1, 1024, seed=5)[0]
+    out = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ConfigError, match="call it once before the capture"), torch.cuda.graph(graph):
+        rms_norm(RmsNorm(x, weight, out, EPS), Limits(sms=7))
+    torch.cuda.synchronize()
+    rms_norm(RmsNorm(x, weight, out, EPS))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rms_norm(RmsNorm(x, weight, out, EPS))
+    x.copy_(rows_of(600, 1024, seed=3))
+    graph.replay()
+    close(out, rms_of(x, weight), size=0.1)
+
+
+def test_no_rows_are_no_work() -> None:
+    x, weight = rows_of(0, 1024), rows_of(1, 1024)[0]
+    d_weight = torch.full_like(weight, 7)
+    rms_norm(RmsNorm(x, weight, torch.empty_like(x), EPS))
+    rms_norm_backward(RmsNormBackward(x, x, weight, torch.empty_like(x), d_weight, EPS))
+    assert not bool(d_weight.any())

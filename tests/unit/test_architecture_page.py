@@ -1,0 +1,54 @@
+"""docs/architecture.md has every folder of raymoe/ and every file of its two largest, and counts its reading order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.python_path import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "architecture.md").read_text()
+HOUSE, READING, TABLES = (
+    PAGE[PAGE.index(start) : PAGE.index(end)]
+    for start, end in (
+        ("## The house", "To read in a day"),
+        ("To read in a day", "The two folders with the most files"),
+        ("The two folders with the most files", "## Three planes"),
+    )
+)
+
+
+def test_every_folder_and_file_at_the_top_of_the_package_is_listed() -> None:
+    top = [path for path in (REPOSITORY / "raymoe").iterdir() if not path.name.startswith(("_", "."))]
+    names = {f"{path.name}/" if path.is_dir() else path.name for path in top}
+    sources = {name for name in names if name.endswith(("/", ".py"))}
+    assert sources - set(re.findall(r"`([\w./]+)`", HOUSE)) == set()
+
+
+@pytest.mark.parametrize("folder", ["gang", "report"])
+def test_every_file_of_a_large_folder_is_listed_once(folder: str) -> None:
+    table = TABLES[TABLES.index(f"| `{folder}/` |") :].partition("\n\n")[0]
+    listed = re.findall(r"`(\w+\.\w+)`", table.replace("`report.html`", ""))
+    files = [path.name for path in (REPOSITORY / "raymoe" / folder).iterdir() if path.is_file()]
+    assert sorted(listed) == sorted(set(files) - {"__init__.py"})
+
+
+def test_the_reading_order_has_as_many_lines_as_it_says() -> None:
+    stated = re.search(r"about ([\d,]+) lines", READING)
+    assert stated
+    names = [name for name in re.findall(r"`([\w/]+\.\w+)`", READING) if "/" in name or name.endswith((".py", ".cuh"))]
+    files = [found(name) for name in names]
+    files += [REPOSITORY / "docs" / name for name in ("architecture.md", *re.findall(r"\]\((\w+\.md)\)", READING))]
+    assert len(files) > 15
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    assert lines == pytest.approx(int(stated[1].replace(",", "")), rel=0.05)
+
+
+def found(name: str) -> Path:
+    """Return the file that the page calls `name`: below the package, the repository or the kernels' headers."""
+    places = (REPOSITORY / "raymoe", REPOSITORY, REPOSITORY / "kernels" / "include" / "raymoe")
+    there = [place / name for place in places if (place / name).is_file()]
+    assert len(there) == 1, f"{name} names {len(there)} files"
+    return there[0]

@@ -1,0 +1,132 @@
+"""docs/configuration.md is what `raymoe schema --markdown` writes; its defaults, bounds and examples are true."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from raymoe import cli
+from raymoe.config import load_job
+from raymoe.config.explain import key_tree, leaves
+from raymoe.config.job import MAX_CASES, MEANINGS, Job, find, put
+from raymoe.config.reference import reference
+from raymoe.config.submission import Submission, load_submission
+from tests.python_path import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "configuration.md"
+CONFIGS, JOBS = reference().split("\n## Jobs\n")
+
+
+def rows(part: str) -> dict[str, list[str]]:
+    """Return the cells of the page's tables by key: type, default, example, meaning."""
+    tables = [re.split(r"(?<!\\) \| ", line[2:-2]) for line in part.splitlines() if line.startswith("| `")]
+    return {key.strip("`"): [cell.strip().replace("\\|", "|") for cell in cells] for key, *cells in tables}
+
+
+CONFIG_ROWS, JOB_ROWS = rows(CONFIGS), rows(JOBS)
+
+
+def test_the_page_is_the_output_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["schema", "--markdown"]) == 0
+    written = capsys.readouterr().out
+    assert written == PAGE.read_text(), "run `raymoe schema --markdown > docs/configuration.md`"
+    assert cli.main(["schema", "--markdown", "--job"]) == 2
+
+
+def test_every_key_has_a_row_with_type_example_and_meaning() -> None:
+    assert set(leaves(key_tree())) | {"defaults", "exchange.wire"} == set(CONFIG_ROWS)
+    assert set(leaves(key_tree(Submission))) == set(JOB_ROWS)
+    for key, (kind, _, example, meaning) in (CONFIG_ROWS | JOB_ROWS).items():
+        assert kind and example and meaning, f"{key} lacks a type, an example or a meaning"
+        assert meaning.endswith((".", ")")) and len(meaning) > 15, f"{key}: {meaning}"
+
+
+def example(key: str, row: list[str]) -> Any:
+    """Return the value of a row's example, which also names the key."""
+    [(name, value)] = yaml.safe_load(row[2].strip("`")).items()
+    assert name == key.rpartition(".")[2]
+    return value
+
+
+def defaults() -> Iterator[tuple[str, Any]]:
+    job = Job(name="x", workload="layer").model_dump(mode="json")
+    for key, row in CONFIG_ROWS.items():
+        if row[1] != "required" and key not in ("defaults", "name", "matrix", "exchange.wire"):
+            yield key, (find(job, key), yaml.safe_load(row[1].strip("`")) if row[1] else None)
+
+
+def test_the_defaults_are_those_of_a_job() -> None:
+    wrong = {key: pair for key, pair in defaults() if pair[0] != pair[1]}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("key", [key for key in CONFIG_ROWS if key != "defaults"])
+def test_the_example_of_a_key_is_a_valid_config(key: str, tmp_path: Path) -> None:
+    """A config with the example, and with what gives the key a meaning, has no problem; and the key is used."""
+    plain: dict[str, Any] = {"workload": "p2p" if key.startswith("p2p.") else "exchange"}
+    for meaning in MEANINGS:
+        if meaning.key in (key, key.partition(".")[0]):
+            which = 0 if meaning.decider == "workload" else -1
+            plain = put(plain, meaning.decider, meaning.values[which])
+    needed: dict[str, dict[str, Any]] = {
+        "world.share_gpu": {"world.device": "cuda"},
+        "exchange.transport": {"exchange.backend": "staged"},
+        "p2p.sms": {"p2p.transports": ["tma"]},
+    }
+    for other, value in needed.get(key, {}).items():
+        plain = put(plain, other, value)
+    plain = put(plain, key, example(key, CONFIG_ROWS[key]))
+    (tmp_path / "ids.npy").touch()
+    file = tmp_path / "example.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    found = find(load_job(str(file)).model_dump(mode="json"), key)
+    default = Job(name="x", workload="layer").model_dump(mode="json")
+    assert found != find(default, key) or key == "workload", "the example is the default"
+
+
+def test_the_examples_of_a_job_are_a_valid_job(tmp_path: Path) -> None:
+    plain: dict[str, Any] = {}
+    for key, row in JOB_ROWS.items():
+        if key not in ("runtime_env.uv", "runtime_env.conda"):  # one of pip, uv and conda
+            plain = put(plain, key, example(key, row))
+    for folder in ("jobs", "my_package"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "jobs" / "job.yaml").write_text(yaml.safe_dump(plain))
+    order = load_submission(str(tmp_path / "jobs" / "job.yaml"))
+    assert order.address == plain["address"] and order.job.world.ranks == plain["set"]["world.ranks"]
+    for key in ("uv", "conda"):
+        value = example(key, JOB_ROWS[f"runtime_env.{key}"])
+        assert Submission.model_validate({"config": "quickstart", "runtime_env": {key: value}})
+
+
+def number(text: str) -> float:
+    base, _, rest = text.partition("^")
+    power, _, less = rest.partition(" - ")
+    return float(text) if not rest else int(base) ** int(power) - int(less or 0)
+
+
+@pytest.mark.parametrize("key", [key for key, row in CONFIG_ROWS.items() if re.search(r"number [^ ]+ to ", row[0])])
+def test_the_bounds_of_a_key_are_those_that_a_config_is_held_to(key: str) -> None:
+    found = re.search(r"(whole )?number ([^ ]+) to ([0-9^]+(?: - 1)?)", CONFIG_ROWS[key][0])
+    assert found
+    convert, step = (int, 1) if found[1] else (float, 1e-6)
+    least, most = convert(number(found[2])), convert(number(found[3]))
+    for inside in (least, most):
+        assert find(job_with(key, inside).model_dump(), key) == inside
+    for outside in (least - step, most + step):
+        with pytest.raises(ValidationError):
+            job_with(key, outside)
+
+
+def job_with(key: str, value: object) -> Job:
+    return Job.model_validate(put({"name": "x", "workload": "layer"}, key, value))
+
+
+def test_numbers_in_the_text_are_those_of_the_code() -> None:
+    assert f"at most {MAX_CASES}." in CONFIG_ROWS["matrix"][3]

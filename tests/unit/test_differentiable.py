@@ -1,0 +1,238 @@
+"""Gradients of dispatch and combine: equal to autograd in float64, traceable, and with every weight's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from raymoe.errors import ConfigError, DataRefused
+from raymoe.exchange.cpu import CpuBackend
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.world import World
+from raymoe.moe.differentiable import combine, dispatch
+from tests.unit.exchange_cases import ROUTINGS, Case, batches
+from tests.unit.gradient_cases import Gradients, close, judge_gradients, run_gradients
+from tests.unit.ranks import RankPool
+from tests.unit.test_exchange import BACKENDS, ON_TENSORS
+from tests.unit.worlds import wired
+
+SPEC = ExchangeSpec(tokens=6, hidden=8, experts=4, topk=2, dtype="float32", depth=0)
+
+
+@pytest.fixture
+def alone() -> Iterator[Exchange]:
+    """An exchange of one rank."""
+    (world,) = wired(1)
+    with world, Exchange(world, SPEC) as exchange:
+        yield exchange
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gradients_equal_autograd_in_float64(pool: RankPool, backend: str, layout: str, weighted: bool) -> None:
+    spec = ExchangeSpec(tokens=7, hidden=8, experts=6, topk=3, dtype="float32", layout=layout, depth=int(weighted))
+    case = Case(2, spec, backend, ROUTINGS, seed=3, weighted=weighted)
+    judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("backend", ON_TENSORS)
+def test_gradients_by_nccl_backends_equal_autograd_in_float64(pool: RankPool, backend: str, layout: str) -> None:
+    spec = ExchangeSpec(tokens=5, hidden=16, experts=4, topk=3, dtype="float32", layout=layout, padding="zero")
+    case = Case(2, spec, backend, ("uniform", "repeated", "masked", "none"), seed=3, weighted=layout == "expert")
+    judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_gradients_of_a_part_of_the_tokens_on_any_number_of_ranks(pool: RankPool, ranks: int) -> None:
+    spec = ExchangeSpec(tokens=5, hidden=4, experts=8, topk=2, dtype="float32", alignment=3)
+    case = Case(ranks, spec, "host", ("uniform", "repeated", "none"), seed=1, prefix=True, wide_topk_idx=False)
+    judge_gradients(case, pool.run(ranks, run_gradients, case), bound=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_narrow_rows_are_near(pool: RankPool, dtype: str) -> None:
+    spec = ExchangeSpec(tokens=7, hidden=16, experts=4, topk=2, dtype=dtype, wire={"combine": "float32"})
+    case = Case(2, spec, "host", ("uniform", "masked"), seed=8)
+    judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-2)
+
+
+def run_without_weight_gradients(world: World, case: Case) -> list[Gradients]:
+    """The classic mistake: gradients of rows go home, those of weights do not."""
+    real = CpuBackend.combine_gradients
+
+    def drop(self: CpuBackend, rows, weights, got, out, out_weights):
+        real(self, rows, torch.zeros_like(weights), got, out, out_weights)
+
+    with mock.patch.object(CpuBackend, "combine_gradients", drop):
+        return run_gradients(world, case)
+
+
+def test_a_dropped_gradient_of_the_weights_is_found(pool: RankPool) -> None:
+    case = Case(2, SPEC, "host", ("uniform",), seed=3)
+    with pytest.raises(AssertionError, match="weights of rank 0"):
+        judge_gradients(case, pool.run(2, run_without_weight_gradients, case), bound=1e-2)
+
+
+def run_gradcheck(world: World, case: Case) -> bool:
+    """Compare with finite differences. The exchange is linear in each input, so wide steps are exact in float32."""
+    batch = batches(case, 0)[world.rank]
+    with Exchange(world, case.spec, case.backend) as exchange:
+
+        def both(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            got = dispatch(exchange, x, batch.ids, weights)
+            return combine(exchange, 2 * got.x, got)
+
+        inputs = batch.x.requires_grad_(), batch.weights.requires_grad_()
+        return bool(torch.autograd.gradcheck(both, inputs, eps=0.5, atol=1e-4, rtol=1e-4, nondet_tol=0.0))
+
+
+@pytest.mark.filterwarnings("ignore:Input #.* requires gradient and is not a double precision")
+def test_gradients_equal_finite_differences(pool: RankPool) -> None:
+    spec = ExchangeSpec(tokens=2, hidden=4, experts=4, topk=2, dtype="float32")
+    assert pool.run(2, run_gradcheck, Case(2, spec, "host", ("uniform",), ragged=False)) == [True, True]
+
+
+def run_layers(world: World, case: Case, shared: bool) -> tuple[Gradients, Gradients]:
+    """Run three layers in flight at once, forward and then backward; then the same layers in float64 on this rank."""
+    exchanges = [Exchange(world, case.spec, case.backend) for _ in range(1 if shared else 3)]
+    batch = batches(case, 0)[world.rank]
+    x, weights = batch.x.requires_grad_(), batch.weights.requires_grad_()
+    y = x
+    for layer in range(3):
+        exchange = exchanges[layer % len(exchanges)]
+        got = dispatch(exchange, y, (batch.ids + layer) % case.spec.experts, weights)
+        y = y + combine(exchange, torch.tanh((layer + 1) * got.x), got)
+    y.sum().backward()
+    for exchange in exchanges:
+        exchange.close()
+    assert x.grad is not None and weights.grad is not None
+    ours = Gradients(y.detach(), x.grad, weights.grad, x)
+    x, weights = batch.x.double().detach().requires_grad_(), batch.weights.double().detach().requires_grad_()
+    y = x
+    for layer in range(3):
+        y = y + weights.sum(dim=1, keepdim=True) * torch.tanh((layer + 1) * y)
+    y.sum().backward()
+    assert x.grad is not None and weights.grad is not None
+    return ours, Gradients(y.detach(), x.grad, weights.grad, x)
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_layers_in_flight_keep_their_rows(pool: RankPool, layout: str, shared: bool) -> None:
+    spec = ExchangeSpec(tokens=6, hidden=8, experts=4, topk=2, dtype="float32", layout=layout)
+    for ours, wanted in pool.run(2, run_layers, Case(2, spec, "host", ("uniform",), seed=2), shared):
+        for name in ("y", "x", "weights"):
+            close(name, getattr(ours, name), getattr(wanted, name), 1e-5)
+
+
+# Tracing.
+
+
+def inputs(tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    ids = torch.tensor([[0, 3], [1, 1], [-1, 2], [-1, -1], [2, 0]])[:tokens]
+    x, weights = torch.randn(tokens, 8, generator=source), torch.rand(tokens, 2, generator=source)
+    return x.requires_grad_(), ids, weights.requires_grad_()
+
+
+def test_operators_pass_opcheck(alone: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    # opcheck runs an operator several times and wants equal results; the number of a dispatch is part of its result.
+    real = CpuBackend.dispatch
+
+    def numbered(self, *given):
+        self._dispatches = 0
+        return real(self, *given)
+
+    monkeypatch.setattr(CpuBackend, "dispatch", numbered)
+    x, ids, weights = inputs()
+    count = torch.tensor([4], dtype=torch.int32)
+    ops = torch.ops.raymoe
+    for counts in ([], [count]):
+        torch.library.opcheck(ops.dispatch, (alone.handle, x, ids, weights, counts))
+        got = dispatch(alone, x, ids, weights, *counts)
+        rows, places = got.x.detach().requires_grad_(), got.weights.detach().requires_grad_()
+        for weighted in (True, False):
+            torch.library.opcheck(ops.combine, (alone.handle, rows, places, got.routing, weighted))
+        torch.library.opcheck(ops.combine_gradients, (alone.handle, rows.detach(), places.detach(), got.routing))
+        torch.library.opcheck(ops.dispatch_gradients, (alone.handle, x.detach(), got.routing))
+
+
+def test_compiled_layers_trace_whole_forward_and_backward(alone: Exchange) -> None:
+    def two_layers(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        for weighted in (True, False):
+            got = dispatch(alone, x, ids, weights)
+            rows = torch.tanh(got.x) if weighted else torch.tanh(got.x) * got.weights[:, None]
+            x = x + combine(alone, rows, got, weighted=weighted)
+        return x
+
+    compiled = torch.compile(two_layers, backend="aot_eager", fullgraph=True)
+    for tokens in (5, 3, 2):  # the second compilation has a symbolic number of tokens
+        results = []
+        for run in (two_layers, compiled):
+            x, ids, weights = inputs(tokens)
+            y = run(x, ids, weights)
+            y.square().sum().backward()
+            results.append((y, x.grad, weights.grad))
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, eager)
+
+
+def test_selective_checkpointing_sees_the_operators(alone: Exchange) -> None:
+    seen: list[str] = []
+
+    def policy(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        seen.append(str(op))
+        return CheckpointPolicy.MUST_SAVE if "raymoe" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        got = dispatch(alone, x, ids, weights)
+        return combine(alone, torch.tanh(got.x), got)
+
+    gradients = []
+    for saved in (True, False):
+        x, ids, weights = inputs()
+        if saved:
+            with mock.patch.object(Exchange, "dispatch", autospec=True, side_effect=Exchange.dispatch) as dispatched:
+                y = checkpoint(
+                    layer, x, ids, weights,
+                    use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy),
+                )  # fmt: skip
+                y.sum().backward()
+            assert dispatched.call_count == 2  # forward, and the backward of combine: none is run again
+        else:
+            layer(x, ids, weights).sum().backward()
+        gradients.append((x.grad, weights.grad))
+    assert {"raymoe.dispatch.default", "raymoe.combine.default"} <= set(seen)
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+# Mistakes.
+
+
+def test_refused_data_raises_in_combine_and_the_next_step_works(alone: Exchange) -> None:
+    x, ids, weights = inputs()
+    got = dispatch(alone, x, ids + 9, weights)
+    with pytest.raises(DataRefused, match="ids are -1 to 3"):
+        combine(alone, got.x, got)
+    got = dispatch(alone, x, ids, weights)
+    combine(alone, got.x, got).sum().backward()
+    assert weights.grad is not None and weights.grad[0, 0] == pytest.approx(float(x[0].detach().sum()))
+
+
+def test_rows_of_another_exchange_are_refused(alone: Exchange) -> None:
+    got = dispatch(alone, *inputs())
+    with Exchange(alone.world, SPEC) as other, pytest.raises(ConfigError, match="got comes from another exchange"):
+        combine(other, got.x, got)
+
+
+def test_a_dropped_exchange_is_named(alone: Exchange) -> None:
+    x, ids, weights = inputs()
+    with pytest.raises(ConfigError, match="exchange 0 of this process was dropped"):
+        torch.ops.raymoe.dispatch(0, x, ids, weights, [])

@@ -1,0 +1,91 @@
+"""The calls of raymoe/device/pipe.py: blocks of a launch, and tensors that kernels cannot take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
+from raymoe.device.pipe_backward import RmsNormBackward, backward_calls
+from raymoe.device.pipe_shape import MOST_HIDDEN, SHARED_BYTES, Limits, RowWork, piece_shape, row_shape
+from raymoe.errors import ConfigError
+
+BF16 = torch.bfloat16
+ROWS = RmsNorm(torch.zeros(9, 64), torch.zeros(64), torch.zeros(9, 64))
+
+
+def big(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+REFUSED = {
+    "multiples of 8": replace(ROWS, x=torch.zeros(9, 60), out=torch.zeros(9, 60), weight=torch.zeros(60)),
+    "up to 32768": RmsNorm(big(9, 40960), big(40960), big(9, 40960)),
+    "has the shape \\(8, 64\\)": replace(ROWS, out=torch.zeros(8, 64)),
+    "a weight or bias has the shape": replace(ROWS, weight=torch.zeros(32)),
+    "must have one dtype": replace(ROWS, out=torch.zeros(9, 64, dtype=BF16)),
+    "a tensor of float64": replace(ROWS, x=torch.zeros(9, 64).double(), out=torch.zeros(9, 64).double()),
+    "make it contiguous": replace(ROWS, x=torch.zeros(64, 9).T),
+    "both must be multiples of 16": replace(ROWS, x=torch.zeros(9, 66)[:, :64]),
+    "needs both the residual and": replace(ROWS, residual=torch.zeros(9, 64)),
+    "scales are": replace(ROWS, out=torch.zeros(9, 64).to(torch.float8_e4m3fn), scales=torch.zeros(9, 2)),
+    "float8_e4m3fn .* is needed": replace(ROWS, scales=torch.zeros(9, 1)),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_tensors_that_a_norm_cannot_take_are_refused(says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        rms_norm_call(REFUSED[says], Limits())
+
+
+def test_a_weight_and_a_bias_have_one_dtype() -> None:
+    call = LayerNorm(ROWS.x, ROWS.weight, torch.zeros(64, dtype=BF16), ROWS.out)
+    with pytest.raises(ConfigError, match="must have one dtype"):
+        layer_norm_call(call, Limits())
+
+
+@pytest.mark.parametrize("field", ["sms", "stages"])
+def test_limits_are_at_least_one(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} is 0; it is at least 1"):
+        Limits(**{field: 0})
+
+
+def test_a_pipeline_has_a_block_on_each_sm_and_no_more_than_tiles() -> None:
+    call = rms_norm_call(RmsNorm(big(4096, 7168), big(7168), big(4096, 7168)), Limits())
+    assert (call.blocks(132), call.blocks(48), call.fills) == (132, 48, False)
+    few = rms_norm_call(RmsNorm(big(40, 7168), big(7168), big(40, 7168)), Limits(loading="PIPED"))
+    assert few.blocks(132) == 40
+
+
+def test_few_rows_go_without_a_pipeline_on_as_many_blocks_as_fit() -> None:
+    call = rms_norm_call(RmsNorm(big(1000, 7168), big(7168), big(1000, 7168)), Limits())
+    assert call.fills and dict(call.source.defines)["PIPE_LOADING"] == "PLAIN"
+    assert (call.blocks(528), call.blocks(4000)) == (528, 1000)
+
+
+def test_the_memory_of_a_backward_has_a_row_for_each_group() -> None:
+    x, vector = big(4096, 7168), big(7168)
+    calls = backward_calls(RmsNormBackward(x, x, vector, x, vector), Limits(48))
+    groups = int(dict(calls.gradients.source.defines)["PIPE_GROUPS"])
+    assert tuple(calls.partials.shape) == (1, calls.gradients.blocks(48) * groups, 7168)
+    with pytest.raises(ConfigError, match="number of SMs"):
+        backward_calls(RmsNormBackward(x, x, vector, x, vector), Limits())
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 3])
+@pytest.mark.parametrize("item", [2, 4])
+def test_every_shape_fits_into_an_sm(item: int, inputs: int) -> None:
+    for hidden in (8, 64, 72, 520, 2048, 4096, 7168, 8192, 12288, 16384, 24576, MOST_HIDDEN):
+        for rows in (1, 7, 1000, 5000):
+            for stages in (None, 1, 2, 3, 4, 8, 100):
+                for loading in (None, "PIPED", "IN_TURN", "PLAIN"):
+                    limits = Limits(stages=stages, loading=loading)
+                    work = RowWork(rows, hidden, 8 * item * inputs, 4 * item * inputs)
+                    for shape in (row_shape(work, limits), piece_shape(work, limits)):
+                        assert shape.shared_bytes <= SHARED_BYTES
+                        assert shape.threads <= 512
+                        assert shape.stages % shape.groups == 0
+                        assert shape.loading != "PIPED" or 1 <= shape.stages <= max(stages or 1000, 1)

@@ -1,0 +1,93 @@
+"""A process loads each kernel once, and every launch gets the parameters of its own call. No driver is needed."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raymoe.device import kernels as launch_module
+from raymoe.device import pipe_launch
+from raymoe.device.pipe import NormParams, RmsNorm, rms_norm_call
+from raymoe.device.pipe_shape import Limits
+from raymoe.errors import ConfigError
+
+DEVICE = torch.device("cpu")
+
+
+class Driver:
+    """Records each launch: stream, blocks, and the parameters as the driver would copy them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.enqueued: list[tuple[int, int, Any]] = []
+        self.loaded: list[Any] = []
+        self.stream = 5
+        found = SimpleNamespace(CUlaunchConfig=SimpleNamespace, cuLaunchKernelEx=self._launch)
+        monkeypatch.setattr(launch_module, "bindings", lambda: found)
+        monkeypatch.setattr(launch_module, "_check", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=self.stream))
+        gpu: Any = SimpleNamespace(sms=132, is_current=lambda: True)
+        self._function = SimpleNamespace(gpu=gpu, handle=7, resident_blocks=lambda *_: 528)
+        self.device = pipe_launch._Device(gpu, SimpleNamespace(function=self._load))  # type: ignore[arg-type]
+
+    def _load(self, source: Any) -> Any:
+        self.loaded.append(source)
+        return self._function
+
+    def _launch(self, config: Any, _handle: int, pointers: int, _extra: int) -> tuple[int]:
+        at = ctypes.c_void_p.from_address(pointers).value
+        params = NormParams._struct.from_buffer_copy((ctypes.c_char * NormParams.nbytes()).from_address(at))
+        self.enqueued.append((int(config.hStream), config.gridDimX, params))
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver(monkeypatch)
+
+
+def norm(rows: int, sms: int | None = None) -> tuple[RmsNorm, Any]:
+    call = RmsNorm(torch.zeros(rows, 64), torch.zeros(64), torch.zeros(rows, 64))
+    return call, rms_norm_call(call, Limits(sms))
+
+
+def test_each_launch_gets_the_parameters_of_its_call(driver: Driver) -> None:
+    (first, one), (second, two) = norm(300), norm(300)
+    for made in (one, two, one):
+        driver.device.run(made, None, DEVICE)
+        driver.stream += 1
+    assert [params.inputs[0].at for _, _, params in driver.enqueued] == [
+        first.x.data_ptr(),
+        second.x.data_ptr(),
+        first.x.data_ptr(),
+    ]
+    assert [stream for stream, _, _ in driver.enqueued] == [5, 6, 7]
+    assert len(driver.loaded) == 1
+    assert len(driver.device.launches) == 1
+
+
+def test_blocks_fill_the_gpu_or_the_sms_that_are_asked(driver: Driver) -> None:
+    for rows, sms in ((3000, None), (100_000, None), (100_000, 48), (300, 48)):
+        driver.device.run(norm(rows, sms)[1], sms, DEVICE)
+    # 3000 rows are 94 tiles of 32 rows. 300 rows go without a pipeline, 16 in a block.
+    assert [blocks for _, blocks, _ in driver.enqueued] == [94, 132, 48, 19]
+
+
+def test_a_first_call_inside_a_capture_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_launch, "capturing", lambda _: True)
+    made = norm(300)[1]
+    with pytest.raises(ConfigError, match="call it once before the capture"):
+        driver.device.run(made, None, DEVICE)
+    monkeypatch.setattr(pipe_launch, "capturing", lambda _: False)
+    driver.device.run(made, None, DEVICE)
+    monkeypatch.setattr(pipe_launch, "capturing", lambda _: True)
+    driver.device.run(made, None, DEVICE)
+    assert len(driver.enqueued) == 2
+
+
+def test_no_tiles_are_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_launch, "_device", lambda _: pytest.fail("a device was opened"))
+    pipe_launch.launch(norm(0)[1], None, DEVICE)

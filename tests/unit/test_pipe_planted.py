@@ -1,0 +1,121 @@
+"""The emulator finds each mistake that is planted in the pipeline of kernels/include/raymoe/pipe/.
+
+Every fence, barrier and wait of pipe.cuh is left out once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raymoe.device.pipe_shape import Limits
+from tests.emulator.build import Change
+from tests.emulator.machine import EmulatorError
+from tests.unit.test_pipe_emulated import NormCase, run_rms_norm, small_blocks
+
+__all__ = ["small_blocks"]
+
+SEEDS = range(6)
+TWO_STAGES = NormCase(15, 264, add=True, limits=Limits(stages=2))
+WIDE = NormCase(15, 520, add=True, registers=8)
+QUANTISED = replace(WIDE, add=False, fp8="row", limits=Limits(stages=2))
+IN_TURN = NormCase(15, 520, limits=Limits(loading="IN_TURN"), add=True, registers=8)
+FENCE = "ptx::fence_proxy_async_shared();  // orders this thread's reads"
+
+
+def planted(old: str, new: str = "", file: str = "pipe.cuh", which: int | None = None) -> Change:
+    return Change(file, old, new or ("//" if "//" in old else ""), which)
+
+
+PLANTED = {
+    "no wait for an empty stage": (TWO_STAGES, planted("await(empty(turn % STAGES), (turn / STAGES - 1) & 1);")),
+    "a wait for the turn before the last": (TWO_STAGES, planted("(turn / STAGES - 1) & 1", "turn / STAGES & 1")),
+    "no wait for a full stage": (TWO_STAGES, planted("await(full(turn % STAGES), turn / STAGES & 1);")),
+    "bytes of one input": (TWO_STAGES, planted("bytes += bytes_of", "bytes = bytes_of")),
+    "bytes of one row more": (TWO_STAGES, planted("u32 bytes = 0;", "u32 bytes = inputs_[0].eight_bytes;")),
+    "no proxy fence before a stage is stored": (TWO_STAGES, planted(f"{FENCE} and writes", "//")),
+    "no barrier before a stage is stored": (
+        WIDE,
+        planted("group_barrier();\n        if (!leads()) {", "if (!leads()) {"),
+    ),
+    "a stage is refilled while a store reads it": (
+        TWO_STAGES,
+        planted("ptx::bulk_wait_read<1>();", "ptx::bulk_wait_read<2>();"),
+    ),
+    "no wait for the store before": (TWO_STAGES, planted("ptx::bulk_wait_read<1>();")),
+    "a group with one stage does not wait for its store": (
+        replace(TWO_STAGES, limits=Limits(stages=1)),
+        planted("ptx::bulk_wait_read<0>();\n            arrive_empty", "arrive_empty"),
+    ),
+    "the stage of this turn is given back": (
+        TWO_STAGES,
+        planted("arrive_empty(tile.turn - GROUPS);", "arrive_empty(tile.turn);"),
+    ),
+    "a block ends while its stages are read": (
+        TWO_STAGES,
+        planted("ptx::bulk_wait_read<0>();  // the stages must last"),
+    ),
+    "no proxy fence before a stage is given back": (QUANTISED, planted(f"{FENCE} of the stage before", "//")),
+    "no barrier before a stage is given back": (
+        QUANTISED,
+        planted(
+            "group_barrier();\n            if (leads()) {\n                arrive",
+            "if (leads()) {\n                arrive",
+        ),
+    ),
+    "barriers are not handed to all threads": (WIDE, planted("__syncthreads();  // hands the initialised")),
+    "barriers are not fenced": (WIDE, planted("ptx::fence_barrier_init();  // orders the inits")),
+    "stages of two groups": (
+        NormCase(15, 264, add=True, limits=Limits(stages=4)),
+        planted("turn % STAGES * work_.stage_bytes", "turn / 2 % STAGES * work_.stage_bytes"),
+    ),
+    "one place for the sums": (
+        NormCase(15, 264, registers=8),
+        planted("parity_ ^= 1;", file="rows.cuh"),
+    ),
+    "no barrier before the sums are read": (
+        WIDE,
+        planted("            group_barrier();\n#pragma unroll", "#pragma unroll", file="rows.cuh"),
+    ),
+    "in turn: a barrier is invalidated while threads wait": (
+        IN_TURN,
+        planted("group_barrier();  // no thread of the group still waits"),
+    ),
+    "in turn: a barrier that is not initialised for all": (
+        IN_TURN,
+        planted("group_barrier();  // hands the initialised barrier"),
+    ),
+    "in turn: no wait for the store": (
+        IN_TURN,
+        planted("ptx::bulk_wait_read<0>();\n            arrive_empty", "arrive_empty"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "change"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_mistake_is_found(case: NormCase, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in SEEDS:
+        try:
+            run_rms_norm(case, monkeypatch, seed, (change,))
+        except (EmulatorError, AssertionError) as found:
+            print(f"seed {seed}: {found}"[:300])
+            return
+    pytest.fail(f"{len(SEEDS)} interleavings are all right with it")
+
+
+@pytest.mark.parametrize("case", list(dict.fromkeys(case for case, _ in PLANTED.values())), ids=str)
+def test_the_same_cases_are_right_without_the_mistakes(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in SEEDS:
+        run_rms_norm(case, monkeypatch, seed)
+
+
+def test_gaps_of_a_row_are_judged() -> None:
+    """The judge of these tests must see a byte that was written between two rows."""
+    from tests.unit.emulated_pipe import Strided
+
+    made = Strided.empty(3, 64, torch.bfloat16, gap=8)
+    made.whole[1, 130] = 0
+    with pytest.raises(AssertionError, match="between two rows"):
+        made.check_gaps()
