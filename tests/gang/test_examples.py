@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,13 +76,22 @@ def test_every_example_program_has_a_test() -> None:
         assert f"\n    {example.start}\n" in (REPO / "examples" / name).read_text(), "its first lines lack the command"
 
 
+@pytest.fixture(scope="module")
+def outputs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
+    """What the programs print. They run at the same time, because each waits for the start of its processes."""
+    with ThreadPoolExecutor() as pool:
+        started = {}
+        for name, example in EXAMPLES.items():
+            variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+            if example.on_ray:
+                variables |= {"RAY_ADDRESS": head.address}
+            started[name] = pool.submit(run, example, tmp_path_factory.mktemp("example"), **variables)
+        yield started
+
+
 @pytest.mark.timeout(DEADLINE_S + 30)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_runs_on_cpu_ranks(name: str, head: Head, tmp_path: Path) -> None:
-    example = EXAMPLES[name]
-    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    if example.on_ray:
-        variables |= {"RAY_ADDRESS": head.address}
-    found = results(example, run(example, tmp_path, **variables), "cpu")
-    assert len(found) == example.lines
+def test_an_example_runs_on_cpu_ranks(name: str, outputs: dict[str, Future[str]]) -> None:
+    found = results(EXAMPLES[name], outputs[name].result(), "cpu")
+    assert len(found) == EXAMPLES[name].lines
     assert len(set(found)) == len(found)

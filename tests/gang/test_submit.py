@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,22 +57,25 @@ def test_job_submit_works_before_and_after_a_local_run(
     local = start(configs.write(tmp_path, world__ranks=1), env=bare)
     assert local.end() == 0, local.stderr()
     assert (home / ".ray" / "auth_token").exists()
-    code, output = submit(head, home, "raymoe", "--version", env=bare)
+    head_with_auth, its_home = guarded
+    its_bare = {"HOME": str(its_home), "RAY_AUTH_MODE": UNSET}
+    asked = {**its_bare, "RAY_AUTH_MODE": "token"}
+    refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=its_bare)
+    with ThreadPoolExecutor() as pool:
+        between = pool.submit(submit, head, home, "raymoe", "--version", env=bare)
+        unasked = pool.submit(submit, head_with_auth, its_home, *quick(its_home / "unasked"), env=its_bare)
+        after = pool.submit(submit, head_with_auth, its_home, *quick(its_home / "after"), env=asked)
+    code, output = between.result()
     assert code == 0 and "succeeded" in output, output
-
-    head_with_auth, home = guarded
-    bare = {"HOME": str(home), "RAY_AUTH_MODE": UNSET}
-    code, output = submit(head_with_auth, home, *quick(home / "unasked"), env=bare)
+    code, output = unasked.result()
     assert code != 0 and "RAY_AUTH_MODE" in output, "docs/ray.md says why"
-    code, output = submit(head_with_auth, home, *quick(home / "after"), env={**bare, "RAY_AUTH_MODE": "token"})
+    code, output = after.result()
     assert code == 0 and "succeeded" in output, output
-    assert (home / "after" / "summary.json").exists()
-    with prometheus(head_with_auth.folder, tmp_path) as server:  # the metrics port asks for no token
-        run = (home / "after" / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")
-        assert server.wait_for(f'sum(ray_raymoe_steps_total{{run="{run}"}})')[0].value == 4
-
-    refused = start(configs.write(tmp_path), "--address", head_with_auth.address, env=bare)
+    assert (its_home / "after" / "summary.json").exists()
     assert refused.end(60) == 3 and "RAY_AUTH_MODE=token" in refused.last_line()
+    with prometheus(head_with_auth.folder, tmp_path) as server:  # the metrics port asks for no token
+        run = (its_home / "after" / "config.yaml").read_text().splitlines()[0].removeprefix("# raymoe run ")
+        assert server.wait_for(f'sum(ray_raymoe_steps_total{{run="{run}"}})')[0].value == 4
 
 
 def test_a_bad_config_fails_the_job_with_exit_code_2(head: Head, tmp_path: Path) -> None:
