@@ -15,6 +15,8 @@ GRACE_S = 10.0
 
 # Idle threads of torch would spin on CPUs that other processes of a test need. Torch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# torch.compile starts processes that live until the interpreter ends, which looks like something left behind.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # An example has no deadline, because the machine may be shared. CI runs the same examples every time.
 settings.register_profile(

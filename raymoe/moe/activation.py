@@ -7,10 +7,11 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
+import raymoe.moe.formulas as formulas
+import raymoe.moe.kernels as kernels
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
-from raymoe.moe import formulas, kernels
-from raymoe.moe.arguments import Form, Plain, Quantised, check_rows, refuse_gradient
+from raymoe.moe.arguments import Plain, Quantised, ResultForm, check_rows, refuse_gradient
 from raymoe.moe.norm import check_columns
 from raymoe.moe.quantised import quantised
 from raymoe.moe.results import new_halved, new_like, new_quantised
@@ -31,7 +32,7 @@ def swiglu(gate_up: Tensor, expert_offsets: Tensor | None = None, **options: Any
     >>> swiglu(torch.tensor([[0.0, 1.0, 7.0, 2.0]]))
     tensor([[0.0000, 1.4621]])
     """
-    form = Form(**options)
+    form = ResultForm(**options)
     check_rows("swiglu", "gate_up", gate_up)
     if gate_up.shape[-1] % 2:
         raise ConfigError(f"swiglu: gate_up has rows of {gate_up.shape[-1]}; gate and up together are an even number")

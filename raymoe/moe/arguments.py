@@ -41,12 +41,12 @@ class Quantised(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Form:
+class ResultForm:
     """The checked options of one call.
 
-    >>> Form(output="float8_e4m3", scales="column").column
+    >>> ResultForm(output="float8_e4m3", scales="column").column
     True
-    >>> Form(output="float8")
+    >>> ResultForm(output="float8")
     Traceback (most recent call last):
         ...
     raymoe.errors.ConfigError: output is 'float8'; it is None (the dtype of the input) or 'float8_e4m3'

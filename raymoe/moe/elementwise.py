@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import raymoe.moe.kernels as kernels
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError, shown
-from raymoe.moe import kernels
-from raymoe.moe.arguments import Form, check_rows
+from raymoe.moe.arguments import ResultForm, check_rows
 from raymoe.moe.expression import Expression, parse
 from raymoe.moe.operators import OUTGOING, evaluate, gradients
 
@@ -37,7 +37,7 @@ def pointwise(expression: str, /, *, sms: int | None = None, **inputs: Tensor) -
     """
     if not isinstance(expression, str):
         raise ConfigError(f"pointwise: the expression is a {type(expression).__name__}; a text is needed")
-    form = Form(sms=sms)
+    form = ResultForm(sms=sms)
     for name, value in inputs.items():
         if not name.isidentifier():
             raise ConfigError(f"pointwise: {shown(name)!r} is not a name that an expression can hold")

@@ -11,10 +11,11 @@ from typing import Any, Unpack, overload
 import torch
 from torch import Tensor
 
+import raymoe.moe.formulas as formulas
+import raymoe.moe.kernels as kernels
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
-from raymoe.moe import formulas, kernels
-from raymoe.moe.arguments import Form, Plain, Quantised, check_like, check_rows, check_vector, refuse_gradient
+from raymoe.moe.arguments import Plain, Quantised, ResultForm, check_like, check_rows, check_vector, refuse_gradient
 from raymoe.moe.quantised import quantised
 from raymoe.moe.results import new_like, new_quantised, new_total
 
@@ -34,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any) -> Te
     >>> rms_norm(torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0]), eps=0.0)
     tensor([[ 0.8485, -2.2627]])
     """
-    form = Form(**options)
+    form = ResultForm(**options)
     _check("rms_norm", x, eps, form, weight=weight)
     if form.quantised:
         refuse_gradient("rms_norm", x, weight)
@@ -63,7 +64,7 @@ def add_rms_norm(
     >>> y, total
     (tensor([[1., 1.]]), tensor([[2., 2.]]))
     """
-    form = Form(**options)
+    form = ResultForm(**options)
     _check("add_rms_norm", x, eps, form, weight=weight)
     check_like("add_rms_norm", "residual", residual, x, x.shape)
     if form.quantised:
@@ -88,7 +89,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0]), eps=0.0)
     tensor([[-1.,  7.]])
     """
-    form = Form(**options)
+    form = ResultForm(**options)
     _check("layer_norm", x, eps, form, weight=weight, bias=bias)
     if bias.dtype != weight.dtype:
         raise ConfigError(f"layer_norm: bias is {bias.dtype} and weight is {weight.dtype}; they have one dtype")
@@ -100,7 +101,7 @@ def layer_norm(
     return y
 
 
-def _check(op: str, x: Tensor, eps: float, form: Form, **vectors: Tensor) -> None:
+def _check(op: str, x: Tensor, eps: float, form: ResultForm, **vectors: Tensor) -> None:
     check_rows(op, "x", x)
     for name, vector in vectors.items():
         check_vector(op, name, vector, x)
@@ -109,7 +110,7 @@ def _check(op: str, x: Tensor, eps: float, form: Form, **vectors: Tensor) -> Non
     check_columns(op, x, form)
 
 
-def check_columns(op: str, x: Tensor, form: Form) -> None:
+def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
     """Raise if scales by column are asked for rows that have no single dimension."""
     if form.column and x.dim() != 2:
         raise ConfigError(f"{op}: x has shape {list(x.shape)}; scales by column need [T, H]: call .flatten(0, -2)")

@@ -14,7 +14,7 @@ from raymoe.device import pipe, pipe_backward, pipe_pieces, pipe_shape
 from raymoe.moe import add_rms_norm, kernels, layer_norm, rms_norm, swiglu
 from raymoe.workload.exchange.gpu import dequantised
 from raymoe.workload.pointwise import operations
-from raymoe.workload.pointwise.operations import Sizes
+from raymoe.workload.pointwise.operations import RowSizes
 from raymoe.workload.pointwise.systems import SYSTEMS, Task
 from tests.emulator.build import compiler
 from tests.unit.emulated_pipe import run_call, tensors_of
@@ -193,7 +193,7 @@ TASKS = [
 
 @pytest.mark.parametrize(("system", "op", "stages"), TASKS, ids=[f"{system} {op}" for system, op, _ in TASKS])
 def test_the_workloads_kernels_are_right(system, op, stages, launched):
-    sizes = Sizes(tokens=6, width=64, dtype="float32")
+    sizes = RowSizes(tokens=6, width=64, dtype="float32")
     task = Task(op, operations.drawn(op, sizes, 0, torch.device("cpu")), sizes, sms=2, stages=stages)
     found = SYSTEMS[system](task)()
     assert launched == [op.removesuffix("_experts")]
@@ -201,7 +201,7 @@ def test_the_workloads_kernels_are_right(system, op, stages, launched):
 
 
 def test_the_pipelined_copy_copies_as_many_bytes(launched):
-    sizes = Sizes(tokens=6, width=64, dtype="bfloat16")
+    sizes = RowSizes(tokens=6, width=64, dtype="bfloat16")
     task = Task("add_rms_norm", operations.drawn("add_rms_norm", sizes, 0, torch.device("cpu")), sizes)
     (found,) = SYSTEMS["pipelined_copy"](task)()
     assert launched == ["pointwise"] and bool((found == 1).all())

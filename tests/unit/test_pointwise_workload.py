@@ -20,12 +20,12 @@ from raymoe.workload.memory_needed import bytes_per_rank, device_bytes
 from raymoe.workload.pointwise import gpu as pointwise_gpu
 from raymoe.workload.pointwise import run as pointwise_run
 from raymoe.workload.pointwise.gpu import GpuClock
-from raymoe.workload.pointwise.operations import OPERATIONS, Sizes, drawn, error_of
+from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn, error_of
 from raymoe.workload.pointwise.run import RowStep
 from raymoe.workload.pointwise.systems import OURS, SYSTEMS, Task, _formula
 from tests.unit.ranks import RankPool
 
-SIZES = Sizes(tokens=21, width=136, dtype="bfloat16")
+SIZES = RowSizes(tokens=21, width=136, dtype="bfloat16")
 CPU = torch.device("cpu")
 
 
@@ -82,7 +82,7 @@ def test_ranks_measure_together_and_get_the_same_lines(pool: RankPool):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_formulas_agree_with_the_oracle(op, dtype):
-    sizes = Sizes(21, 136, dtype)
+    sizes = RowSizes(21, 136, dtype)
     task = Task(op, drawn(op, sizes, 0, CPU), sizes)
     for compute in (SYSTEMS[OURS](task), SYSTEMS["eager"](task), lambda: _formula(op, task.given)):
         assert error_of(op, compute(), task.tensors, sizes) <= OPERATIONS[op].bound(getattr(torch, dtype))

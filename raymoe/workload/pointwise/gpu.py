@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from raymoe.memory.world import World
 from raymoe.workload.clock import OpClock, TimedOp, Work, calls_of
-from raymoe.workload.pointwise.run import poison
+from raymoe.workload.pointwise.operations import poison
 from raymoe.workload.pointwise.systems import Compute, Results
 
 
@@ -19,8 +20,13 @@ class TorchGraphClock(OpClock):
 
     def graph_of(self, op: Work) -> Work:
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self.repeat(op)
+        gc.collect()
+        gc.disable()  # the graph of an earlier case, freed now, would invalidate the capture
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.repeat(op)
+        finally:
+            gc.enable()
         replay: Work = graph.replay
         return replay
 

@@ -37,7 +37,7 @@ VECTORS = ("weight", "bias", "c")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RowSizes:
     """`width` is the number of elements of a row of the result: the hidden size, or ffn of SwiGLU."""
 
     tokens: int
@@ -45,7 +45,7 @@ class Sizes:
     dtype: str
 
     @classmethod
-    def of(cls, job: Job) -> Sizes:
+    def of(cls, job: Job) -> RowSizes:
         shape = job.shape
         return cls(shape.tokens, shape.ffn if job.pointwise.op.startswith("swiglu") else shape.hidden, shape.dtype)
 
@@ -84,7 +84,7 @@ def _pointwise(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class Operation:
+class RowOperation:
     """`formula` takes the inputs. With `outgoing`, the results are the gradients by the inputs instead."""
 
     formula: Callable[..., tuple[Tensor, ...]]
@@ -100,12 +100,12 @@ class Operation:
         """The tensors that the operation reads."""
         return self.outgoing + self.inputs
 
-    def nbytes(self, sizes: Sizes) -> int:
+    def nbytes(self, sizes: RowSizes) -> int:
         """Bytes read and written.
 
-        >>> OPERATIONS["rms_norm"].nbytes(Sizes(tokens=10, width=256, dtype="bfloat16"))
+        >>> OPERATIONS["rms_norm"].nbytes(RowSizes(tokens=10, width=256, dtype="bfloat16"))
         10752
-        >>> OPERATIONS["rms_norm_fp8"].nbytes(Sizes(tokens=10, width=256, dtype="bfloat16"))
+        >>> OPERATIONS["rms_norm_fp8"].nbytes(RowSizes(tokens=10, width=256, dtype="bfloat16"))
         8272
         """
         item = ITEM_BYTES[sizes.dtype]
@@ -126,27 +126,27 @@ class Operation:
         return FLOAT8_BOUND if self.quantised else BOUNDS[dtype]
 
 
-_SWIGLU = Operation(_swiglu, ("gate_up",), ("activated",))
+_SWIGLU = RowOperation(_swiglu, ("gate_up",), ("activated",))
 
 OPERATIONS = {
-    "rms_norm": Operation(_rms_norm, ("x", "weight"), ("x",)),
-    "add_rms_norm": Operation(_add_rms_norm, ("x", "residual", "weight"), ("x", "x")),
-    "layer_norm": Operation(_layer_norm, ("x", "weight", "bias"), ("x",)),
+    "rms_norm": RowOperation(_rms_norm, ("x", "weight"), ("x",)),
+    "add_rms_norm": RowOperation(_add_rms_norm, ("x", "residual", "weight"), ("x", "x")),
+    "layer_norm": RowOperation(_layer_norm, ("x", "weight", "bias"), ("x",)),
     "swiglu": _SWIGLU,
     "swiglu_experts": _SWIGLU,
-    "pointwise": Operation(_pointwise, ("a", "b", "c"), ("a",)),
-    "rms_norm_fp8": Operation(_rms_norm, ("x", "weight"), ("x",), quantised=True),
-    "add_rms_norm_fp8": Operation(_add_rms_norm, ("x", "residual", "weight"), ("x", "x"), quantised=True),
-    "layer_norm_fp8": Operation(_layer_norm, ("x", "weight", "bias"), ("x",), quantised=True),
-    "swiglu_fp8": Operation(_swiglu, ("gate_up",), ("activated",), quantised=True),
-    "rms_norm_backward": Operation(_rms_norm, ("x", "weight"), ("x", "weight"), ("dy",)),
-    "add_rms_norm_backward": Operation(_norm_of_total, ("x", "weight"), ("x", "weight"), ("dy", "dtotal")),
-    "layer_norm_backward": Operation(_layer_norm, ("x", "weight", "bias"), ("x", "weight", "bias"), ("dy",)),
-    "swiglu_backward": Operation(_swiglu, ("gate_up",), ("gate_up",), ("activated",)),
+    "pointwise": RowOperation(_pointwise, ("a", "b", "c"), ("a",)),
+    "rms_norm_fp8": RowOperation(_rms_norm, ("x", "weight"), ("x",), quantised=True),
+    "add_rms_norm_fp8": RowOperation(_add_rms_norm, ("x", "residual", "weight"), ("x", "x"), quantised=True),
+    "layer_norm_fp8": RowOperation(_layer_norm, ("x", "weight", "bias"), ("x",), quantised=True),
+    "swiglu_fp8": RowOperation(_swiglu, ("gate_up",), ("activated",), quantised=True),
+    "rms_norm_backward": RowOperation(_rms_norm, ("x", "weight"), ("x", "weight"), ("dy",)),
+    "add_rms_norm_backward": RowOperation(_norm_of_total, ("x", "weight"), ("x", "weight"), ("dy", "dtotal")),
+    "layer_norm_backward": RowOperation(_layer_norm, ("x", "weight", "bias"), ("x", "weight", "bias"), ("dy",)),
+    "swiglu_backward": RowOperation(_swiglu, ("gate_up",), ("gate_up",), ("activated",)),
 }
 
 
-def drawn(name: str, sizes: Sizes, rank: int, device: torch.device) -> Tensors:
+def drawn(name: str, sizes: RowSizes, rank: int, device: torch.device) -> Tensors:
     """Draw the tensors of an operation. swiglu_experts gets more rows than tokens, and `offsets` that tell so."""
     found: Tensors = {}
     dtype: torch.dtype = getattr(torch, sizes.dtype)
@@ -164,7 +164,7 @@ def drawn(name: str, sizes: Sizes, rank: int, device: torch.device) -> Tensors:
 # Comparison.
 
 
-def error_of(name: str, found: tuple[Tensor, ...], given: Tensors, sizes: Sizes) -> float:
+def error_of(name: str, found: tuple[Tensor, ...], given: Tensors, sizes: RowSizes) -> float:
     """Return the largest error of the results: of rows, relative to the largest element of the row; of gradients of
     vectors, relative to their largest. NaN is infinite.
 
@@ -189,7 +189,7 @@ def error_of(name: str, found: tuple[Tensor, ...], given: Tensors, sizes: Sizes)
     return largest if largest == largest else torch.inf
 
 
-def _rows_of(operation: Operation, found: tuple[Tensor, ...], rows: slice) -> list[Tensor]:
+def _rows_of(operation: RowOperation, found: tuple[Tensor, ...], rows: slice) -> list[Tensor]:
     count = sum(each in ROWS for each in operation.written)
     if not operation.quantised:
         return [each[rows] for each in found[:count]]
@@ -200,3 +200,11 @@ def _rows_of(operation: Operation, found: tuple[Tensor, ...], rows: slice) -> li
 def _furthest(found: Tensor, want: Tensor, dim: int) -> Tensor:
     largest = want.abs().amax(dim=dim, keepdim=True)
     return ((found.double() - want) / largest).abs().max()
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with NaN, or with 0 if the tensor holds bytes. torch has no fill for 8-bit floats; their NaN is all ones."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.view(torch.uint8).fill_(0xFF)
+    else:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)

@@ -17,7 +17,7 @@ from raymoe.config import Case
 from raymoe.errors import WrongResult, one_line
 from raymoe.memory.world import World
 from raymoe.workload.measure import Line, Measured, Step, Steps, measure, result_line
-from raymoe.workload.pointwise.operations import OPERATIONS, Sizes, drawn, error_of
+from raymoe.workload.pointwise.operations import OPERATIONS, RowSizes, drawn, error_of, poison
 from raymoe.workload.pointwise.systems import COPIES, LIMITED, OURS, OWN, SYSTEMS, Compute, Results, Task, Unavailable
 from raymoe.workload.progress import Progress, step_listener
 from raymoe.workload.traffic import Traffic
@@ -43,7 +43,7 @@ class RowClock(Protocol):
 def run_pointwise(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
     """Return a line for each system: its times, or why it has none."""
     job = case.job
-    sizes = Sizes.of(job)
+    sizes = RowSizes.of(job)
     asked = job.pointwise
     task = Task(
         asked.op,
@@ -185,11 +185,3 @@ class CpuClock:
         return self._computed()
 
     def close(self) -> None: ...
-
-
-def poison(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or with 0 if the tensor holds bytes. torch has no fill for 8-bit floats; their NaN is all ones."""
-    if tensor.dtype == torch.float8_e4m3fn:
-        tensor.view(torch.uint8).fill_(0xFF)
-    else:
-        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)

@@ -1,8 +1,8 @@
 """Who computes an operation of workload pointwise: raymoe, its baseline, torch, other systems, and a copy.
 
 Each entry of SYSTEMS makes a function of no arguments from a task. The function computes on the current stream and
-returns the results in the order of `Operation.written`; a quantised result is two: values and scales. A system that has
-no such operation, or that is not installed, raises `Unavailable` with the reason.
+returns the results in the order of `RowOperation.written`; a quantised result is two: values and scales. A system that
+has no such operation, or that is not installed, raises `Unavailable` with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raymoe.device.pipe_shape import Limits
 from raymoe.errors import RaymoeError
 from raymoe.moe import activation, elementwise, formulas, kernels, norm  # noqa: F401  (they register the operators)
 from raymoe.moe.quantised import quantise
-from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, Sizes, Tensors
+from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, RowSizes, Tensors
 
 Results = tuple[Tensor, ...]
 Compute = Callable[[], Results]
@@ -36,7 +36,7 @@ class Task:
 
     op: str
     tensors: Tensors
-    sizes: Sizes
+    sizes: RowSizes
     sms: int | None = None
     stages: int | None = None
 
@@ -46,7 +46,7 @@ class Task:
 
     @property
     def given(self) -> list[Tensor]:
-        """The tensors in the order of `Operation.tensors`."""
+        """The tensors in the order of `RowOperation.tensors`."""
         return [self.tensors[name] for name in OPERATIONS[self.op].tensors]
 
     @property
