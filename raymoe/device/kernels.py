@@ -126,8 +126,9 @@ class Launch:
     from run to run must lie in memory that the struct points to.
     """
 
-    def __init__(self, function: Function, shape: Shape, params: Params) -> None:
-        _check(function, shape, params)
+    def __init__(self, function: Function, shape: Shape, params: Params, *, waits: bool = True) -> None:
+        """`waits`: blocks wait for peers or for one another, so all must be resident at once."""
+        _check(function, shape, params, waits)
         self.function = function
         self.shape = shape
         self.params = params
@@ -162,7 +163,7 @@ class Launch:
             raise failure("cuLaunchKernelEx", code)
 
 
-def _check(function: Function, shape: Shape, params: Params) -> None:
+def _check(function: Function, shape: Shape, params: Params, waits: bool) -> None:
     name = function.name
     if type(params) not in function.source.structs:
         known = ", ".join(struct.__name__ for struct in function.source.structs) or "none"
@@ -180,7 +181,9 @@ def _check(function: Function, shape: Shape, params: Params) -> None:
             f"kernel {name} launched with {shape.shared_bytes} bytes of shared memory a block; {function.gpu.name} "
             f"leaves it {function.max_dynamic_shared}"
         )
-    # Blocks wait for peers and for one another's tickets: all others would wait for a block that is not resident.
+    if not waits:
+        return
+    # All others would wait for a block that is not resident.
     resident = function.resident_blocks(shape.threads, shape.shared_bytes)
     if shape.blocks > resident:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import F32, U32, Address, Params
 from raymoe.device.pipe_launch import KernelCall, launch
-from raymoe.device.pipe_shape import Limits, RowWork, row_shape
+from raymoe.device.pipe_shape import MANY_ROWS, SOME_ROWS, Limits, RowWork, row_shape
 from raymoe.device.pipe_tensors import (
     STRUCTS,
     PipeFp8,
@@ -135,16 +135,18 @@ class _Norm:
         one_dtype([*self.inputs, *self.outputs[quantised:]])
         registers = registers_of(x) + sum(map(registers_of, vectors))
         eight_bytes = len(self.inputs) * 8 * x.element_size()
-        shape = row_shape(RowWork(rows, check_hidden(hidden), eight_bytes, registers), limits)
+        scheduled = None if quantised else MANY_ROWS if len(self.inputs) == 1 else SOME_ROWS
+        work = RowWork(rows, check_hidden(hidden), eight_bytes, registers, scheduled_from=scheduled)
+        shape = row_shape(work, limits)
         placed = in_stage(self.inputs, shape)
         outputs = [
             PipeRows() if quantised and i == 0 else rows_of(out, "an output", x.shape, at.offset)
             for i, (out, at) in enumerate(zip(self.outputs, placed, strict=True))
         ]
         fp8 = PipeFp8() if self.scales is None else fp8_of(self.outputs[0], self.scales, x.shape)
-        work = work_of(shape, rows, hidden)
+        tiles = work_of(shape, rows, hidden)
         addresses = [vector_of(each, hidden, "a weight or bias") for each in vectors]
-        params = NormParams(placed, tuple(outputs), fp8, work, addresses[0], sum(addresses[1:]), self.eps)
+        params = NormParams(placed, tuple(outputs), fp8, tiles, addresses[0], sum(addresses[1:]), self.eps)
         types = (("HIDDEN", str(hidden)), ("ROW_TYPE", row_type(x)), ("WEIGHT_TYPE", row_type(self.weight)))
         switches = (
             *defines,
@@ -152,4 +154,4 @@ class _Norm:
             *((("BIAS", "1"),) if self.bias is not None else ()),
         )
         source = KernelSource(self.stem, (NormParams, *STRUCTS), (*types, *shape.defines, *switches))
-        return KernelCall.of(source, shape, params, work.tiles)
+        return KernelCall.of(source, shape, params, tiles.tiles)

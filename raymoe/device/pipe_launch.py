@@ -25,7 +25,8 @@ LEAST_CAPABILITY = (9, 0)
 class KernelCall:
     """A kernel, its blocks and its parameters. The blocks share `tiles`, of which each takes `at_once` at a time.
 
-    There is one block on each SM, or, with `fills`, as many as fit.
+    There is one block on each SM. With `fills` there are as many as tiles need, and each takes tiles only once: the
+    hardware then gives blocks to SMs as they become free, so no SM waits for a slower one.
     """
 
     source: KernelSource
@@ -63,13 +64,13 @@ class _Device:
         function = self._function(call.source, device)
         most = self.gpu.sms if sms is None else min(sms, self.gpu.sms)
         if call.fills and sms is None:
-            most = function.resident_blocks(call.threads, call.shared_bytes)
+            most = call.tiles
         shape = Shape(call.blocks(most), call.threads, call.shared_bytes)
         stream = torch.cuda.current_stream(device).cuda_stream
         with self.lock:  # a launch copies its fields, which all threads share
             launch = self.launches.get((call.source, shape))
             if launch is None:
-                launch = self.launches[call.source, shape] = Launch(function, shape, call.params)
+                launch = self.launches[call.source, shape] = Launch(function, shape, call.params, waits=False)
             packed = call.params.packed()
             ctypes.memmove(ctypes.addressof(launch.fields), ctypes.addressof(packed), ctypes.sizeof(packed))
             launch(stream)

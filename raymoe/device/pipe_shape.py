@@ -15,10 +15,18 @@ Loading = Literal["PIPED", "IN_TURN", "PLAIN"]
 """How tiles come: by the pipeline, by the baseline that waits for each input in turn, or by ordinary loads."""
 
 MOST_HIDDEN = 32768
-FEW_ROWS = 1024
-"""Up to so many rows, kernels load them without a pipeline. Each SM gets too few to fill one. Not measured yet."""
-FEW_ROWS_OF_AN_SM = 8
+FEW_ROWS = 512
+"""Up to so many rows, kernels load them without a pipeline: each SM gets too few to fill one. RMSNorm of 256 rows took
+3.8 us without and 4.4 with it, of 1024 rows 10.9 and 10.8 (7168 bfloat16, H200, 2026-11-23)."""
+FEW_ROWS_OF_AN_SM = 4
 """The same for each SM, where a caller limits their number."""
+MANY_ROWS = 8192
+"""From so many rows on, norms of one input load without a pipeline too, if they may take the whole GPU: one block for
+each row, which the hardware schedules. A pipeline's blocks have fixed rows, so all wait for the slowest SM: RMSNorm of
+16384 rows took 116.8 us without, 122 with it, and the copy 113 (same machine)."""
+SOME_ROWS = 513
+"""The same for kernels of several inputs and for those that work on each element alone: x + residual and its norm of
+4096 rows took 59.8 us without and 63.2 with a pipeline, and the copy 58.6 (same machine)."""
 SHARED_BYTES = 220 << 10
 """Shared memory that a block may use: what a block of Hopper has, 227 KiB, less a reserve."""
 TILE_BYTES = 8 << 10
@@ -27,11 +35,20 @@ CONSUMER_WARPS = 11
 """Warps of a block that compute. With the producer each quarter of an SM has three, and a thread 168 registers; with
 one warp more it would have 128."""
 WIDE_WARPS = 15
-"""The same for rows of more than WIDE elements, of which 11 warps would hold too much a thread."""
+"""The same where a thread then needs at most LIGHT registers, or for rows of more than WIDE elements, of which 11 warps
+would hold too much a thread. RMSNorm to 8-bit floats of 16384 rows took 91.3 us with three groups of five warps, and
+114 with two groups (7168 bfloat16, H200, 2026-11-23)."""
+LIGHT = 72
+LONG_ROW = 4096
+"""Elements of a row from which on a gradient's block is one group. Eight warps are faster up to MANY_ROWS, four from
+there on: RMSNorm backward of 4096 rows 49.8 and 53.3 us, of 16384 rows 183.6 and 174.8 (same machine)."""
+GRADIENT_REGISTERS = 160
+"""Of a thread of such a group, for all that it holds."""
 WIDE = 22528
 PLAIN_WARPS = 16
-DEEPEST = 6
-"""Stages of a group, unless a caller asks for more."""
+DEEPEST = 3
+"""Stages of a group, unless a caller asks for more. With six the same RMSNorm took 5 % longer: more rows under way at
+once spread over more pages of memory."""
 SUM_BYTES = 16
 """Of a warp, for the sums of a group; there are two places for it."""
 
@@ -99,6 +116,13 @@ class RowWork:
     """32-bit registers that a thread needs for eight elements of a row, everything that it holds together."""
     budget: int | None = None
     """Registers of a thread for all that it holds; None: REGISTERS."""
+    scheduled_from: int | None = None
+    """From so many rows on, many blocks without a pipeline are faster on the whole GPU; None: never."""
+
+    @property
+    def gradients(self) -> bool:
+        """Whether groups also sum the gradient of a vector over their rows."""
+        return self.budget is not None
 
     @property
     def row_bytes(self) -> int:
@@ -113,11 +137,13 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     """The shape for rows that a group of warps holds in registers.
 
     >>> row_shape(RowWork(rows=4096, hidden=7168, eight_bytes=16, registers=8), Limits())
-    PipeShape(loading='PIPED', groups=2, warps=5, stages=12, stage_bytes=14336, tile_rows=1, piece=0)
+    PipeShape(loading='PIPED', groups=3, warps=5, stages=9, stage_bytes=14336, tile_rows=1, piece=0)
     >>> row_shape(RowWork(4096, 7168, 16, 8), Limits(stages=1))
-    PipeShape(loading='PIPED', groups=1, warps=11, stages=1, stage_bytes=14336, tile_rows=1, piece=0)
+    PipeShape(loading='PIPED', groups=1, warps=15, stages=1, stage_bytes=14336, tile_rows=1, piece=0)
     >>> row_shape(RowWork(128, 7168, 16, 8), Limits())
-    PipeShape(loading='PLAIN', groups=1, warps=8, stages=1, stage_bytes=0, tile_rows=1, piece=0)
+    PipeShape(loading='PLAIN', groups=1, warps=7, stages=1, stage_bytes=0, tile_rows=1, piece=0)
+    >>> row_shape(RowWork(16384, 7168, 16, 8, scheduled_from=MANY_ROWS), Limits())
+    PipeShape(loading='PLAIN', groups=1, warps=4, stages=1, stage_bytes=0, tile_rows=1, piece=0)
     >>> row_shape(RowWork(100000, 64, 16, 8), Limits()).tile_rows  # 8 KiB of rows in each tile
     64
     >>> row_shape(RowWork(4096, 32768, 64, 20), Limits()).loading  # two float32 inputs: no two rows fit into an SM
@@ -127,14 +153,20 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
     fitting = (SHARED_BYTES - 1024) // stage_bytes
-    loading = limits.loading or _loading(work.rows, limits)
+    loading = limits.loading or _loading(work, limits)
     if loading == "PLAIN" or fitting < (1 if limits.stages or limits.loading else 2):
-        groups = _groups(eights, max(1, budget // 2 // work.registers), PLAIN_WARPS)
-        warps = PLAIN_WARPS // groups
-        if limits.sms is None:  # many small blocks on each SM
-            groups = max(1, 4 // warps)
+        vectors = max(1, budget // 2 // work.registers)
+        if limits.sms is not None:
+            groups = _groups(eights, vectors, PLAIN_WARPS)
+            return PipeShape("PLAIN", groups, PLAIN_WARPS // groups, groups, 0)
+        if work.scheduled_from == MANY_ROWS and work.rows >= MANY_ROWS:
+            vectors = 2 * vectors  # more bytes under way in each thread, and less to wait for at a row's barrier
+        warps = min(PLAIN_WARPS, -(-eights // (32 * vectors)))
+        groups = max(1, 4 // warps)  # many small blocks on each SM
         return PipeShape("PLAIN", groups, warps, groups, 0)
-    consumers = WIDE_WARPS if work.hidden > WIDE else CONSUMER_WARPS
+    if loading == "PIPED" and limits.stages is None and work.gradients and work.hidden >= LONG_ROW:
+        return _gradient_shape(work, stage_bytes, fitting)
+    consumers = _consumers(work, eights, budget)
     most = _groups(eights, max(1, budget // work.registers), consumers)
     if loading == "IN_TURN":
         groups = stages = min(most, fitting)
@@ -155,9 +187,9 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     >>> piece_shape(RowWork(4096, 2048, 32), Limits(stages=8))
     PipeShape(loading='PIPED', groups=4, warps=2, stages=8, stage_bytes=16384, tile_rows=2, piece=256)
     >>> piece_shape(RowWork(4096, 64, 16), Limits())
-    PipeShape(loading='PIPED', groups=11, warps=1, stages=44, stage_bytes=4096, tile_rows=32, piece=8)
+    PipeShape(loading='PIPED', groups=11, warps=1, stages=33, stage_bytes=4096, tile_rows=32, piece=8)
     """
-    loading = limits.loading or _loading(work.rows, limits)
+    loading = limits.loading or _loading(work, limits)
     if loading == "PLAIN":
         groups = 4 if limits.sms is None else PLAIN_WARPS
         tile_rows, piece = _tile(work, PIECE)
@@ -177,14 +209,40 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     return PipeShape(loading, groups, warps, stages, tile_rows * piece * work.eight_bytes, tile_rows, piece)
 
 
-def _loading(rows: int, limits: Limits) -> Loading:
+def _loading(work: RowWork, limits: Limits) -> Loading:
     """Whether to use the pipeline. This is the one place that decides it.
 
-    >>> _loading(1000, Limits()), _loading(1000, Limits(sms=48)), _loading(1000, Limits(stages=1))
+    >>> few, many = RowWork(500, 7168, 16), RowWork(9000, 7168, 16, scheduled_from=MANY_ROWS)
+    >>> _loading(few, Limits()), _loading(few, Limits(sms=48)), _loading(few, Limits(stages=1))
     ('PLAIN', 'PIPED', 'PIPED')
+    >>> _loading(many, Limits()), _loading(many, Limits(sms=48))
+    ('PLAIN', 'PIPED')
     """
+    if limits.stages is not None:
+        return "PIPED"
+    if work.gradients and work.hidden >= LONG_ROW:
+        return "PIPED"
     few = FEW_ROWS if limits.sms is None else min(FEW_ROWS, FEW_ROWS_OF_AN_SM * limits.sms)
-    return "PLAIN" if rows <= few and limits.stages is None else "PIPED"
+    scheduled = limits.sms is None and work.scheduled_from is not None and work.rows >= work.scheduled_from
+    return "PLAIN" if work.rows <= few or scheduled else "PIPED"
+
+
+def _gradient_shape(work: RowWork, stage_bytes: int, fitting: int) -> PipeShape:
+    """One group, because each has a row of sums for each vector.
+
+    >>> _gradient_shape(RowWork(4096, 7168, 32, 20, budget=96), 28672, 7)
+    PipeShape(loading='PIPED', groups=1, warps=8, stages=4, stage_bytes=28672, tile_rows=1, piece=0)
+    """
+    warps, stages = (8, 4) if work.rows < MANY_ROWS else (4, 5)
+    needed = -(-work.hidden // 8 // (32 * max(1, GRADIENT_REGISTERS // work.registers)))
+    return PipeShape("PIPED", 1, min(WIDE_WARPS, max(warps, needed)), min(stages, fitting), stage_bytes)
+
+
+def _consumers(work: RowWork, eights: int, budget: int) -> int:
+    """Warps of a block that compute on rows."""
+    groups = _groups(eights, max(1, budget // work.registers), WIDE_WARPS)
+    held = -(-eights // (32 * (WIDE_WARPS // groups))) * work.registers
+    return WIDE_WARPS if work.hidden > WIDE or (budget == REGISTERS and held <= LIGHT) else CONSUMER_WARPS
 
 
 SCALED_EIGHTS = 16
@@ -212,7 +270,7 @@ def _divided(most_groups: int, fitting: int, asked: int | None) -> tuple[int, in
     """Groups and stages of a block. A group has at least two stages if there are two; `asked` is bounded by `fitting`.
 
     >>> _divided(3, 15, None), _divided(3, 7, None), _divided(3, 15, 8), _divided(3, 15, 3), _divided(12, 64, 2)
-    ((3, 15), (3, 6), (2, 8), (1, 3), (1, 2))
+    ((3, 9), (3, 6), (2, 8), (1, 3), (1, 2))
     """
     if asked is None:
         groups = max(1, min(most_groups, fitting // 2))
