@@ -35,8 +35,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Errors shorten long paths, so the tests' folder has a short one. After a failure it stays.
 unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan"), in WORKERS processes
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST)
+	@folder=$$(mktemp -d /tmp/XXXXXX) && \
+	  $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --basetemp=$$folder/t $(PYTEST) && rm -rf $$folder
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf

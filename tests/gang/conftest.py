@@ -187,7 +187,7 @@ def ray_head(
     finally:
         process.terminate()
         try:
-            process.wait(timeout=15)
+            process.wait(timeout=3)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(timeout=10)

@@ -132,7 +132,7 @@ def test_a_duplicate_rank_is_refused_and_the_other_ranks_join(
         assert not ray.wait([first], timeout=0.05)[0]
     assert "rank 1 is taken by pid" in ray.get(engines[2].join.remote("twofold", 1, 2, 30.0), timeout=30)
     assert ray.get([engines[0].join.remote("twofold", 0, 2, 30.0), first], timeout=30) == ["joined on cpu"] * 2
-    assert meetings_end(5), "the meeting has not ended"
+    assert meetings_end(20), "the meeting has not ended"
 
 
 def test_a_meeting_outlives_its_first_rank_and_ends_by_itself(

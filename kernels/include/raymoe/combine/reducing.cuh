@@ -133,7 +133,8 @@ class ReduceLane {
         __syncwarp();
     }
 
-    // The last step of a piece also pushes its stamp. No thread reads the bytes after a row's end, up to a multiple of 16.
+    // The last step of a piece also pushes its stamp. No thread reads the bytes behind a row's end, up to a multiple of
+    // 16.
     __device__ __forceinline__ void push_step(u8* slot, u32 stage, u32 step, u32 last, u32 number) const {
         const u32 end = min(step + STEP, last);
         const u32 bytes = ((end - step) * Crossed::BYTES + 15) & ~15u;
