@@ -152,7 +152,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     eights, budget = work.hidden // 8, work.budget or REGISTERS
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
-    fitting = (SHARED_BYTES - 1024) // stage_bytes
+    fitting = (SHARED_BYTES - 2048) // stage_bytes
     loading = limits.loading or _loading(work, limits)
     if loading == "PLAIN" or fitting < (1 if limits.stages or limits.loading else 2):
         vectors = max(1, budget // 2 // work.registers)

@@ -18,7 +18,7 @@ from raymoe.device.pipe_pieces import (
 from raymoe.device.pipe_shape import Limits, Loading
 
 ROWS = 4096
-PIPED, IN_TURN, PLAIN = Limits(), Limits(loading="IN_TURN"), Limits(loading="PLAIN")
+PIPED, IN_TURN, PLAIN = Limits(loading="PIPED"), Limits(loading="IN_TURN"), Limits(loading="PLAIN")
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

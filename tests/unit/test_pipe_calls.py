@@ -60,10 +60,13 @@ def test_a_pipeline_has_a_block_on_each_sm_and_no_more_than_tiles() -> None:
     assert few.blocks(132) == 40
 
 
-def test_few_rows_go_without_a_pipeline_on_as_many_blocks_as_fit() -> None:
-    call = rms_norm_call(RmsNorm(big(1000, 7168), big(7168), big(1000, 7168)), Limits())
+@pytest.mark.parametrize("rows", [400, 16384])
+def test_few_and_many_rows_go_without_a_pipeline_in_a_block_each(rows: int) -> None:
+    call = rms_norm_call(RmsNorm(big(rows, 7168), big(7168), big(rows, 7168)), Limits())
     assert call.fills and dict(call.source.defines)["PIPE_LOADING"] == "PLAIN"
-    assert (call.blocks(528), call.blocks(4000)) == (528, 1000)
+    assert call.blocks(call.tiles) == rows
+    limited = rms_norm_call(RmsNorm(big(rows, 7168), big(7168), big(rows, 7168)), Limits(48))
+    assert not limited.fills and limited.blocks(48) == 48
 
 
 def test_the_memory_of_a_backward_has_a_row_for_each_group() -> None:
