@@ -24,6 +24,10 @@ MANY_ROWS = 8192
 """From so many rows on, norms of one input load without a pipeline too, if they may take the whole GPU: one block for
 each row, which the hardware schedules. A pipeline's blocks have fixed rows, so all wait for the slowest SM: RMSNorm of
 16384 rows took 116.8 us without, 122 with it, and the copy 113 (same machine)."""
+MANY_ROWS_BYTES = 112
+"""Of a row, in each thread of such a block: four warps for 7168 bfloat16. A weight is then loaded again for each row,
+so threads need few registers and more blocks fit on an SM. With five warps LayerNorm of 16384 rows took 167 us, with
+four 119 (same machine)."""
 SOME_ROWS = 513
 """The same for kernels of several inputs and for those that work on each element alone: x + residual and its norm of
 4096 rows took 59.8 us without and 63.2 with a pipeline, and the copy 58.6 (same machine)."""
@@ -38,7 +42,7 @@ WIDE_WARPS = 15
 """The same where a thread then needs at most LIGHT registers, or for rows of more than WIDE elements, of which 11 warps
 would hold too much a thread. RMSNorm to 8-bit floats of 16384 rows took 91.3 us with three groups of five warps, and
 114 with two groups (7168 bfloat16, H200, 2026-11-23)."""
-LIGHT = 72
+LIGHT = 64
 LONG_ROW = 4096
 """Elements of a row from which on a gradient's block is one group. Eight warps are faster up to MANY_ROWS, four from
 there on: RMSNorm backward of 4096 rows 49.8 and 53.3 us, of 16384 rows 183.6 and 174.8 (same machine)."""
@@ -160,7 +164,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
             groups = _groups(eights, vectors, PLAIN_WARPS)
             return PipeShape("PLAIN", groups, PLAIN_WARPS // groups, groups, 0)
         if work.scheduled_from == MANY_ROWS and work.rows >= MANY_ROWS:
-            vectors = 2 * vectors  # more bytes under way in each thread, and less to wait for at a row's barrier
+            vectors = MANY_ROWS_BYTES // work.eight_bytes
         warps = min(PLAIN_WARPS, -(-eights // (32 * vectors)))
         groups = max(1, 4 // warps)  # many small blocks on each SM
         return PipeShape("PLAIN", groups, warps, groups, 0)

@@ -191,7 +191,7 @@ def test_gradients_are_the_same_in_every_run() -> None:
 
 
 def test_calls_can_be_captured_after_a_first_one() -> None:
-    x, weight = rows_of(600, 1024), rows_of(1, 1024, seed=5)[0]
+    x, weight = rows_of(600, 1096), rows_of(1, 1096, seed=5)[0]  # a shape of no other test
     out = torch.empty_like(x)
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(ConfigError, match="call it once before the capture"), torch.cuda.graph(graph):
@@ -201,7 +201,7 @@ def test_calls_can_be_captured_after_a_first_one() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         rms_norm(RmsNorm(x, weight, out, EPS))
-    x.copy_(rows_of(600, 1024, seed=3))
+    x.copy_(rows_of(600, 1096, seed=3))
     graph.replay()
     close(out, rms_of(x, weight), size=0.1)
 

@@ -17,6 +17,8 @@ from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 
 pytestmark = [*NEEDS_GPU, pytest.mark.perf]
 
+LAUNCH_US = 6
+"""Of a kernel that does nothing, at most: its launch, and the first rows on their way."""
 HIDDEN, FFN, SETS, REPLAYS = 7168, 2048, 4, 20
 """Each replay runs SETS calls on tensors of their own: together more than the L2 cache holds."""
 Call = Callable[[], None]
@@ -135,4 +137,4 @@ def test_swiglu_takes_the_time_of_the_rows_that_are_there() -> None:
     copy = copied(count * FFN * 5)
     print(f"swiglu to fp8: {whole:.1f} us, a quarter {quarter:.1f} us, copy {copy:.1f} us")
     assert copy / whole >= 0.90
-    assert quarter <= 0.35 * whole
+    assert quarter <= 0.25 * whole + LAUNCH_US
