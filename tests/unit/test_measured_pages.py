@@ -203,6 +203,25 @@ def eager() -> Table:
     return Table("performance.md", "calls, tokens", columns, backend_and_tokens)
 
 
+def operation_and_rows(cell: str) -> Mapping[str, object]:
+    name, count = cell.split(", ")
+    return {"op": name.strip("`")} | tokens(count)
+
+
+def systems_of_rows() -> Table:
+    names = ("raymoe", "in_turn", "eager", "compile", "copy", "pipelined_copy")
+    columns = {f"`{name}`": Column("norm_h200", "yvsq", {"backend": name}) for name in names}
+    return Table("kernels.md", "operation, rows", columns, operation_and_rows)
+
+
+def stages_of_rows(op: str) -> Table:
+    def column(backend: str, stages: int) -> Column:
+        return Column("norm_sms_h200", "qpty", {"backend": backend, "op": op, "case stages": stages})
+
+    columns = {f"{count} stage{'s' * (count > 1)}": column("raymoe", count) for count in (1, 2, 4, 8)}
+    return Table("kernels.md", f"SMs, `{op}`", columns | {"`in_turn`": column("in_turn", 8)}, sms)
+
+
 POINTS = {
     "first row out": "first push",
     "told": "told",
@@ -235,6 +254,9 @@ TABLES = [
     by_sms("SMs, 2× H200", "bench_sms_h200x2", "juoe"),
     zipf("tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
     zipf("tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
+    systems_of_rows(),
+    stages_of_rows("rms_norm"),
+    stages_of_rows("rms_norm_fp8"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
     timeline("tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
