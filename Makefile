@@ -6,7 +6,6 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 CONFIG ?= quickstart
 PYTEST ?=
-WORKERS ?= 2
 MODELS := $(addprefix exchange_,deepseek_v3 gpt_oss_120b kimi_k2 mixtral_8x22b qwen3_235b)
 FULL   := --set 'matrix.shape.tokens=[1, 128, 4096, 8192]' --set 'matrix.routing.kind=[uniform, zipf]' --set routing.alpha=1.2
 FP8    := --set 'matrix.exchange.backend=[fused, staged, row_push]' --set exchange.wire=float8_e4m3 --set exchange.output=raw
@@ -35,10 +34,15 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Errors shorten long paths, so the tests' folder has a short one. After a failure it stays.
-unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan"), in WORKERS processes
-	@folder=$$(mktemp -d /tmp/XXXXXX) && \
-	  $(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --basetemp=$$folder/t $(PYTEST) && rm -rf $$folder
+# Tests of Ray mostly wait, so they run beside all others. Their output comes at the end.
+unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan")
+ifeq ($(PYTEST),)
+	@log=$$(mktemp) && { $(BIN)/pytest tests/gang >$$log 2>&1 & } && gang=$$! && trap "kill $$gang" INT TERM && \
+	  { $(BIN)/pytest raymoe tests/gpu tests/unit; others=$$?; wait $$gang; code=$$?; cat $$log; rm -f $$log; \
+	    [ $$others = 0 ] && [ $$code = 0 ]; }
+else
+	$(BIN)/pytest $(PYTEST)
+endif
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf

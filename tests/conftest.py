@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-TESTS = Path(__file__).parent
 MARK = "RAYMOE_TEST_SESSION"
 GRACE_S = 10.0
 
@@ -23,20 +22,6 @@ settings.register_profile(
     "raymoe", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("raymoe")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let one worker of `pytest -n` run all tests of Ray, one all tests of GPUs, and the others file after file.
-
-    Tests of Ray share a head and count processes, and mostly wait. They are the longest group, so they begin first.
-    """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        together = item.path.parent in (TESTS / "gang", TESTS / "gpu")
-        item.add_marker(pytest.mark.xdist_group(str(item.path.parent if together else item.path)))
-    items.sort(key=lambda item: item.path.parent != TESTS / "gang")
 
 
 @pytest.fixture(scope="session", autouse=True)
