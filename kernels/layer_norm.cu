@@ -1,7 +1,7 @@
 // LayerNorm of rows: y = (x - mean) / sqrt(variance + eps) * weight + bias.
 //
 // A group of warps holds a row in registers (pipe/rows.cuh). The variance is the mean of (x - mean)^2, so it takes a
-// second sum over the registers. The difference of two large sums would lose it where the mean is far from zero.
+// second sum over the registers: the difference of two large sums would lose it where the mean is far from zero.
 //
 // Rows come and leave through the stages of pipe/pipe.cuh; y takes the place of x. With FP8 it leaves as 8-bit floats,
 // quantised from float32, by ordinary stores.
@@ -47,24 +47,22 @@ __device__ __forceinline__ float sum_of_squares(const Part<ROW_TYPE>& x, float m
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST_BLOCKS)
     layer_norm(const __grid_constant__ raymoe::NormParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
     Pipe<1> pipe(p.work, p.inputs, shared);
     const Vector<WEIGHT_TYPE> weight(p.weight);
-    const Vector<WEIGHT_TYPE> bias(BIAS ? p.bias : p.weight);
+    const Vector<WEIGHT_TYPE, !FP8> bias(BIAS ? p.bias : p.weight);  // quantising needs the registers
     GroupSums sums(pipe.sums());
     pipe.run([&](const Tile& tile) {
 #pragma unroll 1
         for (u32 r = 0; r < tile.rows; ++r) {
             const Part<ROW_TYPE> x = Part<ROW_TYPE>::of_row(p.inputs[0], tile, r);
-            float sum[1] = {sum_of(x)};
-            sums.add(sum);
-            const float mean = sum[0] * ONE_OVER_HIDDEN;
-            float squares[1] = {sum_of_squares(x, mean)};
-            sums.add(squares);
-            const float factor = rsqrtf(squares[0] * ONE_OVER_HIDDEN + p.eps);
+            const auto row = Moments::of<1>(sums, sum_of(x), [&](float mean, float(&parts)[1]) {
+                parts[0] = sum_of_squares(x, mean);
+            });
+            const float factor = rsqrtf(row.squares * ONE_OVER_HIDDEN + p.eps), shift = -row.mean * factor;
             put_results(p, tile, r, [&](u32 i, float (&y)[8]) {
                 float by[8], more[8];
                 x.again(i, y);
@@ -74,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
                 }
 #pragma unroll
                 for (u32 j = 0; j < 8; ++j) {
-                    y[j] = (y[j] - mean) * factor * by[j] + (BIAS ? more[j] : 0.0f);
+                    y[j] = (y[j] * factor + shift) * by[j] + (BIAS ? more[j] : 0.0f);
                 }
             });
         }

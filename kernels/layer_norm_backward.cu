@@ -26,7 +26,7 @@ __device__ __forceinline__ float sum_of(const RowAgain<ROW_TYPE>& x) {
     return sum;
 }
 
-// The sums of c^2, of g and of g * c. Elements after the row's end do not count: their dy and weight are zero.
+// The sums of c^2, of g * c and of g. Elements after the row's end do not count: their dy and weight are zero.
 __device__ __forceinline__ void add_to(float (&sums)[3], const RowAgain<ROW_TYPE>& x, float mean,
                                        const RowAgain<ROW_TYPE>& dy, const Vector<WEIGHT_TYPE>& weight) {
 #pragma unroll
@@ -37,21 +37,20 @@ __device__ __forceinline__ void add_to(float (&sums)[3], const RowAgain<ROW_TYPE
         weight.unpack(i, by);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
-            const float c = is_there(i) ? a[j] - mean : 0.0f;
+            const float c = a[j] - mean, product = g[j] * by[j];
             parts[0] += c * c;
-            parts[1] += g[j] * by[j];
-            parts[2] += g[j] * by[j] * c;
+            parts[1] += product * c;
+            parts[2] += product;
         }
-#pragma unroll
-        for (u32 k = 0; k < 3; ++k) {
-            sums[k] += parts[k];
-        }
+        sums[0] += is_there(i) ? parts[0] : 0.0f;
+        sums[1] += parts[1];
+        sums[2] += parts[2];
     }
 }
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST_BLOCKS)
     layer_norm_backward(const __grid_constant__ raymoe::NormBackwardParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
@@ -64,14 +63,12 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
         for (u32 r = 0; r < tile.rows; ++r) {
             const RowAgain<ROW_TYPE> dy(p.inputs[0], tile, r);
             const RowAgain<ROW_TYPE> x(p.inputs[1], tile, r);
-            float first[1] = {sum_of(x)};
-            sums.add(first);
-            const float mean = first[0] * ONE_OVER_HIDDEN;
-            float all[3] = {};
-            add_to(all, x, mean, dy, weight);
-            sums.add(all);
-            const float factor = rsqrtf(all[0] * ONE_OVER_HIDDEN + p.eps), middle = all[1] * ONE_OVER_HIDDEN;
-            const float along = all[2] * ONE_OVER_HIDDEN * factor * factor;
+            const auto row = Moments::of<3>(sums, sum_of(x), [&](float mean, float(&parts)[3]) {
+                add_to(parts, x, mean, dy, weight);
+            });
+            const float factor = rsqrtf(row.squares * ONE_OVER_HIDDEN + p.eps), shift = -row.mean * factor;
+            const float along = -row.along * ONE_OVER_HIDDEN * factor * factor;
+            const float middle = -row.of_g * ONE_OVER_HIDDEN * factor;
 #pragma unroll
             for (u32 i = 0; i < VECTORS; ++i) {
                 float a[8], g[8], by[8];
@@ -80,10 +77,10 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
                 weight.unpack(i, by);
 #pragma unroll
                 for (u32 j = 0; j < 8; ++j) {
-                    const float c = a[j] - mean;
-                    of_weight.sums[i][j] += g[j] * c * factor;
+                    const float normed = a[j] * factor + shift;
+                    of_weight.sums[i][j] += g[j] * normed;
                     of_bias.sums[i][j] += g[j];
-                    a[j] = factor * (g[j] * by[j] - middle - c * along);
+                    a[j] = normed * along + (g[j] * by[j] * factor + middle);
                 }
                 if (is_there(i)) {
                     put(Elements<ROW_TYPE>::pack(a), p.dx, tile, r, eight_of(i));
@@ -92,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
         }
         pipe.store(tile, [&] { store_tile(p.dx, tile); });
     });
+    ptx::let_next_kernel_begin();
     if (is_consumer()) {
         of_weight.store(p.partials, 0);
         of_bias.store(p.partials, 1);

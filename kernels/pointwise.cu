@@ -122,7 +122,7 @@ __device__ __forceinline__ void put_rows(const PointwiseParams& p, const Tile& t
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST_BLOCKS)
     pointwise(const __grid_constant__ raymoe::PointwiseParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];

@@ -65,7 +65,7 @@ __device__ __forceinline__ float sum_of_squares(const Part<ROW_TYPE>& x) {
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST_BLOCKS)
     rms_norm(const __grid_constant__ raymoe::NormParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];

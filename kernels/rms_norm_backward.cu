@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_to(float (&sums)[2], const RowAgain<ROW_TYPE
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST_BLOCKS)
     rms_norm_backward(const __grid_constant__ raymoe::NormBackwardParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
             add_to(both, x, dy, weight);
             sums.add(both);
             const float factor = rsqrtf(both[0] * ONE_OVER_HIDDEN + p.eps);
-            const float along = both[1] * ONE_OVER_HIDDEN * factor * factor;
+            const float along = -both[1] * ONE_OVER_HIDDEN * factor * factor;
 #pragma unroll
             for (u32 i = 0; i < VECTORS; ++i) {
                 float a[8], g[8], by[8];
@@ -63,8 +63,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
                 weight.unpack(i, by);
 #pragma unroll
                 for (u32 j = 0; j < 8; ++j) {
-                    of_weight.sums[i][j] += g[j] * a[j] * factor;
-                    a[j] = factor * (g[j] * by[j] - a[j] * along);
+                    const float normed = a[j] * factor;
+                    of_weight.sums[i][j] += g[j] * normed;
+                    a[j] = normed * along + g[j] * by[j] * factor;
                 }
                 if constexpr (ADD) {
                     take<ROW_TYPE>(p.inputs[2], tile, r, eight_of(i), is_there(i)).unpack(g);
@@ -80,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
         }
         pipe.store(tile, [&] { store_tile(p.dx, tile); });
     });
+    ptx::let_next_kernel_begin();
     if (is_consumer()) {
         of_weight.store(p.partials, 0);
     }

@@ -1,7 +1,7 @@
 // Adds the rows of partial sums that the groups of a backward kernel have stored, always in the same order.
 //
-// A block has COLUMNS columns of one vector. Its warps take every eighth row, each thread four columns; then the first
-// warp adds the eight sums. The partials are few enough to be in the L2 cache still.
+// A block has COLUMNS columns of one vector. Its warps take every 16th row, each thread four columns; then the first
+// warp adds their sums. The partials are few enough to be in the L2 cache still.
 
 #include "raymoe/base/vectors.cuh"
 
@@ -11,7 +11,7 @@
 
 namespace raymoe {
 
-constexpr u32 SUM_WARPS = 8, COLUMNS = 128;  // COLUMNS of raymoe/device/pipe_backward.py
+constexpr u32 SUM_WARPS = 16, COLUMNS = 128;  // COLUMNS of raymoe/device/pipe_backward.py
 
 struct SumPartialsParams {
     const u8* partials;  // float32 [vectors][rows][hidden]
@@ -35,9 +35,9 @@ struct Four {
     }
 };
 
-// Adds rows `warp`, `warp` + 8, ... of four columns.
+// Adds rows `warp`, `warp` + SUM_WARPS, ... of four columns.
 __device__ __forceinline__ Four sum_of_rows(const u8* partials, u32 warp, u32 rows, u64 row_bytes) {
-    constexpr u32 UNROLL = 4;  // rows whose loads overlap
+    constexpr u32 UNROLL = 8;  // rows whose loads overlap
     Four sum = {};
 #pragma unroll 1
     for (u32 begin = warp; begin < rows; begin += UNROLL * SUM_WARPS) {
@@ -82,9 +82,11 @@ __device__ __forceinline__ void sum_part(const SumPartialsParams& p, u32 vector,
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(256, 2) sum_partials(const __grid_constant__ raymoe::SumPartialsParams p) {
+extern "C" __global__ void __launch_bounds__(raymoe::SUM_WARPS * 32, 1)
+    sum_partials(const __grid_constant__ raymoe::SumPartialsParams p) {
     using namespace raymoe;
     extern __shared__ __align__(16) u8 shared[];  // a row of COLUMNS sums for each warp
+    ptx::wait_for_kernel_before();  // it stores the partials
     for (u32 unit = blockIdx.x; unit < p.vectors * p.parts; unit += gridDim.x) {
         const u32 vector = unit / p.parts;
         sum_part(p, vector, unit - vector * p.parts, ptx::shared_address(shared));

@@ -56,15 +56,15 @@ __device__ __forceinline__ void quantise_rows(const SwigluParams& p, const Tile&
     const u32 thread = thread_in_group();
 #pragma unroll 1
     for (u32 r = 0; r < tile.rows; ++r) {
-        float values[PIECE_VECTORS][8];
+        float values[PIPE_VECTORS][8];
 #pragma unroll
-        for (u32 i = 0; i < PIECE_VECTORS; ++i) {
+        for (u32 i = 0; i < PIPE_VECTORS; ++i) {
             const u32 eight = i * GROUP_THREADS + thread;
             const bool there = eight < tile.eights;
             swiglu_of(take<ROW_TYPE>(p.inputs[0], tile, r, eight, there),
                       take<ROW_TYPE>(p.inputs[1], tile, r, eight, there), values[i]);
         }
-        quantise_row<PIECE_VECTORS>(p.fp8, tile.row + r, tile.first + thread, GROUP_THREADS, tile.first + tile.eights,
+        quantise_row<PIPE_VECTORS>(p.fp8, tile.row + r, tile.first + thread, GROUP_THREADS, tile.first + tile.eights,
                                     [&](u32 i, float (&into)[8]) {
 #pragma unroll
                                         for (u32 j = 0; j < 8; ++j) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void quantise_rows(const SwigluParams& p, const Tile&
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST_BLOCKS)
     swiglu(const __grid_constant__ raymoe::SwigluParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];

@@ -47,7 +47,7 @@ __device__ __forceinline__ void put_gradients(const SwigluBackwardParams& p, con
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST_BLOCKS)
     swiglu_backward(const __grid_constant__ raymoe::SwigluBackwardParams p) {
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];

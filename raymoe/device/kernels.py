@@ -126,8 +126,11 @@ class Launch:
     from run to run must lie in memory that the struct points to.
     """
 
-    def __init__(self, function: Function, shape: Shape, params: Params, *, waits: bool = True) -> None:
-        """`waits`: blocks wait for peers or for one another, so all must be resident at once."""
+    def __init__(
+        self, function: Function, shape: Shape, params: Params, *, waits: bool = True, early: bool = False
+    ) -> None:
+        """`waits`: blocks wait for peers or for one another, so all must be resident at once. `early`: the kernel may
+        begin before the one before it in the stream has ended; it waits for that by ptx::wait_for_kernel_before."""
         _check(function, shape, params, waits)
         self.function = function
         self.shape = shape
@@ -143,6 +146,12 @@ class Launch:
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = shape.threads, 1, 1
         self._config.sharedMemBytes = shape.shared_bytes
         self._config.numAttrs = 0
+        if early:
+            attribute = bindings().CUlaunchAttribute()
+            attribute.id = bindings().CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            self._config.attrs = [attribute]
+            self._config.numAttrs = 1
         self._config.hStream = 0
         self._stream = 0
         self._launch = bindings().cuLaunchKernelEx

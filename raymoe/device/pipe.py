@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import F32, U32, Address, Params
 from raymoe.device.pipe_launch import KernelCall, launch
-from raymoe.device.pipe_shape import MANY_ROWS, SOME_ROWS, Limits, RowWork, row_shape
+from raymoe.device.pipe_shape import Limits, RowWork, row_shape
 from raymoe.device.pipe_tensors import (
     STRUCTS,
     PipeFp8,
@@ -135,8 +135,7 @@ class _Norm:
         one_dtype([*self.inputs, *self.outputs[quantised:]])
         registers = registers_of(x) + sum(map(registers_of, vectors))
         eight_bytes = len(self.inputs) * 8 * x.element_size()
-        scheduled = None if quantised else MANY_ROWS if len(self.inputs) == 1 else SOME_ROWS
-        work = RowWork(rows, check_hidden(hidden), eight_bytes, registers, scheduled_from=scheduled)
+        work = RowWork(rows, check_hidden(hidden), eight_bytes, len(self.inputs), registers, quantised=quantised)
         shape = row_shape(work, limits)
         placed = in_stage(self.inputs, shape)
         outputs = [

@@ -31,7 +31,7 @@ from raymoe.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-COLUMNS, SUM_THREADS = 128, 256
+COLUMNS, SUM_THREADS = 128, 512
 """Columns that a block of sum_partials.cu adds at a time, and its threads: a row of sums for each warp is shared."""
 
 
@@ -122,8 +122,9 @@ def backward_calls(call: RmsNormBackward | LayerNormBackward, limits: Limits) ->
     one_dtype([call.weight, *vectors])
     # x, dy and a weight, and float32 sums of each vector's gradient
     registers = 2 * registers_of(call.x) + registers_of(call.weight) + 8 * len(vectors)
+    eight_bytes = 8 * len(inputs) * call.x.element_size()
     shape = row_shape(
-        RowWork(rows, check_hidden(hidden), 8 * len(inputs) * call.x.element_size(), registers, BUDGET), limits
+        RowWork(rows, check_hidden(hidden), eight_bytes, len(inputs), registers, gradients=len(vectors)), limits
     )
     placed = in_stage(inputs, shape)
     work = work_of(shape, rows, hidden)
@@ -132,7 +133,8 @@ def backward_calls(call: RmsNormBackward | LayerNormBackward, limits: Limits) ->
     types = (("HIDDEN", str(hidden)), ("ROW_TYPE", row_type(call.x)), ("WEIGHT_TYPE", row_type(call.weight)))
     source = KernelSource(stem, (NormBackwardParams, PipeRows, PipeWork), (*types, *shape.defines, *added))
     at_once = shape.groups if shape.loading == "PLAIN" else 1
-    groups = min(-(-work.tiles // at_once), limits.sms) * shape.groups  # none without rows
+    blocks = min(-(-work.tiles // at_once), limits.sms * shape.blocks_of_sm)  # none without rows
+    groups = blocks * shape.groups
     partials = torch.empty(len(vectors), groups, hidden, dtype=torch.float32, device=call.x.device)
     dx = rows_of(call.dx, "dx", call.x.shape, placed[1].offset)
     weight = vector_of(call.weight, hidden, "weight")
@@ -142,12 +144,9 @@ def backward_calls(call: RmsNormBackward | LayerNormBackward, limits: Limits) ->
     out = [vector_of(each, hidden, "the gradient of a vector") for each in vectors]
     summing = SumPartialsParams(partials.data_ptr(), (*out, 0)[:2], groups, hidden, parts, len(vectors))
     summed = KernelSource("sum_partials", (SumPartialsParams,), types[2:])
-    sums = KernelCall(summed, SUM_THREADS, SUM_THREADS // 32 * COLUMNS * 4, summing, parts * len(vectors))
+    shared_bytes = SUM_THREADS // 32 * COLUMNS * 4
+    sums = KernelCall(summed, SUM_THREADS, shared_bytes, summing, parts * len(vectors), early=bool(rows))
     return BackwardCalls(gradients, sums, partials, limits.sms)
-
-
-BUDGET = 96
-"""Registers of a thread for parts of rows, vectors and gradients."""
 
 
 def _limits_of(call: RmsNormBackward | LayerNormBackward, limits: Limits | None) -> Limits:

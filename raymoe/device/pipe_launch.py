@@ -25,8 +25,8 @@ LEAST_CAPABILITY = (9, 0)
 class KernelCall:
     """A kernel, its blocks and its parameters. The blocks share `tiles`, of which each takes `at_once` at a time.
 
-    There is one block on each SM. With `fills` there are as many as tiles need, and each takes tiles only once: the
-    hardware then gives blocks to SMs as they become free, so no SM waits for a slower one.
+    `blocks_of_sm` is that of PipeShape. An `early` kernel may begin before the one before it in the stream has ended,
+    and waits for that itself.
     """
 
     source: KernelSource
@@ -35,17 +35,18 @@ class KernelCall:
     params: Params
     tiles: int
     at_once: int = 1
-    fills: bool = False
+    blocks_of_sm: int = 1
+    early: bool = False
 
     @classmethod
     def of(cls, source: KernelSource, shape: PipeShape, params: Params, tiles: int) -> KernelCall:
-        plain = shape.loading == "PLAIN"
-        at_once = shape.groups if plain else 1
-        return cls(source, shape.threads, shape.shared_bytes, params, tiles, at_once, plain)
+        at_once = shape.groups if shape.loading == "PLAIN" else 1
+        return cls(source, shape.threads, shape.shared_bytes, params, tiles, at_once, shape.blocks_of_sm)
 
-    def blocks(self, most: int) -> int:
-        """The number of blocks, of which at most `most` run at once."""
-        return max(1, min(-(-self.tiles // self.at_once), most))
+    def blocks(self, sms: int) -> int:
+        """The number of blocks on so many SMs."""
+        needed = max(1, -(-self.tiles // self.at_once))
+        return min(needed, sms * self.blocks_of_sm) if self.blocks_of_sm else needed
 
 
 @dataclass
@@ -62,15 +63,14 @@ class _Device:
         import torch
 
         function = self._function(call.source, device)
-        most = self.gpu.sms if sms is None else min(sms, self.gpu.sms)
-        if call.fills and sms is None:
-            most = call.tiles
-        shape = Shape(call.blocks(most), call.threads, call.shared_bytes)
+        blocks = call.blocks(self.gpu.sms if sms is None else min(sms, self.gpu.sms))
+        shape = Shape(blocks, call.threads, call.shared_bytes)
         stream = torch.cuda.current_stream(device).cuda_stream
         with self.lock:  # a launch copies its fields, which all threads share
             launch = self.launches.get((call.source, shape))
             if launch is None:
-                launch = self.launches[call.source, shape] = Launch(function, shape, call.params, waits=False)
+                launch = Launch(function, shape, call.params, waits=False, early=call.early)
+                self.launches[call.source, shape] = launch
             packed = call.params.packed()
             ctypes.memmove(ctypes.addressof(launch.fields), ctypes.addressof(packed), ctypes.sizeof(packed))
             launch(stream)

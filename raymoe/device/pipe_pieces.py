@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import Address, Params
 from raymoe.device.pipe_launch import KernelCall, launch
-from raymoe.device.pipe_shape import SOME_ROWS, Limits, PipeShape, RowWork, piece_shape
+from raymoe.device.pipe_shape import Limits, PipeShape, RowWork, piece_shape
 from raymoe.device.pipe_tensors import (
     STRUCTS,
     PipeFp8,
@@ -120,7 +120,7 @@ def swiglu_call(call: Swiglu, limits: Limits) -> KernelCall:
     gate, up = _halves(call.gate_up)
     quantised = call.scales is not None
     one_dtype([gate] if quantised else [gate, call.out])
-    shape = _shape([gate, up], limits, streams=quantised or call.offsets is not None)
+    shape = _shape([gate, up], limits, quantised=quantised, counted=call.offsets is not None)
     placed = in_stage([gate, up], shape)
     out, fp8 = PipeRows(), PipeFp8()
     if call.scales is not None:
@@ -137,7 +137,7 @@ def swiglu_backward_call(call: SwigluBackward, limits: Limits) -> KernelCall:
     """The kernel, shape and parameters of `swiglu_backward`."""
     inputs, results = [*_halves(call.gate_up), call.dy], _halves(call.d_gate_up)
     one_dtype([*inputs, *results])
-    shape = _shape(inputs, limits, streams=call.offsets is not None)
+    shape = _shape(inputs, limits, counted=call.offsets is not None)
     placed = in_stage(inputs, shape)
     outputs = tuple(
         rows_of(each, "d_gate_up", call.dy.shape, at.offset) for each, at in zip(results, placed, strict=False)
@@ -159,7 +159,7 @@ def pointwise_call(call: Pointwise, limits: Limits) -> KernelCall:
             f"{MOST_INPUTS}, and at least one that is as large"
         )
     one_dtype([*call.inputs, call.out])
-    shape = _shape(streams, limits, streams=False)
+    shape = _shape(streams, limits)
     placed = in_stage(streams, shape)
     vectors = tuple(_vector(each, kind, call.out) for each, kind in zip(call.inputs, kinds, strict=True))
     work = work_of(shape, *call.out.shape)
@@ -169,13 +169,13 @@ def pointwise_call(call: Pointwise, limits: Limits) -> KernelCall:
     return KernelCall.of(source, shape, params, work.tiles)
 
 
-def _shape(inputs: Sequence[torch.Tensor], limits: Limits, *, streams: bool) -> PipeShape:
-    """The shape for these inputs. `streams`: a pipeline is faster on the whole GPU too."""
+def _shape(
+    inputs: Sequence[torch.Tensor], limits: Limits, *, quantised: bool = False, counted: bool = False
+) -> PipeShape:
     rows, hidden = inputs[0].shape
     eight_bytes = sum(8 * each.element_size() for each in inputs)
-    return piece_shape(
-        RowWork(rows, check_hidden(hidden), eight_bytes, scheduled_from=None if streams else SOME_ROWS), limits
-    )
+    work = RowWork(rows, check_hidden(hidden), eight_bytes, len(inputs), quantised=quantised, counted=counted)
+    return piece_shape(work, limits)
 
 
 def _halves(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

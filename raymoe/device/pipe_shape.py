@@ -17,20 +17,16 @@ Loading = Literal["PIPED", "IN_TURN", "PLAIN"]
 MOST_HIDDEN = 32768
 FEW_ROWS = 512
 """Up to so many rows, kernels load them without a pipeline: each SM gets too few to fill one. RMSNorm of 256 rows took
-3.8 us without and 4.4 with it, of 1024 rows 10.9 and 10.8 (7168 bfloat16, H200, 2026-11-23)."""
+3.8 us without and 4.4 with it (7168 bfloat16, H200, 2026-11-23)."""
 FEW_ROWS_OF_AN_SM = 4
 """The same for each SM, where a caller limits their number."""
-MANY_ROWS = 8192
-"""From so many rows on, norms of one input load without a pipeline too, if they may take the whole GPU: one block for
-each row, which the hardware schedules. A pipeline's blocks have fixed rows, so all wait for the slowest SM: RMSNorm of
-16384 rows took 116.8 us without, 122 with it, and the copy 113 (same machine)."""
-MANY_ROWS_BYTES = 112
-"""Of a row, in each thread of such a block: four warps for 7168 bfloat16. A weight is then loaded again for each row,
-so threads need few registers and more blocks fit on an SM. With five warps LayerNorm of 16384 rows took 167 us, with
-four 119 (same machine)."""
-SOME_ROWS = 513
-"""The same for kernels of several inputs and for those that work on each element alone: x + residual and its norm of
-4096 rows took 59.8 us without and 63.2 with a pipeline, and the copy 58.6 (same machine)."""
+PIPED_ROWS = 4096
+"""Up to so many rows, norms of one input use the pipeline on the whole GPU. More rows go without: the hardware gives
+blocks of few rows to SMs as they become free, while blocks of a pipeline have fixed rows, and all wait for the slowest
+SM. RMSNorm of 1024 rows took 10.8 us with a pipeline and 10.9 without, of 16384 rows 121.7 and 116.8 (same machine)."""
+PLAIN_ROW_BYTES = 112
+"""Of a row, in each thread of such a block: four warps for 7168 bfloat16. RMSNorm of 16384 rows took 116.8 us with four
+warps, 120.5 with seven, and a copy 113.0 (same machine)."""
 SHARED_BYTES = 220 << 10
 """Shared memory that a block may use: what a block of Hopper has, 227 KiB, less a reserve."""
 TILE_BYTES = 8 << 10
@@ -42,10 +38,12 @@ WIDE_WARPS = 15
 """The same where a thread then needs at most LIGHT registers, or for rows of more than WIDE elements, of which 11 warps
 would hold too much a thread. RMSNorm to 8-bit floats of 16384 rows took 91.3 us with three groups of five warps, and
 114 with two groups (7168 bfloat16, H200, 2026-11-23)."""
-LIGHT = 64
+LIGHT = 72
 LONG_ROW = 4096
-"""Elements of a row from which on a gradient's block is one group. Eight warps are faster up to MANY_ROWS, four from
-there on: RMSNorm backward of 4096 rows 49.8 and 53.3 us, of 16384 rows 183.6 and 174.8 (same machine)."""
+"""Elements of a row from which on a gradient's block is one group."""
+MANY_GRADIENT_ROWS = 8192
+"""From so many rows on, with two inputs and one gradient of a vector, four warps are faster than eight: RMSNorm
+backward of 16384 rows took 173.7 and 181.8 us (same machine). So they are for few rows: of 128 rows 7.2 and 8.6 us."""
 GRADIENT_REGISTERS = 160
 """Of a thread of such a group, for all that it holds."""
 WIDE = 22528
@@ -53,6 +51,8 @@ PLAIN_WARPS = 16
 DEEPEST = 3
 """Stages of a group, unless a caller asks for more. With six the same RMSNorm took 5 % longer: more rows under way at
 once spread over more pages of memory."""
+QUANTISED_STAGES = 2
+"""The same for 8-bit results: RMSNorm of 4096 rows took 26.4 us with two stages, 27.8 with three (same machine)."""
 SUM_BYTES = 16
 """Of a warp, for the sums of a group; there are two places for it."""
 
@@ -73,6 +73,9 @@ class PipeShape:
     tile_rows: int = 1
     piece: int = 0
     """Eight-element units of a piece of a row; 0: whole rows."""
+    blocks_of_sm: int = 1
+    """Blocks for each SM of the launch; 0: as many as there are tiles. The hardware then gives blocks to SMs as they
+    become free, so no SM waits for a slower one."""
 
     @property
     def threads(self) -> int:
@@ -91,6 +94,7 @@ class PipeShape:
             ("PIPE_GROUPS", str(self.groups)),
             ("PIPE_WARPS", str(self.warps)),
             ("PIPE_STAGES", str(self.stages)),
+            *((("PIPE_VECTORS", str(-(-self.piece // 32))),) if self.piece and self.loading == "PLAIN" else ()),
         )
 
 
@@ -116,23 +120,26 @@ class RowWork:
     rows: int
     hidden: int
     eight_bytes: int
+    inputs: int = 1
     registers: int = 0
     """32-bit registers that a thread needs for eight elements of a row, everything that it holds together."""
-    budget: int | None = None
-    """Registers of a thread for all that it holds; None: REGISTERS."""
-    scheduled_from: int | None = None
-    """From so many rows on, many blocks without a pipeline are faster on the whole GPU; None: never."""
-
-    @property
-    def gradients(self) -> bool:
-        """Whether groups also sum the gradient of a vector over their rows."""
-        return self.budget is not None
+    gradients: int = 0
+    """Vectors whose gradients groups sum over their rows."""
+    quantised: bool = False
+    counted: bool = False
+    """Whether a count on the device tells the rows that are there."""
 
     @property
     def row_bytes(self) -> int:
         return self.hidden // 8 * self.eight_bytes
 
+    @property
+    def budget(self) -> int:
+        """Registers of a thread for all that it holds."""
+        return GRADIENT_BUDGET if self.gradients else REGISTERS
 
+
+GRADIENT_BUDGET = 96
 REGISTERS = 72
 """Of a thread, for the parts of rows and vectors that it holds while it works on a row."""
 
@@ -140,34 +147,25 @@ REGISTERS = 72
 def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     """The shape for rows that a group of warps holds in registers.
 
-    >>> row_shape(RowWork(rows=4096, hidden=7168, eight_bytes=16, registers=8), Limits())
-    PipeShape(loading='PIPED', groups=3, warps=5, stages=9, stage_bytes=14336, tile_rows=1, piece=0)
-    >>> row_shape(RowWork(4096, 7168, 16, 8), Limits(stages=1))
-    PipeShape(loading='PIPED', groups=1, warps=15, stages=1, stage_bytes=14336, tile_rows=1, piece=0)
-    >>> row_shape(RowWork(128, 7168, 16, 8), Limits())
-    PipeShape(loading='PLAIN', groups=1, warps=7, stages=1, stage_bytes=0, tile_rows=1, piece=0)
-    >>> row_shape(RowWork(16384, 7168, 16, 8, scheduled_from=MANY_ROWS), Limits())
-    PipeShape(loading='PLAIN', groups=1, warps=4, stages=1, stage_bytes=0, tile_rows=1, piece=0)
-    >>> row_shape(RowWork(100000, 64, 16, 8), Limits()).tile_rows  # 8 KiB of rows in each tile
+    >>> def shape(rows: int, limits: Limits) -> str:
+    ...     made = row_shape(RowWork(rows, hidden=7168, eight_bytes=16, registers=8), limits)
+    ...     return f"{made.loading} {made.groups} x {made.warps}, {made.stages} stages, {made.blocks_of_sm} blocks"
+    >>> [shape(rows, Limits()) for rows in (128, 1024, 16384)]
+    ['PLAIN 1 x 7, 1 stages, 0 blocks', 'PIPED 3 x 5, 9 stages, 1 blocks', 'PLAIN 1 x 4, 1 stages, 0 blocks']
+    >>> [shape(4096, limits) for limits in (Limits(sms=48), Limits(stages=1))]
+    ['PIPED 3 x 5, 9 stages, 1 blocks', 'PIPED 1 x 15, 1 stages, 1 blocks']
+    >>> row_shape(RowWork(100000, 64, 16, 1, 8), Limits(48)).tile_rows  # 8 KiB of rows in each tile
     64
-    >>> row_shape(RowWork(4096, 32768, 64, 20), Limits()).loading  # two float32 inputs: no two rows fit into an SM
+    >>> row_shape(RowWork(4096, 32768, 64, 1, 20), Limits(48)).loading  # no two rows of 128 KiB fit into an SM
     'PLAIN'
     """
-    eights, budget = work.hidden // 8, work.budget or REGISTERS
+    eights, budget = work.hidden // 8, work.budget
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
     fitting = (SHARED_BYTES - 2048) // stage_bytes
     loading = limits.loading or _loading(work, limits)
     if loading == "PLAIN" or fitting < (1 if limits.stages or limits.loading else 2):
-        vectors = max(1, budget // 2 // work.registers)
-        if limits.sms is not None:
-            groups = _groups(eights, vectors, PLAIN_WARPS)
-            return PipeShape("PLAIN", groups, PLAIN_WARPS // groups, groups, 0)
-        if work.scheduled_from == MANY_ROWS and work.rows >= MANY_ROWS:
-            vectors = MANY_ROWS_BYTES // work.eight_bytes
-        warps = min(PLAIN_WARPS, -(-eights // (32 * vectors)))
-        groups = max(1, 4 // warps)  # many small blocks on each SM
-        return PipeShape("PLAIN", groups, warps, groups, 0)
+        return _plain_shape(work, eights, limits)
     if loading == "PIPED" and limits.stages is None and work.gradients and work.hidden >= LONG_ROW:
         return _gradient_shape(work, stage_bytes, fitting)
     consumers = _consumers(work, eights, budget)
@@ -175,70 +173,99 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     if loading == "IN_TURN":
         groups = stages = min(most, fitting)
     else:
-        groups, stages = _divided(most, fitting, limits.stages)
+        groups, stages = _divided(most, fitting, limits.stages, QUANTISED_STAGES if work.quantised else DEEPEST)
     return PipeShape(loading, groups, consumers // groups, stages, stage_bytes, tile_rows)
+
+
+def _plain_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape:
+    """Rows without stages: on the whole GPU small blocks, of which many fit on an SM."""
+    vectors = max(1, work.budget // 2 // work.registers)
+    if limits.sms is not None:
+        groups = _groups(eights, vectors, PLAIN_WARPS)
+        return PipeShape("PLAIN", groups, PLAIN_WARPS // groups, groups, 0)
+    if work.inputs == 1 and not work.quantised and work.rows > PIPED_ROWS:
+        vectors = max(1, PLAIN_ROW_BYTES // work.eight_bytes)
+    warps = min(PLAIN_WARPS, -(-eights // (32 * vectors)))
+    groups = max(1, 4 // warps)
+    return PipeShape("PLAIN", groups, warps, groups, 0, blocks_of_sm=0)
 
 
 PIECE = 256
 """Eight-element units of a piece for each warp of its group: eight for each thread."""
+PLAIN_PIECE = 64
+"""The same without stages: two for each thread, whose loads overlap. SwiGLU of 16384 rows took 50.4 us with them,
+52.6 with eight for each thread, and a copy 50.9 (2 x 2048 bfloat16, H200, 2026-11-23)."""
+PLAIN_PIECE_WARPS, COUNTED_BLOCKS = 2, 12
+"""Warps of such a block, and blocks for each SM where a count on the device tells the rows: with a block for each piece
+that could be there, most would have nothing to do. SwiGLU to 8-bit floats of 4096 rows of 16384 took 15.6 us with 12
+blocks, and 17.3 with 24 (same machine)."""
 
 
 def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     """The shape for kernels that work on each element alone. With few stages, groups of more warps share a piece.
 
-    >>> piece_shape(RowWork(rows=4096, hidden=2048, eight_bytes=32), Limits())
-    PipeShape(loading='PIPED', groups=11, warps=1, stages=22, stage_bytes=8192, tile_rows=1, piece=256)
-    >>> piece_shape(RowWork(4096, 2048, 32), Limits(stages=8))
-    PipeShape(loading='PIPED', groups=4, warps=2, stages=8, stage_bytes=16384, tile_rows=2, piece=256)
-    >>> piece_shape(RowWork(4096, 64, 16), Limits())
-    PipeShape(loading='PIPED', groups=11, warps=1, stages=33, stage_bytes=4096, tile_rows=32, piece=8)
+    >>> def shape(limits: Limits, hidden: int = 2048) -> str:
+    ...     made = piece_shape(RowWork(4096, hidden, eight_bytes=32), limits)
+    ...     tile = f"{made.tile_rows} rows x {made.piece}"
+    ...     return f"{made.loading} {made.groups} x {made.warps}, {made.stages} stages, {tile}"
+    >>> shape(Limits()), shape(Limits(sms=48))
+    ('PLAIN 2 x 1, 2 stages, 1 rows x 64', 'PIPED 11 x 1, 22 stages, 1 rows x 256')
+    >>> shape(Limits(stages=8)), shape(Limits(sms=48), hidden=64)
+    ('PIPED 4 x 2, 8 stages, 2 rows x 256', 'PIPED 11 x 1, 22 stages, 32 rows x 8')
     """
-    loading = limits.loading or _loading(work, limits)
+    loading = limits.loading or ("PLAIN" if limits.sms is None and limits.stages is None else _loading(work, limits))
     if loading == "PLAIN":
-        groups = 4 if limits.sms is None else PLAIN_WARPS
-        tile_rows, piece = _tile(work, PIECE)
-        return PipeShape("PLAIN", groups, 1, groups, 0, tile_rows, piece)
+        tile_rows, piece = _tile(work, PLAIN_PIECE)
+        warps, blocks = PLAIN_PIECE_WARPS, COUNTED_BLOCKS if work.counted else 0
+        if limits.sms is not None:
+            warps, blocks = PLAIN_WARPS, 1
+        return PipeShape("PLAIN", warps, 1, warps, 0, tile_rows, piece, blocks)
     room = (SHARED_BYTES - 1024) // work.eight_bytes  # eights of all stages together
     if loading == "IN_TURN":
         tile_rows, piece = _tile(work, PIECE)
         groups = stages = min(CONSUMER_WARPS, room // (tile_rows * piece))
     elif limits.stages is None:
         tile_rows, piece = _tile(work, PIECE)
-        groups, stages = _divided(CONSUMER_WARPS, room // (tile_rows * piece), None)
+        groups, stages = _divided(CONSUMER_WARPS, room // (tile_rows * piece), None, DEEPEST)
     else:
-        groups, stages = _divided(CONSUMER_WARPS, room // SCALED_EIGHTS, limits.stages)
+        groups, stages = _divided(CONSUMER_WARPS, room // SCALED_EIGHTS, limits.stages, DEEPEST)
         most = room // stages // SCALED_EIGHTS * SCALED_EIGHTS
         tile_rows, piece = _tile(work, min(PIECE * (CONSUMER_WARPS // groups), most))
     warps = CONSUMER_WARPS // groups if limits.stages else 1
-    return PipeShape(loading, groups, warps, stages, tile_rows * piece * work.eight_bytes, tile_rows, piece)
+    stage_bytes = tile_rows * piece * work.eight_bytes
+    return PipeShape(loading, groups, warps, stages, stage_bytes, tile_rows, piece)
 
 
 def _loading(work: RowWork, limits: Limits) -> Loading:
-    """Whether to use the pipeline. This is the one place that decides it.
+    """Whether to use the pipeline.
 
-    >>> few, many = RowWork(500, 7168, 16), RowWork(9000, 7168, 16, scheduled_from=MANY_ROWS)
+    >>> few, many = RowWork(500, 7168, 16), RowWork(9000, 7168, 16)
     >>> _loading(few, Limits()), _loading(few, Limits(sms=48)), _loading(few, Limits(stages=1))
     ('PLAIN', 'PIPED', 'PIPED')
     >>> _loading(many, Limits()), _loading(many, Limits(sms=48))
     ('PLAIN', 'PIPED')
     """
-    if limits.stages is not None:
-        return "PIPED"
-    if work.gradients and work.hidden >= LONG_ROW:
+    if limits.stages is not None or (work.gradients and work.hidden >= LONG_ROW):
         return "PIPED"
     few = FEW_ROWS if limits.sms is None else min(FEW_ROWS, FEW_ROWS_OF_AN_SM * limits.sms)
-    scheduled = limits.sms is None and work.scheduled_from is not None and work.rows >= work.scheduled_from
-    return "PLAIN" if work.rows <= few or scheduled else "PIPED"
+    never = limits.sms is not None or work.gradients or work.quantised
+    many = not never and (work.inputs > 1 or work.rows > PIPED_ROWS)
+    return "PLAIN" if work.rows <= few or many else "PIPED"
 
 
 def _gradient_shape(work: RowWork, stage_bytes: int, fitting: int) -> PipeShape:
     """One group, because each has a row of sums for each vector.
 
-    >>> _gradient_shape(RowWork(4096, 7168, 32, 20, budget=96), 28672, 7)
-    PipeShape(loading='PIPED', groups=1, warps=8, stages=4, stage_bytes=28672, tile_rows=1, piece=0)
+    >>> shape = _gradient_shape(RowWork(4096, 7168, 32, 2, 20, gradients=1), 28672, 7)
+    >>> shape.warps, shape.stages
+    (8, 4)
     """
-    warps, stages = (8, 4) if work.rows < MANY_ROWS else (4, 5)
-    needed = -(-work.hidden // 8 // (32 * max(1, GRADIENT_REGISTERS // work.registers)))
+    eights, warps, stages = work.hidden // 8, 8, 4
+    if work.gradients > 1:
+        warps, stages = -(-eights // 128), 5  # a thread then holds four vectors of a row, and never takes them again
+    elif work.rows <= FEW_ROWS or (work.inputs == 2 and work.rows >= MANY_GRADIENT_ROWS):
+        warps, stages = 4, 5
+    needed = -(-eights // (32 * max(1, GRADIENT_REGISTERS // work.registers)))
     return PipeShape("PIPED", 1, min(WIDE_WARPS, max(warps, needed)), min(stages, fitting), stage_bytes)
 
 
@@ -270,15 +297,15 @@ def _groups(eights: int, vectors: int, block: int) -> int:
     return max(1, block // -(-eights // (32 * vectors)))
 
 
-def _divided(most_groups: int, fitting: int, asked: int | None) -> tuple[int, int]:
+def _divided(most_groups: int, fitting: int, asked: int | None, deepest: int) -> tuple[int, int]:
     """Groups and stages of a block. A group has at least two stages if there are two; `asked` is bounded by `fitting`.
 
-    >>> _divided(3, 15, None), _divided(3, 7, None), _divided(3, 15, 8), _divided(3, 15, 3), _divided(12, 64, 2)
-    ((3, 9), (3, 6), (2, 8), (1, 3), (1, 2))
+    >>> _divided(3, 15, None, 3), _divided(3, 7, None, 3), _divided(3, 15, 8, 3), _divided(3, 15, 3, 3)
+    ((3, 9), (3, 6), (2, 8), (1, 3))
     """
     if asked is None:
         groups = max(1, min(most_groups, fitting // 2))
-        return groups, groups * min(DEEPEST, fitting // groups)
+        return groups, groups * min(deepest, fitting // groups)
     stages = min(asked, fitting)
     groups = max(each for each in range(1, most_groups + 1) if stages % each == 0 and (each == 1 or stages >= 2 * each))
     return groups, stages

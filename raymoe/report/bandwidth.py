@@ -55,7 +55,7 @@ def rate(line: Line) -> float:
 def is_copy(label: str) -> bool:
     """Whether the curve of this label is a copy's.
 
-    >>> is_copy("copy"), is_copy("A: pipelined_copy"), is_copy("raymoe")
+    >>> is_copy("copy"), is_copy("A: own_copy"), is_copy("raymoe")
     (True, True, False)
     """
     return label.rpartition(": ")[2] in COPIES

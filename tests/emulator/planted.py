@@ -22,14 +22,15 @@ class Planted:
     shape: Any = narrow
     form: str = "whole"
     quantised: bool = False
+    tokens: int = 40
     hidden: int | None = None
 
     def run(self) -> Run:
-        spec: dict[str, Any] = {"tokens": 40}
+        spec: dict[str, Any] = {"tokens": self.tokens}
         if self.quantised:
             spec |= {"wire": "float8_e4m3", "output": "raw", "hidden": 272}
         if self.hidden is not None:
-            spec |= {"tokens": 12, "hidden": self.hidden}
+            spec |= {"hidden": self.hidden}
         ll_steps = 10_000_000 if self.quantised else 4_000_000  # a correct run takes less than half
         return Run(
             self.kind,
@@ -54,7 +55,7 @@ def _quantising(old: str, new: str = "", **fields: Any) -> Planted:
 
 
 def _long(old: str) -> Planted:
-    return _planted("fused", "reducing.cuh", old, shape=long_pieces, hidden=3000)
+    return _planted("fused", "reducing.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
@@ -190,6 +191,7 @@ PLANTED = {
         (Change("rows_ll.cuh", "p.rows[epoch & 1]", "p.rows[0]"),),
         routings=("uniform",) * 6,
         form="pairs",
+        tokens=6,  # one seed in seven finds it; with 40 tokens more than nine seeds of 7 s each did not
     ),
 }
 

@@ -1,8 +1,8 @@
 """A model of one block of kernels/include/raymoe/pipe/pipe.cuh, searched in every order of its steps.
 
-A thread of a group stands for the whole group: the emulator looks at the order among its threads. Loads land in any
-order, and stores read their stages in any order, at any time. A stage holds, for each input, the turn that it belongs
-to, and whether it was loaded or is a result.
+A group is one warp or several: the emulator looks at the order among the threads of a warp. Its first warp also stores.
+Loads land in any order, and stores read their stages in any order, at any time. A stage holds, for each input, the turn
+that it belongs to, and whether it was loaded or is a result.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from enum import Enum
 class PipeFault(Enum):
     NO_EMPTY_WAIT = "the producer does not wait for an empty stage"
     LATE_PARITY = "the producer waits for the phase of this turn, which another turn ends"
-    BYTES_OF_ONE = "`full` is told the bytes of one input"
+    BYTES_OF_ONE = "`full` expects the bytes of one input only"
     NO_FULL_WAIT = "a group does not wait for a full stage"
-    NO_STORE_WAIT = "a stage is given back before its store has read it"
-    OWN_STAGE = "the stage of this turn is given back, not of the turn before"
+    NO_STORE_WAIT = "a group gives a stage back before its store has read it"
+    OWN_STAGE = "a group gives back the stage of this turn, not of the turn before"
     NEVER_EMPTY = "a group with one stage gives back the stage before, which it does not have"
+    ONE_WARP = "`empty` counts the first warp of a group alone"
+    NO_BARRIER = "the first warp stores before the other warps have written"
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,24 @@ class PipeCase:
     groups: int
     turns: int
     inputs: int = 2
+    warps: int = 1
+    stores: bool = True
+    """Whether results pass through the stage. If not, each warp gives the stage back when it has read it."""
     fault: PipeFault | None = None
 
     @property
     def depth(self) -> int:
         return self.stages // self.groups
 
+    @property
+    def arrivals(self) -> int:
+        """Return how many arrivals complete a phase of `empty`."""
+        return 1 if self.fault is PipeFault.ONE_WARP else self.warps
+
 
 @dataclass(frozen=True)
 class Full:
-    """A barrier that is told bytes: one unit for each input."""
+    """A barrier that expects bytes: one unit for each input."""
 
     phase: int = 0
     missing: int = 1
@@ -48,6 +58,17 @@ class Full:
         return Full(self.phase + 1) if (left, expected) == (0, 0) else Full(self.phase, left, expected)
 
 
+@dataclass(frozen=True)
+class Empty:
+    """A barrier that counts arrivals."""
+
+    phase: int
+    missing: int
+
+    def arrived(self, arrivals: int) -> Empty:
+        return Empty(self.phase + 1, arrivals) if self.missing == 1 else Empty(self.phase, self.missing - 1)
+
+
 Content = tuple[int, str]
 """A turn, and `in` or `out`."""
 
@@ -55,14 +76,13 @@ Content = tuple[int, str]
 @dataclass(frozen=True)
 class PipeState:
     full: tuple[Full, ...]
-    empty: tuple[int, ...]
-    """The phase of each barrier, which one arrival ends."""
+    empty: tuple[Empty, ...]
     content: tuple[tuple[Content, ...], ...]
     """Of each stage, for each input."""
     producer: tuple[int, int] = (0, 0)
     """The turn, and the step within it: wait, expect, then a load for each input."""
-    groups: tuple[tuple[int, str], ...] = ()
-    """The turn and the step of each group."""
+    warps: tuple[tuple[int, str], ...] = ()
+    """The turn and the step of each warp, group by group."""
     loads: frozenset[tuple[int, int]] = frozenset()
     """Turns and inputs that are under way."""
     stores: frozenset[int] = frozenset()
@@ -84,9 +104,9 @@ def explore_pipe(case: PipeCase) -> Explored:
     """Search every order of steps, and stop at the first that breaks a rule."""
     first = PipeState(
         (Full(),) * case.stages,
-        (0,) * case.stages,
+        (Empty(0, case.arrivals),) * case.stages,
         (((-1, "in"),) * case.inputs,) * case.stages,
-        groups=tuple((group, "wait") for group in range(case.groups)),
+        warps=tuple((group, "wait") for group in range(case.groups) for _ in range(case.warps)),
     )
     came: dict[PipeState, tuple[PipeState | None, str]] = {first: (None, "begin")}
     waiting = [first]
@@ -114,14 +134,14 @@ def _trace(came: dict[PipeState, tuple[PipeState | None, str]], state: PipeState
 
 
 def _is_over(case: PipeCase, state: PipeState) -> bool:
-    ended = all(step == "ended" for _, step in state.groups)
+    ended = all(step == "ended" for _, step in state.warps)
     return ended and state.producer[0] == case.turns and not state.loads and not state.stores
 
 
 def _steps(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]]:
     yield from _produce(case, state)
-    for group in range(case.groups):
-        yield from _consume(case, state, group)
+    for number in range(case.groups * case.warps):
+        yield from _consume(case, state, number)
     for turn, number in sorted(state.loads):
         yield f"the load of input {number} of turn {turn} lands", _landed(case, state, turn, number)
     for turn in sorted(state.stores):
@@ -130,7 +150,7 @@ def _steps(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]]:
 
 
 def _is_past(phase: int, parity: int) -> bool:
-    """What a wait for a phase of this parity finds: only the parity of the current phase counts."""
+    """Return whether a wait for a phase of this parity ends. It compares the parity of the current phase alone."""
     return phase & 1 != parity
 
 
@@ -142,7 +162,7 @@ def _produce(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]
     if step == 0:
         parity = (turn // case.stages - (case.fault is not PipeFault.LATE_PARITY)) & 1
         waits = turn >= case.stages and case.fault is not PipeFault.NO_EMPTY_WAIT
-        if not waits or _is_past(state.empty[stage], parity):
+        if not waits or _is_past(state.empty[stage].phase, parity):
             yield f"the producer begins turn {turn}", replace(state, producer=(turn, 1))
         return
     if step == 1:
@@ -164,36 +184,69 @@ def _landed(case: PipeCase, state: PipeState, turn: int, number: int) -> PipeSta
     return replace(state, content=content, full=full, loads=state.loads - {(turn, number)})
 
 
-def _consume(case: PipeCase, state: PipeState, group: int) -> Iterator[tuple[str, PipeState]]:
-    turn, step = state.groups[group]
-    stage = turn % case.stages
+def _consume(case: PipeCase, state: PipeState, number: int) -> Iterator[tuple[str, PipeState]]:
+    """The next step of a warp, if it need not wait."""
+    turn, step = state.warps[number]
+    group, first, stage = number // case.warps, number % case.warps == 0, turn % case.stages
+    who = f"warp {number % case.warps} of group {group}"
 
     def at(new_turn: int, new_step: str, **fields: object) -> PipeState:
-        return replace(state, groups=_with(state.groups, group, (new_turn, new_step)), **fields)
+        return replace(state, warps=_with(state.warps, number, (new_turn, new_step)), **fields)
 
     if step == "wait" and turn >= case.turns:
-        if not any(each % case.groups == group for each in state.stores):
-            yield f"group {group} ends", at(turn, "ended")
+        if not first or not any(each % case.groups == group for each in state.stores):
+            yield f"{who} ends", at(turn, "ended")
     elif step == "wait":
         if case.fault is PipeFault.NO_FULL_WAIT or _is_past(state.full[stage].phase, turn // case.stages & 1):
-            yield f"group {group} finds turn {turn}", at(turn, "read")
+            yield f"{who} finds turn {turn}", at(turn, "read")
     elif step == "read":
-        _check(state, stage, (turn, "in"), f"group {group} reads turn {turn}")
-        yield f"group {group} reads turn {turn}", at(turn, "write")
-    elif step == "write":
-        content = _with(state.content, stage, ((turn, "out"),) * case.inputs)
-        yield f"group {group} stores turn {turn}", at(turn, "give", content=content, stores=state.stores | {turn})
+        _check(state, stage, (turn, "in"), f"{who} reads turn {turn}")
+        yield f"{who} reads turn {turn}", at(turn, "barrier" if case.stores and first else "arrive")
+    elif step == "arrive":
+        after = (turn, "barrier") if case.stores else (turn + case.groups, "wait")
+        if case.fault is PipeFault.ONE_WARP and not first:
+            yield f"{who} leaves turn {turn}", at(*after)
+        else:
+            yield f"{who} gives back turn {turn}", at(*after, empty=_arrived(case, state, stage))
+    elif step == "barrier" and first:
+        yield from _store(case, state, group)
     elif step == "give":
-        alone = case.depth == 1 and case.fault is not PipeFault.NEVER_EMPTY
-        young = set() if alone else {turn}
-        older = {each for each in state.stores if each % case.groups == group} - young
-        if older and case.fault is not PipeFault.NO_STORE_WAIT:
-            return
-        given = turn if alone or case.fault is PipeFault.OWN_STAGE else turn - case.groups
-        empty = state.empty
-        if given >= 0:
-            empty = _with(empty, given % case.stages, empty[given % case.stages] + 1)
-        yield f"group {group} gives back turn {given}", at(turn + case.groups, "wait", empty=empty)
+        yield from _give(case, state, number)
+
+
+def _store(case: PipeCase, state: PipeState, group: int) -> Iterator[tuple[str, PipeState]]:
+    """The barrier of a group, and the store of its first warp."""
+    begin = group * case.warps
+    turn, _ = state.warps[begin]
+    together = range(begin, begin + case.warps)
+    if any(state.warps[each] != (turn, "barrier") for each in together):
+        if case.fault is PipeFault.NO_BARRIER:
+            raise BrokenStepError(f"the store of turn {turn} begins before the results of all warps")
+        return
+    warps = state.warps
+    for each in together:
+        warps = _with(warps, each, (turn, "give") if each == begin else (turn + case.groups, "wait"))
+    content = _with(state.content, turn % case.stages, ((turn, "out"),) * case.inputs)
+    stored = replace(state, warps=warps, content=content, stores=state.stores | {turn})
+    yield f"group {group} stores turn {turn}", stored
+
+
+def _give(case: PipeCase, state: PipeState, number: int) -> Iterator[tuple[str, PipeState]]:
+    """The first warp of a group gives a stage back that its store has read."""
+    (turn, _), group = state.warps[number], number // case.warps
+    alone = case.depth == 1 and case.fault is not PipeFault.NEVER_EMPTY
+    young = set() if alone else {turn}
+    older = {each for each in state.stores if each % case.groups == group} - young
+    if older and case.fault is not PipeFault.NO_STORE_WAIT:
+        return
+    given = turn if alone or case.fault is PipeFault.OWN_STAGE else turn - case.groups
+    empty = state.empty if given < 0 else _arrived(case, state, given % case.stages)
+    warps = _with(state.warps, number, (turn + case.groups, "wait"))
+    yield f"group {group} gives back turn {given}", replace(state, warps=warps, empty=empty)
+
+
+def _arrived(case: PipeCase, state: PipeState, stage: int) -> tuple[Empty, ...]:
+    return _with(state.empty, stage, state.empty[stage].arrived(case.arrivals))
 
 
 def _check(state: PipeState, stage: int, want: Content, who: str) -> None:

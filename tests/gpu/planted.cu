@@ -1,7 +1,7 @@
 // Mistakes that compute-sanitizer must find in a rank process, one for each of its tools; see sanitized_ranks.py.
 //
-// Each is harmless without the tool: the memory behind the words belongs to no other allocation, a barrier counts
-// threads that arrive at any of its instructions, and no test reads the result of the race.
+// Each is harmless without the tool. No other allocation uses the memory behind the words. A barrier counts threads that
+// arrive at any of its instructions. No test reads the result of the race.
 
 namespace raymoe {
 

@@ -3,6 +3,7 @@
     compute-sanitizer --tool synccheck python -m tests.gpu.sanitized cases
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitized cases --exact
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --alone
+    compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --baseline
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitized plant memcheck
 
 The exit code is 1 if a result is wrong. The tool reports its findings itself; test_sanitizer.py reads the report.
@@ -19,7 +20,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 from raymoe.device.copy import Ring
+from raymoe.device.pipe_shape import Loading
 from tests.gpu import sanitized_ranks as on_rank
 from tests.gpu import test_exchange_gpu as exchange
 from tests.gpu.ranks import GPUS, GpuRanks
@@ -95,12 +97,12 @@ def copied() -> list[Step]:
     ]
 
 
-def streamed() -> list[Step]:
+def streamed(loadings: Sequence[Loading] = ("PIPED", "IN_TURN", "PLAIN")) -> list[Step]:
     """Return the kernels of raymoe/device/pipe.py, in short and long rows, with and without a pipeline."""
     return [
         Step(f"stream: rows of {hidden}, {loading}", partial(_stream, hidden, loading))
         for hidden in STREAMED
-        for loading in ("PIPED", "IN_TURN", "PLAIN")
+        for loading in loadings
     ]
 
 
@@ -203,6 +205,7 @@ def main() -> int:
     cases = commands.add_parser("cases")
     cases.add_argument("--exact", action="store_true", help="make each tensor an allocation of its own")
     cases.add_argument("--alone", action="store_true", help="run only kernels of one rank: copies, and rows on one GPU")
+    cases.add_argument("--baseline", action="store_true", help="run only rows that are loaded by IN_TURN, the baseline")
     cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     commands.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
     options = parser.parse_args()
@@ -212,7 +215,12 @@ def main() -> int:
     with mock.patch("tests.gpu.ranks.DEADLINE_S", ANSWER_S):
         if options.what == "plant":
             return run_plant(options.tool)
-        return run_cases(options.exact, options.seconds, mixed([copied(), streamed()]) if options.alone else steps())
+        wanted = steps()
+        if options.alone:
+            wanted = mixed([copied(), streamed(("PIPED", "PLAIN"))])
+        elif options.baseline:
+            wanted = streamed(("IN_TURN",))
+        return run_cases(options.exact, options.seconds, wanted)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
-"""Test limits of exchanges between GPU ranks: eight ranks on one GPU, heaps above 4 GiB, all limits of a spec at once,
-numbers that are hard to quantise, and ranks that do different things."""
+"""Test limits of exchanges between GPU ranks.
+
+Eight ranks on one GPU, heaps above 4 GiB, all limits of a spec at once, numbers that are hard to quantise, and ranks
+that call different operations.
+"""
 
 from __future__ import annotations
 

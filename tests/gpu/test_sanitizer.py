@@ -42,9 +42,16 @@ CASES_S = {"memcheck": 1800, "synccheck": 900, "racecheck": 900}
 CASES = {"memcheck": ["--exact"], "synccheck": [], "racecheck": ["--alone"]}
 """Racecheck runs no exchange: the ninth one under it had not ended after half a minute (H100)."""
 
-EXPLAINED: dict[tuple[str, str], str] = {}
-"""Hazards that racecheck reports wrongly: both accesses as `access_text` gives them, and why they are in order. It
-takes bulk copies through a ring of stages for accesses of the thread that issues them."""
+LOAD = 'Write raymoe::ptx::bulk_load ptx.cuh: "l"(global), "r"(bytes), "r"(barrier)'
+EXPLAINED = {
+    (
+        LOAD,
+        LOAD,
+    ): "One thread begins both loads of a group, and waits for the first at its barrier in between. Racecheck "
+    "reports only groups of several warps, also if no barrier is invalidated."
+}
+"""Hazards of the baseline that racecheck reports wrongly: both accesses as `access_text` gives them, and why they are
+in order. The kernels with a pipeline and those without stages have none."""
 
 
 def access_text(place: Place) -> str:
@@ -114,11 +121,18 @@ def test_planted_mistakes_are_found_and_the_cases_are_clean(tool: str, tmp_path:
     report = Report.of(text)
     right = re.search(r"^right: (\d+) of (\d+)$", text, re.MULTILINE)
     assert right is not None and right[1] == right[2], f"{tool}: exit code {code}; {log} ends:\n{end_of(log)}"
-    if tool != "racecheck":
-        assert code == 0 and report.clean, f"{tool}: exit code {code}: {report}"
-        return
-    assert report.summaries, f"{tool}: exit code {code}: {report}"
-    assert code == (FOUND if report.total else 0), f"{tool}: exit code {code}: {report}"
+    assert code == 0 and report.clean, f"{tool}: exit code {code}: {report}"
+
+
+@pytest.mark.timeout(CASES_S["racecheck"])
+def test_racecheck_finds_nothing_in_the_baseline_that_is_not_explained(tmp_path: Path) -> None:
+    log = tmp_path / "baseline.log"
+    code, text = run_under("racecheck", log, CASES_S["racecheck"], "cases", "--baseline")
+    report = Report.of(text)
+    right = re.search(r"^right: (\d+) of (\d+)$", text, re.MULTILINE)
+    assert right is not None and right[1] == right[2], f"exit code {code}; {log} ends:\n{end_of(log)}"
+    assert report.summaries, f"exit code {code}: {report}"
+    assert code == (FOUND if report.total else 0), f"exit code {code}: {report}"
     other_findings = [finding.says for finding in report.findings if not any(place.access for place in finding.places)]
     hazards = {(access_text(first), access_text(second)) for first, second in report.hazards}
     unexplained = hazards - set(EXPLAINED)

@@ -209,14 +209,14 @@ def operation_and_rows(cell: str) -> Mapping[str, object]:
 
 
 def systems_of_rows() -> Table:
-    names = ("raymoe", "in_turn", "eager", "compile", "copy", "pipelined_copy")
-    columns = {f"`{name}`": Column("norm_h200", "yvsq", {"backend": name}) for name in names}
+    names = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
+    columns = {f"`{name}`": Column("norm_h200", "nrhe", {"backend": name}) for name in names}
     return Table("kernels.md", "operation, rows", columns, operation_and_rows)
 
 
 def stages_of_rows(op: str) -> Table:
     def column(backend: str, stages: int) -> Column:
-        return Column("norm_sms_h200", "qpty", {"backend": backend, "op": op, "case stages": stages})
+        return Column("norm_sms_h200", "svoo", {"backend": backend, "op": op, "case stages": stages})
 
     columns = {f"{count} stage{'s' * (count > 1)}": column("raymoe", count) for count in (1, 2, 4, 8)}
     return Table("kernels.md", f"SMs, `{op}`", columns | {"`in_turn`": column("in_turn", 8)}, sms)

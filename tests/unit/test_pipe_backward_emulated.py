@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from raymoe.device import pipe_backward, pipe_shape
+from raymoe.device import pipe_shape
 from raymoe.device.pipe_backward import LayerNormBackward, RmsNormBackward, backward_calls
 from raymoe.device.pipe_shape import Limits
 from tests.unit.emulated_pipe import Strided, close, filled, run_call, tensors_of
@@ -22,6 +22,7 @@ EPS = 1e-3
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pipe_shape, "CONSUMER_WARPS", 4)
+    monkeypatch.setattr(pipe_shape, "WIDE_WARPS", 4)
     monkeypatch.setattr(pipe_shape, "PLAIN_WARPS", 4)
     monkeypatch.setattr(pipe_shape, "TILE_BYTES", 1024)
     monkeypatch.setattr(pipe_shape, "DEEPEST", 2)
@@ -82,7 +83,7 @@ def gradients(case: Case, kind: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_equal_float64(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe_backward, "BUDGET", case.budget)
+    monkeypatch.setattr(pipe_shape, "GRADIENT_BUDGET", case.budget)
     dx, *vectors = gradients(case, kind)
     x, dy = (filled(case.rows, case.hidden, case.dtype, case.gap, each).matrix.double() for each in (1, 2))
     weight = torch.randn(case.hidden, generator=torch.Generator().manual_seed(3)).to(vectors[0].dtype).double()

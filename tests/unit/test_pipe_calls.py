@@ -9,6 +9,8 @@ import torch
 
 from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm_call, rms_norm_call
 from raymoe.device.pipe_backward import RmsNormBackward, backward_calls
+from raymoe.device.pipe_launch import KernelCall
+from raymoe.device.pipe_pieces import Swiglu, swiglu_call
 from raymoe.device.pipe_shape import MOST_HIDDEN, SHARED_BYTES, Limits, RowWork, piece_shape, row_shape
 from raymoe.errors import ConfigError
 
@@ -53,20 +55,29 @@ def test_limits_are_at_least_one(field: str) -> None:
         Limits(**{field: 0})
 
 
+def rms_norm_of(rows: int, limits: Limits) -> tuple[KernelCall, str]:
+    call = rms_norm_call(RmsNorm(big(rows, 7168), big(7168), big(rows, 7168)), limits)
+    return call, dict(call.source.defines)["PIPE_LOADING"]
+
+
 def test_a_pipeline_has_a_block_on_each_sm_and_no_more_than_tiles() -> None:
-    call = rms_norm_call(RmsNorm(big(4096, 7168), big(7168), big(4096, 7168)), Limits())
-    assert (call.blocks(132), call.blocks(48), call.fills) == (132, 48, False)
-    few = rms_norm_call(RmsNorm(big(40, 7168), big(7168), big(40, 7168)), Limits(loading="PIPED"))
-    assert few.blocks(132) == 40
+    call, loading = rms_norm_of(1024, Limits())
+    assert (loading, call.blocks(132), call.blocks(48)) == ("PIPED", 132, 48)
+    assert rms_norm_of(40, Limits(loading="PIPED"))[0].blocks(132) == 40
 
 
 @pytest.mark.parametrize("rows", [400, 16384])
 def test_few_and_many_rows_go_without_a_pipeline_in_a_block_each(rows: int) -> None:
-    call = rms_norm_call(RmsNorm(big(rows, 7168), big(7168), big(rows, 7168)), Limits())
-    assert call.fills and dict(call.source.defines)["PIPE_LOADING"] == "PLAIN"
-    assert call.blocks(call.tiles) == rows
-    limited = rms_norm_call(RmsNorm(big(rows, 7168), big(7168), big(rows, 7168)), Limits(48))
-    assert not limited.fills and limited.blocks(48) == 48
+    call, loading = rms_norm_of(rows, Limits())
+    assert (loading, call.blocks(132)) == ("PLAIN", rows)
+    assert rms_norm_of(rows, Limits(48))[0].blocks(48) == 48
+
+
+def test_rows_that_a_count_bounds_take_blocks_for_the_gpu_and_not_for_the_rows() -> None:
+    gate_up, out = big(1_000_000, 4096), big(1_000_000, 2048)
+    counted = swiglu_call(Swiglu(gate_up, out, torch.zeros(9, dtype=torch.int32, device="meta")), Limits())
+    assert counted.blocks(132) == 132 * 12
+    assert swiglu_call(Swiglu(gate_up, out), Limits()).blocks(132) == 2_000_000
 
 
 def test_the_memory_of_a_backward_has_a_row_for_each_group() -> None:
@@ -86,7 +97,7 @@ def test_every_shape_fits_into_an_sm(item: int, inputs: int) -> None:
             for stages in (None, 1, 2, 3, 4, 8, 100):
                 for loading in (None, "PIPED", "IN_TURN", "PLAIN"):
                     limits = Limits(stages=stages, loading=loading)
-                    work = RowWork(rows, hidden, 8 * item * inputs, 4 * item * inputs)
+                    work = RowWork(rows, hidden, 8 * item * inputs, inputs, 4 * item * inputs)
                     for shape in (row_shape(work, limits), piece_shape(work, limits)):
                         assert shape.shared_bytes <= SHARED_BYTES
                         assert shape.threads <= 512

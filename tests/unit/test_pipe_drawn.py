@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from raymoe.device import pipe_backward, pipe_shape
+from raymoe.device import pipe_shape
 from raymoe.device.pipe_shape import Limits
 from tests.unit import test_pipe_backward_emulated as backward
 from tests.unit import test_pipe_emulated as norms
 from tests.unit import test_pipe_pieces_emulated as pieces
 
-LOADINGS = (None, None, None, "IN_TURN", "PLAIN")
+LOADINGS = ("PIPED", "PIPED", "PIPED", None, "IN_TURN", "PLAIN")
 
 
 def draw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,17 +21,20 @@ def draw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = random.Random(seed)
     for name, values in {
         "CONSUMER_WARPS": (1, 2, 3, 4, 5),
+        "WIDE_WARPS": (4,),
         "PLAIN_WARPS": (4,),
         "TILE_BYTES": (64, 700, 2048),
         "DEEPEST": (1, 2, 3),
         "PIECE": (16, 48, 96),
+        "PLAIN_PIECE": (16, 64),
         "FEW_ROWS": (0,),
     }.items():
         monkeypatch.setattr(pipe_shape, name, draws.choice(values))
     dtype = draws.choice([torch.bfloat16, torch.float16, torch.float32])
     hidden, rows = 8 * draws.choice([1, 2, 9, 16, 33, 65, 128, 131]), draws.choice([1, 2, 5, 11, 26])
     loading = draws.choice(LOADINGS)
-    limits = Limits(stages=draws.choice([None, None, 1, 2, 3, 4, 7]) if loading is None else None, loading=loading)
+    stages = draws.choice([None, None, 1, 2, 3, 4, 7])
+    limits = Limits(stages=stages if loading in (None, "PIPED") else None, loading=loading)
     gap, fp8 = draws.choice([0, 8]), draws.choice(["", "row", "column"])
     registers = draws.choice([8, 16, 72])
     drawn = norms.NormCase(rows, hidden, dtype, limits, fp8, draws.random() < 0.4, gap, max(registers, 8))
@@ -41,7 +44,7 @@ def draw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = pieces.Case(rows, hidden, dtype, limits, fp8, gap, end)
     pieces.test_swiglu_equals_float64(piece)
     pieces.judge_gradient(piece)
-    monkeypatch.setattr(pipe_backward, "BUDGET", draws.choice([16, 96, 256]))
+    monkeypatch.setattr(pipe_shape, "GRADIENT_BUDGET", draws.choice([16, 96, 256]))
     on = Limits(backward.SMS, limits.stages, limits.loading)
     case = backward.Case(rows, hidden, dtype, on, gap=gap, budget=96, add=draws.random() < 0.5)
     backward.test_gradients_equal_float64(case, draws.choice(["rms", "layer"]), monkeypatch)

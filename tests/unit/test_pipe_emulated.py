@@ -15,13 +15,14 @@ from raymoe.device.pipe_shape import Limits
 from tests.unit.emulated_pipe import Strided, close, filled, judge_fp8, run_call, scales_for, tensors_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-PIPED = Limits()
+PIPED = Limits(loading="PIPED")
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of four warps that compute, and tiles of few rows, so that every loop wraps on small tensors."""
     monkeypatch.setattr(pipe_shape, "CONSUMER_WARPS", 4)
+    monkeypatch.setattr(pipe_shape, "WIDE_WARPS", 4)
     monkeypatch.setattr(pipe_shape, "PLAIN_WARPS", 4)
     monkeypatch.setattr(pipe_shape, "TILE_BYTES", 2048)
     monkeypatch.setattr(pipe_shape, "DEEPEST", 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,12 @@ RIGHT = [
     PipeCase(2, 2, 5, inputs=1),
     PipeCase(4, 2, 9, inputs=1),
     PipeCase(2, 2, 4),
+    PipeCase(2, 1, 5, warps=2),
+    PipeCase(1, 1, 3, warps=3),
+    PipeCase(2, 2, 4, inputs=1, warps=2),
+    PipeCase(2, 1, 5, stores=False),
+    PipeCase(2, 1, 5, warps=2, stores=False),
+    PipeCase(2, 2, 5, inputs=1, warps=2, stores=False),
 ]
 
 
@@ -33,13 +40,15 @@ FAULTS = {
     PipeFault.NO_STORE_WAIT: (PipeCase(2, 1, 5), "the store of turn .* reads and finds in"),
     PipeFault.OWN_STAGE: (PipeCase(2, 1, 5), "the store of turn .* reads and finds in"),
     PipeFault.NEVER_EMPTY: (PipeCase(1, 1, 3), "no step is left"),
+    PipeFault.ONE_WARP: (PipeCase(2, 1, 4, warps=2, stores=False), "warp 1 of group 0 reads turn .* and finds in"),
+    PipeFault.NO_BARRIER: (PipeCase(2, 1, 3, warps=2), "begins before the results of all warps"),
 }
 
 
 @pytest.mark.parametrize("fault", PipeFault)
 def test_a_planted_fault_is_found(fault: PipeFault) -> None:
     case, says = FAULTS[fault]
-    found = explore_pipe(PipeCase(case.stages, case.groups, case.turns, case.inputs, fault))
+    found = explore_pipe(replace(case, fault=fault))
     print(f"{fault.value}: {found.broken}", *found.trace, sep="\n    ")
     assert re.search(says, found.broken), found.broken
     assert found.trace

@@ -22,7 +22,7 @@ from raymoe.errors import ConfigError
 from tests.unit.emulated_pipe import SENTINEL, Strided, close, filled, judge_fp8, run_call, scales_for, tensors_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-PIPED = Limits()
+PIPED = Limits(loading="PIPED")
 
 
 @pytest.fixture(autouse=True)

@@ -58,12 +58,17 @@ PLANTED = {
         planted("ptx::bulk_wait_read<0>();  // the stages must last"),
     ),
     "no proxy fence before a stage is given back": (QUANTISED, planted(f"{FENCE} of the stage before", "//")),
-    "no barrier before a stage is given back": (
+    "a stage is empty when one warp has read it": (
         QUANTISED,
-        planted(
-            "group_barrier();\n            if (leads()) {\n                arrive",
-            "if (leads()) {\n                arrive",
-        ),
+        planted("ptx::barrier_init(empty(stage), GROUP_WARPS);", "ptx::barrier_init(empty(stage), 1);"),
+    ),
+    "a warp gives a stage back that its threads read": (
+        QUANTISED,
+        planted("__syncwarp();  // all threads of the warp"),
+    ),
+    "the other warps do not give their stage back": (
+        WIDE,
+        planted("arrive_as_warp(tile.turn);\n        }\n        group", "}\n        group"),
     ),
     "barriers are not handed to all threads": (WIDE, planted("__syncthreads();  // hands the initialised")),
     "barriers are not fenced": (WIDE, planted("ptx::fence_barrier_init();  // orders the inits")),
@@ -77,7 +82,7 @@ PLANTED = {
     ),
     "no barrier before the sums are read": (
         WIDE,
-        planted("            group_barrier();\n#pragma unroll", "#pragma unroll", file="rows.cuh"),
+        planted("            group_barrier();", file="rows.cuh"),
     ),
     "in turn: a barrier is invalidated while threads wait": (
         IN_TURN,

@@ -18,7 +18,7 @@ from raymoe.moe.expression import FUNCTIONS, MOST_CHARACTERS, MOST_DEPTH, MOST_I
 from raymoe.moe.operators import OUTGOING, code, evaluate, gradients
 from tests.emulator.build import compiler
 
-# What is refused.
+# Refused expressions.
 
 WRONG = [
     ("", "column 1: found the end, expected a value"),

@@ -59,7 +59,7 @@ def test_each_operation_has_a_line_for_each_system(op):
     by_system = {line["backend"]: line for line in lines}
     for system in ("compile", "liger", "quack"):
         assert "GPUs only" in by_system[system]["skipped"] and by_system[system]["samples"] == 0
-    for system in ("in_turn", "pipelined_copy"):
+    for system in ("in_turn", "own_copy"):
         assert "compute capability 9.0" in by_system[system]["skipped"]
     for system in (OURS, "eager", "copy"):
         line = by_system[system]

@@ -17,7 +17,7 @@ def test_a_share_is_that_of_the_faster_copy_in_the_case():
     lines = rows_case()
     shares = dict(zip((line["backend"] for line in lines), shares_of_copy(lines), strict=True))
     assert round(shares["raymoe"], 3) == round(3900 / 4080, 3)
-    assert shares["copy"] is shares["pipelined_copy"] is shares["quack"] is None
+    assert shares["copy"] is shares["own_copy"] is shares["quack"] is None
     headers = {column.header: column.cells for column in columns_of(lines)}
     assert headers["of copy"] == ["96%", "49%", "25%", "61%", "-", "-", "-"]
     assert headers["memory GB/s"][0] == "3,900.0" and headers["moved"][0] == "112 MiB"
@@ -28,7 +28,7 @@ def test_systems_stand_side_by_side_over_rows():
     text = render(OVER_ROWS)
     title, head, _, *rows = text.split("Bandwidth of rms_norm over rows: ")[1].splitlines()
     assert title == "us (GB/s, of the copy)"
-    assert head.split() == ["tokens", "raymoe", "in_turn", "eager", "compile", "copy", "pipelined_copy"]
+    assert head.split() == ["tokens", "raymoe", "in_turn", "eager", "compile", "copy", "own_copy"]
     assert [row.split()[0] for row in rows[:3]] == ["128", "1024", "4096"]
     assert "30.1 (3,900, 96%)" in rows[2] and "28.8 (4,080)" in rows[2]
 
@@ -38,7 +38,7 @@ def test_a_sweep_has_curves_over_sms_and_over_stages_and_the_copy_as_limit():
     assert (over_sms.axis, list(over_sms.curves)) == ("sms", ["1 stage", "in_turn", "2 stages", "4 stages"])
     assert (over_stages.axis, list(over_stages.curves)) == ("stages", ["32 SMs", "48 SMs", "132 SMs"])
     assert list(over_stages.curves["48 SMs"]) == [1, 2, 4]
-    assert over_sms.limit is not None and over_sms.limit["backend"] == "pipelined_copy"
+    assert over_sms.limit is not None and over_sms.limit["backend"] == "own_copy"
     text = render(SWEPT)
     assert "Bandwidth of rms_norm over SMs: us (GB/s, of the copy)" in text and "over stages" not in text
 

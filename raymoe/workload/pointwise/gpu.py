@@ -19,12 +19,16 @@ class TorchGraphClock(OpClock):
     work that allocates nothing."""
 
     def graph_of(self, op: Work) -> Work:
+        return self.graph_of_one(lambda: self.repeat(op))
+
+    def graph_of_one(self, op: Work) -> Work:
+        """Capture a single run, and return its replay."""
         graph: Any = torch.cuda.CUDAGraph()
         gc.collect()
         gc.disable()  # the graph of an earlier case, freed now, would invalidate the capture
         try:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-                self.repeat(op)
+                op()
         finally:
             gc.enable()
         replay: Work = graph.replay

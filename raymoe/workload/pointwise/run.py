@@ -74,7 +74,7 @@ class _Place:
 
 
 def _line_of(system: str, index: int, task: Task, place: _Place) -> Line:
-    """Measure a system. What one of OWN does wrong ends the run; of another system the line tells it."""
+    """Measure a system. An error of one in OWN ends the run. An error of another system goes into its line."""
     case, world = place.case, place.world
     label = f"{case.name}: {task.op} by {system}"
     total, before = len(SYSTEMS) * place.steps.total, index * place.steps.total

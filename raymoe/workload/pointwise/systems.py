@@ -1,4 +1,4 @@
-"""Who computes an operation of workload pointwise: raymoe, its baseline, torch, other systems, and a copy.
+"""The systems that workload pointwise measures: raymoe, its baseline, torch, other libraries, and a copy.
 
 Each entry of SYSTEMS makes a function of no arguments from a task. The function computes on the current stream and
 returns the results in the order of `RowOperation.written`; a quantised result is two: values and scales. A system that
@@ -257,8 +257,8 @@ def _copy(task: Task) -> Compute:
     return lambda: (into.copy_(source),)
 
 
-def _pipelined_copy(task: Task) -> Compute:
-    """raymoe's pipeline with an expression that changes nothing. The bytes are those of whole rows."""
+def _own_copy(task: Task) -> Compute:
+    """raymoe's kernel of an expression that changes nothing. The bytes are those of whole rows."""
     _need_kernels(task)
     some, width = task.given[0], task.sizes.width
     rows = max(1, task.nbytes // (2 * width * some.element_size()))
@@ -268,8 +268,8 @@ def _pipelined_copy(task: Task) -> Compute:
 
 # All of them.
 
-OURS, IN_TURN, COPY, PIPELINED_COPY = "raymoe", "in_turn", "copy", "pipelined_copy"
-COPIES = (COPY, PIPELINED_COPY)
+OURS, IN_TURN, COPY, OWN_COPY = "raymoe", "in_turn", "copy", "own_copy"
+COPIES = (COPY, OWN_COPY)
 OWN = (OURS, IN_TURN, *COPIES)
 """The systems that must work: what they do wrong ends the run."""
 
@@ -284,5 +284,5 @@ SYSTEMS: dict[str, Callable[[Task], Compute]] = {
     "liger": _liger,
     "quack": _quack,
     COPY: _copy,
-    PIPELINED_COPY: _pipelined_copy,
+    OWN_COPY: _own_copy,
 }

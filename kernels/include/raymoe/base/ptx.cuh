@@ -136,6 +136,16 @@ __device__ __forceinline__ u32 blocks() {
     return count;
 }
 
+// In a kernel that is launched early: waits until the kernel before it in the stream has ended, and sees its writes.
+__device__ __forceinline__ void wait_for_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The next kernel in the stream, if it is launched early, may begin when each block has called this or ended.
+__device__ __forceinline__ void let_next_kernel_begin() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- time ----------------------------------------------------------------------------------------------------------
 
 // Nanoseconds of a clock that all SMs share. It may tick in steps of about a microsecond.
@@ -161,6 +171,14 @@ __device__ __forceinline__ Bytes16 load_16_if(bool wanted, const u8* at, Bytes16
 }
 
 __device__ __forceinline__ Bytes16 load_16(const u8* at) { return load_16_if(true, at, {0, 0}); }
+
+// Memory that no kernel and no peer writes while this kernel runs. So the compiler may move the load before stores.
+__device__ __forceinline__ Bytes16 load_16_constant_if(bool wanted, const u8* at, Bytes16 otherwise) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u64 {%0, %1}, [%2];}"
+                 : "+l"(otherwise.low), "+l"(otherwise.high)
+                 : "l"(at), "r"(static_cast<u32>(wanted)));
+    return otherwise;
+}
 
 __device__ __forceinline__ void store_16(u8* at, Bytes16 value) {
     asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(value.low), "l"(value.high) : "memory");

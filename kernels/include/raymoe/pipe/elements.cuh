@@ -25,6 +25,16 @@ struct Elements {
         return loaded;
     }
 
+    // Of a vector that all rows use.
+    static __device__ __forceinline__ Elements load_constant_if(bool wanted, const u8* at) {
+        Elements loaded;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            loaded.parts[i] = ptx::load_16_constant_if(wanted, at + i * 16, {0, 0});
+        }
+        return loaded;
+    }
+
     static __device__ __forceinline__ Elements shared_load_if(bool wanted, u32 at) {
         Elements loaded;
 #pragma unroll
@@ -108,43 +118,92 @@ struct PipeFp8 {
     u64 scale_block;  // bytes from a block's scale to the next block's
 };
 
-// A number that orders the eight values by their largest finite magnitude; F32::magnitude gives that.
-__device__ __forceinline__ u32 largest_order(const float (&values)[8]) {
-    u32 largest = 0;
+// The largest magnitude of eight values, as the bits of a float. NaN does not count, nor an infinity if `finite`.
+__device__ __forceinline__ u32 reach_of(const float (&values)[8], bool finite) {
+    float largest = 0.0f;
 #pragma unroll
     for (u32 j = 0; j < 8; ++j) {
-        largest = max(largest, F32::order(__float_as_uint(values[j])));
+        const float size = fabsf(values[j]);
+        largest = fmaxf(largest, finite && __float_as_uint(size) == INFINITE ? 0.0f : size);
     }
-    return largest;
+    return __float_as_uint(largest);
 }
 
-// Quantises and stores COUNT times eight elements of row `row`, of which those numbered i stand at `first + i * step`
-// if that is less than `width`. All threads of a warp call this, and `first` counts them; half a warp has a block.
-// `value(i, into)` computes the elements; it is called twice, because 8 * COUNT results would not fit into registers.
-template <u32 COUNT, class Value>
-__device__ __forceinline__ void quantise_row(const PipeFp8& out, u64 row, u32 first, u32 step, u32 width, Value value) {
-    static_assert(COUNT <= 16, "each of 16 threads computes the scale of one block");
-    u32 largest[COUNT];
-#pragma unroll
-    for (u32 i = 0; i < COUNT; ++i) {
-        float values[8];
-        value(i, values);
-        largest[i] = first + i * step < width ? largest_order(values) : 0;
-    }
+// Replaces the reach of each thread's vectors by that of their blocks, which half a warp holds.
+template <u32 COUNT>
+__device__ __forceinline__ void join_reaches(u32 (&reaches)[COUNT]) {
 #pragma unroll
     for (u32 bit = 8; bit != 0; bit /= 2) {
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
-            largest[i] = max(largest[i], __shfl_xor_sync(0xFFFFFFFF, largest[i], bit));
+            reaches[i] = max(reaches[i], __shfl_xor_sync(0xFFFFFFFF, reaches[i], bit));
         }
     }
+}
+
+// Results that are used twice: kept if they fit into registers, else computed again.
+template <u32 COUNT, class Value>
+class Twice {
+  public:
+    __device__ __forceinline__ explicit Twice(Value value) : value_(value) {
+        if constexpr (KEPT) {
+#pragma unroll
+            for (u32 i = 0; i < COUNT; ++i) {
+                value(i, kept_[i]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void get(u32 i, float (&into)[8]) const {
+        if constexpr (KEPT) {
+#pragma unroll
+            for (u32 j = 0; j < 8; ++j) {
+                into[j] = kept_[i][j];
+            }
+        } else {
+            value_(i, into);
+        }
+    }
+
+  private:
+    static constexpr bool KEPT = COUNT <= 6;
+
+    Value value_;
+    float kept_[KEPT ? COUNT : 1][8];
+};
+
+// Quantises and stores COUNT times eight elements of row `row`, of which those numbered i stand at `first + i * step`
+// if that is less than `width`. All threads of a warp call this, and `first` counts them; half a warp has a block.
+// `value(i, into)` computes the elements.
+template <u32 COUNT, class Value>
+__device__ __forceinline__ void quantise_row(const PipeFp8& out, u64 row, u32 first, u32 step, u32 width, Value value) {
+    static_assert(COUNT <= 16, "each of 16 threads computes the scale of one block");
+    const Twice<COUNT, Value> results(value);
+    const auto join = [&](u32(&reaches)[COUNT], bool finite) {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            float values[8];
+            results.get(i, values);
+            reaches[i] = first + i * step < width ? reach_of(values, finite) : 0;
+        }
+        join_reaches(reaches);
+    };
+    u32 reaches[COUNT];
+    join(reaches, false);
     const u32 half = threadIdx.x % 32 / 16 * 16, mine = threadIdx.x % 16;
-    u32 order = 0;
+    u32 reach = 0;
 #pragma unroll
     for (u32 i = 0; i < COUNT; ++i) {
-        order = mine == i ? largest[i] : order;
+        reach = mine == i ? reaches[i] : reach;
     }
-    const Scaling scaling(F32::magnitude(order));  // of block `mine` of this half warp
+    if (__any_sync(0xFFFFFFFF, reach == INFINITE)) {  // seldom, so it may cost a second pass
+        join(reaches, true);
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            reach = mine == i ? reaches[i] : reach;
+        }
+    }
+    const Scaling scaling(__uint_as_float(reach));  // of block `mine` of this half warp
     const u32 begins = first - mine + mine * step;
     if (mine < COUNT && begins < width) {
         ptx::store_4(out.scales + row * out.scale_row + begins / 16 * out.scale_block, __float_as_uint(scaling.scale));
@@ -154,7 +213,7 @@ __device__ __forceinline__ void quantise_row(const PipeFp8& out, u64 row, u32 fi
     for (u32 i = 0; i < COUNT; ++i) {
         const float factor = __shfl_sync(0xFFFFFFFF, scaling.factor, half + i);
         float values[8];
-        value(i, values);
+        results.get(i, values);
 #pragma unroll
         for (u32 j = 0; j < 8; ++j) {
             values[j] *= factor;

@@ -39,7 +39,7 @@ class RowAgain {
     }
 
   private:
-    static constexpr bool HELD = VECTORS * Elements<Type>::PARTS <= 3;
+    static constexpr bool HELD = VECTORS * Elements<Type>::PARTS <= (PIPE_THREADS <= 256 ? 4 : 3);
 
     const PipeRows& from_;
     const Tile& tile_;

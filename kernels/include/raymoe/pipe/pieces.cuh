@@ -8,10 +8,13 @@
 #define ROW_TYPE Bf16
 #endif
 
+#ifndef PIPE_VECTORS
+#define PIPE_VECTORS 8  // of a thread, at most, in each row of a tile
+#endif
+
 namespace raymoe {
 
-constexpr u32 PIECE_VECTORS = 8;  // of a thread at most: PIECE of raymoe/device/pipe_shape.py is 32 times as many
-constexpr u32 TOGETHER = 2;       // vectors whose loads overlap
+constexpr u32 TOGETHER = 2;  // vectors whose loads overlap
 
 // The work of rows before `*end`, a count on the device; all of it if `end` is null.
 __device__ __forceinline__ PipeWork bounded(PipeWork work, const u8* end) {

@@ -8,33 +8,39 @@
 //   producer        waits until the stage is empty; tells `full` the bytes of ALL inputs; begins a bulk load of each
 //                   input, which completes on `full`
 //   each thread     waits for `full`; reads its part of the tile into registers; computes; writes results over the
-//   of the group    input; fence of the proxies; barrier of the group
-//   its first       begins bulk stores out of the stage; commits them as one group; waits (.read) until the stores of
+//   of the group    input; fence of the proxies
+//   each warp but   arrives at `empty`
+//   the first
+//   all warps       barrier of the group
+//   the first       begins bulk stores out of the stage; commits them as one group; waits (.read) until the stores of
 //   thread          the turn before have read their stage; arrives at `empty` of that stage
 //
-// Each stage has two barriers of one arrival, and each phase of a barrier is one turn of its stage:
-//   full    arrival: the producer, with the bytes. Turn t is in the stage when phase t / STAGES is over
-//   empty   arrival: the group's first thread. The stage may be loaded again when phase t / STAGES is over
+// Each stage has two barriers, and each phase of a barrier is one turn of its stage:
+//   full    one arrival: the producer, with the bytes. Turn t is in the stage when phase t / STAGES is over
+//   empty   an arrival of each warp of the group. The stage may be loaded again when phase t / STAGES is over
 // A thread can tell only the parity of a phase, so it must never wait two phases ahead:
-//   full    turn t - STAGES is of the same group, which has waited for it before
+//   full    turn t is loaded only after each warp of the group has arrived at `empty` of turn t - STAGES, so it has
+//           waited for that turn before
 //   empty   the producer has waited for the phase before, at turn t - STAGES
 // tests/explorer/pipe.py searches every order of these steps, also with stages that are no multiple.
 //
 // Order, at each place where a stage changes hands:
 //   load -> reads      the wait for `full` acquires the bytes that completed it
 //   writes -> store    fence.proxy.async of each writing thread, barrier of the group, bulk store
-//   reads -> load      the same fence and barrier, then `empty`, then the producer's wait: a bulk load is of the other
-//                      proxy, so the barriers alone do not order it behind ordinary reads
+//   reads -> load      the same fence, __syncwarp, the warp's arrival at `empty`, the producer's wait: a bulk load is
+//                      of the other proxy, so the barriers alone do not order it behind ordinary reads
 //   store -> load      wait_group.read of the thread that committed the store, before it arrives at `empty`
 // A group with one stage waits for its own stores. A group with more leaves the youngest in flight.
 // Before a block ends, each first thread waits until its stores have read their stages.
 //
-// A group whose results do not pass through its stage (`give_back`) frees the stage when all have read it.
+// A group whose results do not pass through its stage (`give_back`) needs no barrier: each warp arrives at `empty` when
+// it has read the stage.
 //
 // PIPE_LOADING chooses another way to the same tiles, for the same code:
 //   IN_TURN   the anti-pattern, kept as a baseline. A group has one stage and one barrier. For each input in turn it
 //             initialises the barrier, loads, waits, and invalidates the barrier. Nothing overlaps
-//   PLAIN     no stages: ordinary loads into registers, ordinary stores. For few rows, where a pipeline cannot fill
+//   PLAIN     no stages: ordinary loads into registers, ordinary stores. For few rows, which cannot fill a pipeline,
+//             and on the whole GPU for many: the hardware gives small blocks to SMs as they become free
 //
 // Dynamic shared memory: STAGES x stage_bytes; `full` and `empty` of each stage, 8 bytes each; sums of the groups
 // (rows.cuh). raymoe/device/pipe_shape.py computes the same sum.
@@ -63,6 +69,8 @@ constexpr Loading LOADING = Loading::PIPE_LOADING;
 constexpr u32 STAGES = PIPE_STAGES, GROUPS = PIPE_GROUPS, GROUP_WARPS = PIPE_WARPS;
 constexpr u32 GROUP_THREADS = GROUP_WARPS * 32, CONSUMERS = GROUPS * GROUP_THREADS;
 constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
+// Without stages, several blocks must fit on an SM: a thread may then have 128 registers.
+constexpr u32 LEAST_BLOCKS = LOADING == Loading::PLAIN && PIPE_THREADS < 512 ? 512 / PIPE_THREADS : 1;
 constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; group_sums of rows.cuh says how they are used
 static_assert(STAGES % GROUPS == 0, "a stage belongs to one group");
 static_assert(LOADING != Loading::IN_TURN || STAGES == GROUPS, "one stage for each group");
@@ -168,7 +176,7 @@ class Pipe {
             if (threadIdx.x == 0) {
                 for (u32 stage = 0; stage < STAGES; ++stage) {
                     ptx::barrier_init(full(stage), 1);
-                    ptx::barrier_init(empty(stage), 1);
+                    ptx::barrier_init(empty(stage), GROUP_WARPS);
                 }
                 ptx::fence_barrier_init();  // orders the inits before the bulk loads that complete on them
             }
@@ -208,6 +216,9 @@ class Pipe {
             return;  // `put` has stored the results
         }
         ptx::fence_proxy_async_shared();  // orders this thread's reads and writes of the stage before bulk copies
+        if (GROUP_WARPS != 1 && thread_in_group() >= 32) {
+            arrive_as_warp(tile.turn);
+        }
         group_barrier();
         if (!leads()) {
             return;
@@ -225,14 +236,14 @@ class Pipe {
         }
     }
 
-    // Ends a turn whose stage all threads have read and nothing will be stored from.
+    // Ends a turn whose stage this thread has read and nothing will be stored from.
     __device__ __forceinline__ void give_back(const Tile& tile) {
         if constexpr (LOADING != Loading::PLAIN) {
             ptx::fence_proxy_async_shared();  // orders this thread's reads of the stage before the next bulk load
-            group_barrier();
-            if (leads()) {
-                arrive_empty(tile.turn);
-            }
+            arrive_as_warp(tile.turn);
+        }
+        if constexpr (LOADING == Loading::IN_TURN) {
+            group_barrier();  // the group's first thread loads the next tile
         }
     }
 
@@ -257,6 +268,13 @@ class Pipe {
     __device__ __forceinline__ void arrive_empty(u32 turn) const {
         if constexpr (LOADING == Loading::PIPED) {
             ptx::barrier_arrive(empty(turn % STAGES));
+        }
+    }
+
+    __device__ __forceinline__ void arrive_as_warp(u32 turn) const {
+        __syncwarp();  // all threads of the warp have read the stage
+        if (threadIdx.x % 32 == 0) {
+            arrive_empty(turn);
         }
     }
 

@@ -46,7 +46,7 @@ struct Part {
 #pragma unroll
         for (u32 i = 0; i < VECTORS; ++i) {
             const u64 at = static_cast<u64>(eight_of(i)) * Elements<Type>::BYTES;
-            part.eights[i] = Elements<Type>::load_if(is_there(i), vector + at);
+            part.eights[i] = Elements<Type>::load_constant_if(is_there(i), vector + at);
         }
         return part;
     }
@@ -64,7 +64,7 @@ struct Part {
 
 // A vector that multiplies every row, such as a weight: kept in registers if it fits beside a row, else loaded again
 // for each row, from the L1 cache.
-template <class Type>
+template <class Type, bool MAY_KEEP = true>
 class Vector {
   public:
     __device__ __forceinline__ explicit Vector(const u8* at) : at_(at) {
@@ -77,17 +77,43 @@ class Vector {
         if constexpr (KEPT) {
             part_.eights[i].unknown().unpack(into);
         } else {
-            Elements<Type>::load_if(is_there(i), at_ + static_cast<u64>(eight_of(i)) * Elements<Type>::BYTES)
-                .unpack(into);
+            const u8* const at = at_ + static_cast<u64>(eight_of(i)) * Elements<Type>::BYTES;
+            if constexpr (VECTORS <= 7) {
+                Elements<Type>::load_constant_if(is_there(i), at).unpack(into);
+            } else {  // of a longer row, loads that the compiler moves forward would take too many registers
+                Elements<Type>::load_if(is_there(i), at).unpack(into);
+            }
         }
     }
 
   private:
-    static constexpr bool KEPT = sizeof(Part<Type>) <= 96;
+    static constexpr bool KEPT = MAY_KEEP && sizeof(Part<Type>) <= 96;
 
     const u8* at_;
     Part<Type> part_;
 };
+
+// Replaces each value by its sum over the threads of a warp.
+template <u32 COUNT>
+__device__ __forceinline__ void add_in_warp(float (&values)[COUNT]) {
+#pragma unroll
+    for (u32 bit = 16; bit != 0; bit /= 2) {
+#pragma unroll
+        for (u32 k = 0; k < COUNT; ++k) {
+            values[k] += __shfl_xor_sync(0xFFFFFFFF, values[k], bit);
+        }
+    }
+}
+
+// Elements of a row that a warp of the group holds: of each VECTORS times 32 eights those before the row's end.
+__device__ __forceinline__ constexpr u32 elements_of(u32 warp) {
+    u32 eights = 0;
+    for (u32 i = 0; i < VECTORS; ++i) {
+        const u32 begin = i * GROUP_THREADS + warp * 32;
+        eights += begin >= ROW_EIGHTS ? 0 : ROW_EIGHTS - begin < 32 ? ROW_EIGHTS - begin : 32;
+    }
+    return eights * 8;
+}
 
 // Sums over the threads of a group, a row at a time, always in the same order. The warps' sums alternate between two
 // places, so one barrier a row is enough: a thread writes a place again after a barrier that all pass after reading it.
@@ -100,33 +126,43 @@ class GroupSums {
     // Replaces each value by its sum. All threads of the group call this.
     template <u32 COUNT>
     __device__ __forceinline__ void add(float (&values)[COUNT]) {
+        add_in_warp(values);
+        float of_warps[GROUP_WARPS][COUNT];
+        gather(values, of_warps);
+#pragma unroll
+        for (u32 k = 0; k < COUNT; ++k) {
+            values[k] = 0.0f;
+#pragma unroll
+            for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
+                values[k] += of_warps[warp][k];
+            }
+        }
+    }
+
+    // Gives every thread the values of all warps of the group. All its threads call this; those of a warp have the same
+    // values.
+    template <u32 COUNT>
+    __device__ __forceinline__ void gather(const float (&values)[COUNT], float (&of_warps)[GROUP_WARPS][COUNT]) {
         static_assert(COUNT <= MOST, "");
-#pragma unroll
-        for (u32 bit = 16; bit != 0; bit /= 2) {
+        const u32 place = memory_ + parity_ * GROUP_WARPS * MOST * 4;
+        if (GROUP_WARPS != 1 && threadIdx.x % 32 == 0) {
 #pragma unroll
             for (u32 k = 0; k < COUNT; ++k) {
-                values[k] += __shfl_xor_sync(0xFFFFFFFF, values[k], bit);
+                ptx::shared_store_4(place + (thread_in_group() / 32 * MOST + k) * 4, __float_as_uint(values[k]));
             }
         }
-        if constexpr (GROUP_WARPS != 1) {
-            const u32 place = memory_ + parity_ * GROUP_WARPS * MOST * 4;
-            if (threadIdx.x % 32 == 0) {
-#pragma unroll
-                for (u32 k = 0; k < COUNT; ++k) {
-                    ptx::shared_store_4(place + (thread_in_group() / 32 * MOST + k) * 4, __float_as_uint(values[k]));
-                }
-            }
+        if (GROUP_WARPS != 1) {
             group_barrier();
-#pragma unroll
-            for (u32 k = 0; k < COUNT; ++k) {
-                values[k] = 0.0f;
-#pragma unroll
-                for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
-                    values[k] += __uint_as_float(ptx::shared_load_4(place + (warp * MOST + k) * 4));
-                }
-            }
-            parity_ ^= 1;
         }
+#pragma unroll
+        for (u32 k = 0; k < COUNT; ++k) {
+#pragma unroll
+            for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
+                const u32 at = place + (warp * MOST + k) * 4;
+                of_warps[warp][k] = GROUP_WARPS == 1 ? values[k] : __uint_as_float(ptx::shared_load_4(at));
+            }
+        }
+        parity_ ^= 1;
     }
 
   private:
@@ -134,5 +170,52 @@ class GroupSums {
     u32 parity_ = 0;
 };
 static_assert(SUMS_BYTES == 2 * GROUP_WARPS * GroupSums::MOST * 4, "");
+
+// The mean of a row, and sums that need it, with one barrier. Each warp takes its own mean at first, and corrects its
+// sums when it has those of the others. No sum is the difference of two large ones. With d = the warp's mean - mean:
+//   sum of (x - mean)^2 = sum of (x - the warp's mean)^2 + elements * d^2
+//   sum of g * (x - mean) = sum of g * (x - the warp's mean) + d * sum of g
+struct Moments {
+    float mean;
+    float squares;  // the sum of (x - mean)^2
+    float along;    // the sum of g * (x - mean)
+    float of_g;     // the sum of g
+
+    // `sum` is that of this thread's elements. `add(mean, parts)` adds this thread's (x - mean)^2, and, if COUNT is 3,
+    // g * (x - mean) and g. All threads of the group call this.
+    template <u32 COUNT, class Add>
+    static __device__ __forceinline__ Moments of(GroupSums& sums, float sum, Add add) {
+        float own[1] = {sum}, parts[COUNT] = {};
+        add_in_warp(own);
+        add(own[0] * one_over(elements_of(thread_in_group() / 32)), parts);
+        add_in_warp(parts);
+        float values[COUNT + 1] = {own[0]}, of_warps[GROUP_WARPS][COUNT + 1];
+#pragma unroll
+        for (u32 k = 0; k < COUNT; ++k) {
+            values[k + 1] = parts[k];
+        }
+        sums.gather(values, of_warps);
+        Moments found = {};
+#pragma unroll
+        for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
+            found.mean += of_warps[warp][0];
+        }
+        found.mean *= ONE_OVER_HIDDEN;
+#pragma unroll
+        for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
+            const float count = elements_of(warp);
+            const float distance = of_warps[warp][0] * one_over(elements_of(warp)) - found.mean;
+            found.squares += of_warps[warp][1] + count * distance * distance;
+            if constexpr (COUNT == 3) {
+                found.along += of_warps[warp][2] + distance * of_warps[warp][3];
+                found.of_g += of_warps[warp][3];
+            }
+        }
+        return found;
+    }
+
+  private:
+    static __device__ __forceinline__ float one_over(u32 elements) { return elements == 0 ? 0.0f : 1.0f / elements; }
+};
 
 }  // namespace raymoe

@@ -68,6 +68,9 @@ inline u64 load_relaxed_gpu_if(bool wanted, const u64* word, u64 otherwise) {
 }
 inline u64 load_8_if(bool wanted, const void* at, u64 otherwise) { return wanted ? load_8(at) : otherwise; }
 inline u32 load_4_if(bool wanted, const void* at, u32 otherwise) { return wanted ? load_4(at) : otherwise; }
+inline Bytes16 load_16_constant_if(bool wanted, const u8* at, Bytes16 otherwise) {
+    return load_16_if(wanted, at, otherwise);
+}
 u8 load_byte(const u8* at);
 void store_byte(u8* at, u8 value);
 
@@ -88,6 +91,10 @@ void shared_store_4(u32 at, u32 value);
 u32 shared_load_4(u32 at);
 void barrier_of_warps(u32 number, u32 threads);
 inline Bytes16 unknown(Bytes16 value) { return value; }
+
+// One launch ends before the next begins.
+inline void wait_for_kernel_before() {}
+inline void let_next_kernel_begin() {}
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 u32 to_bf16x2(float low, float high);
