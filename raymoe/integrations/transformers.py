@@ -133,8 +133,8 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
         # Rows of no expert have the id behind the last, which the experts skip.
         expert = Groups(got.expert_offsets, got.expert_counts).expert_of_row(capacity)
         there = capacity
-        if x.device.type == "cpu":  # no wait is saved there, so the experts get no row too many
-            # One row at least, of zeros and with weight zero, keeps the experts' weights in the backward pass.
+        if x.device.type == "cpu":  # reading the count costs no wait here, so the experts get only rows that came
+            # At least one row, of zeros and weight zero, keeps the experts' weights in the backward pass.
             there = max(1, int(got.expert_offsets[-1]))
             expert = expert[:there].clamp(max=self.num_local_experts - 1)
         rows = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])

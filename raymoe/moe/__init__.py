@@ -15,6 +15,6 @@ from raymoe.moe.norm import add_rms_norm as add_rms_norm
 from raymoe.moe.norm import layer_norm as layer_norm
 from raymoe.moe.norm import rms_norm as rms_norm
 from raymoe.moe.router import Router as Router
-from raymoe.moe.router import RouterForm as RouterForm
 from raymoe.moe.router import balance_loss as balance_loss
 from raymoe.moe.router import expert_load as expert_load
+from raymoe.moe.router_formulas import RouterForm as RouterForm

@@ -18,7 +18,7 @@ DTYPES_IN_WORDS = "torch.bfloat16, torch.float16 or torch.float32"
 SCALES = ("row", "column")
 
 
-# What a caller may ask about the result, beside the arguments of the formula.
+# Keyword arguments that choose the form of the result, beside those of the formula.
 
 
 class Plain(TypedDict, total=False):

@@ -1,8 +1,8 @@
 """Dispatch and combine with gradients, as custom operators of torch.
 
 The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward passes `raymoe::combine_gradients` and
-`raymoe::dispatch_gradients`. They name an exchange by its handle, an integer, and keep everything else in tensors, so
-`torch.compile` traces through them and selective checkpointing sees them by name.
+`raymoe::dispatch_gradients`. They name an exchange by its handle, an integer. Everything else is in tensors. So
+`torch.compile` traces through them, and selective checkpointing sees them by name.
 
 - The backward of dispatch is a combine without weights. The gradients of the weights travel home in the same combine:
   each entry (token, k) has its expert on one rank, which sends one float32 for it.

@@ -18,7 +18,8 @@ from torch import nn
 
 from raymoe.errors import ConfigError
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights
-from raymoe.moe.router import Router, RouterForm
+from raymoe.moe.router import Router
+from raymoe.moe.router_formulas import RouterForm
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Compute the functions over rows by kernels: tensors as rows, memory for the results, and the launch.
+"""Compute the functions over rows and the router by kernels: tensors, memory for the results, and the launch.
 
 Each function has the arguments of the operator of its name, but takes `Limits` in the place of `sms`.
 """
@@ -10,13 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raymoe.device import pipe, pipe_backward, pipe_pieces
+from raymoe.device import pipe, pipe_backward, pipe_pieces, router
 from raymoe.device.pipe_launch import LEAST_CAPABILITY
 from raymoe.device.pipe_shape import Limits
 from raymoe.device.pipe_tensors import ALIGNMENT
 from raymoe.moe.expression import Expression, parse
 from raymoe.moe.operators import code
 from raymoe.moe.results import new_halved, new_like, new_quantised, new_total
+from raymoe.moe.router_formulas import RouterForm
 
 
 def takes(x: Tensor) -> bool:
@@ -148,3 +149,44 @@ def _as_input(tensor: Tensor, full: Tensor) -> Tensor:
     if tensor.shape == full.shape:
         return as_rows(tensor)
     return as_vector(tensor) if tensor.shape == full.shape[-1:] else tensor.reshape(-1, 1)
+
+
+# Routers.
+
+
+def routes(logits: Tensor, form: RouterForm) -> bool:
+    """Whether the kernel makes this choice; else the formula does."""
+    return any(router.takes(_choosing(form), item) for item in (logits.element_size(), 4))
+
+
+def route(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tuple[Tensor, Tensor]:
+    """Return ids and weights."""
+    choosing = _choosing(form)
+    logits = _as_logits(logits, choosing)
+    bias = None if bias is None else bias.float().contiguous()
+    topk_idx = logits.new_empty(len(logits), form.topk, dtype=torch.int64)
+    topk_weights = logits.new_empty(len(logits), form.topk, dtype=torch.float32)
+    router.route(router.Route(choosing, logits, bias, topk_idx, topk_weights, form.scale))
+    return topk_idx, topk_weights
+
+
+def router_sums(logits: Tensor, topk_idx: Tensor, sigmoid: bool) -> tuple[Tensor, Tensor]:
+    """Return the sums of each expert's scores, float32[E], and its entries, int64[E]."""
+    experts, topk = logits.shape[1], topk_idx.shape[1]
+    logits = _as_logits(logits, router.Choosing(experts, topk, "softmax", False, 1, 1))
+    runs, _ = router.runs_of(len(logits))
+    score_sums = logits.new_empty(runs, experts, dtype=torch.float32)
+    load = logits.new_empty(runs, experts, dtype=torch.int32)
+    router.router_sums(router.RouterSums(sigmoid, logits, topk_idx.long().contiguous(), score_sums, load))
+    return score_sums.sum(dim=0), load.sum(dim=0)
+
+
+def _as_logits(logits: Tensor, choosing: router.Choosing) -> Tensor:
+    if not router.takes(choosing, logits.element_size()):
+        logits = logits.float()
+    fits = logits.is_contiguous() and logits.data_ptr() % ALIGNMENT == 0
+    return logits if fits else logits.clone(memory_format=torch.contiguous_format)
+
+
+def _choosing(form: RouterForm) -> router.Choosing:
+    return router.Choosing(form.experts, form.topk, form.score, form.normalise, form.groups, form.topk_groups)

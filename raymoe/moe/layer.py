@@ -17,7 +17,8 @@ from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.norm import rms_norm
-from raymoe.moe.router import Routed, Router, RouterForm
+from raymoe.moe.router import Routed, Router
+from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights
 
 

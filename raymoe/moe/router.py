@@ -1,70 +1,20 @@
 """The router: scores of all experts for each token, the chosen experts, and their weights.
 
-Plain torch, differentiable, without a wait for the device. Scores are float32 for any dtype of x: in bfloat16, experts
-with close scores could swap places from machine to machine.
+Differentiable, without a wait for the device. On GPUs a kernel makes the choice in one launch; CPUs compute by the
+formulas. Scores are float32 for any dtype of x: in bfloat16, experts with close scores could swap places from machine
+to machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from raymoe.errors import ConfigError
-
-SCORES = ("softmax", "sigmoid", "chosen")
-_TINY = 1e-20  # keeps a sum of scores that are all zero from dividing by zero
-
-
-@dataclass(frozen=True)
-class RouterForm:
-    """How a router turns logits into experts and weights.
-
-    - `score`: `softmax` over all experts (Mixtral, Qwen3, OLMoE), `sigmoid` of each (DeepSeek-V3), or `chosen`: the
-      softmax over the chosen experts alone (gpt-oss).
-    - `normalise` divides a token's weights by their sum. `scale` multiplies them afterwards.
-    - `groups`: experts are in so many groups, of which the best `topk_groups` are kept. A group's score is the sum of
-      its two best experts.
-
-    >>> RouterForm(experts=8, topk=2, score="sigmoid", groups=4, topk_groups=1).per_group
-    2
-    >>> RouterForm(experts=8, topk=3, groups=4, topk_groups=1)
-    Traceback (most recent call last):
-    raymoe.errors.ConfigError: topk is 3 and 1 of 4 groups hold 2 experts; take a smaller topk or more groups
-    """
-
-    experts: int
-    topk: int
-    score: str = "softmax"
-    normalise: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    topk_groups: int = 1
-
-    def __post_init__(self) -> None:
-        if self.score not in SCORES:
-            raise ConfigError(f"score is {self.score!r}; it is one of {', '.join(SCORES)}")
-        if not 1 <= self.topk <= self.experts:
-            asked = f"a router over {self.experts} experts was asked for the best {self.topk}"
-            raise ConfigError(f"{asked}; ask for 1 to {self.experts}")
-        if self.groups < 1 or self.experts % self.groups or not 1 <= self.topk_groups <= self.groups:
-            raise ConfigError(
-                f"{self.topk_groups} of {self.groups} groups of {self.experts} experts; groups are equal, and at least "
-                "one is kept"
-            )
-        if self.groups > 1 and self.per_group < 2:
-            raise ConfigError(f"{self.groups} groups of one expert; a group's score needs two: take fewer groups")
-        if (kept := self.topk_groups * self.per_group) < self.topk:
-            raise ConfigError(
-                f"topk is {self.topk} and {self.topk_groups} of {self.groups} groups hold {kept} experts; take a "
-                "smaller topk or more groups"
-            )
-
-    @property
-    def per_group(self) -> int:
-        return self.experts // self.groups
+import raymoe.moe.kernels as kernels
+import raymoe.moe.router_formulas as formulas
+from raymoe.moe.router_formulas import RouterForm
 
 
 class Routed(NamedTuple):
@@ -78,7 +28,10 @@ class Routed(NamedTuple):
 def route(
     logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts by float32 `logits[T', E]`. `bias[E]` counts for the choice, not for the weights.
+    """Choose experts by `logits[T', E]`: ids int64[T', K], best first, and float32 weights with gradients.
+
+    `bias[E]` counts for the choice, not for the weights. Of equal scores the lowest id comes first. A NaN among a
+    token's logits makes its weights NaN; its ids are valid, so a dispatch takes them.
 
     >>> logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     >>> ids, weights = route(logits, RouterForm(experts=4, topk=2))
@@ -87,28 +40,60 @@ def route(
     >>> route(logits, RouterForm(4, 1, score="sigmoid"), bias=torch.tensor([9.0, 0.0, 0.0, 0.0]))[0].tolist()
     [[0]]
     """
-    if form.score == "chosen":
-        best, ids = _best(logits if bias is None else logits + bias, form)
-        weights = (best if bias is None else logits.gather(1, ids)).softmax(dim=-1)
-        return ids, weights * form.scale if form.scale != 1.0 else weights
-    scores = logits.sigmoid() if form.score == "sigmoid" else logits.softmax(dim=-1)
-    weights, ids = _best(scores if bias is None else scores + bias, form)
-    if bias is not None or form.groups > 1:
-        weights = scores.gather(1, ids)
-    if form.normalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
-    return ids, weights * form.scale if form.scale != 1.0 else weights
+    if logits.device.type == "cpu":
+        return formulas.route(logits if logits.dtype == torch.float64 else logits.float(), form, bias)
+    weights, ids = _ops.route(logits, bias, *_fields(form))
+    return ids, weights
 
 
-def _best(values: torch.Tensor, form: RouterForm) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K largest of each row, from the best groups."""
-    if form.groups > 1:
-        grouped = values.view(len(values), form.groups, form.per_group)
-        score = grouped.topk(2, dim=-1).values.sum(dim=-1)
-        kept = torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(form.topk_groups, dim=-1).indices, True)
-        values = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-    found = values.topk(form.topk, dim=-1)
-    return found.values, found.indices
+def _fields(form: RouterForm) -> tuple[int, str, bool, float, int, int]:
+    """The form in an operator's arguments, without the number of experts, which the logits tell."""
+    return form.topk, form.score, form.normalise, form.scale, form.groups, form.topk_groups
+
+
+# The operator of GPUs. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
+
+torch.library.define(
+    "raymoe::route",
+    "(Tensor logits, Tensor? bias, int topk, str score, bool normalise, float scale, int groups, int topk_groups)"
+    " -> (Tensor topk_weights, Tensor topk_idx)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_ops: Any = torch.ops.raymoe
+
+
+@torch.library.impl("raymoe::route", ("cpu", "cuda"))
+def _route(logits: torch.Tensor, bias: torch.Tensor | None, *fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    form = RouterForm(logits.shape[1], *fields)
+    if not kernels.takes(logits) or not kernels.routes(logits, form):
+        ids, weights = formulas.route(logits.float(), form, bias)
+    else:
+        ids, weights = kernels.route(logits, bias, form)
+    return weights, ids  # the order that opcheck needs: the first result has gradients
+
+
+def _fake_route(
+    logits: torch.Tensor, bias: torch.Tensor | None, topk: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del bias
+    shape = (logits.shape[0], topk)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _keep_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    logits, _, *fields = inputs
+    ctx.form = RouterForm(logits.shape[1], *fields)
+    ctx.save_for_backward(logits, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _route_backward(ctx: Any, dweights: torch.Tensor, _: object) -> tuple[Any, ...]:
+    logits, topk_idx = ctx.saved_tensors
+    return formulas.route_backward(dweights, logits, topk_idx, ctx.form), *[None] * 7
+
+
+torch.library.register_fake("raymoe::route", _fake_route)
+torch.library.register_autograd("raymoe::route", _route_backward, setup_context=_keep_for_route)
 
 
 def expert_load(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
@@ -117,9 +102,7 @@ def expert_load(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:
     >>> expert_load(torch.tensor([[0, 2], [2, -1]]), experts=4).tolist()
     [1, 0, 2, 0]
     """
-    load = torch.zeros(experts + 1, dtype=torch.int64, device=topk_idx.device)
-    ids = topk_idx.flatten().long()
-    return load.scatter_add_(0, torch.where(ids < 0, experts, ids), torch.ones_like(ids))[:experts]
+    return formulas.expert_load(topk_idx, experts)
 
 
 def balance_loss(logits: torch.Tensor, topk_idx: torch.Tensor, form: RouterForm) -> torch.Tensor:
@@ -131,11 +114,50 @@ def balance_loss(logits: torch.Tensor, topk_idx: torch.Tensor, form: RouterForm)
     >>> float(balance_loss(torch.zeros(2, 4), torch.tensor([[0, 1], [2, 3]]), RouterForm(experts=4, topk=2)))
     2.0
     """
-    scores = logits.sigmoid() if form.score == "sigmoid" else logits.softmax(dim=-1)
-    if form.score == "sigmoid":
-        scores = scores / scores.sum(dim=-1, keepdim=True)
-    load = expert_load(topk_idx, form.experts) / max(1, len(topk_idx))
-    return form.experts * (load * scores.sum(dim=0) / max(1, len(logits))).sum()
+    sigmoid = form.score == "sigmoid"
+    if logits.device.type == "cpu":
+        sums = formulas.shares(logits, sigmoid).sum(dim=0)
+        load = formulas.expert_load(topk_idx, form.experts)
+    else:
+        sums, load = _ops.router_sums(logits, topk_idx, sigmoid)
+    return form.experts * (load / max(1, len(topk_idx)) * sums / max(1, len(logits))).sum()
+
+
+torch.library.define(
+    "raymoe::router_sums",
+    "(Tensor logits, Tensor topk_idx, bool sigmoid) -> (Tensor score_sums, Tensor load)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+@torch.library.impl("raymoe::router_sums", ("cpu", "cuda"))
+def _router_sums(logits: torch.Tensor, topk_idx: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums of each expert's shares of the scores over all tokens, and its load."""
+    if kernels.takes(logits) and kernels.routes(logits, RouterForm(logits.shape[1], 1)):
+        return kernels.router_sums(logits, topk_idx, sigmoid)
+    load = formulas.expert_load(topk_idx, logits.shape[1]).clone()  # an output of an operator owns its memory
+    return formulas.shares(logits.float(), sigmoid).sum(dim=0), load
+
+
+def _fake_router_sums(logits: torch.Tensor, topk_idx: torch.Tensor, sigmoid: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    del topk_idx, sigmoid
+    experts = logits.shape[1]
+    return logits.new_empty(experts, dtype=torch.float32), logits.new_empty(experts, dtype=torch.int64)
+
+
+def _keep_for_router_sums(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    logits, _, ctx.sigmoid = inputs
+    ctx.save_for_backward(logits)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _router_sums_backward(ctx: Any, dsums: torch.Tensor, _: object) -> tuple[Any, ...]:
+    (logits,) = ctx.saved_tensors
+    return formulas.shares_backward(dsums, logits, ctx.sigmoid), None, None
+
+
+torch.library.register_fake("raymoe::router_sums", _fake_router_sums)
+torch.library.register_autograd("raymoe::router_sums", _router_sums_backward, setup_context=_keep_for_router_sums)
 
 
 class Router(nn.Module):

@@ -10,7 +10,7 @@ from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.moe.layer import LayerForm, MoELayer  # noqa: E402
-from raymoe.moe.router import RouterForm  # noqa: E402
+from raymoe.moe.router_formulas import RouterForm  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS, GpuRanks  # noqa: E402
 from tests.unit.exchange_cases import ROUTINGS, Case  # noqa: E402
 from tests.unit.gradient_cases import judge_gradients, run_gradients  # noqa: E402

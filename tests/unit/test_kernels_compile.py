@@ -24,6 +24,7 @@ from raymoe.device.structs import STRUCTS, Peers
 from raymoe.packaged import packaged_folder
 from raymoe.workload.compare.row_push import ROW_PUSH
 from tests.unit.pipe_sources import pipe_sources
+from tests.unit.router_cases import router_sources
 
 KERNELS = packaged_folder("kernels")
 ARCHS = ("sm_90a", "sm_100a")
@@ -37,9 +38,13 @@ BEFORE_HOPPER = (
 )
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()
+ON_ROWS = (*PIPE, *router_sources())
+"""Kernels that read no memory of peers."""
+MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
+"""Three of four, which are compiled for one architecture only: they are many, and take long."""
 SOURCES = (
     *BEFORE_HOPPER,
-    *PIPE,
+    *ON_ROWS,
     COPY,
     ROW_PUSH,
     alltoallv_source(),
@@ -95,7 +100,9 @@ def under_way(request, compiler) -> Iterator[dict[tuple[KernelSource, str], Futu
     threads.shutdown(cancel_futures=True)
 
 
-CASES = [(source, arch) for source in SOURCES for arch in ARCHS if arch == "sm_90a" or source not in HOPPER]
+CASES = [
+    (source, arch) for source in SOURCES for arch in ARCHS if arch == "sm_90a" or source not in (*HOPPER, *MANY_ON_ROWS)
+]
 CASES += [(source, "sm_80") for source in BEFORE_HOPPER]
 
 
@@ -205,8 +212,10 @@ def test_kernels_without_bulk_copies_move_pieces_of_16_bytes(compiled):
             assert not re.search(rf"\b{way}\.global\S*\.[bus](8|16)\b", compiled.ptx)
 
 
-def test_no_kernel_loads_by_the_read_only_path(compiled):
-    assert "ld.global.nc" not in compiled.ptx  # it may return data that a peer has overwritten
+@pytest.mark.parametrize("source", [source for source in SOURCES if source not in ON_ROWS], ids=str)
+def test_no_kernel_of_peers_loads_by_the_read_only_path(compiler, source):
+    ptx = compiler.compiled(source, "sm_90a").ptx
+    assert "ld.global.nc" not in ptx  # it may return data that a peer has overwritten
 
 
 def test_a_flag_is_stored_after_the_bulk_stores_have_arrived(compiled):

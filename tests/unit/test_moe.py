@@ -25,7 +25,8 @@ from raymoe.moe.experts import (
     multiply_by_offsets,
 )
 from raymoe.moe.layer import LayerForm, MoELayer
-from raymoe.moe.router import Router, RouterForm, balance_loss, expert_load, route
+from raymoe.moe.router import Router, balance_loss, expert_load, route
+from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.weights import ExpertShape, expert_weights
 from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, SwigluExperts, want
 from tests.unit.gradient_cases import close

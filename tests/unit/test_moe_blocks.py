@@ -19,7 +19,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from raymoe.errors import ConfigError
 from raymoe.memory.world import World
 from raymoe.moe.layer import MoELayer
-from raymoe.moe.router import RouterForm, balance_loss, route
+from raymoe.moe.router import balance_loss, route
+from raymoe.moe.router_formulas import RouterForm
 from tests.unit.gradient_cases import close
 from tests.unit.worlds import close as close_worlds
 from tests.unit.worlds import each, wired

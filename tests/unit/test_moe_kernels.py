@@ -55,7 +55,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     for name in ("rms_norm_backward", "layer_norm_backward"):
         monkeypatch.setattr(pipe_backward, name, emulating_both(names, name))
     monkeypatch.setattr(kernels, "takes", lambda _: True)
-    for name, few in (("CONSUMER_WARPS", 4), ("PLAIN_WARPS", 4), ("TILE_BYTES", 1024), ("DEEPEST", 2), ("FEW_ROWS", 0)):
+    for name, few in (
+        ("CONSUMER_WARPS", 4),
+        ("WIDE_WARPS", 4),
+        ("PLAIN_WARPS", 4),
+        ("TILE_BYTES", 1024),
+        ("DEEPEST", 2),
+        ("FEW_ROWS", 0),
+    ):
         monkeypatch.setattr(pipe_shape, name, few)
     yield names
 
@@ -200,9 +207,9 @@ def test_the_workloads_kernels_are_right(system, op, stages, launched):
     assert operations.error_of(op, found, task.tensors, sizes) <= operations.OPERATIONS[op].bound(torch.float32)
 
 
-def test_the_pipelined_copy_copies_as_many_bytes(launched):
+def test_the_own_copy_copies_as_many_bytes(launched):
     sizes = RowSizes(tokens=6, width=64, dtype="bfloat16")
     task = Task("add_rms_norm", operations.drawn("add_rms_norm", sizes, 0, torch.device("cpu")), sizes)
-    (found,) = SYSTEMS["pipelined_copy"](task)()
+    (found,) = SYSTEMS["own_copy"](task)()
     assert launched == ["pointwise"] and bool((found == 1).all())
     assert 0 <= task.nbytes - 2 * found.nbytes < 2 * 64 * 2
