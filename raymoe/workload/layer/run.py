@@ -1,69 +1,120 @@
-"""Time a whole Mixture-of-Experts layer: dispatch, experts, combine."""
+"""Time a whole Mixture-of-Experts layer, and its parts where it has a router of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from time import perf_counter_ns
+from typing import Protocol
 
 import torch
 
 from raymoe.config import Case
 from raymoe.memory.world import World
-from raymoe.moe.experts import arithmetic_dtype
-from raymoe.moe.layer import LayerForm, MoELayer
-from raymoe.moe.weights import ExpertShape
-from raymoe.workload.inputs import Inputs, Routing
+from raymoe.workload.inputs import Batch, Draw, Inputs, Routing
+from raymoe.workload.layer.passes import LayerPasses
 from raymoe.workload.measure import Line, Step, Steps, load_keys, measure, result_line, shape_keys
-from raymoe.workload.memory_needed import spec_of
-from raymoe.workload.oracle import LAYER_SLACK, SwigluExperts, bound_of, error_of
+from raymoe.workload.oracle import LAYER_SLACK, bound_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import expert_load, traffic_of, work_of
+from raymoe.workload.traffic import Traffic, expert_load, traffic_of, work_of
+
+STEP, DISPATCH, COMBINE = "step", "dispatch", "combine"
+
+
+class AnyLayerStep(Protocol):
+    """A step on CPU ranks or GPU ranks."""
+
+    @property
+    def ops(self) -> tuple[tuple[str, str | None], ...]:
+        """The operations that a step times, in this order, with the state of the L2 cache (None on CPU ranks)."""
+
+    @property
+    def keys(self) -> Line:
+        """The keys of a result line that only the step knows."""
+
+    def __call__(self, index: int, *, verify: bool) -> Step: ...
+
+    def close(self) -> None: ...
 
 
 def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
-    """Return one line, for `step`. Tokens follow the job's routing, not the layer's own router."""
+    """Return a line for `step`, and with a router of its own one for each part.
+
+    A part's line has its time in the step; `<part>_alone` its time by itself, and `<part>_backward` that of its
+    gradients. Without a router, tokens follow the job's routing.
+    """
     job = case.job
     dtype: torch.dtype = getattr(torch, job.shape.dtype)
-    inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype)
-    spec, seed = spec_of(job), job.routing.seed
-    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(spec))
-    layer = MoELayer(world, spec, LayerForm(job.shape.ffn), backend=job.exchange.backend, seed=seed)
-    layer.experts.to(arithmetic_dtype(dtype))  # converted once, not in each step
-    oracle = SwigluExperts(ExpertShape(spec.hidden, job.shape.ffn, dtype), seed)
-    backend, do_step = layer.exchange.backend, LayerStep(world, layer, inputs, oracle)
-    traffic = traffic_of(world, inputs.draws, spec)
-    ops = [(op, {"backend": backend}) for op in LayerStep.ops]
-    load = expert_load(world, inputs.draws, spec.experts)
-    work = work_of(world, inputs.draws, load, traffic, ops)
-    report = step_listener(progress, steps.total, work=work)
-    measured = measure(world, steps, do_step, report, f"{case.name}: layer by {backend}")
-    return [result_line(case, "step", traffic.both, measured, 0) | shape_keys(case, backend) | load_keys(load, 0)]
+    inputs = Inputs(Routing.of(job), world.rank, job.shape.hidden, dtype, world.device)
+    passes = LayerPasses(job, world)
+    steps = Steps(job.steps.warmup, job.steps.count, job.steps.verify, LAYER_SLACK * bound_of(passes.spec))
+    draws = draws_of_layer(passes, inputs)
+    traffic, load = traffic_of(world, draws, passes.spec), expert_load(world, draws, passes.spec.experts)
+    with closing(_step_of(case, world, passes, inputs)) as step:
+        backend = passes.layer.exchange.backend
+        ops = [(op, {"backend": backend, "l2": l2}) for op, l2 in step.ops]
+        report = step_listener(progress, steps.total, work=work_of(world, draws, load, traffic, ops))
+        measured = measure(world, steps, step, report, f"{case.name}: layer by {backend}")
+    bytes_of = {STEP: traffic.both, DISPATCH: traffic.by_op[DISPATCH], COMBINE: traffic.by_op[COMBINE]}
+    lines = []
+    for index, (op, l2) in enumerate(step.ops):
+        if op != STEP and not passes.own_router:
+            continue  # the parts are in the progress that ranks report
+        line = result_line(case, op, bytes_of.get(op, Traffic(0, 0)), measured, index) | shape_keys(case, backend)
+        if op not in bytes_of or (op == STEP and passes.backward):
+            line |= {"bytes_wire": None, "gbps_wire": None}
+        if passes.own_router:
+            line |= {"routing": job.layer.router.kind}
+        lines.append(line | {"l2": l2} | step.keys | load_keys(load, index))
+    return lines
 
 
-class LayerStep:
-    """Times one pass through the layer, and in it the dispatch and the combine, each with its wait for other ranks."""
+def draws_of_layer(passes: LayerPasses, inputs: Inputs) -> list[Draw]:
+    """Return the routing of this rank's batches. All ranks call this together."""
+    if not passes.own_router:
+        return inputs.draws
+    routed = [passes.routing_of(Batch(x, *inputs.empty)) for x in inputs.rows]
+    return [Draw(ids.cpu(), weights.cpu()) for ids, weights in routed]
 
-    ops = ("step", "dispatch", "combine")
 
-    def __init__(self, world: World, layer: MoELayer, inputs: Inputs, oracle: SwigluExperts) -> None:
-        self.world, self.layer, self.inputs, self.oracle = world, layer, inputs, oracle
-        self._dispatched_at = self._applied_at = 0
-        layer.experts.register_forward_pre_hook(self._note_dispatched)
-        layer.experts.register_forward_hook(self._note_applied)
+def _step_of(case: Case, world: World, passes: LayerPasses, inputs: Inputs) -> AnyLayerStep:
+    if world.device.type == "cpu":
+        return CpuLayerStep(world, passes, inputs)
+    from raymoe.workload.layer.gpu import GpuLayerStep
+
+    return GpuLayerStep(world, passes, inputs, case.job.steps.graph)
+
+
+def gradient_of(inputs: Inputs, tokens: int) -> torch.Tensor:
+    """Draw the gradient of the output, from -1 to 1 as the tokens."""
+    return inputs.fresh_of(inputs.rank, -1)[:tokens]
+
+
+class CpuLayerStep:
+    """Times a step and its parts by the host's clock. Parts include their waits for other ranks."""
+
+    def __init__(self, world: World, passes: LayerPasses, inputs: Inputs) -> None:
+        self.world, self.passes, self.inputs = world, passes, inputs
+        self.keys: Line = {}
+        batch = inputs.at(0)
+        self.dy = gradient_of(inputs, len(batch.x))
+        passes.marks.note = perf_counter_ns
+        world.barrier("step: start")
+        passes.run(batch, self.dy)
+        self._parts = list(dict.fromkeys(part for part, _, _ in passes.marks.spans()))
+        self.ops = tuple((op, None) for op in (STEP, *self._parts))
 
     def __call__(self, index: int, *, verify: bool) -> Step:
         batch = self.inputs.at(index, fresh=verify)
         self.world.barrier("step: start")
         started = perf_counter_ns()
-        with torch.no_grad():
-            y = self.layer.routed(batch.x, batch.ids, batch.weights)
+        found = self.passes.run(batch, self.dy)
         ended = perf_counter_ns()
-        times = (ended - started, self._dispatched_at - started, ended - self._applied_at)
-        us = tuple(ns / 1e3 for ns in times)
-        return Step(us, error_of(y, batch, self.oracle, by_row=True) if verify else None)
+        us = dict.fromkeys(self._parts, 0.0)
+        for part, begin, end in self.passes.marks.spans():
+            if part in us:
+                us[part] += (end - begin) / 1e3
+        error = self.passes.error_of(found, batch, self.dy) if verify else None
+        return Step(((ended - started) / 1e3, *us.values()), error)
 
-    def _note_dispatched(self, *_: object) -> None:
-        self._dispatched_at = perf_counter_ns()
-
-    def _note_applied(self, *_: object) -> None:
-        self._applied_at = perf_counter_ns()
+    def close(self) -> None: ...

@@ -1,0 +1,168 @@
+"""One step of workload layer on GPU ranks: replayed from CUDA graphs where the backend can be captured.
+
+Three kinds of graphs time a layer. One of the passes as they are times the step. One with an event at each mark times
+its parts. One for each part of the forward pass, by itself, times the part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from raymoe.errors import ConfigError, RaymoeError
+from raymoe.memory.world import World
+from raymoe.moe.differentiable import expert_major
+from raymoe.workload.clock import TimedOp, Work, calls_of
+from raymoe.workload.inputs import Batch, Inputs
+from raymoe.workload.layer.passes import LayerPasses, Results
+from raymoe.workload.measure import Line, Step
+from raymoe.workload.pointwise.gpu import TorchGraphClock
+
+COLD, WARM = "cold", "warm"
+
+
+class GpuLayerStep:
+    """Times the passes, cold and warm; their parts and the parts alone, cold.
+
+    Tokens change from step to step, in the same memory, because graphs hold its addresses. A verified step poisons the
+    results before the replay that writes them.
+    """
+
+    def __init__(self, world: World, passes: LayerPasses, inputs: Inputs, graph: Literal["auto"] | bool) -> None:
+        self.world, self.passes, self.inputs = world, passes, inputs
+        self.exchange = passes.layer.exchange
+        first = inputs.at(0)
+        self.batch = Batch(first.x.clone(), first.ids.clone(), first.weights.clone())
+        self.dy = inputs.fresh_of(inputs.rank, -1)[: len(first.x)]
+        new_stream: Any = torch.cuda.Stream  # has no annotations
+        self.stream: torch.cuda.Stream = new_stream(world.device)
+        self.stream.wait_stream(torch.cuda.current_stream(world.device))
+        captured = self._may_capture(graph)
+        with torch.cuda.stream(self.stream):
+            bytes_peak = self._first_run()
+            self.clock = TorchGraphClock(
+                world, self.stream, self._settle, captured=captured, calls=calls_of(inputs.routing.tokens)
+            )
+            self._make_ready(captured)
+        self.ops = (("step", COLD), ("step", WARM), *((part, COLD) for part in (*self._parts, *self._alone)))
+        self.keys: Line = {
+            "graph": captured,
+            "device": torch.cuda.get_device_name(world.device),
+            "bytes_peak": bytes_peak,
+        }
+
+    def __call__(self, index: int, *, verify: bool) -> Step:
+        with torch.cuda.stream(self.stream):
+            batch = self.inputs.at(index, fresh=verify)
+            self.batch.x.copy_(batch.x)
+            self.batch.ids.copy_(batch.ids)
+            self.batch.weights.copy_(batch.weights)
+            if verify:
+                for each in (self.found.y, *self.found.gradients):
+                    each.fill_(torch.nan)
+            us = [*self.clock.us(self._step)]
+            error = self.passes.error_of(self.found, self.batch, self.dy) if verify else None
+            us += self._part_us()
+            us += [self.clock.us_cold(each) for each in self._alone.values()]
+        return Step(tuple(us), error)
+
+    def close(self) -> None:
+        self.clock.close()
+
+    def _settle(self) -> None:
+        self.exchange.check()
+
+    def _run(self) -> None:
+        self.found: Results = self.passes.run(self.batch, self.dy)
+
+    def _first_run(self) -> int:
+        """Load and build everything once, then return the most memory that a step holds beside weights and tokens."""
+        self._run()
+        self._settle()
+        self.found = Results(self.dy, ())
+        self.passes.marks.begin()
+        held = torch.cuda.memory_allocated(self.world.device)
+        torch.cuda.reset_peak_memory_stats(self.world.device)
+        self._run()
+        self._settle()
+        return int(torch.cuda.max_memory_allocated(self.world.device) - held)
+
+    def _may_capture(self, graph: Literal["auto"] | bool) -> bool:
+        if graph is True and not self.exchange.capturable:
+            raise ConfigError(
+                f"steps.graph is true and backend {self.exchange.backend} cannot be captured in a CUDA graph; set "
+                "steps.graph to auto or false"
+            )
+        return graph is not False and bool(self.exchange.capturable)
+
+    def _make_ready(self, captured: bool) -> None:
+        """Capture on all ranks, or raise on all. Without graphs only the step is timed."""
+        self._parts: dict[str, list[tuple[Any, Any]]] = {}
+        self._alone: dict[str, TimedOp] = {}
+        problem: RaymoeError | None = None
+        try:
+            if captured and self.passes.own_router:
+                self._alone = {f"{part}_alone": self.clock.timed(work) for part, work in self._works().items()}
+            if captured:
+                self._marked = self.clock.graph_of_one(self._run_marked)
+                for part, begin, end in self.passes.marks.spans():
+                    self._parts.setdefault(part, []).append((begin, end))
+                self._kept = self.found  # the graph's memory
+            self.passes.marks.note = None
+            self._step = self.clock.timed(self._run)
+        except (RaymoeError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+            problem = ConfigError(f"a layer by {self.exchange.backend} could not be captured: {error}")
+        self.world.agree(problem, "layer: captured")
+
+    def _run_marked(self) -> None:
+        self.passes.marks.note = self._event
+        self._run()
+
+    def _event(self) -> Any:
+        """Record an event that each replay of the graph records again."""
+        new_event: Any = torch.cuda.Event  # has no annotations
+        event = new_event(enable_timing=True, external=True)
+        event.record(self.stream)
+        return event
+
+    def _part_us(self) -> list[float]:
+        if not self._parts:
+            return []
+        self.clock.cold_us(self._marked)
+        return [sum(float(begin.elapsed_time(end)) * 1e3 for begin, end in spans) for spans in self._parts.values()]
+
+    def _works(self) -> dict[str, Work]:
+        """Return the parts of the forward pass, each on tensors that an eager pass has made. They keep no gradients."""
+        layer, exchange, spec = self.passes.layer, self.exchange, self.exchange.spec
+        x = self.batch.x
+        with torch.no_grad():
+            h = layer.norm(x)
+            ids, weights, _ = layer.gate(h)
+            out = None
+            if spec.layout == "expert":
+                out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
+            got = exchange.dispatch(h, ids, weights, None, out)
+            rows = expert_major(got).clone()
+            made = layer.experts(rows, got.expert_offsets, got.expert_counts)
+            exchange.combine(made, got)
+            self._settle()
+        works: dict[str, Callable[[], object]] = {
+            "norm": lambda: layer.norm(x),
+            "router": lambda: layer.gate(h),
+            "dispatch": lambda: exchange.dispatch(h, ids, weights, None, out),
+            "experts": lambda: layer.experts(rows, got.expert_offsets, got.expert_counts),
+            "combine": lambda: exchange.combine(made, got),
+        }
+        if self.passes.shared:
+            works["shared"] = lambda: layer.shared_experts(h)
+        return {part: _without_gradients(work) for part, work in works.items()}
+
+
+def _without_gradients(work: Callable[[], object]) -> Work:
+    def run() -> None:
+        with torch.no_grad():
+            work()
+
+    return run

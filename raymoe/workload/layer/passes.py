@@ -1,0 +1,165 @@
+"""Make the layer that a job asks for, run its passes, and compare them with float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from raymoe.config import Job
+from raymoe.memory.world import World
+from raymoe.moe import router_formulas as formulas
+from raymoe.moe.experts import arithmetic_dtype
+from raymoe.moe.layer import LayerForm, MoELayer
+from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.weights import ExpertShape, generator, mlp_weights
+from raymoe.workload.inputs import Batch
+from raymoe.workload.layer.marks import START, SUM, Marks
+from raymoe.workload.memory_needed import spec_of
+from raymoe.workload.oracle import SwigluExperts, Want, want
+
+EPS = 1e-6
+VERIFIED_ON_GPUS = 8
+"""Tokens of a rank that a GPU step verifies: the CPU draws the weights of all their experts again."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """The output of a step, and the gradients of the tokens and of all weights; none without a backward pass."""
+
+    y: torch.Tensor
+    gradients: tuple[torch.Tensor, ...]
+
+
+class LayerPasses:
+    """A layer and its passes. Without a router of its own it has no norm and adds no x: tokens go as `Batch` says."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        asked, self.spec, self.seed = job.layer, spec_of(job), job.routing.seed
+        self.shape = ExpertShape(self.spec.hidden, job.shape.ffn, getattr(torch, self.spec.dtype))
+        self.own_router, self.shared = asked.router.kind != "given", asked.shared
+        self.backward, self.recompute = asked.backward, asked.recompute
+        form = LayerForm(
+            job.shape.ffn,
+            router_of(job),
+            shared=asked.shared,
+            norm=EPS if self.own_router else None,
+            residual=self.own_router,
+        )
+        self.layer: Any = MoELayer(world, self.spec, form, backend=job.exchange.backend, seed=self.seed)
+        if world.device.type == "cpu" and not self.backward:
+            self.layer.experts.to(arithmetic_dtype(self.shape.dtype))  # converted once, not in each step
+        self.marks = Marks()
+        self.marks.put_into(self.layer)
+        named = [(name, each) for name, each in self.layer.named_parameters() if self.own_router or "gate." not in name]
+        self.parameters = [each for _, each in named]
+        self._experts = SwigluExperts(self.shape, self.seed)
+
+    def run(self, batch: Batch, dy: torch.Tensor) -> Results:
+        """Run the forward pass, and the backward pass from the gradient `dy` of the output if the job has one."""
+        self.marks.begin()
+        if not self.backward:
+            with torch.no_grad():
+                return Results(self._forward(batch.x, batch.ids, batch.weights), ())
+        x = batch.x.detach().requires_grad_()
+        if self.recompute:
+            y = checkpoint(self._forward, x, batch.ids, batch.weights, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = self._forward(x, batch.ids, batch.weights)
+        self.marks.begin_backward()
+        with torch.autograd.set_multithreading_enabled(False):  # all on this thread, which may be capturing
+            return Results(y.detach(), torch.autograd.grad(y, [x, *self.parameters], dy))
+
+    def _forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        x = self.marks.at(START, x)
+        if self.own_router:
+            y: torch.Tensor = self.layer(x)
+        else:
+            y = self.layer.routed(x, ids, weights)
+            if self.shared:
+                y = y + self.layer.shared_experts(x)
+        return self.marks.at(SUM, y)
+
+    def routing_of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the ids and weights that the batch's tokens have in this layer."""
+        if not self.own_router:
+            return batch.ids, batch.weights
+        with torch.no_grad():
+            routed = self.layer.gate(self.layer.norm(batch.x))
+        return routed.topk_idx, routed.topk_weights
+
+    # Verification. Tokens do not depend on one another, so any of them can be verified alone.
+
+    def error_of(self, found: Results, batch: Batch, dy: torch.Tensor) -> float:
+        """Return the largest error of the last step: of its output, and of the gradients of its tokens.
+
+        An error is relative to the largest element of its row. The experts are those that the layer chose; a wrong
+        choice shows in the weights of the router.
+        """
+        some = self._some_tokens(len(batch.x), batch.x.device)
+        ids = (self.marks.seen["topk_idx"] if self.own_router else batch.ids)[some].cpu()
+        x = batch.x[some].cpu().double().requires_grad_(self.backward)
+        wanted, choice_error = self._wanted(x, ids, batch.weights[some].cpu())
+        right = Want(wanted.y.detach(), wanted.scale.detach())
+        errors = [choice_error, right.error_of(found.y[some].cpu())]
+        if self.backward:
+            (dx,) = torch.autograd.grad(wanted.y, x, dy[some].cpu().double())
+            right = Want(dx, dx.abs().amax(dim=-1, keepdim=True).expand_as(dx))
+            errors.append(right.error_of(found.gradients[0][some].cpu()))
+            errors += [0.0 if bool(each.isfinite().all()) else torch.inf for each in found.gradients[1:]]
+        return max(errors)
+
+    def _some_tokens(self, tokens: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" or tokens <= VERIFIED_ON_GPUS:
+            return torch.arange(tokens, device=device)
+        return torch.linspace(0, tokens - 1, VERIFIED_ON_GPUS, device=device).long()
+
+    def _wanted(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[Want, float]:
+        """Return the right output in float64, and the error of the router's choice."""
+        h, error = x, 0.0
+        if self.own_router:
+            # The norm's result is rounded, and close scores decide by its last bits.
+            h = x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
+            h = h + (h.detach().to(self.shape.dtype).double() - h.detach())
+            logits = h @ self.layer.gate.weight.detach().cpu().double().T
+            form = self.layer.gate.form
+            weights = chosen_weights(logits, ids, form)
+            best = formulas.route(logits.detach(), form)[1]
+            error = float((weights.detach() - best).abs().max() / form.scale) if len(x) else 0.0
+        routed = want(h, ids, weights, self._experts, by_row=True)
+        y, scale = routed.y, routed.scale
+        if self.shared:
+            shape = ExpertShape(self.spec.hidden, self.shared, self.shape.dtype)
+            drawn = mlp_weights(shape, generator("shared", self.seed))
+            gate, up = (h @ drawn.gate_up.double().T).chunk(2, dim=-1)
+            rows = (gate * gate.sigmoid() * up) @ drawn.down.double().T
+            y, scale = y + rows, scale + rows.abs().amax(dim=-1, keepdim=True)
+        return (Want(y + x, scale + x.abs()) if self.own_router else Want(y, scale)), error
+
+
+def router_of(job: Job) -> RouterForm | None:
+    """Return the form of a layer's own router; None if the job's routing decides."""
+    asked, shape = job.layer.router, job.shape
+    if asked.kind == "given":
+        return None
+    return RouterForm(
+        shape.experts,
+        shape.topk,
+        asked.kind,
+        scale=asked.scale,
+        groups=asked.groups,
+        topk_groups=asked.topk_groups,
+    )
+
+
+def chosen_weights(logits: torch.Tensor, ids: torch.Tensor, form: RouterForm) -> torch.Tensor:
+    """Return the weights of experts that are chosen already.
+
+    >>> chosen_weights(torch.zeros(1, 4), torch.tensor([[2, 1]]), RouterForm(4, 2, scale=3.0)).tolist()
+    [[1.5, 1.5]]
+    """
+    chosen = logits.gather(1, ids)
+    scores = chosen.sigmoid() if form.score == "sigmoid" else chosen.softmax(dim=-1)
+    return scores / scores.sum(dim=-1, keepdim=True) * form.scale

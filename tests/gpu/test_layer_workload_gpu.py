@@ -1,0 +1,79 @@
+"""Workload layer on GPU ranks: verified lines of the step, its parts and the parts alone, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
+from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
+from tests.gpu.test_exchange_workload import run  # noqa: E402
+
+pytestmark = [
+    *NEEDS_GPU,
+    pytest.mark.skipif(
+        GPUS > 0 and torch.cuda.get_device_capability() < FUSED_CAPABILITY, reason=f"needs {FUSED_CAPABILITY}"
+    ),
+]
+
+FORWARD = ["norm", "router", "dispatch", "experts", "combine", "shared", "sum"]
+ALONE = [f"{part}_alone" for part in FORWARD if part != "sum"]
+BACKWARD = {f"{part}_backward" for part in FORWARD}
+ROUTERS = {
+    "softmax": {"kind": "softmax"},
+    "sigmoid": {"kind": "sigmoid", "groups": 4, "topk_groups": 2, "scale": 2.5},
+    "chosen": {"kind": "chosen"},
+}
+
+
+def job(tokens: int, kind: str, **layer: Any) -> dict[str, Any]:
+    return {
+        "name": "test",
+        "workload": "layer",
+        "world": {"ranks": 2, "device": "cuda", "share_gpu": GPUS < 2},
+        "shape": {"tokens": tokens, "hidden": 512, "ffn": 256, "experts": 16, "topk": 4},
+        "layer": {"shared": 256, "router": ROUTERS[kind], **layer},
+        "steps": {"warmup": 1, "count": 2},
+    }
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_captured_layer_has_verified_lines_for_the_step_and_every_part(ranks: GpuRanks, kind: str, tokens: int):
+    lines = ranks.run(2, run, job(tokens, kind))[0]
+    assert [line["op"] for line in lines] == ["step", "step", *FORWARD, *ALONE]
+    assert [line["l2"] for line in lines[:2]] == ["cold", "warm"]
+    assert all(line["verified"] and line["graph"] and line["bytes_peak"] > 0 for line in lines)
+    assert sum(line["us_p50"] for line in lines[2:9]) > 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_captured_layer_has_a_backward_pass(ranks: GpuRanks, recompute: bool):
+    lines = ranks.run(2, run, job(300, "sigmoid", backward=True, recompute=recompute))[0]
+    found = {line["op"] for line in lines}
+    assert found == {"step", *FORWARD, *ALONE, *BACKWARD, *(["recompute"] if recompute else [])}
+    assert all(line["verified"] and line["graph"] for line in lines)
+
+
+def test_recomputing_holds_less_memory(ranks: GpuRanks):
+    peaks = [
+        ranks.run(2, run, job(2000, "softmax", backward=True, recompute=recompute))[0][0]["bytes_peak"]
+        for recompute in (False, True)
+    ]
+    assert peaks[1] <= peaks[0]
+
+
+@pytest.mark.parametrize("backend", ["staged", "allgather", "collective"])
+def test_other_backends_run_a_layer(ranks: GpuRanks, backend: str):
+    if backend in ("allgather", "collective") and GPUS < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    lines = ranks.run(2, run, job(64, "softmax", backward=True) | {"exchange": {"backend": backend}})[0]
+    assert lines[0]["verified"] and lines[0]["graph"] == (backend != "collective")
+
+
+def test_a_given_routing_has_the_line_of_the_step_alone(ranks: GpuRanks):
+    given = job(64, "softmax") | {"layer": {"shared": 128}, "routing": {"masked": 0.3, "ragged": True}}
+    assert [line["op"] for line in ranks.run(2, run, given)[0]] == ["step", "step"]

@@ -1,0 +1,65 @@
+"""The parts of layers in tables and figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raymoe.report.layer_parts import layer_parts
+from raymoe.report.plots import write_plots
+from raymoe.report.results import Line, complete
+from raymoe.report.tables import render
+
+PARTS = {
+    "norm": 10.0,
+    "router": 20.0,
+    "dispatch": 200.0,
+    "experts": 500.0,
+    "combine": 250.0,
+    "experts_backward": 1000.0,
+}
+
+
+def layer_lines(case: str = "tokens=4096", step: float = 2000.0, device: str = "NVIDIA H200") -> list[Line]:
+    """The lines of a case on GPUs: the step cold and warm, parts in it, parts alone."""
+    times = [("step", "cold", step), ("step", "warm", step / 2), *((op, "cold", us) for op, us in PARTS.items())]
+    times += [(f"{op}_alone", "cold", us - 1) for op, us in PARTS.items() if not op.endswith("_backward")]
+    shared: dict[str, Any] = {"case": case, "workload": "layer", "backend": "fused", "ranks": 2, "tokens": 4096}
+    shared |= {"samples": 50, "graph": True, "verified": True, "device": device}
+    return [
+        complete(shared | {"op": op, "l2": l2, "us_p50": us, "us_p99": us}, run="r-1", generation=0, commit=None)
+        for op, l2, us in times
+    ]
+
+
+def test_the_table_has_each_part_its_share_and_its_time_alone() -> None:
+    text = render(layer_lines())
+    table = text[text.index("parts of the layer") :].splitlines()
+    rows = {row.split()[0]: row.split()[1:] for row in table[2:] if row.strip()}
+    assert rows["experts"] == ["500.0", "25%", "499.0"]
+    assert rows["experts_backward"] == ["1,000.0", "50%", "-"]
+    assert rows["step"] == ["2,000.0", "100%", "975.0"]
+
+
+def test_cases_are_apart_and_steps_without_parts_have_no_table() -> None:
+    lines = [*layer_lines("tokens=1"), *layer_lines("tokens=128", step=900.0)]
+    assert [(found.case, found.step, found.total) for found in layer_parts(lines)] == [
+        ("tokens=1", 2000.0, 1980.0),
+        ("tokens=128", 900.0, 1980.0),
+    ]
+    alone = [line for line in lines if line["op"] == "step"]
+    assert not layer_parts(alone) and "parts of the layer" not in render(alone)
+
+
+def test_the_figure_names_every_part_and_case(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [*layer_lines("tokens=1"), *layer_lines("tokens=128", step=900.0)]
+    (png, svg) = write_plots(tmp_path, lines)
+    assert (png.name, svg.name) == ("layer-parts.png", "layer-parts.svg")
+    drawn = svg.read_text()
+    for text in (*PARTS, "tokens=1", "tokens=128", "NVIDIA H200"):
+        assert f"<!-- {text}" in drawn or text in drawn, text
+    again = svg.read_bytes()
+    write_plots(tmp_path, lines)
+    assert svg.read_bytes() == again

@@ -1,0 +1,135 @@
+"""Workload layer on CPU ranks: its lines, its parts, and errors that its verification finds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from raymoe.config.job import Job
+from raymoe.errors import WrongResult
+from raymoe.exchange.exchange import Exchange
+from raymoe.memory.world import World
+from raymoe.moe import norm
+from raymoe.moe.router import Router
+from raymoe.workload.layer import passes
+from raymoe.workload.layer.marks import START, SUM, Marks
+from raymoe.workload.layer.passes import LayerPasses
+from tests.unit.ranks import RankPool
+from tests.unit.test_workload import failures, job, run, run_cases
+
+FORWARD = ["norm", "router", "dispatch", "experts", "combine", "shared", "sum"]
+BACKWARD = [f"{part}_backward" for part in reversed(FORWARD)]
+ROUTERS = {
+    "softmax": {"kind": "softmax"},
+    "sigmoid": {"kind": "sigmoid", "groups": 4, "topk_groups": 2, "scale": 2.5},
+    "chosen": {"kind": "chosen"},
+}
+
+
+def layer_job(ranks: int = 2, kind: str = "sigmoid", **layer: Any) -> dict[str, Any]:
+    given = {"router": ROUTERS[kind], **layer} if kind != "given" else layer
+    return job("layer", ranks, layer=given, shape={"hidden": 64, "ffn": 32})
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_layer_gives_a_verified_line_for_the_step_and_each_part(pool: RankPool, ranks: int, kind: str) -> None:
+    lines = run(pool, layer_job(ranks, kind, shared=48))
+    assert [line["op"] for line in lines] == ["step", *FORWARD]
+    assert all(line["verified"] and line["routing"] == kind for line in lines)
+    step, parts = lines[0]["us_p50"], [line["us_p50"] for line in lines[1:]]
+    assert max(parts) < step and sum(parts) > 0.5 * step
+    assert [line["op"] for line in lines if line["bytes_wire"]] == (
+        ["step", "dispatch", "combine"] if ranks > 1 else []
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_a_backward_pass_has_a_line_for_each_part(pool: RankPool, kind: str, recompute: bool) -> None:
+    lines = run(pool, layer_job(2, kind, shared=48, backward=True, recompute=recompute))
+    found = [line["op"] for line in lines]
+    assert found[0] == "step" and set(found) == {"step", *FORWARD, *BACKWARD, *(["recompute"] if recompute else [])}
+    assert all(line["verified"] and line["max_error"] < 6e-2 for line in lines)
+    assert lines[0]["bytes_wire"] is None
+
+
+def test_ragged_ranks_and_a_given_routing_have_a_backward_pass(pool: RankPool) -> None:
+    given = layer_job(4, "given", backward=True, shared=16) | {"routing": {"ragged": True, "masked": 0.2}}
+    assert [line["op"] for line in run(pool, given)] == ["step"]
+    own = layer_job(4, "sigmoid", backward=True) | {"routing": {"ragged": True}}
+    assert "experts_backward" in [line["op"] for line in run(pool, own)]
+
+
+def spoiled(world: World, given: dict[str, Any], fault: str) -> None:
+    """Run a job with a part that computes something wrong."""
+    with pytest.MonkeyPatch.context() as patched:
+        if fault == "router":
+            real = Router.forward
+            patched.setattr(Router, "forward", lambda self, x: real(self, x)._replace(topk_idx=real(self, -x).topk_idx))
+        elif fault == "weights":
+            real = Router.forward
+
+            def doubled(self: Router, x: torch.Tensor) -> Any:
+                routed = real(self, x)
+                return routed._replace(topk_weights=routed.topk_weights * 1.5)
+
+            patched.setattr(Router, "forward", doubled)
+        elif fault == "norm":
+            patched.setattr(norm.formulas, "rms_norm", lambda x, *_: x.float() * 0.7)
+        elif fault == "gradients":
+            real_gradients = Exchange.combine_gradients
+
+            def halved(self: Exchange, *args: Any) -> Any:
+                dx, dweights = real_gradients(self, *args)
+                return dx, dweights * 0.5
+
+            patched.setattr(Exchange, "combine_gradients", halved)
+        run_cases(world, given)
+
+
+@pytest.mark.parametrize("fault", ["router", "weights", "norm", "gradients"])
+def test_wrong_results_are_found(pool: RankPool, fault: str) -> None:
+    errors = failures(pool, 2, spoiled, layer_job(2, "sigmoid", backward=True, shared=16), fault)
+    assert {type(error) for error in errors} == {WrongResult}
+
+
+def test_the_same_job_is_correct_without_a_fault(pool: RankPool) -> None:
+    pool.run(2, spoiled, layer_job(2, "sigmoid", backward=True, shared=16), "none")
+
+
+def held_alone(world: World) -> list[list[str]]:
+    """Return the spans of a forward and backward pass, without recomputing and with it."""
+    found = []
+    for recompute in (False, True):
+        given = layer_job(1, "softmax", shared=16, backward=True, recompute=recompute)
+        made = LayerPasses(Job.model_validate({"name": "test"} | given), world)
+        times = iter(range(1000))
+        made.marks.note = lambda times=times: next(times)
+        x = torch.randn(5, 64).to(torch.bfloat16)
+        nothing = torch.zeros(5, 3)
+        made.run(passes.Batch(x, nothing.long(), nothing), torch.ones_like(x))
+        spans = list(made.marks.spans())
+        assert all(before[2] == after[1] for before, after in pairwise(spans))
+        found.append([part for part, _, _ in spans])
+    return found
+
+
+def test_spans_follow_one_another_and_name_what_is_recomputed(pool: RankPool) -> None:
+    ((kept, again),) = pool.run(1, held_alone)
+    # The sum's gradient has two spans: up to its mark, and from there to the next.
+    assert kept == [*FORWARD, "sum_backward", *BACKWARD]
+    assert sorted(part for part in again if part != "recompute") == sorted(kept)
+    assert again.count("recompute") >= 5
+
+
+def test_marks_change_no_gradient_and_note_nothing_unless_asked() -> None:
+    marks, x = Marks(), torch.randn(3, requires_grad=True)
+    marks.begin()
+    y = marks.at(SUM, marks.at(START, x) ** 2)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, 2 * x.detach()) and not list(marks.spans())
+    assert torch.equal(marks.seen[SUM], y.detach())
