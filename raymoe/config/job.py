@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS, MOE
+from raymoe.config.rules import CPU_BACKENDS, GPU_BACKENDS, MOE, ROUTERS
 from raymoe.config.sections import (
     ExchangeSection,
+    LayerSection,
     OverlapSection,
     P2pSection,
     PointwiseSection,
@@ -90,6 +91,10 @@ MEANINGS = (
     Meaning("p2p", "workload", ("p2p",)),
     Meaning("overlap", "workload", ("overlap",)),
     Meaning("pointwise", "workload", ("pointwise",)),
+    Meaning("layer", "workload", ("layer",)),
+    Meaning("layer.router.groups", "layer.router.kind", ROUTERS, strict=True),
+    Meaning("layer.router.topk_groups", "layer.router.kind", ROUTERS, strict=True),
+    Meaning("layer.router.scale", "layer.router.kind", ROUTERS, strict=True),
     Meaning("shape.ffn", "workload", ("layer", "pointwise")),
     Meaning("routing.alpha", "routing.kind", ("zipf",), strict=True),
     Meaning("routing.share", "routing.kind", ("hot",), strict=True),
@@ -161,6 +166,7 @@ class Job(Section):
     p2p: P2pSection = P2pSection()
     overlap: OverlapSection = OverlapSection()
     pointwise: PointwiseSection = PointwiseSection()
+    layer: LayerSection = LayerSection()
     matrix: dict[str, Annotated[tuple[Scalar, ...], Field(strict=False, min_length=1)]] = Field(
         default_factory=dict, examples=[{"exchange.backend": ["host", "collective"], "shape.tokens": [128, 512]}]
     )
@@ -202,8 +208,10 @@ def kind_of_ranks(job: Job) -> str | None:
         return job.world.device
     if job.workload == "overlap":
         return "cuda"
-    if job.workload == "layer" or (job.workload == "p2p" and "host" in job.p2p.transports):
+    if job.workload == "p2p" and "host" in job.p2p.transports:
         return "cpu"
+    if job.workload == "layer":
+        return _kind_of_backends(job) or "cpu"
     return _kind_of_backends(job) if job.workload == "exchange" else None
 
 

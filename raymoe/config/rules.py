@@ -16,8 +16,8 @@ _ROW_BYTES = 16  # the size of a row is a multiple of this
 _VECTOR = 8  # elements of a row that the kernels of workload pointwise move at a time
 
 MOE = ("exchange", "overlap", "layer")
-ON_GPUS = ("exchange", "overlap")
-"""The workloads of MOE that can have GPU ranks."""
+ROUTERS = ("softmax", "sigmoid", "chosen")
+"""The kinds of a layer's own router."""
 
 GPU_TRANSPORTS = frozenset({"copy_engine", "tma", "collective"})
 SMS_TRANSPORTS = frozenset({"auto", "tma"})
@@ -26,6 +26,8 @@ OTHER_SYSTEMS: frozenset[str] = frozenset(get_args(OtherSystem))
 
 BESIDE = frozenset({"auto", "fused", "staged", "allgather"})
 """Backends that can run beside a matrix product, because their operations never wait on the host."""
+
+LAYER_BACKENDS = ("auto", "fused", "staged", "collective", "allgather", "host")
 
 GPU_BACKENDS = frozenset({"fused", "staged", "row_push", "nccl_bare"}) | OTHER_SYSTEMS
 CPU_BACKENDS = frozenset({"host"})
@@ -119,7 +121,9 @@ def _dispatch_sends_the_dtype(job: Job) -> tuple[str, str] | None:
 def _float8_is_for_gpus(job: Job) -> tuple[str, str] | None:
     if job.exchange.wire.dispatch != FLOAT8:
         return None
-    if job.workload not in ON_GPUS or job.world.device == "cpu":
+    if job.workload == "layer":
+        return f"rows of a layer cannot cross as {FLOAT8}, whose gradients would be lost", "leave wire out"
+    if job.world.device == "cpu":
         return f"rows cannot cross as {FLOAT8} between CPU ranks", "leave wire out, or run workload exchange on cuda"
     if job.exchange.backend not in FLOAT8_BACKENDS:
         return (
@@ -139,17 +143,50 @@ def _backends_are_for(device: str, wrong: frozenset[str]) -> Callable[[Job], tup
     return check
 
 
-def _layers_have_no_gpu_backend(job: Job) -> tuple[str, str] | None:
-    if job.exchange.backend not in GPU_BACKENDS:
+def _layers_have_exchanges(job: Job) -> tuple[str, str] | None:
+    if job.exchange.backend in LAYER_BACKENDS:
         return None
-    return f"backend {job.exchange.backend} needs GPU ranks, and workload layer has none yet", "write auto"
+    return f"{job.exchange.backend} is no exchange, so no layer can use it", f"layers take {', '.join(LAYER_BACKENDS)}"
+
+
+def _gpus_multiply_bfloat16(job: Job) -> tuple[str, str] | None:
+    if job.world.device != "cuda" or job.shape.dtype == "bfloat16":
+        return None
+    return f"experts on GPUs are bfloat16, not {job.shape.dtype}", "write bfloat16, or device: cpu"
+
+
+def _one_chooses_the_experts(job: Job) -> tuple[str, str] | None:
+    routing, kind = job.routing, job.layer.router.kind
+    if kind == "given" or (routing.kind == "uniform" and routing.masked == 0):
+        return None
+    asked = f"routing {routing.kind}" if routing.kind != "uniform" else f"{routing.masked:g} of the ids masked"
+    return f"{asked} beside a {kind} router, which chooses experts itself", "write router.kind: given, or leave it out"
+
+
+def _recomputing_is_of_a_backward_pass(job: Job) -> tuple[str, str] | None:
+    if job.layer.backward or not job.layer.recompute:
+        return None
+    return "nothing is recomputed without a backward pass", "write backward: true, or leave recompute out"
+
+
+def _groups_hold_the_choice(job: Job) -> tuple[str, str] | None:
+    experts, topk, asked = job.shape.experts, job.shape.topk, job.layer.router
+    if asked.kind == "given" or (asked.groups == 1 and asked.topk_groups == 1):
+        return None
+    each = experts // asked.groups
+    if experts % asked.groups or each < 2:
+        return f"{experts} experts in {asked.groups} groups; groups are equal and hold two or more", "change groups"
+    if asked.topk_groups > asked.groups or asked.topk_groups * each < topk:
+        kept = f"the best {asked.topk_groups} of {asked.groups} groups of {each} experts"
+        return f"{kept} do not hold top-{topk}", "change topk_groups"
+    return None
 
 
 def _only_staged_has_transports(job: Job) -> tuple[str, str] | None:
     asked = job.exchange
     if asked.transport == "auto":
         return None
-    if job.workload not in ON_GPUS or job.world.device == "cpu":
+    if job.world.device == "cpu":
         return "CPU ranks have no copy engine", "write auto or leave it out"
     if asked.backend not in ("auto", "staged"):
         return f"backend {asked.backend} has no choice of transport", f"backend staged takes {asked.transport}"
@@ -159,7 +196,11 @@ def _only_staged_has_transports(job: Job) -> tuple[str, str] | None:
 
 
 def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
-    if job.exchange.sms == "auto" or (job.workload in ON_GPUS and job.world.device != "cpu"):
+    if job.exchange.sms == "auto":
+        return None
+    if job.workload == "layer":
+        return "a layer's exchange has no limit of SMs", "write auto or leave it out"
+    if job.world.device != "cpu":
         return None
     return "CPU ranks have no SMs", "write auto or leave it out"
 
@@ -189,17 +230,43 @@ def _pairs_exist(job: Job) -> tuple[str, str] | None:
     return f"there is no rank {last} among {job.world.ranks} ranks", f"ranks are 0 to {job.world.ranks - 1}"
 
 
-def _gpu_ranks_are_possible(job: Job) -> tuple[str, str] | None:
-    if job.world.device != "cuda":
+def _domains_are_equal(job: Job) -> tuple[str, str] | None:
+    ranks, domain = job.world.ranks, job.world.domain
+    if domain == "auto" or ranks % domain == 0:
+        return None
+    possible = [str(size) for size in range(1, ranks + 1) if ranks % size == 0]
+    return f"{ranks} ranks do not divide into domains of {domain}", f"{_listed(possible)} would"
+
+
+def _listed(names: list[str]) -> str:
+    """Join names.
+
+    >>> _listed(["1", "2", "4"]), _listed(["1"])
+    ('1, 2 or 4', '1')
+    """
+    return " or ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+
+
+def _domains_exchange(job: Job) -> tuple[str, str] | None:
+    if job.world.domains == 1 or job.workload == "exchange":
+        return None
+    return f"workload {job.workload} has one domain, not {job.world.domains}", "leave world.domain out"
+
+
+def _domains_have_cpu_ranks(job: Job) -> tuple[str, str] | None:
+    if job.world.domains == 1 or job.world.device == "cpu":
         return None
     return (
-        f"workload {job.workload} has no GPU ranks yet",
-        "write cpu or auto; exchange, overlap, pointwise and p2p have some",
+        f"only CPU ranks can be in {job.world.domains} domains, and device is {job.world.device}",
+        "write device: cpu",
     )
 
 
 def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
-    if job.steps.graph is not True or (job.workload != "layer" and job.world.device != "cpu"):
+    on_cpus = job.world.device == "cpu"
+    if job.workload == "layer" and job.world.device == "auto":
+        on_cpus = job.exchange.backend not in GPU_BACKENDS
+    if job.steps.graph is not True or not on_cpus:
         return None
     return "CUDA graphs need GPU ranks and these are CPU ranks", "write auto or false"
 
@@ -272,9 +339,11 @@ RULES = (
     Rule(("overlap",), ("world.device", "workload"), _overlap_is_between_gpus),
     Rule(("overlap",), ("exchange.backend", "workload"), _can_run_beside_a_product),
     Rule(("overlap",), ("steps.graph", "workload"), _overlap_is_eager),
-    Rule(("layer",), ("world.device", "workload"), _gpu_ranks_are_possible),
     Rule((*MOE, "p2p", "pointwise"), ("steps.graph", "world.device"), _graph_needs_gpus),
     Rule((*MOE, "p2p", "pointwise"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
+    Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks"), _domains_are_equal),
+    Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks", "workload"), _domains_exchange),
+    Rule(("exchange",), ("world.domain", "world.ranks", "world.device"), _domains_have_cpu_ranks),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
     Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),
@@ -296,16 +365,24 @@ RULES = (
         ("exchange.wire.dispatch", "exchange.backend", "world.device", "workload"),
         _float8_is_for_gpus,
     ),
-    Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cpu", GPU_BACKENDS)),
-    Rule(("exchange",), ("exchange.backend", "world.device"), _backends_are_for("cuda", CPU_BACKENDS)),
-    Rule(("layer",), ("exchange.backend", "workload"), _layers_have_no_gpu_backend),
+    Rule(("exchange", "layer"), ("exchange.backend", "world.device"), _backends_are_for("cpu", GPU_BACKENDS)),
+    Rule(("exchange", "layer"), ("exchange.backend", "world.device"), _backends_are_for("cuda", CPU_BACKENDS)),
+    Rule(("layer",), ("exchange.backend", "workload"), _layers_have_exchanges),
+    Rule(("layer",), ("shape.dtype", "world.device", "workload"), _gpus_multiply_bfloat16),
+    Rule(("layer",), ("layer.router.kind", "routing.kind", "routing.masked"), _one_chooses_the_experts),
+    Rule(("layer",), ("layer.recompute", "layer.backward"), _recomputing_is_of_a_backward_pass),
+    Rule(
+        ("layer",),
+        ("layer.router.groups", "layer.router.topk_groups", "shape.experts", "shape.topk"),
+        _groups_hold_the_choice,
+    ),
     Rule(
         MOE,
         ("exchange.transport", "exchange.backend", "exchange.wire.dispatch", "world.device", "workload"),
         _only_staged_has_transports,
     ),
     Rule(MOE, ("exchange.sms", "world.device", "workload"), _sms_need_gpus),
-    Rule(("exchange",), ("steps.graph", "exchange.backend", "world.device"), _nccl_is_not_captured),
+    Rule(("exchange", "layer"), ("steps.graph", "exchange.backend", "world.device"), _nccl_is_not_captured),
     Rule(MOE, ("routing.kind", "routing.file"), _trace_is_named),
     Rule(("p2p",), ("p2p.sms", "p2p.transports", "world.device"), _a_transport_takes_sms),
     Rule(("p2p",), ("world.ranks",), _peers_exist),

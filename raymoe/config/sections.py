@@ -136,11 +136,15 @@ class WorldSection(Section):
     """The ranks: how many, on what, and how long they wait."""
 
     ranks: int = Field(default=4, ge=1, le=1024, examples=[8])
-    """R, the number of ranks. Each is a Ray actor in its own process; on GPUs each has a GPU of its own. All are on one
-    node."""
+    """R, the number of ranks. Each is a Ray actor in its own process; on GPUs each has a GPU of its own."""
+    domain: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[8])
+    """Ranks in a domain. Those of one domain are on one node and map one another's memory; a network connects domains.
+    auto: all ranks on one node if one can hold them, else (CPU ranks of workload exchange) the fewest equal domains
+    that nodes can hold. A number divides world.ranks. Each domain then has a node of its own if enough nodes can hold
+    one; else all are on one node, and pretend to be apart. Several domains need workload exchange and device cpu."""
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", examples=["cpu"])
     """Device of the ranks. auto is cuda if the cluster has GPUs and the workload can use them, else cpu. It never falls
-    back to cpu because there are too few GPUs."""
+    back to cpu because there are too few GPUs. For workload layer, auto is cpu unless the backend needs GPUs."""
     cpus: float = Field(default=0.5, ge=0.001, le=1024, examples=[1])
     """Ray CPUs that a rank asks for. Ray counts them for placement only and binds no process to them."""
     share_gpu: bool = Field(default=False, examples=[True])
@@ -151,6 +155,15 @@ class WorldSection(Section):
     """Seconds to wait for free resources in the cluster; then the run ends with exit code 3."""
     wait_timeout_s: float = Field(default=30.0, gt=0, le=86400, examples=[120])
     """Seconds that a rank waits for a peer; then the run ends with exit code 5 and names the peer."""
+
+    @property
+    def domains(self) -> int:
+        """The number of domains that are asked for. It is 1 for auto: only the cluster tells if more are needed.
+
+        >>> WorldSection(ranks=8, domain=2).domains, WorldSection(ranks=8).domains
+        (4, 1)
+        """
+        return 1 if self.domain == "auto" else max(1, self.ranks // int(self.domain))
 
 
 class ShapeSection(Section):
@@ -307,6 +320,34 @@ class PointwiseSection(Section):
     """Stages of a block's pipeline in shared memory: as many as are best (auto), or a number."""
     sms: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[48])
     """SMs of a GPU that raymoe's kernels may take: all (auto), or a number. The other systems take all."""
+
+
+class RouterSection(Section):
+    """The router of a layer."""
+
+    kind: Literal["given", "softmax", "sigmoid", "chosen"] = Field(default="given", examples=["sigmoid"])
+    """Scores of experts. given: the layer has no router and no norm, and tokens follow the section routing. Else the
+    layer's own router chooses: softmax over all experts (Mixtral, Qwen3), sigmoid of each (DeepSeek-V3), or softmax
+    over the chosen (gpt-oss)."""
+    groups: int = Field(default=1, ge=1, le=1024, examples=[8])
+    """Groups that the experts are in. A group's score is the sum of its two best experts."""
+    topk_groups: int = Field(default=1, ge=1, le=1024, examples=[4])
+    """The best groups, whose experts compete."""
+    scale: float = Field(default=1.0, gt=0, le=1000, examples=[2.5])
+    """Factor of the weights, which sum to one before."""
+
+
+class LayerSection(Section):
+    """A whole layer: norm, router, dispatch, experts, combine, shared expert, and x added."""
+
+    backward: bool = Field(default=False, examples=[True])
+    """Whether a step has a backward pass too: gradients of the tokens and of all weights."""
+    recompute: bool = Field(default=False, examples=[True])
+    """Whether the backward pass computes the forward pass again in the place of keeping its results."""
+    shared: int = Field(default=0, ge=0, le=2**20, examples=[2048])
+    """Inner size of the shared expert, which all tokens pass through; 0: there is none."""
+    router: RouterSection = Field(default=RouterSection(), examples=[{"kind": "sigmoid"}])
+    """The router of the layer, or none."""
 
 
 class OverlapSection(Section):

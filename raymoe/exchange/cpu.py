@@ -271,8 +271,8 @@ class CpuBackend:
         sums.write(0, tokens, out)
         return returned
 
-    # The metadata of a dispatch as one int32 tensor: the dispatch's number, its refusal, the local experts' offsets and
-    # counts, the rows from each source, and for each row that arrived where it is and the places of its entries.
+    # The metadata of a dispatch is one int32 tensor: the dispatch's number, its refusal, the local experts' offsets and
+    # counts, and the rows from each source. Then each row that arrived has its position and the places of its entries.
 
     @property
     def metadata_words(self) -> int:

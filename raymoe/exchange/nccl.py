@@ -134,7 +134,7 @@ class NcclRounds:
 # every rank a block of T sums, and the source adds the blocks in rank order. It reads only the sums of tokens that have
 # an expert at the sender. NCCL's reduce-scatter is not used, because it rounds at every hop and in an order of its own.
 #
-# The host needs no number from the device, so all of it can be captured.
+# The host reads nothing from the device, so a graph can hold all of it.
 
 
 class NcclAllgather:

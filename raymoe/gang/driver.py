@@ -132,10 +132,11 @@ class Driver:
         return place(order.job, order.run, self._check_stop, lambda text: self.tell(Waiting(text)))
 
     def _place_again(self, lost: sv.Verdict) -> None:
-        """Reserve bundles on another node. Ray first has to notice the loss, or it would choose the same one."""
-        assert self.gang is not None and self.gang.node is not None and self.reservation is not None
+        """Reserve resources on other nodes. Ray first has to notice the loss, or it would choose the same ones."""
+        assert self.gang is not None and self.reservation is not None
+        lost_nodes = self.gang.lost_nodes()
         deadline = time.monotonic() + self.order.job.world.placement_timeout_s
-        while not nodes.given_up(self.gang.node.id) and time.monotonic() < deadline:
+        while not all(nodes.given_up(node.id) for node in lost_nodes) and time.monotonic() < deadline:
             if self._check_stop():
                 return
             time.sleep(EVENTS_S)
@@ -144,8 +145,11 @@ class Driver:
             self.reservation = self._reserve()
         except PlacementError as error:
             raise RankDied(
-                lost.culprit or 0, f"{lost.message}; and no other node can hold the ranks: {error}"
+                lost.culprit or 0, f"{lost.message}; and {self._others()} can hold the ranks: {error}"
             ) from error
+
+    def _others(self) -> str:
+        return "no other nodes" if self.gang is not None and len(self.gang.nodes) > 1 else "no other node"
 
     def _check_stop(self) -> bool:
         """Return whether a signal asked to stop; tell the supervisor the first time. Every loop calls this."""
@@ -220,7 +224,7 @@ class Driver:
             return
         self.tell(GenerationEnded(before.generation, verdict.cause, verdict.culprit, verdict.message, restarting))
         self.generation_began = time.monotonic()
-        if restarting and self.gang.node is not None and self.gang.node.lost:
+        if restarting and self.gang.lost_nodes():
             self._place_again(verdict)
 
     def _act(self, action: sv.Action) -> None:

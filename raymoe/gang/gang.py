@@ -19,9 +19,9 @@ from raymoe.config import Job
 from raymoe.gang import nodes
 from raymoe.gang import supervisor as sv
 from raymoe.gang.messages import Progressed
-from raymoe.gang.placement import Location, Reservation, bundles_by_rank
+from raymoe.gang.placement import Location, Reservation, seats_by_rank
 from raymoe.gang.processes import crash_report, end_ranks
-from raymoe.gang.rank import Line, RankActor, RankSettings, Status
+from raymoe.gang.rank import DomainSettings, Line, RankActor, RankSettings, Status
 from raymoe.gang.watch import Shift
 from raymoe.workload.memory_needed import bytes_per_rank, device_bytes_per_rank
 from raymoe.workload.progress import Progress, Span
@@ -49,13 +49,14 @@ class Gang:
         self.job, self.run_name, self.reservation, self.generation = job, run, reservation, generation
         self.size = job.world.ranks
         self.locations: dict[int, Location] = {}
-        self.node: nodes.Node | None = None  # where all ranks are, once they are located
+        self.nodes: dict[str, nodes.Node] = {}  # those of the ranks by id, once the ranks are located
         self.descriptors: dict[int, dict[str, Any]] = {}
         self.progress: Progressed | None = None
         self._calls: dict[ray.ObjectRef[Any], Call] = {}
         self._polls: dict[int, tuple[ray.ObjectRef[Any], float]] = {}
         self._next_poll = 0.0
         self._failed = False  # a rank failed in the current call
+        self._suspicious = False  # a rank failed, perhaps because a node is lost
         self._asked_at = time.monotonic()
         self._first_answer: float | None = None
         self._cursor = 0  # finished cases taken from rank 0
@@ -67,13 +68,15 @@ class Gang:
 
     # Actions.
 
-    def _start(self, bundles: list[int]) -> None:
-        """Create the actor of rank i in bundle bundles[i], for every rank."""
-        self.bundles = bundles
-        self.actors = [self._create(rank, bundle) for rank, bundle in enumerate(bundles)]
-        self._ask("locate", lambda rank: (bundles[rank],))
+    def _start(self, seats: list[int]) -> None:
+        """Create the actor of rank i in seat seats[i], for every rank."""
+        self.seats = seats
+        self.actors = [self._create(rank, seat) for rank, seat in enumerate(seats)]
+        here = ray.get_runtime_context().get_node_id()
+        self._ask("locate", lambda rank: (seats[rank], here))
 
-    def _create(self, rank: int, bundle: int) -> Any:
+    def _create(self, rank: int, seat: int) -> Any:
+        bundle = self.reservation.plan.place_of(seat)
         options = RankActor.options(
             name=f"raymoe/{self.run_name}/rank{rank}",
             num_cpus=self.reservation.bundle["CPU"],
@@ -119,7 +122,12 @@ class Gang:
             ray.kill(actor)
         self._calls.clear()
         self._polls.clear()
-        return sorted(end_ranks({} if self.node is not None and self.node.lost else self.locations))
+        lost = {node.id for node in self.lost_nodes()}
+        return sorted(end_ranks({rank: at for rank, at in self.locations.items() if at.node not in lost}))
+
+    def lost_nodes(self) -> list[nodes.Node]:
+        """Return the nodes of this gang whose raylets are gone."""
+        return [node for node in self.nodes.values() if node.lost]
 
     def _ask(self, method: str, arguments: Callable[[int], tuple[object, ...]]) -> None:
         """Call a method of every rank."""
@@ -133,7 +141,9 @@ class Gang:
     def describe_ranks(self) -> tuple[dict[str, object], ...]:
         """Return process, node and GPU of each rank, for environment.json and for a user who wants to inspect one."""
         return tuple(
-            {"rank": rank, "pid": location.process[0], "node": location.node, "gpu": location.gpu}
+            {"rank": rank, "domain": rank // self.reservation.plan.size}
+            | {"pid": location.process[0], "node": location.node, "address": self.nodes[location.node].address}
+            | {"gpu": location.gpu}
             for rank, location in sorted(self.locations.items())
         )
 
@@ -156,6 +166,7 @@ class Gang:
                     events += self._on_answer(self._calls.pop(ref), ref)
         else:
             time.sleep(seconds)
+        events += self._find_lost_node(events)
         return events or self._find_overdue()
 
     def take_finished(self) -> list[tuple[str, tuple[Line, ...]]]:
@@ -189,32 +200,41 @@ class Gang:
 
     def _on_all_answered(self, method: str) -> list[sv.Event]:
         if method == "locate":
-            bundles = bundles_by_rank([self.locations[rank] for rank in range(self.size)])
-            if bundles != self.bundles:  # rare; an actor's name is fixed, so all are created again in the right order
+            seats = seats_by_rank([self.locations[rank] for rank in range(self.size)])
+            if seats != self.seats:  # rare; an actor's name is fixed, so all are created again in the right order
                 self.kill()
                 self.locations.clear()
-                self._start(bundles)
+                self._start(seats)
                 return []
-            self.node = nodes.find_node(self.locations[0].node)
-            world = self.job.world
-            nbytes = device_bytes_per_rank if self.reservation.device == "cuda" else bytes_per_rank
-            self._ask(
-                "open",
-                lambda rank: (
-                    RankSettings(
-                        rank=rank,
-                        size=self.size,
-                        generation=self.generation,
-                        wait_timeout_s=world.wait_timeout_s,
-                        threads=max(1, int(world.cpus)),
-                        device=self.reservation.device,
-                        share_gpu=world.share_gpu,
-                        nbytes=nbytes(self.job),
-                    ),
-                ),
-            )
+            self.nodes = {name: nodes.find_node(name) for name in {each.node for each in self.locations.values()}}
+            settings = [self._settings(rank) for rank in range(self.size)]
+            self._ask("open", lambda rank: (settings[rank],))
             return []
         return [sv.Started()] if method == "open" else [sv.Wired()]
+
+    def _settings(self, rank: int) -> RankSettings:
+        world, plan, device = self.job.world, self.reservation.plan, self.reservation.device
+        node = self.nodes[self.locations[rank].node]
+        first, together = (rank % plan.size, plan.size) if plan.on_nodes else (rank, self.size)
+        gpu = device == "cuda"
+        return RankSettings(
+            rank=rank,
+            size=self.size,
+            generation=self.generation,
+            wait_timeout_s=world.wait_timeout_s,
+            threads=max(1, int(world.cpus)),
+            device=device,
+            share_gpu=world.share_gpu,
+            nbytes=device_bytes_per_rank(self.job) if gpu else bytes_per_rank(self.job, plan.domains),
+            ranks_to_hold=together if first == 0 else 0,
+            span=self._span(rank, node.address) if plan.domains > 1 else None,
+        )
+
+    def _span(self, rank: int, node_address: str) -> DomainSettings:
+        """Return the domain of a rank: its size, its key, and the address of the rank for other domains."""
+        plan, at = self.reservation.plan, self.locations[rank]
+        networks = tuple({location.network for location in self.locations.values()})
+        return DomainSettings(plan.size, at.node if plan.on_nodes else str(rank // plan.size), networks, node_address)
 
     def _read(self, call: Call, ref: ray.ObjectRef[Any]) -> tuple[Any, sv.Event | None]:
         """Return the answer, or the event that there is none."""
@@ -236,17 +256,46 @@ class Gang:
         """Return the event of a rank that is lost: alone, with its node, or with Ray."""
         if nodes.OWNER_NODE_DIED in error:
             return sv.RayLost("lost Ray: the raylet of the driver's node ended or does not answer; see `ray status`")
-        if nodes.NODE_DIED in error or (self.node is not None and self.node.lost):
-            node = self.node or "the node"
-            found = f"rank {call.rank} died in `{call.method}` with {node}, whose raylet is gone"
-            return sv.NodeLost(call.rank, f"{found}; see `ray status`, and whether that machine is up")
+        node = self._node_of(call.rank)
+        if nodes.NODE_DIED in error or (node is not None and node.lost):
+            return self._node_loss(call.rank, f"died in `{call.method}` with {node or 'the node'}")
         return sv.Lost(call.rank, self._death_message(call))
+
+    def _node_of(self, rank: int) -> nodes.Node | None:
+        location = self.locations.get(rank)
+        return None if location is None else self.nodes.get(location.node)
+
+    def _node_loss(self, rank: int, found: str) -> sv.NodeLost:
+        """Return the event that a node is lost. `found` says how, of one of its ranks."""
+        node = self._node_of(rank)
+        others = [each for each in sorted(self.locations) if each != rank and node and self._node_of(each) == node]
+        also = f", and so did rank {', '.join(map(str, others))}" if others and len(self.nodes) > 1 else ""
+        return sv.NodeLost(
+            rank, f"rank {rank} {found}, whose raylet is gone{also}; see `ray status`, and whether that machine is up"
+        )
+
+    def _find_lost_node(self, events: list[sv.Event]) -> list[sv.Event]:
+        """Return the loss of a node if that may be why ranks on others failed.
+
+        These notice a closed connection at once. Ray reports a lost node only after missed health checks. The loss of
+        the driver's own node is the loss of Ray, and shows in the next call.
+        """
+        if len(self.nodes) < 2:
+            return []
+        failures = [event.failure for event in events if isinstance(event, sv.Failed)]
+        self._suspicious = self._suspicious or any(failure.may_be_consequence for failure in failures)
+        if not self._suspicious or any(isinstance(event, sv.NodeLost) for event in events):
+            return []
+        here = ray.get_runtime_context().get_node_id()
+        lost = {node.id for node in self.nodes.values() if node.id != here and node.lost}
+        gone = [rank for rank, location in sorted(self.locations.items()) if location.node in lost]
+        return [self._node_loss(gone[0], f"was lost with {self._node_of(gone[0])}")] if gone else []
 
     def _out_of_memory(self, call: Call) -> str:
         """Say that the raylet's memory monitor ended a rank."""
         location = self.locations.get(call.rank)
         pid = f" (pid {location.process[0]})" if location else ""
-        node = self.node or "its node"
+        node = self._node_of(call.rank) or "its node"
         found = f"rank {call.rank}{pid} died in `{call.method}`: Ray ended it because {node} ran low on memory"
         return f"{found}; lower shape or world.ranks, or see RAY_memory_usage_threshold"
 

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -137,24 +137,36 @@ class MeetingActor(MeetingPoint):
         ray.kill(self._myself)
 
 
-def join(
-    name: str,
-    rank: int,
-    size: int,
-    timeout_s: float = 60.0,
-    *,
-    device: str | torch.device = "auto",
-    share_gpu: bool = False,
-) -> World:
+class JoinOptions(TypedDict, total=False):
+    """Options of `join`."""
+
+    device: str | torch.device
+    share_gpu: bool
+    domain: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The options with their defaults."""
+
+    device: str | torch.device = "auto"
+    share_gpu: bool = False
+    domain: int | None = None
+
+
+def join(name: str, rank: int, size: int, timeout_s: float = 60.0, **options: Unpack[JoinOptions]) -> World:
     """Join the world `name` as `rank` of `size`, from inside a Ray actor or task; every rank calls this once.
 
-    All ranks must be on one host. The call returns when every peer is mapped and proved. If one rank cannot take part,
-    all raise. Worlds that live at the same time have different names; when a world is wired, its name is free.
+    The call returns when every peer is mapped and proved. If one rank cannot take part, all raise. Worlds that live at
+    the same time have different names; when a world is wired, its name is free.
 
-    - `device`: `auto` is the GPU that Ray assigned to this actor or task, else torch's current device if CUDA is
-      initialised here, else the CPU. `cuda` is the same, but never the CPU. `cuda:1` is any GPU that this process sees.
     - `timeout_s` bounds every wait for a peer, also after this call.
+    - `device` (default `auto`) is the GPU that Ray assigned to this actor or task, else torch's current device if CUDA
+      is initialised here, else the CPU. `cuda` is the same, but never the CPU. `cuda:1` is any GPU that this process
+      sees.
     - `share_gpu` (same on all ranks) lets ranks share one GPU, to test correctness.
+    - `domain` (same on all ranks) is the number of ranks in a domain. The ranks of a domain must be on one host. By
+      default all ranks are in one. Several domains need CPU ranks.
 
         world = raymoe.join("experts", rank, size)
         with raymoe.Exchange(world, raymoe.ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)) as ex:
@@ -164,9 +176,10 @@ def join(
 
     `examples/ray_actors.py` is a whole program.
     """
+    asked = _Asked(**options)
     from raymoe.memory.member import Member
 
-    member = Member(rank, size, name=name, timeout_s=timeout_s, share_gpu=share_gpu)
+    member = Member(rank, size, name=name, timeout_s=timeout_s, share_gpu=asked.share_gpu)
     nbytes = len(name.encode(errors="replace"))
     if nbytes > MAX_NAME_BYTES:
         raise ConfigError(f"name has {nbytes} bytes; the name of a world to join has at most {MAX_NAME_BYTES}")
@@ -176,14 +189,62 @@ def join(
         raise ConfigError(
             f"asked to join {name!r} outside Ray; call it inside a Ray actor or task, or ray.init() first"
         )
-    return _JoiningRank(member).join(str(device))
+    if asked.domain is None or asked.domain == size:
+        return _JoiningRank(member).join(str(asked.device))
+    from raymoe.memory.spanning import span
+
+    meetings = _Meetings(member)
+    try:
+        world = span(meetings, asked.domain, str(asked.device), timeout_s)
+    except BaseException:
+        meetings.leave()
+        raise
+    meetings.end()
+    return world
+
+
+class _Meetings:
+    """Gathers of the ranks of one world, each in a meeting of its own. They end together: some rank may still look."""
+
+    def __init__(self, member: Member) -> None:
+        self.rank, self.size, self._member = member.rank, member.size, member
+        self.known_address: str | None = ray.util.get_node_ip_address()
+        self._held: list[tuple[_JoiningRank, Any]] = []
+
+    def device(self, asked: str) -> str:
+        return _device(asked)
+
+    def gather(
+        self,
+        world: World | None,  # noqa: ARG002
+        descriptor: dict[str, object] | None,
+        problem: Exception | None,
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Gather what all ranks give. Where one has a problem, all ranks raise."""
+        guest = _JoiningRank(self._member, f"join-{len(self._held)}" if self._held else "join")
+        mine = None if descriptor is None or problem is not None else descriptor | {"pid": os.getpid()}
+        meeting = guest.enter(mine, problem)
+        self._held.append((guest, meeting))
+        if problem is not None:
+            raise problem
+        return self._member.name, guest.descriptors(meeting)
+
+    def leave(self) -> None:
+        for guest, meeting in self._held:
+            meeting.leave.remote(guest.member.rank, guest.token)
+
+    def end(self) -> None:
+        """End the meetings. All ranks are wired and need them no more."""
+        for _, meeting in self._held:
+            ray.kill(meeting)
 
 
 class _JoiningRank:
     """A rank on its way through a meeting into a world."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, folder: str = "join") -> None:
         self.member = member
+        self._meeting_name = f"raymoe/{folder}/{member.name}"
         self.asked = f"asked to join {member.name!r} as rank {member.rank} of {member.size}"
         self.token = uuid.uuid4().hex
         self.deadline = time.monotonic() + member.timeout_s
@@ -197,7 +258,7 @@ class _JoiningRank:
         except Exception as error:  # noqa: BLE001  raised below, after the other ranks can see it
             problem = error
         try:
-            meeting = self._enter(world, problem)
+            meeting = self.enter(None if world is None else dict(world.descriptor()), problem)
             if problem is not None:
                 raise problem
             assert world is not None
@@ -211,21 +272,18 @@ class _JoiningRank:
         return world
 
     def _open(self, device: str) -> World:
-        from raymoe.memory.auto_device import VisibleGpus, device_in_ray
         from raymoe.memory.world import World
 
-        me, visible = self.member, os.environ.get("CUDA_VISIBLE_DEVICES")
-        chosen = device_in_ray(device, _assigned_gpus(), visible, VisibleGpus.now())
-        return World.open(me.rank, me.size, name=me.name, timeout_s=me.timeout_s, device=chosen, share_gpu=me.share_gpu)
+        return World.of_member(replace(self.member, device=_device(device)))
 
-    def _enter(self, world: World | None, problem: Exception | None) -> Any:
+    def enter(self, descriptor: dict[str, Any] | None, problem: Exception | None) -> Any:
         """Enter the meeting of this name with a descriptor or a problem. If it is just ending, wait for a new one."""
         me = self.member
         text = None if problem is None else next(iter(str(problem).splitlines()), "") or type(problem).__name__
-        entry = JoinEntry(self.token, None if world is None else dict(world.descriptor()), text)
+        entry = JoinEntry(self.token, descriptor, text)
         # Detached: otherwise the rank that came first would own the actor, and the actor would die with it.
         options = _meeting_actor.options(
-            name=f"raymoe/join/{me.name}",
+            name=self._meeting_name,
             namespace="raymoe",
             get_if_exists=True,
             lifetime="detached",
@@ -252,12 +310,12 @@ class _JoiningRank:
 
     def _wire(self, world: World, meeting: Any) -> None:
         try:
-            world.wire(self._descriptors(meeting))
+            world.wire(self.descriptors(meeting))
         except BaseException:
             meeting.leave.remote(self.member.rank, self.token)
             raise
 
-    def _descriptors(self, meeting: Any) -> list[dict[str, Any]]:
+    def descriptors(self, meeting: Any) -> list[dict[str, Any]]:
         """Wait for the descriptors of all ranks; return them in rank order."""
         me = self.member
         try:
@@ -287,6 +345,13 @@ class _JoiningRank:
 
     def _remaining_s(self) -> float:
         return self.deadline - time.monotonic()
+
+
+def _device(asked: str) -> str:
+    """Choose the device of this actor or task."""
+    from raymoe.memory.auto_device import VisibleGpus, device_in_ray
+
+    return device_in_ray(asked, _assigned_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"), VisibleGpus.now())
 
 
 def _assigned_gpus() -> list[str]:

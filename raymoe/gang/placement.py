@@ -1,4 +1,8 @@
-"""Place the ranks: one bundle for each rank, all on one node, or an error that says why that is impossible."""
+"""Place the ranks on one node, or each domain on a node of its own, or raise an error that says why it is impossible.
+
+One placement group holds a gang: STRICT_PACK with a bundle for each rank on one node, STRICT_SPREAD with a bundle for
+each domain on several.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +19,41 @@ from raymoe.config.job import kind_of_ranks
 from raymoe.config.sections import WorldSection
 from raymoe.errors import PlacementError
 from raymoe.gang.capacity import autoscaler_runs, free_and_held
+from raymoe.gang.domains import DomainPlan, plan_domains, ranks_on
 
 
 @dataclass(frozen=True)
 class Location:
     """The place of a started actor. `process` is (pid, start time), since a pid may be reused."""
 
-    bundle: int
+    seat: int  # which of the reserved shares: with one for each rank it is the bundle
     node: str
     gpu: str | None  # Ray's name of it: a number, or a UUID on a node that was started with UUIDs
     process: tuple[int, int]
     stderr_file: str | None = None
     boot_id: str = ""  # of the host; processes with the same one share a clock
+    network: tuple[str, str] = ("", "")  # processes with the same one reach one another by the loopback address
 
 
-def bundles_by_rank(locations: Sequence[Location]) -> list[int]:
-    """Order bundles by node, then by GPU, then by bundle: the first becomes the bundle of rank 0.
+def seats_by_rank(locations: Sequence[Location]) -> list[int]:
+    """Order seats by node, then by GPU, then by seat: the first becomes the seat of rank 0.
 
-    Ray promises no order of bundles on GPUs, and consecutive ranks should have consecutive GPUs.
+    Ray promises no order of bundles on GPUs, and consecutive ranks should have consecutive GPUs. Nodes are in the order
+    of their first seats, so that the seats of a domain stay together.
 
-    >>> places = [("n1", "10"), ("n0", "2"), ("n1", "9")]
-    >>> bundles_by_rank([Location(bundle, node, gpu, (1, 1)) for bundle, (node, gpu) in enumerate(places)])
-    [1, 2, 0]
+    >>> places = [("n1", "10"), ("n1", "9"), ("n0", "2"), ("n0", "1")]
+    >>> seats_by_rank([Location(seat, node, gpu, (1, 1)) for seat, (node, gpu) in enumerate(places)])
+    [1, 0, 3, 2]
     """
+    first: dict[str, int] = {}
+    for location in sorted(locations, key=lambda each: each.seat):
+        first.setdefault(location.node, location.seat)
 
-    def sort_key(location: Location) -> tuple[str, int, str, int]:
+    def sort_key(location: Location) -> tuple[int, int, str, int]:
         gpu = location.gpu or ""
-        return location.node, int(gpu) if gpu.isdigit() else -1, gpu, location.bundle
+        return first[location.node], int(gpu) if gpu.isdigit() else -1, gpu, location.seat
 
-    return [location.bundle for location in sorted(locations, key=sort_key)]
+    return [location.seat for location in sorted(locations, key=sort_key)]
 
 
 def device_for(job: Job) -> str:
@@ -69,23 +79,30 @@ def bundle_for(world: WorldSection, device: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A bundle for each rank, all on one node. Every generation of a gang uses it."""
+    """The share of each rank, in one placement group. The generations of a gang use it until a node is lost."""
 
     group: PlacementGroup
-    bundle: dict[str, float]
+    bundle: dict[str, float]  # of one rank
     device: str
+    plan: DomainPlan
 
 
 def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str], None]) -> Reservation | None:
-    """Reserve bundles on one node for the ranks of a job; return None if `stopped` became true meanwhile.
+    """Reserve resources for the ranks of a job; return None if `stopped` became true meanwhile.
 
     A request that no node can hold fails at once, unless an autoscaler runs: it may add a larger node. A request that
     must wait does so up to `world.placement_timeout_s`. Meanwhile `tell` gets a line about what is free.
     """
-    ranks, timeout_s, device = job.world.ranks, job.world.placement_timeout_s, device_for(job)
+    timeout_s, device = job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device)
-    asked = _request(ranks, bundle)
-    group: PlacementGroup = placement_group([bundle] * ranks, strategy="STRICT_PACK", name=f"raymoe/{run}")
+    may_span = device == "cpu" and job.workload == "exchange"
+    capacities = [ranks_on(node["Resources"], bundle) for node in ray.nodes() if node["Alive"]]
+    plan = plan_domains(job.world.domain, job.world.ranks, may_span, capacities)
+    asked = _request(plan, bundle)
+    if plan.domains > 1:
+        tell(_explain(plan, asked, by_itself=job.world.domain == "auto"))
+    strategy = "STRICT_SPREAD" if plan.on_nodes else "STRICT_PACK"
+    group: PlacementGroup = placement_group(plan.bundles(bundle), strategy=strategy, name=f"raymoe/{run}")
     wait = _Wait(tell, asked, bundle)
     deadline = time.monotonic() + timeout_s
     while not group.wait(timeout_seconds=0.1):
@@ -93,9 +110,10 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
             return None
         infeasible = placement_group_table(group)["stats"]["scheduling_state"] == "INFEASIBLE"
         if infeasible and not wait.autoscaler_may_come():
+            who = "the nodes of this cluster cannot" if plan.on_nodes else "no node of this cluster can"
             raise PlacementError(
-                f"{asked}, which no node of this cluster can hold ({_capacity()}); "
-                "lower world.ranks or world.cpus, or use a larger node"
+                f"{asked}, which {who} hold ({_capacity()}); lower world.ranks or world.cpus, or use "
+                f"{'more or larger nodes' if plan.on_nodes else 'a larger node'}"
             )
         if time.monotonic() > deadline:
             why = "no node that can hold it came" if infeasible else "the cluster had no room for it"
@@ -104,7 +122,7 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
                 "wait for other jobs to end or raise world.placement_timeout_s"
             )
         wait.tell_if_due(infeasible)
-    return Reservation(group, bundle, device)
+    return Reservation(group, bundle, device, plan)
 
 
 MONITOR_STARTS_S = 10.0
@@ -143,9 +161,24 @@ class _Wait:
             self.tell(text)
 
 
-def _request(ranks: int, bundle: dict[str, float]) -> str:
+def _request(plan: DomainPlan, bundle: dict[str, float]) -> str:
     each = ", ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()))
-    return f"asked for {ranks} ranks with {each} each on one node"
+    return f"asked for {plan.ranks} ranks with {each} each {plan}"
+
+
+def _explain(plan: DomainPlan, asked: str, by_itself: bool) -> str:
+    """Say why the ranks form several domains, or that those on one node are pretended.
+
+    >>> _explain(DomainPlan(2, 4), "asked for 8 ranks with 1 CPU each in 2 domains of 4 on one node", by_itself=False)
+    ... # doctest: +ELLIPSIS
+    'asked for 8 ranks with 1 CPU each in 2 domains of 4 on one node: this cluster lacks 2 nodes that can hold 4 ...
+    """
+    if plan.pretended:
+        return (
+            f"{asked}: this cluster lacks {plan.domains} nodes that can hold {plan.size} ranks each, so the domains "
+            "are pretended; times say nothing about a network"
+        )
+    return f"{asked}: {'no node can hold all of them' if by_itself else 'rows between domains cross the network'}"
 
 
 def _capacity() -> str:

@@ -7,8 +7,9 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import ray
@@ -67,6 +68,7 @@ def crash_report(path: str) -> str | None:
 Process = tuple[int, int]  # (pid, start time in clock ticks): never reused
 GRACE_S = 0.3  # for processes to exit by themselves after `ray.kill`
 END_S = 3.0  # until `end` gives up
+SILENCE_TICKS = 35
 _PR_SET_PDEATHSIG = 1
 
 
@@ -114,6 +116,31 @@ def end_with_parent() -> None:
     keep its GPU, although the driver has ended too (Ray 2.60).
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class SilenceWatch:
+    """Calls `end` once when `heard` was called and then not again for so many seconds.
+
+    Ray ends the actors of a driver that has ended, but on other nodes only with the help of the GCS. Where the GCS is
+    stopped, ranks there would keep their GPUs. Time counts in ticks of this thread: while this process is stopped, or
+    another of its threads holds the interpreter, nobody can be heard.
+    """
+
+    def __init__(self, seconds: float, end: Callable[[], None]) -> None:
+        self._ticks, self._tick_s, self._end = SILENCE_TICKS, seconds / SILENCE_TICKS, end
+        self._silent = 0
+        self._thread = threading.Thread(target=self._watch, name="raymoe-silence", daemon=True)
+
+    def heard(self) -> None:
+        self._silent = 0
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while self._silent < self._ticks:
+            time.sleep(self._tick_s)
+            self._silent += 1
+        self._end()
 
 
 def is_alive(process: Process) -> bool:

@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -25,16 +26,28 @@ import ray
 from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
-from raymoe.gang.processes import end_with_parent, start_time, stderr_file
+from raymoe.gang.processes import SilenceWatch, end_with_parent, start_time, stderr_file
 from raymoe.gang.supervisor import Failure
 from raymoe.gang.watch import boot_id
+from raymoe.memory.address import address_for, network
 from raymoe.workload.progress import Progress, Span, in_words
 
 if TYPE_CHECKING:
+    from raymoe.memory.member import Member
     from raymoe.memory.world import World
 
 T = TypeVar("T")
 Line = dict[str, object]
+
+
+@dataclass(frozen=True)
+class DomainSettings:
+    """The domain of a rank, where there are several."""
+
+    size: int  # ranks in each domain
+    key: str  # ranks with one key map one another's memory: the id of the node, or the number of a pretended domain
+    networks: tuple[tuple[str, str], ...]  # all those of the gang's ranks
+    node_address: str  # at which other nodes reach this rank's node
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class RankSettings:
     device: str
     share_gpu: bool
     nbytes: int  # memory that each rank needs: of its GPU, or of the host for CPU ranks
+    ranks_to_hold: int = 0  # CPU ranks on this node, on one rank of them, which checks the memory for all
+    span: DomainSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,7 @@ class Reports:
             return tuple(self._waiting), self._added
 
 
+SILENT_S = 35.0  # between two polls; the main process ends a driver that hangs for 30 s
 LOG_S = 5.0  # between two lines of progress in a rank's log
 
 
@@ -139,19 +155,25 @@ class Rank:
         self.reports = Reports()
         self.log = RankLog(index)
         self.generation = 0
+        self.silence: SilenceWatch | None = None
 
     def __repr__(self) -> str:
         return f"Rank({self.index}, {self.run_name})"
 
-    def locate(self, bundle: int) -> Location:
-        """Return where Ray placed this actor. From now on it ends with its raylet."""
+    def locate(self, seat: int, driver_node: str) -> Location:
+        """Return where Ray placed this actor. From now on it ends with its raylet.
+
+        The raylet ends it after its driver. If that ran on another node, the raylet needs the GCS to learn of its end.
+        """
         end_with_parent()
         context = ray.get_runtime_context()
+        if context.get_node_id() != driver_node:
+            self.silence = SilenceWatch(SILENT_S, self._end_alone)
         gpus = context.get_accelerator_ids().get("GPU", [])
         process = (os.getpid(), start_time(os.getpid()))
-        self.log.line(f"{self.run_name}, bundle {bundle}, GPU {gpus[0] if gpus else 'none'}, pid {os.getpid()}")
+        self.log.line(f"{self.run_name}, seat {seat}, GPU {gpus[0] if gpus else 'none'}, pid {os.getpid()}")
         node, gpu = context.get_node_id(), gpus[0] if gpus else None
-        return Location(bundle, node, gpu, process, stderr_file(), boot_id())
+        return Location(seat, node, gpu, process, stderr_file(), boot_id(), network())
 
     def open(self, settings: RankSettings) -> dict[str, Any] | Failure:
         """Import torch and make this rank's memory; return its descriptor, which tells peers how to reach it."""
@@ -175,6 +197,8 @@ class Rank:
 
         Touches no device.
         """
+        if self.silence is not None:
+            self.silence.heard()
         now, (reports, reported) = self.progress, self.reports.after(taken)
         finished = tuple(now.finished[cursor:])
         return Status(now.state, now.case, now.done, now.total, finished, reports, reported, time.monotonic())
@@ -193,14 +217,14 @@ class Rank:
     def _open_memory(self, settings: RankSettings) -> dict[str, Any]:
         import torch
 
-        from raymoe.memory.world import World
+        from raymoe.memory.member import Member
         from raymoe.workload.memory_needed import check_device_memory, check_memory
 
-        if settings.rank == 0 and settings.device == "cpu":  # once for all ranks, which are on one node
-            check_memory(settings.size, settings.nbytes)
+        if settings.device == "cpu" and settings.ranks_to_hold:
+            check_memory(settings.ranks_to_hold, settings.nbytes)
         torch.set_num_threads(settings.threads)
         self._enter("wiring")
-        self.world = World.open(
+        member = Member(
             settings.rank,
             settings.size,
             generation=settings.generation,
@@ -209,6 +233,7 @@ class Rank:
             device=settings.device,
             share_gpu=settings.share_gpu,
         )
+        self.world = _open_world(member, settings.span)
         if settings.device == "cuda":
             gpu = torch.cuda.get_device_properties(self.world.device)
             ranks_on_gpu = settings.size if settings.share_gpu else 1
@@ -259,6 +284,11 @@ class Rank:
             raise RuntimeError(f"rank {self.index} was asked to work before its memory was opened")
         return self.world
 
+    def _end_alone(self) -> None:
+        """End this process: the driver has ended, or the main process ends it because it hangs."""
+        self.log.line(f"the driver has said nothing for {SILENT_S:g} s; this rank ends")
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def _enter(self, state: str) -> None:
         self.progress.state = state
         self.log.line(state)
@@ -292,6 +322,16 @@ class Rank:
             peer,
             None if known else traceback.format_exc(),
         )
+
+
+def _open_world(member: Member, span: DomainSettings | None) -> World:
+    from raymoe.memory.spanning import SpanningWorld
+    from raymoe.memory.world import World
+
+    if span is None:
+        return World.of_member(member)
+    address = address_for(span.networks, span.node_address)
+    return SpanningWorld.open_rank(replace(member, domain=span.key), span.size, address)
 
 
 # `Any`: Ray's annotations cover neither concurrency groups nor the methods of an actor.

@@ -16,7 +16,7 @@ ABORT_ANSWER_S = 1.5  # for ranks to report after an abort, before they are kill
 class Phase(Enum):
     """The phase of a gang."""
 
-    PLACING = "placing"  # Ray was asked for one bundle a rank, all on one node; nothing runs yet.
+    PLACING = "placing"  # Ray was asked for the resources of all ranks; nothing runs yet.
     STARTING = "starting"  # Actors are created, report their locations and open their memory.
     WIRING = "wiring"  # Every rank gets all descriptors, maps its peers and proves the mappings.
     RUNNING = "running"  # Every rank is inside its one long run().
@@ -120,7 +120,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class NodeLost:
-    """A rank whose node is gone, and with it every rank: they are all on one node."""
+    """A rank whose node is gone, and with it all ranks there. Nothing can be asked of them any more."""
 
     rank: int
     message: str

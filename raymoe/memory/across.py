@@ -13,19 +13,15 @@ whose MAC is wrong is refused before it is unpickled. The secret of the MAC came
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hmac
-import os
 import pickle
 import socket
-import struct
 import threading
 import time
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -39,47 +35,11 @@ if TYPE_CHECKING:
     from raymoe.memory.wait import Waiter
     from raymoe.memory.world import World
 
-LOOPBACK = "127.0.0.1"
 _CLOSING_S = 2.0  # rank 0 waits this long for the others to leave
 _SLICE_S = 0.02  # limits the delay of an abort; an answer wakes its caller at once
 _MAC_BYTES = 32
-_GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
-_FAR_ADDRESS = ("192.0.2.1", 9)  # of documentation: the kernel chooses a route to it, and nothing is sent
 
 _c10d: Any = distributed  # torch's stubs lack its stores
-
-# Addresses
-
-
-def network() -> tuple[str, str]:
-    """Return a key of this process's network: ranks with the same key reach one another by the loopback address."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot_id, str(Path("/proc/self/ns/net").readlink())
-
-
-def outside_address() -> str:
-    """Return the IPv4 address at which other machines reach this one.
-
-    It is that of the interface in GLOO_SOCKET_IFNAME, by default that of the default route, else of the host name.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-            try:
-                found = fcntl.ioctl(probe, _GET_INTERFACE_ADDRESS, struct.pack("256s", interface.encode()[:15]))
-            except OSError as error:
-                raise WiringError(f"GLOO_SOCKET_IFNAME is {interface}, which has no IPv4 address: {error}") from error
-            return socket.inet_ntoa(found[20:24])
-        with suppress(OSError):  # no default route
-            probe.connect(_FAR_ADDRESS)
-            return str(probe.getsockname()[0])
-    with suppress(OSError):  # the host name has no address
-        if not (address := socket.gethostbyname(socket.gethostname())).startswith("127."):
-            return address
-    raise WiringError(
-        "this machine has no default route and its host name no address of its own; set GLOO_SOCKET_IFNAME to the "
-        "interface by which the other machines reach it"
-    )
-
 
 # The store
 
@@ -98,18 +58,6 @@ def serve(address: StoreAddress, listener: socket.socket) -> Any:
     return _c10d.TCPStore(
         address.host, address.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
-
-
-def listen(host: str) -> socket.socket:
-    """Listen at a free port of this address only. `TCPStore` alone would listen at all addresses."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise WiringError(f"rank 0 cannot listen at {host}: {error.strerror}") from error
-    return listener
 
 
 def connect(address: StoreAddress, timeout_s: float) -> Any:

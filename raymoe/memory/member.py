@@ -196,7 +196,7 @@ def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
         ]
         raise WiringError(
             f"a world on {len(hosts)} hosts: {' and '.join(hosts)}; its ranks map one another's memory, so place them "
-            "on one host (STRICT_PACK in Ray), or make a world for each host"
+            "on one host (STRICT_PACK in Ray), or make a domain of CPU ranks for each host (domain=)"
         )
 
 

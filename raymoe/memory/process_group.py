@@ -32,6 +32,8 @@ class RankReport:
 class Ranks:
     """The ranks of a process group while a world is made. All ranks call the same methods."""
 
+    known_address: str | None = None
+
     def __init__(self, group: object) -> None:
         self.group = _process_group(group)
         self.rank, self.size = self.group.rank(), self.group.size()

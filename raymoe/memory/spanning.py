@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from raymoe.errors import ConfigError, WiringError
-from raymoe.memory.across import (
-    LOOPBACK,
-    BoundedStore,
-    StoreAddress,
-    StoreBoard,
-    connect,
-    listen,
-    network,
-    outside_address,
-    serve,
-)
+from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect, serve
+from raymoe.memory.address import address_for, listen, network
+from raymoe.memory.host_shm import check_fields
 from raymoe.memory.layout import Layout
 from raymoe.memory.member import Member
+from raymoe.memory.wait import named_by_world
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
-    from raymoe.memory.process_group import Ranks
+    import socket
+
+_AGREED = ("generation", "version", "code_hash")  # of the worlds of all domains
+_FIELDS = {"world": str, "domain": int, "host": str, "inside": dict}
 
 
 class SpanningWorld(World):
@@ -36,14 +31,40 @@ class SpanningWorld(World):
     - Its rounds, and exchanges, cover all ranks. Memory, channels and groups are those of a domain.
     """
 
-    def __init__(self, member: Member, domain: World, index: int) -> None:
+    def __init__(self, member: Member, domain: World, address: str) -> None:
         super().__init__(member, None)
         self._own.close()  # rounds go through the memory of the domain, and through the store
-        self._domain, self.domain_index, self.place = domain, index, domain.rank
-        self.address = LOOPBACK
+        self._domain, self.address = domain, address
+        self.domain_index, self.place = divmod(member.rank, domain.size)
+        self._listener: socket.socket | None = None
+        self._secret = b""
         self._store: BoundedStore | None = None
         self._rounds: StoreBoard | None = None
         self.waiter.on_abort(domain.abort)
+
+    @classmethod
+    def open_rank(cls, member: Member, size: int, address: str) -> SpanningWorld:
+        """Open this rank of a world of domains of `size` ranks: memory of its domain, no peers yet.
+
+        `member.domain` is the key of its domain, by default the domain's number. Rank 0 listens at its `address`.
+        """
+        index, place = divmod(member.rank, size)
+        inside = World.open(
+            place,
+            size,
+            name=f"{member.name}-domain{index}",
+            generation=member.generation,
+            timeout_s=member.timeout_s,
+            domain=member.domain or str(index),
+        )
+        world = cls(member, inside, address)
+        if member.rank == 0:
+            try:
+                world._listener, world._secret = listen(address), secrets.token_bytes(16)
+            except WiringError:
+                world.close(together=False)
+                raise
+        return world
 
     @property
     def domain(self) -> World:
@@ -64,19 +85,43 @@ class SpanningWorld(World):
         """Return the rank in this world of a rank of this rank's domain."""
         return self.domain_index * self._domain.size + place
 
-    def connect(self, where: StoreAddress, address: str, listener: socket.socket | None) -> None:
-        """Join the store, which rank 0 serves at `listener`, and meet all ranks. `address` is this rank's own."""
+    def descriptor(self) -> dict[str, object]:
+        """Return what the other ranks need: how to map this rank's memory, and from rank 0 where its store is."""
+        mine: dict[str, object] = {"world": self.name, "domain": self._domain.size, "host": self.address}
+        mine["inside"] = self._domain.descriptor()
+        if self._listener is not None:
+            mine |= {"port": self._listener.getsockname()[1], "secret": self._secret}
+        return mine
+
+    def wire(self, descriptors: Sequence[dict[str, Any]]) -> None:
+        """Map the memory of this rank's domain, join the store of rank 0, meet all ranks."""
+        self._check(descriptors)
+        first, size, zero = self.domain_index * self._domain.size, self._domain.size, descriptors[0]
+        try:
+            with named_by_world(self.waiter, first, "wiring"):
+                self._domain.wire([each["inside"] for each in descriptors[first : first + size]])
+        except WiringError as error:
+            raise WiringError(f"domain {self.domain_index}, whose rank 0 is rank {first}: {error}") from error
+        where = StoreAddress(zero["host"], zero["port"], zero["secret"])
+        listener, self._listener = self._listener, None
         store = connect(where, self.timeout_s) if listener is None else serve(where, listener)
         self._store = BoundedStore(store, self.waiter)
-        self.address = address
         self._board = self._rounds = StoreBoard(self, self._domain, self._store, where.secret)
         self.barrier("domains: connected")
 
-    def descriptor(self) -> NoReturn:
-        raise WiringError(f"descriptor on rank {self.rank}: a world of {self.domains} domains is wired when it is made")
-
-    def wire(self, descriptors: Sequence[dict[str, object]]) -> NoReturn:  # noqa: ARG002
-        raise WiringError(f"wire on rank {self.rank}: a world of {self.domains} domains is wired when it is made")
+    def _check(self, descriptors: Sequence[dict[str, Any]]) -> None:
+        """Raise unless the descriptors come from all ranks of this world. Those of a domain are checked there too."""
+        if len(descriptors) != self.size:
+            raise WiringError(f"{len(descriptors)} descriptors for a world of {self.size}; each rank gives one")
+        check_fields(descriptors[0], {"port": int, "secret": bytes})
+        mine = {"world": self.name, "domain": self._domain.size} | _agreed(descriptors[self.rank])
+        for rank, other in enumerate(descriptors):
+            check_fields(other, _FIELDS)
+            theirs = {"world": other["world"], "domain": other["domain"]} | _agreed(other)
+            for field, value in mine.items():
+                if theirs[field] != value:
+                    here = f"{value} on rank {self.rank}"
+                    raise WiringError(f"{field} is {theirs[field]} on rank {rank} and {here}; all ranks must agree")
 
     def allocate(self, layout: Layout, what: str, where: Literal["host", "device"] = "host") -> NoReturn:  # noqa: ARG002
         raise WiringError(
@@ -103,59 +148,73 @@ class SpanningWorld(World):
         super().close(together)
         if self._rounds is not None:
             self._rounds.close(all_close)
-        self._store = None
+        if self._listener is not None:
+            self._listener.close()
+        self._store = self._listener = None
         self._domain.close(all_close)
 
 
-def span(ranks: Ranks, size: int, device: str, timeout_s: float) -> SpanningWorld:
-    """Make a world of domains of `size` ranks each. All ranks of the process group call this.
+def _agreed(descriptor: dict[str, Any]) -> dict[str, object]:
+    inside: dict[str, object] = descriptor["inside"]
+    return {field: inside.get(field) for field in _AGREED}
 
-    Either all ranks get it or all raise. The group carries two gathers: descriptors, then the address of the store.
+
+class Gathering(Protocol):
+    """Ranks that can gather: those of a process group, or those that meet in Ray."""
+
+    rank: int
+    size: int
+    known_address: str | None  # at which ranks on other machines reach this one, if something else has found that out
+
+    def device(self, asked: str) -> str:
+        """Choose the device of this rank's world."""
+
+    def gather(
+        self, world: World | None, descriptor: dict[str, object] | None, problem: Exception | None
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Gather a name for the world, and what all ranks give. Where one has a problem, all ranks raise."""
+
+
+def span(ranks: Gathering, size: int, device: str, timeout_s: float) -> SpanningWorld:
+    """Make a world of domains of `size` ranks each. All ranks call this; either all get it or all raise.
+
+    There are two gathers: networks, by which the ranks choose their addresses, then descriptors.
     """
-    inside, mine = None, None
+    mine: dict[str, object] | None = None
     problem: Exception | None = None
     try:
-        index, place = _place_of(ranks, size)
+        _check_domain(size, ranks.size)
         _refuse_gpus(ranks.device(device), ranks.size // size)
-        inside = World.open(place, size, name=ranks.name, timeout_s=timeout_s, domain=str(index))
-        mine = {"inside": inside.descriptor(), "domain": size, "network": network()}
+        mine = {"domain": size, "network": network()}
     except Exception as error:  # noqa: BLE001  `gather` raises it after the other ranks have its text
         problem = error
+    name, theirs = ranks.gather(None, mine, problem)
+    _check_sizes(theirs, size)  # all ranks find the same, so none calls the second gather
     world: SpanningWorld | None = None
     try:
-        name, theirs = ranks.gather(None, mine, problem)
-        assert inside is not None, "a rank without a world has a problem"
-        _check_sizes(theirs, size)  # all ranks find the same, so none calls the second gather
         try:
-            first = index * size
-            inside._wire_as(f"{name}-domain{index}", [each["inside"] for each in theirs[first : first + size]])
-            world = SpanningWorld(Member(ranks.rank, ranks.size, name=name, timeout_s=timeout_s), inside, index)
-            one_machine = all(each["network"] == theirs[0]["network"] for each in theirs)
-            address = LOOPBACK if one_machine else outside_address()
-            listener = listen(address) if ranks.rank == 0 else None
-            mine = {} if listener is None else {"port": listener.getsockname()[1], "secret": secrets.token_bytes(16)}
-            mine["host"] = address
+            address = address_for([each["network"] for each in theirs], ranks.known_address)
+            member = Member(ranks.rank, ranks.size, name=name, timeout_s=timeout_s)
+            world = SpanningWorld.open_rank(member, size, address)
+            mine = world.descriptor()
         except Exception as error:  # noqa: BLE001  as above
             problem = error
         _, theirs = ranks.gather(None, mine, problem)
         assert world is not None, "a rank without a world has a problem"
-        world.connect(StoreAddress(theirs[0]["host"], theirs[0]["port"], theirs[0]["secret"]), address, listener)
+        world.wire(theirs)
     except BaseException:
-        for made in (world, inside):
-            if made is not None:
-                made.close(together=False)
+        if world is not None:
+            world.close(together=False)
         raise
     return world
 
 
-def _place_of(ranks: Ranks, size: int) -> tuple[int, int]:
-    """Return this rank's domain and its place there."""
-    if type(size) is not int or size < 1 or ranks.size % size:
+def _check_domain(size: object, ranks: int) -> None:
+    if type(size) is not int or size < 1 or ranks % size:
         raise ConfigError(
-            f"domain is {size!r} in a world of {ranks.size} ranks; it is the number of ranks in a domain, and all "
+            f"domain is {size!r} in a world of {ranks} ranks; it is the number of ranks in a domain, and all "
             "domains have the same number"
         )
-    return divmod(int(ranks.rank), size)
 
 
 def _refuse_gpus(device: str, domains: int) -> None:
@@ -168,6 +227,6 @@ def _refuse_gpus(device: str, domains: int) -> None:
 
 def _check_sizes(theirs: Sequence[dict[str, Any]], size: int) -> None:
     for rank, other in enumerate(theirs):
-        if other.get("domain") != size or "inside" not in other:
-            found = other["domain"] if "inside" in other else "left out"
+        if other.get("domain") != size or "network" not in other:
+            found = other["domain"] if "network" in other else "left out"
             raise ConfigError(f"domain is {found} on rank {rank} and {size} here; all ranks must agree")

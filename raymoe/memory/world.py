@@ -53,7 +53,7 @@ class Shared(Protocol):
 S = TypeVar("S", bound=Shared)
 
 
-class Rounds(Protocol):
+class AnyBoard(Protocol):
     """Carries the rounds of a world: `Board`, or `StoreBoard` between domains."""
 
     def meet(self, what: str, message: bytes = b"", timeout_s: float | None = None) -> list[bytes]:
@@ -84,7 +84,7 @@ class World:
         self._layout, self._code = board_layout(member.size), code_hash()
         self._own = host_shm.own(f"raymoe-{member.name}-board", self._layout.nbytes)
         self._heap: Heap | None = None
-        self._board: Rounds | None = None
+        self._board: AnyBoard | None = None
         self._poison: RaymoeError | None = None
         self._closed, self._forked, self._pid = False, False, os.getpid()
         _WORLDS.add(self)
@@ -100,7 +100,11 @@ class World:
     @classmethod
     def open(cls, rank: int, size: int, **options: Unpack[Options]) -> Self:
         """Open a world on this rank: its own memory, no peers yet. `Member` explains the options."""
-        member = Member(rank, size, **options)
+        return cls.of_member(Member(rank, size, **options))
+
+    @classmethod
+    def of_member(cls, member: Member) -> Self:
+        """Open the world of a rank: its own memory, no peers yet."""
         return cls(member, None if member.ordinal is None else cuda_ipc.GpuMemory.open(member.ordinal))
 
     @classmethod
@@ -386,7 +390,7 @@ class World:
                 "from; make a new one"
             )
 
-    def _meet_to_close(self, board: Rounds) -> None:
+    def _meet_to_close(self, board: AnyBoard) -> None:
         # A peer that is gone or has failed does not use this rank's memory, and the kernel frees its own.
         with suppress(RaymoeError):
             board.meet("close", timeout_s=min(self.timeout_s, CLOSING_S))

@@ -4,7 +4,7 @@ The process group is private: the process-wide default group belongs to the user
 loopback address only.
 
 Gloo cannot name a rank that is missing. So each rank tells its peers the number of the collective that it enters
-(`Progress`). A wait that fails names the first peer whose number lags behind.
+(`EnteredNumbers`). A wait that fails names the first peer whose number lags behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _c10d: Any = distributed_c10d
 LOOPBACK = "127.0.0.1"
 
 
-class Progress(Protocol):
+class EnteredNumbers(Protocol):
     """Tells which ranks have entered a collective. It carries no data and orders nothing."""
 
     def enter(self, number: int) -> None:
@@ -46,8 +46,8 @@ class Progress(Protocol):
 class PrivateGroup:
     """A process group whose waits end. After a failed wait it cannot be used any more."""
 
-    def __init__(self, group: Any, waiter: Waiter, progress: Progress) -> None:
-        self._group, self._waiter, self._progress = group, waiter, progress
+    def __init__(self, group: Any, waiter: Waiter, numbers: EnteredNumbers) -> None:
+        self._group, self._waiter, self._numbers = group, waiter, numbers
         self._entered = 0
 
     @property
@@ -70,7 +70,7 @@ class PrivateGroup:
 
     def lagging(self) -> int:
         """Return the first peer that has not entered the last collective; the next rank if all have."""
-        return self._progress.lagging(self._entered)[0]
+        return self._numbers.lagging(self._entered)[0]
 
     def drop(self) -> None:
         """Disconnect. All ranks are idle."""
@@ -90,7 +90,7 @@ class PrivateGroup:
             raise WiringError(f"{op}: this process group is closed")
         self._waiter.check()
         self._entered += 1
-        self._progress.enter(self._entered)
+        self._numbers.enter(self._entered)
         start, work = time.monotonic(), begin(self._group)
         return lambda: self._finish(op, work, start)
 
@@ -119,12 +119,12 @@ class PrivateGroup:
             if str(error).startswith(_SLICE_OVER) and waited < self._waiter.timeout_s:
                 return False
             self._waiter.check()
-            peer, seen = self._progress.lagging(self._entered)
+            peer, seen = self._numbers.lagging(self._entered)
             raise PeerTimeout(op, self._entered, peer, self._entered, seen, waited, self._waiter.rank) from error
 
 
 class _Words:
-    """Progress between the ranks of a domain: a word of each rank at each peer."""
+    """Numbers between the ranks of a domain: a word of each rank at each peer."""
 
     def __init__(self, heap: Heap, rank: int, size: int) -> None:
         self._rank, self._everywhere = rank, [heap.words("entered", peer) for peer in range(size)]

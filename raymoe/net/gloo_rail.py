@@ -1,7 +1,7 @@
 """The rail of CPU ranks, by Gloo.
 
-Ranks of a rail share no memory. A rank whose wait is longer than one slice therefore writes into the world's store
-which operation it has entered, and reads the numbers of its peers. Shorter waits ask nobody.
+Ranks of a rail share no memory. If a wait is longer than one slice, the rank writes the number of its operation into
+the world's store and reads the numbers of its peers. Shorter waits do not use the store.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GlooRail:
 
 
 class _Published:
-    """Progress between domains: each rank that waits publishes its number in the store."""
+    """Numbers between domains: each rank that waits publishes its number in the store."""
 
     def __init__(self, world: SpanningWorld) -> None:
         self._me, self._domains = world.domain_index, world.domains

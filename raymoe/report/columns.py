@@ -49,6 +49,7 @@ SETTINGS = {
     "dst": "dst",
     "bytes": "size",
     "ranks": "ranks",
+    "domains": "domains",
     "tokens": "tokens",
     "hidden": "hidden",
     "experts": "experts",
@@ -67,7 +68,8 @@ SETTINGS = {
     "graph": "graph",
     "device": "device",
 }
-NUMERIC = {"src", "dst", "bytes", "ranks", "tokens", "hidden", "experts", "topk", "seed", "alignment", "sms", "stages"}
+NUMERIC = {"src", "dst", "bytes", "ranks", "domains", "tokens", "hidden", "experts", "topk", "seed", "alignment"}
+NUMERIC |= {"sms", "stages"}
 EXCHANGES = ("dispatch", "combine", "exchange")
 YARDSTICK = "row_push"
 """This backend only pushes rows. Its GB/s are the limit for the other backends."""
@@ -82,8 +84,10 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "host_us_p50": ("host us", _fixed(1)),
     "bytes_wire": ("on wire", byte_size),
     "gbps_wire": ("GB/s", _fixed(2)),
+    "bytes_net": ("on network", byte_size),
     "bytes_memory": ("moved", byte_size),
     "gbps_memory": ("memory GB/s", _fixed(1)),
+    "bytes_peak": ("peak", byte_size),
     "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),
     "verified": ("verified", _yes_no),
 }
@@ -209,7 +213,7 @@ def shares_of_link(lines: Sequence[Line]) -> list[float | None]:
     ]
 
 
-COPIES = ("copy", "pipelined_copy")
+COPIES = ("copy", "own_copy")
 """These systems only copy as many bytes as an operation reads and writes. The faster one is the limit of its case."""
 
 
@@ -220,7 +224,7 @@ def shares_of_copy(lines: Sequence[Line]) -> list[float | None]:
     >>> def line(system, gbps):
     ...     measured = {"case": "c", "op": "rms_norm", "backend": system, "gbps_memory": gbps}
     ...     return complete(measured, run="a-b", generation=0, commit=None)
-    >>> shares_of_copy([line("raymoe", 3000.0), line("copy", 4000.0), line("pipelined_copy", 3900.0)])
+    >>> shares_of_copy([line("raymoe", 3000.0), line("copy", 4000.0), line("own_copy", 3900.0)])
     [0.75, None, None]
     """
     limits: dict[tuple[object, object], float] = {}

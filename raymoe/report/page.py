@@ -251,7 +251,11 @@ def _defaults(config: Mapping[str, object]) -> dict[str, str]:
 def _rank_table(path: Path) -> str:
     document = read_document(path / ENVIRONMENT) or {}
     rows = [row for row in _list(document.get("ranks")) if isinstance(row, dict)]
-    keys = [key for key in ("rank", "pid", "node", "gpu") if any(row.get(key) is not None for row in rows)]
+    keys = [
+        key
+        for key in ("rank", "domain", "pid", "node", "address", "gpu")
+        if any(row.get(key) is not None for row in rows)
+    ]
     if not keys:
         return ""
     columns = [Column(key, [shortened(row.get(key, "-")) for row in rows], right=key != "node") for key in keys]

@@ -28,6 +28,7 @@ from raymoe.report.copies import LATENCY_BYTES, CopyWay, gbps, how_measured, int
 from raymoe.report.directory import cannot_write, write_atomically
 from raymoe.report.drawing import COLOURS, MARKERS, STYLE, new_figure, nominal_limit, rendered, set_title
 from raymoe.report.exchange_plots import exchange_figures, sms_figures, timeline_figures
+from raymoe.report.layer_plots import layer_figures
 from raymoe.report.results import Line, Record, displayed
 
 FOLDER = "plots"
@@ -42,8 +43,8 @@ MOST_MATRIX_RANKS = 64
 def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
     """Draw these lines into `plots/` of a run's directory, and return the files.
 
-    There are figures of copies; of exchanges between GPUs: over tokens, over SMs, and where their time goes; and of the
-    bandwidth of operations over rows.
+    There are figures of copies; of exchanges between GPUs: over tokens, over SMs, and where their time goes; of the
+    bandwidth of operations over rows; and of the parts of layers.
     """
     lines = displayed(lines)
     copies = [line for line in lines if line["op"] == "copy" and line["us_p50"] and line["bytes"]]
@@ -52,7 +53,7 @@ def write_plots(directory: Path, lines: Sequence[Line]) -> list[Path]:
     with matplotlib.rc_context(STYLE):
         of_copies = copy_figures(ways_of(copies, _protocol(directory)))
         of_exchanges = chain(exchange_figures(lines), sms_figures(lines), timeline_figures(lines))
-        drawn = chain(of_copies, of_exchanges, bandwidth_figures(lines))
+        drawn = chain(of_copies, of_exchanges, bandwidth_figures(lines), layer_figures(lines))
         for stem, figure in islice(drawn, MOST_FIGURES):
             try:
                 folder.mkdir(exist_ok=True)

@@ -89,7 +89,7 @@ def parse_json(text: str) -> Any:
     ValueError: it is nested more than 64 deep
     >>> parse_json('{"us_p50": NaN}')
     Traceback (most recent call last):
-    ValueError: NaN is no number of JSON
+    ValueError: NaN is not a JSON number
     """
     try:
         document = json.loads(text, parse_constant=_refuse)
@@ -104,7 +104,7 @@ def parse_json(text: str) -> Any:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _too_deep() -> ValueError:

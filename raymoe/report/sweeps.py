@@ -13,7 +13,7 @@ _ASKED = re.compile(r"(?:^|,)sms=([1-9]\d{0,5})(?:,|$)")
 
 
 def asked_sms(line: Line) -> int | None:
-    """Read from a case's name how many SMs it asks for; None if no number is named.
+    """Read from a case's name how many SMs it asks for; None if the name has no number.
 
     >>> asked_sms({"case": "layout=rank,sms=24"}), asked_sms({"case": "layout=rank,sms=auto"})
     (24, None)

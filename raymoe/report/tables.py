@@ -21,6 +21,7 @@ from raymoe.report.columns import (
     show,
 )
 from raymoe.report.copies import measured_link_gbps, us
+from raymoe.report.layer_parts import layer_tables
 from raymoe.report.results import Line, displayed
 
 # Exchanges side by side: a small table for each operation, with a row for each number of tokens and a column for each
@@ -316,7 +317,7 @@ def render(lines: Sequence[Line], *, terminal: bool = False, width: int = 100) -
     """Make the text of all tables, a part for each workload. It ends with a line end, or is empty without lines.
 
     After the results of a workload come, where the lines have them: backends side by side, linear fits, overlap with a
-    product, timelines, and bandwidth of memory.
+    product, timelines, bandwidth of memory, and the parts of layers.
     """
     parts = []
     for of_workload in by_workload(displayed(lines)):
@@ -344,6 +345,7 @@ def further_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     yield from overlaps(lines)
     yield from timelines(lines)
     yield from bandwidth_tables(lines)
+    yield from layer_tables(lines)
 
 
 MOST_WIDTH = 120

@@ -230,6 +230,12 @@ class Inputs:
         batches = batches_of(routing.tokens * hidden * dtype.itemsize)
         self.rows = [self._draw("tokens", step) for step in range(batches)]
 
+    @property
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and weights of no token."""
+        ids, weights = self._placed[0]
+        return ids[:0], weights[:0]
+
     def at(self, step: int, *, fresh: bool = False) -> Batch:
         """Return the batch of a step."""
         ids, weights = self._placed[step % len(self._placed)]

@@ -7,6 +7,7 @@ A rank compares the memory of its GPU after it has opened the GPU and before it 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,12 +171,14 @@ def batches_of(batch_bytes: int) -> int:
     return BATCHES if BATCHES * batch_bytes <= BATCHES_BYTES else 3
 
 
-def bytes_per_rank(job: Job) -> int:
+def bytes_per_rank(job: Job, domains: int | None = None) -> int:
     """Return the host memory that the largest case takes on a CPU rank: its heap, its rows and its experts' weights.
 
-    GPU ranks hold all of these on their GPUs. A job for `auto` counts as one on CPUs: it may run there.
+    GPU ranks hold all of these on their GPUs. A job for `auto` counts as one on CPUs: it may run there. `domains` is
+    how many the ranks form, by default as many as the job asks for.
     """
-    return 0 if kind_of_ranks(job) == "cuda" else max(_case_bytes(case.job) for case in job.cases())
+    spans = job.world.domains if domains is None else domains
+    return 0 if kind_of_ranks(job) == "cuda" else max(_case_bytes(case.job, spans) for case in job.cases())
 
 
 def device_bytes_per_rank(job: Job) -> int:
@@ -193,12 +196,35 @@ def device_bytes(case: Case) -> int:
         return exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
     if job.workload == "pointwise":
         return rows_bytes(job) + FLUSH_BYTES
-    if job.workload == "overlap":
-        spec, asked = spec_of(job), job.overlap
-        product = (asked.rows + asked.columns) * spec.hidden + 2 * asked.rows * asked.columns
-        held = exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
-        return held + product * ITEM_BYTES[spec.dtype]
-    return 0
+    if job.workload == "layer":
+        return _layer_device_bytes(job)
+    spec, asked = spec_of(job), job.overlap
+    product = (asked.rows + asked.columns) * spec.hidden + 2 * asked.rows * asked.columns
+    held = exchange_device_bytes(job, spec, batches_of(spec.tokens * spec.row_bytes))
+    return held + product * ITEM_BYTES[spec.dtype]
+
+
+_ROWS_OF_EXPERTS = 2
+"""Buffers of rows H wide, and of rows 2F wide, that the experts of a layer hold in a pass at once. An estimate."""
+
+
+def _layer_device_bytes(job: Job) -> int:
+    """Count the exchange, weights, and rows; with a backward pass also gradients of the weights and of the rows.
+
+    >>> from raymoe.config import load_job
+    >>> job = load_job("quickstart", ["world.device=cuda", "world.ranks=2", "shape.hidden=7168", "shape.ffn=2048",
+    ...                               "shape.experts=256", "shape.topk=8", "shape.tokens=4096"])
+    >>> round(_layer_device_bytes(job) / 2**30, 1)
+    18.2
+    """
+    spec, ranks, ffn = spec_of(job), job.world.ranks, job.shape.ffn
+    item = ITEM_BYTES[spec.dtype]
+    weights = 3 * spec.hidden * (spec.local_experts(ranks) * ffn + job.layer.shared) * item
+    weights += spec.experts * spec.hidden * ITEM_BYTES["float32"]
+    rows = spec.rows(ranks) * _ROWS_OF_EXPERTS * (spec.hidden + 2 * ffn) * item
+    passes = 2 if job.layer.backward else 1
+    batches = batches_of(spec.tokens * spec.row_bytes)
+    return exchange_device_bytes(job, spec, batches) + passes * (weights + rows)
 
 
 def _p2p_device_bytes(job: Job) -> int:
@@ -213,7 +239,7 @@ def _p2p_device_bytes(job: Job) -> int:
     return peers * (max(asked.bytes) + kept * sum(asked.bytes))
 
 
-def _case_bytes(job: Job) -> int:
+def _case_bytes(job: Job, domains: int) -> int:
     ranks = job.world.ranks
     if job.workload == "p2p":
         peers = ranks - 1 if job.p2p.pattern == "all_to_all" else 1
@@ -223,13 +249,27 @@ def _case_bytes(job: Job) -> int:
     spec = spec_of(job)
     batch = spec.tokens * spec.row_bytes
     rows = 3 * spec.rows(ranks) * spec.row_bytes  # given by dispatch, made by the experts, sent home
-    held = slots_layout(spec, ranks).nbytes + rows + (batches_of(batch) + 2) * batch
+    slots = slots_layout(spec, ranks).nbytes if domains == 1 else _bytes_between_domains(spec, ranks, domains)
+    held = slots + rows + (batches_of(batch) + 2) * batch
     if job.steps.verify:
         held += ORACLE_BYTES
     if job.workload == "layer":
         # In float32 at worst: a processor that does not multiply the dtype itself holds its weights so.
         held += spec.local_experts(ranks) * 3 * spec.hidden * job.shape.ffn * ITEM_BYTES["float32"]
     return held
+
+
+def _bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int) -> int:
+    """Count the slots inside a domain, for the tokens of a whole rail, and the blocks that cross the network.
+
+    >>> spec = ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)
+    >>> [_bytes_between_domains(spec, 8, domains) >> 20 for domains in (2, 4)]
+    [39, 45]
+    """
+    inside = replace(spec, tokens=domains * spec.tokens)
+    rail = (domains + 1) * spec.tokens * (spec.row_bytes + 8 * spec.topk)  # all ranks of it gathered, and this one's
+    home = 2 * domains * (spec.tokens + ranks // domains) * spec.home_row_bytes  # sums that leave, and that come back
+    return slots_layout(inside, ranks // domains).nbytes + rail + home
 
 
 def check_memory(ranks: int, nbytes: int, available: int | None = None) -> None:

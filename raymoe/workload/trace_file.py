@@ -1,8 +1,8 @@
-"""Reads a trace: expert ids in a `.npy` file, which may come from somebody else.
+"""Reads a trace: expert ids in a `.npy` file, which is not trusted.
 
-`numpy.load` also takes archives and pickled objects, waits for a FIFO, and makes room for as many values as a header
-claims. Here a file is only what `numpy.save` writes for an array of integers, and its header is checked against its
-size before anything is made.
+`numpy.load` also takes archives and pickled objects, waits for a FIFO, and allocates as many values as a header claims.
+This reader takes only files that `numpy.save` writes for an array of integers. It compares the header with the size of
+the file before it allocates.
 """
 
 from __future__ import annotations

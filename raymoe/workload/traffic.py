@@ -103,14 +103,53 @@ def _through_ports(rows: Sequence[Sequence[float]], row_bytes: int) -> list[tupl
 
 
 def traffic_of(world: World, draws: Sequence[Draw], spec: ExchangeSpec) -> ExchangeTraffic:
-    """Return the traffic of an average step. `draws` are this rank's; all ranks call this together."""
+    """Return the traffic of an average step, inside domains. `draws` are this rank's; all ranks call this together."""
     counts = [rows_for(draw.ids, world.size, spec.experts) for draw in draws]
     mean = [sum(to_peer) / len(counts) for to_peer in zip(*counts, strict=True)]
     tokens = sum(len(draw.ids) for draw in draws) / len(draws)
     answers: list[tuple[list[float], float]] = world.swap((mean, tokens), "traffic")  # type: ignore[assignment]
     needed = [to_peer for to_peer, _ in answers]
+    if world.domains > 1:
+        needed = rows_inside(needed, world.domain.size)
     sent = [[tokens] * world.size for _, tokens in answers] if spec.by_copy_engine else needed
     return ExchangeTraffic.of(sent, spec.wire_row_bytes, spec.home_row_bytes, needed)
+
+
+# Several domains: rows cross the network to the rank of their rail, which sends them on inside its domain.
+
+
+def rows_inside(rows: Sequence[Sequence[float]], size: int) -> list[list[float]]:
+    """Count rows by the ranks that send them inside domains of `size` ranks. `rows` counts those of each source.
+
+    The rows of rank s for rank d come from the rank of d's domain that has the place of s.
+
+    >>> rows_inside([[5, 1, 2, 3], [0, 5, 4, 1], [7, 0, 5, 0], [0, 0, 6, 5]], size=2)
+    [[12, 1, 0, 0], [0, 5, 0, 0], [0, 0, 7, 3], [0, 0, 10, 6]]
+    """
+    ranks = range(len(rows))
+    inside: list[list[float]] = [[0] * len(rows) for _ in ranks]
+    for source in ranks:
+        for rank in ranks:
+            inside[rank // size * size + source % size][rank] += rows[source][rank]
+    return inside
+
+
+def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int) -> dict[str, int]:
+    """Return the bytes that all ranks together send over the network in a step, by operation.
+
+    Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`).
+
+    >>> bytes_between_domains(ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2), ranks=4, domains=2)
+    {'dispatch': 4704, 'combine': 5216, 'exchange': 9920}
+    """
+    blocks = ranks * (domains - 1)
+    dispatch = blocks * (AGREEMENT_BYTES + spec.tokens * (spec.row_bytes + ENTRY_BYTES * spec.topk))
+    combine = blocks * (AGREEMENT_BYTES + (spec.tokens + ranks // domains) * spec.home_row_bytes)
+    return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
+
+
+AGREEMENT_BYTES = 24  # three words, by which the ranks of a rail agree on an operation
+ENTRY_BYTES = 8  # the id and the weight of a token's expert
 
 
 # The load of experts, and the work of a step for the progress that a rank reports.

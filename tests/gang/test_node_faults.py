@@ -5,37 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.gang import configs
-from tests.gang.conftest import Start
+from tests.gang.conftest import CALM, Start
 from tests.gang.fault_lines import Fault
-from tests.gang.nodes import Nodes, cluster
+from tests.gang.nodes import Nodes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-QUICK = {  # the head gives a killed node up after 3 s, not after 14; a node that is slow may take 10 s to answer
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "10000",
-    "RAY_health_check_failure_threshold": "3",
-}
-
-
-@pytest.fixture(scope="module")
-def head_of_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A head without CPUs."""
-    with cluster(tmp_path_factory.mktemp("cluster"), **QUICK) as it:
-        yield it
-
-
-@pytest.fixture
-def nodes(head_of_nodes: Nodes, nothing_left: None) -> Iterator[Nodes]:
-    """The head, to which a test adds nodes. They are killed at its end, before its leftovers are counted."""
-    yield head_of_nodes
-    head_of_nodes.kill_added()
 
 
 def two_ranks(folder: Path, **changes: object) -> str:
@@ -55,7 +34,8 @@ def test_a_node_that_is_killed_is_named_and_ends_the_run(
     start: Start, nodes: Nodes, tmp_path: Path, fault: Fault
 ) -> None:
     node = nodes.add(cpus=2)
-    run = start(two_ranks(tmp_path, world__restarts=0, steps__count=configs.LONG), "--address", nodes.address)
+    config = two_ranks(tmp_path, world__restarts=0, steps__count=configs.LONG)
+    run = start(config, "--address", nodes.address, first=CALM)
     run.wait_for(r"case 1/1 default: step")
     fault.strike("node-killed", run)
     node.kill()
@@ -86,7 +66,7 @@ def test_a_raylet_that_is_killed_takes_its_node_along_and_no_other_can_hold_the_
     start: Start, nodes: Nodes, tmp_path: Path, fault: Fault
 ) -> None:
     node = nodes.add(cpus=2)
-    run = start(two_ranks(tmp_path, steps__count=configs.LONG), "--address", nodes.address)
+    run = start(two_ranks(tmp_path, steps__count=configs.LONG), "--address", nodes.address, first=CALM)
     run.pids()
     fault.strike("node-raylet-killed", run)
     os.kill(node.pids["raylet"][0], signal.SIGKILL)

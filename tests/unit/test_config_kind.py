@@ -18,6 +18,8 @@ KINDS = [
     (["exchange.backend=collective"], None),
     (["matrix={exchange.backend: [allgather, fused]}"], "cuda"),
     (["workload=layer"], "cpu"),
+    (["workload=layer", "exchange.backend=fused"], "cuda"),
+    (["workload=layer", "world.device=cuda"], "cuda"),
     (["workload=p2p"], None),
     (["workload=p2p", "p2p.transports=[host]"], "cpu"),
 ]

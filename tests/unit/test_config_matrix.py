@@ -67,10 +67,7 @@ WRONG = [
     ("name: [a, b]", "no such key"),
     ("p2p.bytes: [1, 2]", "it takes a list itself, list the values in p2p.bytes"),
     ("exchange.backend: [host, mpi]", "matrix.exchange.backend = mpi: not one of auto, fused, staged"),
-    (
-        "exchange.backend: [host, fused]",
-        "fused needs GPU ranks, and workload layer has none yet (case backend=fused)",
-    ),
+    ("exchange.backend: [host, row_push]", "row_push is no exchange, so no layer can use it"),
     ("exchange.sms: [12, x]", "matrix.exchange.sms = x: must be auto, or a number from 1 to 1024"),
     ("routing.alpha: [1, 2]", "means nothing with routing.kind uniform, it belongs to zipf"),
     ("p2p.protocol: [put, get]", "the cases protocol=put and protocol=get are the same"),

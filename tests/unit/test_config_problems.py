@@ -9,7 +9,7 @@ LINES = [
     ("shape: {hiden: 8}", "shape.hiden = 8: unknown key, did you mean 'hidden'?"),
     ("tokens: 8", "tokens = 8: unknown key, write tokens below shape"),
     ("shape.tokens: 8", "shape.tokens = 8: unknown key, write tokens below shape"),
-    ("world: {zzz: 8}", "world.zzz = 8: unknown key, valid here: ranks, device"),
+    ("world: {zzz: 8}", "world.zzz = 8: unknown key, valid here: ranks, domain, device"),
     ("world: {ranks: 2, ranks: 4}", "world.ranks = 4: duplicate key, it was first given in line 2"),
     ("1: 2", "the key 1 is not text"),
     ("? [a]\n: 2", "the key [a] is not text"),

@@ -18,11 +18,17 @@ IMPOSSIBLE = [
     ("exchange", "routing.file=x.npy", "means nothing with routing.kind uniform, it belongs to trace"),
     ("p2p", "world.ranks=1", "one rank has no peer to send to"),
     ("p2p", "p2p.pairs=[[0, 1], [7, 2]]", "there is no rank 7 among 4 ranks, ranks are 0 to 3"),
-    ("layer", "world.device=cuda", "workload layer has no GPU ranks yet"),
-    ("layer", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
-    ("layer", "exchange.backend=fused", "backend fused needs GPU ranks, and workload layer has none yet"),
-    ("layer", "exchange.sms=12", "CPU ranks have no SMs, write auto or leave it out"),
-    ("layer", "exchange.wire=float8_e4m3", "rows cannot cross as float8_e4m3 between CPU ranks"),
+    ("layer", "exchange.backend=row_push", "row_push is no exchange, so no layer can use it"),
+    ("layer", "exchange.sms=12", "a layer's exchange has no limit of SMs, write auto or leave it out"),
+    ("layer", "exchange.wire=float8_e4m3", "rows of a layer cannot cross as float8_e4m3"),
+    ("layer", "layer.recompute=true", "nothing is recomputed without a backward pass, write backward: true"),
+    ("layer", "layer={router: {kind: sigmoid, groups: 5}}", "32 experts in 5 groups"),
+    ("layer", "layer={router: {kind: sigmoid, groups: 16}}", "the best 1 of 16 groups of 2 experts do not hold top-4"),
+    ("layer", "layer.router.groups=4", "means nothing with layer.router.kind given"),
+    ("exchange", "world.domain=3", "4 ranks do not divide into domains of 3, 1, 2 or 4 would"),
+    ("p2p", "world.domain=2", "workload p2p has one domain, not 2, leave world.domain out"),
+    ("exchange", "world.domain=2", "only CPU ranks can be in 2 domains, and device is auto, write device: cpu"),
+    ("exchange", "world.domain=0", "must be auto, or a number from 1 to 1024"),
     ("exchange", "exchange.wire.dispatch=float32", "rows of bfloat16 cannot cross as float32"),
     (
         "exchange",
@@ -44,6 +50,24 @@ def test_an_impossible_combination_is_reported_at_the_last_setting(tmp_path, wor
 def test_more_rows_than_offsets_can_count_are_refused(tmp_path):
     (found,) = problems(tmp_path, "workload: layer\nshape: {tokens: 16777216, topk: 64, experts: 64}\n")
     assert "line 2, shape.tokens = 16777216: a rank may receive 4294967536 rows, offsets count to 2147483647" in found
+
+
+OWN_ROUTER = "layer: {router: {kind: softmax}}\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "expected"),
+    [
+        (OWN_ROUTER, "routing={kind: hot}", "routing hot beside a softmax router, which chooses experts itself"),
+        (OWN_ROUTER, "routing.masked=0.5", "0.5 of the ids masked beside a softmax router"),
+        ("world: {device: cuda}\n", "shape.dtype=float32", "experts on GPUs are bfloat16, not float32"),
+        ("world: {device: cpu}\n", "exchange.backend=fused", "fused is no backend of cpu ranks"),
+        ("world: {device: cpu}\n", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
+    ],
+)
+def test_an_impossible_layer_is_refused(tmp_path, config, setting, expected):
+    (found,) = problems(tmp_path, f"workload: layer\n{config}", setting)
+    assert expected in found
 
 
 CPU, CUDA = "world: {device: cpu}", "world: {device: cuda}"
@@ -109,6 +133,8 @@ def test_the_impossible_case_of_a_matrix_is_named(tmp_path):
         ["exchange.backend=fused"],
         ["exchange.backend=host"],
         ["steps.graph=true"],
+        ["world.ranks=8", "world.domain=2", "world.device=cpu"],
+        ["world.ranks=8", "world.domain=8", "world.device=cuda"],
     ],
     ids=str,
 )
@@ -125,6 +151,7 @@ def test_possible_exchange_settings_are_accepted(tmp_path, settings):
         ["workload=p2p", "p2p.pairs=all"],
         ["workload=p2p", "p2p.pairs=[[0, 3]]", "matrix={p2p.pattern: [pairs, all_to_all]}"],
         ["world.ranks=1", "shape.tokens=1"],
+        ["world.domain=auto", "workload=layer"],
         ["shape.hidden=4", "shape.dtype=float32"],
         ["exchange.wire=bfloat16"],
         ["exchange.wire={dispatch: bfloat16, combine: bfloat16}"],

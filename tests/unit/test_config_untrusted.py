@@ -1,4 +1,4 @@
-"""A config that somebody else wrote: what it may make its reader read, repeat and wait for."""
+"""An untrusted config: limits on the files it can read, the text it can repeat and the time it can take."""
 
 from __future__ import annotations
 

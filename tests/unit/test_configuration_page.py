@@ -20,6 +20,8 @@ from raymoe.config.submission import Submission, load_submission
 from tests.python_path import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "configuration.md"
+MAPPINGS = ("exchange.wire", "layer.router")
+"""Keys that hold a mapping inside a section. They have a row beside those of their keys."""
 CONFIGS, JOBS = reference().split("\n## Jobs\n")
 
 
@@ -40,7 +42,7 @@ def test_the_page_is_the_output_of_the_command(capsys: pytest.CaptureFixture[str
 
 
 def test_every_key_has_a_row_with_type_example_and_meaning() -> None:
-    assert set(leaves(key_tree())) | {"defaults", "exchange.wire"} == set(CONFIG_ROWS)
+    assert set(leaves(key_tree())) | {"defaults", *MAPPINGS} == set(CONFIG_ROWS)
     assert set(leaves(key_tree(Submission))) == set(JOB_ROWS)
     for key, (kind, _, example, meaning) in (CONFIG_ROWS | JOB_ROWS).items():
         assert kind and example and meaning, f"{key} lacks a type, an example or a meaning"
@@ -57,7 +59,7 @@ def example(key: str, row: list[str]) -> Any:
 def defaults() -> Iterator[tuple[str, Any]]:
     job = Job(name="x", workload="layer").model_dump(mode="json")
     for key, row in CONFIG_ROWS.items():
-        if row[1] != "required" and key not in ("defaults", "name", "matrix", "exchange.wire"):
+        if row[1] != "required" and key not in ("defaults", "name", "matrix", *MAPPINGS):
             yield key, (find(job, key), yaml.safe_load(row[1].strip("`")) if row[1] else None)
 
 
@@ -76,8 +78,11 @@ def test_the_example_of_a_key_is_a_valid_config(key: str, tmp_path: Path) -> Non
             plain = put(plain, meaning.decider, meaning.values[which])
     needed: dict[str, dict[str, Any]] = {
         "world.share_gpu": {"world.device": "cuda"},
+        "world.domain": {"world.ranks": 8},
         "exchange.transport": {"exchange.backend": "staged"},
         "p2p.sms": {"p2p.transports": ["tma"]},
+        "layer.recompute": {"layer.backward": True},
+        "layer.router.topk_groups": {"layer.router.groups": 8},
     }
     for other, value in needed.get(key, {}).items():
         plain = put(plain, other, value)

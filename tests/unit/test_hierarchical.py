@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import differentiable
 from raymoe.net.gloo_rail import GlooRail
+from raymoe.workload.traffic import bytes_between_domains
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, run_case, run_step
 from tests.unit.exchange_judge import judge, judge_combine
 from tests.unit.ranks import RankPool
@@ -270,3 +272,34 @@ def test_a_rail_gathers_and_swaps_in_the_order_of_domains(groups: Groups) -> Non
         assert not capturable
         assert lagging in {0, 1, 2} - {rank}
         assert said == "a rail was asked for in a world of 1 domain; rails are between domains"
+
+
+def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
+    """Return the bytes that this rank's rail sends in a dispatch and in a combine, and the bytes that a step counts."""
+    sent: list[int] = []
+    with World.of(domain=2, timeout_s=20) as world, Exchange(world, spec) as exchange:
+        rail = world.shared(GlooRail)
+        gather, swap, others = rail.gather, rail.swap, world.domains - 1
+
+        def counting_gather(op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+            sent.append(mine.nbytes * others)
+            return gather(op, out, mine)
+
+        def counting_swap(op: str, received: torch.Tensor, blocks: torch.Tensor) -> Callable[[], None]:
+            sent.append(blocks.nbytes // world.domains * others)
+            return swap(op, received, blocks)
+
+        rail.gather, rail.swap = counting_gather, counting_swap  # type: ignore[method-assign]
+        ids = torch.arange(3 * spec.topk).reshape(3, spec.topk) % spec.experts
+        got = exchange.dispatch(torch.ones(3, spec.hidden, dtype=torch.bfloat16), ids, torch.ones(3, spec.topk))
+        dispatched = sum(sent)
+        exchange.combine(got.x, got)
+        counted = bytes_between_domains(spec, world.size, world.domains)
+        return world.swap((dispatched, sum(sent) - dispatched), "sent"), counted
+
+
+@pytest.mark.parametrize("wire", [None, {"combine": "float32"}])
+def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wire: dict[str, str] | None) -> None:
+    sent, counted = groups(4, counted_bytes, replace(SPEC, wire=wire))[0]
+    dispatch, combine = (sum(each) for each in zip(*sent, strict=True))
+    assert counted == {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}

@@ -171,7 +171,7 @@ def test_a_rank_that_gives_up_leaves_no_descriptor_in_a_late_meeting(monkeypatch
     monkeypatch.setattr(joining._JoiningRank, "_ask", mock.Mock(side_effect=GetTimeoutError))
     visit = joining._JoiningRank(Member(0, 2, timeout_s=0.05))
     with World.open(0, 2) as world, pytest.raises(WiringError, match=r"no meeting actor answered within 0\.05 s"):
-        visit._enter(world, None)
+        visit.enter(world.descriptor(), None)
     for name, *given in slow.calls:
         getattr(meeting, name)(*given)
     assert meeting.entries == {}

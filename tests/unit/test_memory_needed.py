@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from raymoe.config import Case, Job, load_job
 from raymoe.errors import PlacementError
 from raymoe.exchange.spec import slots_layout
 from raymoe.gang.rank import Rank, RankSettings
+from raymoe.memory.member import Member
 from raymoe.memory.world import World
 from raymoe.workload.memory_needed import (
     BESIDE_BYTES,
@@ -37,6 +39,17 @@ def test_the_need_includes_the_heap_and_the_experts_of_a_layer() -> None:
     exchange = bytes_per_rank(load_job("host_exchange"))
     assert exchange > slots_layout(spec_of(job), 4).nbytes
     assert bytes_per_rank(job) - exchange == 8 * 3 * 1024 * 512 * 4
+
+
+def test_slots_inside_a_domain_count_the_tokens_of_a_whole_rail() -> None:
+    """Four domains of two ranks: each rank's slots hold 4 T tokens from each of two ranks."""
+    job = load_job("host_exchange", ["world.ranks=8", "world.domain=2", "world.device=cpu", "shape.tokens=1024"])
+    spec = spec_of(job)
+    inside = slots_layout(replace(spec, tokens=4 * 1024), 2).nbytes
+    extra = bytes_per_rank(job) - bytes_per_rank(job, domains=1)
+    blocks = (4 + 1) * 1024 * (spec.row_bytes + 8 * spec.topk) + 2 * 4 * (1024 + 2) * spec.home_row_bytes
+    assert bytes_per_rank(job, domains=4) == bytes_per_rank(job)
+    assert extra == inside + blocks - slots_layout(spec, 8).nbytes
 
 
 def test_a_job_too_large_for_the_machine_is_refused_with_both_numbers() -> None:
@@ -103,13 +116,13 @@ def test_a_gpu_that_is_too_small_is_refused_with_both_numbers() -> None:
 def test_a_rank_refuses_a_job_too_large_for_its_gpu(monkeypatch: pytest.MonkeyPatch, share, nbytes, refused) -> None:
     """The GPU has 10 bytes; a world on the CPU replaces the one on the GPU."""
 
-    def open_on_cpu(rank: int, size: int, **options: object) -> World:
-        assert options.pop("device") == "cuda"
-        return real(rank, size, **options)
+    def open_on_cpu(member: Member) -> World:
+        assert member.device == "cuda"
+        return real(replace(member, device="cpu"))
 
-    real = World.open
+    real = World.of_member
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=10)
-    monkeypatch.setattr(World, "open", open_on_cpu)
+    monkeypatch.setattr(World, "of_member", open_on_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     rank = Rank("a-run", 0)

@@ -1,11 +1,14 @@
-"""What a rank refuses to wire: descriptors of another run, of an earlier generation, or that were changed."""
+"""A rank refuses descriptors of another run, of an earlier generation, or that were changed."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from raymoe.gang.processes import SilenceWatch
 from raymoe.gang.rank import Rank, RankSettings
 from raymoe.gang.supervisor import Failure
 
@@ -68,3 +71,15 @@ def test_a_descriptor_that_was_changed_on_the_way(opened, change, says) -> None:
     rank, mine = opened("run")
     message = refusal(rank, [mine[0], mine[1] | change])
     assert any(each in message for each in says.split("|")), message
+
+
+def test_silence_counts_from_the_last_poll() -> None:
+    ended = threading.Event()
+    watch = SilenceWatch(0.7, ended.set)
+    assert not ended.wait(1.0), "a rank that was never polled waits"
+    for _ in range(10):
+        watch.heard()
+        time.sleep(0.1)
+    assert not ended.is_set()
+    last = time.monotonic()
+    assert ended.wait(10) and time.monotonic() - last > 0.4

@@ -84,9 +84,9 @@ def test_a_value_of_the_wrong_kind_is_named_with_file_and_line(run, key, value, 
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ('"us_p50": 200.0', '"us_p50": NaN', "NaN is no number of JSON"),
+        ('"us_p50": 200.0', '"us_p50": NaN', "NaN is not a JSON number"),
         ('"us_p50": 200.0', '"us_p50": 1e999', "us_p50 = Infinity"),
-        ('"us_p50": 200.0', '"us_p50": -Infinity', "-Infinity is no number of JSON"),
+        ('"us_p50": 200.0', '"us_p50": -Infinity', "-Infinity is not a JSON number"),
         ('"us_p50": 200.0', '"us_p50": ' + "9" * 5000, "digits"),
         ('"timeline": null', '"timeline": ' + "[" * 100_000 + "]" * 100_000, "nested more than 64 deep"),
         ('"timeline": null', '"timeline": ' + "[" * 70 + "]" * 70, "nested more than 64 deep"),

@@ -282,7 +282,7 @@ def test_html_takes_a_file_or_a_directory(tmp_path):
 
 
 class Outcome:
-    """What stands for the driver of a run: it finishes the case, and ends as it is told."""
+    """Replaces the driver of a run: it finishes the case and ends with a given exit code."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from math import comb
 from pathlib import Path
 
@@ -31,6 +33,54 @@ def ranks_named(ranks: int) -> float:
     """Return the mean number of ranks that a token goes to, if all sets of experts are equally likely."""
     experts, local = EXPERTS[ranks], EXPERTS[ranks] // ranks
     return ranks * (1 - comb(experts - local, TOPK) / comb(experts, TOPK))
+
+
+NETWORK, NVLINK, CHUNKS = 45e9, 344e9, 8
+HYBRID_EP = {"bf16": (76.80, 57.69, 50.55), "fp8": (68.48, 55.35, 46.63)}
+"""GB/s on 2, 4 and 8 nodes that DeepEP publishes for Hybrid-EP."""
+
+
+def needs_a_node(nodes: int) -> float:
+    """Return the probability that a token needs a given node."""
+    return 1 - comb(256 - 256 // nodes, TOPK) / comb(256, TOPK)
+
+
+def test_the_times_on_several_nodes_follow_from_the_constants():
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| [248] \| (bf16|fp8) \|", line)]
+    assert [(row[0], row[1]) for row in rows] == [(n, kind) for kind in ("bf16", "fp8") for n in "248"]
+    for place, (nodes_text, kind, *found) in enumerate(rows):
+        nodes, tokens = int(nodes_text), 4096
+        row_bytes = spec_of(8, tokens, wire="float8_e4m3" if kind == "fp8" else None).wire_row_bytes
+        network = (nodes - 1) * tokens * row_bytes
+        share, inside = needs_a_node(nodes), tokens * named_of_256(8 * nodes) * 7 / 8 * row_bytes
+        every, needed, links = (1e6 * each for each in (network / NETWORK, network * share / NETWORK, inside / NVLINK))
+        hybrid = tokens * nodes * share * row_bytes / HYBRID_EP[kind][place % 3] / 1e3
+        want = [network / 1e6, every, needed, inside / 1e6, links, every + links]
+        want += [every + links / CHUNKS, needed + links / CHUNKS, hybrid]
+        assert [float(each) for each in found] == pytest.approx(want, rel=SLACK, abs=0.6)
+
+
+def named_of_256(ranks: int) -> float:
+    """Return the mean number of ranks that a token goes to, of 256 experts."""
+    return ranks * (1 - comb(256 - 256 // ranks, TOPK) / comb(256, TOPK))
+
+
+def test_the_memory_on_several_nodes_is_computed():
+    for nodes, heap, buffers in table("| nodes | heap |"):
+        spec, domains = spec_of(8, 4096), int(nodes)
+        inside = replace(spec, tokens=domains * spec.tokens)
+        rail = (
+            domains * spec.tokens * (spec.row_bytes + 8 * TOPK) + 2 * domains * (spec.tokens + 8) * spec.home_row_bytes
+        )
+        want = [workspace_layout(Bounds.of(inside), 8).nbytes / MIB, rail / MIB if domains > 1 else 0]
+        assert [heap, buffers] == pytest.approx(want, rel=SLACK, abs=0.6)
+
+
+def test_the_times_over_a_shaped_link_are_the_raw_lines():
+    raw = (Path(__file__).parents[2] / "benchmarks" / "rail_shaped_cpu.txt").read_text().splitlines()
+    lines = [json.loads(line) for line in raw]
+    want = [[line["topk"], round(line["rail_ms"]), round(line["flat_ms"])] for line in lines]
+    assert table("| top-k | over the rail | flat |") == want
 
 
 def test_the_memory_table_holds_the_computed_sizes():

@@ -46,6 +46,16 @@ def test_a_lost_rank_restarts_the_gang_as_a_new_generation() -> None:
     assert not state.failures and not state.gone and state.verdict is None
 
 
+def test_a_lost_node_explains_the_waits_of_ranks_on_other_nodes() -> None:
+    """These fail first. Their failures alone would name a rank and allow no restart."""
+    lost = sv.NodeLost(2, "rank 2 was lost with node n")
+    state, actions = play(RUNNING, timeout(0, 1), lost)
+    assert state.phase is Phase.CLEARING and actions == [Action.ABORT, Action.KILL]
+    assert state.verdict == sv.Verdict(4, lost.message, "NodeLost", 2, restartable=True)
+    state, actions = play(state, sv.Cleared())
+    assert (state.phase, state.generation, actions) == (Phase.STARTING, 1, [Action.START])
+
+
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.WIRING, Phase.RUNNING])
 def test_a_lost_rank_ends_the_generation_in_any_phase(phase: Phase) -> None:
     state, actions = play(replace(RUNNING, phase=phase), sv.Lost(0, "rank 0 died"))

@@ -68,7 +68,7 @@ def test_a_run_directory_arrives_as_text_without_links_and_hidden_files(tmp_path
 
 
 def archive(*members: tuple[str, bytes, bytes]) -> str:
-    """What a lying job may print: files of any name and type."""
+    """Return what a malicious job could print: an archive with files of any name and type."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as tar:
         for name, kind, content in members:
