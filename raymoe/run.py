@@ -40,7 +40,7 @@ from raymoe.report.results import STOPPED, Generation, Record, Summary, complete
 from raymoe.report.storage import Mirror
 from raymoe.report.tables import render
 from raymoe.report.trace import ChromeTrace
-from raymoe.shell import Interrupted
+from raymoe.shell import Interrupted, check_stdout
 from raymoe.workload.memory_needed import bytes_per_rank, check_memory
 from raymoe.workload.progress import in_words
 
@@ -184,9 +184,23 @@ def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | N
             else:
                 progress.note(str(error))
     if not request.quiet:
-        width = shutil.get_terminal_size((100, 24)).columns
-        print(render(directory.lines(), terminal=sys.stdout.isatty(), width=width), end="", flush=True)
+        outcome = _show_table(recorder, outcome)
     return outcome if mirror is None else _mirrored(mirror, recorder, outcome)
+
+
+def _show_table(recorder: Recorder, outcome: RunOutcome) -> RunOutcome:
+    """Print the results. A run that ended well fails if they cannot be printed, also in its summary and its report."""
+    directory, width = recorder.directory, shutil.get_terminal_size((100, 24)).columns
+    print(render(directory.lines(), terminal=sys.stdout.isatty(), width=width), end="", flush=True)
+    if outcome.exit_code != 0:  # this reason matters more
+        return outcome
+    try:
+        check_stdout()
+    except CannotWrite as error:
+        outcome = recorder.cannot_write(error)
+        with suppress(CannotWrite):
+            _draw(directory, recorder.progress)
+    return outcome
 
 
 def _execute(job: Job, recorder: Recorder, request: Request) -> RunOutcome:

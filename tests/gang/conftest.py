@@ -23,6 +23,7 @@ from raymoe.gang.address import ADDRESS_FILE
 from raymoe.gang.main_process import end_descendants
 from raymoe.gang.private_ray import private_ray
 from tests.gang.fault_lines import Fault
+from tests.gang.nodes import Nodes, cluster
 from tests.gang.processes import commands_of, end_session, ray_processes, shared_memory
 from tests.python_path import python_path
 
@@ -133,6 +134,14 @@ def in_driver(program: str) -> str:
     return IN_DRIVER.format(program=program)
 
 
+_CALM = "from tests.gang import faulty_ranks as f; import raymoe.gang.gang as g; g.RankActor = f.actor(f.CalmRank)"
+CALM = in_driver(_CALM)
+"""A `first` for runs with steps that only a fault ends: their ranks sleep in each."""
+
+CALM_LOCAL = in_driver(f"import os; from raymoe.gang.local_ray import configure; configure(os.environ); {_CALM}")
+"""The same for a run with a Ray of its own, which is configured before Ray is imported."""
+
+
 def free_port() -> int:
     """Return a port on which nothing listens, above the ports of Ray's workers.
 
@@ -216,6 +225,27 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Head, Pa
     env = {"HOME": str(folder), "RAY_AUTH_MODE": UNSET, **METRICS_EVERY_SECOND}
     with ray_head(folder, env=env) as it:
         yield it, folder
+
+
+QUICK = {  # the head gives a killed node up after 3 s, not after 14; a node that is slow may take 10 s to answer
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+@pytest.fixture(scope="package")
+def head_of_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """A head without CPUs."""
+    with cluster(tmp_path_factory.mktemp("cluster"), **QUICK) as it:
+        yield it
+
+
+@pytest.fixture
+def nodes(head_of_nodes: Nodes, nothing_left: None) -> Iterator[Nodes]:
+    """The head, to which a test adds nodes. They are killed at its end, before its leftovers are counted."""
+    yield head_of_nodes
+    head_of_nodes.kill_added()
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,7 +1,7 @@
 """The faults of docs/operations.md, and its tables of what a test measured of each.
 
-`python -m tests.gang.fault_table` writes the tables into the page, from the lines in benchmarks/faults_cpu.jsonl and
-faults_soak.jsonl. tests/unit/test_operations_page.py holds the page to them.
+`python -m tests.gang.fault_table` writes the tables into the page, from the lines in benchmarks/faults_*.jsonl.
+tests/unit/test_operations_page.py holds the page to them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "operations.md"
-FILES = {False: ROOT / "benchmarks" / "faults_cpu.jsonl", True: ROOT / "benchmarks" / "faults_soak.jsonl"}
-"""The file of a section, by whether it is one of `make soak`."""
+FILES = {kind: ROOT / "benchmarks" / f"faults_{kind}.jsonl" for kind in ("cpu", "gpu", "soak")}
+COMMANDS = {"cpu": "make faults", "gpu": "make faults-gpu", "soak": "make soak-faults"}
+"""The files of raw lines, and the commands that write them, by the kind of a section."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Section:
 
     name: str
     faults: Mapping[str, str]
-    soak: bool = False
+    kind: str = "cpu"
 
 
 SECTIONS = [
@@ -92,11 +93,20 @@ SECTIONS = [
         },
     ),
     Section(
+        "gpus",
+        {
+            "gpu-rank-killed": "kill -9 of a rank, `restarts: 0`",
+            "gpu-rank-killed-restart": "kill -9 of a rank, `restarts: 1`: the gang starts again on the same GPUs",
+            "gpu-rank-stopped": "SIGSTOP of a rank, `wait_timeout_s: 10`",
+        },
+        kind="gpu",
+    ),
+    Section(
         "soak",
         {
             "soak-signals": "any of the four signals in any of the seven phases",
             "soak-cluster-gcs-killed": "kill -9 of the GCS of a cluster, Ray's own time limits",
-            "soak-cluster-gcs-stopped": "SIGSTOP of a cluster GCS: the run goes on; ranks elsewhere end when it wakes",
+            "soak-cluster-gcs-stopped": "SIGSTOP of a cluster GCS: the run goes on; ranks elsewhere end after 35 s",
             "soak-driver-stopped": "SIGSTOP of the driver",
             "soak-own-gcs-stopped": "SIGSTOP of the own Ray's GCS while ranks are placed",
             "soak-node-killed": "kill -9 of a worker node, another is free; Ray gives a node up after its own limit",
@@ -107,7 +117,7 @@ SECTIONS = [
             "soak-random-kills": "12 kills of random ranks at random moments: the run ends with every case done once",
             "soak-busy-cluster": "kill -9 of a rank of one of two jobs, two other processes keep both CPUs busy",
         },
-        soak=True,
+        kind="soak",
     ),
 ]  # fmt: skip
 
@@ -120,17 +130,19 @@ ALSO = {"summary.json": "summary", "report.html": "report", "driver.log": "drive
 
 def lines_of(section: Section) -> dict[str, list[Line]]:
     """Read the lines of each fault of a section."""
-    path = FILES[section.soak]
+    path = FILES[section.kind]
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return {name: [line for line in lines if line["fault"] == name] for name in section.faults}
 
 
 def table(section: Section) -> str:
-    """Make the table of a section. Of several lines of a fault the slowest is shown."""
+    """Make the table of a section. Of several lines of a fault the slowest is shown. No lines, no table."""
     rows = [HEAD, ["---"] * len(HEAD)]
     for name, lines in lines_of(section).items():
         if lines:
             rows.append(_row(section.faults[name], max(lines, key=lambda line: line["seconds"])))
+    if len(rows) == 2:
+        return ""
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -144,18 +156,18 @@ def _row(text: str, line: Line) -> list[str]:
 
 def measured(lines: Iterable[Line]) -> str:
     """Say when and on what the lines were measured."""
-    found = sorted({(line["date"], line["cpus"], line["commit"]) for line in lines})
-    return "; ".join(f"{date}, {cpus} CPUs, commit {commit}" for date, cpus, commit in found)
+    found = sorted({(line["date"], line.get("gpus", f"{line['cpus']} CPUs"), line["commit"]) for line in lines})
+    return "; ".join(f"{date}, {machine}, commit {commit}" for date, machine, commit in found) or "not yet"
 
 
 def with_tables(page: str, sections: Sequence[Section] = SECTIONS) -> str:
     """Replace the tables in the page, and the sentences that say when they were measured."""
     for section in sections:
         page = _replace(page, section.name, f"\n{table(section)}\n")
-    for soak in FILES:
-        tables = [lines_of(section) for section in sections if section.soak is soak]
+    for kind in FILES:
+        tables = [lines_of(section) for section in sections if section.kind == kind]
         lines = [line for each in tables for found in each.values() for line in found]
-        page = _replace(page, "measured soak" if soak else "measured", measured(lines))
+        page = _replace(page, "measured" if kind == "cpu" else f"measured {kind}", measured(lines))
     return page
 
 

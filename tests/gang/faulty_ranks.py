@@ -1,4 +1,7 @@
-"""Actors whose rank 1 misbehaves. Ray pickles the classes by value, so that its workers need not find this module."""
+"""Actors that misbehave, most of them as rank 1.
+
+Ray pickles the classes by value, so that its workers need not find this module.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,23 @@ class HungryRank(Rank):
         super()._run(resolved, finished)
 
 
+class CalmRank(Rank):
+    """Sleep in every dispatch, so that many steps leave the CPUs to ranks that start."""
+
+    def _run(self, resolved: Any, finished: Any) -> None:
+        from raymoe.exchange.host import HostSlots
+
+        dispatch = HostSlots.dispatch
+
+        def calm(slots: Any, x: Any, sending: Any) -> Any:
+            time.sleep(CALM_S)
+            return dispatch(slots, x, sending)
+
+        HostSlots.dispatch = calm  # type: ignore[method-assign]
+        super()._run(resolved, finished)
+
+
+CALM_S = 0.02
 BLOCK_BYTES, MOST_BLOCKS = 100 * 2**20, 80
 
 

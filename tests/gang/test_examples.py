@@ -78,7 +78,7 @@ def test_every_example_program_has_a_test() -> None:
 
 @pytest.fixture(scope="module")
 def outputs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[str]]]:
-    """What the programs print. They run at the same time, because each waits for the start of its processes."""
+    """The output of each program. All run at the same time, because each waits for the start of its processes."""
     with ThreadPoolExecutor() as pool:
         started = {}
         for name, example in EXAMPLES.items():

@@ -23,7 +23,7 @@ from raymoe.gang.messages import CaseDone, GenerationEnded, Message, Ready, RunO
 from raymoe.gang.placement import Location
 from raymoe.gang.rank import Rank
 from tests.gang import configs, faulty_ranks
-from tests.gang.conftest import Head, Start, in_driver
+from tests.gang.conftest import CALM, Head, Start, in_driver
 from tests.gang.fault_lines import Fault
 from tests.gang.faulty_ranks import CorruptingRank, RaisingRank
 
@@ -57,7 +57,7 @@ def test_a_crash_with_no_restart_left_exits_4_and_names_signal_and_log(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
     config = configs.write(tmp_path, world__ranks=2, world__restarts=0, steps__count=configs.LONG)
-    run = start(config, "--address", head.address)
+    run = start(config, "--address", head.address, first=CALM)
     victim = run.pids()[1]
     fault.strike("rank-crashed", run)
     os.kill(victim, signal.SIGSEGV)
@@ -76,7 +76,7 @@ def test_a_rank_that_stops_answering_is_named_and_ends_the_run(
     runs = {}
     for ranks in wanted:  # one after the other: ranks that start on busy cores would miss their own time limits
         config = configs.write(tmp_path, f"of{ranks}", world__ranks=ranks, steps__count=configs.LONG)
-        runs[ranks] = start(config, "--address", head.address)
+        runs[ranks] = start(config, "--address", head.address, first=CALM)
         runs[ranks].wait_for(r"case 1/1 default: step")
     faults = {1: fault.another(), 2: fault, 3: fault.another()}
     for ranks, run in runs.items():
@@ -173,7 +173,7 @@ def test_a_dead_rank_stops_the_next_call_in_any_order_of_answers(monkeypatch: py
     monkeypatch.setattr("raymoe.gang.gang.ray.get", lambda rank: raised(answers[rank]))
     for order in itertools.permutations(answers):
         gang = object.__new__(Gang)
-        gang.size, gang.locations, gang.node, gang._failed, gang._first_answer = 3, {}, None, False, None
+        gang.size, gang.locations, gang.nodes, gang._failed, gang._first_answer = 3, {}, {}, False, None
         gang._calls = {rank: Call("locate", rank) for rank in answers}
         events = [event for rank in order for event in gang._on_answer(gang._calls.pop(rank), rank)]
         assert [type(event) for event in events] == [sv.Lost]
@@ -251,9 +251,8 @@ def test_a_killed_rank_does_not_touch_another_job_on_the_node(
     other = start(
         configs.write(tmp_path, "other", world__ranks=2, matrix={"steps.count": [5, 2000]}), "--address", head.address
     )
-    run = start(
-        configs.write(tmp_path, world__ranks=2, world__restarts=0, steps__count=configs.LONG), "--address", head.address
-    )
+    config = configs.write(tmp_path, world__ranks=2, world__restarts=0, steps__count=configs.LONG)
+    run = start(config, "--address", head.address, first=CALM)
     victim = run.pids()[0]
     other.pids()
     fault.strike("two-jobs", run)

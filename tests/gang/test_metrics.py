@@ -1,4 +1,4 @@
-"""What somebody sees who watches a run: metrics in a real Prometheus, every query of the dashboard, names and logs."""
+"""Watch a run: metrics in a real Prometheus, every query of the dashboard, names of tasks, logs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from raymoe.gang.dashboard import PANELS, WINDOW
 from tests.gang import configs
-from tests.gang.conftest import METRICS_EVERY_SECOND, Command, Head, Start
+from tests.gang.conftest import CALM, METRICS_EVERY_SECOND, Command, Head, Start
 from tests.gang.prometheus import prometheus
 
 ZERO = {"Peer timeouts", "Refused steps", "Verify failures"}
@@ -93,6 +93,7 @@ def test_every_panel_of_the_dashboard_answers(start: Start, head: Head, tmp_path
             head.address,
             "--profile",
             env=METRICS_EVERY_SECOND,
+            first=CALM,
         )
         for name, more in (("exchange", {}), ("copies", copies))
     ]
@@ -149,7 +150,7 @@ def test_a_short_run_leaves_its_metrics_its_trace_and_its_log(start: Start, head
 
     session = head.folder / "session_latest" / "logs"
     logs = [path.read_text() for path in session.glob("worker-*.out")]
-    mine = [log for log in logs if f": {name}, bundle" in log]
+    mine = [log for log in logs if f": {name}, seat" in log]
     assert len(mine) == 2
     for log in mine:
         lines = re.findall(r"^\d\d:\d\d:\d\d (rank \d): (.*)$", log, re.MULTILINE)

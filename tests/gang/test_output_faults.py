@@ -42,18 +42,26 @@ def closed() -> Iterator[int]:
         os.close(write)
 
 
-@pytest.mark.parametrize(("name", "stream", "code"), [("stdout-closed", closed, 0), ("stdout-full", full, 8)])
+LOST = "the output cannot be written: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "code", "message"), [("stdout-closed", closed, 0, "done"), ("stdout-full", full, 8, LOST)]
+)
 def test_a_table_that_nobody_takes_takes_nothing_from_the_results(
-    start: Start, head: Head, tmp_path: Path, fault: Fault, name: str, stream: object, code: int
+    start: Start, head: Head, tmp_path: Path, fault: Fault, name: str, stream: object, code: int, message: str
 ) -> None:
     with stream() as stdout:  # type: ignore[operator]
         run = start(configs.write(tmp_path, world__ranks=1), "--address", head.address, streams={"stdout": stdout})
         run.wait_for("case 1/1 default: done")
         fault.strike(name, run)
         assert fault.ended(30) == code, run.stderr()
-    assert (summary_of(run)["status"], (run.out / "report.html").exists()) == ("done", True)
+    summary = summary_of(run)
+    assert summary["cases"] == {"default": "done"}
+    assert (summary["status"], summary["exit_code"]) == ("failed" if code else "done", code)
+    assert summary["message"] == message and message in (run.out / "report.html").read_text()
     if code:
-        assert run.last_line() == "the output cannot be written: No space left on device"
+        assert run.last_line() == message and run.stderr().count(message) == 1
 
 
 def test_a_failure_keeps_its_code_and_its_summary_where_stderr_is_full(

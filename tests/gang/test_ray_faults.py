@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import configs
-from tests.gang.conftest import Command, Head, Start
+from tests.gang.conftest import CALM, CALM_LOCAL, Command, Head, Start
 from tests.gang.fault_lines import Fault
 from tests.gang.processes import descendants
 
@@ -50,7 +50,7 @@ def test_the_loss_of_a_server_of_its_own_ray_is_exit_3_and_names_it(
     start: Start, tmp_path: Path, fault: Fault, losses: list[tuple[str, str, int]], state: str, seconds: float
 ) -> None:
     config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
-    runs = [start(config) for _ in losses]
+    runs = [start(config, first=CALM_LOCAL) for _ in losses]
     for run in runs:
         run.wait_for(r"case 1/1 default: step")
     struck = []
@@ -110,8 +110,8 @@ def test_a_driver_that_is_stopped_or_killed_takes_its_ranks_along(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
     config = configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG)
-    stopped = start(config, "--address", head.address, first=SILENT_SOON)
-    killed = start(config, "--address", head.address)
+    stopped = start(config, "--address", head.address, first=SILENT_SOON + CALM)
+    killed = start(config, "--address", head.address, first=CALM)
     for run in (stopped, killed):
         run.wait_for(r"case 1/1 default: step")
     driver = process_of(stopped, "driver")

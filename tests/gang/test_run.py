@@ -15,7 +15,7 @@ import yaml
 from raymoe.report.directory import RAY_JOB
 from raymoe.report.results import KEYS
 from tests.gang import configs
-from tests.gang.conftest import Command, Head, Start
+from tests.gang.conftest import CALM, Command, Head, Start
 from tests.gang.fault_lines import Fault
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -133,9 +133,8 @@ def test_ranks_too_large_for_every_node_are_refused_with_the_cpus_found(
 def test_a_run_waits_placement_timeout_s_for_a_full_cluster(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
-    holder = start(
-        configs.write(tmp_path, "holder", world__cpus=3.75, steps__count=configs.LONG), "--address", head.address
-    )
+    held = configs.write(tmp_path, "holder", world__cpus=3.75, steps__count=configs.LONG)
+    holder = start(held, "--address", head.address, first=CALM)
     holder.pids()
     run = start(configs.write(tmp_path, world__cpus=1, world__placement_timeout_s=1), "--address", head.address)
     fault.strike("no-room", run)

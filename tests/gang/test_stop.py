@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import configs, phases
-from tests.gang.conftest import Command, Head, Start
+from tests.gang.conftest import CALM, CALM_LOCAL, Command, Head, Start
 from tests.gang.fault_lines import GONE_S, Fault
 from tests.gang.processes import ray_processes
 
@@ -64,7 +64,7 @@ def test_a_signal_during_steps_ends_the_ranks_on_a_cluster(
 ) -> None:
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
     config = configs.write(tmp_path, world__ranks=1, steps__count=configs.LONG)
-    runs = [start(config, "--address", head.address) for _ in numbers]
+    runs = [start(config, "--address", head.address, first=CALM) for _ in numbers]
     for run in runs:
         run.wait_for(r"case 1/1 default: step")
     for run, number in zip(runs, numbers, strict=True):
@@ -74,7 +74,7 @@ def test_a_signal_during_steps_ends_the_ranks_on_a_cluster(
 def test_sigkill_of_the_command_leaves_no_processes(start: Start, tmp_path: Path, fault: Fault) -> None:
     """No process is left to clean up. The kernel ends the driver with the main process; Ray's processes follow."""
     before = ray_processes()
-    run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG))
+    run = start(configs.write(tmp_path, world__ranks=2, steps__count=configs.LONG), first=CALM_LOCAL)
     run.pids()
     assert len(ray_processes() - before) > 4  # two processes of the command, two ranks, and Ray's own
     fault.strike("main-killed", run)

@@ -215,7 +215,7 @@ def test_the_token_is_sent_where_there_is_one_and_the_printed_line_works_by_hand
     assert refused.end() == 3
     assert re.fullmatch(r"asked for .*, and it asks for a token; put the token of .*", refused.last_line())
 
-    # 3 is also the exit code of this job, whose own sentence is told.
+    # This job also ends with 3, and the last line has its own sentence.
     assert command.end() == 3, command.stderr()
     assert "failed with exit code 3: asked for 2 ranks with 64 CPU each" in command.last_line()
 

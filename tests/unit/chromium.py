@@ -69,7 +69,7 @@ def open_page(page: Path, folder: Path, width: int, *, dark: bool = False, heigh
     return Opened(dom, [line for line in log.splitlines() if ":CONSOLE" in line])
 
 
-# What a script in a copy of the page finds. The page itself has no script, and forbids scripts.
+# A script that measures a copy of the page. The page itself has no script, and forbids scripts.
 MEASURE = """
 const root = document.documentElement;
 const luminance = ([r, g, b]) => [r, g, b].map(c => c / 255)

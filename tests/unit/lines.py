@@ -140,7 +140,7 @@ SYSTEM_GBPS = {
     "eager": 1000.0,
     "compile": 2500.0,
     "copy": 4000.0,
-    "pipelined_copy": 4080.0,
+    "own_copy": 4080.0,
 }
 
 

@@ -1,4 +1,4 @@
-"""Who may have written what raymoe keeps for a user. Each test plants what another user could have left there."""
+"""The cache is used only if nobody else could have written it. Each test plants a file or folder of another user."""
 
 from __future__ import annotations
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from raymoe import errors
 from raymoe.shell import STOP_SIGNALS
-from tests.gang.fault_table import FAULTS, FILES, PAGE, ROOT, SECTIONS, Section, lines_of, with_tables
+from tests.gang.fault_table import COMMANDS, FAULTS, FILES, PAGE, ROOT, SECTIONS, Section, lines_of, with_tables
 
 
 def test_the_tables_show_the_raw_lines() -> None:
@@ -19,21 +20,25 @@ def test_the_tables_show_the_raw_lines() -> None:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
 def test_every_fault_is_measured_and_leaves_nothing(section: Section) -> None:
+    if section.kind == "gpu" and not FILES["gpu"].exists():
+        assert "Measured: <!-- measured gpu -->not yet<!-- end of measured gpu -->" in PAGE.read_text()
+        return
     for name, lines in lines_of(section).items():
-        assert lines, f"{name} is not measured: `make {'soak-' * section.soak}faults`"
+        assert lines, f"{name} is not measured: `{COMMANDS[section.kind]}`"
         for line in lines:
             assert (line["processes_left"], line["shared_memory_left"]) == (0, 0), line
 
 
 def test_every_line_is_of_a_known_fault_and_of_a_clean_commit() -> None:
-    for path in FILES.values():
+    for path in filter(Path.exists, FILES.values()):
         for text in path.read_text().splitlines():
             line = json.loads(text)
             assert line["fault"] in FAULTS and not line["commit"].endswith("-dirty"), line
 
 
 def test_every_fault_has_a_test() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "tests" / "gang").glob("test_*.py"))
+    folders = (ROOT / "tests" / "gang", ROOT / "tests" / "gpu")
+    sources = "".join(path.read_text() for folder in folders for path in folder.glob("test_*.py"))
     families = {"sigterm-placing", "sigterm-starting"}  # names that a test makes from a parameter
     families |= {name for name in FAULTS if re.fullmatch("sig.*-cluster", name)}
     assert [name for name in FAULTS if f'"{name}"' not in sources and name not in families] == []

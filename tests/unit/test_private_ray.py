@@ -1,4 +1,4 @@
-"""What a Ray of the user's own inherits: the token, the directory, the loopback address. Without Ray."""
+"""A Ray that a run starts inherits the token, the directory and the loopback address. These tests need no Ray."""
 
 from __future__ import annotations
 

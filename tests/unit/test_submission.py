@@ -1,4 +1,4 @@
-"""Jobs: what is told of a wrong one, what a right one asks for, and the line that `--dry-run` prints."""
+"""Jobs: the errors of a wrong one, the order of a right one, and the line that `--dry-run` prints."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def bare_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems(text: str, *sets: str) -> list[str]:
-    """What is told of a job in job.yaml."""
+    """Return the problems that raymoe finds in a job."""
     Path("job.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_submission("job.yaml", sets)

@@ -1,4 +1,4 @@
-"""What a run reports: metrics from the table, spans on one clock, lines of a rank's log, ranges for Nsight."""
+"""A run reports metrics from one table, spans on one clock, lines of a rank's log, and ranges for Nsight."""
 
 from __future__ import annotations
 
