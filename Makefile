@@ -13,7 +13,7 @@ NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint types unit perf soak faults soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
+.PHONY: help setup run test check lint types unit perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -55,6 +55,12 @@ faults: $(STAMP) ## measure every fault of docs/operations.md, and write its tab
 	rm -f benchmarks/faults_cpu.new
 	RAYMOE_FAULTS=$(CURDIR)/benchmarks/faults_cpu.new $(BIN)/pytest -m "fault and not soak" tests/gang
 	mv benchmarks/faults_cpu.new benchmarks/faults_cpu.jsonl
+	$(BIN)/python -m tests.gang.fault_table
+
+faults-gpu: $(STAMP) ## measure the faults of ranks on one or two GPUs in the same way (needs idle GPUs)
+	rm -f benchmarks/faults_gpu.new
+	RAYMOE_FAULTS=$(CURDIR)/benchmarks/faults_gpu.new $(BIN)/pytest -m fault tests/gpu/test_faults_gpu.py
+	mv benchmarks/faults_gpu.new benchmarks/faults_gpu.jsonl
 	$(BIN)/python -m tests.gang.fault_table
 
 soak-faults: $(STAMP) ## measure the long faults in the same way (a part of `make soak`)

@@ -213,7 +213,7 @@ def _follow(api: JobsApi, job: str, out: Path | None) -> int:
 
 
 def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
-    """Copy the run directory of a job that has ended; False if the job made none, or is no run of raymoe.
+    """Copy the run directory of a job that has ended; False if the job made none, or does not run raymoe.
 
     It is copied from here if this machine can read it, else by a second job on the node of the driver.
     """
@@ -283,7 +283,7 @@ def _check_destination(out: Path | None) -> None:
         raise CannotWrite(f"--out {shown(str(out))} cannot be used: {error.strerror}") from error
 
 
-# What is printed.
+# Output on the terminal.
 
 
 def _print_log(text: str) -> None:

@@ -146,7 +146,7 @@ class Probes(Mapping[str, ProbeOutcome]):
             for name in bounds:
                 if name not in STARTED_WHEN_READ:
                     self._start(name)
-        except BaseException:  # a signal: nobody has this object yet, who could close it
+        except BaseException:  # a signal; the caller does not have this object yet and cannot close it
             self.close()
             raise
 
