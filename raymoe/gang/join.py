@@ -40,6 +40,7 @@ class JoinEntry:
     problem: str | None
     seen_at: float = 0.0  # its last `look`, by the meeting's clock
     seen_by: set[int] = field(default_factory=set)  # ranks that have seen the problem
+    told: dict[int, str] = field(default_factory=dict)  # why other ranks left when all had come
 
     def is_present(self, now: float) -> bool:
         return self.problem is None and now - self.seen_at < SILENCE_S
@@ -99,10 +100,13 @@ class MeetingPoint:
         present = sum(entry.is_present(now) for entry in self.entries.values())
         return self.seen_complete or present == self.size
 
-    def leave(self, rank: int, token: str) -> None:
-        """Remove the entry of a rank."""
+    def leave(self, rank: int, token: str, why: str) -> None:
+        """Remove the entry of a rank. If all had come, ranks that look later learn why it left."""
         if rank in self.entries and self.entries[rank].token == token:
             del self.entries[rank]
+            if self.seen_complete:
+                for other in self.entries.values():
+                    other.told[rank] = why
             self.seen_complete = False
         if not self.entries:
             self.ends_at = time.monotonic() + GRACE_S
@@ -110,8 +114,10 @@ class MeetingPoint:
     def look(self, rank: int, token: str) -> Attendance:
         """Return the ranks that are present. The call also tells the meeting that this rank is alive."""
         now = time.monotonic()
+        told: dict[int, str] = {}
         if rank in self.entries and self.entries[rank].token == token:
             self.entries[rank].seen_at = now
+            told = self.entries[rank].told
         present = {peer: entry.descriptor for peer, entry in self.entries.items() if entry.is_present(now)}
         descriptors = {peer: descriptor for peer, descriptor in present.items() if descriptor is not None}
         self.seen_complete = self.seen_complete or len(descriptors) == self.size
@@ -120,7 +126,7 @@ class MeetingPoint:
             self.entries[peer].seen_by.add(rank)
             if len(self.entries[peer].seen_by) == self.size - 1:  # all others know; their next attempt may succeed
                 del self.entries[peer]
-        return Attendance(descriptors, problems, frozenset(self.came))
+        return Attendance(descriptors, told | problems, frozenset(self.came))
 
 
 class MeetingActor(MeetingPoint):
@@ -196,8 +202,8 @@ def join(name: str, rank: int, size: int, timeout_s: float = 60.0, **options: Un
     meetings = _Meetings(member)
     try:
         world = span(meetings, asked.domain, str(asked.device), timeout_s)
-    except BaseException:
-        meetings.leave()
+    except BaseException as error:
+        meetings.leave(error)
         raise
     meetings.end()
     return world
@@ -229,9 +235,9 @@ class _Meetings:
             raise problem
         return self._member.name, guest.descriptors(meeting)
 
-    def leave(self) -> None:
+    def leave(self, why: BaseException) -> None:
         for guest, meeting in self._held:
-            meeting.leave.remote(guest.member.rank, guest.token)
+            meeting.leave.remote(guest.member.rank, guest.token, _first_line(why))
 
     def end(self) -> None:
         """End the meetings. All ranks are wired and need them no more."""
@@ -279,7 +285,7 @@ class _JoiningRank:
     def enter(self, descriptor: dict[str, Any] | None, problem: Exception | None) -> Any:
         """Enter the meeting of this name with a descriptor or a problem. If it is just ending, wait for a new one."""
         me = self.member
-        text = None if problem is None else next(iter(str(problem).splitlines()), "") or type(problem).__name__
+        text = None if problem is None else _first_line(problem)
         entry = JoinEntry(self.token, descriptor, text)
         # Detached: otherwise the rank that came first would own the actor, and the actor would die with it.
         options = _meeting_actor.options(
@@ -298,7 +304,7 @@ class _JoiningRank:
             except (RayActorError, GetTimeoutError, ValueError) as error:  # ValueError: it ended just now
                 if self._remaining_s() <= 0:
                     if meeting is not None and problem is None:  # the descriptor may still arrive: take it back
-                        meeting.leave.remote(me.rank, self.token)
+                        meeting.leave.remote(me.rank, self.token, _first_line(error))
                     found = f"no meeting actor answered within {me.timeout_s:g} s: {type(error).__name__}"
                     raise problem or WiringError(f"{self.asked}, and {found}") from error
             else:
@@ -311,8 +317,8 @@ class _JoiningRank:
     def _wire(self, world: World, meeting: Any) -> None:
         try:
             world.wire(self.descriptors(meeting))
-        except BaseException:
-            meeting.leave.remote(self.member.rank, self.token)
+        except BaseException as error:
+            meeting.leave.remote(self.member.rank, self.token, _first_line(error))
             raise
 
     def descriptors(self, meeting: Any) -> list[dict[str, Any]]:
@@ -345,6 +351,10 @@ class _JoiningRank:
 
     def _remaining_s(self) -> float:
         return self.deadline - time.monotonic()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _device(asked: str) -> str:

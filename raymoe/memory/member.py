@@ -145,7 +145,9 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
     rank, size = mine["rank"], mine["size"]
     if len(descriptors) != size:
         raise WiringError(f"{len(descriptors)} descriptors for a world of {size}; each rank gives one")
-    for other in descriptors:
+    for peer, other in enumerate(descriptors):
+        if type(other.get("domain")) is int:  # a rank that asked for a world of several domains
+            raise ConfigError(f"domain is {other['domain']} on rank {peer} and left out here; all ranks must agree")
         check_fields(other, _AGREED | _OWN)
     _check_domain(descriptors)
     _check_host(descriptors)

@@ -89,9 +89,13 @@ def test_actors_can_join_and_exchange_in_two_domains(engines: list[ray.actor.Act
 
 def test_all_ranks_learn_that_their_domains_differ(engines: list[ray.actor.ActorHandle]) -> None:
     calls = [engine.join.remote("uneven", rank, 2, 20.0, domain=1 + rank) for rank, engine in enumerate(engines[:2])]
-    zero, one = ray.get(calls, timeout=40)
-    assert zero == "domain is left out on rank 1 and 1 here; all ranks must agree"
-    assert one.startswith("a descriptor without ")
+    for message in ray.get(calls, timeout=40):  # a rank that looks late gets the other's message in its own
+        assert message.endswith(
+            (
+                "domain is left out on rank 1 and 1 here; all ranks must agree",
+                "domain is 1 on rank 0 and left out here; all ranks must agree",
+            )
+        )
     calls = [engine.join.remote("uneven", rank, 3, 20.0, domain=2) for rank, engine in enumerate(engines)]
     for message in ray.get(calls, timeout=40):
         assert "domain is 2 in a world of 3 ranks" in message

@@ -44,7 +44,7 @@ def test_a_duplicate_rank_is_refused_and_the_first_ranks_meet(clock: Clock) -> N
     assert meeting.enter(1, 2, guest("b"), 60) is None
     assert meeting.enter(1, 2, guest("c"), 60) == RefusedEntry("rank 1 is taken by pid b", for_good=True)
     assert meeting.enter(0, 2, guest("a"), 60) is None
-    meeting.leave(1, "c")  # it never entered
+    meeting.leave(1, "c", "")  # it never entered
     assert meeting.look(0, "a").descriptors == meeting.look(1, "b").descriptors == {0: {"pid": "a"}, 1: {"pid": "b"}}
     late = meeting.enter(1, 2, guest("d"), 60)
     assert late is not None and not late.for_good, "a rank that joins the next world of this name may ask again"
@@ -93,7 +93,7 @@ def test_a_rank_keeps_its_place_while_a_world_is_wired(clock: Clock) -> None:
     clock.now += SILENCE_S + 1
     later = meeting.enter(0, 2, guest("c"), 60)
     assert later is not None and not later.for_good
-    meeting.leave(1, "b")  # the wiring has failed
+    meeting.leave(1, "b", "")  # the wiring has failed
     assert meeting.enter(0, 2, guest("c"), 60) is None
 
 
@@ -102,11 +102,34 @@ def test_a_problem_is_shown_to_all_ranks_and_then_forgotten(clock: Clock) -> Non
     meeting.enter(1, 3, guest("b", "no GPU"), 60)
     meeting.enter(0, 3, guest("a"), 60)
     assert meeting.look(0, "a").problems == {1: "no GPU"}
-    meeting.leave(0, "a")
+    meeting.leave(0, "a", "")
     meeting.enter(2, 3, guest("c"), 60)
     assert meeting.look(2, "c").problems == {1: "no GPU"}
     assert meeting.look(2, "c").problems == {}
     assert meeting.enter(1, 3, guest("again"), 60) is None
+
+
+def test_a_rank_that_looks_late_learns_why_another_left(clock: Clock) -> None:
+    """Rank 0 sees all, fails and leaves before rank 1 looks."""
+    meeting = MeetingPoint(2)
+    meeting.enter(0, 2, guest("a"), 60)
+    meeting.enter(1, 2, guest("b"), 60)
+    assert len(meeting.look(0, "a").descriptors) == 2
+    meeting.leave(0, "a", "not enough memory")
+    assert meeting.look(1, "b").problems == {0: "not enough memory"}
+    meeting.leave(1, "b", "rank 0 could not take part")
+    for rank, token in enumerate("cd"):
+        assert meeting.enter(rank, 2, guest(token), 60) is None
+        assert meeting.look(rank, token).problems == {}, "the next attempt knows nothing of it"
+
+
+def test_a_rank_that_gave_up_waiting_is_not_a_cause(clock: Clock) -> None:
+    meeting = MeetingPoint(3)
+    meeting.enter(0, 3, guest("a"), 1)
+    meeting.enter(1, 3, guest("b"), 60)
+    meeting.look(0, "a")
+    meeting.leave(0, "a", "rank 2 did not join within 1 s")
+    assert meeting.look(1, "b").problems == {}
 
 
 def test_a_rank_that_enters_after_all_have_left_starts_a_new_meeting(clock: Clock) -> None:
@@ -115,7 +138,7 @@ def test_a_rank_that_enters_after_all_have_left_starts_a_new_meeting(clock: Cloc
     assert meeting.enter(0, 2, guest("x"), 60) == RefusedEntry(
         "rank 0 gives size 2, the first rank gave 3", for_good=True
     )
-    meeting.leave(1, "b")
+    meeting.leave(1, "b", "")
     assert meeting.look(0, "x").came == {1}, "a rank that left has come"
     assert meeting.enter(0, 2, guest("x"), 60) is None
     assert meeting.look(0, "x").came == {0}
