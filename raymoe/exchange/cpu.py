@@ -66,6 +66,9 @@ class Leaving:
 
 
 class Carrier(Protocol):
+    home_words: int
+    """Numbers in `pack_home`. 0 where a combine needs no more than `Carried` has."""
+
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
         """Send rows `sending.tokens` of `x`, and return the rows that arrive here."""
 
@@ -75,8 +78,27 @@ class Carrier(Protocol):
         Each sum is rounded once, to the combine wire dtype.
         """
 
+    def pack_home(self, home: object) -> Array:
+        """Return `Carried.home` as int32 numbers, so that a backward pass can combine."""
+
+    def unpack_home(self, carried: Carried, words: Array) -> object:
+        """Return `Carried.home` again. `carried` has all other fields."""
+
     def close(self, together: bool) -> None:
         """Release memory and connections; `together` if all ranks close now."""
+
+
+class KeepsNothing:
+    """The part of a carrier inside a domain: its combine needs no more than `Carried` has."""
+
+    home_words = 0
+
+    def pack_home(self, home: object) -> Array:
+        assert home is None, "this carrier's dispatch leaves nothing for its combine"
+        return np.zeros(0, np.int32)
+
+    def unpack_home(self, carried: Carried, words: Array) -> object:  # noqa: ARG002
+        return None
 
 
 # The order of operations of CPU ranks: all ranks of a world must be in the same one before any data is exchanged.
@@ -208,7 +230,6 @@ class CpuBackend:
     def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
         self._rank, self._size, self._spec = world.rank, world.size, spec
         # A row leaves once for each (token, rank). Where there are several domains, once for each (token, domain).
-        self._domains = world.domains
         self._destinations = world.domains if world.domains > 1 else world.size
         self._carrier = carrier
         self._own_refusal: DataRefused | None = None
@@ -273,18 +294,15 @@ class CpuBackend:
 
     # The metadata of a dispatch is one int32 tensor: the dispatch's number, its refusal, the local experts' offsets and
     # counts, and the rows from each source. Then each row that arrived has its position and the places of its entries.
+    # The numbers of the carrier come last.
 
     @property
     def metadata_words(self) -> int:
         spec, local, arriving = self._spec, self._spec.local_experts(self._size), self._size * self._spec.tokens
-        return 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
+        words = 1 + Refusal.NBYTES // 4 + 2 * local + 1 + self._size + arriving * (1 + spec.topk)
+        return words + self._carrier.home_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        if self._domains > 1:
-            raise ConfigError(
-                f"gradients through an exchange between {self._domains} domains; it has none: take a world of one "
-                "domain, or call it under torch.no_grad()"
-            )
         state, K = _state_of(got), self._spec.topk
         placement, carried = state.placement, state.carried
         refusal = np.frombuffer(placement.refusal.pack(), np.int32)
@@ -294,22 +312,28 @@ class CpuBackend:
         entries = np.full((len(where), K), -1)
         entries[:arrived] = placement.entries(K)
         numbers = np.array([carried.number])
-        parts = (numbers, refusal, placement.offsets, placement.counts, carried.counts, where, entries.ravel())
+        home = self._carrier.pack_home(carried.home)
+        parts = (numbers, refusal, placement.offsets, placement.counts, carried.counts, where, entries.ravel(), home)
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
         n = len(ids.topk_idx) if ids.num_tokens is None else int(ids.num_tokens.item())
         topk_idx = ids.topk_idx.numpy()[:n]
         # A combine sends no weights of the source.
-        sending = Sending.of(topk_idx, np.zeros(topk_idx.shape, np.float32), self._size, self._spec.experts)
-        local, words = self._spec.local_experts(self._size), Refusal.NBYTES // 4
-        sizes = (1, words, local + 1, local, self._size, self._size * self._spec.tokens)
-        number, refusal, offsets, counts, sources, where, entries = np.split(metadata.numpy(), np.cumsum(sizes))
+        sending = Sending.of(topk_idx, np.zeros(topk_idx.shape, np.float32), self._destinations, self._spec.experts)
+        local, words, arriving = (
+            self._spec.local_experts(self._size),
+            Refusal.NBYTES // 4,
+            self._size * self._spec.tokens,
+        )
+        sizes = (1, words, local + 1, local, self._size, arriving, arriving * self._spec.topk)
+        number, refusal, offsets, counts, sources, where, entries, home = np.split(metadata.numpy(), np.cumsum(sizes))
         arrived = int(sources.sum())
         places = entries.reshape(-1, self._spec.topk)[:arrived].astype(np.int64)
         refused = Refusal.unpack(refusal.tobytes())
         placement = Placement.restored(counts, offsets, places, weights.numpy(), refused)
         carried = Carried(sending, sources.astype(np.int64), where[:arrived].astype(np.int64), int(number[0]))
+        carried.home = self._carrier.unpack_home(carried, home)
         return Dispatched(
             x=rows,
             weights=weights,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raymoe.exchange.cpu import Carried, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu import Carried, KeepsNothing, Leaving, OperationOrder, Returned
 from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
@@ -20,7 +20,7 @@ from raymoe.net.gloo import Gloo
 # sums in the order of a ring and rounds at every hop.
 
 
-class GlooAllgather:
+class GlooAllgather(KeepsNothing):
     """Puts row t of source s into row s*T + t of its table."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
@@ -109,7 +109,7 @@ class GlooAllgather:
 # refused step sends no row.
 
 
-class GlooCollective:
+class GlooCollective(KeepsNothing):
     """Puts rows one behind the other into its table, source after source."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:

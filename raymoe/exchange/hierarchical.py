@@ -23,6 +23,9 @@ Combine:
    for each domain goes back over the rail: T sums, then the statuses of its L ranks.
 4. The source adds the domains' sums in float32, in domain order. All ranks have all statuses, so all refuse one step.
 
+The combine of a backward pass also carries the gradients of weights: T*K float32 in a second block for each domain. Its
+combine knows the ids that the dispatch gathered, which the metadata of the dispatch keep.
+
 A step with ranks that differ raises on all ranks before any block moves, and the next operation works. A failed wait
 poisons the exchange and the rail.
 """
@@ -39,7 +42,7 @@ import torch
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.cpu import Carried, Carrier, Leaving, OperationOrder, Returned
-from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending
+from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -48,7 +51,7 @@ from raymoe.net.gloo_rail import GlooRail
 from raymoe.net.rail import Rail
 
 CarrierMaker: TypeAlias = Callable[[World, ExchangeSpec], Carrier]
-_OPERATIONS = ("dispatch", "combine")
+_OPERATIONS = ("dispatch", "combine", "combine of gradients")
 _DISAGREED = 2  # the word of a head that says whether the ranks of a domain are in different operations
 
 
@@ -89,6 +92,7 @@ class HierarchicalRows:
         home: torch.dtype = getattr(torch, spec.combine_wire)
         self._leaving = torch.zeros(self._domains, T + domain.size, spec.home_width, dtype=home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
+        self.home_words = world.domains * T * K  # the ids inside
 
     def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
         self._agree("dispatch")
@@ -110,10 +114,12 @@ class HierarchicalRows:
         return self._in_contract_order(arrived, inside)
 
     def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
-        self._agree("combine")
+        self._agree(leaving.op)
         home, T, L = carried.home, self._spec.tokens, self._per_domain
-        assert isinstance(home, _Home) and leaving.entries is None, "pack has refused gradients"
+        assert isinstance(home, _Home)
         inside = Leaving(leaving.rows, leaving.bags.take(home.places))
+        if leaving.entries is not None:
+            inside.entries = leaving.entries[torch.from_numpy(home.places)]
         with self._named_by_world():
             back = self._inside.combine(inside, home.inside, status)
         if judge_statuses(back.statuses, self._spec) is None:  # else rows may be missing, and no rank reads the sums
@@ -124,8 +130,26 @@ class HierarchicalRows:
         self._rail.swap("combine", self._returned, self._leaving)()
         packed = self._returned.view(torch.uint8)[:, T:, : Refusal.NBYTES]
         statuses = [Refusal.unpack(each.numpy().tobytes()) for block in packed for each in block]
-        where = carried.sending.ranks * (T + L) + carried.sending.tokens  # a row's `rank` is its domain
-        return Returned(self._returned.flatten(0, 1)[:, : self._spec.hidden], where, statuses)
+        domains, tokens = carried.sending.ranks, carried.sending.tokens  # a row's `rank` is its domain
+        entries = None
+        if leaving.entries is not None:
+            entries = self._swap_entries(back, home.inside.sending)[domains, tokens]
+        where = domains * (T + L) + tokens
+        return Returned(self._returned.flatten(0, 1)[:, : self._spec.hidden], where, statuses, entries)
+
+    def pack_home(self, home: object) -> Array:
+        assert isinstance(home, _Home)
+        return home.inside.sending.given_ids.ravel()
+
+    def unpack_home(self, carried: Carried, words: Array) -> _Home:
+        N, L, K = self._domains, self._per_domain, self._spec.topk
+        ids = words.reshape(-1, K)
+        sending = Sending.of(ids, np.zeros(ids.shape, np.float32), L, self._spec.experts)
+        counts = carried.counts.reshape(N, L)
+        # Rows are in runs: (domain, place) in the contract, (place, domain) inside.
+        begins = starts_of(carried.counts)[:-1].reshape(N, L)
+        places = places_in_runs(counts.T.ravel(), begins.T.ravel())
+        return _Home(Carried(sending, counts.sum(axis=0), carried.where.take(places), carried.number), places)
 
     def close(self, together: bool) -> None:
         self._inside.close(together)
@@ -191,6 +215,17 @@ class HierarchicalRows:
             refusal,
             _Home(inside, places),
         )
+
+    def _swap_entries(self, back: Returned, sending: Sending) -> torch.Tensor:
+        """Bring the gradients of weights from the domains to their sources: float32[N, T, K]."""
+        N, T, K = self._domains, self._spec.tokens, self._spec.topk
+        leaving = torch.zeros(N * T, K, device="cpu")
+        if back.entries is not None:  # None where the step is refused
+            # An entry comes from one rank, and from the others as zero. So the sum is exact.
+            leaving.index_add_(0, torch.from_numpy(sending.tokens), back.entries)
+        returned = torch.empty(N, T, K, device="cpu")
+        self._rail.swap("combine of gradients", returned, leaving.view(N, T, K))()
+        return returned
 
     def _add_inside(self, returned: Returned, sending: Sending) -> None:
         """Add the sums of this domain's ranks for the tokens of each domain, into the blocks that leave."""

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 
 from raymoe.errors import WiringError
-from raymoe.exchange.cpu import Carried, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu import Carried, KeepsNothing, Leaving, OperationOrder, Returned
 from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 from raymoe.exchange.spec import ExchangeSpec, slots_layout
@@ -57,7 +57,7 @@ _EPOCH, _ROWS = 0, 1
 _STATUS = slice(2, 2 + Refusal.NBYTES // 8)
 
 
-class HostSlots:
+class HostSlots(KeepsNothing):
     """The carrier over shared memory: its slots, flags and epochs."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:

@@ -23,6 +23,7 @@ from raymoe.net.gloo_rail import GlooRail
 from raymoe.workload.traffic import bytes_between_domains
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, run_case, run_step
 from tests.unit.exchange_judge import judge, judge_combine
+from tests.unit.gradient_cases import judge_gradients, run_gradients
 from tests.unit.ranks import RankPool
 from tests.unit.test_world_of import error_of, groups, with_group
 
@@ -203,15 +204,45 @@ def test_a_missing_rank_ends_the_step_of_all_ranks_and_is_named(groups: Groups) 
         assert each[3], "the exchange is unusable"
 
 
-def differentiate(rank: int) -> Any:
-    with World.of(domain=2) as world, Exchange(world, SPEC) as exchange:
-        batch = batches(Case(4, SPEC, "auto", ("uniform",), ragged=False), 0)[rank]
-        return error_of(lambda: differentiable.dispatch(exchange, batch.x, batch.ids, batch.weights))
+def differentiate(_rank: int, case: Case, domain: int) -> Any:
+    with World.of(domain=domain, timeout_s=20) as world:
+        return run_gradients(world, case)
 
 
-def test_gradients_between_domains_are_refused(groups: Groups) -> None:
-    for kind, says in groups(4, differentiate):
-        assert kind == "ConfigError" and says.startswith("gradients through an exchange between 2 domains")
+@pytest.mark.parametrize("backend", ["host", "collective", "allgather"])
+@pytest.mark.parametrize(("ranks", "domain", "layout"), [(4, 2, "expert"), (4, 2, "rank"), (3, 1, "expert")])
+def test_gradients_between_domains_equal_autograd_in_float64(
+    groups: Groups, backend: str, ranks: int, domain: int, layout: str
+) -> None:
+    spec = ExchangeSpec(6, 8, experts=12, topk=3, dtype="float32", layout=layout, alignment=3, depth=domain - 1)
+    case = Case(ranks, spec, backend, ROUTINGS, seed=5, weighted=layout == "expert")
+    judge_gradients(case, groups(ranks, differentiate, case, domain), bound=2e-6)
+
+
+def refuse_then_differentiate(rank: int, backend: str) -> Any:
+    """Name an expert that does not exist on rank 2, then take a good step forward and backward."""
+    with (
+        World.of(domain=2, timeout_s=20) as world,
+        Exchange(world, replace(SPEC, dtype="float32"), backend) as exchange,
+    ):
+        ids = torch.arange(9).reshape(3, 3)
+        x, weights = torch.ones(3, SPEC.hidden, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+        wrong = differentiable.dispatch(exchange, x, ids + 99 if rank == 2 else ids, weights)
+        refused = error_of(lambda: differentiable.combine(exchange, wrong.x, wrong))
+        got = differentiable.dispatch(exchange, x, ids, weights)
+        differentiable.combine(exchange, got.x, got).sum().backward()
+        assert x.grad is not None and weights.grad is not None
+        return refused, x.grad.tolist(), weights.grad.tolist()
+
+
+@pytest.mark.parametrize("backend", ["host", "collective"])
+def test_a_refused_step_with_gradients_raises_in_all_domains_and_the_next_one_works(
+    groups: Groups, backend: str
+) -> None:
+    for (kind, said), x, weights in groups(4, refuse_then_differentiate, backend):
+        assert kind == "DataRefused" and "rank 2 asked for expert" in said
+        assert x == [[3.0] * SPEC.hidden] * 3  # three experts return the row, each with weight 1
+        assert weights == [[float(SPEC.hidden)] * 3] * 3
 
 
 def step_until_lost(outer: World, store: str, lost: int, signum: int) -> Any:
