@@ -16,6 +16,8 @@ _ROW_BYTES = 16  # the size of a row is a multiple of this
 _VECTOR = 8  # elements of a row that the kernels of workload pointwise move at a time
 
 MOE = ("exchange", "overlap", "layer")
+SPANNING = ("exchange", "layer")
+"""The workloads whose CPU ranks can be in several domains."""
 ROUTERS = ("softmax", "sigmoid", "chosen")
 """The kinds of a layer's own router."""
 
@@ -247,8 +249,8 @@ def _listed(names: list[str]) -> str:
     return " or ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
-def _domains_exchange(job: Job) -> tuple[str, str] | None:
-    if job.world.domains == 1 or job.workload == "exchange":
+def _workload_may_span(job: Job) -> tuple[str, str] | None:
+    if job.world.domains == 1 or job.workload in SPANNING:
         return None
     return f"workload {job.workload} has one domain, not {job.world.domains}", "leave world.domain out"
 
@@ -342,8 +344,8 @@ RULES = (
     Rule((*MOE, "p2p", "pointwise"), ("steps.graph", "world.device"), _graph_needs_gpus),
     Rule((*MOE, "p2p", "pointwise"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
     Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks"), _domains_are_equal),
-    Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks", "workload"), _domains_exchange),
-    Rule(("exchange",), ("world.domain", "world.ranks", "world.device"), _domains_have_cpu_ranks),
+    Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks", "workload"), _workload_may_span),
+    Rule(SPANNING, ("world.domain", "world.ranks", "world.device"), _domains_have_cpu_ranks),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
     Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),

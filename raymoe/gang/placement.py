@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from raymoe.config import Job
 from raymoe.config.job import kind_of_ranks
+from raymoe.config.rules import SPANNING
 from raymoe.config.sections import WorldSection
 from raymoe.errors import PlacementError
 from raymoe.gang.capacity import autoscaler_runs, free_and_held
@@ -95,7 +96,7 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
     """
     timeout_s, device = job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device)
-    may_span = device == "cpu" and job.workload == "exchange"
+    may_span = device == "cpu" and job.workload in SPANNING
     capacities = [ranks_on(node["Resources"], bundle) for node in ray.nodes() if node["Alive"]]
     plan = plan_domains(job.world.domain, job.world.ranks, may_span, capacities)
     asked = _request(plan, bundle)

@@ -148,6 +148,16 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int) -> dict[
     return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
 
 
+def domain_keys(world: World, spec: ExchangeSpec, op: str) -> dict[str, int | None]:
+    """Return the number of domains, and the bytes of an operation between them. Empty where there is one domain.
+
+    None for operations that send nothing over the network by themselves.
+    """
+    if world.domains == 1:
+        return {}
+    return {"domains": world.domains, "bytes_net": bytes_between_domains(spec, world.size, world.domains).get(op)}
+
+
 AGREEMENT_BYTES = 24  # three words, by which the ranks of a rail agree on an operation
 ENTRY_BYTES = 8  # the id and the weight of a token's expert
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,12 @@ from raymoe.moe.router import Router
 from raymoe.workload.layer import passes
 from raymoe.workload.layer.marks import START, SUM, Marks
 from raymoe.workload.layer.passes import LayerPasses
+from raymoe.workload.measure import Line
 from tests.unit.ranks import RankPool
 from tests.unit.test_workload import failures, job, run, run_cases
+from tests.unit.test_world_of import groups
+
+__all__ = ["groups"]  # a fixture
 
 FORWARD = ["norm", "router", "dispatch", "experts", "combine", "shared", "sum"]
 BACKWARD = [f"{part}_backward" for part in reversed(FORWARD)]
@@ -62,6 +67,23 @@ def test_ragged_ranks_and_a_given_routing_have_a_backward_pass(pool: RankPool) -
     assert [line["op"] for line in run(pool, given)] == ["step"]
     own = layer_job(4, "sigmoid", backward=True) | {"routing": {"ragged": True}}
     assert "experts_backward" in [line["op"] for line in run(pool, own)]
+
+
+def run_spanning(_rank: int, given: dict[str, Any]) -> list[Line]:
+    with World.of(domain=2, timeout_s=20) as world:
+        return run_cases(world, given)[0]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_layer_of_two_domains_gives_verified_lines_with_the_bytes_between_them(
+    groups: Callable[..., list[Any]], backward: bool
+) -> None:
+    given = layer_job(4, shared=16, backward=backward)
+    lines = groups(4, run_spanning, given)[0]
+    assert all(line["verified"] and line["domains"] == 2 for line in lines)
+    sent = {line["op"]: line["bytes_net"] for line in lines}
+    assert sent["dispatch"] > 0 and sent["combine"] > 0 and sent["experts"] is None
+    assert sent["step"] == (None if backward else sent["dispatch"] + sent["combine"])
 
 
 def spoiled(world: World, given: dict[str, Any], fault: str) -> None:

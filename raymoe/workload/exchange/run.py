@@ -34,7 +34,7 @@ from raymoe.workload.measure import (
 from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import AffineExperts, bound_of, error_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import bytes_between_domains, expert_load, traffic_of, work_of
+from raymoe.workload.traffic import domain_keys, expert_load, traffic_of, work_of
 
 ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
 
@@ -108,13 +108,6 @@ def host_times(measured: Measured, index: int) -> Line:
     if index >= len(measured.host_us):
         return {}
     return {"host_us_p50": max(median(samples) for samples in measured.host_us[index])}
-
-
-def domain_keys(world: World, spec: ExchangeSpec, op: str) -> Line:
-    """Return the number of domains, and the bytes of an operation between them. Empty where there is one domain."""
-    if world.domains == 1:
-        return {}
-    return {"domains": world.domains, "bytes_net": bytes_between_domains(spec, world.size, world.domains)[op]}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from raymoe.workload.layer.passes import LayerPasses
 from raymoe.workload.measure import Line, Step, Steps, load_keys, measure, result_line, shape_keys
 from raymoe.workload.oracle import LAYER_SLACK, bound_of
 from raymoe.workload.progress import Progress, step_listener
-from raymoe.workload.traffic import Traffic, expert_load, traffic_of, work_of
+from raymoe.workload.traffic import Traffic, domain_keys, expert_load, traffic_of, work_of
 
 STEP, DISPATCH, COMBINE = "step", "dispatch", "combine"
 
@@ -65,7 +65,9 @@ def run_layer(case: Case, world: World, progress: Callable[[Progress], None]) ->
             line |= {"bytes_wire": None, "gbps_wire": None}
         if passes.own_router:
             line |= {"routing": job.layer.router.kind}
-        lines.append(line | {"l2": l2} | step.keys | load_keys(load, index))
+        forward = {STEP: "exchange", DISPATCH: DISPATCH, COMBINE: COMBINE}
+        net = domain_keys(world, passes.spec, "" if op == STEP and passes.backward else forward.get(op, ""))
+        lines.append(line | {"l2": l2} | step.keys | load_keys(load, index) | net)
     return lines
 
 
