@@ -26,7 +26,7 @@ import ray
 from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.gang.placement import Location
-from raymoe.gang.processes import SilenceWatch, end_with_parent, start_time, stderr_file
+from raymoe.gang.processes import SilenceWatch, end_with_parent, kept_imports, start_time, stderr_file
 from raymoe.gang.supervisor import Failure
 from raymoe.gang.watch import boot_id
 from raymoe.memory.address import address_for, network
@@ -215,10 +215,11 @@ class Rank:
             return self._open_memory(settings)
 
     def _open_memory(self, settings: RankSettings) -> dict[str, Any]:
-        import torch
+        with kept_imports():
+            import torch
 
-        from raymoe.memory.member import Member
-        from raymoe.workload.memory_needed import check_device_memory, check_memory
+            from raymoe.memory.member import Member
+            from raymoe.workload.memory_needed import check_device_memory, check_memory
 
         if settings.device == "cpu" and settings.ranks_to_hold:
             check_memory(settings.ranks_to_hold, settings.nbytes)
