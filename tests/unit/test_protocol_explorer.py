@@ -147,7 +147,6 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(program, refused)
         Case(2, "D C D C", OWN, own="slots", refused=((1, 1),)),
         # Ranks that combine different dispatches; the next combine is valid.
         Case(2, "D D C C D", BOTH, mixed=((1, 1, 1),)),
-        Case(3, "D D C C2", ALL_3, routers=0, mixed=((1, 1, 1),)),
         Case(3, "FD FD FC FC", ALL_3, routers=0, mixed=((1, 1, 1),)),
         Case(2, "D D CS CR C", BOTH, mixed=((1, 1, 1),), refused=((0, 1),)),
     ],
@@ -228,6 +227,7 @@ def test_the_protocol_holds_when_any_wait_fails(case):
         Case(3, "FD FC FD FC FD FC", ALL_3, routers=0, timeouts=True),
         Case(3, "FD FC FD", ALL_3, routers=0, timeouts=True, late=True),
         Case(3, "FD C D FC FD FC", ALL_3),
+        Case(3, "D D C C2", ALL_3, routers=0, mixed=((1, 1, 1),)),
     ],
     ids=_case_id,
 )
@@ -240,6 +240,7 @@ def test_the_protocol_holds_in_larger_cases(case):
 @pytest.mark.parametrize(
     "case",
     [
+        Case(2, "D D", (ONE_WAY,), routers=0),
         Case(2, "D", (ONE_WAY,), routers=0, timeouts=True),
         Case(2, "D", (empty(2),), routers=0, timeouts=True, late=True),
         Case(2, "D", ((((0,),), ((),)),), routers=0, own="copied", layout="rank"),
@@ -256,7 +257,6 @@ def test_the_reduced_search_finds_every_ending_of_larger_cases(case):
 
 
 SMALL = [
-    Case(2, "D D", (ONE_WAY,), routers=0),
     Case(2, "D C", (ONE_WAY,), routers=0),
     Case(2, "D", (empty(2),), routers=0, timeouts=True),
     Case(2, COPIED, (ONE_WAY,), routers=0),
