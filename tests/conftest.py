@@ -1,5 +1,6 @@
 """Clear Ray's environment variables, set the hypothesis profile, and check that no test leaves a process behind."""
 
+import gc
 import os
 import signal
 import time
@@ -14,6 +15,10 @@ GRACE_S = 10.0
 
 # Idle threads of torch would spin on CPUs that other processes of a test need. Torch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Those of NumPy's products spin too, in every process that a test starts.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Tests start some hundred processes. Each would compile raymoe's sources where no bytecode may be kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # torch.compile starts processes that live until the interpreter ends, which looks like something left behind.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -22,6 +27,11 @@ settings.register_profile(
     "raymoe", deadline=None, derandomize="CI" in os.environ, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("raymoe")
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of later garbage collections: it lives until the end."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

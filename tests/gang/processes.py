@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from tests.conftest import MARK
+
+_SHM_NAME = re.compile(r" /dev/shm/(\S+)")
 
 
 def end_session(session: int) -> None:
@@ -74,6 +77,24 @@ def commands_of(pids: set[int]) -> str:
     return "\n".join(lines)
 
 
+SHM = Path("/dev/shm")
+
+
 def shared_memory() -> set[str]:
-    """Return the names of shared memory on this machine, without semaphores, which other Python processes make too."""
-    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+    """Return the names of shared memory on this machine, except semaphores and what processes of others have mapped.
+
+    Other tests may run at the same time. Python processes make semaphores too.
+    """
+    names = {path.name for path in SHM.iterdir() if not path.name.startswith("sem.mp-")}
+    return names - _mapped_by_others() if names else names
+
+
+def _mapped_by_others() -> set[str]:
+    """Return the names of shared memory that processes without these tests' mark have mapped."""
+    found, mark = set(), f"{MARK}={os.environ[MARK]}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if mark not in (entry / "environ").read_bytes():
+                    found |= set(_SHM_NAME.findall((entry / "maps").read_text()))
+    return found
