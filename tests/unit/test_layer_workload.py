@@ -65,6 +65,8 @@ def test_a_backward_pass_has_a_line_for_each_part(pool: RankPool, kind: str, rec
 def test_ragged_ranks_and_a_given_routing_have_a_backward_pass(pool: RankPool) -> None:
     given = layer_job(4, "given", backward=True, shared=16) | {"routing": {"ragged": True, "masked": 0.2}}
     assert [line["op"] for line in run(pool, given)] == ["step"]
+    alone = layer_job(1, "given", backward=True) | {"routing": {"masked": 1.0}}  # no token has an expert
+    assert [line["op"] for line in run(pool, alone)] == ["step"]
     own = layer_job(4, "sigmoid", backward=True) | {"routing": {"ragged": True}}
     assert "experts_backward" in [line["op"] for line in run(pool, own)]
 

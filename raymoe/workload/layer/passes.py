@@ -105,7 +105,9 @@ class LayerPasses:
         right = Want(wanted.y.detach(), wanted.scale.detach())
         errors = [choice_error, right.error_of(found.y[some].cpu())]
         if self.backward:
-            (dx,) = torch.autograd.grad(wanted.y, x, dy[some].cpu().double())
+            dx = torch.zeros_like(x)
+            if wanted.y.requires_grad:  # not if no token has an expert
+                (dx,) = torch.autograd.grad(wanted.y, x, dy[some].cpu().double())
             right = Want(dx, dx.abs().amax(dim=-1, keepdim=True).expand_as(dx))
             errors.append(right.error_of(found.gradients[0][some].cpu()))
             errors += [0.0 if bool(each.isfinite().all()) else torch.inf for each in found.gradients[1:]]
