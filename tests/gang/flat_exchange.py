@@ -20,8 +20,6 @@ import torch.distributed as dist
 import raymoe
 
 TOKENS, HIDDEN, EXPERTS, RANKS = 64, 2048, 16, 4
-TOPKS = (1, 2, 4, 8)
-REPEATS = 15
 
 
 class FlatExchange:
@@ -44,22 +42,25 @@ class FlatExchange:
         torch.zeros(TOKENS, HIDDEN).index_add_(0, self.tokens, home.float())
 
 
-def main(rank: int, store: str) -> None:
-    """Print the milliseconds of both, of the slowest rank, by top-k."""
+def main(store: str, rank: int, repeats: int, *topks: int) -> None:
+    """Print, on rank 0, the milliseconds of both, of the slowest rank, by top-k."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     found = {}
     with raymoe.World.of(domain=2, timeout_s=30) as world:
-        for topk in TOPKS:
+        for topk in topks:
             draw = torch.Generator().manual_seed(100 * topk + rank)
             ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:topk] for _ in range(TOKENS)])
             x, weights = torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16(), torch.ones(TOKENS, topk)
             spec = raymoe.ExchangeSpec(tokens=TOKENS, hidden=HIDDEN, experts=EXPERTS, topk=topk)
-            flat = slowest(world, partial(FlatExchange(ids), x))
+            flat = slowest(world, repeats, partial(FlatExchange(ids), x))
             with raymoe.Exchange(world, spec) as exchange:
-                found[topk] = {"rail": slowest(world, partial(by_rail, exchange, x, ids, weights)), "flat": flat}
+                found[topk] = {
+                    "rail": slowest(world, repeats, partial(by_rail, exchange, x, ids, weights)),
+                    "flat": flat,
+                }
     if rank == 0:
         print(json.dumps(found))
 
@@ -69,10 +70,10 @@ def by_rail(exchange: raymoe.Exchange, x: torch.Tensor, ids: torch.Tensor, weigh
     exchange.combine(got.x, got)
 
 
-def slowest(world: raymoe.World, step: Callable[[], None]) -> float:
+def slowest(world: raymoe.World, repeats: int, step: Callable[[], None]) -> float:
     """Return the milliseconds of a step on the slowest rank, the median of some after one to warm up."""
     times = []
-    for _ in range(1 + REPEATS):
+    for _ in range(1 + repeats):
         world.barrier("start")
         began = perf_counter()
         step()
@@ -82,4 +83,4 @@ def slowest(world: raymoe.World, step: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], *map(int, sys.argv[2:]))

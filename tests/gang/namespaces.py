@@ -6,6 +6,7 @@ and the clock are one.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -84,21 +85,41 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": python_path(), "PATH": tools, "HOME": str(folder), **settings}
 
 
+@functools.cache
+def permitted() -> bool:
+    """Return whether this user may make namespaces and links between them."""
+    link = "ip link add rg0 type veth peer name rg1"
+    try:
+        words = ["unshare", *KINDS, "--fork", "--kill-child", "--mount-proc", "sh", "-c", link]
+        return subprocess.run(words, capture_output=True, timeout=20, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+needs_namespaces = pytest.mark.skipif(
+    not permitted(), reason="namespaces are not permitted here; two Ray nodes of one machine stand in for machines"
+)
+Machines = tuple[Machine, Machine]
+
+
 @contextmanager
-def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
-    """Make two machines with a link, `link0` on both. Skip the test where namespaces are not permitted."""
+def ray_machines(folder: Path) -> Iterator[Machines]:
+    """Make two machines of a Ray cluster with two CPUs each. The first has the head."""
+    with two_machines(folder) as (first, second):
+        for machine in (first, second):
+            machine.start_ray(first, cpus=2)
+        yield first, second
+
+
+@contextmanager
+def two_machines(folder: Path) -> Iterator[Machines]:
+    """Make two machines with a link, `link0` on both."""
     with ExitStack() as cleanup:
         machines = tuple(_machine(number, folder, cleanup) for number in (1, 2))
         devices = [f"rg{machine.init}" for machine in machines]
-        made = subprocess.run(
-            ["ip", "link", "add", devices[0], "type", "veth", "peer", "name", devices[1]],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
+        subprocess.run(
+            ["ip", "link", "add", devices[0], "type", "veth", "peer", "name", devices[1]], timeout=10, check=True
         )
-        if made.returncode != 0:
-            pytest.skip(f"a veth pair cannot be made here: {made.stderr}")
         for machine, device in zip(machines, devices, strict=True):
             move = ["ip", "link", "set", device, "netns", str(machine.init), "name", "link0"]
             subprocess.run(move, check=True, timeout=10)
@@ -120,8 +141,7 @@ def _machine(number: int, folder: Path, cleanup: ExitStack) -> Machine:
     inside: list[subprocess.Popen[bytes]] = []
     cleanup.callback(_end, holder, inside)
     assert holder.stdout is not None
-    if holder.stdout.readline() != "ready\n":
-        pytest.skip("namespaces are not permitted here")
+    assert holder.stdout.readline() == "ready\n"
     (init,) = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
     # Without it the link would go with the machine, and take the other end and its address along.
     inside.append(subprocess.Popen(["nsenter", f"--target={init}", "--net", "sleep", "1000"]))
@@ -139,11 +159,11 @@ def _end(holder: subprocess.Popen[str], inside: list[subprocess.Popen[bytes]]) -
 
 
 @contextmanager
-def run_on(machine: Machine, head: Machine, config: str) -> Iterator[Command]:
-    """Run `raymoe run` on a machine."""
-    log, out = machine.folder / "stderr", machine.folder / "out"
-    words = ["-m", "raymoe", "run", config, "--address", f"{head.address}:{PORT}", "--out", str(out)]
-    with log.open("w") as stderr, (machine.folder / "stdout").open("w") as stdout:
+def run_on(machine: Machine, config: str, folder: Path) -> Iterator[Command]:
+    """Run `raymoe run` on the machine that has the head, with its output in a folder."""
+    log, out = folder / "stderr", folder / "out"
+    words = ["-m", "raymoe", "run", config, "--address", f"{machine.address}:{PORT}", "--out", str(out)]
+    with log.open("w") as stderr, (folder / "stdout").open("w") as stdout:
         command = machine.inside(sys.executable, *words)
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, text=True, env=environment(machine.folder))
     try:

@@ -1,20 +1,43 @@
-"""Ranks in several domains by `raymoe run`: each on a Ray node of its own, or pretended on one node."""
+"""Ranks in several domains by `raymoe run`: each on a machine of its own, on a Ray node, or pretended on one node.
+
+Two machines are pretended by namespaces. Where these are not permitted, two Ray nodes of this machine take their place.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.gang import configs
 from tests.gang.conftest import Command, Head, Start
+from tests.gang.namespaces import (
+    Machines,
+    environment,
+    needs_namespaces,
+    permitted,
+    ray_machines,
+    run_on,
+    two_machines,
+)
 from tests.gang.nodes import Nodes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
+LOST_S = 5 + 20  # wait_timeout_s, probes of the node, and the end of the ranks
 ROUTINGS = {"routing.kind": ["uniform", "zipf", "hot"]}
+
+
+def stands_in(test: Callable[..., None]) -> Callable[..., None]:
+    """Leave a test to `make soak` where the tests of two machines can run."""
+    return pytest.mark.soak(test) if permitted() else test
 
 
 def four_ranks(folder: Path, **changes: object) -> str:
@@ -39,8 +62,91 @@ def ranks_of(run: Command) -> list[tuple[int, str]]:
     return [(rank["domain"], rank["node"]) for rank in ranks]
 
 
+def ranks_by_machine(run: Command) -> list[int]:
+    """Return the number of each rank's machine: ranks 0 and 1 are on one, 2 and 3 on the other."""
+    ranks = json.loads((run.out / "environment.json").read_text())["ranks"]
+    numbers = [int(rank["address"].rpartition(".")[2]) for rank in ranks]
+    assert numbers in ([1, 1, 2, 2], [2, 2, 1, 1])
+    return numbers
+
+
+def last_generation(run: Command) -> dict[str, object]:
+    return json.loads((run.out / "summary.json").read_text())["generations"][-1]
+
+
+def expect_lost(run: Command) -> None:
+    """Expect that the run ends soon, because the second machine is gone, and names its node."""
+    began = time.monotonic()
+    node = ranks_of(run)[ranks_by_machine(run).index(2)][1]
+    assert run.end(60) == 4, run.stderr()
+    assert time.monotonic() - began < LOST_S
+    assert re.search(rf"with node {node[:12]} \(10\.78\.0\.2\), whose raylet is gone", run.last_line()), run.last_line()
+    assert last_generation(run)["cause"] == "NodeLost"
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with ray_machines(tmp_path_factory.mktemp("machines")) as both:
+        yield both
+
+
+@needs_namespaces
+def test_every_routing_is_right_on_two_machines_and_a_killed_rank_costs_a_generation(
+    machines: Machines, tmp_path: Path
+) -> None:
+    with run_on(machines[0], four_ranks(tmp_path, matrix=ROUTINGS), tmp_path) as run:
+        pids = run.pids()
+        run.wait_for("case 1/3 .*: done")
+        machines[ranks_by_machine(run)[3] - 1].signal(pids[3], "KILL")
+        run.wait_for(rf"^generation 0: rank 3 \(pid {pids[3]}\) died .*; starting the gang again$", seconds=20)
+        assert run.end(150) == 0, run.stderr()
+        lines = results(run)
+    assert len(lines) == 3 * 3 and {line["generation"] for line in lines} == {0, 1}
+    assert all(line["verified"] is True and line["domains"] == 2 for line in lines)
+    assert {line["op"]: line["bytes_net"] for line in lines} == {"dispatch": 17504, "combine": 18528, "exchange": 36032}
+
+
+@needs_namespaces
+def test_a_machine_that_is_lost_is_named(machines: Machines, tmp_path: Path) -> None:
+    """The second machine is gone after this test."""
+    config = four_ranks(tmp_path, steps__count=configs.LONG, world__restarts=0)
+    with run_on(machines[0], config, tmp_path) as run:
+        run.pids()
+        run.wait_for("case 1/1 default: step")
+        machines[1].end()
+        expect_lost(run)
+
+
+def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Run `flat_exchange` on two ranks of each of two machines, whose link carries 100 Mbit/s each way."""
+    with two_machines(folder) as machines, ExitStack() as cleanup:
+        for machine in machines:
+            limit = ["rate", "100mbit", "burst", "64kb", "latency", "2000ms"]
+            machine.run("tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limit)
+        ranks = []
+        for rank in range(4):
+            given = [str(folder / "store"), str(rank), str(repeats), *map(str, topks)]
+            words = machines[rank // 2].inside(sys.executable, "-m", "tests.gang.flat_exchange", *given)
+            own = environment(folder) | {"GLOO_SOCKET_IFNAME": "link0"}
+            output = cleanup.enter_context((folder / f"rank{rank}").open("w+"))
+            ranks.append(subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=own))
+            cleanup.callback(ranks[-1].kill)
+        for rank, process in enumerate(ranks):
+            assert process.wait(timeout=100) == 0, (folder / f"rank{rank}").read_text()
+    times: dict[str, dict[str, float]] = json.loads((folder / "rank0").read_text().splitlines()[-1])
+    return times
+
+
+@needs_namespaces
+def test_over_a_shaped_link_a_rail_is_faster_than_a_flat_all_to_all(tmp_path: Path) -> None:
+    """A token of top-4 needs 1.5 of the two ranks on the other machine, and its row crosses the rail once."""
+    times = times_over_a_shaped_link(tmp_path, repeats=5, topks=(4, 8))
+    assert all(each["rail"] < each["flat"] for each in times.values()), times
+
+
+@stands_in
 def test_domains_on_two_nodes_give_right_results_and_outlive_a_node(start: Start, nodes: Nodes, tmp_path: Path) -> None:
-    """No node can hold four ranks, so `auto` makes two domains of two. The soak tests also kill and stop one rank."""
+    """No node can hold four ranks, so `auto` makes two domains of two."""
     added = {node.id: node for node in (nodes.add(cpus=2) for _ in range(3))}
     config = four_ranks(tmp_path, world__restarts=1, steps__count=60, matrix=ROUTINGS)
     run = start(config, "--address", nodes.address)
