@@ -349,6 +349,8 @@ class LayerSection(Section):
     """Inner size of the shared expert, which all tokens pass through; 0: there is none."""
     router: RouterSection = Field(default=RouterSection(), examples=[{"kind": "sigmoid"}])
     """The router of the layer, or none."""
+    experts: Literal["swiglu", "gpt_oss"] = Field(default="swiglu", examples=["gpt_oss"])
+    """The experts: SwiGLU, or those of gpt-oss, which clamp it and add biases in both products."""
 
 
 class OverlapSection(Section):

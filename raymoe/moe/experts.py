@@ -187,6 +187,7 @@ class Activation:
 
 
 SWIGLU = Activation()
+GPT_OSS = Activation(interleaved=True, alpha=1.702, limit=7.0, up_plus=1.0)
 
 
 @dataclass

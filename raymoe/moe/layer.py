@@ -19,7 +19,7 @@ from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.norm import rms_norm
 from raymoe.moe.router import Routed, Router
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights
+from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator, mlp_weights
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class LayerForm:
     """None: softmax over all experts, weights that sum to one."""
     activation: Activation = SWIGLU
     """Of the experts, without the shared one."""
+    biases: bool = False
+    """Whether the experts add a bias in both products."""
     shared: int = 0
     """The ffn of the shared expert, which all tokens pass through; 0: there is none."""
     norm: float | None = None
@@ -189,6 +191,11 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
     shape, count = ExpertShape(spec.hidden, form.ffn, dtype), spec.local_experts(world.size)
     drawn = [expert_weights(shape, seed, world.rank * count + expert) for expert in range(count)]
     gate_up, down = (torch.stack([getattr(each, name) for each in drawn]) for name in ("gate_up", "down"))
+    weights = ModelWeights(gate_up, down)
+    if form.biases:
+        added = [expert_biases(shape, seed, world.rank * count + expert) for expert in range(count)]
+        weights.gate_up_proj_bias = torch.stack([each.gate_up for each in added])
+        weights.down_proj_bias = torch.stack([each.down for each in added])
     routing = form.router or RouterForm(spec.experts, spec.topk)
     if (routing.experts, routing.topk) != (spec.experts, spec.topk):
         raise ConfigError(
@@ -202,9 +209,7 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
         drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), generator("shared", seed))
         shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
     correction = torch.zeros(spec.experts) if routing.score == "sigmoid" else None
-    parts = Parts(
-        Router(routing, weight, correction=correction), Experts(ModelWeights(gate_up, down), form.activation), shared
-    )
+    parts = Parts(Router(routing, weight, correction=correction), Experts(weights, form.activation), shared)
     parts.norm, parts.residual = norm, form.residual
     return parts
 

@@ -24,7 +24,7 @@ def generator(purpose: str, *key: int, device: torch.device | None = None) -> to
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`gate_up`[2F, H] (gate first) and `down`[H, F]. Rows are outputs.
+    """`gate_up`[2F, H] and `down`[H, F]. Rows are outputs.
 
     With columns as outputs, oneDNN is 200 times slower on bfloat16 if the CPU has no bfloat16 instructions.
     """
@@ -50,6 +50,17 @@ def expert_weights(shape: ExpertShape, seed: int, expert: int) -> ExpertWeights:
     ([8, 8], [8, 4], torch.bfloat16)
     """
     return mlp_weights(shape, generator("expert", seed, expert))
+
+
+def expert_biases(shape: ExpertShape, seed: int, expert: int) -> ExpertWeights:
+    """Draw the biases of an expert's two products, [2F] and [H], a quarter as large as what they are added to.
+
+    >>> [list(each.shape) for each in vars(expert_biases(ExpertShape(8, 4, torch.bfloat16), seed=0, expert=3)).values()]
+    [[8], [8]]
+    """
+    source = generator("expert biases", seed, expert)
+    gate_up, down = (torch.randn(size, generator=source) / 4 for size in (2 * shape.ffn, shape.hidden))
+    return ExpertWeights(gate_up.to(shape.dtype), down.to(shape.dtype))
 
 
 def mlp_weights(shape: ExpertShape, source: torch.Generator) -> ExpertWeights:

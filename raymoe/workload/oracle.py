@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from raymoe.exchange.spec import FP8, ExchangeSpec
-from raymoe.moe.weights import ExpertShape, expert_weights, generator
+from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator
 from raymoe.workload.inputs import Batch
 from raymoe.workload.memory_needed import PIECE_BYTES
 
@@ -135,14 +135,22 @@ class AffineExperts:
 
 
 @dataclass(frozen=True)
-class SwigluExperts:
-    """The layer's own experts in float64, from the same weights."""
+class LayerExperts:
+    """The layer's own experts in float64, from the same weights; `kind` as in `LayerSection.experts`."""
 
     shape: ExpertShape
     seed: int = 0
+    kind: str = "swiglu"
 
     def __call__(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         weights = expert_weights(self.shape, self.seed, expert)
-        gate, up = (x.double() @ weights.gate_up.double().T).chunk(2, dim=-1)
-        rows: torch.Tensor = (gate * gate.sigmoid() * up) @ weights.down.double().T
-        return rows
+        gate_up, down = x.double() @ weights.gate_up.double().T, weights.down.double().T
+        if self.kind == "swiglu":
+            gate, up = gate_up.chunk(2, dim=-1)
+            rows: torch.Tensor = (gate * gate.sigmoid() * up) @ down
+            return rows
+        biases = expert_biases(self.shape, self.seed, expert)
+        gate_up = gate_up + biases.gate_up.double()
+        gate, up = gate_up[:, 0::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
+        rows = (gate * (1.702 * gate).sigmoid() * (up + 1.0)) @ down
+        return rows + biases.down.double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,8 +14,9 @@ from raymoe.config.job import Job
 from raymoe.errors import WrongResult
 from raymoe.exchange.exchange import Exchange
 from raymoe.memory.world import World
-from raymoe.moe import norm
+from raymoe.moe import layer, norm
 from raymoe.moe.router import Router
+from raymoe.moe.weights import expert_biases
 from raymoe.workload.layer import passes
 from raymoe.workload.layer.marks import START, SUM, Marks
 from raymoe.workload.layer.passes import LayerPasses
@@ -34,8 +36,8 @@ ROUTERS = {
 }
 
 
-def layer_job(ranks: int = 2, kind: str = "sigmoid", **layer: Any) -> dict[str, Any]:
-    given = {"router": ROUTERS[kind], **layer} if kind != "given" else layer
+def layer_job(ranks: int = 2, kind: str = "sigmoid", **asked: Any) -> dict[str, Any]:
+    given = {"router": ROUTERS[kind], **asked} if kind != "given" else asked
     return job("layer", ranks, layer=given, shape={"hidden": 64, "ffn": 32})
 
 
@@ -60,6 +62,12 @@ def test_a_backward_pass_has_a_line_for_each_part(pool: RankPool, kind: str, rec
     assert found[0] == "step" and set(found) == {"step", *FORWARD, *BACKWARD, *(["recompute"] if recompute else [])}
     assert all(line["verified"] and line["max_error"] < 6e-2 for line in lines)
     assert lines[0]["bytes_wire"] is None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_experts_of_gpt_oss_are_verified(pool: RankPool, backward: bool) -> None:
+    lines = run(pool, layer_job(2, "chosen", experts="gpt_oss", backward=backward))
+    assert lines[0]["op"] == "step" and all(line["verified"] for line in lines)
 
 
 def test_ragged_ranks_and_a_given_routing_have_a_backward_pass(pool: RankPool) -> None:
@@ -112,12 +120,22 @@ def spoiled(world: World, given: dict[str, Any], fault: str) -> None:
                 return dx, dweights * 0.5
 
             patched.setattr(Exchange, "combine_gradients", halved)
+        elif fault == "activation":
+            patched.setattr(passes, "GPT_OSS", replace(passes.GPT_OSS, up_plus=0.0))
+        elif fault == "biases":
+            patched.setattr(layer, "expert_biases", lambda shape, seed, expert: expert_biases(shape, seed, expert + 1))
         run_cases(world, given)
 
 
 @pytest.mark.parametrize("fault", ["router", "weights", "norm", "gradients"])
 def test_wrong_results_are_found(pool: RankPool, fault: str) -> None:
     errors = failures(pool, 2, spoiled, layer_job(2, "sigmoid", backward=True, shared=16), fault)
+    assert {type(error) for error in errors} == {WrongResult}
+
+
+@pytest.mark.parametrize("fault", ["activation", "biases"])
+def test_wrong_experts_of_gpt_oss_are_found(pool: RankPool, fault: str) -> None:
+    errors = failures(pool, 2, spoiled, layer_job(2, "chosen", experts="gpt_oss"), fault)
     assert {type(error) for error in errors} == {WrongResult}
 
 

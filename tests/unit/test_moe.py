@@ -28,7 +28,7 @@ from raymoe.moe.layer import LayerForm, MoELayer
 from raymoe.moe.router import Router, balance_loss, expert_load, route
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.weights import ExpertShape, expert_weights
-from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, SwigluExperts, want
+from raymoe.workload.oracle import BOUNDS, LAYER_SLACK, LayerExperts, want
 from tests.unit.gradient_cases import close
 from tests.unit.ranks import RankPool
 from tests.unit.worlds import wired
@@ -223,7 +223,7 @@ def layer_errors(world: World, layout: str) -> list[float]:
     for tokens in (16, 5, 0):
         x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(world.rank)).to(torch.bfloat16)
         ids, weights, _ = layer.gate(x)
-        wanted = want(x, ids, weights.detach(), SwigluExperts(SHAPE, seed=4), by_row=True)
+        wanted = want(x, ids, weights.detach(), LayerExperts(SHAPE, seed=4), by_row=True)
         errors.append(wanted.error_of(layer(x).detach()))
         with torch.no_grad():
             errors.append(wanted.error_of(layer(x)))

@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from raymoe.config import Job
 from raymoe.memory.world import World
 from raymoe.moe import router_formulas as formulas
-from raymoe.moe.experts import arithmetic_dtype
+from raymoe.moe.experts import GPT_OSS, SWIGLU, arithmetic_dtype
 from raymoe.moe.layer import LayerForm, MoELayer
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.weights import ExpertShape, generator, mlp_weights
 from raymoe.workload.inputs import Batch
 from raymoe.workload.layer.marks import START, SUM, Marks
 from raymoe.workload.memory_needed import spec_of
-from raymoe.workload.oracle import SwigluExperts, Want, want
+from raymoe.workload.oracle import LayerExperts, Want, want
 
 EPS = 1e-6
 VERIFIED_ON_GPUS = 8
@@ -44,6 +44,8 @@ class LayerPasses:
         form = LayerForm(
             job.shape.ffn,
             router_of(job),
+            activation=GPT_OSS if asked.experts == "gpt_oss" else SWIGLU,
+            biases=asked.experts == "gpt_oss",
             shared=asked.shared,
             norm=EPS if self.own_router else None,
             residual=self.own_router,
@@ -55,7 +57,7 @@ class LayerPasses:
         self.marks.put_into(self.layer)
         named = [(name, each) for name, each in self.layer.named_parameters() if self.own_router or "gate." not in name]
         self.parameters = [each for _, each in named]
-        self._experts = SwigluExperts(self.shape, self.seed)
+        self._experts = LayerExperts(self.shape, self.seed, asked.experts)
 
     def run(self, batch: Batch, dy: torch.Tensor) -> Results:
         """Run the forward pass, and the backward pass from the gradient `dy` of the output if the job has one."""
