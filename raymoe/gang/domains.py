@@ -97,3 +97,21 @@ def ranks_on(resources: Mapping[str, float], each: Mapping[str, float]) -> int:
     (4, 0)
     """
     return min(int(resources.get(name, 0.0) / amount + _TINY) for name, amount in each.items())
+
+
+GPU_DOMAIN = "ray.io/gpu-domain"
+"""Ray's label for the nodes whose GPUs are in one NVLink domain."""
+
+
+def wide_nvlink_domain(ranks: int, nodes: Sequence[tuple[Mapping[str, str], int]]) -> str | None:
+    """Return an NVLink domain whose nodes can hold the ranks together. `nodes` has each node's labels and capacity.
+
+    >>> rack = {GPU_DOMAIN: "rack-1"}
+    >>> wide_nvlink_domain(8, [(rack, 4), ({}, 4), (rack, 4)]), wide_nvlink_domain(8, [(rack, 4), ({}, 4)])
+    ('rack-1', None)
+    """
+    held: dict[str, int] = {}
+    for labels, most in nodes:
+        if name := labels.get(GPU_DOMAIN):
+            held[name] = held.get(name, 0) + most
+    return next((name for name, most in sorted(held.items()) if most >= ranks), None)

@@ -7,7 +7,7 @@ each domain on several.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from raymoe.config.rules import SPANNING
 from raymoe.config.sections import WorldSection
 from raymoe.errors import PlacementError
 from raymoe.gang.capacity import autoscaler_runs, free_and_held
-from raymoe.gang.domains import DomainPlan, plan_domains, ranks_on
+from raymoe.gang.domains import GPU_DOMAIN, DomainPlan, plan_domains, ranks_on, wide_nvlink_domain
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
     timeout_s, device = job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device)
     may_span = device == "cpu" and job.workload in SPANNING
-    capacities = [ranks_on(node["Resources"], bundle) for node in ray.nodes() if node["Alive"]]
-    plan = plan_domains(job.world.domain, job.world.ranks, may_span, capacities)
+    nodes = [(node["Labels"], ranks_on(node["Resources"], bundle)) for node in ray.nodes() if node["Alive"]]
+    plan = plan_domains(job.world.domain, job.world.ranks, may_span, [most for _, most in nodes])
     asked = _request(plan, bundle)
     if plan.domains > 1:
         tell(_explain(plan, asked, by_itself=job.world.domain == "auto"))
@@ -114,7 +114,7 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
             who = "the nodes of this cluster cannot" if plan.on_nodes else "no node of this cluster can"
             raise PlacementError(
                 f"{asked}, which {who} hold ({_capacity()}); lower world.ranks or world.cpus, or use "
-                f"{'more or larger nodes' if plan.on_nodes else 'a larger node'}"
+                f"{'more or larger nodes' if plan.on_nodes else 'a larger node'}{_of_nvlink(plan, nodes, device)}"
             )
         if time.monotonic() > deadline:
             why = "no node that can hold it came" if infeasible else "the cluster had no room for it"
@@ -124,6 +124,22 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
             )
         wait.tell_if_due(infeasible)
     return Reservation(group, bundle, device, plan)
+
+
+def _of_nvlink(plan: DomainPlan, nodes: Sequence[tuple[Mapping[str, str], int]], device: str) -> str:
+    """Say that an NVLink domain wider than a node does not help.
+
+    >>> nodes = [({GPU_DOMAIN: "rack-1"}, 4)] * 2
+    >>> [_of_nvlink(DomainPlan(1, 8), nodes, device)[:38] for device in ("cuda", "cpu")]
+    ["; the nodes of NVLink domain 'rack-1' ", '']
+    """
+    name = wide_nvlink_domain(plan.ranks, nodes) if device == "cuda" else None
+    if name is None:
+        return ""
+    return (
+        f"; the nodes of NVLink domain {name!r} (label {GPU_DOMAIN}) can hold them, but ranks on several nodes cannot "
+        "map one another's memory yet"
+    )
 
 
 MONITOR_STARTS_S = 10.0

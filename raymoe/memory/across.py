@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _CLOSING_S = 2.0  # rank 0 waits this long for the others to leave
 _SLICE_S = 0.02  # limits the delay of an abort; an answer wakes its caller at once
+_FIRST_PAUSE_S = 2e-4  # between two questions whether a record has come; it doubles up to a slice
 _MAC_BYTES = 32
 
 _c10d: Any = distributed  # torch's stubs lack its stores
@@ -75,27 +76,34 @@ def connect(address: StoreAddress, timeout_s: float) -> Any:
 class BoundedStore:
     """A store whose calls end: a call of torch's store does not return while the process of rank 0 is stopped.
 
-    A thread of its own makes the calls. After one that failed or took too long, every call raises.
+    A thread of its own makes the calls, in order. After one that failed, every call raises. One that takes too long
+    goes on after its caller has given up, and later calls wait for it: the link may be slow.
     """
 
     def __init__(self, store: Any, waiter: Waiter) -> None:
         self.raw = store
         self._waiter, self._broken = waiter, False
+        self._last: _Call | None = None
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         threading.Thread(target=_answer, args=(store, self._calls), name="raymoe store", daemon=True).start()
         self.close = weakref.finalize(self, self._calls.put, None)
         """Ends the thread. So does dropping this object."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call that took too long has no answer yet."""
+        return self._last is not None and not self._last.done.is_set()
+
     def ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
         """Call a method of the store. Raises RuntimeError if its server is gone or does not answer in time."""
         if self._broken:
-            raise RuntimeError("the store of rank 0 did not answer before")
-        call, end = _Call(method, arguments), time.monotonic() + timeout_s
+            raise RuntimeError("the store of rank 0 is gone")
+        self._last = call = _Call(method, arguments)
+        end = time.monotonic() + timeout_s
         self._calls.put(call)
         while not call.done.wait(_SLICE_S):
             self._waiter.check()
             if time.monotonic() > end:
-                self._broken = True
                 raise RuntimeError(f"the store of rank 0 did not answer within {timeout_s:.1f} s")
         if call.error is not None:
             self._broken = True  # torch prints a trace for each call of a store that is gone
@@ -182,8 +190,17 @@ class StoreBoard:
         return {self._first + place: pickle.loads(each) for place, each in enumerate(theirs) if type(each) is bytes}
 
     def _wait(self, what: str, rank: int, key: str, start: float, end: float) -> None:
-        left = max(0.0, end - time.monotonic())
-        if not self._waiter.until(what, rank, lambda: bool(self._ask(what, end, "check", [key])), left):
+        pause = _FIRST_PAUSE_S
+
+        def arrived() -> bool:
+            nonlocal pause
+            if self._ask(what, end, "check", [key]):
+                return True
+            time.sleep(pause)  # each question crosses the network, and rows may be on their way
+            pause = min(2 * pause, _SLICE_S)
+            return False
+
+        if not self._waiter.until(what, rank, arrived, max(0.0, end - time.monotonic())):
             raise self._late(what, rank, time.monotonic() - start)
 
     def _ask(self, what: str, end: float, method: str, *arguments: object) -> Any:

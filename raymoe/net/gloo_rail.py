@@ -6,6 +6,7 @@ the world's store and reads the numbers of its peers. Shorter waits do not use t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import World
 from raymoe.net.gloo import PrivateGroup, connected, first_line, gloo
 
+_EVERY_S = 0.2  # how often a rank that waits asks: its questions share the link with the rows
 _ASKING_S = 1.0  # for one question to the store. A wait ends late by as much where rank 0 does not answer
 
 
@@ -68,7 +70,7 @@ class _Published:
         self._me, self._domains = world.domain_index, world.domains
         self._per_domain, self._place = world.domain.size, world.place
         self._store = world.store
-        self._asked = 0
+        self._asked, self._found, self._ask_at = 0, (0, 0), 0.0
 
     def enter(self, number: int) -> None:
         """Publish nothing yet: most waits end in their first slice."""
@@ -76,12 +78,20 @@ class _Published:
     def lagging(self, number: int) -> tuple[int, int]:
         peers = [(self._me + step) % self._domains for step in range(1, self._domains)]
         if self._asked < number:  # the question before the first slice
-            self._asked = number
+            self._asked, self._ask_at = number, 0.0
             return self._rank(peers[0]), number - 1
+        if time.monotonic() >= self._ask_at:
+            self._found = self._first_late(peers, number)
+            self._ask_at = time.monotonic() + _EVERY_S
+        return self._found
+
+    def _first_late(self, peers: list[int], number: int) -> tuple[int, int]:
+        if self._store.busy:
+            return 0, 0
         try:
             self._ask("set", self._key(self._me), str(number))
             entered = {peer: self._entered_by(peer) for peer in peers}
-        except RuntimeError:  # rank 0, which serves the store, is gone or stopped
+        except RuntimeError:  # rank 0, which serves the store, is gone or stopped, or its link is slow
             return 0, 0
         late = [peer for peer in peers if entered[peer] < number]
         peer = (late or peers)[0]

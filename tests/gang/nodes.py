@@ -76,10 +76,10 @@ class Nodes:
         self.head = self._read()
         self.address = self.head.address
 
-    def add(self, cpus: int) -> ClusterNode:
-        """Add a node, and wait until the head knows it."""
+    def add(self, cpus: int, **options: object) -> ClusterNode:
+        """Add a node, and wait until the head knows it. `options` are those of `Cluster.add_node`."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"num_cpus": cpus}) + "\n")
+        self._process.stdin.write(json.dumps({"num_cpus": cpus, **options}) + "\n")
         self._process.stdin.flush()
         self._added.append(self._read())
         return self._added[-1]

@@ -192,3 +192,17 @@ def test_domains_that_no_nodes_can_hold_apart_are_pretended_on_one(start: Start,
     assert ranks_of(run) == [(domain, node) for domain in (0, 0, 1, 1)]
     assert [(line["backend"], line["op"]) for line in results(run)] == [(name, "step") for name in backends]
     assert all(line["verified"] is True and line["domains"] == 2 for line in results(run))
+
+
+def test_ranks_that_only_an_nvlink_domain_of_several_nodes_can_hold_are_refused(
+    start: Start, nodes: Nodes, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        nodes.add(cpus=2, num_gpus=1, labels={"ray.io/gpu-domain": "rack-1"})  # Ray believes both numbers
+    config = configs.write(tmp_path, world__device="cuda", exchange__backend="auto")
+    run = start(config, "--address", nodes.address)
+    assert run.end() == 3
+    assert "no node of this cluster can hold" in run.last_line()
+    assert (
+        "; the nodes of NVLink domain 'rack-1' (label ray.io/gpu-domain) can hold them, but ranks on" in run.last_line()
+    )

@@ -60,6 +60,18 @@ def test_a_machine_that_is_cut_off_is_named(machines: Machines, tmp_path: Path) 
         expect_lost(run)
 
 
+def test_a_slow_link_ends_no_run(machines: Machines, tmp_path: Path) -> None:
+    """A step takes longer than many slices of a wait, and so do the questions of the driver."""
+    with run_on(machines[0], four_ranks(tmp_path, steps__count=20), tmp_path) as run:
+        run.pids()
+        for machine in machines:
+            limit = ["rate", "256kbit", "burst", "8kb", "latency", "5000ms"]
+            machine.run("tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limit)
+        assert run.end(150) == 0, run.stderr()
+        (step,) = (line for line in results(run) if line["op"] == "exchange")
+    assert step["verified"] is True and step["us_p50"] > 200e3  # type: ignore[operator]
+
+
 def test_by_top_k_over_a_shaped_link_a_rail_overtakes_a_flat_all_to_all(tmp_path: Path) -> None:
     times = times_over_a_shaped_link(tmp_path, repeats=15, topks=(1, 2, 4, 8))
     print(json.dumps(times))  # for benchmarks/rail_shaped_cpu.txt

@@ -11,8 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from raymoe.errors import Aborted, PeerTimeout, WiringError
+from raymoe.memory.across import BoundedStore
 from raymoe.memory.board import MAX_MESSAGE
 from raymoe.memory.layout import Layout, Region
+from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
 from raymoe.transport.channel import Channel
 from tests.unit.test_world_of import error_of, groups
@@ -176,3 +178,34 @@ def test_a_record_that_its_rank_did_not_write_is_refused(groups: Groups) -> None
     kind, said = groups(2, forged)[1]
     assert kind == "WiringError"
     assert said.startswith("the record of rank 0 in round 2 is not one that it wrote")
+
+
+class SlowStore:
+    """A store whose answers wait for an event."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def get(self, key: str) -> str:
+        self.answers.wait(20)
+        return f"value of {key}"
+
+
+def test_a_store_that_answers_late_can_be_asked_again() -> None:
+    slow = SlowStore()
+    store = BoundedStore(slow, Waiter(rank=0, timeout_s=5))
+    with pytest.raises(RuntimeError, match=r"did not answer within 0\.1 s"):
+        store.ask("get", "a", timeout_s=0.1)
+    assert store.busy
+    slow.answers.set()
+    assert store.ask("get", "b", timeout_s=5) == "value of b"
+    assert not store.busy
+    store.close()
+
+
+def test_a_store_that_failed_is_not_asked_again() -> None:
+    store = BoundedStore(object(), Waiter(rank=0, timeout_s=5))
+    for says in ("no attribute 'get'", "the store of rank 0 is gone"):
+        with pytest.raises((AttributeError, RuntimeError), match=says):
+            store.ask("get", "a", timeout_s=5)
+    store.close()
