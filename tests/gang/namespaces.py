@@ -86,11 +86,11 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @functools.cache
-def permitted() -> bool:
-    """Return whether this user may make namespaces and links between them."""
-    link = "ip link add rg0 type veth peer name rg1"
+def permitted(*more: str) -> bool:
+    """Return whether this user may make namespaces and links between them, and run these commands there."""
+    commands = ["mount -t tmpfs none /dev/shm", "ip link add rg0 type veth peer name rg1", *more]
+    words = ["unshare", *KINDS, "--fork", "--kill-child", "--mount-proc", "sh", "-c", " && ".join(commands)]
     try:
-        words = ["unshare", *KINDS, "--fork", "--kill-child", "--mount-proc", "sh", "-c", link]
         return subprocess.run(words, capture_output=True, timeout=20, check=False).returncode == 0
     except FileNotFoundError:
         return False
@@ -98,6 +98,10 @@ def permitted() -> bool:
 
 needs_namespaces = pytest.mark.skipif(
     not permitted(), reason="namespaces are not permitted here; two Ray nodes of one machine stand in for machines"
+)
+needs_slow_links = pytest.mark.skipif(
+    not permitted("tc qdisc add dev rg0 root tbf rate 1mbit burst 8kb latency 50ms"),
+    reason="namespaces, or links of a given speed, are not permitted here",
 )
 Machines = tuple[Machine, Machine]
 

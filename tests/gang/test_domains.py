@@ -22,6 +22,7 @@ from tests.gang.namespaces import (
     Machines,
     environment,
     needs_namespaces,
+    needs_slow_links,
     permitted,
     ray_machines,
     run_on,
@@ -137,7 +138,7 @@ def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -
     return times
 
 
-@needs_namespaces
+@needs_slow_links
 def test_over_a_shaped_link_a_rail_is_faster_than_a_flat_all_to_all(tmp_path: Path) -> None:
     """A token of top-4 needs 1.5 of the two ranks on the other machine, and its row crosses the rail once."""
     times = times_over_a_shaped_link(tmp_path, repeats=5, topks=(4, 8))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gang import configs
-from tests.gang.namespaces import Machines, needs_namespaces, ray_machines, run_on
+from tests.gang.namespaces import Machines, needs_namespaces, needs_slow_links, ray_machines, run_on
 from tests.gang.test_domains import (
     ROUTINGS,
     expect_lost,
@@ -60,6 +60,7 @@ def test_a_machine_that_is_cut_off_is_named(machines: Machines, tmp_path: Path) 
         expect_lost(run)
 
 
+@needs_slow_links
 def test_a_slow_link_ends_no_run(machines: Machines, tmp_path: Path) -> None:
     """A step takes longer than many slices of a wait, and so do the questions of the driver."""
     with run_on(machines[0], four_ranks(tmp_path, steps__count=20), tmp_path) as run:
@@ -72,6 +73,7 @@ def test_a_slow_link_ends_no_run(machines: Machines, tmp_path: Path) -> None:
     assert step["verified"] is True and step["us_p50"] > 200e3  # type: ignore[operator]
 
 
+@needs_slow_links
 def test_by_top_k_over_a_shaped_link_a_rail_overtakes_a_flat_all_to_all(tmp_path: Path) -> None:
     times = times_over_a_shaped_link(tmp_path, repeats=15, topks=(1, 2, 4, 8))
     print(json.dumps(times))  # for benchmarks/rail_shaped_cpu.txt
