@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _CLOSING_S = 2.0  # rank 0 waits this long for the others to leave
 _SLICE_S = 0.02  # limits the delay of an abort; an answer wakes its caller at once
-_FIRST_PAUSE_S = 2e-4  # between two questions whether a record has come; it doubles up to a slice
 _MAC_BYTES = 32
 
 _c10d: Any = distributed  # torch's stubs lack its stores
@@ -190,17 +189,8 @@ class StoreBoard:
         return {self._first + place: pickle.loads(each) for place, each in enumerate(theirs) if type(each) is bytes}
 
     def _wait(self, what: str, rank: int, key: str, start: float, end: float) -> None:
-        pause = _FIRST_PAUSE_S
-
-        def arrived() -> bool:
-            nonlocal pause
-            if self._ask(what, end, "check", [key]):
-                return True
-            time.sleep(pause)  # each question crosses the network, and rows may be on their way
-            pause = min(2 * pause, _SLICE_S)
-            return False
-
-        if not self._waiter.until(what, rank, arrived, max(0.0, end - time.monotonic())):
+        left = max(0.0, end - time.monotonic())
+        if not self._waiter.until(what, rank, lambda: bool(self._ask(what, end, "check", [key])), left):
             raise self._late(what, rank, time.monotonic() - start)
 
     def _ask(self, what: str, end: float, method: str, *arguments: object) -> Any:
