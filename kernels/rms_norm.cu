@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST
     using namespace raymoe;
     extern __shared__ __align__(128) u8 shared[];
     Pipe<INPUTS> pipe(p.work, p.inputs, shared);
-    const Vector<WEIGHT_TYPE> weight(p.weight);
+    // A block of one row loads the weight when it has the sum: with fewer registers, more blocks fit on an SM.
+    const Vector<WEIGHT_TYPE, LOADING != Loading::ROW> weight(p.weight);
     GroupSums sums(pipe.sums());
     pipe.run([&](const Tile& tile) {
 #pragma unroll 1

@@ -42,14 +42,14 @@ TwoRows = Annotated[tuple[PipeRows, ...], PipeRows.array(2)]
 class NormParams(Params):
     """The parameters of kernels/rms_norm.cu and layer_norm.cu. Twin of the struct in pipe/norm.cuh."""
 
-    inputs: TwoRows
-    outputs: TwoRows
-    fp8: PipeFp8
-    work: PipeWork
     weight: Address
     bias: Address
     eps: F32
-    unused: U32 = 0
+    unused: U32
+    inputs: TwoRows
+    outputs: TwoRows
+    work: PipeWork
+    fp8: PipeFp8
 
 
 # The calls. All tensors are of two dimensions, rows x hidden, with elements of a row one behind the other. The rows of
@@ -145,7 +145,7 @@ class _Norm:
         fp8 = PipeFp8() if self.scales is None else fp8_of(self.outputs[0], self.scales, x.shape)
         tiles = work_of(shape, rows, hidden)
         addresses = [vector_of(each, hidden, "a weight or bias") for each in vectors]
-        params = NormParams(placed, tuple(outputs), fp8, tiles, addresses[0], sum(addresses[1:]), self.eps)
+        params = NormParams(addresses[0], sum(addresses[1:]), self.eps, 0, placed, tuple(outputs), tiles, fp8)
         types = (("HIDDEN", str(hidden)), ("ROW_TYPE", row_type(x)), ("WEIGHT_TYPE", row_type(self.weight)))
         switches = (
             *defines,

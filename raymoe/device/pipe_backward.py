@@ -132,9 +132,7 @@ def backward_calls(call: RmsNormBackward | LayerNormBackward, limits: Limits) ->
     added = () if total is None else (("ADD", "1"),)
     types = (("HIDDEN", str(hidden)), ("ROW_TYPE", row_type(call.x)), ("WEIGHT_TYPE", row_type(call.weight)))
     source = KernelSource(stem, (NormBackwardParams, PipeRows, PipeWork), (*types, *shape.defines, *added))
-    at_once = shape.groups if shape.loading == "PLAIN" else 1
-    blocks = min(-(-work.tiles // at_once), limits.sms * shape.blocks_of_sm)  # none without rows
-    groups = blocks * shape.groups
+    groups = shape.blocks(work.tiles, limits.sms) * shape.groups  # none without rows
     partials = torch.empty(len(vectors), groups, hidden, dtype=torch.float32, device=call.x.device)
     dx = rows_of(call.dx, "dx", call.x.shape, placed[1].offset)
     weight = vector_of(call.weight, hidden, "weight")

@@ -12,7 +12,7 @@ from raymoe.device.gpu import Gpu
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Function, Kernels, Launch, Shape
 from raymoe.device.params import Params
-from raymoe.device.pipe_shape import PipeShape
+from raymoe.device.pipe_shape import PipeShape, blocks_of
 from raymoe.errors import ConfigError, CudaError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ LEAST_CAPABILITY = (9, 0)
 class KernelCall:
     """A kernel, its blocks and its parameters. The blocks share `tiles`, of which each takes `at_once` at a time.
 
-    `blocks_of_sm` is that of PipeShape. An `early` kernel may begin before the one before it in the stream has ended,
-    and waits for that itself.
+    `blocks_of_sm` and `balanced` are those of PipeShape. An `early` kernel may begin before the one before it in the
+    stream has ended, and waits for that itself.
     """
 
     source: KernelSource
@@ -36,17 +36,18 @@ class KernelCall:
     tiles: int
     at_once: int = 1
     blocks_of_sm: int = 1
+    balanced: bool = False
     early: bool = False
 
     @classmethod
     def of(cls, source: KernelSource, shape: PipeShape, params: Params, tiles: int) -> KernelCall:
-        at_once = shape.groups if shape.loading == "PLAIN" else 1
-        return cls(source, shape.threads, shape.shared_bytes, params, tiles, at_once, shape.blocks_of_sm)
+        spread = (shape.at_once, shape.blocks_of_sm, shape.balanced)
+        return cls(source, shape.threads, shape.shared_bytes, params, tiles, *spread)
 
     def blocks(self, sms: int) -> int:
         """The number of blocks on so many SMs."""
-        needed = max(1, -(-self.tiles // self.at_once))
-        return min(needed, sms * self.blocks_of_sm) if self.blocks_of_sm else needed
+        parts = max(1, -(-self.tiles // self.at_once))
+        return blocks_of(parts, sms * self.blocks_of_sm, balanced=self.balanced)
 
 
 @dataclass

@@ -11,8 +11,9 @@ from typing import Literal
 
 from raymoe.errors import ConfigError
 
-Loading = Literal["PIPED", "IN_TURN", "PLAIN"]
-"""How tiles come: by the pipeline, by the baseline that waits for each input in turn, or by ordinary loads."""
+Loading = Literal["PIPED", "IN_TURN", "PLAIN", "ROW"]
+"""How tiles come: by the pipeline, by the baseline that waits for each input in turn, or by ordinary loads; ROW is the
+last one with a block for each row."""
 
 MOST_HIDDEN = 32768
 FEW_ROWS = 512
@@ -20,13 +21,18 @@ FEW_ROWS = 512
 3.8 us without and 4.4 with it (7168 bfloat16, H200, 2026-11-23)."""
 FEW_ROWS_OF_AN_SM = 4
 """The same for each SM, where a caller limits their number."""
-PIPED_ROWS = 4096
+PIPED_ROWS = 2048
 """Up to so many rows, norms of one input use the pipeline on the whole GPU. More rows go without: the hardware gives
-blocks of few rows to SMs as they become free, while blocks of a pipeline have fixed rows, and all wait for the slowest
-SM. RMSNorm of 1024 rows took 10.8 us with a pipeline and 10.9 without, of 16384 rows 121.7 and 116.8 (same machine)."""
-PLAIN_ROW_BYTES = 112
-"""Of a row, in each thread of such a block: four warps for 7168 bfloat16. RMSNorm of 16384 rows took 116.8 us with four
-warps, 120.5 with seven, and a copy 113.0 (same machine)."""
+blocks of one row to SMs as they become free, while blocks of a pipeline have fixed rows, and all wait for the slowest
+SM. RMSNorm of 1024 rows took 11.9 us with a pipeline and 12.4 without, of 4096 rows 35.5 and 33.1 (same machine)."""
+ROW_THREAD_BYTES, ROW_RESIDENT, UNEVEN_RESIDENT = 64, 896, 768
+"""Of a row of each input, in each thread of such a block, and the threads that an SM holds at least: four blocks of
+seven warps for 7168 bfloat16. With fewer, too few loads are under way; with more, a thread has too few registers.
+RMSNorm of 4096 rows took 33.1 us with four blocks, 47.4 with six (same machine). Where a row does not fill the block,
+a thread needs more registers."""
+BALANCED_TURNS = 16
+"""From so many turns of a block on, blocks with fixed rows are as few as need no more turns. 4096 rows take 32 turns of
+132 blocks, and of 128."""
 SHARED_BYTES = 220 << 10
 """Shared memory that a block may use: what a block of Hopper has, 227 KiB, less a reserve."""
 TILE_BYTES = 8 << 10
@@ -48,6 +54,8 @@ GRADIENT_REGISTERS = 160
 """Of a thread of such a group, for all that it holds."""
 WIDE = 22528
 PLAIN_WARPS = 16
+LEAST_ROW_WARPS = 2
+"""Of a block of one row."""
 DEEPEST = 3
 """Stages of a group, unless a caller asks for more. With six the same RMSNorm took 5 % longer: more rows under way at
 once spread over more pages of memory."""
@@ -76,15 +84,25 @@ class PipeShape:
     blocks_of_sm: int = 1
     """Blocks for each SM of the launch; 0: as many as there are tiles. The hardware then gives blocks to SMs as they
     become free, so no SM waits for a slower one."""
+    resident: int = 512
+    """Without stages: threads that an SM holds at least, which bounds the registers of a thread."""
+    once: bool = False
+    """Without stages: whether loads tell the L2 cache that their lines are not read again soon."""
+    known: bool = True
+    """Whether the number of tiles is known before the launch."""
 
     @property
     def threads(self) -> int:
         return 32 * (self.groups * self.warps + (self.loading == "PIPED"))
 
     @property
+    def staged(self) -> bool:
+        return self.loading in ("PIPED", "IN_TURN")
+
+    @property
     def shared_bytes(self) -> int:
         """Stages, two barriers for each, and the sums of all groups."""
-        held = 0 if self.loading == "PLAIN" else self.stages * self.stage_bytes
+        held = self.stages * self.stage_bytes if self.staged else 0
         return held + self.stages * 16 + self.groups * 2 * self.warps * SUM_BYTES
 
     @property
@@ -94,8 +112,35 @@ class PipeShape:
             ("PIPE_GROUPS", str(self.groups)),
             ("PIPE_WARPS", str(self.warps)),
             ("PIPE_STAGES", str(self.stages)),
-            *((("PIPE_VECTORS", str(-(-self.piece // 32))),) if self.piece and self.loading == "PLAIN" else ()),
+            *((("PIPE_VECTORS", str(-(-self.piece // 32))),) if self.piece and not self.staged else ()),
+            *((("PIPE_RESIDENT", str(self.resident)),) if not self.staged else ()),
+            *((("PIPE_ONCE", "1"),) if self.once else ()),
         )
+
+    @property
+    def at_once(self) -> int:
+        """Tiles that a block takes together."""
+        return 1 if self.staged else self.groups
+
+    @property
+    def balanced(self) -> bool:
+        return self.staged and self.known
+
+    def blocks(self, tiles: int, sms: int) -> int:
+        """The number of blocks that share so many tiles on so many SMs; 0 without tiles."""
+        return blocks_of(-(-tiles // self.at_once), sms * self.blocks_of_sm, balanced=self.balanced)
+
+
+def blocks_of(parts: int, most: int, *, balanced: bool) -> int:
+    """The number of blocks for so many parts; `most` 0: as many as there are parts.
+
+    >>> blocks_of(4096, 132, balanced=True), blocks_of(4096, 132, balanced=False), blocks_of(200, 132, balanced=True)
+    (128, 132, 132)
+    """
+    if not most or parts <= most:
+        return parts
+    turns = -(-parts // most)
+    return -(-parts // turns) if balanced and turns >= BALANCED_TURNS else most
 
 
 @dataclass(frozen=True)
@@ -151,7 +196,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     ...     made = row_shape(RowWork(rows, hidden=7168, eight_bytes=16, registers=8), limits)
     ...     return f"{made.loading} {made.groups} x {made.warps}, {made.stages} stages, {made.blocks_of_sm} blocks"
     >>> [shape(rows, Limits()) for rows in (128, 1024, 16384)]
-    ['PLAIN 1 x 7, 1 stages, 0 blocks', 'PIPED 3 x 5, 9 stages, 1 blocks', 'PLAIN 1 x 4, 1 stages, 0 blocks']
+    ['ROW 1 x 7, 1 stages, 0 blocks', 'PIPED 3 x 5, 9 stages, 1 blocks', 'ROW 1 x 7, 1 stages, 0 blocks']
     >>> [shape(4096, limits) for limits in (Limits(sms=48), Limits(stages=1))]
     ['PIPED 3 x 5, 9 stages, 1 blocks', 'PIPED 1 x 15, 1 stages, 1 blocks']
     >>> row_shape(RowWork(100000, 64, 16, 1, 8), Limits(48)).tile_rows  # 8 KiB of rows in each tile
@@ -164,8 +209,8 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     stage_bytes = tile_rows * work.row_bytes
     fitting = (SHARED_BYTES - 2048) // stage_bytes
     loading = limits.loading or _loading(work, limits)
-    if loading == "PLAIN" or fitting < (1 if limits.stages or limits.loading else 2):
-        return _plain_shape(work, eights, limits)
+    if loading in ("PLAIN", "ROW") or fitting < (1 if limits.stages or limits.loading else 2):
+        return (_alone_shape(work, eights, limits) if loading == "ROW" else None) or _plain_shape(work, eights, limits)
     if loading == "PIPED" and limits.stages is None and work.gradients and work.hidden >= LONG_ROW:
         return _gradient_shape(work, stage_bytes, fitting)
     consumers = _consumers(work, eights, budget)
@@ -177,14 +222,22 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     return PipeShape(loading, groups, consumers // groups, stages, stage_bytes, tile_rows)
 
 
+def _alone_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape | None:
+    """A block for each row, if the row is not too short and not too long for it."""
+    vectors = max(1, ROW_THREAD_BYTES * work.inputs // work.eight_bytes)
+    warps = -(-eights // (32 * vectors))
+    if limits.sms is not None or not LEAST_ROW_WARPS <= warps <= PLAIN_WARPS:
+        return None
+    resident = UNEVEN_RESIDENT if eights % (32 * warps) else ROW_RESIDENT
+    return PipeShape("ROW", 1, warps, 1, 0, blocks_of_sm=0, resident=resident)
+
+
 def _plain_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape:
     """Rows without stages: on the whole GPU small blocks, of which many fit on an SM."""
     vectors = max(1, work.budget // 2 // work.registers)
     if limits.sms is not None:
         groups = _groups(eights, vectors, PLAIN_WARPS)
         return PipeShape("PLAIN", groups, PLAIN_WARPS // groups, groups, 0)
-    if work.inputs == 1 and not work.quantised and work.rows > PIPED_ROWS:
-        vectors = max(1, PLAIN_ROW_BYTES // work.eight_bytes)
     warps = min(PLAIN_WARPS, -(-eights // (32 * vectors)))
     groups = max(1, 4 // warps)
     return PipeShape("PLAIN", groups, warps, groups, 0, blocks_of_sm=0)
@@ -195,10 +248,13 @@ PIECE = 256
 PLAIN_PIECE = 64
 """The same without stages: two for each thread, whose loads overlap. SwiGLU of 16384 rows took 50.4 us with them,
 52.6 with eight for each thread, and a copy 50.9 (2 x 2048 bfloat16, H200, 2026-11-23)."""
-PLAIN_PIECE_WARPS, COUNTED_BLOCKS = 2, 12
-"""Warps of such a block, and blocks for each SM where a count on the device tells the rows: with a block for each piece
-that could be there, most would have nothing to do. SwiGLU to 8-bit floats of 4096 rows of 16384 took 15.6 us with 12
-blocks, and 17.3 with 24 (same machine)."""
+PIECE_RESIDENT = 768
+"""Threads that an SM then holds at least. SwiGLU to 8-bit floats of 16384 rows took 49.0 us with 768 and with 1024,
+53.3 with 512 (same machine)."""
+PLAIN_PIECE_WARPS, QUANTISED_PIECE_WARPS, COUNTED_WARPS = 2, 1, 24
+"""Warps of such a block, and of all blocks of an SM where a count on the device tells the rows: with a block for each
+piece that could be there, most would have nothing to do. SwiGLU to 8-bit floats of 4096 rows of 16384 took 15.6 us with
+24 warps, and 17.3 with 48 (same machine)."""
 
 
 def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
@@ -214,12 +270,13 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     ('PIPED 4 x 2, 8 stages, 2 rows x 256', 'PIPED 11 x 1, 22 stages, 32 rows x 8')
     """
     loading = limits.loading or ("PLAIN" if limits.sms is None and limits.stages is None else _loading(work, limits))
-    if loading == "PLAIN":
+    if loading in ("PLAIN", "ROW"):
         tile_rows, piece = _tile(work, PLAIN_PIECE)
-        warps, blocks = PLAIN_PIECE_WARPS, COUNTED_BLOCKS if work.counted else 0
+        warps = QUANTISED_PIECE_WARPS if work.quantised else PLAIN_PIECE_WARPS
+        blocks = COUNTED_WARPS // warps if work.counted else 0
         if limits.sms is not None:
             warps, blocks = PLAIN_WARPS, 1
-        return PipeShape("PLAIN", warps, 1, warps, 0, tile_rows, piece, blocks)
+        return PipeShape("PLAIN", warps, 1, warps, 0, tile_rows, piece, blocks, PIECE_RESIDENT, once=work.quantised)
     room = (SHARED_BYTES - 1024) // work.eight_bytes  # eights of all stages together
     if loading == "IN_TURN":
         tile_rows, piece = _tile(work, PIECE)
@@ -233,7 +290,7 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
         tile_rows, piece = _tile(work, min(PIECE * (CONSUMER_WARPS // groups), most))
     warps = CONSUMER_WARPS // groups if limits.stages else 1
     stage_bytes = tile_rows * piece * work.eight_bytes
-    return PipeShape(loading, groups, warps, stages, stage_bytes, tile_rows, piece)
+    return PipeShape(loading, groups, warps, stages, stage_bytes, tile_rows, piece, known=not work.counted)
 
 
 def _loading(work: RowWork, limits: Limits) -> Loading:
@@ -241,16 +298,18 @@ def _loading(work: RowWork, limits: Limits) -> Loading:
 
     >>> few, many = RowWork(500, 7168, 16), RowWork(9000, 7168, 16)
     >>> _loading(few, Limits()), _loading(few, Limits(sms=48)), _loading(few, Limits(stages=1))
-    ('PLAIN', 'PIPED', 'PIPED')
+    ('ROW', 'PIPED', 'PIPED')
     >>> _loading(many, Limits()), _loading(many, Limits(sms=48))
-    ('PLAIN', 'PIPED')
+    ('ROW', 'PIPED')
     """
     if limits.stages is not None or (work.gradients and work.hidden >= LONG_ROW):
         return "PIPED"
     few = FEW_ROWS if limits.sms is None else min(FEW_ROWS, FEW_ROWS_OF_AN_SM * limits.sms)
     never = limits.sms is not None or work.gradients or work.quantised
     many = not never and (work.inputs > 1 or work.rows > PIPED_ROWS)
-    return "PLAIN" if work.rows <= few or many else "PIPED"
+    if work.rows > few and not many:
+        return "PIPED"
+    return "PLAIN" if never else "ROW"
 
 
 def _gradient_shape(work: RowWork, stage_bytes: int, fitting: int) -> PipeShape:

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-5
 HIDDEN = [64, 72, 128, 1024, 2048, 4096, 5120, 7168, 8192, 16384, 32768]
-PIPED, PLAIN, IN_TURN = (Limits(loading=each) for each in ("PIPED", "PLAIN", "IN_TURN"))
+PIPED, PLAIN, ROW, IN_TURN = (Limits(loading=each) for each in ("PIPED", "PLAIN", "ROW", "IN_TURN"))
 SILU = "([&] { const float t1 = v0 / (1.0f + expf(-v0)); return t1 * v1 + v2; }())"
 
 
@@ -132,7 +132,7 @@ def test_norms_of_any_size(rows: int, hidden: int) -> None:
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("hidden", [72, 1032, 7168, 32768])
 def test_norms_of_other_dtypes(dtype: torch.dtype, hidden: int) -> None:
-    for limits in (PIPED, PLAIN, IN_TURN):
+    for limits in (PIPED, PLAIN, ROW, IN_TURN):
         check_norms(rows_of(515, hidden, dtype), limits)
 
 

@@ -18,7 +18,7 @@ from raymoe.device.pipe_pieces import (
 from raymoe.device.pipe_shape import Limits, Loading
 
 ROWS = 4096
-PIPED, IN_TURN, PLAIN = Limits(loading="PIPED"), Limits(loading="IN_TURN"), Limits(loading="PLAIN")
+PIPED, IN_TURN, PLAIN, ROW = (Limits(loading=each) for each in ("PIPED", "IN_TURN", "PLAIN", "ROW"))
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -75,6 +75,8 @@ def pipe_sources() -> list[KernelSource]:
                 *norms(7168),
                 *norms(7168, fp8=True)[1:],
                 norms(7168, torch.float32)[1],
+                norms(7168, limits=ROW)[0],
+                norms(2880, torch.float16, limits=ROW)[2],
                 norms(32768, torch.float16)[0],
                 norms(7168, limits=IN_TURN)[1],
                 norms(7168, limits=PLAIN, fp8=True)[2],

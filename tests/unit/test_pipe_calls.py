@@ -60,17 +60,20 @@ def rms_norm_of(rows: int, limits: Limits) -> tuple[KernelCall, str]:
     return call, dict(call.source.defines)["PIPE_LOADING"]
 
 
-def test_a_pipeline_has_a_block_on_each_sm_and_no_more_than_tiles() -> None:
+def test_a_pipeline_has_as_many_blocks_as_its_turns_need_and_no_more_than_tiles() -> None:
     call, loading = rms_norm_of(1024, Limits())
-    assert (loading, call.blocks(132), call.blocks(48)) == ("PIPED", 132, 48)
+    assert (loading, call.blocks(132), call.blocks(48), call.blocks(64)) == ("PIPED", 132, 47, 64)  # 8, 22, 16 turns
     assert rms_norm_of(40, Limits(loading="PIPED"))[0].blocks(132) == 40
+    gate_up, out = big(4096, 4096), big(4096, 2048)
+    counted = Swiglu(gate_up, out, torch.zeros(9, dtype=torch.int32, device="meta"))
+    assert swiglu_call(counted, Limits(47)).blocks(47) == 47, "how many tiles there will be is not known"
 
 
 @pytest.mark.parametrize("rows", [400, 16384])
 def test_few_and_many_rows_go_without_a_pipeline_in_a_block_each(rows: int) -> None:
     call, loading = rms_norm_of(rows, Limits())
-    assert (loading, call.blocks(132)) == ("PLAIN", rows)
-    assert rms_norm_of(rows, Limits(48))[0].blocks(48) == 48
+    assert (loading, call.blocks(132)) == ("ROW", rows)
+    assert rms_norm_of(rows, Limits(48))[1] == "PIPED"
 
 
 def test_rows_that_a_count_bounds_take_blocks_for_the_gpu_and_not_for_the_rows() -> None:
@@ -95,7 +98,7 @@ def test_every_shape_fits_into_an_sm(item: int, inputs: int) -> None:
     for hidden in (8, 64, 72, 520, 2048, 4096, 7168, 8192, 12288, 16384, 24576, MOST_HIDDEN):
         for rows in (1, 7, 1000, 5000):
             for stages in (None, 1, 2, 3, 4, 8, 100):
-                for loading in (None, "PIPED", "IN_TURN", "PLAIN"):
+                for loading in (None, "PIPED", "IN_TURN", "PLAIN", "ROW"):
                     limits = Limits(stages=stages, loading=loading)
                     work = RowWork(rows, hidden, 8 * item * inputs, inputs, 4 * item * inputs)
                     for shape in (row_shape(work, limits), piece_shape(work, limits)):

@@ -13,7 +13,7 @@ from tests.unit import test_pipe_backward_emulated as backward
 from tests.unit import test_pipe_emulated as norms
 from tests.unit import test_pipe_pieces_emulated as pieces
 
-LOADINGS = ("PIPED", "PIPED", "PIPED", None, "IN_TURN", "PLAIN")
+LOADINGS = ("PIPED", "PIPED", "PIPED", None, "IN_TURN", "PLAIN", "ROW")
 
 
 def draw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,11 @@ NORMS = {
     "in turn, fp8": NormCase(9, 264, limits=Limits(loading="IN_TURN"), fp8="row"),
     "plain": NormCase(9, 520, limits=Limits(loading="PLAIN"), add=True, registers=8),
     "plain, fp8": NormCase(9, 264, limits=Limits(loading="PLAIN"), fp8="column"),
+    "a block for each row": NormCase(9, 520, limits=Limits(loading="ROW")),
+    "a block for each row, apart, a residual, float32": NormCase(5, 392, F32, Limits(loading="ROW"), add=True, gap=4),
+    "a block for each row, fp8": NormCase(5, 1032, limits=Limits(loading="ROW"), fp8="column"),
     "no rows": NormCase(0, 64),
+    "no rows, a block for each": NormCase(0, 1024, limits=Limits(loading="ROW")),
 }
 
 
@@ -104,6 +108,8 @@ LAYER_NORMS = {
     "fp8": NormCase(9, 520, F16, fp8="row", registers=12),
     "in turn": NormCase(9, 264, limits=Limits(loading="IN_TURN")),
     "plain": NormCase(9, 264, limits=Limits(loading="PLAIN"), fp8="column"),
+    "a block for each row": NormCase(7, 1032, limits=Limits(loading="ROW")),
+    "a block for each row, float32": NormCase(7, 264, F32, limits=Limits(loading="ROW")),
 }
 
 

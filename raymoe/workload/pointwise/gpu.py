@@ -45,11 +45,12 @@ class GpuClock:
         self.captured = graph is not False
         self._clock = TorchGraphClock(world, self._stream, self._settle, captured=self.captured, calls=calls_of(tokens))
         self._found: Results = ()
+        self._compute: Compute | None = None  # replays use its tensors
         self._timed: TimedOp | None = None
 
     def ready(self, make: Callable[[], Compute]) -> Callable[[], float]:
         with torch.cuda.stream(self._stream):
-            compute = make()
+            self._compute = compute = make()
 
             def work() -> None:
                 self._found = compute()
@@ -76,7 +77,7 @@ class GpuClock:
         return self._found
 
     def close(self) -> None:
-        self._timed = None
+        self._timed = self._compute = None
         self._found = ()
         self._clock.close()
 

@@ -172,6 +172,17 @@ __device__ __forceinline__ Bytes16 load_16_if(bool wanted, const u8* at, Bytes16
 
 __device__ __forceinline__ Bytes16 load_16(const u8* at) { return load_16_if(true, at, {0, 0}); }
 
+// Of memory that is not read again soon: its lines leave the L2 cache before others.
+__device__ __forceinline__ Bytes16 load_16_once_if(bool wanted, const u8* at, Bytes16 otherwise) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.L2::cache_hint.v2.u64 {%0, %1}, [%2], %4;}"
+                 : "+l"(otherwise.low), "+l"(otherwise.high)
+                 : "l"(at), "r"(static_cast<u32>(wanted)), "l"(policy)
+                 : "memory");
+    return otherwise;
+}
+
 // Memory that no kernel and no peer writes while this kernel runs. So the compiler may move the load before stores.
 __device__ __forceinline__ Bytes16 load_16_constant_if(bool wanted, const u8* at, Bytes16 otherwise) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u64 {%0, %1}, [%2];}"

@@ -25,6 +25,16 @@ struct Elements {
         return loaded;
     }
 
+    // Of memory that is not read again soon.
+    static __device__ __forceinline__ Elements load_once_if(bool wanted, const u8* at) {
+        Elements loaded;
+#pragma unroll
+        for (u32 i = 0; i < PARTS; ++i) {
+            loaded.parts[i] = ptx::load_16_once_if(wanted, at + i * 16, {0, 0});
+        }
+        return loaded;
+    }
+
     // Of a vector that all rows use.
     static __device__ __forceinline__ Elements load_constant_if(bool wanted, const u8* at) {
         Elements loaded;
@@ -88,9 +98,9 @@ struct Elements {
 // Loads eight elements of row `r` of a tile, `eight` from its left edge; zeros if not `there`.
 template <class Type>
 __device__ __forceinline__ Elements<Type> take(const PipeRows& from, const Tile& tile, u32 r, u32 eight, bool there) {
-    if constexpr (LOADING == Loading::PLAIN) {
-        const u8* row = in_global(from, tile) + r * from.stride;
-        return Elements<Type>::load_if(there, row + eight * Elements<Type>::BYTES);
+    if constexpr (!STAGED) {
+        const u8* const at = in_global(from, tile) + r * from.stride + eight * Elements<Type>::BYTES;
+        return PIPE_ONCE ? Elements<Type>::load_once_if(there, at) : Elements<Type>::load_if(there, at);
     } else {
         const u32 row = tile.stage + from.offset + r * tile.eights * Elements<Type>::BYTES;
         return Elements<Type>::shared_load_if(there, row + eight * Elements<Type>::BYTES);
@@ -101,7 +111,7 @@ __device__ __forceinline__ Elements<Type> take(const PipeRows& from, const Tile&
 template <class Type>
 __device__ __forceinline__ void put(const Elements<Type>& elements, const PipeRows& out, const Tile& tile, u32 r,
                                     u32 eight) {
-    if constexpr (LOADING == Loading::PLAIN) {
+    if constexpr (!STAGED) {
         elements.store(in_global(out, tile) + r * out.stride + eight * Elements<Type>::BYTES);
     } else {
         elements.shared_store(tile.stage + out.offset + (r * tile.eights + eight) * Elements<Type>::BYTES);

@@ -9,15 +9,16 @@
 
 namespace raymoe {
 
+// What every norm reads comes first, because a block waits for each line of parameters that it reads.
 struct NormParams {
-    PipeRows inputs[2];   // x; residual
-    PipeRows outputs[2];  // y, if it is not quantised; x + residual. Each has the offset of its input
-    PipeFp8 fp8;
-    PipeWork work;
     const u8* weight;  // [HIDDEN]
     const u8* bias;    // [HIDDEN], or null
     float eps;
     u32 unused;
+    PipeRows inputs[2];   // x; residual
+    PipeRows outputs[2];  // y, if it is not quantised; x + residual. Each has the offset of its input
+    PipeWork work;
+    PipeFp8 fp8;
 };
 
 // Puts row `r` of a tile, whose elements `value(i, into)` computes, where it leaves from.

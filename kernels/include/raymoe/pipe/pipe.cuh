@@ -39,8 +39,9 @@
 // PIPE_LOADING chooses another way to the same tiles, for the same code:
 //   IN_TURN   the anti-pattern, kept as a baseline. A group has one stage and one barrier. For each input in turn it
 //             initialises the barrier, loads, waits, and invalidates the barrier. Nothing overlaps
-//   PLAIN     no stages: ordinary loads into registers, ordinary stores. For few rows, which cannot fill a pipeline,
-//             and on the whole GPU for many: the hardware gives small blocks to SMs as they become free
+//   PLAIN     no stages: ordinary loads into registers, ordinary stores. On the whole GPU the hardware gives small
+//             blocks to SMs as they become free
+//   ROW       as PLAIN, with a block for each row and no loop: fewer registers, so more blocks fit on an SM
 //
 // Dynamic shared memory: STAGES x stage_bytes; `full` and `empty` of each stage, 8 bytes each; sums of the groups
 // (rows.cuh). raymoe/device/pipe_shape.py computes the same sum.
@@ -60,20 +61,28 @@
 #ifndef PIPE_LOADING
 #define PIPE_LOADING PIPED
 #endif
+#ifndef PIPE_ONCE
+#define PIPE_ONCE 0  // 1: inputs leave the L2 cache before other memory
+#endif
+#ifndef PIPE_RESIDENT
+#define PIPE_RESIDENT 512  // threads of an SM
+#endif
 
 namespace raymoe {
 
-enum class Loading { PIPED, IN_TURN, PLAIN };
+enum class Loading { PIPED, IN_TURN, PLAIN, ROW };
 
 constexpr Loading LOADING = Loading::PIPE_LOADING;
+constexpr bool STAGED = LOADING == Loading::PIPED || LOADING == Loading::IN_TURN;
 constexpr u32 STAGES = PIPE_STAGES, GROUPS = PIPE_GROUPS, GROUP_WARPS = PIPE_WARPS;
 constexpr u32 GROUP_THREADS = GROUP_WARPS * 32, CONSUMERS = GROUPS * GROUP_THREADS;
 constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
-// Without stages, several blocks must fit on an SM: a thread may then have 128 registers.
-constexpr u32 LEAST_BLOCKS = LOADING == Loading::PLAIN && PIPE_THREADS < 512 ? 512 / PIPE_THREADS : 1;
+// Without stages, several blocks must fit on an SM, with so many threads together. It bounds the registers of a thread.
+constexpr u32 LEAST_BLOCKS = !STAGED && PIPE_THREADS < PIPE_RESIDENT ? PIPE_RESIDENT / PIPE_THREADS : 1;
 constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; group_sums of rows.cuh says how they are used
 static_assert(STAGES % GROUPS == 0, "a stage belongs to one group");
 static_assert(LOADING != Loading::IN_TURN || STAGES == GROUPS, "one stage for each group");
+static_assert(LOADING != Loading::ROW || GROUPS == 1, "one row for each block");
 static_assert(GROUPS < 16 || GROUP_WARPS == 1, "groups of several warps have a barrier each; 0 is that of the block");
 
 // Rows of a tensor. An input's tiles lie at `offset` of each stage, and so does an output that is stored out of there.
@@ -154,7 +163,9 @@ __device__ __forceinline__ void load_tile(const PipeRows& rows, const Tile& tile
 
 __device__ __forceinline__ u32 group_number() { return threadIdx.x / GROUP_THREADS; }
 __device__ __forceinline__ bool is_consumer() { return LOADING != Loading::PIPED || threadIdx.x < CONSUMERS; }
-__device__ __forceinline__ u32 thread_in_group() { return threadIdx.x % GROUP_THREADS; }
+__device__ __forceinline__ u32 thread_in_group() {
+    return LOADING == Loading::ROW ? threadIdx.x : threadIdx.x % GROUP_THREADS;
+}
 
 // A barrier of the threads of one group. It orders what they did before.
 __device__ __forceinline__ void group_barrier() {
@@ -188,6 +199,10 @@ class Pipe {
     // is loaded, and ends with `store` or `give_back`, which all threads of the group call.
     template <class Compute>
     __device__ __forceinline__ void run(Compute compute) {
+        if constexpr (LOADING == Loading::ROW) {
+            compute(Tile{blockIdx.x, 1, 0, work_.width, 0, 0});
+            return;
+        }
         if (!is_consumer()) {
             if (threadIdx.x == CONSUMERS) {
                 produce();
@@ -204,7 +219,7 @@ class Pipe {
             }
             compute(tile);
         }
-        if (LOADING != Loading::PLAIN && leads()) {
+        if (STAGED && leads()) {
             ptx::bulk_wait_read<0>();  // the stages must last until the stores have read them
         }
     }
@@ -212,7 +227,7 @@ class Pipe {
     // Ends a turn whose results stand in its stage: `store()` begins the bulk stores.
     template <class Store>
     __device__ __forceinline__ void store(const Tile& tile, Store store) {
-        if constexpr (LOADING == Loading::PLAIN) {
+        if constexpr (!STAGED) {
             return;  // `put` has stored the results
         }
         ptx::fence_proxy_async_shared();  // orders this thread's reads and writes of the stage before bulk copies
@@ -238,7 +253,7 @@ class Pipe {
 
     // Ends a turn whose stage this thread has read and nothing will be stored from.
     __device__ __forceinline__ void give_back(const Tile& tile) {
-        if constexpr (LOADING != Loading::PLAIN) {
+        if constexpr (STAGED) {
             ptx::fence_proxy_async_shared();  // orders this thread's reads of the stage before the next bulk load
             arrive_as_warp(tile.turn);
         }

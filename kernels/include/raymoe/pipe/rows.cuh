@@ -25,7 +25,10 @@ constexpr u32 VECTORS = (ROW_EIGHTS + GROUP_THREADS - 1) / GROUP_THREADS;  // of
 constexpr float ONE_OVER_HIDDEN = 1.0f / HIDDEN;
 
 __device__ __forceinline__ u32 eight_of(u32 i) { return i * GROUP_THREADS + thread_in_group(); }
-__device__ __forceinline__ bool is_there(u32 i) { return eight_of(i) < ROW_EIGHTS; }
+__device__ __forceinline__ bool is_there(u32 i) {
+    constexpr bool ALWAYS = LOADING == Loading::ROW && ROW_EIGHTS % GROUP_THREADS == 0;
+    return ALWAYS || eight_of(i) < ROW_EIGHTS;
+}
 
 // The part of a row that a thread holds. Elements after the row's end are zero.
 template <class Type>

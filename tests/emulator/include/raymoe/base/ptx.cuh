@@ -57,6 +57,7 @@ void store_8(void* at, u64 value);
 u32 load_4(const void* at);
 void store_4(void* at, u32 value);
 inline Bytes16 load_16_if(bool wanted, const u8* at, Bytes16 otherwise) { return wanted ? load_16(at) : otherwise; }
+inline Bytes16 load_16_once_if(bool wanted, const u8* at, Bytes16 otherwise) { return load_16_if(wanted, at, otherwise); }
 inline Bytes16 load_relaxed_sys_16_if(bool wanted, const u8* at, Bytes16 otherwise) {
     return wanted ? load_relaxed_sys_16(at) : otherwise;
 }
