@@ -31,7 +31,7 @@ _OF_ROUNDS = {
     *("rounds.cuh", "runs.cuh", "traffic.cuh", "numbering.cuh"),
 }
 """Files of the backends over NCCL, whose kernels wait for no peer."""
-_OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sum_partials.cu"}
+_OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sums.cuh", "sum_partials.cu"}
 """Files of kernels on one GPU: tests/unit/test_pipe_planted.py leaves out their statements."""
 
 

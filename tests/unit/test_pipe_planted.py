@@ -78,11 +78,11 @@ PLANTED = {
     ),
     "one place for the sums": (
         NormCase(15, 264, registers=8),
-        planted("parity_ ^= 1;", file="rows.cuh"),
+        planted("parity_ ^= 1;", file="sums.cuh"),
     ),
     "no barrier before the sums are read": (
         WIDE,
-        planted("            group_barrier();", file="rows.cuh"),
+        planted("            group_barrier();", file="sums.cuh"),
     ),
     "in turn: a barrier is invalidated while threads wait": (
         IN_TURN,

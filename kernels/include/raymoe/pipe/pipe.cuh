@@ -44,7 +44,7 @@
 //   ROW       as PLAIN, with a block for each row and no loop: fewer registers, so more blocks fit on an SM
 //
 // Dynamic shared memory: STAGES x stage_bytes; `full` and `empty` of each stage, 8 bytes each; sums of the groups
-// (rows.cuh). raymoe/device/pipe_shape.py computes the same sum.
+// (sums.cuh). raymoe/device/pipe_shape.py computes the same sum.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"
@@ -79,7 +79,7 @@ constexpr u32 GROUP_THREADS = GROUP_WARPS * 32, CONSUMERS = GROUPS * GROUP_THREA
 constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
 // Without stages, several blocks must fit on an SM, with so many threads together. It bounds the registers of a thread.
 constexpr u32 LEAST_BLOCKS = !STAGED && PIPE_THREADS < PIPE_RESIDENT ? PIPE_RESIDENT / PIPE_THREADS : 1;
-constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; group_sums of rows.cuh says how they are used
+constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; GroupSums of sums.cuh says how they are used
 static_assert(STAGES % GROUPS == 0, "a stage belongs to one group");
 static_assert(LOADING != Loading::IN_TURN || STAGES == GROUPS, "one stage for each group");
 static_assert(LOADING != Loading::ROW || GROUPS == 1, "one row for each block");
