@@ -3,6 +3,8 @@
 // With `end`, a count on the device, only rows before it are computed: rows of experts end there, and the time is that
 // of the rows that are there. Rows from it on keep what they held.
 //
+// With WEIGHTED, out = weight * silu(gate) * up, where each row has a weight in float32. It is rounded once.
+//
 // A group computes a piece of a row (pipe/pieces.cuh); the result takes the gate's place in the stage. With FP8 it
 // leaves as 8-bit floats, quantised from float32, by ordinary stores.
 
@@ -14,12 +16,15 @@
 
 namespace raymoe {
 
+static_assert(!FP8 || !WEIGHTED, "8-bit results have no weights");
+
 struct SwigluParams {
     PipeRows inputs[2];  // gate; up
     PipeRows out;        // if it is not quantised; it has the offset of the gate
     PipeFp8 fp8;
     PipeWork work;
-    const u8* end;  // int32, or null
+    const u8* end;      // int32, or null
+    const u8* weights;  // float32 [rows], with WEIGHTED
 };
 
 __device__ __forceinline__ void swiglu_of(const Elements<ROW_TYPE>& gate, const Elements<ROW_TYPE>& up,
@@ -33,8 +38,9 @@ __device__ __forceinline__ void swiglu_of(const Elements<ROW_TYPE>& gate, const 
     }
 }
 
-__device__ __forceinline__ void put_rows(const SwigluParams& p, const Tile& tile) {
-    for_each_vectors(tile, [&](u32 r, const u32(&eights)[TOGETHER], const bool(&there)[TOGETHER]) {
+__device__ __forceinline__ void put_row(const SwigluParams& p, const Tile& tile, u32 r) {
+    const float weight = weight_of_row(p.weights, tile, r);
+    for_each_vectors_of_row(tile, [&](const u32(&eights)[TOGETHER], const bool(&there)[TOGETHER]) {
         Elements<ROW_TYPE> gate[TOGETHER], up[TOGETHER];
 #pragma unroll
         for (u32 k = 0; k < TOGETHER; ++k) {
@@ -45,11 +51,24 @@ __device__ __forceinline__ void put_rows(const SwigluParams& p, const Tile& tile
         for (u32 k = 0; k < TOGETHER; ++k) {
             float values[8];
             swiglu_of(gate[k], up[k], values);
+            if constexpr (WEIGHTED) {
+#pragma unroll
+                for (u32 j = 0; j < 8; ++j) {
+                    values[j] *= weight;
+                }
+            }
             if (there[k]) {
                 put(Elements<ROW_TYPE>::pack(values), p.out, tile, r, eights[k]);
             }
         }
     });
+}
+
+__device__ __forceinline__ void put_rows(const SwigluParams& p, const Tile& tile) {
+#pragma unroll 1
+    for (u32 r = 0; r < tile.rows; ++r) {
+        put_row(p, tile, r);
+    }
 }
 
 __device__ __forceinline__ void quantise_rows(const SwigluParams& p, const Tile& tile) {

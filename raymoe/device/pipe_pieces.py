@@ -44,6 +44,7 @@ class SwigluParams(Params):
     fp8: PipeFp8
     work: PipeWork
     end: Address
+    weights: Address
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class SwigluBackwardParams(Params):
     outputs: Annotated[tuple[PipeRows, ...], PipeRows.array(2)]
     work: PipeWork
     end: Address
+    weights: Address
+    piece_sums: Address
 
 
 @dataclass(frozen=True)
@@ -66,23 +69,30 @@ class PointwiseParams(Params):
 class Swiglu:
     """out = silu(gate) * up of gate_up [T, 2F], gate first. `scales` as in `RmsNorm`.
 
-    With `offsets`, int32 on the device, rows from the last offset on are neither read nor written.
+    With `offsets`, int32 on the device, rows from the last offset on are neither read nor written. With `weights`,
+    float32[T], each row is multiplied by its weight; 8-bit results have none.
     """
 
     gate_up: torch.Tensor
     out: torch.Tensor
     offsets: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class SwigluBackward:
-    """The gradient of gate_up from dy [T, F]."""
+    """The gradient of gate_up from dy [T, F].
+
+    With `weights`, the sum of `piece_sums` over its first dimension is their gradient; `new_piece_sums` allocates them.
+    """
 
     dy: torch.Tensor
     gate_up: torch.Tensor
     d_gate_up: torch.Tensor
     offsets: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    piece_sums: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -124,12 +134,15 @@ def swiglu_call(call: Swiglu, limits: Limits) -> KernelCall:
     placed = in_stage([gate, up], shape)
     out, fp8 = PipeRows(), PipeFp8()
     if call.scales is not None:
+        if call.weights is not None:
+            raise ConfigError("swiglu of weighted rows as 8-bit floats; leave out the weights or the scales")
         fp8 = fp8_of(call.out, call.scales, gate.shape)
     else:
         out = rows_of(call.out, "out", gate.shape, placed[0].offset)
     work = work_of(shape, *gate.shape)
-    params = SwigluParams(placed, out, fp8, work, _end(call.offsets))
+    params = SwigluParams(placed, out, fp8, work, _end(call.offsets), _numbers(call.weights, gate.shape[:1], "weights"))
     defines = (("ROW_TYPE", row_type(gate)), *shape.defines, *((("FP8", "1"),) if quantised else ()))
+    defines += _weighted(call.weights)
     return KernelCall.of(KernelSource("swiglu", (SwigluParams, *STRUCTS), defines), shape, params, work.tiles)
 
 
@@ -143,10 +156,28 @@ def swiglu_backward_call(call: SwigluBackward, limits: Limits) -> KernelCall:
         rows_of(each, "d_gate_up", call.dy.shape, at.offset) for each, at in zip(results, placed, strict=False)
     )
     work = work_of(shape, *call.dy.shape)
-    params = SwigluBackwardParams(placed, outputs, work, _end(call.offsets))
-    defines = (("ROW_TYPE", row_type(call.dy)), *shape.defines)
+    if (call.weights is None) != (call.piece_sums is None):
+        raise ConfigError("the gradient of weighted rows needs both the weights and memory for their gradients")
+    weights = _numbers(call.weights, call.dy.shape[:1], "weights")
+    sums = _numbers(call.piece_sums, (work.pieces, work.rows), "piece_sums")
+    params = SwigluBackwardParams(placed, outputs, work, _end(call.offsets), weights, sums)
+    defines = (("ROW_TYPE", row_type(call.dy)), *shape.defines, *_weighted(call.weights))
     source = KernelSource("swiglu_backward", (SwigluBackwardParams, PipeRows, PipeWork), defines)
     return KernelCall.of(source, shape, params, work.tiles)
+
+
+def new_piece_sums(gate_up: torch.Tensor, offsets: torch.Tensor | None, limits: Limits) -> torch.Tensor:
+    """Allocate `piece_sums` of `SwigluBackward`: float32 for each piece of each row, as these limits cut rows.
+
+    >>> import torch
+    >>> new_piece_sums(torch.empty(5, 2 * 1200), None, Limits()).shape  # pieces of 512 elements
+    torch.Size([3, 5])
+    """
+    import torch
+
+    gate, up = _halves(gate_up)
+    work = work_of(_shape([gate, up, gate], limits, counted=offsets is not None), *gate.shape)
+    return torch.empty(work.pieces, work.rows, dtype=torch.float32, device=gate_up.device)
 
 
 def pointwise_call(call: Pointwise, limits: Limits) -> KernelCall:
@@ -183,6 +214,21 @@ def _halves(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise ConfigError(f"gate_up has rows of {whole.shape[1]} elements; they are a gate and an up of equal size")
     half = whole.shape[1] // 2
     return whole[:, :half], whole[:, half:]
+
+
+def _numbers(tensor: torch.Tensor | None, shape: Sequence[int], name: str) -> int:
+    """The address of float32 numbers of this shape; 0 without them."""
+    if tensor is None:
+        return 0
+    if str(tensor.dtype) != "torch.float32" or tuple(tensor.shape) != tuple(shape) or not tensor.is_contiguous():
+        raise ConfigError(
+            f"{name} are {tensor.dtype} {tuple(tensor.shape)}; float32 {tuple(shape)} is needed, contiguous"
+        )
+    return tensor.data_ptr()
+
+
+def _weighted(weights: torch.Tensor | None) -> tuple[tuple[str, str], ...]:
+    return () if weights is None else (("WEIGHTED", "1"),)
 
 
 def _end(offsets: torch.Tensor | None) -> int:

@@ -18,19 +18,28 @@ from raymoe.moe.results import new_halved, new_like, new_quantised
 
 
 @overload
-def swiglu(gate_up: Tensor, expert_offsets: Tensor | None = ..., **options: Unpack[Plain]) -> Tensor: ...
+def swiglu(
+    gate_up: Tensor, expert_offsets: Tensor | None = ..., weights: Tensor | None = ..., **options: Unpack[Plain]
+) -> Tensor: ...
 @overload
 def swiglu(
     gate_up: Tensor, expert_offsets: Tensor | None = ..., **options: Unpack[Quantised]
 ) -> tuple[Tensor, Tensor]: ...
-def swiglu(gate_up: Tensor, expert_offsets: Tensor | None = None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+def swiglu(
+    gate_up: Tensor, expert_offsets: Tensor | None = None, weights: Tensor | None = None, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """Map gate_up[..., 2F], gate first, to silu(gate) * up [..., F].
 
     With the `expert_offsets` of a dispatch, rows from the last offset on are not computed: their results and gradients
     are unspecified. The offsets are read on the device.
 
+    With `weights`, float32[...], each row is multiplied by its weight before it is rounded. The backward pass computes
+    the gradient of the weights beside that of gate_up.
+
     >>> swiglu(torch.tensor([[0.0, 1.0, 7.0, 2.0]]))
     tensor([[0.0000, 1.4621]])
+    >>> swiglu(torch.tensor([[0.0, 1.0, 7.0, 2.0]]), weights=torch.tensor([0.5]))
+    tensor([[0.0000, 0.7311]])
     """
     form = ResultForm(**options)
     check_rows("swiglu", "gate_up", gate_up)
@@ -39,6 +48,10 @@ def swiglu(gate_up: Tensor, expert_offsets: Tensor | None = None, **options: Any
     if expert_offsets is not None:
         _check_offsets(gate_up, expert_offsets)
     check_columns("swiglu", gate_up, form)
+    if weights is not None:
+        _check_weights(gate_up, weights, form)
+        weighted: Tensor = _weighted_swiglu(gate_up, weights, expert_offsets, form.sms)
+        return weighted
     if form.quantised:
         refuse_gradient("swiglu", gate_up)
         pair: tuple[Tensor, Tensor] = _swiglu_fp8(gate_up, expert_offsets, form.column, form.sms)
@@ -59,6 +72,20 @@ def _check_offsets(gate_up: Tensor, offsets: object) -> None:
         )
     if offsets.device != gate_up.device:
         raise ConfigError(f"swiglu: expert_offsets is on {offsets.device}; gate_up is on {gate_up.device}")
+
+
+def _check_weights(gate_up: Tensor, weights: object, form: ResultForm) -> None:
+    if not isinstance(weights, Tensor):
+        raise ConfigError(f"swiglu: weights is a {type(weights).__name__}; a tensor is needed")
+    if form.quantised:
+        raise ConfigError(
+            f"swiglu: weights with output={form.output!r}; 8-bit results have none: leave out one of both"
+        )
+    if weights.dtype != torch.float32 or weights.shape != gate_up.shape[:-1] or weights.device != gate_up.device:
+        raise ConfigError(
+            f"swiglu: weights is {weights.dtype} of shape {list(weights.shape)} on {weights.device}; torch.float32 of "
+            f"shape {list(gate_up.shape[:-1])} on {gate_up.device} is needed"
+        )
 
 
 @torch.library.custom_op("raymoe::swiglu", mutates_args=())
@@ -116,6 +143,60 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 _swiglu.register_autograd(_differentiate, setup_context=_keep)
+
+
+# With a weight for each row.
+
+
+@torch.library.custom_op("raymoe::weighted_swiglu", mutates_args=())
+def _weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+    if kernels.takes(gate_up):
+        return kernels.weighted_swiglu(gate_up, weights, offsets, Limits(sms))
+    y = new_halved(gate_up)
+    valid = _valid_rows(gate_up, offsets)
+    there = ... if valid is None else slice(valid)
+    y[there] = formulas.weighted_swiglu(gate_up[there], weights[there])
+    return _zero_rest(y, valid)
+
+
+@_weighted_swiglu.register_fake
+def _(gate_up: Tensor, *_: object) -> Tensor:
+    return new_halved(gate_up)
+
+
+@torch.library.custom_op("raymoe::weighted_swiglu_backward", mutates_args=())
+def _weighted_swiglu_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None
+) -> tuple[Tensor, Tensor]:
+    if kernels.takes(gate_up):
+        return kernels.weighted_swiglu_backward(dy, gate_up, weights, offsets, Limits(sms))
+    into, d_weights = new_like(gate_up), new_like(weights)
+    valid = _valid_rows(gate_up, offsets)
+    there = ... if valid is None else slice(valid)
+    into[there], d_weights[there] = formulas.weighted_swiglu_backward(dy[there], gate_up[there], weights[there])
+    return _zero_rest(into, valid), _zero_rest(d_weights, valid)
+
+
+@_weighted_swiglu_backward.register_fake
+def _(_dy: Tensor, gate_up: Tensor, weights: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return new_like(gate_up), new_like(weights)
+
+
+def _keep_weighted(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    gate_up, weights, offsets, ctx.sms = inputs
+    ctx.save_for_backward(gate_up, weights, offsets)
+
+
+def _differentiate_weighted(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    gate_up, weights, offsets = ctx.saved_tensors
+    d_gate_up, d_weights = _weighted_swiglu_backward(dy, gate_up, weights, offsets, ctx.sms)
+    return d_gate_up, d_weights, None, None
+
+
+_weighted_swiglu.register_autograd(_differentiate_weighted, setup_context=_keep_weighted)
+
+
+# As 8-bit floats.
 
 
 @torch.library.custom_op("raymoe::swiglu_fp8", mutates_args=())

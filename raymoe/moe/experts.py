@@ -175,15 +175,36 @@ class Activation:
     limit: float | None = None
     up_plus: float = 0.0
 
-    def __call__(self, gate_up: torch.Tensor, expert_offsets: torch.Tensor | None = None) -> torch.Tensor:
-        """Map [C, 2F] to [C, F]. On GPUs rows from the last of `expert_offsets` on may be left out."""
-        if gate_up.device.type != "cpu" and self == SWIGLU:
-            return swiglu(gate_up, expert_offsets)
+    def __call__(
+        self,
+        gate_up: torch.Tensor,
+        expert_offsets: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Map [C, 2F] to [C, F], times the `weights`, float32[C], of the rows.
+
+        On GPUs rows from the last of `expert_offsets` on may be left out, and the weights are in the kernels of SwiGLU,
+        forward and backward. For other activations they take passes of their own.
+        """
+        if self == SWIGLU and _in_kernels(gate_up):
+            return swiglu(gate_up, expert_offsets, weights)
+        h = self._unweighted(gate_up)
+        return h if weights is None else (h.float() * weights[:, None]).to(h.dtype)
+
+    def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         gated = nn.functional.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
         return gated * (up + self.up_plus if self.up_plus else up)
+
+
+def _in_kernels(rows: torch.Tensor) -> bool:
+    """Whether SwiGLU is one operator. On a CPU torch's functions, one after the other, take less time than its formula.
+
+    Backward of 2048 rows of 2 x 2048 bfloat16 with weights, one core of an AMD EPYC: 16 ms against 50 (2026-11-23).
+    """
+    return rows.device.type != "cpu"
 
 
 SWIGLU = Activation()
@@ -239,9 +260,7 @@ class Experts(nn.Module):
 
     def _compute(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None) -> torch.Tensor:
         gate_up = grouped_linear(x, self._outputs_first(self.gate_up_proj), groups, local(self.gate_up_proj_bias))
-        h = self.activation(gate_up, groups.offsets)
-        if weights is not None:
-            h = (h.float() * weights[:, None]).to(h.dtype)
+        h = self.activation(gate_up, groups.offsets, weights)
         y = grouped_linear(h, self._outputs_first(self.down_proj), groups)
         if (bias := local(self.down_proj_bias)) is not None:
             padded = torch.cat((bias, bias.new_zeros(1, bias.shape[1])))

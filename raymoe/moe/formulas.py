@@ -50,15 +50,30 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = _wide(gate_up).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of gate_up."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    d, share = dy.float(), torch.sigmoid(gate)
+    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    d, share = _wide(dy), torch.sigmoid(gate)
     return torch.cat((d * up * share * (1 + gate * (1 - share)), d * gate * share), dim=-1)
+
+
+def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+    return swiglu(gate_up) * _wide(weights)[..., None]
+
+
+def weighted_swiglu_backward(dy: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate_up and weights."""
+    d_gate_up = swiglu_backward(_wide(dy) * _wide(weights)[..., None], gate_up)
+    return d_gate_up, (_wide(dy) * swiglu(gate_up)).sum(dim=-1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Rows in float32; in float64 if they are, for tests of gradients by differences."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _over_rows(rows: Tensor) -> Tensor:

@@ -117,6 +117,25 @@ def swiglu_fp8(gate_up: Tensor, offsets: Tensor | None, column: bool, limits: Li
     return values, scales
 
 
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, limits: Limits) -> Tensor:
+    y, by_rows = new_halved(gate_up), weights.reshape(-1).contiguous()
+    asked = pipe_pieces.Swiglu(as_rows(gate_up), as_rows(y), _as_offsets(offsets), weights=by_rows)
+    pipe_pieces.swiglu(asked, limits)
+    return y
+
+
+def weighted_swiglu_backward(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    into, given = new_like(gate_up), (as_rows(dy), as_rows(gate_up))
+    offsets, by_rows = _as_offsets(offsets), weights.reshape(-1).contiguous()
+    sums = pipe_pieces.new_piece_sums(given[1], offsets, limits)
+    asked = pipe_pieces.SwigluBackward(*given, as_rows(into), offsets, by_rows, sums)
+    pipe_pieces.swiglu_backward(asked, limits)
+    d_weights = sums.view(-1) if len(sums) == 1 else sums.sum(dim=0)
+    return into, d_weights.view(weights.shape)
+
+
 def swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, limits: Limits) -> Tensor:
     into = new_like(gate_up)
     asked = pipe_pieces.SwigluBackward(as_rows(dy), as_rows(gate_up), as_rows(into), _as_offsets(offsets))

@@ -31,6 +31,7 @@ FUNCTIONS = {
     "add_rms_norm": (lambda x, r, w: add_rms_norm(x, r, w), [(300, 7168), (300, 7168), (7168,)]),
     "layer_norm": (lambda x, w, b: layer_norm(x, w, b), [(3, 100, 4096), (4096,), (4096,)]),
     "swiglu": (lambda x: swiglu(x), [(300, 4096)]),
+    "swiglu with weights": (lambda x, w: swiglu(x, weights=w.float()), [(300, 4096), (300,)]),
     "pointwise": (
         lambda a, b, c, d: raymoe.pointwise("silu(a) * b + where(c > 0, c, d)", a=a, b=b, c=c, d=d),
         [(300, 2048), (2048,), (300, 2048), (300, 1)],

@@ -17,6 +17,7 @@ from raymoe.device.pipe_pieces import (  # noqa: E402
     Pointwise,
     Swiglu,
     SwigluBackward,
+    new_piece_sums,
     pointwise,
     swiglu,
     swiglu_backward,
@@ -118,9 +119,34 @@ def check_pieces(rows: int, hidden: int, limits: Limits, dtype: torch.dtype = BF
     close(out[:there], want.detach(), size=0.1)
     close(d_gate_up[:there], wide.grad, size=1)
     assert bool((out[there:] == 7).all()) and bool((d_gate_up[there:] == 7).all())
+    check_weighted(gate_up, dy, offsets, there, limits)
     row, column = rows_of(1, hidden, dtype, 1)[0], rows_of(rows, 8, dtype, 2)[:, :1]
     pointwise(Pointwise(SILU, [dy, row, column], out), limits)
     close(out, torch.nn.functional.silu(dy.double()) * row.double() + column.double(), size=1)
+
+
+def check_weighted(gate_up: torch.Tensor, dy: torch.Tensor, offsets: torch.Tensor, there: int, limits: Limits) -> None:
+    """SwiGLU with a weight for each row, its gradients, and those of the weights, twice the same."""
+    out, d_gate_up = torch.full_like(dy, 7), torch.full_like(gate_up, 7)
+    weights = rows_of(1, len(dy), F32, 3)[0]
+    swiglu(Swiglu(gate_up, out, offsets, weights=weights), limits)
+    found = []
+    for _ in range(2):
+        sums = new_piece_sums(gate_up, offsets, limits).fill_(7)
+        swiglu_backward(SwigluBackward(dy, gate_up, d_gate_up, offsets, weights, sums), limits)
+        assert bool((sums[:, there:] == 7).all())
+        found.append(sums[:, :there].sum(dim=0))
+    assert torch.equal(*found)
+    wide, share = gate_up[:there].double().requires_grad_(), weights[:there].double().requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    h, wide_dy = torch.nn.functional.silu(gate) * up, dy[:there].double()
+    want = h * share[:, None]
+    want.backward(wide_dy)
+    close(out[:there], want.detach(), size=0.1)
+    close(d_gate_up[:there], wide.grad, size=1)
+    size = (wide_dy * h).detach().abs().sum(dim=1)  # the gradient of a weight is a sum that may cancel
+    assert bool(((found[0].double() - share.grad).abs() <= 1e-6 * size).all())
+    assert bool((out[there:] == 7).all()) and bool((d_gate_up[there:] == 7).all())
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)

@@ -11,6 +11,7 @@ from raymoe.device.pipe_pieces import (
     Pointwise,
     Swiglu,
     SwigluBackward,
+    new_piece_sums,
     pointwise_call,
     swiglu_backward_call,
     swiglu_call,
@@ -42,7 +43,7 @@ def norms(
 def pieces(
     dtype: torch.dtype = torch.bfloat16, fp8: bool = False, limits: Limits = PIPED
 ) -> tuple[KernelSource, KernelSource, KernelSource]:
-    """SwiGLU, its gradient, an expression."""
+    """SwiGLU, its gradient, and an expression."""
     gate_up, out = tensor(ROWS, 4096, dtype=dtype), tensor(ROWS, 2048, dtype=dtype)
     values = tensor(ROWS, 2048, dtype=torch.float8_e4m3fn) if fp8 else out
     scales = tensor(ROWS, 16, dtype=torch.float32) if fp8 else None
@@ -52,6 +53,19 @@ def pieces(
         swiglu_call(Swiglu(gate_up, values, None, scales), limits).source,
         swiglu_backward_call(SwigluBackward(out, gate_up, gate_up), limits).source,
         pointwise_call(Pointwise(code, [out, *vectors], out), limits).source,
+    )
+
+
+def weighted_pieces(
+    dtype: torch.dtype = torch.bfloat16, limits: Limits = PLAIN, ffn: int = 2048
+) -> tuple[KernelSource, KernelSource]:
+    """SwiGLU with a weight for each row, and its gradients."""
+    gate_up, out = tensor(ROWS, 2 * ffn, dtype=dtype), tensor(ROWS, ffn, dtype=dtype)
+    weights, offsets = tensor(ROWS, dtype=torch.float32), tensor(9, dtype=torch.int32)
+    sums = new_piece_sums(gate_up, offsets, limits)
+    return (
+        swiglu_call(Swiglu(gate_up, out, offsets, weights=weights), limits).source,
+        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, offsets, weights, sums), limits).source,
     )
 
 
@@ -90,6 +104,9 @@ def pipe_sources() -> list[KernelSource]:
                 pieces(fp8=True)[0],
                 *pieces(torch.float32, fp8=True)[::2],
                 pieces(torch.float16, limits=PLAIN)[1],
+                *weighted_pieces(),
+                *weighted_pieces(torch.float32, PIPED),
+                weighted_pieces(limits=Limits(stages=2))[1],
             ]
         )
     )

@@ -16,6 +16,7 @@ from raymoe.errors import ConfigError, DataRefused
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.experts import (
+    SWIGLU,
     Activation,
     Experts,
     Groups,
@@ -127,11 +128,12 @@ def test_experts_are_swiglu_over_their_own_rows(dtype: torch.dtype, weighted: bo
         torch.testing.assert_close(rows[mine].double(), wanted, rtol=0.02, atol=0.02)
 
 
-def test_gradients_of_experts_are_of_their_own_rows() -> None:
+@pytest.mark.parametrize("activation", [SWIGLU, Activation(True, 1.702, 1.0, 1.0)], ids=["swiglu", "gpt_oss"])
+def test_gradients_of_experts_are_of_their_own_rows(activation: Activation) -> None:
     source = torch.Generator().manual_seed(1)
     shapes = ((3, 8, 12), (3, 6, 8), (3, 12), (3, 8))
     weights = [torch.randn(shape, generator=source, requires_grad=True) for shape in shapes]
-    experts = Experts(ModelWeights(*weights, transposed=True), Activation(True, 1.702, 1.0, 1.0))
+    experts = Experts(ModelWeights(*weights, transposed=True), activation)
     x = torch.randn(50, 8, generator=source, requires_grad=True)
     share = torch.rand(50, generator=source).requires_grad_()
     expert = Groups(OFFSETS, COUNTS).expert_of_row(50)
@@ -142,8 +144,11 @@ def test_gradients_of_experts_are_of_their_own_rows() -> None:
     rows, part, gate_up, down, gate_up_bias, down_bias = exact
     own, which = rows[there], expert[there]
     product = (own[:, None] @ gate_up[which]).squeeze(1) + gate_up_bias[which]
-    gate, up = product[:, ::2].clamp(max=1.0), product[:, 1::2].clamp(-1.0, 1.0)
-    h = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    if activation == SWIGLU:
+        h = torch.nn.functional.silu(product[:, :6]) * product[:, 6:]
+    else:
+        gate, up = product[:, ::2].clamp(max=1.0), product[:, 1::2].clamp(-1.0, 1.0)
+        h = (up + 1) * gate * torch.sigmoid(1.702 * gate)
     y = ((h[:, None] @ down[which]).squeeze(1) + down_bias[which]) * part[there, None]
     wanted = torch.autograd.grad((y * dy[there].double()).sum(), exact)
     for have, exactly in zip(found, wanted, strict=True):

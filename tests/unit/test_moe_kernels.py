@@ -12,6 +12,8 @@ import torch
 import raymoe
 from raymoe.device import pipe, pipe_backward, pipe_pieces, pipe_shape
 from raymoe.moe import add_rms_norm, kernels, layer_norm, rms_norm, swiglu
+from raymoe.moe import experts as experts_of_a_layer
+from raymoe.moe.experts import Experts, ModelWeights
 from raymoe.workload.exchange.gpu import dequantised
 from raymoe.workload.pointwise import operations
 from raymoe.workload.pointwise.operations import RowSizes
@@ -97,6 +99,11 @@ CALLS = {
     "add_rms_norm": lambda: add_rms_norm(drawn(5, 64), drawn(5, 64, seed=2), drawn(64, seed=1)),
     "layer_norm": lambda: layer_norm(drawn(5, 64), drawn(64, seed=1), drawn(64, seed=2)),
     "swiglu": lambda: swiglu(drawn(2, 3, 128)),
+    "swiglu with weights": lambda: swiglu(drawn(2, 3, 128), weights=drawn(2, 3, dtype=torch.float32, seed=1)),
+    "swiglu of one row with a weight": lambda: swiglu(drawn(128), weights=torch.tensor(0.3)),
+    "swiglu with weights that lie apart": lambda: swiglu(
+        drawn(5, 128), weights=drawn(5, 2, dtype=torch.float32, seed=1)[:, 1]
+    ),
     "pointwise": lambda: raymoe.pointwise(
         "silu(a) * b + c / (2 + d * d)", a=drawn(2, 3, 64), b=drawn(2, 3, 64, seed=1), c=drawn(64), d=drawn(2, 3, 1)
     ),
@@ -157,12 +164,26 @@ BACKWARDS = {
         ["layer_norm", "layer_norm_backward"],
     ),
     "swiglu": (lambda x: swiglu(x), [(3, 128)], ["swiglu", "swiglu_backward"]),
+    "swiglu with weights": (
+        lambda x, w: swiglu(x, weights=w),
+        [(2, 3, 128), (2, 3)],
+        ["swiglu", "swiglu_backward"],
+    ),
+    "swiglu with weights, rows in pieces": (
+        lambda x, w: swiglu(x, weights=w),
+        [(3, 2400), (3,)],
+        ["swiglu", "swiglu_backward"],
+    ),
     "pointwise": (
         lambda a, b, c, d: raymoe.pointwise("silu(a) * b + where(c > 0, b, d)", a=a, b=b, c=c, d=d),
         [(6, 64), (64,), (6, 64), (6, 1)],
         ["pointwise"] * 4,  # forward, and three gradients: c only decides
     ),
 }
+
+
+EXPERTS = [(12, 16), (12,), (3, 64, 16), (3, 16, 32)]
+"""The shapes of rows, their weights, gate_up_proj and down_proj."""
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
@@ -181,6 +202,30 @@ def test_gradients_agree(name, launched, monkeypatch, dtype=torch.float32):
         summed = 1 if mine.shape == leaves[0].shape else 8
         step = 0.01 if dtype == BF16 else 1e-5
         torch.testing.assert_close(mine.float(), want.float(), rtol=2 * step, atol=summed * step)
+
+
+def test_experts_weigh_their_rows_in_the_kernels_of_swiglu(launched, monkeypatch):
+    """The gradient of the router's weights comes from SwiGLU's backward kernel, and from no other pass over rows."""
+    monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: True)
+    counts, offsets = torch.tensor([4, 0, 5], dtype=torch.int32), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    leaves = [drawn(*shape, dtype=torch.float32, seed=index) for index, shape in enumerate(EXPERTS)]
+    x, share, *weights = (each.requires_grad_() for each in leaves)
+    experts = Experts(ModelWeights(*weights))
+
+    def compute() -> Any:
+        y = experts(x, offsets, counts, share)[:9]
+        return [
+            y,
+            *torch.autograd.grad(y, [x, share, *experts.parameters()], drawn(9, 16, dtype=torch.float32, seed=8)),
+        ]
+
+    found = compute()
+    assert launched == ["swiglu", "swiglu_backward"]
+    monkeypatch.setattr(experts_of_a_layer, "_in_kernels", lambda _: False)
+    want = compute()  # by torch's functions, one after the other
+    for mine, his in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, his, rtol=1e-5, atol=1e-4)
+    assert float(want[2][:9].abs().min()) > 0, "a weight without a gradient"
 
 
 def test_gradients_of_vectors_are_near_in_bfloat16(launched, monkeypatch):

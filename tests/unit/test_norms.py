@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.moe import add_rms_norm, layer_norm, rms_norm, swiglu
+from raymoe.moe import add_rms_norm, formulas, layer_norm, rms_norm, swiglu
 from raymoe.workload.exchange.gpu import dequantised
 
 EPS = 1e-3
@@ -165,6 +165,71 @@ def test_swiglu_computes_rows_up_to_the_last_offset(kind):
     assert torch.equal(leaf.grad[:8], whole.grad)
 
 
+# With a weight for each row.
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("rows", [(7,), (2, 3), (), (0,)], ids=str)
+def test_weighted_rows_and_their_gradients_are_those_of_float64(rows, dtype):
+    gate_up = drawn(*rows, 272, dtype=dtype).requires_grad_()
+    weights = drawn(*rows, 1, seed=1)[..., 0].requires_grad_()
+    exact = [each.detach().double().requires_grad_() for each in (gate_up, weights)]
+    found, want = swiglu(gate_up, weights=weights), swiglu_of(exact[0]) * exact[1][..., None]
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), want, rtol=BOUNDS[dtype], atol=BOUNDS[dtype])
+    dy = drawn(*found.shape, seed=9, dtype=dtype)
+    wanted = torch.autograd.grad(want, exact, dy.double())
+    for mine, his in zip(torch.autograd.grad(found, (gate_up, weights), dy), wanted, strict=True):
+        # The gradient of a weight is float32 whatever the rows are.
+        bound = BOUNDS[mine.dtype] * max(1.0, float(his.abs().max()) if his.numel() else 0.0)
+        torch.testing.assert_close(mine.double(), his, rtol=0, atol=bound)
+
+
+def test_weighted_gradients_pass_gradcheck_in_float64():
+    gate_up, weights = drawn(5, 12).double().requires_grad_(), drawn(5, seed=1).double().requires_grad_()
+    weighted = torch.ops.raymoe.weighted_swiglu
+    assert torch.autograd.gradcheck(lambda x, w: weighted(x, w, None, None), (gate_up, weights))
+    assert torch.autograd.gradcheck(lambda x, w: weighted(x, w, torch.tensor([0, 3]), None), (gate_up, weights))
+
+
+def test_gradcheck_finds_a_gradient_of_weights_that_is_left_out(monkeypatch):
+    whole = formulas.weighted_swiglu_backward
+    monkeypatch.setattr(
+        formulas, "weighted_swiglu_backward", lambda *given: (whole(*given)[0], torch.zeros_like(given[2]))
+    )
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        test_weighted_gradients_pass_gradcheck_in_float64()
+
+
+def test_weighted_rows_behind_the_last_offset_have_no_gradient_on_cpus():
+    gate_up, weights = drawn(12, 128), drawn(12, seed=1)
+    gate_up[8:] = weights[8:] = torch.nan
+    leaves = gate_up.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = swiglu(leaves[0], torch.tensor([0, 4, 8]), leaves[1])
+    whole = gate_up[:8].clone().requires_grad_(), weights[:8].clone().requires_grad_()
+    assert torch.equal(y[:8], swiglu(whole[0], weights=whole[1])) and not bool(y[8:].any())
+    found = torch.autograd.grad(y.sum(), leaves)
+    for mine, want in zip(found, torch.autograd.grad(swiglu(whole[0], weights=whole[1]).sum(), whole), strict=True):
+        assert torch.equal(mine[:8], want) and not bool(mine[8:].any())
+
+
+def test_weighted_operators_pass_opcheck_and_compile_without_a_break():
+    given = drawn(6, 128).requires_grad_(), drawn(6, seed=1).requires_grad_()
+    ops, offsets = torch.ops.raymoe, torch.tensor([0, 4])
+    torch.library.opcheck(ops.weighted_swiglu.default, (*given, None, None))
+    torch.library.opcheck(ops.weighted_swiglu.default, (*given, offsets, 3))
+    plain = [each.detach() for each in given]
+    torch.library.opcheck(ops.weighted_swiglu_backward.default, (drawn(6, 64, seed=2), *plain, offsets, None))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: swiglu(x, offsets, w), fullgraph=True, backend="aot_eager")
+    for mine, want in zip(
+        torch.autograd.grad(compiled(*given)[:4].square().sum(), given),
+        torch.autograd.grad(swiglu(given[0], offsets, given[1])[:4].square().sum(), given),
+        strict=True,
+    ):
+        assert torch.equal(mine, want)
+
+
 # As operators of torch.
 
 
@@ -220,6 +285,10 @@ WRONG = [
     (lambda: layer_norm(X, W, None), "bias is a NoneType"),
     (lambda: swiglu(X[:, :63]), "rows of 63; gate and up together are an even number"),
     (lambda: swiglu(X, torch.tensor([0.0, 4.0])), r"expert_offsets is torch.float32 of shape \[2\]"),
+    (lambda: swiglu(X, None, [1.0]), "weights is a list"),
+    (lambda: swiglu(X, weights=W), r"weights is torch.float32 of shape \[64\] on cpu; torch.float32 of shape \[4\]"),
+    (lambda: swiglu(X, weights=W[:4].half()), "weights is torch.float16"),
+    (lambda: swiglu(X, weights=W[:4], output="float8_e4m3"), "8-bit results have none"),
     (lambda: swiglu(X[None], torch.tensor([0, 4])), r"with expert_offsets it is \[C, 2F\]"),
 ]
 

@@ -44,6 +44,7 @@ def draw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     piece = pieces.Case(rows, hidden, dtype, limits, fp8, gap, end)
     pieces.test_swiglu_equals_float64(piece)
     pieces.judge_gradient(piece)
+    pieces.judge_weighted_gradients(piece)
     monkeypatch.setattr(pipe_shape, "GRADIENT_BUDGET", draws.choice([16, 96, 256]))
     on = Limits(backward.SMS, limits.stages, limits.loading)
     case = backward.Case(rows, hidden, dtype, on, gap=gap, budget=96, add=draws.random() < 0.5)

@@ -13,12 +13,15 @@ from raymoe.device.pipe_pieces import (
     Pointwise,
     Swiglu,
     SwigluBackward,
+    new_piece_sums,
     pointwise_call,
     swiglu_backward_call,
     swiglu_call,
 )
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
+from tests.emulator.build import Change
+from tests.emulator.machine import EmulatorError
 from tests.unit.emulated_pipe import SENTINEL, Strided, close, filled, judge_fp8, run_call, scales_for, tensors_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -113,6 +116,107 @@ def judge_gradient(case: Case) -> None:
     assert wide.grad is not None
     close(out.matrix[:there], wide.grad, size=1)
     assert bool((out.whole[there:] == SENTINEL).all())
+
+
+# With a weight for each row.
+
+
+def weights_of(rows: int) -> torch.Tensor:
+    return torch.randn(rows, generator=torch.Generator().manual_seed(5))
+
+
+WEIGHTED = (*BACKWARD, "two stages, groups of several warps", "no rows of experts", "more rows than there are")
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weighted_swiglu_equals_float64(name: str) -> None:
+    case = CASES[name]
+    gate_up, out = filled(case.rows, 2 * case.ffn, case.dtype, case.gap), Strided.empty(case.rows, case.ffn, case.dtype)
+    weights = weights_of(case.rows)
+    asked = Swiglu(gate_up.matrix, out.matrix, offsets_of(case.end), weights=weights)
+    run_call(swiglu_call(asked, case.limits), tensors_of(asked))
+    there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
+    gate, up = gate_up.matrix[:there].double().chunk(2, dim=1)
+    close(out.matrix[:there], torch.nn.functional.silu(gate) * up * weights[:there, None].double())
+    assert bool((out.whole[there:] == SENTINEL).all()), "a row after the last expert's was written"
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_gradients_of_weighted_swiglu_equal_float64(name: str) -> None:
+    judge_weighted_gradients(CASES[name])
+
+
+def judge_weighted_gradients(case: Case, seed: int = 0, changes: tuple[Change, ...] = ()) -> torch.Tensor:
+    """Run the kernel, raise if a gradient is wrong, and return those of the weights."""
+    gate_up, dy = filled(case.rows, 2 * case.ffn, case.dtype, case.gap), filled(case.rows, case.ffn, case.dtype, seed=4)
+    out, weights, offsets = (
+        Strided.empty(case.rows, 2 * case.ffn, case.dtype),
+        weights_of(case.rows),
+        offsets_of(case.end),
+    )
+    sums = new_piece_sums(gate_up.matrix, offsets, case.limits).fill_(torch.nan)
+    asked = SwigluBackward(dy.matrix, gate_up.matrix, out.matrix, offsets, weights, sums)
+    run_call(swiglu_backward_call(asked, case.limits), tensors_of(asked), seed=seed, changes=changes)
+    there = case.rows if case.end is None else min(max(case.end, 0), case.rows)
+    wide, share = (each[:there].double().requires_grad_() for each in (gate_up.matrix, weights))
+    gate, up = wide.chunk(2, dim=1)
+    h, wide_dy = torch.nn.functional.silu(gate) * up, dy.matrix[:there].double()
+    (h * share[:, None]).backward(wide_dy)
+    assert wide.grad is not None and share.grad is not None
+    close(out.matrix[:there], wide.grad, size=1)
+    error = (sums[:, :there].double().sum(dim=0) - share.grad).abs()
+    assert bool((error <= 1e-6 * (wide_dy * h).detach().abs().sum(dim=1)).all()), f"error {float(error.max())}"
+    assert bool((out.whole[there:] == SENTINEL).all()) and bool(sums[:, there:].isnan().all())
+    return sums.sum(dim=0)
+
+
+@pytest.mark.parametrize("name", ["pieces", "two stages, groups of several warps", "short rows"])
+def test_the_gradients_of_weights_are_the_same_in_every_interleaving(name: str) -> None:
+    first = judge_weighted_gradients(CASES[name])
+    for seed in (1, 2, 3):
+        assert torch.equal(judge_weighted_gradients(CASES[name], seed), first)
+
+
+def planted(old: str, new: str = "", file: str = "swiglu_backward.cu") -> Change:
+    return Change(file, old, new)
+
+
+PLANTED = {
+    "no gradient of the weight": planted("along += dy[j] * (gate[j] * s * by_up);"),
+    "the weight's gradient times the weight": planted(
+        "along += dy[j] * (gate[j] * s * by_up);\n                    dy[j] *= weight;",
+        "dy[j] *= weight;\n                    along += dy[j] * (gate[j] * s * by_up);",
+    ),
+    "gradients without the weight": planted("dy[j] *= weight;"),
+    "the sum of one thread": planted("sums.add(along);"),
+    "all pieces in one place": planted("tile.first / p.work.piece", "0"),
+    "the weight of the tile's first row": planted("(tile.row + r) * 4)", "tile.row * 4)", "pieces.cuh"),
+    "one place for the sums of two rows": planted("parity_ ^= 1;", file="sums.cuh"),
+}
+
+
+@pytest.mark.parametrize("change", PLANTED.values(), ids=PLANTED)
+def test_a_planted_mistake_in_weighted_gradients_is_found(change: Change) -> None:
+    for seed in range(6):
+        for name in ("pieces", "short rows", "three stages, short rows", "two stages, groups of several warps"):
+            try:
+                judge_weighted_gradients(CASES[name], seed, (change,))
+            except (EmulatorError, AssertionError):
+                return
+    pytest.fail("every interleaving is right with it")
+
+
+def test_weights_that_the_kernels_cannot_take_are_refused() -> None:
+    gate_up, out, weights = torch.zeros(3, 32), torch.zeros(3, 16), torch.zeros(3)
+    fp8, scales = torch.zeros(3, 16).to(torch.float8_e4m3fn), torch.zeros(3, 1)
+    with pytest.raises(ConfigError, match="8-bit floats; leave out the weights or the scales"):
+        swiglu_call(Swiglu(gate_up, fp8, None, scales, weights), PIPED)
+    with pytest.raises(ConfigError, match=r"weights are torch.float32 \(2,\); float32 \(3,\) is needed"):
+        swiglu_call(Swiglu(gate_up, out, weights=weights[:2]), PIPED)
+    with pytest.raises(ConfigError, match="needs both the weights and memory"):
+        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, weights=weights), PIPED)
+    with pytest.raises(ConfigError, match="piece_sums are"):
+        swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, None, weights, torch.zeros(2, 3)), PIPED)
 
 
 SILU = "([&] { const float t1 = v0 / (1.0f + expf(-v0)); return t1 * v1 + v2; }())"

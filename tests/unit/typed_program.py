@@ -32,7 +32,7 @@ def gated(x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tens
     values, scales = rms_norm(y, bias, output="float8_e4m3", scales="column")
     (values, scales), total = add_rms_norm(y, total, bias, 1e-5, output="float8_e4m3")
     values, scales = swiglu(layer_norm(total, bias, bias, sms=32), output="float8_e4m3")
-    return swiglu(y) * values.float() * scales
+    return swiglu(y, weights=scales[:, 0]) * values.float() * scales
 
 
 def neighbours(world: raymoe.World, message: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,9 @@
 #ifndef PIPE_VECTORS
 #define PIPE_VECTORS 8  // of a thread, at most, in each row of a tile
 #endif
+#ifndef WEIGHTED
+#define WEIGHTED 0  // whether each row of a result has a weight
+#endif
 
 namespace raymoe {
 
@@ -28,24 +31,36 @@ __device__ __forceinline__ PipeWork bounded(PipeWork work, const u8* end) {
     return work;
 }
 
-// Calls `compute(r, eights, there)` for each row of a tile and TOGETHER eights of it at a time, numbered from the
-// tile's left edge. All threads of the group call this.
+// Calls `compute(eights, there)` for TOGETHER eights of each row of a tile at a time, numbered from the tile's left
+// edge. All threads of the group call this.
+template <class Compute>
+__device__ __forceinline__ void for_each_vectors_of_row(const Tile& tile, Compute compute) {
+#pragma unroll 1
+    for (u32 begin = 0; begin < tile.eights; begin += TOGETHER * GROUP_THREADS) {
+        u32 eights[TOGETHER];
+        bool there[TOGETHER];
+#pragma unroll
+        for (u32 k = 0; k < TOGETHER; ++k) {
+            eights[k] = begin + k * GROUP_THREADS + thread_in_group();
+            there[k] = eights[k] < tile.eights;
+        }
+        compute(eights, there);
+    }
+}
+
+// Calls `compute(r, eights, there)` for each row of a tile, in the same way.
 template <class Compute>
 __device__ __forceinline__ void for_each_vectors(const Tile& tile, Compute compute) {
 #pragma unroll 1
     for (u32 r = 0; r < tile.rows; ++r) {
-#pragma unroll 1
-        for (u32 begin = 0; begin < tile.eights; begin += TOGETHER * GROUP_THREADS) {
-            u32 eights[TOGETHER];
-            bool there[TOGETHER];
-#pragma unroll
-            for (u32 k = 0; k < TOGETHER; ++k) {
-                eights[k] = begin + k * GROUP_THREADS + thread_in_group();
-                there[k] = eights[k] < tile.eights;
-            }
-            compute(r, eights, there);
-        }
+        for_each_vectors_of_row(
+            tile, [&](const u32(&eights)[TOGETHER], const bool(&there)[TOGETHER]) { compute(r, eights, there); });
     }
+}
+
+// The weight of row `r` of a tile: float32, one for each row. 1 without WEIGHTED.
+__device__ __forceinline__ float weight_of_row(const u8* weights, const Tile& tile, u32 r) {
+    return WEIGHTED ? __uint_as_float(ptx::load_4(weights + (tile.row + r) * 4)) : 1.0f;
 }
 
 // The logistic function, with an error of some units in the last place of a float.
