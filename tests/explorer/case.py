@@ -46,11 +46,12 @@ class Launch:
     dispatch: int  # the dispatch that it belongs to
     part: str = ""  # of a dispatch or combine; empty: all of it
     path: str = "words"
+    known: bool = False  # a dispatch whose rows go to the places of dispatch `dispatch`
 
     @property
     def sends_metadata(self) -> bool:
         """Whether it sends counts (dispatch) or a status (combine)."""
-        return self.part in ("", "S", "T")
+        return self.part in ("", "S", "T") and not self.known
 
     @property
     def sends(self) -> bool:
@@ -62,11 +63,11 @@ class Launch:
 
     @property
     def starts_run(self) -> bool:
-        return self.kind in ("dispatch", "combine") and self.sends_metadata
+        return self.kind in ("dispatch", "combine") and (self.sends_metadata or (self.known and self.sends))
 
     def __str__(self) -> str:
         lines = " in lines" * (self.path == "lines")
-        name = f"{self.kind}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
+        name = f"{'known ' * self.known}{self.kind}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
         return f"{name} {self.number}" if self.number else name
 
 
@@ -80,6 +81,7 @@ class Case:
       DS DR CS CR     send and receive of the split form
       DT DP DR        the stages of a staged dispatch: tell, push, receive
       BT BP BC BA BR  those by the copy engine: tell, pack, copy, announce, receive
+      K KP KR         a dispatch of known routing: that of the latest other dispatch (K1: of the first); staged
       U1              a user's kernel reads `x` of dispatch 1
       N               a kernel that uses no memory of the workspace
     `routings`: of dispatch 1, 2, ...; repeated if they are too few.
@@ -108,6 +110,8 @@ class Case:
             raise ValueError(f"calls {self.calls}; {self.ranks} ranks make {launches} launches each, a letter for each")
         if any(len(routing) != self.ranks for routing in self.routings):
             raise ValueError(f"a routing for another number of ranks than {self.ranks}")
+        if self.own == "slots" and any(launch.known for launch in self.launches()):
+            raise ValueError("a dispatch of known routing with own rows through slots: rows as fp8 have no gradient")
         if self.late and not self.timeouts:
             raise ValueError("late threads without timeouts: no wait can have failed before they begin")
         if self.own not in ("", "slots", "copied") or (self.own == "copied" and self.layout != "rank"):
@@ -150,22 +154,27 @@ class Case:
 
         >>> [str(each) for each in Case(2, "D U1 DS FC1 DR C2 N", (full(2),)).launches()]
         ['dispatch 1', 'use 1', 'dispatch send 2', 'combine in lines 1', 'dispatch receive 2', 'combine 2', 'other']
+        >>> [(str(each), each.dispatch) for each in Case(2, "D K C", (full(2),)).launches()]
+        [('dispatch 1', 1), ('known dispatch 2', 1), ('combine 1', 1)]
         """
         found: list[Launch] = []
         counts = {"dispatch": 0, "combine": 0}
         path = "words"  # of the dispatch in progress
+        routed = 0  # the latest dispatch that is not known
         for word in self.program.split():
             letters, given = _split_word(word)
             its_path, kind, part = _parse(letters, path)
             if kind in ("use", "other"):
                 found.append(Launch(kind, given, given))
                 continue
-            launch = Launch(kind, 0, 0, part, its_path)
+            known = letters.startswith("K")
+            launch = Launch(kind, 0, 0, part, its_path, known)
             if launch.starts_run:
                 counts[kind] += 1
+                routed = counts["dispatch"] if kind == "dispatch" and not known else routed
             path = path if kind == "combine" else its_path
-            dispatch = given or counts["dispatch"]
-            number = counts["combine"] if kind == "combine" else dispatch
+            dispatch = given or (routed if known or kind == "combine" else counts["dispatch"])
+            number = counts[kind] if kind == "combine" or known else dispatch
             found.append(replace(launch, number=number, dispatch=dispatch))
         return tuple(_delay_uses(found) if self.fault is Fault.LATE_READ else found)
 
@@ -195,6 +204,8 @@ def _parse(letters: str, path: str) -> tuple[str, str, str]:
         return "lines", "dispatch" if part == "D" else "combine", ""
     if first == "B":
         return "blocks", "copies" if part == "C" else "dispatch", part
+    if first == "K":
+        return "stages" if part else "words", "dispatch", part
     if first == "D":
         ways = {"T": "stages", "P": "stages", "R": path}
         return ways.get(part, "words"), "dispatch", part
@@ -216,8 +227,8 @@ def _delay_uses(launches: list[Launch]) -> list[Launch]:
 
 
 def _split_word(word: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(F?[DC]|D[STPR]|B[TPCAR]|C[SR]|U|N)(\d*)", word)
+    match = re.fullmatch(r"(F?[DC]|D[STPR]|B[TPCAR]|K[PR]?|C[SR]|U|N)(\d*)", word)
     if match is None:
-        words = "D DS DT DP DR FD BT BP BC BA BR, C CS CR FC, U with a number, and N"
+        words = "D DS DT DP DR FD BT BP BC BA BR K KP KR, C CS CR FC, U with a number, and N"
         raise ValueError(f"{word!r} in a program; it has {words}")
     return match[1], int(match[2] or 0)

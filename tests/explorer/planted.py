@@ -147,3 +147,32 @@ def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
     return {
         fault: (_cases(fault, ranks)(program, **fields), pattern) for fault, (program, fields, pattern) in made.items()
     }
+
+
+def planted_in_known(ranks: int) -> dict[Fault, Planted]:
+    """The same for bugs that a dispatch of known routing could have too. It has no heads, so no other word helps it."""
+    one_row: Routing = (((1,),), *empty(ranks)[1:])
+    overwritten = r"operation (\d); it needs operation (?!\1)"
+    made = {
+        Fault.ROWS_AFTER_WORD: ("D K", {"routings": (one_row,)}, _NEVER),
+        Fault.SINGLE_BUFFER: ("D K K", {}, f"parity 0 = {overwritten}"),
+        Fault.BAKED_EPOCH: (
+            "D K K",
+            {"calls": ("err",) * ranks},
+            overwritten,
+        ),
+        Fault.EQUAL: ("D K", {}, _STUCK),
+        Fault.EARLY_END: ("D K K K", {"routings": (one_row,)}, overwritten),
+        Fault.NO_LAST_WORDS: ("D K K K", {"routings": (one_row,)}, overwritten),
+        Fault.SILENT: ("D K", {"routings": (one_row,)}, f"{_STUCK}.*dispatch 1"),
+        Fault.SILENT_UNAWAITED: ("D K K K", {"routings": (one_row,)}, overwritten),
+        Fault.UNPOISONED: ("D K K K", {"routings": (one_row,), "timeouts": True}, overwritten),
+        Fault.POISON_UNREAD: (
+            "D K",
+            {"routings": (one_row,), "timeouts": True},
+            "stores in an operation that began poisoned",
+        ),
+    }
+    return {
+        fault: (_cases(fault, ranks)(program, **fields), pattern) for fault, (program, fields, pattern) in made.items()
+    }

@@ -25,7 +25,7 @@ class WordKernel(Kernel):
             role = "placer" if self.launch.kind == "dispatch" else "summer"
             for peer in self.peers:
                 roles[f"{role} of {peer}"] = list(self._reader(peer))
-            if self.case.own == "copied" and self.launch.kind == "dispatch":
+            if self.case.own == "copied" and self.launch.kind == "dispatch" and not self.launch.known:
                 roles["placer of own rows"] = list(self._own_placer(self.first + len(roles)))
         roles["out"] = list(self._out(len(roles)))
         return roles
@@ -131,10 +131,14 @@ class WordKernel(Kernel):
         return [Step(Act.WAIT, each, scale=1) for each in at]
 
     def _reader(self, peer: int) -> Iterator[Step]:
-        yield from self.heads()
+        if self.launch.known:
+            if self.refuses():
+                return  # no row has a place
+        else:
+            yield from self.heads()
         if self.launch.kind == "combine":
             yield from self._statuses()
-        elif peer in self.awaited_peers():
+        elif not self.launch.known and peer in self.awaited_peers():
             yield from (self.read("told", [peer], number) for number in range(self._parts()))
             if self.refuses() or self.case.layout == "rank":
                 return  # rows that do not fit are not placed; with layout rank no rows are

@@ -15,7 +15,7 @@ import pytest
 
 from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
-from tests.explorer.planted import planted, planted_in_lines
+from tests.explorer.planted import planted, planted_in_known, planted_in_lines
 from tests.explorer.search import explore
 
 ALL = {
@@ -24,6 +24,11 @@ ALL = {
         f"{fault.name.lower()} in lines-{ranks}": made
         for ranks in (2, 3)
         for fault, made in planted_in_lines(ranks).items()
+    },
+    **{
+        f"{fault.name.lower()} with known routing-{ranks}": made
+        for ranks in (2, 3)
+        for fault, made in planted_in_known(ranks).items()
     },
 }
 FILLED = (full(3), empty(3), full(3))  # a rank that is overwritten in epoch 3 got only words in epoch 2
