@@ -42,8 +42,14 @@
 // Split form: a launch with PART_ROUTE and PART_SEND, and a later one of the same stream with PART_PLACE. Both read the
 // same epoch; the second ends it.
 //
+// Known routing (a build with KNOWN_ROUTING): rows go to the places that an earlier dispatch of any epoch gave to its
+// rows. Its results are input: `masks` and its number of tokens for senders, `home`, offsets and counts for placers.
+// There are no routers, so counts, told entries and heads keep what they hold. Later epochs may find heads of any
+// earlier epoch, because they wait for their own or a later one. The argument above does not use heads, and it needs
+// that every rank runs such an epoch in this form. Results of the earlier dispatch do not change.
+//
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives
-// counts of 0.
+// counts of 0; with known routing, rows that are unspecified.
 
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/dispatch/placing.cuh"
@@ -83,14 +89,18 @@ __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool 
     if (may && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
         if (threadIdx.x == 0) {
             trace(p.trace, AT_ALL_AWAITED);
-            p.got->refusal = refusal_of(p, epoch);
+            if constexpr (!KNOWN) {
+                p.got->refusal = refusal_of(p, epoch);
+            }
             *p.taken = 0;  // read by later kernels of this stream only
             finish_run(p.operation, epoch);
         }
         return;
     }
-    __syncthreads();
-    store_no_counts(p);
+    if constexpr (!KNOWN) {
+        __syncthreads();
+        store_no_counts(p);
+    }
 }
 
 }  // namespace raymoe
@@ -110,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 1)
     } else if (may) {
         const u32 placer = blockIdx.x - senders;
         bool ok = true;
-        if (p.parts & PART_ROUTE && placer < p.routers) {
+        if (!KNOWN && p.parts & PART_ROUTE && placer < p.routers) {
             ok = Router(p, epoch, tokens, placer, shared).run();
             __syncthreads();  // the placers use the routers' shared memory
         }

@@ -44,7 +44,7 @@ class Refused(Params):
 
 @dataclass(frozen=True)
 class Got(Params):
-    """The results of a dispatch for its combine, besides `home` and `masks`."""
+    """The results of a dispatch for its combine, besides `home` and `masks`. The numbers of tokens come first."""
 
     tokens: Annotated[tuple[int, ...], ctypes.c_uint32 * MAX_RANKS]
     refusal: Refused
@@ -152,11 +152,15 @@ ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
 
 
 def dispatch_source(
-    dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False, traces: bool = False
+    dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False, traces: bool = False, *, known: bool = False
 ) -> KernelSource:
-    """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
+    """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats.
+
+    `known`: for rows that go to the places of an earlier dispatch.
+    """
     structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
-    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
+    defines: tuple[tuple[str, str], ...] = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
+    defines += (("KNOWN_ROUTING", "1"),) if known else ()
     return KernelSource("dispatch", structs, (*defines, *stamps(stamped), *traced(traces)))
 
 

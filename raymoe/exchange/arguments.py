@@ -131,11 +131,16 @@ class Arguments:
             raise ConfigError(
                 f"weighted is a {type(weighted).__name__}; it is True or False: the weights are those of the dispatch"
             )
-        if not isinstance(got, Dispatched):
-            raise ConfigError(f"got is a {type(got).__name__}; combine takes the result of dispatch")
-        if got._owner is not owner:
-            raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
+        _check_got(got, owner, "combine")
         return _detached(self._tensor(self._rows, rows, self._capacity))
+
+    def dispatch_known(
+        self, x: object, got: Dispatched, out: object, owner: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check rows that go where those of an earlier dispatch went, and the memory for them."""
+        refuse_tracing("dispatch_known")
+        _check_got(got, owner, "dispatch_known")
+        return _detached(self._tensor(self._x, x, got.tokens)), self._writable(self._out, out, self._capacity)
 
     def _count(self, num_tokens: int | torch.Tensor | None, rows: int) -> torch.Tensor | None:
         """Check the number of tokens. A tensor on a GPU is left to the backend: reading it here would wait for it."""
@@ -176,6 +181,13 @@ class Arguments:
                 f"of {form.alignment} bytes: call .clone()"
             )
         return found
+
+
+def _check_got(got: object, owner: object, op: str) -> None:
+    if not isinstance(got, Dispatched):
+        raise ConfigError(f"got is a {type(got).__name__}; {op} takes the result of dispatch")
+    if got._owner is not owner:
+        raise ConfigError(f"got comes from another exchange; {op} takes the result of this exchange's dispatch")
 
 
 def refuse_overlap(name: str, read: torch.Tensor, written: torch.Tensor) -> None:

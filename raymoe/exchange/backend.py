@@ -88,6 +88,10 @@ class Backend(Protocol):
     """Whether dispatch and combine can be captured in a CUDA graph."""
 
     @property
+    def keeps_places(self) -> bool:
+        """Whether it has `dispatch_known`. The same on all ranks."""
+
+    @property
     def sms(self) -> int | None:
         """The most SMs that one of its launches occupies; None where the backend cannot know."""
 
@@ -118,6 +122,12 @@ class Backend(Protocol):
         """Combine `rows` without weights into `out`, and bring `weights`, float32[C], to `out_weights`, [T', K].
 
         An entry without an expert gets zero.
+        """
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        """Send rows of `x`, [T', H], to the places in `out`, [C, H], that `got` gave to the rows of its tokens.
+
+        Nothing is counted, and no ids are sent. `got` does not change. Gaps are as in a dispatch.
         """
 
     def check(self) -> None:

@@ -225,6 +225,7 @@ class CpuBackend:
     """A backend for CPU ranks. It owns its carrier."""
 
     capturable = False
+    keeps_places = False
     sms: int | None = None
 
     def __init__(self, world: World, spec: ExchangeSpec, carrier: Carrier) -> None:
@@ -344,6 +345,9 @@ class CpuBackend:
             _home=_DispatchState(placement, carried),
             _owner=self,
         )
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
+        raise ConfigError("dispatch_known on CPU ranks, whose carriers send ids with the rows; call dispatch again")
 
     def check(self) -> None:
         """Raise once if this rank refuses the data of the last dispatch. Combine raises what other ranks refuse."""

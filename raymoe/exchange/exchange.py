@@ -219,6 +219,22 @@ class Exchange:
         self._keep_if_captured(rows, weights, got, y, entries)
         return y, entries
 
+    @property
+    def keeps_places(self) -> bool:
+        """Whether `dispatch_known` can be called."""
+        return self._gradient_backend("gradients").keeps_places
+
+    @one_at_a_time
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        """Send rows of `x[T', H]` to the places that the rows of `got`'s tokens had. Nothing is counted again."""
+        self._ready("dispatch")
+        backend = self._gradient_backend("dispatch_known")
+        x, out = self._arguments.dispatch_known(x, got, out, self._backend)
+        refuse_overlap("x", x, out)
+        with self._poisoning:
+            backend.dispatch_known(x, got, out)
+        self._keep_if_captured(x, got, out)
+
     @one_at_a_time
     def check(self) -> None:
         """Wait for the device, then raise what failed on this rank: a failed wait, or refused data, once."""

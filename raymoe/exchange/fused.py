@@ -7,6 +7,8 @@ new routing and a new `num_tokens`. Launches are made once; a call sets the addr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from raymoe.device import combine, dispatch
@@ -51,6 +53,7 @@ class FusedBackend:
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         self.world, self.spec, self._sms_given = world, spec, sms
         self._of_bytes: FusedBackend | None = None
+        self._known: PreparedLaunch | None = None
         refuse(spec)
         self._own_workspace = workspace is None
         self.workspace = Workspace(world, spec) if workspace is None else workspace
@@ -137,6 +140,57 @@ class FusedBackend:
         returned = rows.new_empty(len(out), of_bytes.spec.hidden)
         of_bytes.combine(spread_bytes(weights, self._k_of_row(got), self.spec.topk, leaving), got, False, returned)
         gather_bytes(returned, out_weights)
+
+    @property
+    def keeps_places(self) -> bool:
+        return True
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        self.workspace.begin("dispatch")
+        self._keep_for_this_stream(got)
+        self._enqueue("dispatch", *self._known_launches(x, got, out))
+
+    def _known_launches(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> tuple[Launch, ...]:
+        return (self._set_known_addresses(self._prepared_known(), x, got, out),)
+
+    def _known_parts(self) -> int:
+        return dispatch.SEND | dispatch.PLACE
+
+    def _prepared_known(self) -> PreparedLaunch:
+        """The launch of kernels/dispatch.cu for known routing, made at the first backward pass."""
+        if self._known is None:
+            if capturing(self.world.device):
+                raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
+            space = self.workspace
+            source = dispatch_source(self.spec.dtype, stamped=space.stamped, traces=space.traces, known=True)
+            # With layout rank too, rows go to their places: their slots change with the parity of the epoch.
+            params = replace(self._dispatch_params(self._known_parts()), rank_layout=0)
+            shape = self.dispatch_grid.shape(self._known_parts())
+            launch = Launch(space.kernels.function(source), shape, params)
+            self._known = PreparedLaunch(launch, DispatchParams, DISPATCH_ADDRESSES)
+        return self._known
+
+    def _set_known_addresses(
+        self, prepared: PreparedLaunch, x: torch.Tensor, got: Dispatched, out: torch.Tensor
+    ) -> Launch:
+        """Set the addresses of a launch that reads the metadata of `got`. It reads no ids and no weights."""
+        home, at = got._home, self._metadata.at
+        assert isinstance(home, Home)
+        memory = home.address
+        sent = memory + at["got"] + 4 * self.world.rank  # of Got.tokens: those that the dispatch has sent
+        results = (memory + at[name] for name in ("weights", "expert_offsets", "expert_counts"))
+        kept = (memory + at[name] for name in ("home", "masks", "got"))
+        prepared.set_addresses(x.data_ptr(), 0, 0, 0, sent, out.data_ptr(), 0, *results, 0, *kept)
+        prepared.launch.fields.tokens = got.tokens
+        return prepared.launch
+
+    def _keep_for_this_stream(self, got: Dispatched) -> None:
+        """Keep the metadata of a dispatch for an operation on the current stream."""
+        home = got._home
+        assert isinstance(home, Home)
+        self.workspace.error.check()
+        if home.stream != self.workspace.stream():
+            keep_for_current_stream(home.memory)
 
     def _backend_of_bytes(self) -> FusedBackend:
         """The backend of `byte_spec`, on the same workspace, which combines this one's dispatches."""
@@ -281,9 +335,7 @@ class FusedBackend:
     ) -> Launch:
         home, at = got._home, self._metadata.at
         assert isinstance(home, Home)
-        self.workspace.error.check()
-        if home.stream != self.workspace.stream():
-            keep_for_current_stream(home.memory)
+        self._keep_for_this_stream(got)
         memory = home.address
         addresses = memory + at["home"], memory + at["masks"], memory + at["got"]
         prepared.set_addresses(rows.data_ptr(), *addresses, out.data_ptr())

@@ -61,6 +61,11 @@ class FusedLlBackend(FusedBackend):
         self._enqueue("dispatch", launch)
         return got
 
+    @property
+    def keeps_places(self) -> bool:
+        """No line of this path comes without counts: they tell a sender that its peers' readers are done."""
+        return False
+
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
         launch = self._set_combine_addresses(self._combine_ll, rows, got, weighted, out)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from raymoe.device.current import capturing, on
-from raymoe.errors import PeerTimeout, RaymoeError
+from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, raise_first, status_of
@@ -141,6 +141,7 @@ class NcclAllgather:
     """Puts row t of source s into row s*T + t of the table."""
 
     capturable = True
+    keeps_places = True
     sms: int | None = None
 
     def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
@@ -170,14 +171,27 @@ class NcclAllgather:
         self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)
         got._home = Kept(kept, stream)
-        given = len(tokens.x)
-        if given < self._spec.tokens:
-            self._own_rows[:given].copy_(tokens.x)
-        self._rounds.all_gather(self._arriving, self._own if given < self._spec.tokens else tokens.x.view(torch.uint8))
+        self._gather(tokens.x)
         kernels.number(stream, got, kept)
         if out is not None:
             kernels.place(stream, got, kept)
         return got
+
+    def _gather(self, x: torch.Tensor) -> None:
+        """Gather the rows of all ranks into the table."""
+        given = len(x)
+        if given < self._spec.tokens:
+            self._own_rows[:given].copy_(x)
+        self._rounds.all_gather(self._arriving, self._own if given < self._spec.tokens else x.view(torch.uint8))
+
+    @torch.no_grad()
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        home = got._home
+        assert isinstance(home, Kept)
+        with self._launcher.ordered("dispatch") as stream:
+            kept = home.used_on(stream)
+            self._gather(x)
+            self._kernels.place(stream, replace(got, x=out), kept)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -253,6 +267,8 @@ class _DispatchState:
 class NcclCollective:
     """Puts rows one behind the other into their source's block of the table.
 
+    A backward pass counts again: NCCL would hang if ranks sent the rows of different dispatches.
+
     Ranks that combine different dispatches would send blocks of other sizes than their peers expect, and NCCL would
     hang. So each rank's host announces its combine in shared memory. While the device sums, it compares the
     announcements of all ranks.
@@ -262,6 +278,7 @@ class NcclCollective:
     """
 
     capturable = False
+    keeps_places = False
     sms: int | None = None
 
     def __init__(self, world: World, spec: ExchangeSpec, rounds: Rounds, launcher: Launcher) -> None:
@@ -282,6 +299,9 @@ class NcclCollective:
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         with self._launcher.ordered("dispatch") as stream:
             return self._dispatch(stream, tokens, out)
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
+        raise ConfigError("dispatch_known by collective, whose ranks count before they send; call dispatch again")
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:

@@ -54,6 +54,13 @@ class StagedBackend(FusedBackend):
         stages = (self._combine_at(rows, got, weighted, out, part) for part in (combine.REDUCE, combine.SUM))
         self._enqueue("combine", *stages)
 
+    def _known_launches(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> tuple[Launch, ...]:
+        moving = self._set_known_addresses(self._moving, x, got, out)
+        return moving, self._set_known_addresses(self._prepared_known(), x, got, out)
+
+    def _known_parts(self) -> int:
+        return dispatch.PLACE
+
     def _sending(self, got: Dispatched, tokens: Tokens) -> tuple[Launch, ...]:
         return self._dispatch_at(got, tokens, dispatch.ROUTE), self._set_dispatch_addresses(self._moving, got, tokens)
 
@@ -118,6 +125,11 @@ class CopiedBackend(StagedBackend):
         self._source = self.workspace.heap.base(own) + block
         self._targets = [self.workspace.heap.base(peer) + block for peer in peers]
         self._side_stream = self._new_side_stream()
+
+    @property
+    def keeps_places(self) -> bool:
+        """A rank must not copy before it has the heads of its peers (kernels/pack.cu), which only routers store."""
+        return False
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")

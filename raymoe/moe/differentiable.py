@@ -6,7 +6,8 @@ The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward
 
 - The backward of dispatch is a combine without weights. The gradients of the weights travel home in the same combine:
   each entry (token, k) has its expert on one rank, which sends one float32 for it.
-- The backward of combine is a dispatch of dy with the same ids. Rows get the same places as in the forward.
+- The backward of combine is a dispatch of dy. Rows get the same places as in the forward. Where the backend
+  `keeps_places`, nothing is counted again and no ids are sent; elsewhere the ids are dispatched again.
 - The result of a dispatch owns its rows. The exchange's own memory for rows is not used, so its spec may have depth 0.
 - Operations are collective, in the backward pass too: all ranks run it, with the same inputs requiring gradients.
 """
@@ -157,8 +158,12 @@ def _fake_combine_gradients(
 def _dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
     """The backward pass of combine: dy of each entry's token in the entry's place."""
     found, topk_idx = Exchange.of_handle(exchange), routing[0]
-    weights = torch.zeros(topk_idx.shape, device=dy.device)
-    return _moved(found, Tokens(dy.contiguous(), topk_idx, weights, routing[2] if len(routing) > 2 else None))[0]
+    dy, weights = dy.contiguous(), torch.zeros(topk_idx.shape, device=dy.device)
+    if found.keeps_places:
+        rows = _new_rows(found, dy.dtype)
+        found.dispatch_known(dy, _restored(found, rows, weights, routing), rows)
+        return rows
+    return _moved(found, Tokens(dy, topk_idx, weights, routing[2] if len(routing) > 2 else None))[0]
 
 
 def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
@@ -172,17 +177,20 @@ def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torc
 
 def _moved(exchange: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Dispatched]:
     """Dispatch into new memory; return the rows and the result."""
-    spec, world = exchange.spec, exchange.world
-    shape = spec.rows(world.size), spec.hidden
     given = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens
-    if spec.layout == "rank":
+    if exchange.spec.layout == "rank":
         got = exchange.dispatch(*given)
         return expert_major(got), got
-    if world.device.type == "cpu":
-        rows = torch.zeros(shape, dtype=tokens.x.dtype)
-    else:
-        rows = torch.empty(shape, dtype=tokens.x.dtype, device=world.device)
+    rows = _new_rows(exchange, tokens.x.dtype)
     return rows, exchange.dispatch(*given, out=rows)
+
+
+def _new_rows(exchange: Exchange, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate the rows of a dispatch; on CPU ranks those in gaps are zero."""
+    spec, world = exchange.spec, exchange.world
+    new = torch.zeros if world.device.type == "cpu" else torch.empty
+    rows: torch.Tensor = new(spec.rows(world.size), spec.hidden, dtype=dtype, device=world.device)
+    return rows
 
 
 def expert_major(got: Dispatched) -> torch.Tensor:

@@ -89,6 +89,22 @@ RUNS = {
     **{f"halves of {kind}": Run(kind, 3, form="halves") for kind in ("fused", "copied", "ll")},
     "halves of staged": Run("staged", 2, None, "halves", {"hidden": 1000}),
     **{f"pairs of {kind}": Run(kind, 3, form="pairs") for kind in KINDS},
+    **{f"{kind}, known routing": Run(kind, 3, form="known") for kind in ("fused", "staged")},
+    **{
+        f"{kind}, {form}, layout {layout}": Run(
+            kind, 2, form=form, spec={"layout": layout, "padding": "zero", "alignment": 8}
+        )
+        for kind in ("fused", "staged")
+        for layout, form in (("expert", "known pairs"), ("rank", "known"))
+    },
+    "fused, known routing on 8": Run(
+        "fused", 8, form="known", spec={"tokens": 6, "experts": 16}, routings=("uniform", "skewed", "masked")
+    ),
+    "fused, known routing, narrow": Run("fused", 3, narrow, "known", {"tokens": 40}),
+    "fused, known routing, 16 of 16": Run("fused", form="known", spec={"topk": 16, "experts": 16}),
+    "fused, known routing, 2000 bytes": Run("fused", form="known", spec={"hidden": 1000, "tokens": 9}),
+    "fused, known routing, grid of a GPU": Run("fused", shape=None, form="known", stamped=False),
+    "staged, known routing, grid of a GPU": Run("staged", shape=None, form="known", stamped=False),
     **{f"narrow {kind}": Run(kind, 3, narrow, spec={"tokens": 40}) for kind in ("fused", "staged")},
     **{f"rings of {stages}": Run("fused", 2, deep(stages), spec={"tokens": 48}) for stages in (1, 5, 16)},
     **{f"{kind}, grid of a GPU": Run(kind, shape=None, stamped=False) for kind in KINDS},

@@ -73,6 +73,39 @@ PLANTED = {
     "no proxy fence before a slot is loaded": _planted(
         "fused", "placing.cuh", "ptx::fence_proxy_async();  // orders the word", "//"
     ),
+    # A rank sends rows and gets none, so only the done words of its peers can hold it back.
+    "known routing ends before its peers are done": _planted(
+        "fused",
+        "dispatch.cu",
+        "may && await_all(p, epoch)",
+        "may && (KNOWN || await_all(p, epoch))",
+        form="known",
+        ranks=2,
+        routings=("one",) * 4,
+    ),
+    "known rows are placed without a wait": _planted(
+        "staged", "placing.cuh", "p.at_once && !await_all(p, epoch)", "!KNOWN && p.at_once", form="known"
+    ),
+    "known routing keeps the tokens that lanes have taken": _planted(
+        "fused", "dispatch.cu", "*p.taken = 0;", "if (!KNOWN) *p.taken = 0;", form="known"
+    ),
+    "known routing leaves a refusal": _planted(
+        "fused",
+        "dispatch.cu",
+        "if constexpr (!KNOWN) {\n                p.got",
+        "if (true) {\n                p.got",
+        form="known",
+    ),
+    "known routing goes to the ranks of another token": _planted(
+        "fused", "sending.cuh", "p_.masks + token_, 0)", "p_.masks + (token_ ^ 1), 0)", form="known"
+    ),
+    "places of another source": _planted(
+        "fused",
+        "known_places.cuh",
+        "(static_cast<u64>(source) * p.slot_tokens + token) * p.topk;",
+        "token * p.topk;",
+        form="known",
+    ),
     "a word is not acquired": _planted("fused", "sync.cuh", "load_acquire_sys(word)", "load_relaxed_sys(word)"),
     "one buffer of slots, at the sender": _planted("fused", "sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
     "one buffer of slots": Planted(

@@ -26,7 +26,7 @@ from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
-from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.exchange.staged import CopiedBackend, StagedBackend
 from raymoe.exchange.workspace import STAMPS_VARIABLE, Workspace
 from raymoe.memory.layout import Layout, Region
@@ -239,6 +239,9 @@ class EmulatedBackend(FusedBackend):
         assert self._emulated_tokens is not None
         super().dispatch_receive(got, self._emulated_tokens)
 
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        super().dispatch_known(self._place(x, True), got, out)
+
     def _in_machine(self, tokens: Tokens) -> Tokens:
         """Copy the tokens to memory of the machine."""
         given = (getattr(tokens, field.name) for field in fields(tokens))
@@ -361,7 +364,10 @@ def backend(
             patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
         patched.enter_context(mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords))
         patched.enter_context(mock.patch.object(kind, "_grids", grids))
-        return kind(workspace.world, spec, workspace, workspace.world.gpu.sms if sms is None else sms)
+        made = kind(workspace.world, spec, workspace, workspace.world.gpu.sms if sms is None else sms)
+        if made.keeps_places and spec.dispatch_wire != FP8:
+            made._prepared_known()  # here, where a launch is the machine's
+        return made
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:

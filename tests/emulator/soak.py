@@ -69,7 +69,7 @@ def drawn_run(rng: random.Random) -> Run:
     if kind != "ll" and ("wire" not in spec or "output" in spec) and rng.random() < 0.2:
         spec["layout"] = "rank"
     # With layout rank, rows stay only until the next dispatch.
-    form = rng.choice(["whole", "halves"] if "layout" in spec else ["whole", "halves", "pairs"])
+    form = rng.choice(["whole", "halves", "known"] + ([] if "layout" in spec else ["pairs", "known pairs"]))
     shape = rng.choice([drawn_shape(rng.randrange(10**9)), small, narrow, None])
     routings = tuple(rng.choice(ROUTINGS) for _ in range(4))
     return Run(kind, ranks, shape, form, spec, rng.random() < 0.5, routings, rng.random() < 0.7)

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.kernel_result import Home
 from raymoe.exchange.spec import FP8, FP8_BLOCK
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import EmulatedBackend
 from tests.unit.exchange_cases import Batch, Case, Result, apply_experts, batches, expert_major
 from tests.unit.exchange_judge import judge_combine, judge_dispatch, judge_quantised
 
-FORMS = ("whole", "halves", "pairs")
-"""Forms of a step: two launches; four launches; two steps at a time, both dispatches before both combines."""
+FORMS = ("whole", "halves", "pairs", "known", "known pairs")
+"""Forms of a step: two launches; four launches; two steps at a time, both dispatches before both combines; with
+dispatches of known routing before and behind the combine, where the backend has them."""
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Steps:
     absent: frozenset[int] = frozenset()
     """Ranks that launch nothing."""
     results: list[list[Result]] = field(default_factory=list)
+    known: list[tuple[int, int, float, torch.Tensor]] = field(default_factory=list)
+    """Of each dispatch of known routing its step, its rank, the factor of its rows, and the rows that arrived."""
     _later: dict[int, Callable[[], object]] = field(default_factory=dict)
 
     def enqueue(self, step: int, form: str = "whole", change: Callable[[int, Batch], object] | None = None) -> None:
@@ -41,7 +45,7 @@ class Steps:
                 change(rank, batch)
             if rank not in self.absent:
                 combine = self._dispatch(backend, batch, form, got[rank])
-                if form == "pairs" and step % 2 == 0:
+                if form.endswith("pairs") and step % 2 == 0:
                     self._later[rank] = combine
                 else:
                     self._later.pop(rank, lambda: None)()
@@ -59,10 +63,21 @@ class Steps:
             for rank, result in enumerate(self.results[step]):
                 judge_dispatch(self.case, sent, rank, result)
                 judge_combine(self.case, sent[rank], result.y)
+        for step, rank, factor, rows in self.known:
+            if step >= first:
+                self._judge_known(self.results[step][rank], factor * rows)
+
+    def _judge_known(self, result: Result, rows: torch.Tensor) -> None:
+        """Compare rows that went to the places of a dispatch with that dispatch's own rows; gaps only if filled."""
+        for expert, count in enumerate(result.counts):
+            begin, end = result.offsets[expert], result.offsets[expert + 1]
+            here = slice(begin, end if self.case.spec.padding == "zero" else begin + count)
+            found = rows[here].float().numpy()
+            assert np.array_equal(found, result.x[here]), f"known rows of expert {expert} differ from {here}"
 
     def _dispatch(self, backend: EmulatedBackend, batch: Batch, form: str, result: Result) -> Callable[[], object]:
         """Enqueue a dispatch; return a function that enqueues the rest of its step."""
-        case, spec, rank = self.case, self.case.spec, backend.world.rank
+        case, spec, rank, step = self.case, self.case.spec, backend.world.rank, len(self.results) - 1
         count = torch.tensor([batch.num_tokens], dtype=torch.int32) if case.prefix else None
         tokens = Tokens(batch.x, batch.ids, batch.weights, count)
         rows, dtype = spec.rows(case.ranks), getattr(torch, spec.output_dtype)
@@ -76,7 +91,19 @@ class Steps:
         else:
             got = backend.dispatch(tokens, out)
 
+        def known(factor: float) -> None:
+            if form.startswith("known") and backend.keeps_places:
+                rows, home = backend.new((case.spec.rows(case.ranks), spec.hidden), dtype, "known rows"), got._home
+                assert isinstance(home, Home)
+                kept: list[torch.Tensor] = []
+                self.emulator.call(rank, lambda: kept.append(home.memory.clone()))
+                backend.dispatch_known(batch.x / factor, got, rows)
+                self.emulator.call(rank, lambda: _check_unchanged(kept.pop(), home.memory))
+                self.known.append((step, rank, factor, rows))
+
         def combine() -> None:
+            if spec.layout == "expert":  # else rows are in slots until the next dispatch
+                known(-2.0)
             self.emulator.call(rank, lambda: self._experts(backend, got, made, result))
             if form == "halves":
                 backend.combine_send(made, got, case.weighted, y)
@@ -84,6 +111,8 @@ class Steps:
             else:
                 backend.combine(made, got, case.weighted, y)
             self.emulator.call(rank, lambda: setattr(result, "y", y.float().numpy().copy()))
+            known(4.0)
+            known(-1.0)
 
         return combine
 
@@ -99,3 +128,7 @@ class Steps:
         result.offsets, result.counts = got.expert_offsets.tolist(), got.expert_counts.tolist()
         result.x = x.to(made.dtype)[: result.offsets[-1]].float().numpy().copy()
         result.weights = got.weights.numpy().copy()
+
+
+def _check_unchanged(before: torch.Tensor, metadata: torch.Tensor) -> None:
+    assert torch.equal(before, metadata), "a dispatch of known routing changed the results of the dispatch before"

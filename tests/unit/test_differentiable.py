@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from raymoe.errors import ConfigError, DataRefused
 from raymoe.exchange.cpu import CpuBackend
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.nccl import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
@@ -47,6 +48,44 @@ def test_gradients_by_nccl_backends_equal_autograd_in_float64(pool: RankPool, ba
     spec = ExchangeSpec(tokens=5, hidden=16, experts=4, topk=3, dtype="float32", layout=layout, padding="zero")
     case = Case(2, spec, backend, ("uniform", "repeated", "masked", "none"), seed=3, weighted=layout == "expert")
     judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+def run_counted(world: World, case: Case) -> tuple[int, int, list[Gradients]]:
+    """Count the dispatches that route, and those that go to known places."""
+    with (
+        mock.patch.object(NcclAllgather, "dispatch", autospec=True, side_effect=NcclAllgather.dispatch) as routed,
+        mock.patch.object(
+            NcclAllgather, "dispatch_known", autospec=True, side_effect=NcclAllgather.dispatch_known
+        ) as known,
+    ):
+        found = run_gradients(world, case)
+    return routed.call_count, known.call_count, found
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_backward_of_combine_routes_nothing_where_places_are_kept(pool: RankPool, weighted: bool) -> None:
+    spec = ExchangeSpec(tokens=5, hidden=16, experts=4, topk=3, dtype="float32", padding="zero", alignment=4)
+    case = Case(2, spec, "tensor allgather", ("uniform", "masked"), seed=4, weighted=weighted, prefix=True)
+    counts = pool.run(2, run_counted, case)
+    assert [(routed, known) for routed, known, _ in counts] == [(2, 2), (2, 2)]
+    judge_gradients(case, [found for *_, found in counts], bound=2e-6)
+
+
+def test_rows_of_known_places_are_checked(alone: Exchange) -> None:
+    """A CPU rank keeps no places; the arguments are refused before that."""
+    x, rows = torch.ones(3, 8), torch.zeros(alone.spec.rows(1), 8)
+    got = alone.dispatch(x, torch.tensor([[0, 1]] * 3), torch.ones(3, 2), out=rows)
+    assert not alone.keeps_places
+    with pytest.raises(ConfigError, match=r"x has shape \[2, 8\]; \[3, 8\] is needed"):
+        alone.dispatch_known(x[:2], got, torch.zeros_like(rows))
+    with pytest.raises(ConfigError, match=r"out has shape \[3, 8\]"):
+        alone.dispatch_known(x, got, torch.zeros(3, 8))
+    with pytest.raises(ConfigError, match="overlap"):
+        alone.dispatch_known(rows[:3], got, rows)
+    with pytest.raises(ConfigError, match="whose carriers send ids with the rows"):
+        alone.dispatch_known(x, got, torch.zeros_like(rows))
+    with Exchange(alone.world, SPEC) as other, pytest.raises(ConfigError, match="got comes from another exchange"):
+        other.dispatch_known(x, got, torch.zeros_like(rows))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

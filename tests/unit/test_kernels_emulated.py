@@ -43,8 +43,9 @@ def test_a_seed_determines_the_interleaving():
     assert run.judged(5) == run.judged(5) != run.judged(6)
 
 
+@pytest.mark.parametrize("form", ["whole", "known"])
 @pytest.mark.parametrize("kinds", [("fused", "staged"), ("ll", "fused"), ("copied", "fused")])
-def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds):
+def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds, form):
     """The two specs have overlapping slots and one count of epochs."""
     sizes = ((12, 64), (20, 24))
     specs = [
@@ -61,7 +62,7 @@ def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds):
             ]
             for step in range(4):
                 for steps in both:
-                    steps.enqueue(step)
+                    steps.enqueue(step, form)
             emulator.run(seed)
             for steps in both:
                 steps.judge()
@@ -135,9 +136,11 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "form"), [*((kind, "whole") for kind in KINDS), ("fused", "known"), ("staged", "known")]
+)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, fault):
+def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, form, fault):
     change, fields, told = FAULTS[fault]
     spec = spec_for(kind, **fields)
     routings = ("masked", "one" if fault == "capacity" else "uniform", "none", "masked")
@@ -146,15 +149,15 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, fault):
         with Emulator(2) as emulator:
             spaces = workspaces(emulator, spec)
             steps = Steps(emulator, case, [backend(kind, space, spec, small) for space in spaces])
-            steps.enqueue(0)
-            steps.enqueue(1, change=change)
+            steps.enqueue(0, form)
+            steps.enqueue(1, form, change)
             emulator.run(seed)
             for rank, each in enumerate(steps.backends):
                 with pytest.raises(DataRefused, match=told):
                     each.check()
                 assert np.isnan(steps.results[1][rank].y).all()
-            steps.enqueue(2)
-            steps.enqueue(3)
+            steps.enqueue(2, form)
+            steps.enqueue(3, form)
             emulator.run(seed + 100)
             steps.judge(first=2)
 
@@ -359,6 +362,26 @@ def test_a_rank_that_leaves_out_a_message_is_named_by_all_others(kind, what, sil
             assert (told.rank, told.peer, told.epoch, told.expected) == (rank, silent, 3, 3)
             assert told.op == ("combine" if what in ("statuses", "sums", "done of sums") else "dispatch")
             assert told.seen == (1 if kind == "ll" else 2)  # lines and words of few tokens have two parities
+
+
+@pytest.mark.parametrize("kind", ["fused", "staged"])
+def test_a_rank_that_misses_a_dispatch_of_known_routing_is_named(kind):
+    """Rank 1 does not take part. The results of the dispatch before stay as they are; later calls return at once."""
+    case = Case(2, spec_for(kind), "auto", ("uniform",), ragged=False)
+    with Emulator(2) as emulator:
+        spaces = workspaces(emulator, case.spec, timeout_s=SHORT_S)
+        owners = [backend(kind, space, case.spec, small) for space in spaces]
+        sent = batches(case, 0)
+        gots = [_dispatched(each, batch) for each, batch in zip(owners, sent, strict=True)]
+        emulator.run(0)
+        home: Any = gots[0]._home
+        before, rows = home.memory.clone(), owners[0].new((case.spec.rows(2), case.spec.hidden), torch.bfloat16, "rows")
+        owners[0].dispatch_known(sent[0].x, gots[0], rows)
+        emulator.run(1)
+        assert torch.equal(home.memory, before)
+        with pytest.raises(PeerTimeout) as caught:
+            owners[0].check()
+        assert (caught.value.op, caught.value.rank, caught.value.peer, caught.value.epoch) == ("dispatch", 0, 1, 2)
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

@@ -15,6 +15,12 @@ namespace raymoe {
 #define WIRE_FP8 0  // 1: rows cross as 8-bit floats, with a scale for each BLOCK of elements
 #endif
 
+#ifndef KNOWN_ROUTING
+#define KNOWN_ROUTING 0  // 1: rows go to the places that an earlier dispatch gave them. Its results are input
+#endif
+constexpr bool KNOWN = KNOWN_ROUTING;
+static_assert(!KNOWN || !WIRE_FP8, "only backward passes know the routing, and their rows do not cross as fp8");
+
 #ifndef STAMPED
 #define STAMPED 0  // 1: every slot ends in a stamp of its epoch, and every reader checks it. For tests
 #endif

@@ -199,12 +199,13 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
     }
 }
 
-// The places of the gap after an expert's rows.
+// The places of the gap after an expert's rows. `Where`: Places or KnownPlaces.
 struct Gap {
     u32 begin;
     u32 end;
 
-    __device__ __forceinline__ Gap(const Places& where, u32 expert) {
+    template <class Where>
+    __device__ __forceinline__ Gap(const Where& where, u32 expert) {
         begin = where.begin(expert) + where.count_of(expert);
         end = where.end(expert);
     }
@@ -217,7 +218,8 @@ struct Share {
 };
 
 // Stores rows of zeros, with scales, into the gaps after this block's share of the experts.
-__device__ inline void zero_gaps(const DispatchCall& p, const Places& where, Share share) {
+template <class Where>
+__device__ inline void zero_gaps(const DispatchCall& p, const Where& where, Share share) {
     for (u32 expert = share.number; expert < p.local; expert += share.blocks) {
         const Gap gap(where, expert);
         const u64 row = p.out_row_bytes, end = gap.end * row;

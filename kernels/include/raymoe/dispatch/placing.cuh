@@ -11,10 +11,13 @@
 // whenever no row of a peer has arrived.
 //
 // With layout rank rows stay in their slots. The placers only store the index, and copy own rows into their slots.
+//
+// If the routing is known (KNOWN), the places are those that an earlier dispatch has left in `home`. A lane then waits
+// for no counts, only for its rows. Rows go to their places with layout rank too, because slots change with the parity.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
-#include "raymoe/dispatch/places.cuh"
+#include "raymoe/dispatch/known_places.cuh"
 #include "raymoe/dispatch/quantising.cuh"
 #include "raymoe/base/ring.cuh"
 #include "raymoe/dispatch/sending.cuh"
@@ -277,11 +280,20 @@ class PlaceLane {
     u32 stores_ = 0;
 };
 
+// Finds the places of this epoch's rows, and stores counts and this block's share of the gaps. All threads of the block
+// call this. Returns false if the rows do not fit.
+__device__ __forceinline__ bool find_places(const DispatchParams& p, u32 parity, Places& where, Share share) {
+    where.find([&](u32 source, u32 expert) {
+        return ptx::load_4(p.counts_at(p.peers.rank, parity, source, expert));
+    });
+    return begin_placing(p, where, share, {p.rank_layout != 0, p.zero_slot});
+}
+
 // Places rows as the `placer`-th placer. All threads of the block call this. If a wait fails, the last block out stores
 // counts of 0.
 __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer, u8* shared) {
     const u32 parity = epoch & 1, warp = threadIdx.x / 32, ranks = p.peers.ranks;
-    if (!await_heads(p, epoch)) {
+    if (!KNOWN && !await_heads(p, epoch)) {
         return;
     }
     trace(p.trace, AT_COUNTS);
@@ -291,11 +303,8 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     u32* queues = reinterpret_cast<u32*>(shared) + Places::shared_words(p);
     u32* places = queues + WARPS * QUEUE;
     const u32 before_rings = (Places::shared_words(p) * 4 + QUEUES_BYTES + PLAN_BYTES + 127) & ~127u;
-    Places where(p, reinterpret_cast<u32*>(shared));
-    where.find([&](u32 source, u32 expert) {
-        return ptx::load_4(p.counts_at(p.peers.rank, parity, source, expert));
-    });
-    if (!begin_placing(p, where, {placer, p.placers}, {p.rank_layout != 0, p.zero_slot})) {
+    RowPlaces where(p, reinterpret_cast<u32*>(shared));
+    if (!find_places(p, parity, where, {placer, p.placers})) {
         return;
     }
     const u32 lanes = p.placers * p.placer_lanes;

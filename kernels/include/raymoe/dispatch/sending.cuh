@@ -19,7 +19,7 @@ class Tokens {
     __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
         tokens_ = tokens;
         token_ = lane;
-        topk_idx_ = id_of(token_);
+        ask_ranks();
         ask();
     }
 
@@ -41,17 +41,30 @@ class Tokens {
             return false;
         }
         token = token_;
-        const long long id = p_.number(topk_idx_);
-        const bool real = id >= 0 && id < p_.experts;
-        mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << p_.rank_of(static_cast<u32>(id)) : 0);
+        if constexpr (KNOWN) {
+            mask = mask_;
+        } else {
+            const long long id = p_.number(topk_idx_);
+            const bool real = id >= 0 && id < p_.experts;
+            mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << p_.rank_of(static_cast<u32>(id)) : 0);
+        }
         token_ = p_.lanes() + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken_, 0));
-        topk_idx_ = id_of(token_);
+        ask_ranks();
         ask();
         return true;
     }
 
   private:
     __device__ __forceinline__ void ask() { taken_ = threadIdx.x % 32 == 0 ? ptx::atomic_add(p_.taken, 1) : 0; }
+
+    // Asks for the ranks of token `token_`, or for the experts from which `any` finds them. Only issues loads.
+    __device__ __forceinline__ void ask_ranks() {
+        if constexpr (KNOWN) {
+            mask_ = ptx::load_4_if(token_ < tokens_, p_.masks + token_, 0);
+        } else {
+            topk_idx_ = id_of(token_);
+        }
+    }
 
     // Expert k of the token, for thread k. Only issues loads.
     __device__ __forceinline__ Id id_of(u32 token) const {
@@ -63,6 +76,7 @@ class Tokens {
     u32 tokens_ = 0;
     u32 token_ = 0;        // the next token
     Id topk_idx_ = NO_ID;  // its expert k, in thread k
+    u32 mask_ = 0;         // its ranks, if the routing is known
     u64 taken_ = 0;        // selects the token after it; valid in the first thread, when the atomic has returned
 };
 
