@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ from raymoe.errors import ConfigError
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+from raymoe.moe.beside import SideStream
 from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
@@ -51,7 +53,7 @@ class MoELayer(nn.Module):
     - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
       expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
     - **Exchanges.** Layers of a world that have the same spec share one exchange, which the world closes.
-    - **On GPUs** nothing waits for the device, and weights are bfloat16.
+    - **On GPUs** nothing waits for the device, and weights are bfloat16. The shared expert runs beside the dispatch.
 
     >>> with World.open(rank=0, size=1) as world:
     ...     world.wire([world.descriptor()])
@@ -87,6 +89,10 @@ class MoELayer(nn.Module):
         if parts.shared is not None:
             self.add_module(parts.shared_name, parts.shared)
         self.norm, self.residual, self.gives_scores = parts.norm, parts.residual, parts.gives_scores
+        self.beside = True
+        """Whether, on GPUs, the shared expert runs beside the dispatch, on a stream of its own."""
+        on_gpu = parts.shared is not None and world.device.type == "cuda"
+        self._side = world.shared(SideStream) if on_gpu else None
         self.to(world.device)
         _shard(self.experts, world)
 
@@ -115,30 +121,52 @@ class MoELayer(nn.Module):
         router = self._modules[self._router_name]
         assert router is not None
         routing: Routed = router(h)
-        y = self.routed(h, routing.topk_idx, routing.topk_weights)
-        if (shared := self._modules.get(self._shared_name)) is not None:
-            y = y + shared(h)
+        y = self.apply_experts(h, routing.topk_idx, routing.topk_weights)
         if self.residual:
             y = y + flat
         y = y.reshape(x.shape)
         return (y, routing.topk_weights.to(x.dtype)) if self.gives_scores else y
 
-    def routed(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Dispatch, apply the experts and combine, for a given routing."""
+    def apply_experts(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Apply the experts of a given routing, and the shared expert, and add their results."""
+        shared = self._modules.get(self._shared_name)
+        if shared is None:
+            return self.routed(x, topk_idx, topk_weights)
+        if self._side is None or not self.beside or torch.compiler.is_compiling():
+            y = self.routed(x, topk_idx, topk_weights)
+            added: torch.Tensor = shared(x)
+            return y + added
+        with self._side.beside(shared, x) as beside:
+            # The dispatch is enqueued first: its blocks then get their SMs before those of the shared expert do.
+            y = self.routed(x, topk_idx, topk_weights, beside.start)
+        return y + beside.result
+
+    def routed(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        behind_dispatch: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
+        """Dispatch, apply the experts and combine, for a given routing. `behind_dispatch` may enqueue other work."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights)
+            if behind_dispatch is not None:
+                behind_dispatch()
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
             return combine(self.exchange, rows, got, weighted=False)
         spec, out = self.exchange.spec, None
         if spec.layout == "expert" and spec.depth == 0:
             out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
         found = self.exchange.dispatch(x.contiguous(), topk_idx, topk_weights, None, out)
+        if behind_dispatch is not None:
+            behind_dispatch()
         rows = self.experts(expert_major(found), found.expert_offsets, found.expert_counts)
         return self.exchange.combine(rows, found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy the weights; the copy is a layer of the same world and exchange."""
-        memo |= {id(self.world): self.world, id(self.exchange): self.exchange}
+        memo |= {id(each): each for each in (self.world, self.exchange, self._side)}
         made = memo[id(self)] = type(self).__new__(type(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -66,7 +69,7 @@ def run_known(world: World, spec: ExchangeSpec, backend: str) -> list[int]:
             wrong.append(known_rows_differ(exchange, gots[step], -2 * given[step][0], rows))
         rows, dy = torch.full_like(outs[0], torch.nan), -2 * given[0][0]
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(world.device)
-        side.wait_stream(torch.cuda.current_stream(world.device))
+        torch.cuda.synchronize()  # no eager operation may run on another stream than the capture's
         with torch.cuda.stream(side):
             with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 got = exchange.dispatch(*given[0][:2], given[0][2].float(), out=outs[0])
@@ -161,3 +164,96 @@ def run_captured(world: World) -> list[bool]:
 def test_a_captured_layer_is_replayed_with_other_routing(ranks: GpuRanks) -> None:
     for same in ranks.run(min(RANKS, 4), run_captured):
         assert same == [True, True, True]
+
+
+def large_difference(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest element of its tensor; NaN counts as infinite."""
+    errors = [
+        (mine.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-6)
+        for mine, want in zip(found, wanted, strict=True)
+    ]
+    return float(torch.stack(errors).nan_to_num(nan=torch.inf).max())
+
+
+def step_of(layer: MoELayer, x: torch.Tensor) -> list[torch.Tensor]:
+    """Run forward and backward; return y and all gradients."""
+    y = layer(x)
+    with torch.autograd.set_multithreading_enabled(False):  # all on this thread, which may be capturing
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, *layer.parameters()])]
+
+
+SLEEP = 20_000_000
+"""Clock cycles: about 10 ms, much longer than the other work of a step."""
+
+
+def run_beside(world: World) -> list[float]:
+    """Compare with the shared expert behind the others, while either stream is late; return the differences."""
+    layer = MoELayer(world, spec_of(world.size, "bfloat16"), form_of(world.size), seed=1)
+    x, streams, asleep = batch_of(world.rank).to(world.device).requires_grad_(), set(), set()
+
+    def late(where: str) -> None:
+        if where in asleep:
+            torch.cuda._sleep(SLEEP)
+
+    shared = layer.shared_experts
+    layer.gate.register_forward_hook(lambda *_: late("main"))
+    shared.register_forward_pre_hook(lambda *_: streams.add(torch.cuda.current_stream()))
+    shared.register_forward_pre_hook(lambda *_: late("side"))
+    shared.register_full_backward_pre_hook(lambda *_: late("side, backward"))
+    layer.beside = False
+    wanted = step_of(layer, x)
+    with torch.no_grad():
+        y = layer(x)
+    alone, layer.beside = set(streams), True
+    assert alone == {torch.cuda.current_stream()}, "the shared expert is apart"
+    errors = []
+    for late_here in ((), ("main",), ("side",), ("side, backward",), ("main", "side", "side, backward")):
+        asleep.clear()
+        asleep.update(late_here)
+        for _ in range(2):
+            found = step_of(layer, x)
+            spoilt = [torch.full_like(x, torch.nan) for _ in range(8)]  # memory that was freed too early
+            with torch.no_grad():
+                errors.append(large_difference([layer(x)], [y]))
+            errors.append(large_difference(found, wanted))
+            del spoilt
+    layer.exchange.check()
+    assert len(streams) == 2, "the shared expert is not on a stream of its own"
+    return errors
+
+
+def test_the_shared_expert_beside_the_dispatch_gives_the_same(ranks: GpuRanks) -> None:
+    for errors in ranks.run(min(RANKS, 4), run_beside):
+        assert max(errors) <= 1e-3, errors
+
+
+def run_captured_step(world: World, many: bool) -> list[float]:
+    """Capture forward and backward, and replay them with other tokens; `many`: with the kernels of many tokens."""
+    with mock.patch("raymoe.exchange.workspace.FEW_TOKENS", 0) if many else nullcontext():
+        layer = MoELayer(world, spec_of(world.size, "bfloat16"), form_of(world.size), seed=1, backend="fused")
+    assert layer.exchange.keeps_places == many
+    x = batch_of(0).to(world.device).requires_grad_()
+    side, errors = torch.cuda.Stream(world.device), []
+    side.wait_stream(torch.cuda.current_stream(world.device))
+    with torch.cuda.stream(side):
+        step_of(layer, x)  # libraries allocate at a first call, and kernels are loaded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            found = step_of(layer, x)
+        for seed in range(3):
+            with torch.no_grad():
+                x.copy_(batch_of(0).roll(seed, dims=1).to(world.device))
+            graph.replay()
+            replayed = [each.clone() for each in found]
+            layer.beside = seed != 1
+            errors.append(large_difference(replayed, step_of(layer, x)))
+        layer.exchange.check()
+    del graph
+    return errors
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_captured_step_with_its_gradients_is_replayed_with_other_routing(ranks: GpuRanks, many: bool) -> None:
+    for errors in ranks.run(min(RANKS, 4), run_captured_step, many):
+        assert max(errors) <= 1e-3, errors

@@ -117,8 +117,12 @@ class GpuLayerStep:
         self.world.agree(problem, "layer: captured")
 
     def _run_marked(self) -> None:
-        self.passes.marks.note = self._event
-        self._run()
+        """Run the parts one after the other: beside another part, the shared expert has no time of its own."""
+        self.passes.marks.note, self.passes.layer.beside = self._event, False
+        try:
+            self._run()
+        finally:
+            self.passes.layer.beside = True
 
     def _event(self) -> Any:
         """Record an event that each replay of the graph records again."""

@@ -79,9 +79,7 @@ class LayerPasses:
         if self.own_router:
             y: torch.Tensor = self.layer(x)
         else:
-            y = self.layer.routed(x, ids, weights)
-            if self.shared:
-                y = y + self.layer.shared_experts(x)
+            y = self.layer.apply_experts(x, ids, weights)
         return self.marks.at(SUM, y)
 
     def routing_of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
