@@ -59,13 +59,13 @@ class Beside:
         """Enqueue the module now. It waits only for what was enqueued before this object was made."""
         self._stream.wait_event(self._ready)
         self._started = True
+        if torch.is_grad_enabled():
+            self._x.record_stream(self._stream)  # its gradients read it there, when nothing else holds it
         with _cuda.stream(self._stream):
             try:
                 self._result = self._module(self._x)
             finally:
                 self._done.record(self._stream)
-        if torch.is_grad_enabled():
-            self._x.record_stream(self._stream)  # its gradients read it there
 
     def join(self) -> None:
         """Make the current stream wait for the module, if it was started."""
