@@ -189,7 +189,7 @@ class NcclGroup:
         self._entered = [0] * world.size
         self._places = {rank: place for place, rank in enumerate(self.members)}
         self._aborted = False
-        self._communicator: Communicator | None = self._connect()
+        self._communicator = connect(world, self.members)
 
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         """Enqueue one NCCL group of sends and receives, by peer, on the current stream. Other peers take no part."""
@@ -248,53 +248,64 @@ class NcclGroup:
         return [(self._places[rank], each.data_ptr(), each.nbytes) for rank, each in rows.items() if each.nbytes]
 
     def _stream(self) -> int:
-        stream: int = torch._C._cuda_getCurrentRawStream(self.world.device.index)
-        return stream
+        return current_stream(self.world.device)
 
-    def _connect(self) -> Communicator | None:
-        """Connect by an id of the first member, and exchange a byte between any two: a capture could not connect."""
-        world, made, problem = self.world, None, None
-        me = self._places.get(world.rank)
-        try:
-            identity = new_id() if me == 0 else b""
-        except WiringError as error:
-            problem, identity = error, b""
-        first = self.members[0]
-        identity_of_first = world.swap(identity, "nccl: identity")[first]
-        world.agree(problem, "nccl: identity made")
-        try:
-            if me is not None:
-                assert isinstance(identity_of_first, bytes)
-                made = self._make_communicator(identity_of_first, me)
-        except (RaymoeError, RuntimeError) as error:
-            reason = (str(error).splitlines() or ["no reason given"])[0]
-            problem = WiringError(f"NCCL did not connect: {reason}")
-        world.agree(problem, "nccl: connected")
-        return made
 
-    def _make_communicator(self, identity: bytes, me: int) -> Communicator:
-        """Make a communicator that is connected. Bounded, because NCCL waits without end for a member that has died."""
-        world, made = self.world, []
+def connect(world: World, members: Sequence[int]) -> Communicator | None:
+    """Connect these ranks of a world, in this order, by an id of the first. A rank that is no member gets None.
 
-        def connect() -> None:
-            with torch.cuda.device(world.device):
-                made.append(Communicator(identity, me, len(self.members)))
-                self._exchange_a_byte(made[0])
+    All ranks of the world call this, each with the members of its own communicator. So several that share no rank can
+    be made at once.
+    """
+    made, problem = None, None
+    me = members.index(world.rank) if world.rank in members else None
+    try:
+        identity = new_id() if me == 0 else b""
+    except WiringError as error:
+        problem, identity = error, b""
+    identity_of_first = world.swap(identity, "nccl: identity")[members[0]]
+    world.agree(problem, "nccl: identity made")
+    try:
+        if me is not None:
+            assert isinstance(identity_of_first, bytes)
+            made = _connect_members(world, identity_of_first, members)
+    except (RaymoeError, RuntimeError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        problem = WiringError(f"NCCL did not connect: {reason}")
+    world.agree(problem, "nccl: connected")
+    return made
 
-        peers = [rank for rank in self.members if rank != world.rank]
-        limit_s, connection = max(CONNECT_S, world.timeout_s), BackgroundWait(connect)
-        if not world.waiter.until("nccl: connect", (peers or self.members)[0], connection.done, limit_s):
-            raise WiringError(f"its ranks {', '.join(map(str, self.members))} did not all come within {limit_s:g} s")
-        return made[0]
 
-    def _exchange_a_byte(self, communicator: Communicator) -> None:
-        """Send a byte to every member and receive one from it."""
-        size, device = len(self.members), self.world.device
-        out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-        peers = [place for place in range(size) if self.members[place] != self.world.rank]
-        bytes_to, bytes_from = ([(place, each.data_ptr() + place, 1) for place in peers] for each in (out, into))
-        communicator.exchange(bytes_to, bytes_from, self._stream())
-        torch.cuda.synchronize(device)
+def _connect_members(world: World, identity: bytes, members: Sequence[int]) -> Communicator:
+    """Make a communicator that is connected. Bounded, because NCCL waits without end for a member that has died."""
+    made: list[Communicator] = []
+
+    def connect_all() -> None:
+        with torch.cuda.device(world.device):
+            made.append(Communicator(identity, members.index(world.rank), len(members)))
+            _exchange_a_byte(made[0], world, members)
+
+    peers = [rank for rank in members if rank != world.rank]
+    limit_s, connection = max(CONNECT_S, world.timeout_s), BackgroundWait(connect_all)
+    if not world.waiter.until("nccl: connect", (peers or members)[0], connection.done, limit_s):
+        raise WiringError(f"its ranks {', '.join(map(str, members))} did not all come within {limit_s:g} s")
+    return made[0]
+
+
+def _exchange_a_byte(communicator: Communicator, world: World, members: Sequence[int]) -> None:
+    """Send a byte to every member and receive one from it: connections cannot be made in a capture."""
+    size, device = len(members), world.device
+    out, into = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    peers = [place for place in range(size) if members[place] != world.rank]
+    bytes_to, bytes_from = ([(place, each.data_ptr() + place, 1) for place in peers] for each in (out, into))
+    communicator.exchange(bytes_to, bytes_from, current_stream(device))
+    torch.cuda.synchronize(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the driver's number of the current stream of a GPU."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
 
 
 def _refuse_what_nccl_cannot(world: World) -> None:

@@ -13,45 +13,41 @@ import torch
 from raymoe.errors import WiringError
 from raymoe.memory.world import World
 from raymoe.net import nccl
-from raymoe.net.nccl import BackgroundWait, NcclGroup
+from raymoe.net.nccl import BackgroundWait
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[NcclGroup]:
-    """A group on one CPU rank, before it has connected."""
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """The world of one CPU rank, which makes a communicator of ranks 0 and 1."""
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(NcclGroup, "_exchange_a_byte", lambda *_: None)
+    monkeypatch.setattr(nccl, "_exchange_a_byte", lambda *_: None)
     monkeypatch.setattr(nccl, "CONNECT_S", 0.1)
     with World.open(0, 1, timeout_s=0.1) as world:
         world.wire([world.descriptor()])
-        made = NcclGroup.__new__(NcclGroup)
-        made.world, made.members = world, (0, 1)
-        yield made
+        yield world
 
 
-def test_a_missing_member_ends_the_connection_after_a_timeout(
-    group: NcclGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_member_ends_the_connection_after_a_timeout(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(nccl, "Communicator", lambda *_: release.wait(20))
     try:
         with pytest.raises(WiringError, match=r"its ranks 0, 1 did not all come within 0\.1 s"):
-            group._make_communicator(b"identity", 0)
+            nccl._connect_members(world, b"identity", (0, 1))
     finally:
         release.set()
 
 
-def test_a_communicator_is_returned_and_a_failure_is_raised(group: NcclGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_is_returned_and_a_failure_is_raised(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = object()
     monkeypatch.setattr(nccl, "Communicator", lambda *_: made)
-    assert group._make_communicator(b"identity", 0) is made
+    assert nccl._connect_members(world, b"identity", (0, 1)) is made
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("no NCCL here")
 
     monkeypatch.setattr(nccl, "Communicator", refuse)
     with pytest.raises(RuntimeError, match="no NCCL here"):
-        group._make_communicator(b"identity", 0)
+        nccl._connect_members(world, b"identity", (0, 1))
 
 
 def test_the_wait_for_another_thread_is_over_when_the_thread_ends() -> None:
