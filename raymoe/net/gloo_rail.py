@@ -1,12 +1,7 @@
-"""The rail of CPU ranks, by Gloo.
-
-Ranks of a rail share no memory. If a wait is longer than one slice, the rank writes the number of its operation into
-the world's store and reads the numbers of its peers. Shorter waits do not use the store.
-"""
+"""The rail of CPU ranks, by Gloo. A wait that is longer than one slice names the peer that is late (`published.py`)."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,9 +13,7 @@ from raymoe.errors import ConfigError, WiringError
 from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import World
 from raymoe.net.gloo import PrivateGroup, connected, first_line, gloo
-
-_EVERY_S = 0.2  # how often a rank that waits asks: its questions share the link with the rows
-_ASKING_S = 1.0  # for one question to the store. A wait ends late by as much where rank 0 does not answer
+from raymoe.net.published import Published
 
 
 class GlooRail:
@@ -35,13 +28,16 @@ class GlooRail:
             raise WiringError("a rail by Gloo was asked for, and this torch was built without it; take another torch")
         self._world = world
         store = gloo.PrefixStore(f"rail {world.place}", world.store.raw)
-        self._group = PrivateGroup(self._connect(world, store), world.waiter, _Published(world))
+        self._group = PrivateGroup(self._connect(world, store), world.waiter, Published(world))
 
     def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
         return self._group.all_gather(op, out, mine)
 
     def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
         return self._group.all_to_all(op, received, sent)
+
+    def settle(self, op: str) -> None:
+        """Do nothing: an operation has ended when the function that waits for it returns."""
 
     def lagging(self) -> int:
         return self._group.lagging()
@@ -61,51 +57,3 @@ class GlooRail:
             problem = WiringError(f"rail {world.place} did not connect from {world.address}: {first_line(error)}")
         world.agree(problem, "rail: connected")
         return group
-
-
-class _Published:
-    """Numbers between domains: each rank that waits publishes its number in the store."""
-
-    def __init__(self, world: SpanningWorld) -> None:
-        self._me, self._domains = world.domain_index, world.domains
-        self._per_domain, self._place = world.domain.size, world.place
-        self._store = world.store
-        self._asked, self._found, self._ask_at = 0, (0, 0), 0.0
-
-    def enter(self, number: int) -> None:
-        """Publish nothing yet: most waits end in their first slice."""
-
-    def lagging(self, number: int) -> tuple[int, int]:
-        peers = [(self._me + step) % self._domains for step in range(1, self._domains)]
-        if self._asked < number:  # the question before the first slice
-            self._asked, self._ask_at = number, 0.0
-            return self._rank(peers[0]), number - 1
-        if time.monotonic() >= self._ask_at:
-            self._found = self._first_late(peers, number)
-            self._ask_at = time.monotonic() + _EVERY_S
-        return self._found
-
-    def _first_late(self, peers: list[int], number: int) -> tuple[int, int]:
-        if self._store.busy:
-            return 0, 0
-        try:
-            self._ask("set", self._key(self._me), str(number))
-            entered = {peer: self._entered_by(peer) for peer in peers}
-        except RuntimeError:  # rank 0, which serves the store, is gone or stopped, or its link is slow
-            return 0, 0
-        late = [peer for peer in peers if entered[peer] < number]
-        peer = (late or peers)[0]
-        return self._rank(peer), entered[peer]
-
-    def _entered_by(self, peer: int) -> int:
-        key = self._key(peer)
-        return int(self._ask("get", key)) if self._ask("check", [key]) else 0
-
-    def _ask(self, method: str, *arguments: object) -> Any:
-        return self._store.ask(method, *arguments, timeout_s=_ASKING_S)
-
-    def _key(self, domain: int) -> str:
-        return f"entered by {self._rank(domain)}"
-
-    def _rank(self, domain: int) -> int:
-        return domain * self._per_domain + self._place

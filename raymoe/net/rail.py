@@ -3,14 +3,18 @@
 A row crosses the network on the rail of its source, and NVLink or shared memory from there on. So each rank talks over
 the network to one rank of each other domain, and all rails of a world work side by side.
 
-There is one engine: Gloo between CPU ranks (`raymoe.net.gloo_rail`). An engine whose kernels start the transfers
-themselves can take its place if it keeps the promises of `Rail`:
+There are two engines: Gloo between CPU ranks (`raymoe.net.gloo_rail`) and NCCL between GPU ranks
+(`raymoe.net.nccl_rail`). An engine whose kernels start the transfers themselves can take their place if it keeps the
+promises of `Rail`:
 
 - Blocks have sizes that are known when an operation starts, so it needs no counts from the device.
 - Operations are in one order on all ranks of the rail. An engine may match messages by that order alone.
 - A wait ends by data, by the deadline of the world (`PeerTimeout`, which names a rank of the world), or by
   `World.abort` (`Aborted`). An engine that polls on a device must therefore read a deadline and an abort word there.
 - After a failed wait the rail raises in every call, and does not touch the caller's tensors any more.
+
+Between GPU ranks an operation is enqueued on the current stream, and later work of the stream sees its result. The
+function that waits for its end then does nothing. `settle` is the wait of the host, which has a limit.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ class Rail(Protocol):
 
         Returns a function that waits for the end. Until then both tensors belong to the rail.
         """
+
+    def settle(self, op: str) -> None:
+        """Wait until the device has done all work enqueued so far, replays of graphs included. No-op on CPU ranks."""
 
     def lagging(self) -> int:
         """Return the rank, by its number in the world, that holds up the operation which this rank waits for.

@@ -1,0 +1,64 @@
+"""Numbers between domains: a rank that waits for its rail publishes how far it is in the world's store.
+
+Ranks of a rail share no memory. A rank writes its number and reads those of its peers only in a long wait, so short
+waits do not use the store.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from raymoe.memory.spanning import SpanningWorld
+
+_EVERY_S = 0.2  # how often a rank that waits asks: its questions share the link with the rows
+_ASKING_S = 1.0  # for one question to the store. A wait ends late by as much where rank 0 does not answer
+
+
+class Published:
+    """Each rank that waits publishes the number of its operation."""
+
+    def __init__(self, world: SpanningWorld) -> None:
+        self._me, self._domains = world.domain_index, world.domains
+        self._per_domain, self._place = world.domain.size, world.place
+        self._store = world.store
+        self._asked, self._found, self._ask_at = 0, (0, 0), 0.0
+
+    def enter(self, number: int) -> None:
+        """Publish nothing yet: most waits end in their first slice."""
+
+    def lagging(self, number: int) -> tuple[int, int]:
+        """Return the first peer, by its rank, that has not entered this operation, else the next peer; its number."""
+        peers = [(self._me + step) % self._domains for step in range(1, self._domains)]
+        if self._asked < number:  # the question before the first slice
+            self._asked, self._ask_at = number, 0.0
+            return self._rank(peers[0]), number - 1
+        if time.monotonic() >= self._ask_at:
+            self._found = self._first_late(peers, number)
+            self._ask_at = time.monotonic() + _EVERY_S
+        return self._found
+
+    def _first_late(self, peers: list[int], number: int) -> tuple[int, int]:
+        if self._store.busy:
+            return 0, 0
+        try:
+            self._ask("set", self._key(self._me), str(number))
+            entered = {peer: self._entered_by(peer) for peer in peers}
+        except RuntimeError:  # rank 0, which serves the store, is gone or stopped, or its link is slow
+            return 0, 0
+        late = [peer for peer in peers if entered[peer] < number]
+        peer = (late or peers)[0]
+        return self._rank(peer), entered[peer]
+
+    def _entered_by(self, peer: int) -> int:
+        key = self._key(peer)
+        return int(self._ask("get", key)) if self._ask("check", [key]) else 0
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        return self._store.ask(method, *arguments, timeout_s=_ASKING_S)
+
+    def _key(self, domain: int) -> str:
+        return f"entered by {self._rank(domain)}"
+
+    def _rank(self, domain: int) -> int:
+        return domain * self._per_domain + self._place
