@@ -172,7 +172,7 @@ def join(name: str, rank: int, size: int, timeout_s: float = 60.0, **options: Un
       sees.
     - `share_gpu` (same on all ranks) lets ranks share one GPU, to test correctness.
     - `domain` (same on all ranks) is the number of ranks in a domain. The ranks of a domain must be on one host. By
-      default all ranks are in one. Several domains need CPU ranks.
+      default all ranks are in one.
 
         world = raymoe.join("experts", rank, size)
         with raymoe.Exchange(world, raymoe.ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)) as ex:
@@ -201,7 +201,7 @@ def join(name: str, rank: int, size: int, timeout_s: float = 60.0, **options: Un
 
     meetings = _Meetings(member)
     try:
-        world = span(meetings, asked.domain, str(asked.device), timeout_s)
+        world = span(meetings, asked.domain, str(asked.device), timeout_s, asked.share_gpu)
     except BaseException as error:
         meetings.leave(error)
         raise

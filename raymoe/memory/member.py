@@ -161,7 +161,7 @@ def check_descriptors(descriptors: Sequence[dict[str, object]], mine: dict[str, 
         if place == rank and other != mine:
             raise WiringError(f"the descriptor at place {rank} is not the one that this rank gave")
     if mine["device"] == "cuda":
-        _check_gpus(descriptors)
+        check_gpus(descriptors)
 
 
 def _check_domain(descriptors: Sequence[dict[str, object]]) -> None:
@@ -198,11 +198,12 @@ def _check_host(descriptors: Sequence[dict[str, object]]) -> None:
         ]
         raise WiringError(
             f"a world on {len(hosts)} hosts: {' and '.join(hosts)}; its ranks map one another's memory, so place them "
-            "on one host (STRICT_PACK in Ray), or make a domain of CPU ranks for each host (domain=)"
+            "on one host (STRICT_PACK in Ray), or make a domain for each host (domain=)"
         )
 
 
-def _check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
+def check_gpus(descriptors: Sequence[dict[str, object]]) -> None:
+    """Refuse two ranks on one GPU unless all ranks asked to share."""
     not_sharing = [str(rank) for rank, other in enumerate(descriptors) if not other["share_gpu"]]
     seen: dict[object, int] = {}
     for rank, other in enumerate(descriptors):

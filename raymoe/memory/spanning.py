@@ -11,19 +11,19 @@ from raymoe.memory.across import BoundedStore, StoreAddress, StoreBoard, connect
 from raymoe.memory.address import address_for, listen, network
 from raymoe.memory.host_shm import check_fields
 from raymoe.memory.layout import Layout
-from raymoe.memory.member import Member
+from raymoe.memory.member import Member, Options, check_gpus
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
     import socket
 
-_AGREED = ("generation", "version", "code_hash")  # of the worlds of all domains
+_AGREED = ("generation", "version", "code_hash", "device")  # of the worlds of all domains
 _FIELDS = {"world": str, "domain": int, "host": str, "inside": dict}
 
 
 class SpanningWorld(World):
-    """The CPU ranks of several domains. Rank = domain * L + place, where L is the number of ranks in each.
+    """The ranks of several domains, all on CPUs or all on GPUs. Rank = domain * L + place, with L ranks in each domain.
 
     - `domain` is the world of this rank's domain, with memory of its own. Its ranks count from 0, also in its errors.
     - `domain_index` and `place` say where this rank is. The ranks with one place are a *rail* (`raymoe.net.rail`).
@@ -32,7 +32,8 @@ class SpanningWorld(World):
     """
 
     def __init__(self, member: Member, domain: World, address: str) -> None:
-        super().__init__(member, None)
+        gpu = domain._gpu
+        super().__init__(member, None if gpu is None else gpu.device, domain)  # the domain's world closes its GPU
         self._own.close()  # rounds go through the memory of the domain, and through the store
         self._domain, self.address = domain, address
         self.domain_index, self.place = divmod(member.rank, domain.size)
@@ -40,6 +41,7 @@ class SpanningWorld(World):
         self._secret = b""
         self._store: BoundedStore | None = None
         self._rounds: StoreBoard | None = None
+        self._pretended = False
         self.waiter.on_abort(domain.abort)
 
     @classmethod
@@ -55,6 +57,8 @@ class SpanningWorld(World):
             name=f"{member.name}-domain{index}",
             generation=member.generation,
             timeout_s=member.timeout_s,
+            device=member.device,
+            share_gpu=member.share_gpu,
             domain=member.domain or str(index),
         )
         world = cls(member, inside, address)
@@ -73,6 +77,11 @@ class SpanningWorld(World):
     @property
     def domains(self) -> int:
         return self.size // self._domain.size
+
+    @property
+    def pretended(self) -> bool:
+        """Whether ranks of two domains are on one machine, by its boot id. Only a wired world knows."""
+        return self._pretended
 
     @property
     def store(self) -> BoundedStore:
@@ -107,6 +116,7 @@ class SpanningWorld(World):
         store = connect(where, self.timeout_s) if listener is None else serve(where, listener)
         self._store = BoundedStore(store, self.waiter)
         self._board = self._rounds = StoreBoard(self, self._domain, self._store, where.secret)
+        self._pretended = len({each["inside"]["boot_id"] for each in descriptors}) < self.domains
         self.barrier("domains: connected")
 
     def _check(self, descriptors: Sequence[dict[str, Any]]) -> None:
@@ -122,6 +132,8 @@ class SpanningWorld(World):
                 if theirs[field] != value:
                     here = f"{value} on rank {self.rank}"
                     raise WiringError(f"{field} is {theirs[field]} on rank {rank} and {here}; all ranks must agree")
+        if self.device.type == "cuda":
+            check_gpus([each["inside"] for each in descriptors])
 
     def allocate(self, layout: Layout, what: str, where: Literal["host", "device"] = "host") -> NoReturn:  # noqa: ARG002
         raise WiringError(
@@ -175,16 +187,17 @@ class Gathering(Protocol):
         """Gather a name for the world, and what all ranks give. Where one has a problem, all ranks raise."""
 
 
-def span(ranks: Gathering, size: int, device: str, timeout_s: float) -> SpanningWorld:
+def span(ranks: Gathering, size: int, device: str, timeout_s: float, share_gpu: bool = False) -> SpanningWorld:
     """Make a world of domains of `size` ranks each. All ranks call this; either all get it or all raise.
 
     There are two gathers: networks, by which the ranks choose their addresses, then descriptors.
     """
     mine: dict[str, object] | None = None
     problem: Exception | None = None
+    where = "cpu"
     try:
         _check_domain(size, ranks.size)
-        _refuse_gpus(ranks.device(device), ranks.size // size)
+        where = ranks.device(device)
         mine = {"domain": size, "network": network()}
     except Exception as error:  # noqa: BLE001  `gather` raises it after the other ranks have its text
         problem = error
@@ -194,7 +207,8 @@ def span(ranks: Gathering, size: int, device: str, timeout_s: float) -> Spanning
     try:
         try:
             address = address_for([each["network"] for each in theirs], ranks.known_address)
-            member = Member(ranks.rank, ranks.size, name=name, timeout_s=timeout_s)
+            options: Options = {"name": name, "timeout_s": timeout_s, "device": where, "share_gpu": share_gpu}
+            member = Member(ranks.rank, ranks.size, **options)
             world = SpanningWorld.open_rank(member, size, address)
             mine = world.descriptor()
         except Exception as error:  # noqa: BLE001  as above
@@ -214,14 +228,6 @@ def _check_domain(size: object, ranks: int) -> None:
         raise ConfigError(
             f"domain is {size!r} in a world of {ranks} ranks; it is the number of ranks in a domain, and all "
             "domains have the same number"
-        )
-
-
-def _refuse_gpus(device: str, domains: int) -> None:
-    if device != "cpu":
-        raise ConfigError(
-            f"a world of {domains} domains was asked for on {device}; only CPU ranks can be in several: pass "
-            "device='cpu', or make one world for each domain"
         )
 
 

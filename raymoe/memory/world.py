@@ -69,8 +69,8 @@ class World:
 
     `device` is where its tensors are: `cpu`, or one GPU of this process, which need not be torch's current device.
     A process may have several worlds. A process that is forked from it cannot use them. The board, and with it every
-    round, is in host memory for CPU and GPU ranks alike: all ranks are on one machine. Only CPU ranks in several
-    domains may be on several machines (`SpanningWorld`).
+    round, is in host memory for CPU and GPU ranks alike: all ranks are on one machine. Only ranks in several domains
+    may be on several machines (`SpanningWorld`).
     """
 
     def __init__(self, member: Member, device: cuda_ipc.GpuMemory | None, parent: World | None = None) -> None:
@@ -124,7 +124,7 @@ class World:
         `device`: `auto` is the group's bound device, else torch's current one if the group has a backend of its own for
         GPUs (NCCL), else the CPU. `cuda` is the same but never the CPU. `cuda:1` is any GPU that this process sees.
         `timeout_s` bounds every wait for a peer, except the gathers here, which the group's own timeout bounds.
-        `domain` is the number of ranks in a domain; by default all ranks are in one. Several domains need CPU ranks.
+        `domain` is the number of ranks in a domain; by default all ranks are in one.
 
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
