@@ -1,0 +1,163 @@
+"""The rail of GPU ranks, by NCCL: a communicator of the ranks with one place in each domain.
+
+Operations are sends and receives in one NCCL group, enqueued on the current stream, so a CUDA graph can hold them. The
+connections are made with the rail, because a capture cannot make them.
+
+NCCL bounds no wait. `settle` does on the host, and so does every abort of the world: both end NCCL's kernels. `settle`
+names the peer that is late by the numbers in the world's store (`published.py`); replays of graphs do not count.
+
+**Pretended domains.** Ranks of two domains on one machine would find shared memory and NVLink between them, and NCCL
+refuses two ranks on one GPU of a host. So the rail then sets NCCL_HOSTID in this process, and NCCL_SOCKET_IFNAME=lo
+where ranks meet at the loopback address. NCCL then takes sockets between domains. Ranks that share a GPU get a host id
+each. Both variables are set only where they are missing, and stay: NCCL reads them once in a process, and programs
+that this one starts inherit them. If the process used NCCL before, its host id stays that of the machine. NCCL then
+may take faster ways between the domains, and refuses ranks that share a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from raymoe.device.current import capturing, on
+from raymoe.errors import ConfigError, PeerTimeout, RaymoeError, WiringError
+from raymoe.memory.address import LOOPBACK
+from raymoe.memory.spanning import SpanningWorld
+from raymoe.memory.world import CLOSING_S, World
+from raymoe.net.nccl import BackgroundWait, Communicator, connect, current_stream
+from raymoe.net.published import Published
+
+MARGIN_S = 1.0
+"""A wait of the host lasts so much longer than those of kernels: a kernel that waits in vain names its peer better."""
+_LONG_S = 0.05  # a wait that is longer asks who is late
+
+
+class NcclRail:
+    """A `Rail` of a world of several domains of GPU ranks. The ranks of all rails make theirs together."""
+
+    capturable = True
+
+    def __init__(self, world: World) -> None:
+        if not isinstance(world, SpanningWorld):
+            raise ConfigError(f"a rail was asked for in a world of {world.domains} domain; rails are between domains")
+        self._world, self._me = world, world.domain_index
+        self._numbers, self._entered = Published(world), 0
+        self._failure: RaymoeError | None = None
+        self._connected: Communicator | None = None
+        self._forget: Callable[[], None] = lambda: None
+        self._check_nccl(world)
+        for name, value in environment(world).items():
+            os.environ.setdefault(name, value)
+        members = [domain * world.domain.size + world.place for domain in range(world.domains)]
+        self._connected = connect(world, members)
+        self._forget = world.waiter.on_abort(lambda _: self.abort())
+
+    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+        """Enqueue a gather. `mine` may be this rank's block of `out`."""
+        blocks = out.view(self._world.domains, -1)
+        own = blocks[self._me]
+        with on(out.device):
+            if own.data_ptr() != mine.data_ptr():
+                own.copy_(mine.view(-1))
+            self._exchange(op, [own] * len(blocks), list(blocks))
+        return _nothing
+
+    def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+        """Enqueue a swap. It copies this rank's own block too."""
+        with on(sent.device):
+            received[self._me].copy_(sent[self._me])
+            self._exchange(op, list(sent), list(received))
+        return _nothing
+
+    def settle(self, op: str) -> None:
+        """Wait for the device, with a limit. Raises `PeerTimeout` and ends NCCL's work where it runs out."""
+        self._entered += 1
+        number, start = self._entered, time.monotonic()
+        background = BackgroundWait(self._world.gpu.synchronise)
+
+        def is_done() -> bool:
+            if background.done():
+                return True
+            if time.monotonic() - start > _LONG_S:
+                self._world.waiter.waiting = (op, self._numbers.lagging(number)[0])
+            return False
+
+        limit_s = self._world.timeout_s + MARGIN_S
+        try:
+            if self._world.waiter.until(op, self._numbers.lagging(number)[0], is_done, limit_s):
+                return
+            peer, seen = self._numbers.lagging(number)
+            raise PeerTimeout(op, number, peer, number, seen, time.monotonic() - start, self._world.rank)
+        except RaymoeError as error:
+            self._failure = self._failure or copy.copy(error)
+            self.abort()  # ends NCCL's waits on the device
+            raise
+
+    def lagging(self) -> int:
+        return self._numbers.lagging(self._entered)[0]
+
+    def abort(self) -> None:
+        """End NCCL's kernels, also those that wait without end. Any thread may call it."""
+        communicator, self._connected = self._connected, None
+        if communicator is not None:
+            communicator.abort()
+
+    def close(self, together: bool) -> None:
+        """Close with the world; `together` if all ranks close now. A rank that has left already delays it by 2 s."""
+        self._forget()
+        if not together:
+            self.abort()
+        try:
+            if self._connected is not None:
+                self.settle("close")
+                self._world.barrier("rail: idle", min(self._world.timeout_s, CLOSING_S))
+                communicator, self._connected = self._connected, None
+                if communicator is not None:
+                    communicator.close()
+        except RaymoeError:
+            self.abort()
+            raise
+
+    def _exchange(self, op: str, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+        """Enqueue one NCCL group: block d of `sent` goes to domain d, whose block becomes block d of `received`."""
+        communicator = self._connected
+        if communicator is None:
+            raise copy.copy(self._failure) if self._failure else WiringError(f"{op}: this rail is aborted or closed")
+        self._world.waiter.check()
+        if not capturing(sent[0].device):
+            self._entered += 1
+        peers = [domain for domain in range(self._world.domains) if domain != self._me]
+        sends, receives = (
+            [(domain, blocks[domain].data_ptr(), blocks[domain].nbytes) for domain in peers]
+            for blocks in (sent, received)
+        )
+        communicator.exchange(sends, receives, current_stream(sent[0].device))
+
+    @staticmethod
+    def _check_nccl(world: World) -> None:
+        problem: RaymoeError | None = None
+        if world.device.type != "cuda":
+            problem = ConfigError(f"a rail by NCCL was asked for between ranks on {world.device}; it is for GPU ranks")
+        elif not dist.is_available() or not dist.is_nccl_available():
+            problem = ConfigError("GPU ranks in several domains need NCCL, and this torch was built without it")
+        world.agree(problem, "rail: possible")
+
+
+def environment(world: SpanningWorld) -> dict[str, str]:
+    """Return the variables that NCCL needs between pretended domains; none where each domain has a machine."""
+    if not world.pretended:
+        return {}
+    own = f"rank{world.rank}-{os.getpid()}" if world.member.share_gpu else f"domain{world.domain_index}"
+    found = {"NCCL_HOSTID": f"raymoe-{world.name}-{own}"}
+    if world.address == LOOPBACK:
+        found["NCCL_SOCKET_IFNAME"] = "lo"
+    return found
+
+
+def _nothing() -> None:
+    """Wait for nothing: later work of the stream is ordered behind the operation."""
