@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,12 @@ BACKENDS = {
 }
 AUTO = {"cpu": ("host",), "cuda": ("fused", "collective")}
 """The backends that `auto` tries, in this order, where the spec allows all of them."""
+AUTO_BETWEEN_DOMAINS = ("fused", "allgather")
+"""Those that it tries on GPU ranks in several domains."""
 NCCL_BACKENDS = ("collective", "allgather")
 KERNEL_BACKENDS = ("fused", "staged")
+BETWEEN_DOMAINS = ("fused", "staged", "allgather")
+"""The backends inside a domain of GPU ranks, where there are several domains."""
 ROUNDS_MOST = {"ranks": MOST_RANKS, "experts a rank": MOST_EXPERTS, "pieces of rows": 2**31 - 1}
 SPREAD_BYTES = 16 * SPREAD_VECTORS // 2  # the smallest unit of work of a row
 FUSED_CAPABILITY = (9, 0)
@@ -82,11 +86,16 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
     if problem is not None:
         raise problem
     device = world.device.type
-    names = _names_to_try(device, spec) if request.backend == "auto" else (request.backend,)
-    reasons = [why_not(name, device, spec, facts) for name in names]
+    names = _names_to_try(world, spec) if request.backend == "auto" else (request.backend,)
+    between = device == "cuda" and world.domains > 1
+    reasons = [
+        why_not_between_domains(name, spec, facts, world.domains) if between else why_not(name, device, spec, facts)
+        for name in names
+    ]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
-            return _make_choice(name, world, spec, request, facts)
+            inside = inside_spec(spec, world.domains) if between else spec
+            return _make_choice(name, world.domain if between else world, inside, request, facts)
     raise ConfigError(f"backend {request.backend} asked for and {reasons[0]}")
 
 
@@ -104,11 +113,12 @@ def _make_choice(
     return Choice(name, most if limit is None else min(limit, most), lines)
 
 
-def _names_to_try(device: str, spec: ExchangeSpec) -> tuple[str, ...]:
+def _names_to_try(world: World, spec: ExchangeSpec) -> tuple[str, ...]:
     """The backends that `auto` tries, in this order."""
+    device = world.device.type
     if spec.by_copy_engine and device == "cuda":
         return ("staged",)
-    return AUTO[device]
+    return AUTO_BETWEEN_DOMAINS if device == "cuda" and world.domains > 1 else AUTO[device]
 
 
 def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFacts]) -> str | None:
@@ -135,11 +145,57 @@ def why_not(name: str, device: str, spec: ExchangeSpec, facts: Sequence[RankFact
     return _no_kernels(name, spec, facts) if name in KERNEL_BACKENDS else None
 
 
+def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankFacts], domains: int) -> str | None:
+    """Why this backend cannot serve GPU ranks in several equal domains, and what to do; None where it can.
+
+    >>> facts, spec = [RankFacts("a", "NVIDIA H200", (9, 0), nccl=True)] * 4, ExchangeSpec(8, 64, 4, 2)
+    >>> why_not_between_domains("fused", spec, facts, domains=2)
+    >>> why_not_between_domains("collective", spec, facts, domains=2)
+    'ranks are on GPUs in 2 domains, which collective does not connect: take fused, staged or allgather'
+    >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), facts, domains=2)
+    'ranks are on GPUs in 2 domains, between which rows cross in their own dtype: leave the wire of dispatch out'
+    >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, capacity=99), facts, domains=2)
+    'capacity is 99 with alignment 16; between domains GPU ranks count no gaps: write worst, or take alignment 1'
+    >>> why_not_between_domains("allgather", spec, facts, domains=2)
+    'in domain 0, ranks 0 and 1 share GPU a; NCCL needs one GPU a rank: take fused or staged, or leave share_gpu out'
+    """
+    between = f"ranks are on GPUs in {domains} domains"
+    if name not in BETWEEN_DOMAINS:
+        return f"{between}, which {name} does not connect: take fused, staged or allgather"
+    if spec.dispatch_wire == FP8:
+        return f"{between}, between which rows cross in their own dtype: leave the wire of dispatch out"
+    if spec.capacity != "worst" and spec.alignment > 1:
+        return (
+            f"capacity is {spec.capacity} with alignment {spec.alignment}; between domains GPU ranks count no gaps: "
+            "write worst, or take alignment 1"
+        )
+    if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
+        return f"the torch of rank {without[0]} was built without NCCL, which connects domains: take another torch"
+    size = len(facts) // domains
+    for domain in range(domains):
+        theirs = facts[domain * size : (domain + 1) * size]
+        if reason := why_not(name, "cuda", inside_spec(spec, domains), theirs):
+            return f"in domain {domain}, {reason}"
+    return None
+
+
+def inside_spec(spec: ExchangeSpec, domains: int) -> ExchangeSpec:
+    """Return the spec of the exchange inside a domain: the tokens of a whole rail, and no gaps between experts.
+
+    >>> inside = inside_spec(ExchangeSpec(tokens=8, hidden=64, experts=8, topk=2), domains=2)
+    >>> inside.tokens, inside.experts, inside.alignment, inside.rows(ranks=2)
+    (16, 8, 1, 64)
+    """
+    return replace(spec, tokens=domains * spec.tokens, alignment=1, padding="any", depth=0)
+
+
 def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
     """Make this rank's part of the chosen backend."""
     # Imported here, so that a job loads torch.distributed or CUDA only where it uses it.
     name = choice.backend
     if world.device.type == "cuda":
+        if world.domains > 1:
+            return _make_between_gpus(choice, world, spec)
         return _make_on_gpu(choice, world, spec, workspace)
     from raymoe.exchange.cpu import CpuBackend
 
@@ -163,6 +219,18 @@ def _make_carrier(name: str, world: World, spec: ExchangeSpec) -> Carrier:
     from raymoe.exchange.host import HostSlots
 
     return HostSlots(world, spec)
+
+
+def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Backend:
+    from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, InsideBackend, Parts
+    from raymoe.exchange.nccl_kernels import GpuLauncher
+    from raymoe.net.nccl_rail import NcclRail
+
+    launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
+    rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
+    inside = _make_on_gpu(choice, world.domain, inside_spec(spec, world.domains), None)
+    assert isinstance(inside, InsideBackend), f"{choice.backend} is one of BETWEEN_DOMAINS"
+    return HierarchicalGpu(world, spec, Parts(launcher, rail, inside))
 
 
 def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
@@ -203,6 +271,11 @@ def _request_error(world: World, spec: object, request: ExchangeRequest) -> Conf
         return ConfigError(f"backend is {request.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")
     if request.sms != "auto" and (type(request.sms) is not int or request.sms < 1):
         return ConfigError(f"sms is {request.sms!r}; it is 'auto' or a number of SMs, at least 1")
+    if world.domains > 1 and request.workspace is not None:
+        return ConfigError(
+            f"a workspace was given in a world of {world.domains} domains; an exchange between domains makes its own: "
+            "leave workspace out"
+        )
     if device == "cpu" and (request.workspace is not None or request.sms != "auto"):
         return ConfigError("a workspace or a number of sms asked for on CPU ranks; both are for GPUs: leave them out")
     try:

@@ -323,6 +323,8 @@ class Exchange:
         `sent` is the result of the send; None where `op` is a send.
         """
         self._ready(op, sent)
+        if not isinstance(self._backend, SplitBackend) and self.world.domains > 1:
+            raise ConfigError(f"{op} asked for; between {self.world.domains} domains operations are not split")
         if not isinstance(self._backend, SplitBackend):
             raise ConfigError(f"{op} asked for; {self.backend} cannot split operations: take fused or staged")
         return self._backend

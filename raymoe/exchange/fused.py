@@ -69,6 +69,7 @@ class FusedBackend:
         self._dispatch = kernels.function(dispatch_source(spec.dtype, self.build.fp8, stamped, traces))
         self._combine = kernels.function(combine_source(spec.dtype, stamped, traces, spec.combine_wire, warps))
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
+        self._device_record: torch.Tensor | None = None
         self._raised_epoch = 0
         self._slot_rows = self._slot_scales = None
         if spec.layout == "rank":
@@ -231,6 +232,19 @@ class FusedBackend:
             refusals = [Refusal.unpack(packed[size * rank : size * (rank + 1)]) for rank in range(self.world.size)]
             raise_first(refusals, self.spec)
 
+    # Between domains (raymoe/exchange/hierarchical_gpu.py).
+
+    def refusal_record(self) -> torch.Tensor:
+        """Let refused combines write their statuses to words on the device from now on, instead of to the host."""
+        words = torch.zeros(RefusalRecord.nbytes() // 8, dtype=torch.int64, device=self.world.device)
+        for prepared in self._all_combines():
+            prepared.launch.fields.record = words.data_ptr()
+        self._device_record = words  # keeps the memory while kernels may write to it
+        return words
+
+    def check_waits(self) -> None:
+        self.workspace.error.check()
+
     def close(self, together: bool) -> None:
         torch.cuda.synchronize(self.world.device)
         if self._of_bytes is not None:
@@ -248,6 +262,9 @@ class FusedBackend:
 
     def _combine_parts(self) -> tuple[int, ...]:
         return combine.ALL_PARTS, combine.REDUCE, combine.SUM
+
+    def _all_combines(self) -> list[PreparedLaunch]:
+        return list(self._combines.values())
 
     def _largest_shapes(self) -> list[Shape]:
         """The shapes of the largest launches."""

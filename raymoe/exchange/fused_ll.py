@@ -77,6 +77,9 @@ class FusedLlBackend(FusedBackend):
         launch.fields.summed = summed
         self._enqueue("combine", launch)
 
+    def _all_combines(self) -> list[PreparedLaunch]:
+        return [*super()._all_combines(), self._combine_ll]
+
     def _deal_sent(self, tokens: int) -> _SentDealing:
         """Deal so many tokens out, and keep the result for the next call with as many."""
         routers, runs = ll.ll_routers(tokens * self.spec.topk, self._dispatch_ll_grid.arriving)

@@ -234,6 +234,13 @@ class NcclAllgather:
         if statuses := self._kernels.take_refused():
             raise_first(statuses, self._spec)
 
+    def refusal_record(self) -> torch.Tensor:
+        """The words that a refused combine writes where the first one is 0 (raymoe/exchange/hierarchical_gpu.py)."""
+        return self._kernels.refused_words
+
+    def check_waits(self) -> None:
+        """Do nothing: the host alone notices a wait that fails, in `check`."""
+
     def close(self, together: bool) -> None:
         """Wait for the device, because torch's memory does not wait for other streams. The world owns the rounds."""
         if together:

@@ -352,6 +352,11 @@ class RoundKernels:
         k_of_row = torch.zeros(C + 1, dtype=torch.int64, device=kept.device)
         return k_of_row.scatter_(0, torch.where(places < 0, C, places).clamp(max=C), k)[:C]
 
+    @property
+    def refused_words(self) -> torch.Tensor:
+        """int64 words on the device: 1 where a combine was refused, a spare one, and each rank's status."""
+        return self._refused.view(torch.int64)
+
     def take_refused(self) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 

@@ -1,0 +1,302 @@
+"""Dispatch and combine between GPU ranks in several domains: over the rail first, then inside the domain.
+
+`hierarchical.py` explains the idea, for CPU ranks. Here all work is on the device and on one stream, and the host reads
+nothing. So a CUDA graph holds an operation if it can hold that of the exchange inside the domain, which is one of the
+backends `fused`, `staged` and `allgather`, unchanged, with N*T tokens a rank. The parts between the rail and that
+exchange are torch operations on small tensors (`hierarchical_tensors.py`): they are few beside the rows, and need no
+kernel of their own.
+
+Dispatch: gather rows, ids and weights over the rail, rewrite the ids, dispatch inside. Each expert has N ids inside,
+one for each source domain, and they are neighbours. So rows arrive in the order of the contract. Only gaps are missing:
+with an `alignment` above 1 rows are copied once more, to their places (layout `rank`: only their index).
+
+Combine: combine inside, which sums the rows of this domain's ranks for each token of the rail. One block for each
+domain goes back over the rail: T sums in the combine wire dtype, then a status for each rank of the domain. The source
+adds the domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows
+before.
+
+Refused data: ids out of range stay out of range inside, so the exchanges of all domains refuse them. A combine inside
+writes the statuses of its ranks to the device, and the blocks take them to all domains. So all ranks give NaN in the
+same step, and `check` raises the same sentence on each. A wait that fails is no refusal: where it fails inside one
+domain in the last combine before a `check`, ranks of other domains find NaN in y, and their next operation fails.
+
+There is no agreement on the operation: ranks that call different operations wait for one another until the world's
+timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn, Protocol, runtime_checkable
+
+import torch
+
+from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
+from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
+from raymoe.exchange.hierarchical_tensors import (
+    Places,
+    Shape,
+    ids_inside,
+    is_refused,
+    refusals_of_ranks,
+    told_ids,
+)
+from raymoe.exchange.kernel_result import keep_for_current_stream
+from raymoe.exchange.nccl import CapturedMemory
+from raymoe.exchange.nccl_kernels import Launcher
+from raymoe.exchange.refusal import Refusal, raise_first
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.wait import named_by_world
+from raymoe.memory.world import World
+from raymoe.net.rail import Rail
+
+_STATUS_WORDS = Refusal.NBYTES // 8
+_WORDS_AN_ENTRY = 3  # int32 words of an entry (token, k) on the rail: the id has two, the weight one
+
+
+@runtime_checkable
+class InsideBackend(Backend, Protocol):
+    """A backend inside a domain, which also tells on the device why a combine is refused."""
+
+    def refusal_record(self) -> torch.Tensor:
+        """Return int64 words on the device: not 0 after a refused combine, a spare one, then each rank's status.
+
+        A refused combine writes them. Their user sets the first one to 0 when it has read them, and `check` then leaves
+        refused data to that user.
+        """
+
+    def check_waits(self) -> None:
+        """Raise if a wait of the kernels has failed so far. Waits for nothing."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an exchange between domains: the order of its operations, the rail, and the exchange inside."""
+
+    launcher: Launcher
+    rail: Rail
+    inside: InsideBackend
+
+
+@dataclass(frozen=True)
+class _Home:
+    """The state of a dispatch that its combine needs."""
+
+    inside: Dispatched
+    targets: torch.Tensor | None
+    number: torch.Tensor
+    """int64[1]: the dispatch, counted from 1 on the device, because replays count too."""
+    stream: int
+
+    def used_on(self, stream: int) -> None:
+        """Keep the memory for work on `stream`, which must be the current one."""
+        if stream != self.stream:
+            keep_for_current_stream(self.targets, self.number)
+
+
+class HierarchicalGpu:
+    """The backend between domains. It owns the exchange inside its domain, and shares the rail of its world."""
+
+    def __init__(self, world: World, spec: ExchangeSpec, parts: Parts) -> None:
+        N, L, T, K = world.domains, world.domain.size, spec.tokens, spec.topk
+        self._world, self._spec = world, spec
+        self._launcher, self._rail, self._inside = parts.launcher, parts.rail, parts.inside
+        self._shape = Shape(N, L, world.rank // L, T, spec.local_experts(world.size))
+        self._index = self._shape.index
+        self._named_by_world = partial(named_by_world, world.waiter, self._index * L)
+        self._memory = CapturedMemory(world.device)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        home: torch.dtype = getattr(torch, spec.combine_wire)
+        device = world.device
+
+        def zeros(*shape: int, of: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=of, device=device)
+
+        self._rows = zeros(N, T, spec.hidden, of=dtype)
+        # For each domain T*K ids of two words, then T*K weights of one, then words that make the sum a multiple of 4.
+        entries = T * K
+        self._told = zeros(N, -(-_WORDS_AN_ENTRY * entries // 4) * 4, of=torch.int32)
+        self._ids = self._told[:, : 2 * entries].view(torch.int64).view(N, T, K)
+        self._weights = self._told[:, 2 * entries : 3 * entries].view(torch.float32).view(N, T, K)
+        # For each domain the sums of T tokens, then a row for the status of each of L ranks.
+        self._leaving = zeros(N, T + L, spec.home_width, of=home)
+        self._returned = torch.zeros_like(self._leaving)
+        self._leaving_sums, self._leaving_statuses = self._split(self._leaving)
+        self._returned_sums, self._returned_statuses = self._split(self._returned)
+        self._sums = zeros(N * T, spec.hidden, of=dtype)
+        # All rows inside, where they are not at the places of the contract; the last row stays zero.
+        self._inside_rows = zeros(N * L * T * K + 1 if spec.alignment > 1 else 0, spec.hidden, of=dtype)
+        self._record = self._inside.refusal_record()
+        self._record_statuses = self._record[2 : 2 + _STATUS_WORDS * L].view(L, _STATUS_WORDS)
+        self._good = torch.tensor([0, 1 << 32], device=device)
+        """The first word of a status without a refusal: not weighted, and weighted."""
+        self._dispatches = zeros(1)
+        # The statuses of all ranks in the first refused step since the last `check`, behind a word that says so.
+        self._refused = zeros(1 + N * L * _STATUS_WORDS)
+        self.capturable = self._rail.capturable and self._inside.capturable
+        self._connect()
+
+    @property
+    def sms(self) -> int | None:
+        return self._inside.sms
+
+    @torch.no_grad()
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        with self._launcher.ordered("dispatch") as stream, self._memory():
+            given, me = len(tokens.x), self._index
+            self._rows[me, :given].copy_(tokens.x)
+            wait = self._gather("dispatch", self._rows)
+            told_ids(tokens.topk_idx, tokens.num_tokens, self._ids[me])
+            self._weights[me, :given].copy_(tokens.topk_weights)
+            wait()
+            self._gather("dispatch", self._told)()
+            ids, weights = ids_inside(self._ids, self._shape), self._weights.flatten(0, 1).contiguous()
+            arriving = Tokens(self._rows.flatten(0, 1), ids, weights, None)
+            with self._named_by_world():
+                inside = self._inside.dispatch(arriving, self._inside_out(out))
+            self._dispatches += 1
+            return self._placed(inside, given, out, stream)
+
+    @torch.no_grad()
+    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        home = got._home
+        assert isinstance(home, _Home)
+        with self._launcher.ordered("combine") as stream, self._memory():
+            home.used_on(stream)
+            if home.targets is not None:
+                inside_rows = self._inside_rows[:-1]
+                torch.index_select(rows, 0, home.targets, out=inside_rows)
+                rows = inside_rows
+            with self._named_by_world():
+                self._inside.combine(rows, home.inside, weighted, self._sums)
+            good = torch.cat((self._good[int(weighted) :][:1], home.number))
+            self._leaving_statuses.copy_(torch.where(self._record[0] != 0, self._record_statuses, good))
+            self._record[:1].zero_()
+            self._leaving_sums.copy_(self._sums.view(self._leaving_sums.shape))
+            self._rail.swap("combine", self._returned, self._leaving)()
+            self._sum_domains(out)
+
+    @property
+    def metadata_words(self) -> int:
+        self._refuse_gradients()
+
+    def pack(self, got: Dispatched) -> torch.Tensor:  # noqa: ARG002
+        self._refuse_gradients()
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
+        self._refuse_gradients()
+
+    def combine_gradients(
+        self,
+        rows: torch.Tensor,  # noqa: ARG002
+        weights: torch.Tensor,  # noqa: ARG002
+        got: Dispatched,  # noqa: ARG002
+        out: torch.Tensor,  # noqa: ARG002
+        out_weights: torch.Tensor,  # noqa: ARG002
+    ) -> None:
+        self._refuse_gradients()
+
+    def check(self) -> None:
+        self._settle("check")
+        with self._named_by_world():
+            self._inside.check()
+        words = self._refused.tolist()
+        if words[0]:
+            self._refused.zero_()
+            raise_first(refusals_of_ranks(words[1:], self._shape), self._spec)
+
+    def close(self, together: bool) -> None:
+        """Wait for the device first: a kernel of NCCL that waits for a rank that is gone would never end."""
+        try:
+            self._settle("close")
+        except RaymoeError:  # the rail is aborted now, so the device's work ends; `check` reports failures
+            together = False
+        self._inside.close(together)
+        self._memory.close()
+
+    def _gather(self, op: str, blocks: torch.Tensor) -> Callable[[], None]:
+        """Gather the rail's blocks. This rank's own is there already."""
+        return self._rail.gather(op, blocks.flatten(0, 1), blocks[self._index])
+
+    def _settle(self, op: str) -> None:
+        """Wait for the device. A kernel that waited in vain names the peer better than the rail does."""
+        try:
+            self._rail.settle(op)
+        except PeerTimeout:
+            with self._named_by_world():
+                self._inside.check_waits()
+            raise
+
+    def _inside_out(self, out: torch.Tensor | None) -> torch.Tensor | None:
+        """The memory for the rows of the dispatch inside: the caller's where no gaps are needed."""
+        return out if out is None or self._spec.alignment == 1 else self._inside_rows[:-1]
+
+    def _placed(self, inside: Dispatched, given: int, out: torch.Tensor | None, stream: int) -> Dispatched:
+        """Return the result of a dispatch whose rows are there inside."""
+        places = Places.of(
+            inside.expert_offsets, inside.expert_counts, self._shape.domains, self._spec, self._world.size
+        )
+        x, weights, index, sources = inside.x, inside.weights, inside.index, places.sources
+        if sources is not None:
+            weights = _selected(weights, sources, 0)
+            if index is not None:
+                index = _selected(index, sources, len(x) - 1)  # the last slot is a row of zeros
+            else:
+                assert out is not None
+                x = torch.index_select(self._inside_rows, 0, sources, out=out)
+        return Dispatched(
+            x=x,
+            weights=weights,
+            expert_offsets=places.offsets,
+            expert_counts=places.counts,
+            index=index,
+            tokens=given,
+            _home=_Home(inside, places.targets, self._dispatches.clone(), stream),
+            _owner=self,
+        )
+
+    def _sum_domains(self, out: torch.Tensor) -> None:
+        """Add the domains' sums into `out`; NaN, and a record for the host, if the step is refused."""
+        refused, given = is_refused(self._returned_statuses), len(out)
+        sums = torch.zeros(given, self._spec.hidden, dtype=torch.float32, device=out.device)
+        for block in self._returned_sums.unbind():
+            sums += block[:given]
+        out.copy_(sums.masked_fill_(refused, torch.nan))
+        found = torch.cat((refused.long()[None], self._returned_statuses.flatten()))
+        self._refused.copy_(torch.where(self._refused[0] != 0, self._refused, torch.where(refused, found, 0)))
+
+    def _split(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the sums, [N, T, H], and of the statuses as words, int64[N, L, 2]."""
+        T, H = self._spec.tokens, self._spec.hidden
+        return blocks[:, :T, :H], blocks.view(torch.int64)[:, T:, :_STATUS_WORDS]
+
+    def _connect(self) -> None:
+        """Send each block once: the first call may be inside a capture, where nothing can be connected or loaded."""
+        self._gather("connect", self._rows)()
+        self._gather("connect", self._told)()
+        self._rail.swap("connect", self._returned, self._leaving)()
+        local, N = self._shape.local, self._shape.domains
+        nothing = torch.zeros(local * N + 1, dtype=torch.int32, device=self._world.device)
+        places = Places.of(nothing, nothing[1:], N, self._spec, self._world.size)
+        told_ids(self._ids[0], nothing[:1], self._ids[0])
+        ids_inside(self._ids, self._shape)
+        if places.sources is not None and places.targets is not None:
+            _selected(self._weights.flatten(), torch.zeros_like(places.sources), 0)
+            torch.index_select(self._inside_rows, 0, places.targets)
+        self._sum_domains(self._sums[: self._shape.tokens])
+        self._told.zero_()
+        self._settle("connect")
+
+    def _refuse_gradients(self) -> NoReturn:
+        raise ConfigError(
+            f"gradients of an exchange between {self._shape.domains} domains of GPU ranks; they cross domains of CPU "
+            "ranks only: call dispatch and combine of the exchange itself, or make a world of one domain"
+        )
+
+
+def _selected(values: torch.Tensor, sources: torch.Tensor, missing: int) -> torch.Tensor:
+    """Return the values at `sources`, and `missing` where a source is behind the last value."""
+    found = values.index_select(0, sources.clamp(max=len(values) - 1))
+    return found.masked_fill_(sources >= len(values), missing)

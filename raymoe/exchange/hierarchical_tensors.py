@@ -1,0 +1,179 @@
+"""The arithmetic of an exchange between domains of GPU ranks, as torch operations without a wait of the host.
+
+N domains of L ranks, T tokens, E experts, `local` experts a rank, domain `index`. A domain's own exchange has N*T
+tokens a rank: token s*T + t is token t of the rank in domain s with the same place. Each of its experts has N ids
+there, one for each source domain: expert j of place p, for rows from domain s, is p*local*N + j*N + s. So its N ids are
+neighbours, in the order of the domains. Rows in the order of these ids are in the order of the contract.
+
+All functions can be captured in a CUDA graph: shapes are fixed, and no value is read by the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
+from raymoe.exchange.spec import ExchangeSpec
+
+_BAD_COUNT = -(2**62)
+"""The id that stands for a bad `num_tokens`: _BAD_COUNT + T' * 2**32 + the 32 bits of num_tokens."""
+_LOWEST_ID = -(2**61)  # lower ids of the caller become this one, which is refused too
+_LOW_32 = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a world's domains, of one rank."""
+
+    domains: int
+    per_domain: int
+    index: int
+    """This rank's domain."""
+    tokens: int
+    local: int
+    """Experts a rank."""
+
+    @property
+    def experts(self) -> int:
+        return self.domains * self.per_domain * self.local
+
+
+def told_ids(topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Write this rank's ids into `out`, int64[T, K]: -1 for tokens that are not sent.
+
+    A `num_tokens` out of range leaves only an id that no expert has, which says so. Ids out of range stay as they are,
+    so the exchanges inside all domains refuse them.
+
+    >>> out = torch.empty(3, 2, dtype=torch.int64)
+    >>> told_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([1]), out)
+    >>> out.tolist()
+    [[4, 9], [-1, -1], [-1, -1]]
+    >>> told_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([3]), out)
+    >>> out[1:].tolist(), refused_count(int(out[0, 0]))
+    ([[-1, -1], [-1, -1]], Refusal(cause=<Cause.TOKENS: 5>, other=2, number=3))
+    """
+    given = len(topk_idx)
+    out.fill_(-1)
+    ids = topk_idx.long().clamp(min=_LOWEST_ID)
+    if num_tokens is None:
+        out[:given] = ids
+        return
+    count = num_tokens.long()
+    good = (count >= 0) & (count <= given)
+    sent = (torch.arange(given, device=out.device) < count) & good
+    out[:given] = torch.where(sent[:, None], ids, -1)
+    code = (count & _LOW_32) + (_BAD_COUNT + (given << 32))
+    out[0, :1] = torch.where(good, out[0, :1], code)
+
+
+def refused_count(number: int) -> Refusal | None:
+    """Return the refusal that an id stands for; None where it is an id."""
+    told = number - _BAD_COUNT
+    if not 0 <= told < 2**57:
+        return None
+    count = told & _LOW_32
+    return Refusal(Cause.TOKENS, told >> 32, count - 2**32 if count >= 2**31 else count)
+
+
+def ids_inside(ids: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the ids inside this rank's domain, int64[N*T, K], of the ids that its rail gathered, int64[N, T, K].
+
+    Experts of other domains become -1. Ids that no expert has stay ids that none has.
+
+    >>> two_domains = Shape(domains=2, per_domain=1, index=1, tokens=2, local=2)  # experts 2 and 3 are here
+    >>> ids_inside(torch.tensor([[[0, 2], [3, 1]], [[2, 3], [-1, 4]]]), two_domains).tolist()
+    [[-1, 0], [2, -1], [1, 3], [-1, 4]]
+    """
+    N, local = shape.domains, shape.local
+    expert = ids - shape.index * shape.per_domain * local
+    here = (expert >= 0) & (expert < shape.per_domain * local)
+    source = torch.arange(N, device=ids.device)[:, None, None]
+    inside = expert * N + source  # p*local*N + j*N + s, because expert is p*local + j
+    bad = (ids < -1) | (ids >= shape.experts)
+    return torch.where(here, inside, torch.where(bad, ids, -1)).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where rows of the exchange inside the domain are in the result, and the reverse.
+
+    `offsets`, int32[local + 1], and `counts`, int32[local], are those of the contract. `sources`, int64[C], is the row
+    inside for each place, `missing` in gaps. `targets`, int64[C inside], is the place of each row inside. Both are None
+    without gaps: then rows are at the same places.
+    """
+
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    sources: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, offsets: torch.Tensor, counts: torch.Tensor, domains: int, spec: ExchangeSpec, ranks: int) -> Places:
+        """Compute them from the offsets and counts inside, which have an expert for each source domain.
+
+        >>> spec = ExchangeSpec(tokens=2, hidden=8, experts=4, topk=1, alignment=4)  # two ranks, so C is 12
+        >>> inside = torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32)
+        >>> places = Places.of(inside, inside.diff(), domains=2, spec=spec, ranks=2)
+        >>> places.counts.tolist(), places.offsets.tolist(), places.sources.tolist(), places.targets.tolist()
+        ([3, 1], [0, 4, 8], [0, 1, 2, 4, 3, 4, 4, 4, 4, 4, 4, 4], [0, 1, 2, 4])
+        """
+        counts = counts.view(-1, domains).sum(dim=1, dtype=torch.int32)
+        starts = offsets[::domains].contiguous()
+        if spec.alignment == 1:
+            return cls(starts, counts)
+        padded = (counts + (spec.alignment - 1)).div(spec.alignment, rounding_mode="floor") * spec.alignment
+        aligned = torch.zeros_like(starts)
+        torch.cumsum(padded, dim=0, dtype=torch.int32, out=aligned[1:])
+        capacity, missing, last = spec.rows(ranks), ranks * spec.tokens * spec.topk, len(counts) - 1
+        device = offsets.device
+        place = torch.arange(capacity, dtype=torch.int32, device=device)
+        expert = torch.searchsorted(aligned[1:], place, right=True).clamp_(max=last)
+        number = place - aligned[expert]
+        sources = torch.where(number < counts[expert], starts[expert] + number, missing).long()
+        row = torch.arange(missing, dtype=torch.int32, device=device)
+        expert = torch.searchsorted(starts[1:], row, right=True).clamp_(max=last)
+        number = row - starts[expert]
+        targets = torch.where(number < counts[expert], aligned[expert] + number, 0).long()
+        return cls(aligned, counts, sources, targets)
+
+
+def is_refused(statuses: torch.Tensor) -> torch.Tensor:
+    """Return whether ranks refuse a step, or differ, by the statuses of all ranks as words, int64[N, L, 2].
+
+    >>> good = torch.tensor([[[1 << 32, 7]], [[1 << 32, 7]]])
+    >>> other = torch.tensor([[[1 << 32, 7]], [[1 << 32, 8]]])
+    >>> is_refused(good).item(), is_refused(other).item(), is_refused(torch.ones_like(good)).item()
+    (False, True, True)
+    """
+    return ((statuses != statuses[0, 0]).any(dim=-1) | ((statuses[..., 0] & _LOW_32) != 0)).any()
+
+
+def refusals_of_ranks(words: Sequence[int], shape: Shape) -> list[Refusal]:
+    """Return the status of each rank of the world, from those that the domains' exchanges had: two words a rank.
+
+    A status inside names the token of a rail, and a place of its domain. Here it becomes that of the rank whose token
+    it is, and names ranks of the world.
+
+    >>> shape = Shape(domains=2, per_domain=2, index=0, tokens=8, local=2)
+    >>> inside = [0, 0, 0, 0, 0, 0, Cause.ID + (9 << 32), 77]  # token 1 of the rail's rank in domain 1
+    >>> refusals_of_ranks(inside, shape)[3]
+    Refusal(cause=<Cause.ID: 1>, other=1, number=77)
+    """
+    L, T = shape.per_domain, shape.tokens
+    pairs = zip(words[::2], words[1::2], strict=True)
+    found = [Refusal(Cause(first & _LOW_32), first >> 32, number) for first, number in pairs]
+    statuses = [NO_REFUSAL if each else each for each in found]
+    for rank, refusal in enumerate(found):
+        domain, place = divmod(rank, L)
+        if refusal.cause is Cause.ID:
+            source, token = divmod(refusal.other, T)
+            bad_count = refused_count(refusal.number)
+            statuses[source * L + place] = bad_count or replace(refusal, other=token)
+        elif refusal.cause in (Cause.COUNT, Cause.EXPERT):
+            statuses[rank] = statuses[rank] or replace(refusal, other=domain * L + refusal.other)
+        elif refusal:
+            statuses[rank] = statuses[rank] or refusal
+    return statuses
