@@ -17,7 +17,9 @@ _VECTOR = 8  # elements of a row that the kernels of workload pointwise move at 
 
 MOE = ("exchange", "overlap", "layer")
 SPANNING = ("exchange", "layer")
-"""The workloads whose CPU ranks can be in several domains."""
+"""The workloads whose ranks can be in several domains: on CPUs both, on GPUs workload exchange."""
+BETWEEN_GPUS = frozenset({"auto", "fused", "staged", "allgather"})
+"""The backends of GPU ranks in several domains."""
 ROUTERS = ("softmax", "sigmoid", "chosen")
 """The kinds of a layer's own router."""
 
@@ -255,12 +257,38 @@ def _workload_may_span(job: Job) -> tuple[str, str] | None:
     return f"workload {job.workload} has one domain, not {job.world.domains}", "leave world.domain out"
 
 
-def _domains_have_cpu_ranks(job: Job) -> tuple[str, str] | None:
+def _layers_span_cpu_ranks(job: Job) -> tuple[str, str] | None:
     if job.world.domains == 1 or job.world.device == "cpu":
         return None
     return (
-        f"only CPU ranks can be in {job.world.domains} domains, and device is {job.world.device}",
+        f"a layer on {job.world.device} has one domain, not {job.world.domains}; only its CPU ranks can have several",
         "write device: cpu",
+    )
+
+
+def _backends_cross_domains(job: Job) -> tuple[str, str] | None:
+    """CPU ranks have no backend that cannot. Where the device is open, the rank finds out."""
+    backend, domains = job.exchange.backend, job.world.domains
+    on_gpus = job.world.device == "cuda" or backend in GPU_BACKENDS
+    if domains == 1 or not on_gpus or backend in BETWEEN_GPUS:
+        return None
+    return f"{backend} does not cross {domains} domains of GPU ranks", "fused, staged, allgather and auto do"
+
+
+def _domains_take_the_dtype(job: Job) -> tuple[str, str] | None:
+    if job.world.domains == 1 or job.exchange.wire.dispatch != FLOAT8:
+        return None
+    return f"rows cannot cross {job.world.domains} domains as {FLOAT8}", "leave wire out"
+
+
+def _domains_count_no_gaps(job: Job) -> tuple[str, str] | None:
+    asked = job.exchange
+    if job.world.domains == 1 or job.world.device != "cuda" or asked.capacity == "worst" or asked.alignment == 1:
+        return None
+    return (
+        f"capacity {asked.capacity} holds gaps of alignment {asked.alignment}, which GPU ranks in "
+        f"{job.world.domains} domains do not count",
+        "write worst, or alignment: 1",
     )
 
 
@@ -345,7 +373,18 @@ RULES = (
     Rule((*MOE, "p2p", "pointwise"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
     Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks"), _domains_are_equal),
     Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks", "workload"), _workload_may_span),
-    Rule(SPANNING, ("world.domain", "world.ranks", "world.device"), _domains_have_cpu_ranks),
+    Rule(("layer",), ("world.domain", "world.ranks", "world.device", "workload"), _layers_span_cpu_ranks),
+    Rule(
+        ("exchange",),
+        ("exchange.backend", "world.domain", "world.ranks", "world.device"),
+        _backends_cross_domains,
+    ),
+    Rule(("exchange",), ("exchange.wire.dispatch", "world.domain", "world.ranks"), _domains_take_the_dtype),
+    Rule(
+        ("exchange",),
+        ("exchange.capacity", "exchange.alignment", "world.domain", "world.ranks", "world.device"),
+        _domains_count_no_gaps,
+    ),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),
     Rule(MOE, ("shape.experts", "world.ranks"), _experts_divide),

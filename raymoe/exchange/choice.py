@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,7 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
     ]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
-            inside = inside_spec(spec, world.domains) if between else spec
+            inside = spec.inside(world.domains) if between else spec
             return _make_choice(name, world.domain if between else world, inside, request, facts)
     raise ConfigError(f"backend {request.backend} asked for and {reasons[0]}")
 
@@ -174,19 +174,9 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     size = len(facts) // domains
     for domain in range(domains):
         theirs = facts[domain * size : (domain + 1) * size]
-        if reason := why_not(name, "cuda", inside_spec(spec, domains), theirs):
+        if reason := why_not(name, "cuda", spec.inside(domains), theirs):
             return f"in domain {domain}, {reason}"
     return None
-
-
-def inside_spec(spec: ExchangeSpec, domains: int) -> ExchangeSpec:
-    """Return the spec of the exchange inside a domain: the tokens of a whole rail, and no gaps between experts.
-
-    >>> inside = inside_spec(ExchangeSpec(tokens=8, hidden=64, experts=8, topk=2), domains=2)
-    >>> inside.tokens, inside.experts, inside.alignment, inside.rows(ranks=2)
-    (16, 8, 1, 64)
-    """
-    return replace(spec, tokens=domains * spec.tokens, alignment=1, padding="any", depth=0)
 
 
 def make_backend(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
@@ -228,7 +218,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
 
     launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
     rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
-    inside = _make_on_gpu(choice, world.domain, inside_spec(spec, world.domains), None)
+    inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} is one of BETWEEN_DOMAINS"
     return HierarchicalGpu(world, spec, Parts(launcher, rail, inside))
 

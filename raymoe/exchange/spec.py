@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymoe.errors import ConfigError
 from raymoe.memory.layout import ITEM_BYTES, WORD_STRIDE, Layout, Region, round_up
@@ -183,6 +183,15 @@ class ExchangeSpec:
         expert then has a gap of `alignment` - 1 rows.
         """
         return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
+
+    def inside(self, domains: int) -> ExchangeSpec:
+        """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail, no gaps.
+
+        >>> inside = ExchangeSpec(tokens=8, hidden=64, experts=8, topk=2).inside(domains=2)
+        >>> inside.tokens, inside.experts, inside.alignment, inside.rows(ranks=2)
+        (16, 8, 1, 64)
+        """
+        return replace(self, tokens=domains * self.tokens, alignment=1, padding="any", depth=0)
 
     def _worst(self, ranks: int) -> int:
         gaps = self.local_experts(ranks) * (self.alignment - 1)

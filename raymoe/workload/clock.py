@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -40,6 +41,7 @@ from raymoe.device.gpu import Gpu, HostWords
 from raymoe.device.graph import Graph
 from raymoe.device.kernels import Kernels, Launch
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
+from raymoe.memory.wait import named_by_world
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
 from raymoe.workload.memory_needed import FLUSH_BYTES
@@ -137,6 +139,35 @@ class StreamBarrier:
         self._heap.close()
 
 
+class DomainsBarrier:
+    """A barrier as above of the ranks of several domains: in each domain, then between the ranks of each rail.
+
+    A rank that its rail has released knows that all ranks of all domains have come.
+    """
+
+    def __init__(self, world: World) -> None:
+        from raymoe.net.nccl_rail import NcclRail
+
+        self._inside, self._rail = StreamBarrier(world.domain), world.shared(NcclRail)
+        self._named_by_world = partial(
+            named_by_world, world.waiter, world.rank // world.domain.size * world.domain.size
+        )
+        self._words = torch.zeros(world.domains, dtype=torch.int64, device=world.device)
+        self._mine = self._words[world.rank // world.domain.size :][:1]
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue it on a stream, which is the current one."""
+        self._inside(stream)
+        self._rail.gather("barrier in the stream", self._words, self._mine)()
+
+    def check(self) -> None:
+        with self._named_by_world():
+            self._inside.check()
+
+    def close(self) -> None:
+        self._inside.close()
+
+
 FLUSHES_KEPT = 9
 
 CALLS, SMALL_TOKENS = 20, 128
@@ -173,7 +204,7 @@ class OpClock:
     def __init__(self, world: World, stream: Any, settle: Work, *, captured: bool, calls: int = 1) -> None:
         self.captured, self.calls = captured, calls
         self._world, self.stream, self._settle = world, stream, settle
-        self._barrier = StreamBarrier(world)
+        self._barrier = StreamBarrier(world) if world.domains == 1 else DomainsBarrier(world)
         self._gate = Gate(world.gpu)
         event: Any = torch.cuda.Event  # has no annotations
         self._begin, self._end = event(enable_timing=True), event(enable_timing=True)

@@ -99,8 +99,9 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
     if job.exchange.backend in OTHER_SYSTEMS:
         return heap_bytes(spec, ranks) + PROCESS_BYTES + (batches + 3) * tokens + FLUSH_BYTES
     # Rows of the dtype: values and scales, if dispatch gives those, take less.
-    rows = 2 * spec.rows(ranks) * spec.row_bytes
-    held = workspace_layout(Bounds.of(spec), ranks).nbytes + rows + (batches + 3) * tokens + FLUSH_BYTES
+    rows, domains = 2 * spec.rows(ranks) * spec.row_bytes, job.world.domains
+    slots = workspace_layout(Bounds.of(spec), ranks).nbytes if domains == 1 else _rail_bytes(spec, ranks, domains)
+    held = slots + rows + (batches + 3) * tokens + FLUSH_BYTES
     held += 2 * ranks * spec.tokens * spec.topk * ENTRY_BYTES
     if job.steps.verify:
         # An expert with all tokens of all ranks, in float64, twice; and the oracle's work on this rank's tokens.
@@ -108,6 +109,23 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
         drawn = _DRAWN * spec.tokens * spec.hidden * ITEM_BYTES["float32"]
         held += 2 * expert + _PIECES * PIECE_BYTES + drawn
     return held
+
+
+def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
+    """Count the heap inside a domain, for the tokens of a whole rail, and the tensors of `HierarchicalGpu`.
+
+    >>> spec = ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)
+    >>> [_rail_bytes(spec, 8, domains) >> 20 for domains in (2, 4)]
+    [113, 121]
+    """
+    inside, per_domain = spec.inside(domains), ranks // domains
+    tokens, rows = inside.tokens, inside.rows(per_domain)
+    held = 2 * tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES  # rows of the rail, its sums, its entries
+    held += 2 * domains * (spec.tokens + per_domain) * spec.home_row_bytes  # sums that leave, and that come back
+    held += 2 * spec.tokens * spec.hidden * ITEM_BYTES["float32"]  # sums of the domains
+    if spec.alignment > 1:
+        held += (rows + 1) * spec.row_bytes + (rows + spec.rows(ranks)) * ENTRY_BYTES  # rows at other places
+    return workspace_layout(Bounds.of(inside), per_domain).nbytes + held
 
 
 # Memory of an operation over rows.

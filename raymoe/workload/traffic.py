@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.spec import ROW_BYTES, ExchangeSpec
+from raymoe.memory.layout import round_up
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Draw
 from raymoe.workload.progress import OpWork, StepWork
@@ -134,17 +135,24 @@ def rows_inside(rows: Sequence[Sequence[float]], size: int) -> list[list[float]]
     return inside
 
 
-def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int) -> dict[str, int]:
+def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: str = "cpu") -> dict[str, int]:
     """Return the bytes that all ranks together send over the network in a step, by operation.
 
-    Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`).
+    Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
+    not agree on an operation, and their ids have 64 bits.
 
-    >>> bytes_between_domains(ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2), ranks=4, domains=2)
+    >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
+    >>> bytes_between_domains(spec, ranks=4, domains=2)
     {'dispatch': 4704, 'combine': 5216, 'exchange': 9920}
+    >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
+    {'dispatch': 4864, 'combine': 5120, 'exchange': 9984}
     """
-    blocks = ranks * (domains - 1)
-    dispatch = blocks * (AGREEMENT_BYTES + spec.tokens * (spec.row_bytes + ENTRY_BYTES * spec.topk))
-    combine = blocks * (AGREEMENT_BYTES + (spec.tokens + ranks // domains) * spec.home_row_bytes)
+    blocks, on_gpus = ranks * (domains - 1), device == "cuda"
+    agreement = 0 if on_gpus else AGREEMENT_BYTES
+    entries = spec.tokens * spec.topk
+    told = round_up(GPU_ENTRY_BYTES * entries, ROW_BYTES) if on_gpus else ENTRY_BYTES * entries
+    dispatch = blocks * (agreement + spec.tokens * spec.row_bytes + told)
+    combine = blocks * (agreement + (spec.tokens + ranks // domains) * spec.home_row_bytes)
     return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
 
 
@@ -155,11 +163,13 @@ def domain_keys(world: World, spec: ExchangeSpec, op: str) -> dict[str, int | No
     """
     if world.domains == 1:
         return {}
-    return {"domains": world.domains, "bytes_net": bytes_between_domains(spec, world.size, world.domains).get(op)}
+    sent = bytes_between_domains(spec, world.size, world.domains, world.device.type)
+    return {"domains": world.domains, "bytes_net": sent.get(op)}
 
 
 AGREEMENT_BYTES = 24  # three words, by which the ranks of a rail agree on an operation
 ENTRY_BYTES = 8  # the id and the weight of a token's expert
+GPU_ENTRY_BYTES = 12
 
 
 # The load of experts, and the work of a step for the progress that a rank reports.

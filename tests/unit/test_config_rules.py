@@ -26,9 +26,8 @@ IMPOSSIBLE = [
     ("layer", "layer={router: {kind: sigmoid, groups: 16}}", "the best 1 of 16 groups of 2 experts do not hold top-4"),
     ("layer", "layer.router.groups=4", "means nothing with layer.router.kind given"),
     ("exchange", "world.domain=3", "4 ranks do not divide into domains of 3, 1, 2 or 4 would"),
-    ("layer", "world.domain=2", "only CPU ranks can be in 2 domains, and device is auto, write device: cpu"),
+    ("layer", "world.domain=2", "a layer on auto has one domain, not 2; only its CPU ranks can have several"),
     ("p2p", "world.domain=2", "workload p2p has one domain, not 2, leave world.domain out"),
-    ("exchange", "world.domain=2", "only CPU ranks can be in 2 domains, and device is auto, write device: cpu"),
     ("exchange", "world.domain=0", "must be auto, or a number from 1 to 1024"),
     ("exchange", "exchange.wire.dispatch=float32", "rows of bfloat16 cannot cross as float32"),
     (
@@ -72,6 +71,7 @@ def test_an_impossible_layer_is_refused(tmp_path, config, setting, expected):
 
 
 CPU, CUDA = "world: {device: cpu}", "world: {device: cuda}"
+SPANNING_CUDA = "world: {device: cuda, domain: 2}"
 ON_A_DEVICE = [
     (CPU, "exchange.backend=fused", "fused is no backend of cpu ranks, auto chooses one that is"),
     (CPU, "exchange.backend=staged", "staged is no backend of cpu ranks"),
@@ -104,6 +104,14 @@ ON_A_DEVICE = [
         "exchange.backend=collective",
         "backend collective waits on the host, so no CUDA graph can capture it",
     ),
+    (SPANNING_CUDA, "exchange.backend=collective", "collective does not cross 2 domains of GPU ranks, fused, staged,"),
+    ("world: {domain: 2}", "exchange.backend=row_push", "row_push does not cross 2 domains of GPU ranks"),
+    (SPANNING_CUDA, "exchange.wire=float8_e4m3", "rows cannot cross 2 domains as float8_e4m3, leave wire out"),
+    (
+        SPANNING_CUDA,
+        "exchange.capacity=4096",
+        "capacity 4096 holds gaps of alignment 16, which GPU ranks in 2 domains do not count, write worst, or",
+    ),
 ]
 
 
@@ -135,6 +143,10 @@ def test_the_impossible_case_of_a_matrix_is_named(tmp_path):
         ["exchange.backend=host"],
         ["steps.graph=true"],
         ["world.ranks=8", "world.domain=2", "world.device=cpu"],
+        ["world.ranks=8", "world.domain=2"],
+        ["world.ranks=8", "world.domain=2", "exchange.backend=staged", "exchange.transport=copy_engine"],
+        ["world.ranks=8", "world.domain=2", "world.device=cuda", "exchange.capacity=4096", "exchange.alignment=1"],
+        ["world.domain=2", "world.device=cuda", "world.share_gpu=true", "steps.graph=true"],
         ["world.ranks=8", "world.domain=8", "world.device=cuda"],
     ],
     ids=str,

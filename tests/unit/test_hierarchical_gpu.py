@@ -12,7 +12,7 @@ import torch
 
 from raymoe.errors import DataRefused
 from raymoe.exchange.backend import Backend, Tokens
-from raymoe.exchange.choice import Choice, inside_spec
+from raymoe.exchange.choice import Choice
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
 from raymoe.exchange.nccl import NcclAllgather
@@ -36,7 +36,7 @@ def between_domains(choice: Choice, world: World, spec: ExchangeSpec, workspace:
     assert choice.backend == "allgather" and workspace is None
     launcher, domain = world.shared(EmulatedLauncher), world.domain
     rounds = domain.shared(GlooRounds)
-    inside = NcclAllgather(domain, inside_spec(spec, world.domains), rounds, domain.shared(EmulatedLauncher))
+    inside = NcclAllgather(domain, spec.inside(world.domains), rounds, domain.shared(EmulatedLauncher))
     return HierarchicalGpu(world, spec, Parts(launcher, world.shared(GlooRail), inside))
 
 

@@ -129,7 +129,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
         from raymoe.workload.exchange.gpu import GpuExchangeStep
 
         traced = None
-        if wanted.trace and not spec.by_copy_engine:
+        if wanted.trace and not spec.by_copy_engine and world.domains == 1:
             traced = stack.enter_context(Workspace(world, spec, traced=True))
         exchange = stack.enter_context(Exchange(world, spec, asked.backend, workspace=traced, sms=asked.sms))
         yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, wanted.graph, traced)))
