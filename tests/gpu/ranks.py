@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from raymoe.memory.address import LOOPBACK
+from raymoe.memory.member import Member
+from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import World
 
 GPUS = torch.cuda.device_count() if torch.version.cuda else 0
@@ -61,7 +64,10 @@ class GpuRanks:
         return outcomes
 
     def outcomes(self, size: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
-        """Return the results, with errors in the place of missing ones. `options` are those of `World.open`."""
+        """Return the results, with errors in the place of missing ones.
+
+        `options` are those of `World.open`. With `domain_size` the world has domains of so many ranks.
+        """
         deadline = time.monotonic() + DEADLINE_S
         options = {"device": "cuda", "share_gpu": size > GPUS, "timeout_s": 20.0, **options}
         members = self._members[:size]
@@ -145,7 +151,7 @@ def _serve(pipe: Connection, gpu: str) -> None:
         while True:
             rank, size, function, args, options = pipe.recv()
             try:
-                world = World.open(rank, size, name="gpu-tests", **options)
+                world = _open(rank, size, **options)
                 pipe.send((world.descriptor(), ""))
                 world.wire(pipe.recv())
                 outcome = (function(world, *args), "")
@@ -153,6 +159,14 @@ def _serve(pipe: Connection, gpu: str) -> None:
             except BaseException as error:  # noqa: BLE001 - the test judges it; pytest's own errors are not Exceptions
                 outcome = (_sendable(error), traceback.format_exc())
             pipe.send(outcome)
+
+
+def _open(rank: int, size: int, domain_size: int | None = None, **options: Any) -> World:
+    """Open a world, or with `domain_size` one of several domains, which are pretended."""
+    member = Member(rank, size, name="gpu-tests", **options)
+    if domain_size is None:
+        return World.of_member(member)
+    return SpanningWorld.open_rank(member, domain_size, LOOPBACK)
 
 
 def _sendable(error: BaseException) -> BaseException:

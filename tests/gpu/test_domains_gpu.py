@@ -1,0 +1,251 @@
+"""Test rails and exchanges between domains of GPU ranks. Domains are pretended: all ranks are on one machine.
+
+Two domains have one rank each, or two. Ranks share a GPU where there are too few. NCCL goes by sockets between domains,
+so no test is about speed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
+from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
+from tests.gang import configs  # noqa: E402
+from tests.gang.conftest import Start  # noqa: E402
+from tests.gpu import domain_ranks  # noqa: E402
+from tests.gpu import exchange_ranks as on_rank  # noqa: E402
+from tests.gpu.exchange_ranks import KINDS  # noqa: E402
+from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
+from tests.unit.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
+from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
+
+HOPPER = torch.cuda.get_device_capability() >= FUSED_CAPABILITY if GPUS else False
+pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
+
+WITH_KERNELS = ("fused", MANY, "staged", ENGINE)
+BACKENDS = (*WITH_KERNELS, "allgather")
+
+
+def inside(*names: str) -> pytest.MarkDecorator:
+    """Give the test these backends inside domains."""
+    return pytest.mark.parametrize("backend", names, indirect=True)
+
+
+TIMEOUT_S = 6.0
+MOST_S = 3 * TIMEOUT_S  # until every rank has raised: a wait of kernels, its margin, and slow turns on a shared GPU
+
+
+class Domains:
+    """Ranks of two domains, each in a process of its own. NCCL reads its host id once in a process."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.ranks = size, 2 * size
+        self._started = GpuRanks(self.ranks)
+
+    def run(self, *given: object, **options: object) -> list:
+        return self._started.run(self.ranks, *given, domain_size=self.size, **options)  # type: ignore[arg-type]
+
+    def outcomes(self, *given: object, **options: object) -> list:
+        return self._started.outcomes(self.ranks, *given, domain_size=self.size, **options)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._started.__exit__()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"])
+def domains(request: pytest.FixtureRequest) -> Iterator[Domains]:
+    started = Domains(request.param)
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks of one GPU take turns, and the first of them compile every kernel."""
+    monkeypatch.setattr("tests.gpu.ranks.DEADLINE_S", 150.0)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, domains: Domains) -> str:
+    name: str = request.param
+    if name == "allgather" and domains.size > 1 and domains.ranks > GPUS:
+        pytest.skip(f"allgather uses NCCL inside a domain, which needs a GPU for each rank: {GPUS} here")
+    if name in WITH_KERNELS and not HOPPER:
+        pytest.skip(f"{name} needs compute capability {FUSED_CAPABILITY}: {torch.cuda.get_device_name()} is older")
+    return name
+
+
+def spec_for(domains: Domains, **changes: object) -> ExchangeSpec:
+    return replace(ExchangeSpec(tokens=9, hidden=64, experts=2 * domains.ranks, topk=2, alignment=8), **changes)
+
+
+def test_a_rail_gathers_and_swaps_eagerly_and_in_replays(domains: Domains) -> None:
+    size, answers = domains.size, domains.run(domain_ranks.use_rail)
+    for rank, found in enumerate(answers):
+        rail = [rank % size, rank % size + size]
+        for value, (gathered, received) in zip((1, 2, 3, 4), [*found["eager"], *found["replayed"]], strict=True):
+            assert gathered == [each for peer in rail for each in (value, peer, -peer)]
+            assert received == [each for peer in rail for each in (peer, value * (rank // size))]
+        assert found["capturable"]
+        assert found["lagging"] in set(rail) - {rank}
+    ids = [found["host id"] for found in answers]
+    assert all(ids) and len({*ids[:size]} & {*ids[size:]}) == 0
+
+
+def cases_for(domains: Domains, backend: str) -> list[Case]:
+    """Return a case for each layout, with and without gaps, and for each dtype."""
+    specs = [
+        spec_for(domains),
+        spec_for(domains, layout="rank", padding="zero", alignment=16),
+        spec_for(domains, tokens=33, hidden=104, topk=4, alignment=1, dtype="float16"),
+        spec_for(domains, tokens=17, experts=5 * domains.ranks, topk=3, alignment=1, layout="rank"),
+        spec_for(domains, dtype="float32", padding="zero", alignment=4, wire={"combine": "bfloat16"}),
+        spec_for(domains, wire={"combine": "float32"}, hidden=24),
+        spec_for(domains, tokens=1, hidden=2880, topk=1, alignment=1, capacity=2 * domains.ranks),
+    ]
+    flags = [(True, False, True, False, True), (True, True, False, True, False), (False, True, True, False, True)]
+    return [
+        Case(domains.ranks, spec, backend, ROUTINGS, 3 + number, *flags[number % len(flags)])
+        for number, spec in enumerate(specs)
+    ]
+
+
+def judge_all(cases: list[Case], answers: list) -> None:
+    for index, case in enumerate(cases):
+        try:
+            judge(case, [answer[index] for answer in answers])
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@inside(*BACKENDS)
+def test_every_routing_matches_plan_and_oracle(domains: Domains, backend: str) -> None:
+    cases = cases_for(domains, backend)
+    judge_all(cases, domains.run(on_rank.run_cases, cases))
+
+
+@inside("fused", "staged", "allgather")
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_replays_and_eager_steps_mix_in_any_order(domains: Domains, backend: str, layout: str) -> None:
+    spec = spec_for(domains, tokens=19, hidden=104, topk=3, alignment=16, padding="zero", layout=layout)
+    kinds = [*KINDS, "whole", "parts", "whole"]
+    routing = tuple(ROUTINGS[step % len(ROUTINGS)] for step in range(len(kinds)))
+    case = Case(domains.ranks, spec, backend, routing, seed=domains.ranks, prefix=True)
+    answers = domains.run(on_rank.replay, case, kinds, 0.2)
+    for step, kind in enumerate(kinds):
+        sent = batches(case, step)
+        if kind != "eager":
+            tokens = on_rank.smaller(spec) if kind == "smaller" else spec.tokens
+            sent = [on_rank.padded(on_rank.cut(batch, tokens), tokens) for batch in sent]
+        for rank in range(domains.ranks):
+            judge_dispatch(case, sent, rank, answers[rank][step])
+            judge_combine(case, sent[rank], answers[rank][step].y)
+
+
+@inside("fused")
+def test_results_repeat_and_several_dispatches_may_be_outstanding(domains: Domains, backend: str) -> None:
+    case = Case(domains.ranks, spec_for(domains), backend, ("uniform", "masked", "repeated"), seed=11)
+    assert domains.run(on_rank.repeat_a_step, case) == [[True] * 3] * domains.ranks
+    for rank, ys in enumerate(domains.run(on_rank.combine_in_another_order, case)):
+        for step in range(3):
+            judge_combine(case, batches(case, step)[rank], ys[step])
+
+
+FAULTS = [("id", 2**40), ("tokens", 10), ("tokens", -1), ("capacity", 0)]
+
+
+@inside("fused", "allgather")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1]}")
+def test_all_ranks_of_all_domains_refuse_bad_data_and_the_next_step_works(
+    domains: Domains, backend: str, fault: tuple[str, int]
+) -> None:
+    last, spec = domains.ranks - 1, spec_for(domains)
+    says = {
+        "id": f"rank {last} asked for expert {2**40} for its token 2; ids are -1 to {spec.experts - 1}",
+        "tokens": f"num_tokens is {fault[1]} on rank {last}; x has 9 rows",
+        "capacity": f"rows, gaps included, came to rank {last}; its capacity is",
+    }[fault[0]]
+    if fault[0] == "capacity":
+        spec = replace(spec, alignment=1, capacity=domains.ranks * spec.tokens * spec.topk - 2)
+    middle = "one" if fault[0] == "capacity" else "uniform"
+    case = Case(domains.ranks, spec, backend, ("masked", middle, "none"), seed=8, ragged=False)
+    told = set()
+    for rank, (found, after) in enumerate(domains.run(on_rank.refuse_and_go_on, case, fault)):
+        told.add(found["told"])
+        assert says in found["told"]
+        assert found["nan"], "y of a refused step must be NaN"
+        assert found["outside"], "memory around the given memory was written"
+        judge_combine(case, batches(case, 2)[rank], after.y)
+    assert len(told) == 1
+
+
+@inside("fused", "staged")
+def test_replays_of_bad_data_are_refused_and_good_ones_work(domains: Domains, backend: str) -> None:
+    spec = spec_for(domains)
+    case = Case(domains.ranks, spec, backend, ("uniform",) * 5, seed=6, ragged=False)
+    for steps in domains.run(on_rank.refuse_in_replay, case):
+        expected = f"rank 0 asked for expert {spec.experts} for its token 0; ids are -1 to {spec.experts - 1}"
+        assert steps == [("", False, False), (expected, True, True)] * 2 + [("", False, False)]
+
+
+@inside("fused", MANY, "allgather")
+@pytest.mark.parametrize("kind", ["dispatch", "weighted"])
+def test_combines_that_differ_between_ranks_are_refused(domains: Domains, backend: str, kind: str) -> None:
+    case = Case(domains.ranks, spec_for(domains), backend, ("uniform", "masked"), seed=4)
+    last = domains.ranks - 1
+    expected = f"rank 0 combines its dispatch 1 and rank {last} its dispatch 2"
+    if kind == "weighted":
+        expected = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with weighted=False"
+    for rank, found in enumerate(domains.run(on_rank.mixed_combines, case, kind)):
+        assert found["told"].startswith(expected)
+        assert found["nan"]
+        judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+def test_a_killed_rank_is_named_in_time_and_the_next_world_works(domains: Domains) -> None:
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    case = Case(domains.ranks, spec_for(domains), "fused", ("uniform", "masked"), seed=5)
+    lost = domains.size  # rank 0 of domain 1
+    found = domains.outcomes(domain_ranks.lose_a_rank, case, lost, timeout_s=TIMEOUT_S)
+    assert isinstance(found[lost], RankGone)
+    left = {rank: each for rank, each in enumerate(found) if rank != lost}
+    for rank, each in left.items():
+        assert isinstance(each, tuple), each
+        peer, waited, (kind, _) = each
+        assert peer != rank
+        assert waited < MOST_S
+        assert kind == "PeerTimeout"
+    assert left[0][0] == lost, "its rail"
+    if domains.size > 1:
+        assert left[lost + 1][0] == lost, "its domain"
+    judge_all([case], domains.run(on_rank.run_cases, [case]))
+
+
+def test_raymoe_run_pretends_domains_of_gpu_ranks(start: Start, nothing_left: None, tmp_path: Path) -> None:
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    given = {
+        "world": {"ranks": 4, "domain": 2, "device": "cuda", "share_gpu": GPUS < 4, "restarts": 0},
+        "shape": {"tokens": 160, "hidden": 256, "experts": 8, "topk": 2, "dtype": "bfloat16"},
+        "exchange": {"backend": "fused"},
+        "steps": {"warmup": 1, "count": 2, "graph": True},
+        "routing": {"ragged": True, "masked": 0.1},
+        "matrix": {"exchange.layout": ["expert", "rank"]},
+    }
+    run = start(configs.write(tmp_path, **given), env={"HOME": str(tmp_path)})
+    assert run.end(200) == 0, run.stderr()
+    lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * 6
+    for line in lines:
+        assert (line["verified"], line["graph"], line["domains"]) == (True, True, 2)
+        assert line["bytes_net"] == {"dispatch": 343040, "combine": 331776, "exchange": 674816}[line["op"]]
+    ranks = json.loads((run.out / "environment.json").read_text())["ranks"]
+    assert [rank["domain"] for rank in ranks] == [0, 0, 1, 1]
