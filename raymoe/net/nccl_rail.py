@@ -90,6 +90,7 @@ class NcclRail:
         limit_s = self._world.timeout_s + MARGIN_S
         try:
             if self._world.waiter.until(op, self._numbers.lagging(number)[0], is_done, limit_s):
+                self._open(op)  # an abort ends the device's work too
                 return
             peer, seen = self._numbers.lagging(number)
             raise PeerTimeout(op, number, peer, number, seen, time.monotonic() - start, self._world.rank)
@@ -125,10 +126,7 @@ class NcclRail:
 
     def _exchange(self, op: str, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
         """Enqueue one NCCL group: block d of `sent` goes to domain d, whose block becomes block d of `received`."""
-        communicator = self._connected
-        if communicator is None:
-            raise copy.copy(self._failure) if self._failure else WiringError(f"{op}: this rail is aborted or closed")
-        self._world.waiter.check()
+        communicator = self._open(op)
         if not capturing(sent[0].device):
             self._entered += 1
         peers = [domain for domain in range(self._world.domains) if domain != self._me]
@@ -137,6 +135,13 @@ class NcclRail:
             for blocks in (sent, received)
         )
         communicator.exchange(sends, receives, current_stream(sent[0].device))
+
+    def _open(self, op: str) -> Communicator:
+        """Return the communicator, or raise why there is none any more."""
+        self._world.waiter.check()
+        if self._connected is None:
+            raise copy.copy(self._failure) if self._failure else WiringError(f"{op}: this rail is aborted or closed")
+        return self._connected
 
     @staticmethod
     def _check_nccl(world: World) -> None:

@@ -68,9 +68,9 @@ class Emulator:
             self._guard(f"behind {array} of rank {rank}", memory.bytes[offset + size : end])
         return memory
 
-    def reach(self, address: int, nbytes: int, name: str) -> None:
-        """Let kernels of rank 0 access memory that was allocated elsewhere, as long as this machine lives."""
-        self._machine.machine_add_region(address, nbytes, 0, 0, name.encode())
+    def reach(self, address: int, nbytes: int, name: str, rank: int = 0) -> None:
+        """Let kernels of a rank access memory that was allocated elsewhere, as long as this machine lives."""
+        self._machine.machine_add_region(address, nbytes, rank, 0, name.encode())
 
     def heap(self, rank: int, regions: Sequence[tuple[str, int, int]], nbytes: int) -> Memory:
         """Map zeros that the peers reach too. Regions are (name, offset, bytes); bytes between them are red zones."""

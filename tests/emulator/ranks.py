@@ -261,6 +261,11 @@ class EmulatedBackend(FusedBackend):
             got.scales = self._place(got.scales.T, whole=self.build.scale_stride).T[: self.build.capacity]
         return got
 
+    def refusal_record(self) -> torch.Tensor:
+        words, gpu = super().refusal_record(), cast(Any, self.world.gpu)
+        gpu.emulator.reach(words.data_ptr(), words.nbytes, "refusal record", self.world.rank)
+        return words
+
     def check(self) -> None:
         """Raise what the kernels have reported. Call it after the machine has run."""
         with mock.patch.object(torch.cuda, "synchronize"):

@@ -22,31 +22,31 @@ from tests.unit.test_world_of import error_of
 def use_rail(world: World) -> dict[str, Any]:
     """Gather and swap over the rail, eagerly and in a graph whose input changes from replay to replay."""
     rail, device, N = world.shared(NcclRail), world.device, world.domains
-    mine, gathered = torch.zeros(3, device=device), torch.zeros(N * 3, device=device)
-    sent, received = torch.zeros(N, 2, device=device), torch.zeros(N, 2, device=device)
-
-    def both() -> None:
-        rail.gather("gather", gathered, mine)()
-        rail.swap("swap", received, sent)()
-
-    def load(value: float) -> None:
-        mine.copy_(torch.tensor([value, world.rank, -world.rank]))
-        sent.copy_(torch.tensor([[world.rank, value * domain] for domain in range(N)]))
-
-    def result() -> list[list[float]]:
-        rail.settle("result")
-        return [gathered.tolist(), received.flatten().tolist()]
-
     with own_stream(device):
+        mine, gathered = torch.zeros(3, device=device), torch.zeros(N * 3, device=device)
+        sent, received = torch.zeros(N, 2, device=device), torch.zeros(N, 2, device=device)
+
+        def both() -> None:
+            rail.gather("gather", gathered, mine)()
+            rail.swap("swap", received, sent)()
+
+        def load(value: float) -> None:
+            mine.copy_(torch.tensor([value, world.rank, -world.rank]))
+            sent.copy_(torch.tensor([[world.rank, value * domain] for domain in range(N)]))
+
+        def result() -> list[list[float]]:
+            rail.settle("result")
+            return [gathered.tolist(), received.flatten().tolist()]
+
         load(1)
         both()
-        found = {"eager": [result()], "replayed": []}
+        found: dict[str, Any] = {"results": [result()]}
         stream = torch.cuda.current_stream().cuda_stream
         with Graph.capture(world.gpu, stream, both) as graph:
             for value in (2, 3, 4):
                 load(value)
                 graph.replay(stream)
-                found["replayed"].append(result())
+                found["results"].append(result())
     return found | {"host id": os.environ.get("NCCL_HOSTID"), "capturable": rail.capturable, "lagging": rail.lagging()}
 
 

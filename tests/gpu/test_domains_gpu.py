@@ -38,8 +38,8 @@ def inside(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", names, indirect=True)
 
 
-TIMEOUT_S = 6.0
-MOST_S = 3 * TIMEOUT_S  # until every rank has raised: a wait of kernels, its margin, and slow turns on a shared GPU
+TIMEOUT_S = 10.0
+MOST_S = 2.5 * TIMEOUT_S  # until every rank has raised: a wait of kernels, its margin, and slow turns on a shared GPU
 
 
 class Domains:
@@ -90,7 +90,7 @@ def test_a_rail_gathers_and_swaps_eagerly_and_in_replays(domains: Domains) -> No
     size, answers = domains.size, domains.run(domain_ranks.use_rail)
     for rank, found in enumerate(answers):
         rail = [rank % size, rank % size + size]
-        for value, (gathered, received) in zip((1, 2, 3, 4), [*found["eager"], *found["replayed"]], strict=True):
+        for value, (gathered, received) in zip((1, 2, 3, 4), found["results"], strict=True):
             assert gathered == [each for peer in rail for each in (value, peer, -peer)]
             assert received == [each for peer in rail for each in (peer, value * (rank // size))]
         assert found["capturable"]

@@ -11,11 +11,13 @@ import torch
 from raymoe.errors import PeerTimeout
 from raymoe.exchange.backend import Backend
 from raymoe.exchange.choice import Choice
+from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
 from raymoe.exchange.nccl import NcclAllgather, NcclCollective
 from raymoe.exchange.nccl_kernels import Lagging
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.net.gloo import Gloo
+from raymoe.net.gloo_rail import GlooRail
 from tests.unit.emulated_launcher import EmulatedLauncher
 
 
@@ -52,7 +54,15 @@ class GlooRounds:
 
 
 def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None) -> Backend:
-    """Make an NCCL backend over Gloo and the emulator; tests patch `choice.make_backend` with it."""
+    """Make an NCCL backend over Gloo and the emulator; tests patch `choice.make_backend` with it.
+
+    Between domains it is the backend of GPU ranks there, around such a backend inside the domain.
+    """
+    if world.domains > 1:
+        launcher, rail = world.shared(EmulatedLauncher), world.shared(GlooRail)
+        inside = on_tensors(choice, world.domain, spec.inside(world.domains), workspace)
+        assert isinstance(inside, NcclAllgather)
+        return HierarchicalGpu(world, spec, Parts(launcher, rail, inside))
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]
     with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
         return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

@@ -3,74 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from raymoe.errors import DataRefused
-from raymoe.exchange.backend import Backend, Tokens
-from raymoe.exchange.choice import Choice
+from raymoe.exchange.backend import Tokens
 from raymoe.exchange.exchange import Exchange
-from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
-from raymoe.exchange.nccl import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.net.gloo_rail import GlooRail
-from tests.unit.emulated_launcher import EmulatedLauncher
-from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, expert_major, result_of
-from tests.unit.exchange_judge import judge, judge_combine
-from tests.unit.gloo_rounds import GlooRounds
+from raymoe.workload.traffic import bytes_between_domains
+from tests.gpu import exchange_ranks as on_rank
+from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, expert_major, open_exchange, result_of
+from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch
 from tests.unit.test_world_of import error_of, groups
 
 Groups = Callable[..., list[Any]]
 __all__ = ["groups"]  # a fixture
 
 SPEC = ExchangeSpec(tokens=5, hidden=16, experts=8, topk=3, alignment=4)
-
-
-def between_domains(choice: Choice, world: World, spec: ExchangeSpec, workspace: None) -> Backend:
-    """Make the backend between domains on CPU ranks, with `allgather` of GPU ranks inside."""
-    assert choice.backend == "allgather" and workspace is None
-    launcher, domain = world.shared(EmulatedLauncher), world.domain
-    rounds = domain.shared(GlooRounds)
-    inside = NcclAllgather(domain, spec.inside(world.domains), rounds, domain.shared(EmulatedLauncher))
-    return HierarchicalGpu(world, spec, Parts(launcher, world.shared(GlooRail), inside))
+BACKEND = "tensor allgather"
+"""The backend between domains of GPU ranks, around that of GPU ranks inside."""
 
 
 def opened(world: World, spec: ExchangeSpec) -> Exchange:
-    with (
-        mock.patch("raymoe.exchange.exchange.make_backend", between_domains),
-        mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8),
-    ):
-        return Exchange(world, spec, "allgather")
-
-
-def run_step(exchange: Exchange, case: Case, step: int) -> Any:
-    """Run a step with `num_tokens` in a tensor; behind it are NaN and ids that no code may read."""
-    batch, count = batches(case, step)[exchange.world.rank], None
-    x, ids, weights = batch.x.clone(), batch.ids.clone(), batch.weights.clone()
-    if case.prefix:
-        count = torch.tensor([batch.num_tokens], dtype=torch.int32)
-        x[batch.num_tokens :], ids[batch.num_tokens :], weights[batch.num_tokens :] = torch.nan, 1_000_000, torch.nan
-    got = exchange.dispatch(x, ids, weights, count)
-    rows = expert_major(got)
-    y = exchange.combine(apply_experts(exchange, got, rows), got, weighted=case.weighted)
-    exchange.check()
-    return result_of(got, rows, y)
+    return open_exchange(world, Case(world.size, spec, BACKEND, ("uniform",)))
 
 
 def run_cases(_rank: int, cases: list[Case], domain: int) -> Any:
     with World.of(domain=domain, timeout_s=30) as world:
-        found = []
-        for case in cases:
-            with opened(world, case.spec) as exchange:
-                for rows in exchange._own:
-                    rows.fill_(torch.nan)
-                found.append([run_step(exchange, case, step) for step in range(len(case.routing))])
-        return found
+        return on_rank.run_cases(world, cases)
 
 
 SPECS = [
@@ -80,9 +46,7 @@ SPECS = [
     ExchangeSpec(4, 16, experts=8, topk=2, layout="rank", alignment=1, wire={"combine": "float16"}),
     ExchangeSpec(3, 8, experts=8, topk=2, alignment=16, padding="zero"),
 ]
-FLAGS = [(True, False, True, False, True), (True, True, False, False, False), (False, True, True, False, True)]
-
-
+FLAGS = [(True, False, True, False, True), (True, True, False, True, False), (False, True, True, False, True)]
 THREE = ExchangeSpec(4, 8, experts=6, topk=2, alignment=2)
 
 
@@ -91,12 +55,49 @@ def test_every_routing_matches_plan_and_oracle(
     groups: Groups, ranks: int, domain: int, specs: list[ExchangeSpec]
 ) -> None:
     cases = [
-        Case(ranks, spec, "allgather", ROUTINGS, 3 + number, *FLAGS[number % len(FLAGS)])
+        Case(ranks, spec, BACKEND, ROUTINGS, 3 + number, *FLAGS[number % len(FLAGS)])
         for number, spec in enumerate(specs)
     ]
     found = groups(ranks, run_cases, cases, domain)
     for number, case in enumerate(cases):
         judge(case, [theirs[number] for theirs in found])
+
+
+def run_padded(_rank: int, case: Case) -> Any:
+    """Run steps with `num_tokens` on the device; behind it are NaN and ids that no code may read."""
+    with World.of(domain=2, timeout_s=30) as world, open_exchange(world, case) as exchange:
+        results = []
+        for step in range(len(case.routing)):
+            batch = on_rank.padded(batches(case, step)[world.rank], case.spec.tokens)
+            count = torch.tensor([batch.num_tokens], dtype=torch.int32)
+            got = exchange.dispatch(batch.x, batch.ids, batch.weights, count)
+            rows = expert_major(got)
+            results.append(result_of(got, rows, exchange.combine(apply_experts(exchange, got, rows), got)))
+        return results
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_tokens_behind_the_count_are_not_sent(groups: Groups, layout: str) -> None:
+    case = Case(4, replace(SPEC, layout=layout), BACKEND, ROUTINGS, seed=4, prefix=True)
+    found = groups(4, run_padded, case)
+    for step in range(len(case.routing)):
+        sent = [on_rank.padded(batch, SPEC.tokens) for batch in batches(case, step)]
+        for rank in range(4):
+            judge_dispatch(case, sent, rank, found[rank][step])
+            judge_combine(case, sent[rank], found[rank][step].y)
+
+
+def repeat_and_reorder(_rank: int, case: Case) -> Any:
+    with World.of(domain=2, timeout_s=30) as world:
+        return on_rank.repeat_a_step(world, case), on_rank.combine_in_another_order(world, case)
+
+
+def test_results_repeat_and_several_dispatches_may_be_outstanding(groups: Groups) -> None:
+    case = Case(4, SPEC, BACKEND, ("uniform", "masked", "repeated"), seed=11)
+    for rank, (same, ys) in enumerate(groups(4, repeat_and_reorder, case)):
+        assert same == [True] * 3
+        for step, y in enumerate(ys):
+            judge_combine(case, batches(case, step)[rank], y)
 
 
 def refuse(rank: int, fault: tuple[str, int]) -> Any:
@@ -171,7 +172,7 @@ def test_a_number_of_tokens_out_of_range_is_refused_by_all(groups: Groups, count
 
 def combine_differently(rank: int, kind: str, different: list[int]) -> Any:
     """Let some ranks combine another dispatch, or without weights; then combine the second one on all."""
-    case = Case(4, ExchangeSpec(4, 8, experts=8, topk=2, depth=2), "allgather", ("uniform", "masked"), seed=4)
+    case = Case(4, ExchangeSpec(4, 8, experts=8, topk=2, depth=2), BACKEND, ("uniform", "masked"), seed=4)
     with World.of(domain=2, timeout_s=30) as world, opened(world, case.spec) as exchange:
         gots, rows = [], []
         for step in range(2):
@@ -194,7 +195,7 @@ def combine_differently(rank: int, kind: str, different: list[int]) -> Any:
 def test_combines_that_differ_between_ranks_or_domains_are_refused_by_all(
     groups: Groups, kind: str, different: list[int]
 ) -> None:
-    case = Case(4, ExchangeSpec(4, 8, experts=8, topk=2, depth=2), "allgather", ("uniform", "masked"), seed=4)
+    case = Case(4, ExchangeSpec(4, 8, experts=8, topk=2, depth=2), BACKEND, ("uniform", "masked"), seed=4)
     first = different[0]
     says = f"rank 0 combines its dispatch 1 and rank {first} its dispatch 2; all ranks combine the same dispatch"
     if kind == "weighted":
@@ -212,7 +213,7 @@ def test_combines_that_differ_between_ranks_or_domains_are_refused_by_all(
 def ask_for_what_is_missing(_rank: int) -> Any:
     with World.of(domain=1, timeout_s=30) as world, opened(world, SPEC) as exchange:
         assert not exchange.capturable  # Gloo
-        batch = batches(Case(2, SPEC, "allgather", ("uniform",)), 0)[world.rank]
+        batch = batches(Case(2, SPEC, BACKEND, ("uniform",)), 0)[world.rank]
         got = exchange.dispatch(batch.x, batch.ids, batch.weights)
         calls = [
             lambda: exchange.pack(got),
@@ -228,3 +229,34 @@ def test_gradients_and_halves_are_refused(groups: Groups) -> None:
         assert gradients[0] == halves[0] == "ConfigError"
         assert gradients[1].startswith("gradients of an exchange between 2 domains of GPU ranks")
         assert "between 2 domains operations are not split" in halves[1]
+
+
+def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
+    """Return the bytes that this rank's rail sends in a dispatch and in a combine."""
+    sent: list[int] = []
+    with World.of(domain=2, timeout_s=30) as world, opened(world, spec) as exchange:
+        rail = world.shared(GlooRail)
+        gather, swap, others = rail.gather, rail.swap, world.domains - 1
+
+        def counting_gather(op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+            sent.append(mine.nbytes * others)
+            return gather(op, out, mine)
+
+        def counting_swap(op: str, received: torch.Tensor, blocks: torch.Tensor) -> Callable[[], None]:
+            sent.append(blocks.nbytes // world.domains * others)
+            return swap(op, received, blocks)
+
+        rail.gather, rail.swap = counting_gather, counting_swap  # type: ignore[method-assign]
+        ids = torch.arange(3 * spec.topk).reshape(3, spec.topk) % spec.experts
+        got = exchange.dispatch(torch.ones(3, spec.hidden, dtype=torch.bfloat16), ids, torch.ones(3, spec.topk))
+        dispatched = sum(sent)
+        exchange.combine(torch.zeros(spec.rows(world.size), spec.hidden, dtype=torch.bfloat16), got)
+        return dispatched, sum(sent) - dispatched
+
+
+@pytest.mark.parametrize("wire", [None, {"combine": "float32"}])
+def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wire: dict[str, str] | None) -> None:
+    spec = replace(SPEC, wire=wire)
+    dispatch, combine = (sum(each) for each in zip(*groups(4, counted_bytes, spec), strict=True))
+    counted = bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
+    assert counted == {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}

@@ -17,6 +17,7 @@ from raymoe.device.kernels import Shape
 from raymoe.device.structs import Watch
 from raymoe.errors import Aborted, DataRefused, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.refusal import Cause
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail
@@ -160,6 +161,27 @@ def test_all_ranks_refuse_the_same_step_and_the_next_one_works(kind, form, fault
             steps.enqueue(3, form)
             emulator.run(seed + 100)
             steps.judge(first=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refusals_go_to_a_record_on_the_device_where_one_is_asked_for(kind):
+    """The exchange between domains reads them there (raymoe/exchange/hierarchical_gpu.py)."""
+    spec = spec_for(kind)
+    case = Case(2, spec, "auto", ("masked", "uniform", "none"), ragged=False, seed=3)
+    with Emulator(2) as emulator:
+        steps = Steps(emulator, case, [backend(kind, space, spec, small) for space in workspaces(emulator, spec)])
+        records = [each.refusal_record() for each in steps.backends]
+        for step, change in enumerate((None, _bad_id, None)):
+            steps.enqueue(step, change=change)
+            emulator.run(step)
+            for each, record in zip(steps.backends, records, strict=True):
+                each.check()  # refused data is left to the reader of the record
+                each.check_waits()
+                assert bool(record[0]) == (step == 1)
+                statuses = record[2:6].tolist()
+                assert step != 1 or statuses == [1 << 32, 2, Cause.ID + (2 << 32), 77]
+                record[0] = 0
+        assert all(np.isnan(result.y).all() for result in steps.results[1])
 
 
 def _dispatched(owner: Any, batch: Batch) -> Dispatched:
