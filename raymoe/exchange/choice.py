@@ -94,7 +94,7 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
     ]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
-            inside = spec.inside(world.domains) if between else spec
+            inside = spec.inside(world.domains, world.size) if between else spec
             return _make_choice(name, world.domain if between else world, inside, request, facts)
     raise ConfigError(f"backend {request.backend} asked for and {reasons[0]}")
 
@@ -154,8 +154,8 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     'ranks are on GPUs in 2 domains, which collective does not connect: take fused, staged or allgather'
     >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), facts, domains=2)
     'ranks are on GPUs in 2 domains, between which rows cross in their own dtype: leave the wire of dispatch out'
-    >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, capacity=99), facts, domains=2)
-    'capacity is 99 with alignment 16; between domains GPU ranks count no gaps: write worst, or take alignment 1'
+    >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, capacity=15), facts, domains=2)
+    'capacity is 15, which gaps of alignment 16 may fill: write 16 or more'
     >>> why_not_between_domains("allgather", spec, facts, domains=2)
     'in domain 0, ranks 0 and 1 share GPU a; NCCL needs one GPU a rank: take fused or staged, or leave share_gpu out'
     """
@@ -164,17 +164,19 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
         return f"{between}, which {name} does not connect: take fused, staged or allgather"
     if spec.dispatch_wire == FP8:
         return f"{between}, between which rows cross in their own dtype: leave the wire of dispatch out"
-    if spec.capacity != "worst" and spec.alignment > 1:
+    if isinstance(spec.capacity, int) and spec.capacity <= (gaps := spec.gaps(len(facts))):
         return (
-            f"capacity is {spec.capacity} with alignment {spec.alignment}; between domains GPU ranks count no gaps: "
-            "write worst, or take alignment 1"
+            f"capacity is {spec.capacity}, which gaps of alignment {spec.alignment} may fill: write {gaps + 1} or more"
         )
+    pieces = spec.inside(domains, len(facts)).rows(len(facts) // domains) * -(-spec.row_bytes // SPREAD_BYTES)
+    if pieces > ROUNDS_MOST["pieces of rows"]:
+        return f"pieces of rows are {pieces}; {ROUNDS_MOST['pieces of rows']} can be moved: take a smaller capacity"
     if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL, which connects domains: take another torch"
     size = len(facts) // domains
     for domain in range(domains):
         theirs = facts[domain * size : (domain + 1) * size]
-        if reason := why_not(name, "cuda", spec.inside(domains), theirs):
+        if reason := why_not(name, "cuda", spec.inside(domains, len(facts)), theirs):
             return f"in domain {domain}, {reason}"
     return None
 
@@ -218,7 +220,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
 
     launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
     rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
-    inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains), None)
+    inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains, world.size), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} is one of BETWEEN_DOMAINS"
     return HierarchicalGpu(world, spec, Parts(launcher, rail, inside))
 

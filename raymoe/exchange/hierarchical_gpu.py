@@ -33,6 +33,8 @@ from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 
+from raymoe.device import rounds
+from raymoe.device.kernels import Shape as LaunchShape
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.hierarchical_tensors import (
@@ -45,7 +47,7 @@ from raymoe.exchange.hierarchical_tensors import (
 )
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.nccl import CapturedMemory
-from raymoe.exchange.nccl_kernels import Launcher
+from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -85,7 +87,7 @@ class _Home:
     """The state of a dispatch that its combine needs."""
 
     inside: Dispatched
-    targets: torch.Tensor | None
+    moves: torch.Tensor | None
     number: torch.Tensor
     """int64[1]: the dispatch, counted from 1 on the device, because replays count too."""
     stream: int
@@ -93,7 +95,7 @@ class _Home:
     def used_on(self, stream: int) -> None:
         """Keep the memory for work on `stream`, which must be the current one."""
         if stream != self.stream:
-            keep_for_current_stream(self.targets, self.number)
+            keep_for_current_stream(self.moves, self.number)
 
 
 class HierarchicalGpu:
@@ -126,8 +128,10 @@ class HierarchicalGpu:
         self._leaving_sums, self._leaving_statuses = self._split(self._leaving)
         self._returned_sums, self._returned_statuses = self._split(self._returned)
         self._sums = zeros(N * T, spec.hidden, of=dtype)
-        # All rows inside, where they are not at the places of the contract; the last row stays zero.
-        self._inside_rows = zeros(N * L * T * K + 1 if spec.alignment > 1 else 0, spec.hidden, of=dtype)
+        # All rows inside, where they are not at the places of the contract.
+        inside_rows = spec.inside(N, world.size).rows(L) if spec.alignment > 1 else 0
+        self._inside_rows = torch.empty(inside_rows, spec.hidden, dtype=dtype, device=device)
+        self._move = self._make_move(inside_rows) if inside_rows else None
         self._record = self._inside.refusal_record()
         self._record_statuses = self._record[2 : 2 + _STATUS_WORDS * L].view(L, _STATUS_WORDS)
         self._good = torch.tensor([0, 1 << 32], device=device)
@@ -165,10 +169,9 @@ class HierarchicalGpu:
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
             home.used_on(stream)
-            if home.targets is not None:
-                inside_rows = self._inside_rows[:-1]
-                torch.index_select(rows, 0, home.targets, out=inside_rows)
-                rows = inside_rows
+            if home.moves is not None:
+                self._move_rows(stream, home, rows)
+                rows = self._inside_rows
             with self._named_by_world():
                 self._inside.combine(rows, home.inside, weighted, self._sums)
             good = torch.cat((self._good[int(weighted) :][:1], home.number))
@@ -205,7 +208,8 @@ class HierarchicalGpu:
         words = self._refused.tolist()
         if words[0]:
             self._refused.zero_()
-            raise_first(refusals_of_ranks(words[1:], self._shape), self._spec)
+            gaps = self._spec.gaps(self._world.size)
+            raise_first(refusals_of_ranks(words[1:], self._shape, gaps), self._spec)
 
     def close(self, together: bool) -> None:
         """Wait for the device first: a kernel of NCCL that waits for a rank that is gone would never end."""
@@ -231,21 +235,21 @@ class HierarchicalGpu:
 
     def _inside_out(self, out: torch.Tensor | None) -> torch.Tensor | None:
         """The memory for the rows of the dispatch inside: the caller's where no gaps are needed."""
-        return out if out is None or self._spec.alignment == 1 else self._inside_rows[:-1]
+        return out if out is None or self._spec.alignment == 1 else self._inside_rows
 
     def _placed(self, inside: Dispatched, given: int, out: torch.Tensor | None, stream: int) -> Dispatched:
         """Return the result of a dispatch whose rows are there inside."""
         places = Places.of(
-            inside.expert_offsets, inside.expert_counts, self._shape.domains, self._spec, self._world.size
+            inside.expert_offsets, inside.expert_counts, self._spec, self._shape.domains, self._world.size
         )
         x, weights, index, sources = inside.x, inside.weights, inside.index, places.sources
         if sources is not None:
             weights = _selected(weights, sources, 0)
             if index is not None:
                 index = _selected(index, sources, len(x) - 1)  # the last slot is a row of zeros
-            else:
-                assert out is not None
-                x = torch.index_select(self._inside_rows, 0, sources, out=out)
+            elif out is not None:
+                self._place_rows(stream, inside, places, out)
+                x = out
         return Dispatched(
             x=x,
             weights=weights,
@@ -253,8 +257,50 @@ class HierarchicalGpu:
             expert_counts=places.counts,
             index=index,
             tokens=given,
-            _home=_Home(inside, places.targets, self._dispatches.clone(), stream),
+            _home=_Home(inside, places.moves, self._dispatches.clone(), stream),
             _owner=self,
+        )
+
+    def _make_move(self, rows: int) -> ReadyKernel:
+        """Prepare a copy of rows between their places inside and those of the contract. It skips rows that are not."""
+        pieces = -(-self._spec.row_bytes // (rounds.VECTOR_BYTES * rounds.SPREAD_VECTORS))
+        params = rounds.SpreadParams(
+            row_bytes=self._spec.row_bytes, pieces=pieces, count=rows, stride=1, width=1, experts=self._shape.local
+        )
+        threads = self._launcher.threads
+        most = self._launcher.resident(rounds.SPREAD, LaunchShape(1, threads))
+        blocks = max(1, min(most, rows * pieces * 32 // threads + 1))
+        return self._launcher.ready(rounds.SPREAD, LaunchShape(blocks, threads), params)
+
+    def _place_rows(self, stream: int, inside: Dispatched, places: Places, out: torch.Tensor) -> None:
+        """Copy the rows inside to their places in `out`."""
+        assert self._move is not None and places.moves is not None
+        zeros = self._spec.padding == "zero"
+        self._move(
+            stream,
+            rows=self._inside_rows,
+            out=out,
+            kept=places.moves,
+            source=0,
+            to=places.moves[0].nbytes,
+            used=inside.expert_offsets[-1:],
+            expert_offsets=places.offsets if zeros else None,
+            expert_counts=places.counts if zeros else None,
+        )
+
+    def _move_rows(self, stream: int, home: _Home, rows: torch.Tensor) -> None:
+        """Copy the experts' rows to their places inside."""
+        assert self._move is not None and home.moves is not None
+        self._move(
+            stream,
+            rows=rows,
+            out=self._inside_rows,
+            kept=home.moves,
+            source=home.moves[0].nbytes,
+            to=0,
+            used=home.inside.expert_offsets[-1:],
+            expert_offsets=None,
+            expert_counts=None,
         )
 
     def _sum_domains(self, out: torch.Tensor) -> None:
@@ -279,12 +325,11 @@ class HierarchicalGpu:
         self._rail.swap("connect", self._returned, self._leaving)()
         local, N = self._shape.local, self._shape.domains
         nothing = torch.zeros(local * N + 1, dtype=torch.int32, device=self._world.device)
-        places = Places.of(nothing, nothing[1:], N, self._spec, self._world.size)
+        places = Places.of(nothing, nothing[1:], self._spec, N, self._world.size)
         told_ids(self._ids[0], nothing[:1], self._ids[0])
         ids_inside(self._ids, self._shape)
-        if places.sources is not None and places.targets is not None:
-            _selected(self._weights.flatten(), torch.zeros_like(places.sources), 0)
-            torch.index_select(self._inside_rows, 0, places.targets)
+        if places.sources is not None:
+            _selected(self._weights.flatten(), places.sources, 0)
         self._sum_domains(self._sums[: self._shape.tokens])
         self._told.zero_()
         self._settle("connect")

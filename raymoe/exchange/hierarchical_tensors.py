@@ -101,24 +101,25 @@ class Places:
     """Where rows of the exchange inside the domain are in the result, and the reverse.
 
     `offsets`, int32[local + 1], and `counts`, int32[local], are those of the contract. `sources`, int64[C], is the row
-    inside for each place, `missing` in gaps. `targets`, int64[C inside], is the place of each row inside. Both are None
-    without gaps: then rows are at the same places.
+    inside for each place, `most` in gaps. `moves`, int32[2, most], is each row inside and its place, or -1; it means
+    nothing behind the last row. Both are None without gaps: then rows are at the same places. `most` is the most rows
+    inside. No place is out of range, even if the offsets inside mean nothing after a wait that failed.
     """
 
     offsets: torch.Tensor
     counts: torch.Tensor
     sources: torch.Tensor | None = None
-    targets: torch.Tensor | None = None
+    moves: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, offsets: torch.Tensor, counts: torch.Tensor, domains: int, spec: ExchangeSpec, ranks: int) -> Places:
+    def of(cls, offsets: torch.Tensor, counts: torch.Tensor, spec: ExchangeSpec, domains: int, ranks: int) -> Places:
         """Compute them from the offsets and counts inside, which have an expert for each source domain.
 
         >>> spec = ExchangeSpec(tokens=2, hidden=8, experts=4, topk=1, alignment=4)  # two ranks, so C is 12
         >>> inside = torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32)
-        >>> places = Places.of(inside, inside.diff(), domains=2, spec=spec, ranks=2)
-        >>> places.counts.tolist(), places.offsets.tolist(), places.sources.tolist(), places.targets.tolist()
-        ([3, 1], [0, 4, 8], [0, 1, 2, 4, 3, 4, 4, 4, 4, 4, 4, 4], [0, 1, 2, 4])
+        >>> places = Places.of(inside, inside.diff(), spec, domains=2, ranks=2)
+        >>> places.counts.tolist(), places.offsets.tolist(), places.sources.tolist(), places.moves.tolist()
+        ([3, 1], [0, 4, 8], [0, 1, 2, 4, 3, 4, 4, 4, 4, 4, 4, 4], [[0, 1, 2, 3], [0, 1, 2, 4]])
         """
         counts = counts.view(-1, domains).sum(dim=1, dtype=torch.int32)
         starts = offsets[::domains].contiguous()
@@ -127,17 +128,16 @@ class Places:
         padded = (counts + (spec.alignment - 1)).div(spec.alignment, rounding_mode="floor") * spec.alignment
         aligned = torch.zeros_like(starts)
         torch.cumsum(padded, dim=0, dtype=torch.int32, out=aligned[1:])
-        capacity, missing, last = spec.rows(ranks), ranks * spec.tokens * spec.topk, len(counts) - 1
-        device = offsets.device
-        place = torch.arange(capacity, dtype=torch.int32, device=device)
+        most, last = spec.inside(domains, ranks).rows(ranks // domains), len(counts) - 1
+        place = torch.arange(spec.rows(ranks), dtype=torch.int32, device=offsets.device)
         expert = torch.searchsorted(aligned[1:], place, right=True).clamp_(max=last)
         number = place - aligned[expert]
-        sources = torch.where(number < counts[expert], starts[expert] + number, missing).long()
-        row = torch.arange(missing, dtype=torch.int32, device=device)
+        sources = torch.where(number < counts[expert], starts[expert] + number, most).clamp_(0, most).long()
+        row = torch.arange(most, dtype=torch.int32, device=offsets.device)
         expert = torch.searchsorted(starts[1:], row, right=True).clamp_(max=last)
-        number = row - starts[expert]
-        targets = torch.where(number < counts[expert], aligned[expert] + number, 0).long()
-        return cls(aligned, counts, sources, targets)
+        place = aligned[expert] + (row - starts[expert])
+        place = torch.where((place >= 0) & (place < len(sources)), place, -1)
+        return cls(aligned, counts, sources, torch.stack((row, place)))
 
 
 def is_refused(statuses: torch.Tensor) -> torch.Tensor:
@@ -151,11 +151,11 @@ def is_refused(statuses: torch.Tensor) -> torch.Tensor:
     return ((statuses != statuses[0, 0]).any(dim=-1) | ((statuses[..., 0] & _LOW_32) != 0)).any()
 
 
-def refusals_of_ranks(words: Sequence[int], shape: Shape) -> list[Refusal]:
+def refusals_of_ranks(words: Sequence[int], shape: Shape, gaps: int = 0) -> list[Refusal]:
     """Return the status of each rank of the world, from those that the domains' exchanges had: two words a rank.
 
     A status inside names the token of a rail, and a place of its domain. Here it becomes that of the rank whose token
-    it is, and names ranks of the world.
+    it is, and names ranks of the world. Rows that are too many get the largest `gaps`, as the capacity does.
 
     >>> shape = Shape(domains=2, per_domain=2, index=0, tokens=8, local=2)
     >>> inside = [0, 0, 0, 0, 0, 0, Cause.ID + (9 << 32), 77]  # token 1 of the rail's rank in domain 1
@@ -175,5 +175,5 @@ def refusals_of_ranks(words: Sequence[int], shape: Shape) -> list[Refusal]:
         elif refusal.cause in (Cause.COUNT, Cause.EXPERT):
             statuses[rank] = statuses[rank] or replace(refusal, other=domain * L + refusal.other)
         elif refusal:
-            statuses[rank] = statuses[rank] or refusal
+            statuses[rank] = statuses[rank] or replace(refusal, number=refusal.number + gaps)
     return statuses

@@ -184,18 +184,25 @@ class ExchangeSpec:
         """
         return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
 
-    def inside(self, domains: int) -> ExchangeSpec:
+    def inside(self, domains: int, ranks: int) -> ExchangeSpec:
         """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail, no gaps.
 
-        >>> inside = ExchangeSpec(tokens=8, hidden=64, experts=8, topk=2).inside(domains=2)
+        A number as the capacity holds the largest gaps of this spec, so the rows inside get the rest.
+
+        >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=8, topk=2, capacity=100)
+        >>> inside = spec.inside(domains=2, ranks=4)
         >>> inside.tokens, inside.experts, inside.alignment, inside.rows(ranks=2)
-        (16, 8, 1, 64)
+        (16, 8, 1, 70)
         """
-        return replace(self, tokens=domains * self.tokens, alignment=1, padding="any", depth=0)
+        capacity = self.capacity if self.capacity == "worst" else int(self.capacity) - self.gaps(ranks)
+        return replace(self, tokens=domains * self.tokens, alignment=1, padding="any", depth=0, capacity=capacity)
+
+    def gaps(self, ranks: int) -> int:
+        """The most rows in gaps on a rank: each expert has `alignment` - 1."""
+        return self.local_experts(ranks) * (self.alignment - 1)
 
     def _worst(self, ranks: int) -> int:
-        gaps = self.local_experts(ranks) * (self.alignment - 1)
-        return round_up(ranks * self.tokens * self.topk + gaps, self.alignment)
+        return round_up(ranks * self.tokens * self.topk + self.gaps(ranks), self.alignment)
 
 
 def _shortest_wire(

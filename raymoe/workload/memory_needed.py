@@ -118,13 +118,13 @@ def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
     >>> [_rail_bytes(spec, 8, domains) >> 20 for domains in (2, 4)]
     [113, 121]
     """
-    inside, per_domain = spec.inside(domains), ranks // domains
+    inside, per_domain = spec.inside(domains, ranks), ranks // domains
     tokens, rows = inside.tokens, inside.rows(per_domain)
     held = 2 * tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES  # rows of the rail, its sums, its entries
     held += 2 * domains * (spec.tokens + per_domain) * spec.home_row_bytes  # sums that leave, and that come back
     held += 2 * spec.tokens * spec.hidden * ITEM_BYTES["float32"]  # sums of the domains
     if spec.alignment > 1:
-        held += (rows + 1) * spec.row_bytes + (rows + spec.rows(ranks)) * ENTRY_BYTES  # rows at other places
+        held += rows * spec.row_bytes + (rows + spec.rows(ranks)) * ENTRY_BYTES  # rows at other places
     return workspace_layout(Bounds.of(inside), per_domain).nbytes + held
 
 

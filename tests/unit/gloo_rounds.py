@@ -60,7 +60,7 @@ def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None
     """
     if world.domains > 1:
         launcher, rail = world.shared(EmulatedLauncher), world.shared(GlooRail)
-        inside = on_tensors(choice, world.domain, spec.inside(world.domains), workspace)
+        inside = on_tensors(choice, world.domain, spec.inside(world.domains, world.size), workspace)
         assert isinstance(inside, NcclAllgather)
         return HierarchicalGpu(world, spec, Parts(launcher, rail, inside))
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]
