@@ -128,6 +128,8 @@ class HierarchicalGpu:
         self._leaving_sums, self._leaving_statuses = self._split(self._leaving)
         self._returned_sums, self._returned_statuses = self._split(self._returned)
         self._sums = zeros(N * T, spec.hidden, of=dtype)
+        """The sums inside: of this domain's ranks, for the tokens of all domains."""
+        self._total = zeros(T, spec.hidden, of=torch.float32)
         # All rows inside, where they are not at the places of the contract.
         inside_rows = spec.inside(N, world.size).rows(L) if spec.alignment > 1 else 0
         self._inside_rows = torch.empty(inside_rows, spec.hidden, dtype=dtype, device=device)
@@ -306,7 +308,7 @@ class HierarchicalGpu:
     def _sum_domains(self, out: torch.Tensor) -> None:
         """Add the domains' sums into `out`; NaN, and a record for the host, if the step is refused."""
         refused, given = is_refused(self._returned_statuses), len(out)
-        sums = torch.zeros(given, self._spec.hidden, dtype=torch.float32, device=out.device)
+        sums = self._total[:given].zero_()
         for block in self._returned_sums.unbind():
             sums += block[:given]
         out.copy_(sums.masked_fill_(refused, torch.nan))

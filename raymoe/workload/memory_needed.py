@@ -116,16 +116,22 @@ def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
 
     >>> spec = ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)
     >>> [_rail_bytes(spec, 8, domains) >> 20 for domains in (2, 4)]
-    [113, 121]
+    [111, 119]
     """
     inside, per_domain = spec.inside(domains, ranks), ranks // domains
-    tokens, rows = inside.tokens, inside.rows(per_domain)
-    held = 2 * tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES  # rows of the rail, its sums, its entries
-    held += 2 * domains * (spec.tokens + per_domain) * spec.home_row_bytes  # sums that leave, and that come back
-    held += 2 * spec.tokens * spec.hidden * ITEM_BYTES["float32"]  # sums of the domains
+    held = rail_buffers(spec, ranks, domains)
     if spec.alignment > 1:
+        rows = inside.rows(per_domain)
         held += rows * spec.row_bytes + (rows + spec.rows(ranks)) * ENTRY_BYTES  # rows at other places
     return workspace_layout(Bounds.of(inside), per_domain).nbytes + held
+
+
+def rail_buffers(spec: ExchangeSpec, ranks: int, domains: int) -> int:
+    """Count the rail's rows, its entries, the sums inside, and the blocks of sums that leave and come back."""
+    tokens = domains * spec.tokens
+    held = 2 * tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES
+    held += 2 * domains * (spec.tokens + ranks // domains) * spec.home_row_bytes
+    return held + spec.tokens * spec.hidden * ITEM_BYTES["float32"]  # the sum of the domains
 
 
 # Memory of an operation over rows.

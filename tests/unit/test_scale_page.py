@@ -12,6 +12,7 @@ import pytest
 
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Bounds, workspace_layout
+from raymoe.workload.memory_needed import rail_buffers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text().partition("## By ranks, on paper")[2]
 HIDDEN, TOPK, MIB = 7168, 8, 2**20
@@ -69,9 +70,7 @@ def test_the_memory_on_several_nodes_is_computed():
     for nodes, heap, buffers in table("| nodes | heap |"):
         spec, domains = spec_of(8, 4096), int(nodes)
         inside = replace(spec, tokens=domains * spec.tokens)
-        rail = (
-            domains * spec.tokens * (spec.row_bytes + 8 * TOPK) + 2 * domains * (spec.tokens + 8) * spec.home_row_bytes
-        )
+        rail = rail_buffers(spec, 8 * domains, domains)
         want = [workspace_layout(Bounds.of(inside), 8).nbytes / MIB, rail / MIB if domains > 1 else 0]
         assert [heap, buffers] == pytest.approx(want, rel=SLACK, abs=0.6)
 
