@@ -4,7 +4,8 @@ Operations are sends and receives in one NCCL group, enqueued on the current str
 connections are made with the rail, because a capture cannot make them.
 
 NCCL bounds no wait. `settle` does on the host, and so does every abort of the world: both end NCCL's kernels. `settle`
-names the peer that is late by the numbers in the world's store (`published.py`); replays of graphs do not count.
+names the peer that is late by the numbers in the world's store (`published.py`); replays of graphs do not count. A call
+after NCCL has lost a peer's connection raises the same error.
 
 **Pretended domains.** Ranks of two domains on one machine would find shared memory and NVLink between them, and NCCL
 refuses two ranks on one GPU of a host. So the rail then sets NCCL_HOSTID in this process, and NCCL_SOCKET_IFNAME=lo
@@ -134,7 +135,21 @@ class NcclRail:
             [(domain, blocks[domain].data_ptr(), blocks[domain].nbytes) for domain in peers]
             for blocks in (sent, received)
         )
-        communicator.exchange(sends, receives, current_stream(sent[0].device))
+        try:
+            communicator.exchange(sends, receives, current_stream(sent[0].device))
+        except WiringError as error:  # NCCL refuses every call after a connection of it was closed
+            self._failure = self._failure or self._lost(op)
+            self.abort()
+            raise copy.copy(self._failure) from error
+
+    def _lost(self, op: str) -> RaymoeError:
+        """Return the error that names the peer that is gone. The others get time to say that they are there."""
+        number, start = self._entered, time.monotonic()
+        peer, seen = self._numbers.lagging(number)
+        while time.monotonic() - start < MARGIN_S:
+            time.sleep(_LONG_S)
+            peer, seen = self._numbers.lagging(number)
+        return PeerTimeout(op, number, peer, number, seen, time.monotonic() - start, self._world.rank)
 
     def _open(self, op: str) -> Communicator:
         """Return the communicator, or raise why there is none any more."""

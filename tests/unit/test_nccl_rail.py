@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from raymoe.errors import PeerTimeout
+from raymoe.errors import PeerTimeout, WiringError
 from raymoe.memory.address import LOOPBACK
 from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import World
@@ -62,6 +63,9 @@ class FakeNccl:
 
     def abort(self) -> None:
         self._done.set()
+
+    def exchange(self, *_: object) -> None:
+        raise WiringError("a group of ncclSend and ncclRecv failed: remote process exited")
 
 
 def fake_rail(world: SpanningWorld, done: threading.Event) -> NcclRail:
@@ -117,3 +121,24 @@ def test_an_abort_ends_the_wait_and_the_devices_work(groups: Groups) -> None:
     for rank, ((kind, said), aborted) in enumerate(groups(2, abort_a_wait)):
         assert (kind, said) == ("Aborted", f"rank {rank} was told to stop: the test says so")
         assert aborted
+
+
+def lose_a_connection(rank: int) -> Any:
+    """Let rank 2 be gone when the others call NCCL, which has noticed it."""
+    world, done = World.of(domain=1, timeout_s=20), threading.Event()
+    assert isinstance(world, SpanningWorld)
+    rail, blocks, said = fake_rail(world, done), torch.zeros(3, 2), []
+    with mock.patch("raymoe.net.nccl_rail.current_stream", lambda _: 0):
+        if rank == 2:
+            time.sleep(2)
+        else:
+            said = [error_of(lambda: rail.swap("combine", blocks.clone(), blocks)) for _ in range(2)]
+    world.close(together=False)
+    return said, done.is_set()
+
+
+def test_a_call_after_a_lost_connection_names_the_rank_that_is_gone(groups: Groups) -> None:
+    for said, aborted in groups(3, lose_a_connection)[:2]:
+        assert aborted
+        for kind, text in said:
+            assert kind == "PeerTimeout" and "for rank 2 in combine" in text
