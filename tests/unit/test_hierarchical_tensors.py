@@ -1,0 +1,201 @@
+"""The arithmetic between domains: it needs no host, stays on its device, and agrees with the contract's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from raymoe.device.params import Params
+from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
+from raymoe.exchange.hierarchical_tensors import Places, Shape, ids_inside, is_refused, told_ids
+from raymoe.exchange.spec import ExchangeSpec
+from tests.unit import plan
+
+GPU = torch.device("meta")
+"""Stands for a GPU: its tensors have no values. A read by the host raises, and so does a mix of devices."""
+
+
+def test_the_device_without_values_finds_a_read_by_the_host_and_a_tensor_on_the_host() -> None:
+    on_gpu = torch.zeros(3, device=GPU)
+    with pytest.raises(RuntimeError, match="meta"):
+        on_gpu.sum().item()
+    with pytest.raises(RuntimeError, match="device"):
+        on_gpu + torch.zeros(3)
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+@pytest.mark.parametrize("counted", [False, True])
+def test_everything_stays_on_the_device(alignment: int, counted: bool) -> None:
+    shape, spec = Shape(2, 2, 1, 5, 3), ExchangeSpec(tokens=5, hidden=8, experts=12, topk=2, alignment=alignment)
+    gathered = torch.zeros(2, 5, 2, dtype=torch.int64, device=GPU)
+    ids, count = torch.zeros(4, 2, dtype=torch.int32, device=GPU), torch.ones(1, dtype=torch.int32, device=GPU)
+    told_ids(ids, count if counted else None, gathered[1])
+    inside = ids_inside(gathered, shape)
+    offsets = torch.zeros(7, dtype=torch.int32, device=GPU)
+    places = Places.of(offsets, offsets[1:], spec, domains=2, ranks=4)
+    refused = is_refused(torch.zeros(2, 2, 2, dtype=torch.int64, device=GPU))
+    made = [inside, places.offsets, places.counts, places.sources, places.moves, refused]
+    assert all(each is None or each.device == GPU for each in made)
+    assert (places.moves is None) == (alignment == 1)
+    assert (inside.shape, places.offsets.shape, places.counts.shape) == ((10, 2), (4,), (3,))
+
+
+class FakeInside:
+    """An exchange inside a domain whose results have no values."""
+
+    capturable, sms = True, 7
+
+    def __init__(self, spec: ExchangeSpec, ranks: int) -> None:
+        self._spec, self._rows, self._experts = spec, spec.rows(ranks), spec.local_experts(ranks)
+
+    def refusal_record(self) -> torch.Tensor:
+        return torch.zeros(18, dtype=torch.int64, device=GPU)
+
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        assert tokens.x.shape == (self._spec.tokens, self._spec.hidden)
+        assert tokens.topk_idx.is_contiguous() and tokens.topk_weights.is_contiguous()
+
+        def made(count: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(count, dtype=dtype, device=GPU)
+
+        x = torch.zeros(99, self._spec.hidden, dtype=tokens.x.dtype, device=GPU) if out is None else out
+        index = made(self._rows, torch.int64) if out is None else None
+        offsets, counts = made(self._experts + 1, torch.int32), made(self._experts, torch.int32)
+        return Dispatched(x, made(self._rows, torch.float32), offsets, counts, index, len(tokens.x), None, self)
+
+    def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        assert weighted and got.tokens == len(out)
+        assert rows.shape == (self._rows, self._spec.hidden) and out.is_contiguous()
+
+
+class FakeRail:
+    capturable = True
+
+    def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
+        assert op and out.is_contiguous() and mine.is_contiguous()
+        assert out.numel() == 2 * mine.numel()
+        return lambda: None
+
+    def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+        assert op and received.is_contiguous() and sent.is_contiguous()
+        return lambda: None
+
+    def settle(self, op: str) -> None:
+        """Wait for nothing."""
+
+
+class FakeLauncher:
+    threads = 256
+
+    def ordered(self, op: str) -> AbstractContextManager[int]:
+        assert op
+        return nullcontext(1)
+
+    def resident(self, *_: object) -> int:
+        return 9
+
+    def ready(self, _source: object, _shape: object, params: Params) -> Callable[..., None]:
+        def launch(stream: int, **changed: torch.Tensor | int | None) -> None:
+            assert stream > 0
+            assert all(name in params.offsets() for name in changed)
+            assert all(each.device == GPU for each in changed.values() if isinstance(each, torch.Tensor))
+
+        return launch
+
+
+@pytest.mark.parametrize("wire", [None, {"combine": "float32"}])
+@pytest.mark.parametrize(("layout", "alignment"), [("expert", 1), ("expert", 16), ("rank", 1), ("rank", 16)])
+def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dict[str, str] | None) -> None:
+    spec = ExchangeSpec(5, 8, experts=12, topk=2, layout=layout, alignment=alignment, padding="zero", wire=wire)
+    world: Any = SimpleNamespace(
+        domains=2, size=4, rank=3, device=GPU, waiter=None, domain=SimpleNamespace(size=2, rank=1)
+    )
+    memory = mock.patch("raymoe.exchange.hierarchical_gpu.CapturedMemory", lambda _: nullcontext)
+    keep = mock.patch("raymoe.exchange.hierarchical_gpu.named_by_world", lambda *_: nullcontext())
+    with memory, keep:
+        parts: Any = Parts(FakeLauncher(), FakeRail(), FakeInside(spec.inside(2, 4), 2))  # type: ignore[arg-type]
+        backend = HierarchicalGpu(world, spec, parts)
+        x, y = (torch.zeros(3, 8, dtype=torch.bfloat16, device=GPU) for _ in range(2))
+        ids = torch.zeros(3, 2, dtype=torch.int32, device=GPU)
+        weights, count = torch.zeros(3, 2, device=GPU), torch.ones(1, dtype=torch.int32, device=GPU)
+        out = torch.zeros(spec.rows(4), 8, dtype=torch.bfloat16, device=GPU)
+        got = backend.dispatch(Tokens(x, ids, weights, count), out if layout == "expert" else None)
+        backend.combine(out, got, True, y)
+        made = [got.x, got.weights, got.expert_offsets, got.expert_counts, got.index, y]
+        assert all(each is None or each.device == GPU for each in made)
+        assert (len(got.weights), len(got.expert_counts), got.tokens) == (spec.rows(4), 3, 3)
+        assert (got.index is None) == (layout == "expert")
+        assert got.x is out or layout == "rank"
+
+
+def order_inside(ids: list[torch.Tensor], shape: Shape, place: int) -> list[tuple[int, int, int]]:
+    """Return the entries that a rank of a domain receives, in the order of its domain's own exchange."""
+    N, L, T = shape.domains, shape.per_domain, shape.tokens
+    rails = [torch.stack([ids[domain * L + other] for domain in range(N)]) for other in range(L)]
+    inside = [ids_inside(rail, shape) for rail in rails]
+    received = plan.plan(inside, place, N * shape.local, alignment=1).entries
+    found = []
+    for entry in received:
+        assert entry is not None
+        other, token, k = entry
+        found.append((token // T * L + other, token % T, k))
+    return found
+
+
+@pytest.mark.parametrize(("domains", "per_domain"), [(2, 2), (3, 1), (2, 3)])
+def test_rows_inside_come_in_the_order_of_the_contract(domains: int, per_domain: int) -> None:
+    rng, ranks, tokens = np.random.default_rng(7), domains * per_domain, 6
+    local = 3
+    ids = [torch.from_numpy(rng.integers(-1, ranks * local, (tokens, 4))) for _ in range(ranks)]
+    for rank in range(ranks):
+        domain, place = divmod(rank, per_domain)
+        shape = Shape(domains, per_domain, domain, tokens, local)
+        want = plan.plan(ids, rank, local, alignment=1).entries
+        assert order_inside(ids, shape, place) == want
+
+
+@pytest.mark.parametrize("alignment", [2, 5, 16])
+def test_places_are_those_of_the_plan(alignment: int) -> None:
+    rng, ranks, local, domains = np.random.default_rng(alignment), 4, 3, 2
+    spec = ExchangeSpec(tokens=6, hidden=8, experts=ranks * local, topk=4, alignment=alignment)
+    ids = [torch.from_numpy(rng.integers(-1, ranks * local, (6, 4))) for _ in range(ranks)]
+    for rank in range(ranks):
+        want, flat = plan.plan(ids, rank, local, alignment), plan.plan(ids, rank, local, alignment=1).entries
+        counts = torch.tensor(
+            [
+                sum(entry is not None and entry[0] // 2 == source for entry in want.entries[begin : begin + count])
+                for begin, count in zip(want.offsets, want.counts, strict=False)
+                for source in range(domains)
+            ],
+            dtype=torch.int32,
+        )
+        offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        places = Places.of(offsets, counts, spec, domains, ranks)
+        assert (places.offsets.tolist(), places.counts.tolist()) == (want.offsets, want.counts)
+        assert places.sources is not None and places.moves is not None
+        most = spec.inside(domains, ranks).rows(2)
+        sources = [flat[source] if source < most else None for source in places.sources.tolist()]
+        assert sources == [*want.entries, *[None] * (spec.rows(ranks) - len(want.entries))]
+        here, there = places.moves.tolist()
+        assert here == list(range(most))
+        assert [want.entries[place] for place in there[: len(flat)]] == flat
+
+
+def test_no_place_is_out_of_range_if_offsets_mean_nothing() -> None:
+    spec = ExchangeSpec(tokens=6, hidden=8, experts=12, topk=4, alignment=8)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        offsets = torch.from_numpy(rng.integers(-(2**31), 2**31, 7)).int()
+        places = Places.of(offsets, offsets[1:] - 5, spec, domains=2, ranks=4)
+        assert places.sources is not None and places.moves is not None
+        most = spec.inside(2, 4).rows(2)
+        assert places.sources.min() >= 0 and places.sources.max() <= most
+        assert places.moves[1].min() >= -1 and places.moves[1].max() < spec.rows(4)
