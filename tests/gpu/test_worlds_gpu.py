@@ -79,6 +79,16 @@ def test_two_worlds_in_one_process_use_two_gpus(tmp_path: Path) -> None:
     judge_eager([case for case in EAGER for _ in range(2)], [found for *_, found in answers])
 
 
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_every_backend_works_between_domains(backend: str, tmp_path: Path) -> None:
+    """With a default group over NCCL, the process has used NCCL before it is told of the domains."""
+    eager = [case for case in EAGER if case.backend != "collective"]
+    answers = torchrun(RANKS, tmp_path, backend, torchrun_ranks.in_domains, eager, REPLAYED)
+    assert [facts for *facts, _, _ in answers] == [[2, "cuda:0"], [2, "cuda:1"]]
+    judge_eager(eager, [found for *_, found, _ in answers])
+    judge_replayed(REPLAYED, [replayed for *_, replayed in answers])
+
+
 @pytest.mark.parametrize(("backend", "device"), [("gloo", "cuda:0"), ("nccl", "auto")])
 def test_two_ranks_on_one_gpu_are_told_to_set_the_device(backend: str, device: str, tmp_path: Path) -> None:
     for message in torchrun(RANKS, tmp_path, backend, torchrun_ranks.one_gpu, device):

@@ -101,6 +101,14 @@ def two_worlds(rank: int, cases: list[Case]) -> Any:
         return here.name != there.name, str(here.device), str(there.device), found
 
 
+def in_domains(rank: int, eager: list[Case], replayed: list[Case]) -> Any:
+    """Run a world of two domains of one rank each."""
+    torch.cuda.set_device(rank)
+    with World.of(domain=1) as world:
+        found = exchange(world, eager, False), exchange(world, replayed, True)
+        return world.domains, str(world.device), *found
+
+
 def one_gpu(rank: int, device: str) -> str:
     """Return the error of ranks on one GPU."""
     torch.cuda.set_device(0)
