@@ -11,12 +11,14 @@ import pytest
 import torch.distributed as dist
 
 from raymoe.errors import Aborted, PeerTimeout, WiringError
+from raymoe.memory import cuda_ipc
 from raymoe.memory.across import BoundedStore
 from raymoe.memory.board import MAX_MESSAGE
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
 from raymoe.transport.channel import Channel
+from tests.unit.test_cuda_ipc import FakeGpu, Node
 from tests.unit.test_world_of import error_of, groups
 
 Groups = Callable[..., list[Any]]
@@ -209,3 +211,39 @@ def test_a_store_that_failed_is_not_asked_again() -> None:
         with pytest.raises((AttributeError, RuntimeError), match=says):
             store.ask("get", "a", timeout_s=5)
     store.close()
+
+
+def on_gpus(rank: int, uuids: list[str], kinds: list[str]) -> Any:
+    """Make a world of domains of one rank on fake GPUs; return its facts, or the error."""
+    made: list[FakeGpu] = []
+
+    def fake(ordinal: int) -> FakeGpu:
+        assert ordinal == rank + 2
+        made.append(FakeGpu(Node(), rank))
+        made[-1].uuid = uuids[rank]
+        return made[-1]
+
+    kept, cuda_ipc.GpuMemory.open = cuda_ipc.GpuMemory.open, fake  # type: ignore[assignment,method-assign]
+    try:
+        with World.of(device=f"cuda:{rank + 2}" if kinds[rank] == "cuda" else "cpu", domain=1) as world:
+            found = str(world.device), str(world.domain.device), world.swap(rank, "who"), [gpu.is_open for gpu in made]
+        return *found, [gpu.node.calls_of("close") for gpu in made]
+    except WiringError as error:
+        return str(error)
+    finally:
+        cuda_ipc.GpuMemory.open = kept  # type: ignore[method-assign]
+
+
+def test_gpu_ranks_of_several_domains_use_the_gpu_of_their_domain(groups: Groups) -> None:
+    for rank, found in enumerate(groups(2, on_gpus, ["a", "b"], ["cuda", "cuda"])):
+        name = f"cuda:{rank + 2}"
+        assert found == (name, name, [0, 1], [True], [[(rank, "close")]])
+
+
+def test_ranks_of_two_domains_on_one_gpu_are_refused_and_so_are_two_kinds_of_ranks(groups: Groups) -> None:
+    for said in groups(2, on_gpus, ["a", "a"], ["cuda", "cuda"]):
+        assert said.startswith("ranks 0 and 1 are both on GPU a; ")
+    assert groups(2, on_gpus, ["a", "b"], ["cuda", "cpu"]) == [
+        "device is cpu on rank 1 and cuda on rank 0; all ranks must agree",
+        "device is cuda on rank 0 and cpu on rank 1; all ranks must agree",
+    ]
