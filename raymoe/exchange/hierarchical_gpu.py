@@ -148,6 +148,10 @@ class HierarchicalGpu:
     def sms(self) -> int | None:
         return self._inside.sms
 
+    @property
+    def keeps_places(self) -> bool:
+        self._refuse_gradients()
+
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         with self._launcher.ordered("dispatch") as stream, self._memory():
@@ -201,6 +205,9 @@ class HierarchicalGpu:
         out: torch.Tensor,  # noqa: ARG002
         out_weights: torch.Tensor,  # noqa: ARG002
     ) -> None:
+        self._refuse_gradients()
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
         self._refuse_gradients()
 
     def check(self) -> None:
