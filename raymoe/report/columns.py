@@ -88,6 +88,7 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "bytes_memory": ("moved", byte_size),
     "gbps_memory": ("memory GB/s", _fixed(1)),
     "bytes_peak": ("peak", byte_size),
+    "bytes_kept": ("kept", byte_size),
     "max_error": ("max error", lambda value: f"{float(str(value)):.1e}"),
     "verified": ("verified", _yes_no),
 }

@@ -41,7 +41,7 @@ class GpuLayerStep:
         self.stream.wait_stream(torch.cuda.current_stream(world.device))
         captured = self._may_capture(graph)
         with torch.cuda.stream(self.stream):
-            bytes_peak = self._first_run()
+            bytes_peak, bytes_kept = self._first_run()
             self.clock = TorchGraphClock(
                 world, self.stream, self._settle, captured=captured, calls=calls_of(inputs.routing.tokens)
             )
@@ -51,6 +51,7 @@ class GpuLayerStep:
             "graph": captured,
             "device": torch.cuda.get_device_name(world.device),
             "bytes_peak": bytes_peak,
+            "bytes_kept": bytes_kept,
         }
 
     def __call__(self, index: int, *, verify: bool) -> Step:
@@ -77,17 +78,22 @@ class GpuLayerStep:
     def _run(self) -> None:
         self.found: Results = self.passes.run(self.batch, self.dy)
 
-    def _first_run(self) -> int:
-        """Load and build everything once, then return the most memory that a step holds beside weights and tokens."""
+    def _first_run(self) -> tuple[int, int | None]:
+        """Load and build everything once. Return the most memory that a step holds beside weights and tokens, and what
+        it holds between its forward and its backward pass."""
         self._run()
         self._settle()
         self.found = Results(self.dy, ())
         self.passes.marks.begin()
         held = torch.cuda.memory_allocated(self.world.device)
+        kept: list[int] = []
+        before = self.passes.after_forward
+        self.passes.after_forward = lambda: kept.append(torch.cuda.memory_allocated(self.world.device) - held)
         torch.cuda.reset_peak_memory_stats(self.world.device)
         self._run()
         self._settle()
-        return int(torch.cuda.max_memory_allocated(self.world.device) - held)
+        self.passes.after_forward = before
+        return int(torch.cuda.max_memory_allocated(self.world.device) - held), kept[0] if kept else None
 
     def _may_capture(self, graph: Literal["auto"] | bool) -> bool:
         if graph is True and not self.exchange.capturable:

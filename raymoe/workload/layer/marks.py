@@ -45,14 +45,14 @@ class Marks:
 
     note: Callable[[], Any] | None = None
     """None: marks note nothing."""
-    seen: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensor at each mark of the last forward pass, and `topk_idx`."""
+    topk_idx: torch.Tensor | None = None
+    """The choice of the router in the last forward pass."""
     _points: list[_Point] = field(default_factory=list)
     _late: bool = False
 
     def begin(self) -> None:
         self._points.clear()
-        self.seen.clear()
+        self.topk_idx = None
         self._late = False
 
     def begin_backward(self) -> None:
@@ -61,7 +61,6 @@ class Marks:
     def at(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
         """Put a mark behind a part, at its result."""
         marked: torch.Tensor = _Mark.apply(tensor, self, part)  # type: ignore[no-untyped-call]
-        self.seen[part] = marked.detach()
         return marked
 
     def add(self, part: str, *, backward: bool) -> None:
@@ -91,7 +90,7 @@ class Marks:
             return lambda _module, _given, result: self.at(part, result)
 
         def after_router(_module: object, _given: object, routed: Routed) -> Routed:
-            self.seen["topk_idx"] = routed.topk_idx
+            self.topk_idx = routed.topk_idx
             return routed._replace(topk_weights=self.at("router", routed.topk_weights))
 
         def before_experts(_module: object, given: tuple[Any, ...]) -> tuple[Any, ...]:

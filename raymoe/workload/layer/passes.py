@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,8 @@ class LayerPasses:
         self.marks.put_into(self.layer)
         named = [(name, each) for name, each in self.layer.named_parameters() if self.own_router or "gate." not in name]
         self.parameters = [each for _, each in named]
+        self.after_forward: Callable[[], None] = _nothing
+        """Called between the forward and the backward pass of a step."""
         self._experts = LayerExperts(self.shape, self.seed, asked.experts)
 
     def run(self, batch: Batch, dy: torch.Tensor) -> Results:
@@ -70,6 +73,7 @@ class LayerPasses:
             y = checkpoint(self._forward, x, batch.ids, batch.weights, use_reentrant=False, preserve_rng_state=False)
         else:
             y = self._forward(x, batch.ids, batch.weights)
+        self.after_forward()
         self.marks.begin_backward()
         with torch.autograd.set_multithreading_enabled(False):  # all on this thread, which may be capturing
             return Results(y.detach(), torch.autograd.grad(y, [x, *self.parameters], dy))
@@ -99,7 +103,9 @@ class LayerPasses:
         choice shows in the weights of the router.
         """
         some = self._some_tokens(len(batch.x), batch.x.device)
-        ids = (self.marks.seen["topk_idx"] if self.own_router else batch.ids)[some].cpu()
+        chosen = self.marks.topk_idx if self.own_router else batch.ids
+        assert chosen is not None
+        ids = chosen[some].cpu()
         x = batch.x[some].cpu().double().requires_grad_(self.backward)
         wanted, choice_error = self._wanted(x, ids, batch.weights[some].cpu())
         right = Want(wanted.y.detach(), wanted.scale.detach())
@@ -139,6 +145,10 @@ class LayerPasses:
             rows = (gate * gate.sigmoid() * up) @ drawn.down.double().T
             y, scale = y + rows, scale + rows.abs().amax(dim=-1, keepdim=True)
         return (Want(y + x, scale + x.abs()) if self.own_router else Want(y, scale)), error
+
+
+def _nothing() -> None:
+    """The default of `LayerPasses.after_forward`."""
 
 
 def router_of(job: Job) -> RouterForm | None:
