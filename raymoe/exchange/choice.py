@@ -156,6 +156,8 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     'ranks are on GPUs in 2 domains, between which rows cross in their own dtype: leave the wire of dispatch out'
     >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, capacity=15), facts, domains=2)
     'capacity is 15, which gaps of alignment 16 may fill: write 16 or more'
+    >>> why_not_between_domains("fused", spec, [RankFacts("a", "NVIDIA A100", (8, 0), nccl=True)] * 4, domains=2)
+    'in domain 0, NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take allgather'
     >>> why_not_between_domains("allgather", spec, facts, domains=2)
     'in domain 0, ranks 0 and 1 share GPU a; NCCL needs one GPU a rank: take fused or staged, or leave share_gpu out'
     """
@@ -177,7 +179,7 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     for domain in range(domains):
         theirs = facts[domain * size : (domain + 1) * size]
         if reason := why_not(name, "cuda", spec.inside(domains, len(facts)), theirs):
-            return f"in domain {domain}, {reason}"
+            return f"in domain {domain}, {reason.replace('take collective', 'take allgather')}"
     return None
 
 
