@@ -144,7 +144,7 @@ class FusedBackend:
 
     @property
     def keeps_places(self) -> bool:
-        return True
+        return not self.build.fp8
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
         self.workspace.begin("dispatch")

@@ -26,7 +26,7 @@ from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
-from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.staged import CopiedBackend, StagedBackend
 from raymoe.exchange.workspace import STAMPS_VARIABLE, Workspace
 from raymoe.memory.layout import Layout, Region
@@ -370,7 +370,7 @@ def backend(
         patched.enter_context(mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords))
         patched.enter_context(mock.patch.object(kind, "_grids", grids))
         made = kind(workspace.world, spec, workspace, workspace.world.gpu.sms if sms is None else sms)
-        if made.keeps_places and spec.dispatch_wire != FP8:
+        if made.keeps_places:
             made._prepared_known()  # here, where a launch is the machine's
         return made
 

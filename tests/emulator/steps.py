@@ -103,7 +103,7 @@ class Steps:
 
         def combine() -> None:
             if spec.layout == "expert":  # else rows are in slots until the next dispatch
-                known(-2.0)
+                known(-0.5)
             self.emulator.call(rank, lambda: self._experts(backend, got, made, result))
             if form == "halves":
                 backend.combine_send(made, got, case.weighted, y)
@@ -111,7 +111,7 @@ class Steps:
             else:
                 backend.combine(made, got, case.weighted, y)
             self.emulator.call(rank, lambda: setattr(result, "y", y.float().numpy().copy()))
-            known(4.0)
+            known(0.25)
             known(-1.0)
 
         return combine
