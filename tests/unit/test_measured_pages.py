@@ -210,7 +210,7 @@ def operation_and_rows(cell: str) -> Mapping[str, object]:
 
 def systems_of_rows() -> Table:
     names = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
-    columns = {f"`{name}`": Column("norm_h200", "nrhe", {"backend": name}) for name in names}
+    columns = {f"`{name}`": Column("norm_h200", "cyci", {"backend": name}) for name in names}
     return Table("kernels.md", "operation, rows", columns, operation_and_rows)
 
 
