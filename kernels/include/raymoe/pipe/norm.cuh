@@ -9,7 +9,7 @@
 
 namespace raymoe {
 
-// What every norm reads comes first, because a block waits for each line of parameters that it reads.
+// The fields that every norm reads come first: a block waits for each line of parameters that it reads.
 struct NormParams {
     const u8* weight;  // [HIDDEN]
     const u8* bias;    // [HIDDEN], or null
