@@ -170,6 +170,7 @@ def test_few_tokens_travel_in_lines_only_over_nvlink(spec, lines, kind):
         device=SimpleNamespace(type="cuda"),
         gpu=gpu,
         size=2,
+        domains=1,
         rank=0,
         shared=lambda _: links,
         swap=lambda value, _: [value] * 2,
