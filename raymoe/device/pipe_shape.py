@@ -210,7 +210,8 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     fitting = (SHARED_BYTES - 2048) // stage_bytes
     loading = limits.loading or _loading(work, limits)
     if loading in ("PLAIN", "ROW") or fitting < (1 if limits.stages or limits.loading else 2):
-        return (_alone_shape(work, eights, limits) if loading == "ROW" else None) or _plain_shape(work, eights, limits)
+        alone = _alone_shape(work, eights, limits) if loading == "ROW" else None
+        return alone or _plain_shape(work, eights, limits)
     if loading == "PIPED" and limits.stages is None and work.gradients and work.hidden >= LONG_ROW:
         return _gradient_shape(work, stage_bytes, fitting)
     consumers = _consumers(work, eights, budget)
