@@ -15,43 +15,34 @@ struct Elements {
 
     ptx::Bytes16 parts[PARTS];
 
-    // Zeros if not `wanted`.
-    static __device__ __forceinline__ Elements load_if(bool wanted, const u8* at) {
+    // Calls `load(offset)` for each 16 bytes.
+    template <class Load>
+    static __device__ __forceinline__ Elements loaded_by(Load load) {
         Elements loaded;
 #pragma unroll
         for (u32 i = 0; i < PARTS; ++i) {
-            loaded.parts[i] = ptx::load_16_if(wanted, at + i * 16, {0, 0});
+            loaded.parts[i] = load(i * 16);
         }
         return loaded;
+    }
+
+    // Each of these gives zeros if not `wanted`.
+    static __device__ __forceinline__ Elements load_if(bool wanted, const u8* at) {
+        return loaded_by([&](u32 offset) { return ptx::load_16_if(wanted, at + offset, {0, 0}); });
     }
 
     // Of memory that is not read again soon.
     static __device__ __forceinline__ Elements load_once_if(bool wanted, const u8* at) {
-        Elements loaded;
-#pragma unroll
-        for (u32 i = 0; i < PARTS; ++i) {
-            loaded.parts[i] = ptx::load_16_once_if(wanted, at + i * 16, {0, 0});
-        }
-        return loaded;
+        return loaded_by([&](u32 offset) { return ptx::load_16_once_if(wanted, at + offset, {0, 0}); });
     }
 
     // Of a vector that all rows use.
     static __device__ __forceinline__ Elements load_constant_if(bool wanted, const u8* at) {
-        Elements loaded;
-#pragma unroll
-        for (u32 i = 0; i < PARTS; ++i) {
-            loaded.parts[i] = ptx::load_16_constant_if(wanted, at + i * 16, {0, 0});
-        }
-        return loaded;
+        return loaded_by([&](u32 offset) { return ptx::load_16_constant_if(wanted, at + offset, {0, 0}); });
     }
 
     static __device__ __forceinline__ Elements shared_load_if(bool wanted, u32 at) {
-        Elements loaded;
-#pragma unroll
-        for (u32 i = 0; i < PARTS; ++i) {
-            loaded.parts[i] = ptx::shared_load_16_if(wanted, at + i * 16, {0, 0});
-        }
-        return loaded;
+        return loaded_by([&](u32 offset) { return ptx::shared_load_16_if(wanted, at + offset, {0, 0}); });
     }
 
     static __device__ __forceinline__ Elements pack(const float (&from)[8]) {
