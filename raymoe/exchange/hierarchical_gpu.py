@@ -15,6 +15,11 @@ domain goes back over the rail: T sums in the combine wire dtype, then a status 
 adds the domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows
 before.
 
+Gradients: the backward of dispatch is a combine without weights, which also takes one float32 home for each entry
+(token, k). They are a second block for each domain. An entry has its expert in one domain, and the others send zero. So
+their sum is exact. The backward of combine is a dispatch of dy. Where the exchange inside keeps places, only rows cross
+the rail.
+
 Refused data: ids out of range stay out of range inside, so the exchanges of all domains refuse them. A combine inside
 writes the statuses of its ranks to the device, and the blocks take them to all domains. So all ranks give NaN in the
 same step, and `check` raises the same sentence on each. A wait that fails is no refusal: where it fails inside one
@@ -29,13 +34,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from raymoe.device import rounds
 from raymoe.device.kernels import Shape as LaunchShape
-from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
+from raymoe.errors import PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.hierarchical_tensors import (
     Places,
@@ -55,6 +60,7 @@ from raymoe.memory.world import World
 from raymoe.net.rail import Rail
 
 _STATUS_WORDS = Refusal.NBYTES // 8
+_NUMBER_WORDS = 2
 _WORDS_AN_ENTRY = 3  # int32 words of an entry (token, k) on the rail: the id has two, the weight one
 
 
@@ -89,12 +95,13 @@ class _Home:
     inside: Dispatched
     moves: torch.Tensor | None
     number: torch.Tensor
-    """int64[1]: the dispatch, counted from 1 on the device, because replays count too."""
-    stream: int
+    """int32[2], a word of 64 bits: the dispatch, counted from 1 on the device, because replays count too."""
+    stream: int | None
+    """None: not known, because the result was made again from its metadata."""
 
     def used_on(self, stream: int) -> None:
         """Keep the memory for work on `stream`, which must be the current one."""
-        if stream != self.stream:
+        if stream != self.stream and self.number.device.type == "cuda":
             keep_for_current_stream(self.moves, self.number)
 
 
@@ -127,6 +134,9 @@ class HierarchicalGpu:
         self._returned = torch.zeros_like(self._leaving)
         self._leaving_sums, self._leaving_statuses = self._split(self._leaving)
         self._returned_sums, self._returned_statuses = self._split(self._returned)
+        # The gradients of weights, one for each entry.
+        self._leaving_entries = zeros(N, T, K, of=torch.float32)
+        self._returned_entries = torch.zeros_like(self._leaving_entries)
         self._sums = zeros(N * T, spec.hidden, of=dtype)
         """The sums inside: of this domain's ranks, for the tokens of all domains."""
         self._total = zeros(T, spec.hidden, of=torch.float32)
@@ -136,12 +146,14 @@ class HierarchicalGpu:
         self._move = self._make_move(inside_rows) if inside_rows else None
         self._record = self._inside.refusal_record()
         self._record_statuses = self._record[2 : 2 + _STATUS_WORDS * L].view(L, _STATUS_WORDS)
-        self._good = torch.tensor([0, 1 << 32], device=device)
-        """The first word of a status without a refusal: not weighted, and weighted."""
+        self._good = torch.tensor([0, 1 << 32], device=device).view(torch.int32).view(2, 2)
+        """The first word of a status without a refusal: not weighted, and weighted. In halves, as `_Home.number` is."""
         self._dispatches = zeros(1)
         # The statuses of all ranks in the first refused step since the last `check`, behind a word that says so.
         self._refused = zeros(1 + N * L * _STATUS_WORDS)
         self.capturable = self._rail.capturable and self._inside.capturable
+        # One domain may have the LL path and another not: all must send the same blocks.
+        self._keeps_places = all(world.swap(self._inside.keeps_places, "exchange: places"))
         self._connect()
 
     @property
@@ -150,7 +162,7 @@ class HierarchicalGpu:
 
     @property
     def keeps_places(self) -> bool:
-        self._refuse_gradients()
+        return self._keeps_places
 
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -180,35 +192,71 @@ class HierarchicalGpu:
                 rows = self._inside_rows
             with self._named_by_world():
                 self._inside.combine(rows, home.inside, weighted, self._sums)
-            good = torch.cat((self._good[int(weighted) :][:1], home.number))
-            self._leaving_statuses.copy_(torch.where(self._record[0] != 0, self._record_statuses, good))
-            self._record[:1].zero_()
-            self._leaving_sums.copy_(self._sums.view(self._leaving_sums.shape))
-            self._rail.swap("combine", self._returned, self._leaving)()
+            self._swap_sums(home, weighted)
             self._sum_domains(out)
 
     @property
     def metadata_words(self) -> int:
-        self._refuse_gradients()
+        moves = 2 * len(self._inside_rows)
+        return self._inside.metadata_words + _NUMBER_WORDS + 2 * self._shape.local + 1 + moves
 
-    def pack(self, got: Dispatched) -> torch.Tensor:  # noqa: ARG002
-        self._refuse_gradients()
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        """Join the metadata of the dispatch inside, this one's number, offsets and counts, and the moves of rows."""
+        home = got._home
+        assert isinstance(home, _Home)
+        moves = [] if home.moves is None else [home.moves.flatten()]
+        inside = self._inside.pack(home.inside)
+        return torch.cat((inside, home.number, got.expert_offsets, got.expert_counts, *moves))
 
-    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
-        self._refuse_gradients()
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        if metadata.device.type == "cuda":
+            keep_for_current_stream(metadata)
+        words, local = self._inside.metadata_words, self._shape.local
+        sizes = [words, _NUMBER_WORDS, local + 1, local, 2 * len(self._inside_rows)]
+        inside, number, offsets, counts, moves = torch.split(metadata, sizes)
+        # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used.
+        its_ids = Ids(self._ids.flatten(0, 1))
+        home = _Home(
+            self._inside.unpack(inside, rows, weights, its_ids),
+            moves.view(2, -1) if len(moves) else None,
+            number,
+            None,
+        )
+        return Dispatched(rows, weights, offsets, counts, None, len(ids.topk_idx), home, self)
 
+    @torch.no_grad()
     def combine_gradients(
-        self,
-        rows: torch.Tensor,  # noqa: ARG002
-        weights: torch.Tensor,  # noqa: ARG002
-        got: Dispatched,  # noqa: ARG002
-        out: torch.Tensor,  # noqa: ARG002
-        out_weights: torch.Tensor,  # noqa: ARG002
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        self._refuse_gradients()
+        home = got._home
+        assert isinstance(home, _Home)
+        with self._launcher.ordered("combine") as stream, self._memory():
+            home.used_on(stream)
+            if home.moves is not None:
+                self._move_rows(stream, home, rows)
+                # Behind the last row a place means nothing, and no combine reads its weight.
+                rows, weights = self._inside_rows, weights.index_select(0, home.moves[1].clamp(min=0))
+            with self._named_by_world():
+                self._inside.combine_gradients(
+                    rows, weights, home.inside, self._sums, self._leaving_entries.flatten(0, 1)
+                )
+            self._swap_sums(home, weighted=False)
+            self._rail.swap("combine of gradients", self._returned_entries, self._leaving_entries)()
+            self._sum_domains(out, out_weights)
 
-    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
-        self._refuse_gradients()
+    @torch.no_grad()
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        home = got._home
+        assert isinstance(home, _Home)
+        with self._launcher.ordered("dispatch") as stream, self._memory():
+            home.used_on(stream)
+            self._rows[self._index, : len(x)].copy_(x)
+            self._gather("dispatch", self._rows)()
+            into = out if home.moves is None else self._inside_rows
+            with self._named_by_world():
+                self._inside.dispatch_known(self._rows.flatten(0, 1), home.inside, into)
+            if home.moves is not None:
+                self._place_rows(stream, home.inside, home.moves, got, out)
 
     def check(self) -> None:
         self._settle("check")
@@ -257,18 +305,21 @@ class HierarchicalGpu:
             if index is not None:
                 index = _selected(index, sources, len(x) - 1)  # the last slot is a row of zeros
             elif out is not None:
-                self._place_rows(stream, inside, places, out)
                 x = out
-        return Dispatched(
+        got = Dispatched(
             x=x,
             weights=weights,
             expert_offsets=places.offsets,
             expert_counts=places.counts,
             index=index,
             tokens=given,
-            _home=_Home(inside, places.moves, self._dispatches.clone(), stream),
+            _home=_Home(inside, places.moves, self._dispatches.clone().view(torch.int32), stream),
             _owner=self,
         )
+        if x is not inside.x:
+            assert places.moves is not None
+            self._place_rows(stream, inside, places.moves, got, x)
+        return got
 
     def _make_move(self, rows: int) -> ReadyKernel:
         """Prepare a copy of rows between their places inside and those of the contract. It skips rows that are not."""
@@ -281,20 +332,22 @@ class HierarchicalGpu:
         blocks = max(1, min(most, rows * pieces * 32 // threads + 1))
         return self._launcher.ready(rounds.SPREAD, LaunchShape(blocks, threads), params)
 
-    def _place_rows(self, stream: int, inside: Dispatched, places: Places, out: torch.Tensor) -> None:
-        """Copy the rows inside to their places in `out`."""
-        assert self._move is not None and places.moves is not None
+    def _place_rows(
+        self, stream: int, inside: Dispatched, moves: torch.Tensor, got: Dispatched, out: torch.Tensor
+    ) -> None:
+        """Copy the rows inside to their places in `out`, which are those of `got`."""
+        assert self._move is not None
         zeros = self._spec.padding == "zero"
         self._move(
             stream,
             rows=self._inside_rows,
             out=out,
-            kept=places.moves,
+            kept=moves,
             source=0,
-            to=places.moves[0].nbytes,
+            to=moves[0].nbytes,
             used=inside.expert_offsets[-1:],
-            expert_offsets=places.offsets if zeros else None,
-            expert_counts=places.counts if zeros else None,
+            expert_offsets=got.expert_offsets if zeros else None,
+            expert_counts=got.expert_counts if zeros else None,
         )
 
     def _move_rows(self, stream: int, home: _Home, rows: torch.Tensor) -> None:
@@ -312,13 +365,27 @@ class HierarchicalGpu:
             expert_counts=None,
         )
 
-    def _sum_domains(self, out: torch.Tensor) -> None:
-        """Add the domains' sums into `out`; NaN, and a record for the host, if the step is refused."""
+    def _swap_sums(self, home: _Home, weighted: bool) -> None:
+        """Send the sums inside and the statuses of this domain's ranks to all domains, and get theirs."""
+        good = torch.cat((self._good[int(weighted)], home.number)).view(torch.int64)
+        self._leaving_statuses.copy_(torch.where(self._record[0] != 0, self._record_statuses, good))
+        self._record[:1].zero_()
+        self._leaving_sums.copy_(self._sums.view(self._leaving_sums.shape))
+        self._rail.swap("combine", self._returned, self._leaving)()
+
+    def _sum_domains(self, out: torch.Tensor, out_weights: torch.Tensor | None = None) -> None:
+        """Add what the domains sent into `out`; NaN, and a record for the host, if the step is refused.
+
+        With `out_weights` also the gradients of weights, of which all domains but one have sent zero.
+        """
         refused, given = is_refused(self._returned_statuses), len(out)
         sums = self._total[:given].zero_()
         for block in self._returned_sums.unbind():
             sums += block[:given]
         out.copy_(sums.masked_fill_(refused, torch.nan))
+        if out_weights is not None:
+            torch.sum(self._returned_entries[:, :given], dim=0, out=out_weights)
+            out_weights.masked_fill_(refused, torch.nan)
         found = torch.cat((refused.long()[None], self._returned_statuses.flatten()))
         self._refused.copy_(torch.where(self._refused[0] != 0, self._refused, torch.where(refused, found, 0)))
 
@@ -332,6 +399,7 @@ class HierarchicalGpu:
         self._gather("connect", self._rows)()
         self._gather("connect", self._told)()
         self._rail.swap("connect", self._returned, self._leaving)()
+        self._rail.swap("connect", self._returned_entries, self._leaving_entries)()
         local, N = self._shape.local, self._shape.domains
         nothing = torch.zeros(local * N + 1, dtype=torch.int32, device=self._world.device)
         places = Places.of(nothing, nothing[1:], self._spec, N, self._world.size)
@@ -339,15 +407,9 @@ class HierarchicalGpu:
         ids_inside(self._ids, self._shape)
         if places.sources is not None:
             _selected(self._weights.flatten(), places.sources, 0)
-        self._sum_domains(self._sums[: self._shape.tokens])
+        self._sum_domains(self._sums[: self._shape.tokens], self._weights[0])
         self._told.zero_()
         self._settle("connect")
-
-    def _refuse_gradients(self) -> NoReturn:
-        raise ConfigError(
-            f"gradients of an exchange between {self._shape.domains} domains of GPU ranks; they cross domains of CPU "
-            "ranks only: call dispatch and combine of the exchange itself, or make a world of one domain"
-        )
 
 
 def _selected(values: torch.Tensor, sources: torch.Tensor, missing: int) -> torch.Tensor:

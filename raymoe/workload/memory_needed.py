@@ -116,7 +116,7 @@ def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
 
     >>> spec = ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)
     >>> [_rail_bytes(spec, 8, domains) >> 20 for domains in (2, 4)]
-    [111, 119]
+    [111, 120]
     """
     inside, per_domain = spec.inside(domains, ranks), ranks // domains
     held = rail_buffers(spec, ranks, domains)
@@ -127,10 +127,12 @@ def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
 
 
 def rail_buffers(spec: ExchangeSpec, ranks: int, domains: int) -> int:
-    """Count the rail's rows, its entries, the sums inside, and the blocks of sums that leave and come back."""
+    """Count the rail's rows, its entries, the sums inside, and the blocks that leave and come back: sums, gradients of
+    weights."""
     tokens = domains * spec.tokens
     held = 2 * tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES
     held += 2 * domains * (spec.tokens + ranks // domains) * spec.home_row_bytes
+    held += 2 * tokens * spec.topk * ITEM_BYTES["float32"]
     return held + spec.tokens * spec.hidden * ITEM_BYTES["float32"]  # the sum of the domains
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from raymoe.errors import DataRefused
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import ExpertRows, combine, dispatch
 from raymoe.moe.experts import Groups
-from tests.unit.exchange_cases import Batch, Case, batches, open_exchange
+from tests.unit.exchange_cases import Batch, Case, batches, expert_major, open_exchange
 
 
 @dataclass
@@ -91,6 +92,42 @@ def judge_gradients(case: Case, found: list[list[Gradients]], bound: float) -> N
         scales = torch.cat([found[rank][step].scale for rank in range(case.ranks)])
         assert scales.shape == (local * case.ranks, case.spec.hidden)
         close(f"scales in step {step}", scales, total, bound)
+
+
+Refused = tuple[str, torch.Tensor, torch.Tensor]
+"""What `check` says after a combine of gradients, the sums of rows, and the entries' gradients."""
+
+
+def refuse_gradients(world: World, case: Case) -> list[Refused]:
+    """Name an expert that does not exist on the last rank in the second of three steps, and combine gradients."""
+    spec, device, found = case.spec, world.device, []
+    with open_exchange(world, case) as exchange:
+        for bad in (False, True, False):
+            ids = torch.arange(spec.tokens * spec.topk).reshape(spec.tokens, spec.topk) % spec.experts
+            if bad and world.rank == world.size - 1:
+                ids[1, 1] = spec.experts
+            x, weights = (
+                torch.ones(spec.tokens, spec.hidden, dtype=getattr(torch, spec.dtype)),
+                torch.full(ids.shape, 0.5),
+            )
+            got = exchange.dispatch(x.to(device), ids.to(device), weights.to(device))
+            y, entries = exchange.combine_gradients(expert_major(got), got.weights, got)
+            said = ""
+            try:
+                exchange.check()
+            except DataRefused as error:
+                said = str(error)
+            found.append((said, y.cpu(), entries.cpu()))
+    return found
+
+
+def judge_refused_gradients(found: list[Refused], says: str) -> None:
+    first, (said, y, entries), third = found
+    assert said == says
+    assert y.isnan().all() and entries.isnan().all()
+    for said, y, entries in (first, third):
+        assert said == ""
+        assert (y == entries.shape[1]).all() and (entries == 0.5).all()
 
 
 def close(what: str, have: torch.Tensor, want: torch.Tensor, bound: float) -> None:

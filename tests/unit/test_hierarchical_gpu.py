@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from raymoe.errors import DataRefused
-from raymoe.exchange.backend import Tokens
+from raymoe.exchange.backend import Ids, Tokens
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.nccl import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.net.gloo_rail import GlooRail
@@ -20,6 +22,10 @@ from raymoe.workload.traffic import bytes_between_domains
 from tests.gpu import exchange_ranks as on_rank
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, expert_major, open_exchange, result_of
 from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch
+from tests.unit.gloo_rounds import on_tensors
+from tests.unit.gradient_cases import judge_gradients, judge_refused_gradients, refuse_gradients, run_gradients
+from tests.unit.test_layer_workload import layer_job
+from tests.unit.test_workload import run_cases as run_job
 from tests.unit.test_world_of import error_of, groups
 
 Groups = Callable[..., list[Any]]
@@ -211,25 +217,169 @@ def test_combines_that_differ_between_ranks_or_domains_are_refused_by_all(
             judge_combine(case, batches(case, step)[rank], y)
 
 
-def ask_for_what_is_missing(_rank: int) -> Any:
+def ask_for_halves(_rank: int) -> Any:
     with World.of(domain=1, timeout_s=30) as world, opened(world, SPEC) as exchange:
         assert not exchange.capturable  # Gloo
         batch = batches(Case(2, SPEC, BACKEND, ("uniform",)), 0)[world.rank]
-        got = exchange.dispatch(batch.x, batch.ids, batch.weights)
-        calls = [
-            lambda: exchange.pack(got),
-            lambda: exchange.combine_gradients(got.x, got.weights, got),
-            lambda: exchange.dispatch_send(batch.x, batch.ids, batch.weights),
-        ]
-        return [error_of(call) for call in calls]
+        return error_of(lambda: exchange.dispatch_send(batch.x, batch.ids, batch.weights))
 
 
-def test_gradients_and_halves_are_refused(groups: Groups) -> None:
-    for gradients, combined, halves in groups(2, ask_for_what_is_missing):
-        assert gradients == combined
-        assert gradients[0] == halves[0] == "ConfigError"
-        assert gradients[1].startswith("gradients of an exchange between 2 domains of GPU ranks")
-        assert "between 2 domains operations are not split" in halves[1]
+def test_halves_are_refused(groups: Groups) -> None:
+    for kind, says in groups(2, ask_for_halves):
+        assert kind == "ConfigError"
+        assert "between 2 domains operations are not split" in says
+
+
+GRADIENTS = [
+    (4, 2, ExchangeSpec(5, 16, experts=8, topk=3, dtype="float32", alignment=3, padding="zero"), ROUTINGS),
+    (4, 2, ExchangeSpec(4, 16, experts=8, topk=2, dtype="float32", alignment=1, layout="rank"), ROUTINGS),
+    (3, 1, ExchangeSpec(4, 8, experts=6, topk=2, dtype="float32", alignment=4, layout="rank"), ROUTINGS),
+    (2, 1, ExchangeSpec(5, 16, experts=4, topk=4, dtype="float32", alignment=1, depth=0), ROUTINGS),
+    (2, 1, ExchangeSpec(5, 16, experts=4, topk=2, alignment=2, capacity=24), ("uniform", "masked")),
+]
+
+
+def differentiate(_rank: int, case: Case, domain: int, keeps_places: bool = True) -> Any:
+    """Run forward and backward; also return how many dispatches inside route, and how many go to known places."""
+    with (
+        World.of(domain=domain, timeout_s=30) as world,
+        mock.patch.object(NcclAllgather, "keeps_places", keeps_places),
+        mock.patch.object(NcclAllgather, "dispatch", autospec=True, side_effect=NcclAllgather.dispatch) as routed,
+        mock.patch.object(
+            NcclAllgather, "dispatch_known", autospec=True, side_effect=NcclAllgather.dispatch_known
+        ) as known,
+    ):
+        return run_gradients(world, case), (routed.call_count, known.call_count)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("number", range(len(GRADIENTS)))
+def test_gradients_equal_autograd_in_float64(groups: Groups, number: int, weighted: bool) -> None:
+    ranks, domain, spec, routing = GRADIENTS[number]
+    case = Case(ranks, spec, BACKEND, routing, seed=5 + number, weighted=weighted, prefix=weighted)
+    found = groups(ranks, differentiate, case, domain)
+    judge_gradients(case, [each for each, _ in found], bound=2e-6 if spec.dtype == "float32" else 2e-2)
+    assert {counts for _, counts in found} == {(len(routing), len(routing))}
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_the_backward_of_combine_dispatches_again_where_no_places_are_kept(groups: Groups, layout: str) -> None:
+    spec = replace(SPEC, dtype="float32", layout=layout, depth=0)
+    case = Case(4, spec, BACKEND, ("uniform", "repeated"), seed=6, prefix=True)
+    found = groups(4, differentiate, case, 2, False)
+    judge_gradients(case, [each for each, _ in found], bound=2e-6)
+    assert {counts for _, counts in found} == {(4, 0)}
+
+
+def lose_weights(_rank: int, case: Case) -> Any:
+    """Drop the gradients of weights whose experts another domain holds."""
+    real = GlooRail.swap
+
+    def swap(self: GlooRail, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+        wait = real(self, op, received, sent)
+
+        def wait_and_drop() -> None:
+            wait()
+            if op == "combine of gradients":
+                received[1 - self._world.rank // 2] = 0
+
+        return wait_and_drop
+
+    with World.of(domain=2, timeout_s=30) as world, mock.patch.object(GlooRail, "swap", swap):
+        return run_gradients(world, case)
+
+
+def test_a_dropped_gradient_of_a_weight_of_another_domain_is_found(groups: Groups) -> None:
+    case = Case(4, replace(SPEC, dtype="float32"), BACKEND, ("uniform",), seed=3)
+    with pytest.raises(AssertionError, match="weights of rank"):
+        judge_gradients(case, groups(4, lose_weights, case), bound=1e-2)
+
+
+def restore(rank: int, case: Case) -> Any:
+    """Make two dispatches again from their metadata, and combine them in the other order."""
+    with World.of(domain=2, timeout_s=30) as world, opened(world, case.spec) as exchange:
+        kept, found = [], {}
+        for step in range(2):
+            batch = batches(case, step)[rank]
+            got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+            metadata = exchange.pack(got)
+            assert metadata.dtype == torch.int32 and metadata.shape == (exchange.metadata_words,)
+            rows = apply_experts(exchange, got, expert_major(got)).nan_to_num(nan=0.0)
+            kept.append((metadata, rows, got.weights.clone(), batch, got.expert_offsets.tolist()))
+            got.expert_offsets.zero_()  # metadata share no memory with the result
+            got.expert_counts.zero_()
+            got.weights.zero_()
+        for step in (1, 0):
+            metadata, rows, weights, batch, offsets = kept[step]
+            again = exchange.unpack(metadata, rows, weights, Ids(batch.ids))
+            assert again.expert_offsets.tolist() == offsets
+            assert again.expert_counts.sum() <= offsets[-1]
+            y, entries = exchange.combine_gradients(rows, weights, again)
+            found[step] = y, entries
+        exchange.check()
+        return found
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_a_dispatch_made_again_from_its_metadata_is_the_same(groups: Groups, layout: str, alignment: int) -> None:
+    spec = ExchangeSpec(4, 16, experts=8, topk=2, dtype="float32", layout=layout, alignment=alignment, depth=2)
+    case = Case(4, spec, BACKEND, ("uniform", "masked"), seed=4, weighted=False)
+    for rank, found in enumerate(groups(4, restore, case)):
+        for step in range(2):
+            batch = batches(case, step)[rank]
+            y, entries = found[step]
+            judge_combine(case, batch, y.numpy())
+            assert torch.equal(entries, torch.where(batch.ids >= 0, batch.weights, 0.0))
+
+
+def refuse_in_domains(_rank: int, alignment: int) -> Any:
+    spec = ExchangeSpec(4, 8, experts=8, topk=2, dtype="float32", alignment=alignment)
+    with World.of(domain=2, timeout_s=30) as world:
+        return refuse_gradients(world, Case(4, spec, BACKEND, ()))
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+def test_refused_gradients_are_nan_on_all_ranks_and_the_next_step_works(groups: Groups, alignment: int) -> None:
+    for found in groups(4, refuse_in_domains, alignment):
+        judge_refused_gradients(found, "rank 3 asked for expert 8 for its token 1; ids are -1 to 7")
+
+
+def differ_between_domains(rank: int) -> Any:
+    """Combine the gradients of the second dispatch in domain 1, and of the first one in domain 0."""
+    case = Case(4, replace(SPEC, depth=2), BACKEND, ("uniform", "masked"), seed=4, ragged=False)
+    with World.of(domain=2, timeout_s=30) as world, opened(world, case.spec) as exchange:
+        gots = [exchange.dispatch(each.x, each.ids, each.weights) for each in (batches(case, n)[rank] for n in (0, 1))]
+        got = gots[rank // 2]
+        y, entries = exchange.combine_gradients(got.x, got.weights, got)
+        said = error_of(exchange.check)
+        _, again = exchange.combine_gradients(gots[1].x, gots[1].weights, gots[1])
+        exchange.check()
+        return said, y, entries, again
+
+
+def test_gradients_of_dispatches_that_differ_between_domains_are_refused(groups: Groups) -> None:
+    case = Case(4, SPEC, BACKEND, ("uniform", "masked"), seed=4, ragged=False)
+    says = "rank 0 combines its dispatch 1 and rank 2 its dispatch 2; all ranks combine the same dispatch"
+    for rank, (said, y, entries, again) in enumerate(groups(4, differ_between_domains)):
+        assert said == ("DataRefused", says)
+        assert y.isnan().all() and entries.isnan().all()
+        batch = batches(case, 1)[rank]
+        assert torch.equal(again, torch.where(batch.ids >= 0, batch.weights, 0.0))
+
+
+def run_layer(_rank: int, given: dict[str, Any]) -> Any:
+    with World.of(domain=2, timeout_s=30) as world, mock.patch("raymoe.exchange.exchange.make_backend", on_tensors):
+        return run_job(world, given)[0]
+
+
+def test_a_layer_between_domains_is_verified_forward_and_backward(groups: Groups) -> None:
+    given = layer_job(4, "sigmoid", shared=16, backward=True)
+    given["exchange"] = {"backend": "allgather"}
+    lines = groups(4, run_layer, given)[0]
+    assert {line["backend"] for line in lines} == {"allgather"}
+    assert all(line["verified"] and line["domains"] == 2 for line in lines)
+    assert {"dispatch_backward", "combine_backward"} <= {line["op"] for line in lines}
 
 
 def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:

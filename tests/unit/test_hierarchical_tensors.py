@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raymoe.device.params import Params
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
 from raymoe.exchange.hierarchical_tensors import Places, Shape, ids_inside, is_refused, told_ids
 from raymoe.exchange.spec import ExchangeSpec
@@ -51,7 +51,7 @@ def test_everything_stays_on_the_device(alignment: int, counted: bool) -> None:
 class FakeInside:
     """An exchange inside a domain whose results have no values."""
 
-    capturable, sms = True, 7
+    capturable, keeps_places, sms, metadata_words = True, True, 7, 5
 
     def __init__(self, spec: ExchangeSpec, ranks: int) -> None:
         self._spec, self._rows, self._experts = spec, spec.rows(ranks), spec.local_experts(ranks)
@@ -74,6 +74,25 @@ class FakeInside:
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         assert weighted and got.tokens == len(out)
         assert rows.shape == (self._rows, self._spec.hidden) and out.is_contiguous()
+
+    def pack(self, got: Dispatched) -> torch.Tensor:
+        assert got._owner is self
+        return torch.zeros(self.metadata_words, dtype=torch.int32, device=GPU)
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        assert metadata.shape == (self.metadata_words,) and ids.topk_idx.shape == (self._spec.tokens, self._spec.topk)
+        offsets = torch.zeros(self._experts + 1, dtype=torch.int32, device=GPU)
+        return Dispatched(rows, weights, offsets, offsets[1:], None, self._spec.tokens, None, self)
+
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        self.combine(rows, got, True, out)
+        assert weights.shape == (self._rows,)
+        assert out_weights.shape == (self._spec.tokens, self._spec.topk) and out_weights.is_contiguous()
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        assert x.shape == (got.tokens, self._spec.hidden) and out.shape == (self._rows, self._spec.hidden)
 
 
 class FakeRail:
@@ -118,6 +137,7 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
     world: Any = SimpleNamespace(
         domains=2, size=4, rank=3, device=GPU, waiter=None, domain=SimpleNamespace(size=2, rank=1)
     )
+    world.swap = lambda value, _: [value] * 4
     memory = mock.patch("raymoe.exchange.hierarchical_gpu.CapturedMemory", lambda _: nullcontext)
     keep = mock.patch("raymoe.exchange.hierarchical_gpu.named_by_world", lambda *_: nullcontext())
     with memory, keep:
@@ -134,6 +154,13 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
         assert (len(got.weights), len(got.expert_counts), got.tokens) == (spec.rows(4), 3, 3)
         assert (got.index is None) == (layout == "expert")
         assert got.x is out or layout == "rank"
+        metadata = backend.pack(got)
+        assert metadata.shape == (backend.metadata_words,) and metadata.device == GPU
+        again = backend.unpack(metadata, out, got.weights, Ids(ids))
+        assert (len(again.expert_offsets), len(again.expert_counts), again.tokens) == (4, 3, 3)
+        backend.combine_gradients(out, got.weights, again, y, weights)
+        assert backend.keeps_places
+        backend.dispatch_known(x, again, out)
 
 
 def order_inside(ids: list[torch.Tensor], shape: Shape, place: int) -> list[tuple[int, int, int]]:
