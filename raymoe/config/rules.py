@@ -17,7 +17,7 @@ _VECTOR = 8  # elements of a row that the kernels of workload pointwise move at 
 
 MOE = ("exchange", "overlap", "layer")
 SPANNING = ("exchange", "layer")
-"""The workloads whose ranks can be in several domains: on CPUs both, on GPUs workload exchange."""
+"""The workloads whose ranks can be in several domains."""
 BETWEEN_GPUS = frozenset({"auto", "fused", "staged", "allgather"})
 """The backends of GPU ranks in several domains."""
 ROUTERS = ("softmax", "sigmoid", "chosen")
@@ -257,15 +257,6 @@ def _workload_may_span(job: Job) -> tuple[str, str] | None:
     return f"workload {job.workload} has one domain, not {job.world.domains}", "leave world.domain out"
 
 
-def _layers_span_cpu_ranks(job: Job) -> tuple[str, str] | None:
-    if job.world.domains == 1 or job.world.device == "cpu":
-        return None
-    return (
-        f"a layer on {job.world.device} has one domain, not {job.world.domains}; only its CPU ranks can have several",
-        "write device: cpu",
-    )
-
-
 def _backends_cross_domains(job: Job) -> tuple[str, str] | None:
     """CPU ranks have no backend that cannot. Where the device is open, the rank finds out."""
     backend, domains = job.exchange.backend, job.world.domains
@@ -370,15 +361,14 @@ RULES = (
     Rule((*MOE, "p2p", "pointwise"), ("world.share_gpu", "world.device"), _sharing_needs_gpus),
     Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks"), _domains_are_equal),
     Rule((*MOE, "p2p", "pointwise"), ("world.domain", "world.ranks", "workload"), _workload_may_span),
-    Rule(("layer",), ("world.domain", "world.ranks", "world.device", "workload"), _layers_span_cpu_ranks),
     Rule(
-        ("exchange",),
+        SPANNING,
         ("exchange.backend", "world.domain", "world.ranks", "world.device"),
         _backends_cross_domains,
     ),
     Rule(("exchange",), ("exchange.wire.dispatch", "world.domain", "world.ranks"), _domains_take_the_dtype),
     Rule(
-        ("exchange",),
+        SPANNING,
         ("exchange.capacity", "exchange.alignment", "shape.experts", "world.domain", "world.ranks", "world.device"),
         _capacity_holds_the_gaps,
     ),

@@ -23,8 +23,16 @@ from tests.gpu import domain_ranks  # noqa: E402
 from tests.gpu import exchange_ranks as on_rank  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
+from tests.gpu.test_exchange_workload import run  # noqa: E402
+from tests.gpu.test_layer_gpu import run_captured, run_layer  # noqa: E402
 from tests.unit.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
 from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
+from tests.unit.gradient_cases import (  # noqa: E402
+    judge_gradients,
+    judge_refused_gradients,
+    refuse_gradients,
+    run_gradients,
+)
 
 HOPPER = torch.cuda.get_device_capability() >= FUSED_CAPABILITY if GPUS else False
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
@@ -207,6 +215,58 @@ def test_combines_that_differ_between_ranks_are_refused(domains: Domains, backen
         assert found["told"].startswith(expected)
         assert found["nan"]
         judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+def gradient_spec(domains: Domains, **changes: object) -> ExchangeSpec:
+    return spec_for(domains, tokens=19, topk=3, dtype="float32", padding="zero", **changes)
+
+
+@inside(*BACKENDS)
+@pytest.mark.parametrize(("layout", "alignment"), [("expert", 8), ("rank", 1)])
+def test_gradients_equal_autograd_in_float64(domains: Domains, backend: str, layout: str, alignment: int) -> None:
+    spec = gradient_spec(domains, layout=layout, alignment=alignment)
+    for weighted in (True, False):
+        case = Case(domains.ranks, spec, backend, ROUTINGS, seed=3, weighted=weighted, prefix=True)
+        judge_gradients(case, domains.run(run_gradients, case), 2e-6)
+
+
+@inside("fused", MANY, "staged", "allgather")
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_captured_gradients_are_replayed_with_other_routing(domains: Domains, backend: str, layout: str) -> None:
+    case = Case(domains.ranks, gradient_spec(domains, layout=layout), backend, ROUTINGS, seed=7, ragged=False)
+    judge_gradients(case, domains.run(domain_ranks.replay_gradients, case), 2e-6)
+
+
+@inside("fused", MANY, "allgather")
+def test_refused_gradients_are_nan_on_all_ranks_and_the_next_step_works(domains: Domains, backend: str) -> None:
+    spec, last = gradient_spec(domains), domains.ranks - 1
+    says = f"rank {last} asked for expert {spec.experts} for its token 1; ids are -1 to {spec.experts - 1}"
+    for found in domains.run(refuse_gradients, Case(domains.ranks, spec, backend, ())):
+        judge_refused_gradients(found, says)
+
+
+def test_a_layer_equals_one_on_the_cpu_and_its_forward_pass_is_captured(domains: Domains) -> None:
+    for errors in domains.run(run_layer):
+        assert max(errors.values()) <= 5e-2, errors
+    assert domains.run(run_captured) == [[True] * 3] * domains.ranks
+
+
+@inside("fused", "staged", "allgather")
+def test_workload_layer_is_captured_and_verified_with_its_backward_pass(domains: Domains, backend: str) -> None:
+    given = {
+        "name": "test",
+        "workload": "layer",
+        "world": {"ranks": domains.ranks, "domain": domains.size, "device": "cuda", "share_gpu": domains.ranks > GPUS},
+        "shape": {"tokens": 300, "hidden": 512, "ffn": 256, "experts": 16, "topk": 4},
+        "layer": {"shared": 256, "router": {"kind": "sigmoid", "groups": 4, "topk_groups": 2}, "backward": True},
+        "exchange": {"backend": backend},
+        "steps": {"warmup": 1, "count": 2},
+    }
+    lines = domains.run(run, given)[0]
+    assert all(line["verified"] and line["graph"] and line["domains"] == 2 for line in lines)
+    sent = {line["op"]: line["bytes_net"] for line in lines}
+    assert sent["dispatch"] > 0 and sent["combine"] > 0 and sent["step"] is None and sent["experts"] is None
+    assert {"dispatch_backward", "combine_backward"} <= sent.keys()
 
 
 def test_a_killed_rank_is_named_in_time_and_the_next_world_works(domains: Domains) -> None:
