@@ -267,9 +267,14 @@ def _backends_cross_domains(job: Job) -> tuple[str, str] | None:
 
 
 def _domains_take_the_dtype(job: Job) -> tuple[str, str] | None:
-    if job.world.domains == 1 or job.exchange.wire.dispatch != FLOAT8:
+    """GPU ranks quantise rows before they cross to another domain. Values move in pieces there."""
+    hidden = job.shape.hidden
+    if job.world.domains == 1 or job.exchange.wire.dispatch != FLOAT8 or hidden % _ROW_BYTES == 0:
         return None
-    return f"rows cannot cross {job.world.domains} domains as {FLOAT8}", "leave wire out"
+    return (
+        f"rows of {hidden} elements cannot cross {job.world.domains} domains as {FLOAT8}",
+        f"leave wire out, or write hidden {-(-hidden // _ROW_BYTES) * _ROW_BYTES}",
+    )
 
 
 def _capacity_holds_the_gaps(job: Job) -> tuple[str, str] | None:
@@ -366,7 +371,11 @@ RULES = (
         ("exchange.backend", "world.domain", "world.ranks", "world.device"),
         _backends_cross_domains,
     ),
-    Rule(("exchange",), ("exchange.wire.dispatch", "world.domain", "world.ranks"), _domains_take_the_dtype),
+    Rule(
+        ("exchange",),
+        ("exchange.wire.dispatch", "shape.hidden", "world.domain", "world.ranks"),
+        _domains_take_the_dtype,
+    ),
     Rule(
         SPANNING,
         ("exchange.capacity", "exchange.alignment", "shape.experts", "world.domain", "world.ranks", "world.device"),

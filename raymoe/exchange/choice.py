@@ -11,7 +11,7 @@ from raymoe.device.dispatch import MAX_DONE, RANK_BITS
 from raymoe.device.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Backend
-from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.spec import FP8, ROW_BYTES, ExchangeSpec
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
@@ -152,8 +152,10 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     >>> why_not_between_domains("fused", spec, facts, domains=2)
     >>> why_not_between_domains("collective", spec, facts, domains=2)
     'ranks are on GPUs in 2 domains, which collective does not connect: take fused, staged or allgather'
-    >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), facts, domains=2)
-    'ranks are on GPUs in 2 domains, between which rows cross in their own dtype: leave the wire of dispatch out'
+    >>> why_not_between_domains("fused", ExchangeSpec(8, 72, 4, 2, wire="float8_e4m3"), facts, domains=2)
+    'hidden is 72; between domains values of float8_e4m3 move in pieces of 16: leave the wire of dispatch out'
+    >>> why_not_between_domains("allgather", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), facts, domains=2)
+    'in domain 0, rows that cross as float8_e4m3; only fused and staged, on GPUs, carry them so: leave wire out'
     >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, capacity=15), facts, domains=2)
     'capacity is 15, which gaps of alignment 16 may fill: write 16 or more'
     >>> why_not_between_domains("fused", spec, [RankFacts("a", "NVIDIA A100", (8, 0), nccl=True)] * 4, domains=2)
@@ -164,8 +166,11 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     between = f"ranks are on GPUs in {domains} domains"
     if name not in BETWEEN_DOMAINS:
         return f"{between}, which {name} does not connect: take fused, staged or allgather"
-    if spec.dispatch_wire == FP8:
-        return f"{between}, between which rows cross in their own dtype: leave the wire of dispatch out"
+    if spec.dispatch_wire == FP8 and spec.hidden % ROW_BYTES:
+        return (
+            f"hidden is {spec.hidden}; between domains values of {FP8} move in pieces of {ROW_BYTES}: leave the wire "
+            "of dispatch out"
+        )
     if isinstance(spec.capacity, int) and spec.capacity <= (gaps := spec.gaps(len(facts))):
         return (
             f"capacity is {spec.capacity}, which gaps of alignment {spec.alignment} may fill: write {gaps + 1} or more"

@@ -10,6 +10,9 @@ Dispatch: gather rows, ids and weights over the rail, rewrite the ids, dispatch 
 one for each source domain, and they are neighbours. So rows arrive in the order of the contract. Only gaps are missing:
 with an `alignment` above 1 rows are copied once more, to their places (layout `rank`: only their index).
 
+Where rows cross as fp8, each rank quantises its own once, before the rail. They go on as values and scales, which the
+exchange inside takes as they are. So the network carries half of the bytes, and the rows are those of one domain.
+
 Combine: combine inside, which sums the rows of this domain's ranks for each token of the rail. One block for each
 domain goes back over the rail: T sums in the combine wire dtype, then a status for each rank of the domain. The source
 adds the domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows
@@ -42,6 +45,7 @@ from raymoe.device import rounds
 from raymoe.device.kernels import Shape as LaunchShape
 from raymoe.errors import PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
+from raymoe.exchange.build import SCALES_ALIGNMENT
 from raymoe.exchange.hierarchical_tensors import (
     Places,
     Shape,
@@ -53,8 +57,9 @@ from raymoe.exchange.hierarchical_tensors import (
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.nccl import CapturedMemory
 from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
+from raymoe.exchange.quantising import quantise
 from raymoe.exchange.refusal import Refusal, raise_first
-from raymoe.exchange.spec import ExchangeSpec
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.world import World
 from raymoe.net.rail import Rail
@@ -123,12 +128,18 @@ class HierarchicalGpu:
         def zeros(*shape: int, of: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=of, device=device)
 
-        self._rows = zeros(N, T, spec.hidden, of=dtype)
-        # For each domain T*K ids of two words, then T*K weights of one, then words that make the sum a multiple of 4.
+        self._fp8 = spec.dispatch_wire == FP8
+        # Values of fp8 are bytes here, because not every rail knows the dtype.
+        self._rows = zeros(N, T, spec.hidden, of=torch.uint8 if self._fp8 else dtype)
+        # For each domain T*K ids of two words, then T*K weights of one, then the scales of T rows of fp8, then words
+        # that make the sum a multiple of 4.
         entries = T * K
-        self._told = zeros(N, -(-_WORDS_AN_ENTRY * entries // 4) * 4, of=torch.int32)
+        scales = T * spec.scales if self._fp8 else 0
+        words = _WORDS_AN_ENTRY * entries + scales
+        self._told = zeros(N, -(-words // 4) * 4, of=torch.int32)
         self._ids = self._told[:, : 2 * entries].view(torch.int64).view(N, T, K)
         self._weights = self._told[:, 2 * entries : 3 * entries].view(torch.float32).view(N, T, K)
+        self._scales = self._told[:, 3 * entries : words].view(torch.float32).view(N, T, spec.scales if scales else 0)
         # For each domain the sums of T tokens, then a row for the status of each of L ranks.
         self._leaving = zeros(N, T + L, spec.home_width, of=home)
         self._returned = torch.zeros_like(self._leaving)
@@ -143,7 +154,11 @@ class HierarchicalGpu:
         # All rows inside, where they are not at the places of the contract.
         inside_rows = spec.inside(N, world.size).rows(L) if spec.alignment > 1 else 0
         self._inside_rows = torch.empty(inside_rows, spec.hidden, dtype=dtype, device=device)
-        self._move = self._make_move(inside_rows) if inside_rows else None
+        # The rows of a dispatch, which may be narrower than those of a combine, lie in the same memory.
+        output: torch.dtype = getattr(torch, spec.output_dtype)
+        self._inside_given = self._inside_rows.flatten().view(output)[: inside_rows * spec.hidden].view(-1, spec.hidden)
+        self._move = self._make_move(inside_rows, spec.row_bytes) if inside_rows else None
+        self._place = self._make_move(inside_rows, spec.hidden * output.itemsize) if inside_rows else None
         self._record = self._inside.refusal_record()
         self._record_statuses = self._record[2 : 2 + _STATUS_WORDS * L].view(L, _STATUS_WORDS)
         self._good = torch.tensor([0, 1 << 32], device=device).view(torch.int32).view(2, 2)
@@ -168,14 +183,22 @@ class HierarchicalGpu:
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             given, me = len(tokens.x), self._index
-            self._rows[me, :given].copy_(tokens.x)
+            if self._fp8:
+                values, scales = quantise(tokens.x) if tokens.scales is None else (tokens.x, tokens.scales)
+                self._rows[me, :given].copy_(values.view(torch.uint8))
+                self._scales[me, :given].copy_(scales)
+            else:
+                self._rows[me, :given].copy_(tokens.x)
             wait = self._gather("dispatch", self._rows)
             told_ids(tokens.topk_idx, tokens.num_tokens, self._ids[me])
             self._weights[me, :given].copy_(tokens.topk_weights)
             wait()
             self._gather("dispatch", self._told)()
             ids, weights = ids_inside(self._ids, self._shape), self._weights.flatten(0, 1).contiguous()
-            arriving = Tokens(self._rows.flatten(0, 1), ids, weights, None)
+            rows, scales_of_all = self._rows.flatten(0, 1), None
+            if self._fp8:
+                rows, scales_of_all = rows.view(torch.float8_e4m3fn), self._scales.flatten(0, 1).contiguous()
+            arriving = Tokens(rows, ids, weights, None, scales_of_all)
             with self._named_by_world():
                 inside = self._inside.dispatch(arriving, self._inside_out(out))
             self._dispatches += 1
@@ -252,7 +275,7 @@ class HierarchicalGpu:
             home.used_on(stream)
             self._rows[self._index, : len(x)].copy_(x)
             self._gather("dispatch", self._rows)()
-            into = out if home.moves is None else self._inside_rows
+            into = out if home.moves is None else self._inside_given
             with self._named_by_world():
                 self._inside.dispatch_known(self._rows.flatten(0, 1), home.inside, into)
             if home.moves is not None:
@@ -292,7 +315,7 @@ class HierarchicalGpu:
 
     def _inside_out(self, out: torch.Tensor | None) -> torch.Tensor | None:
         """The memory for the rows of the dispatch inside: the caller's where no gaps are needed."""
-        return out if out is None or self._spec.alignment == 1 else self._inside_rows
+        return out if out is None or self._spec.alignment == 1 else self._inside_given
 
     def _placed(self, inside: Dispatched, given: int, out: torch.Tensor | None, stream: int) -> Dispatched:
         """Return the result of a dispatch whose rows are there inside."""
@@ -300,12 +323,14 @@ class HierarchicalGpu:
             inside.expert_offsets, inside.expert_counts, self._spec, self._shape.domains, self._world.size
         )
         x, weights, index, sources = inside.x, inside.weights, inside.index, places.sources
+        scales = inside.scales
         if sources is not None:
             weights = _selected(weights, sources, 0)
             if index is not None:
                 index = _selected(index, sources, len(x) - 1)  # the last slot is a row of zeros
             elif out is not None:
                 x = out
+                scales = None if scales is None else _selected_scales(scales, sources)
         got = Dispatched(
             x=x,
             weights=weights,
@@ -315,17 +340,18 @@ class HierarchicalGpu:
             tokens=given,
             _home=_Home(inside, places.moves, self._dispatches.clone().view(torch.int32), stream),
             _owner=self,
+            scales=scales,
         )
         if x is not inside.x:
             assert places.moves is not None
             self._place_rows(stream, inside, places.moves, got, x)
         return got
 
-    def _make_move(self, rows: int) -> ReadyKernel:
+    def _make_move(self, rows: int, row_bytes: int) -> ReadyKernel:
         """Prepare a copy of rows between their places inside and those of the contract. It skips rows that are not."""
-        pieces = -(-self._spec.row_bytes // (rounds.VECTOR_BYTES * rounds.SPREAD_VECTORS))
+        pieces = -(-row_bytes // (rounds.VECTOR_BYTES * rounds.SPREAD_VECTORS))
         params = rounds.SpreadParams(
-            row_bytes=self._spec.row_bytes, pieces=pieces, count=rows, stride=1, width=1, experts=self._shape.local
+            row_bytes=row_bytes, pieces=pieces, count=rows, stride=1, width=1, experts=self._shape.local
         )
         threads = self._launcher.threads
         most = self._launcher.resident(rounds.SPREAD, LaunchShape(1, threads))
@@ -336,11 +362,11 @@ class HierarchicalGpu:
         self, stream: int, inside: Dispatched, moves: torch.Tensor, got: Dispatched, out: torch.Tensor
     ) -> None:
         """Copy the rows inside to their places in `out`, which are those of `got`."""
-        assert self._move is not None
+        assert self._place is not None
         zeros = self._spec.padding == "zero"
-        self._move(
+        self._place(
             stream,
-            rows=self._inside_rows,
+            rows=self._inside_given,
             out=out,
             kept=moves,
             source=0,
@@ -403,10 +429,15 @@ class HierarchicalGpu:
         local, N = self._shape.local, self._shape.domains
         nothing = torch.zeros(local * N + 1, dtype=torch.int32, device=self._world.device)
         places = Places.of(nothing, nothing[1:], self._spec, N, self._world.size)
+        if self._fp8:
+            quantise(self._sums[: self._shape.tokens])
         told_ids(self._ids[0], nothing[:1], self._ids[0])
         ids_inside(self._ids, self._shape)
-        if places.sources is not None:
+        if places.sources is not None and places.moves is not None:
             _selected(self._weights.flatten(), places.sources, 0)
+            _selected_scales(self._scales[0], places.sources)
+            self._weights.flatten().index_select(0, places.moves[1].clamp(min=0).zero_())
+        torch.cat((self._good[0], self._dispatches.view(torch.int32)))
         self._sum_domains(self._sums[: self._shape.tokens], self._weights[0])
         self._told.zero_()
         self._settle("connect")
@@ -416,3 +447,12 @@ def _selected(values: torch.Tensor, sources: torch.Tensor, missing: int) -> torc
     """Return the values at `sources`, and `missing` where a source is behind the last value."""
     found = values.index_select(0, sources.clamp(max=len(values) - 1))
     return found.masked_fill_(sources >= len(values), missing)
+
+
+def _selected_scales(scales: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    """Return the scales of rows at `sources`, zero where there is none. A column of blocks is whole in memory."""
+    stride = -(-len(sources) // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+    found = scales.new_empty(scales.shape[1], stride).T[: len(sources)]
+    return found.copy_(scales.index_select(0, sources.clamp(max=len(scales) - 1))).masked_fill_(
+        (sources >= len(scales))[:, None], 0.0
+    )

@@ -1,38 +1,11 @@
-"""Rows as 8-bit floats by torch: the formula of kernels/include/raymoe/dispatch/quantising.cuh."""
+"""Rows as 8-bit floats by torch, in the form of the kernels' results."""
 
 from __future__ import annotations
 
 import torch
 
-from raymoe.exchange.spec import FP8_BLOCK
+from raymoe.exchange.quantising import quantise
 from raymoe.moe.results import new_quantised
-
-LARGEST_E4M3 = 448.0
-LEAST_REACH = LARGEST_E4M3 * 2.0**-126
-"""With a scale below the least normal float32, the scale or its inverse would overflow."""
-
-
-def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map float32[..., H] to values float8_e4m3fn[..., H] and scales float32[..., ceil(H / 128)].
-
-    A block's scale is its largest finite magnitude divided by 448. A block without finite elements other than zero has
-    scale 1. An infinity becomes 448 and NaN stays NaN.
-
-    >>> values, scales = quantise(torch.tensor([[0.0] * 128 + [3.0, -896.0, torch.inf]]))
-    >>> values[0, 127:].tolist(), scales.tolist()
-    ([0.0, 1.5, -448.0, 448.0], [[1.0, 2.0]])
-    """
-    H = rows.shape[-1]
-    blocks = -(-H // FP8_BLOCK)
-    padded = torch.nn.functional.pad(rows, (0, blocks * FP8_BLOCK - H)).view(*rows.shape[:-1], blocks, FP8_BLOCK)
-    magnitudes = padded.abs()
-    reach = torch.where(magnitudes.isfinite(), magnitudes, 0.0).amax(dim=-1)
-    bounded = reach.clamp(min=LEAST_REACH)
-    one = torch.ones_like(reach)
-    scales = torch.where(reach == 0, one, bounded / LARGEST_E4M3)
-    factors = torch.where(reach == 0, one, LARGEST_E4M3 / bounded)
-    scaled = (padded * factors[..., None]).clamp(-LARGEST_E4M3, LARGEST_E4M3)
-    return scaled.flatten(-2)[..., :H].to(torch.float8_e4m3fn), scales
 
 
 def quantised(rows: torch.Tensor, column: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from raymoe.config import Case, Job
 from raymoe.config.job import kind_of_ranks
 from raymoe.config.rules import OTHER_SYSTEMS
 from raymoe.errors import PlacementError
-from raymoe.exchange.spec import ExchangeSpec, slots_layout
+from raymoe.exchange.spec import FP8, ExchangeSpec, slots_layout
 from raymoe.exchange.workspace import Bounds, slot_bytes_of, workspace_layout
 from raymoe.memory.layout import ITEM_BYTES, Layout, Region
 
@@ -111,6 +111,10 @@ def exchange_device_bytes(job: Job, spec: ExchangeSpec, batches: int) -> int:
     return held
 
 
+_QUANTISING = 3
+"""Copies of a rank's tokens in float32 that it holds while it quantises them. An estimate, on the large side."""
+
+
 def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
     """Count the heap inside a domain, for the tokens of a whole rail, and the tensors of `HierarchicalGpu`.
 
@@ -133,6 +137,9 @@ def rail_buffers(spec: ExchangeSpec, ranks: int, domains: int) -> int:
     held = 2 * tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES
     held += 2 * domains * (spec.tokens + ranks // domains) * spec.home_row_bytes
     held += 2 * tokens * spec.topk * ITEM_BYTES["float32"]
+    if spec.dispatch_wire == FP8:
+        held += tokens * (spec.wire_row_bytes - spec.row_bytes)  # the rail's rows are narrower
+        held += _QUANTISING * spec.tokens * spec.hidden * ITEM_BYTES["float32"]
     return held + spec.tokens * spec.hidden * ITEM_BYTES["float32"]  # the sum of the domains
 
 

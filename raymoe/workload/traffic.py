@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raymoe.exchange.spec import ROW_BYTES, ExchangeSpec
+from raymoe.exchange.spec import FP8, ROW_BYTES, ExchangeSpec
 from raymoe.memory.layout import round_up
 from raymoe.memory.world import World
 from raymoe.workload.inputs import Draw
@@ -139,19 +139,24 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     """Return the bytes that all ranks together send over the network in a step, by operation.
 
     Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
-    not agree on an operation, and their ids have 64 bits.
+    not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales behind the weights.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
     >>> bytes_between_domains(spec, ranks=4, domains=2)
     {'dispatch': 4704, 'combine': 5216, 'exchange': 9920}
     >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
     {'dispatch': 4864, 'combine': 5120, 'exchange': 9984}
+    >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2, wire="float8_e4m3")
+    >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")["dispatch"]
+    2944
     """
     blocks, on_gpus = ranks * (domains - 1), device == "cuda"
     agreement = 0 if on_gpus else AGREEMENT_BYTES
     entries = spec.tokens * spec.topk
-    told = round_up(GPU_ENTRY_BYTES * entries, ROW_BYTES) if on_gpus else ENTRY_BYTES * entries
-    dispatch = blocks * (agreement + spec.tokens * spec.row_bytes + told)
+    fp8 = spec.dispatch_wire == FP8
+    scales = SCALE_BYTES * spec.tokens * spec.scales if fp8 else 0
+    told = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) if on_gpus else ENTRY_BYTES * entries
+    dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + told)
     combine = blocks * (agreement + (spec.tokens + ranks // domains) * spec.home_row_bytes)
     return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
 
@@ -170,6 +175,7 @@ def domain_keys(world: World, spec: ExchangeSpec, op: str) -> dict[str, int | No
 AGREEMENT_BYTES = 24  # three words, by which the ranks of a rail agree on an operation
 ENTRY_BYTES = 8  # the id and the weight of a token's expert
 GPU_ENTRY_BYTES = 12
+SCALE_BYTES = 4
 
 
 # The load of experts, and the work of a step for the progress that a rank reports.

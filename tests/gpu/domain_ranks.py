@@ -12,12 +12,16 @@ import torch
 
 from raymoe.device.graph import Graph
 from raymoe.errors import PeerTimeout
+from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.quantising import quantise
+from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
 from raymoe.net.nccl_rail import NcclRail
-from tests.gpu.exchange_ranks import own_stream
-from tests.unit.exchange_cases import Case, batches, open_exchange, run_step
+from tests.gpu.exchange_ranks import Captures, own_stream, poison
+from tests.unit.exchange_cases import Case, Result, batches, open_exchange, run_step
 from tests.unit.gradient_cases import Gradients, apply, loss_weights, scales_of
+from tests.unit.test_hierarchical_kernels import awkward_rows
 from tests.unit.test_world_of import error_of
 
 
@@ -102,4 +106,36 @@ def replay_gradients(world: World, case: Case) -> list[Gradients]:
             exchange.check()
             found.append(Gradients(*(each.cpu() for each in results)))
         del graph, results
+    return found
+
+
+def quantise_both_ways(world: World) -> list[bool]:
+    """Return whether values and scales by torch equal those of the kernels, in an exchange inside the domain."""
+    domain, x = world.domain, awkward_rows(torch.bfloat16).to(world.device)
+    spec = ExchangeSpec(*x.shape, experts=domain.size, topk=1, wire=FP8, output="raw", alignment=1)
+    with Exchange(domain, spec, backend="fused") as exchange:
+        ids = torch.full((len(x), 1), domain.rank, device=world.device)  # every rank sends to itself
+        got = exchange.dispatch(x, ids, torch.ones(len(x), 1, device=world.device))
+        exchange.check()
+        values, scales = quantise(x)
+        assert got.scales is not None
+        kept = ~values.float().isnan()
+        same = [torch.equal(got.scales[: len(x)], scales)]
+        bytes_of, wanted = got.x[: len(x)].view(torch.uint8), values.view(torch.uint8)
+        return [*same, torch.equal(bytes_of[kept], wanted[kept])]
+
+
+def replay_quantised(world: World, case: Case) -> list[tuple[Result, Result]]:
+    """Return the results of each step by a replay, and those of an eager step."""
+    with own_stream(world.device), open_exchange(world, case) as exchange:
+        run_step(exchange, case, batches(case, 0)[world.rank])
+        captures, found = Captures(world, exchange, case, case.spec.tokens), []
+        replay = captures.whole()
+        for step in range(len(case.routing)):
+            batch = batches(case, step)[world.rank]
+            captures.inputs.load(batch)
+            poison(captures.got, captures.y)
+            replay()
+            found.append((captures.result(), run_step(exchange, case, batch)))
+        captures.close()
     return found

@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
-from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
+from raymoe.exchange.spec import FP8, ExchangeSpec  # noqa: E402
 from tests.gang import configs  # noqa: E402
 from tests.gang.conftest import Start  # noqa: E402
 from tests.gpu import domain_ranks  # noqa: E402
@@ -26,7 +26,7 @@ from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 from tests.gpu.test_layer_gpu import run_captured, run_layer  # noqa: E402
 from tests.unit.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
-from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch  # noqa: E402
+from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
 from tests.unit.gradient_cases import (  # noqa: E402
     judge_gradients,
     judge_refused_gradients,
@@ -215,6 +215,37 @@ def test_combines_that_differ_between_ranks_are_refused(domains: Domains, backen
         assert found["told"].startswith(expected)
         assert found["nan"]
         judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+def test_rows_quantised_by_torch_are_those_of_the_kernels(domains: Domains) -> None:
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    assert domains.run(domain_ranks.quantise_both_ways) == [[True, True]] * domains.ranks
+
+
+@inside("fused", MANY, "staged")
+@pytest.mark.parametrize(("layout", "output"), [("expert", "dequantised"), ("expert", "raw"), ("rank", "raw")])
+def test_rows_cross_as_fp8(domains: Domains, backend: str, layout: str, output: str) -> None:
+    for alignment in (1, 8):
+        spec = spec_for(domains, hidden=272, wire=FP8, layout=layout, output=output, alignment=alignment)
+        case = Case(domains.ranks, spec, backend, ("uniform", "masked", "one"), seed=alignment)
+        answers = domains.run(on_rank.quantised_steps, case)
+        for step in range(len(case.routing)):
+            sent = [on_rank.with_zeros(batch) for batch in batches(case, step)]
+            judge_quantised(case, sent, [answer[step] for answer in answers])
+
+
+@inside("fused", MANY, "staged")
+def test_replays_of_rows_as_fp8_equal_eager_steps(domains: Domains, backend: str) -> None:
+    spec = spec_for(domains, hidden=144, wire=FP8, padding="zero")
+    case = Case(domains.ranks, spec, backend, ("uniform", "masked", "repeated"), seed=2, ragged=False)
+    answers = domains.run(domain_ranks.replay_quantised, case)
+    for step in range(len(case.routing)):
+        judge_quantised(case, batches(case, step), [answer[step][1] for answer in answers])
+        for answer in answers:
+            replayed, eager = answer[step]
+            assert (replayed.offsets, replayed.counts) == (eager.offsets, eager.counts)
+            assert (replayed.x == eager.x).all() and (replayed.y == eager.y).all()
 
 
 def gradient_spec(domains: Domains, **changes: object) -> ExchangeSpec:

@@ -111,7 +111,11 @@ ON_A_DEVICE = [
     ),
     (SPANNING_CUDA, "exchange.backend=collective", "collective does not cross 2 domains of GPU ranks, fused, staged,"),
     ("world: {domain: 2}", "exchange.backend=row_push", "row_push does not cross 2 domains of GPU ranks"),
-    (SPANNING_CUDA, "exchange.wire=float8_e4m3", "rows cannot cross 2 domains as float8_e4m3, leave wire out"),
+    (
+        f"{SPANNING_CUDA}\nexchange: {{wire: float8_e4m3}}",
+        "shape.hidden=1032",
+        "rows of 1032 elements cannot cross 2 domains as float8_e4m3, leave wire out, or write hidden 1040",
+    ),
     (
         f"{SPANNING_CUDA}\nrouting: {{masked: 0.5}}",
         "exchange.capacity=100",
@@ -153,6 +157,7 @@ def test_the_impossible_case_of_a_matrix_is_named(tmp_path):
         ["world.ranks=8", "world.domain=2", "world.device=cuda", "exchange.capacity=4096"],
         ["world.domain=2", "world.device=cuda", "world.share_gpu=true", "steps.graph=true"],
         ["world.ranks=8", "world.domain=8", "world.device=cuda"],
+        ["world.domain=2", "world.device=cuda", "exchange.wire=float8_e4m3", "exchange.backend=staged"],
     ],
     ids=str,
 )

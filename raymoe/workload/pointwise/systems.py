@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import RaymoeError
+from raymoe.exchange.quantising import quantise
 from raymoe.moe import activation, elementwise, formulas, kernels, norm  # noqa: F401  (they register the operators)
-from raymoe.moe.quantised import quantise
 from raymoe.workload.pointwise.operations import EPS, EXPRESSION, OPERATIONS, RowSizes, Tensors
 
 Results = tuple[Tensor, ...]

@@ -1,0 +1,110 @@
+"""Backends of one emulated GPU, as the exchange inside a domain of one rank. A call returns when its work is done.
+
+The machine is the only one of the process, so the launches between domains run on it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from raymoe.device.jit import KernelSource
+from raymoe.device.kernels import Shape
+from raymoe.device.params import Params
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
+from raymoe.exchange.nccl_kernels import Field, address
+from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.exchange.weight_bytes import byte_spec
+from raymoe.memory.world import World
+from raymoe.net.gloo_rail import GlooRail
+from tests.emulator.machine import Emulator
+from tests.emulator.ranks import backend, workspaces
+from tests.unit.emulated_launcher import EmulatedLauncher, storage_of
+
+
+class Machine(EmulatedLauncher):
+    """A launcher on an emulator that is open already."""
+
+    def __init__(self, emulator: Emulator) -> None:
+        super().__init__()
+        self.emulator, self._runs = emulator, count()
+
+    def run(self) -> None:
+        self.emulator.run(next(self._runs))
+
+    def ready(self, source: KernelSource, shape: Shape, params: Params, **memory: Field) -> Callable[..., None]:  # type: ignore[override]
+        def launch(_stream: int, **changed: Field) -> None:
+            fields = memory | changed
+            for begin, nbytes in {storage_of(each) for each in fields.values() if isinstance(each, torch.Tensor)}:
+                self.emulator.reach(begin, nbytes, f"memory of {source.stem}")
+            given = replace(params, **{name: address(field) for name, field in fields.items()})
+            self.emulator.launch(0, source, shape, given)
+            self.run()
+
+        return launch
+
+
+class Inside:
+    """Copies the arguments of each call into the machine, runs it, and copies the results back."""
+
+    capturable, sms = False, None
+
+    def __init__(self, kind: str, spec: ExchangeSpec, machine: Machine) -> None:
+        self._machine = machine
+        (space,) = workspaces(machine.emulator, spec, stamped=False)
+        self._backend: Any = backend(kind, space, spec)
+        self.keeps_places, self.metadata_words = self._backend.keeps_places, self._backend.metadata_words
+        self.refusal_record, self.pack = self._backend.refusal_record, self._backend.pack
+        self.check, self.check_waits = self._backend.check, self._backend.check_waits
+        if spec.dispatch_wire != FP8:
+            self._backend._of_bytes = backend("fused", space, byte_spec(spec))
+            self._backend._of_bytes.combine = self._at_once(self._backend._of_bytes)
+        self.combine = self._backend.combine = self._at_once(self._backend)
+        self.combine_gradients = self._backend.combine_gradients
+
+    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        placed = None if out is None else self._backend.new(tuple(out.shape), out.dtype, "out")
+        got: Dispatched = self._backend.dispatch(tokens, placed)
+        self._machine.run()
+        if out is not None:
+            got.x = out.copy_(placed)
+        return got
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        placed = self._backend.new(tuple(out.shape), out.dtype, "out")
+        self._backend.dispatch_known(x, got, placed)
+        self._machine.run()
+        out.copy_(placed)
+
+    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+        got: Dispatched = self._backend.unpack(self._backend._place(metadata, True), rows, weights, ids)
+        return got
+
+    def close(self, together: bool) -> None:
+        """Do nothing: the machine owns the memory."""
+
+    def _at_once(self, of: Any) -> Callable[[torch.Tensor, Dispatched, bool, torch.Tensor], None]:
+        enqueue = of.combine
+
+        def combine(rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+            placed = of.new(tuple(out.shape), out.dtype, "y")
+            enqueue(of._place(rows, True), got, weighted, placed)
+            self._machine.run()
+            out.copy_(placed)
+
+        return combine
+
+
+@contextmanager
+def between_domains(world: World, spec: ExchangeSpec, kind: str) -> Iterator[HierarchicalGpu]:
+    """Make the exchange of a world whose domains have one rank each, around an emulated backend."""
+    with Emulator(1) as emulator:
+        machine = Machine(emulator)
+        inside: Any = Inside(kind, spec.inside(world.domains, world.size), machine)
+        yield HierarchicalGpu(world, spec, Parts(machine, world.shared(GlooRail), inside))
