@@ -221,7 +221,7 @@ def _make_carrier(name: str, world: World, spec: ExchangeSpec) -> Carrier:
 
 
 def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Backend:
-    from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, InsideBackend, Parts
+    from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, InsideBackend, RailParts
     from raymoe.exchange.nccl_kernels import GpuLauncher
     from raymoe.net.nccl_rail import NcclRail
 
@@ -229,7 +229,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
     rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
     inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains, world.size), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} is one of BETWEEN_DOMAINS"
-    return HierarchicalGpu(world, spec, Parts(launcher, rail, inside))
+    return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside))
 
 
 def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:

@@ -47,8 +47,8 @@ from raymoe.errors import PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.build import SCALES_ALIGNMENT
 from raymoe.exchange.hierarchical_tensors import (
+    DomainShape,
     Places,
-    Shape,
     ids_inside,
     is_refused,
     refusals_of_ranks,
@@ -85,7 +85,7 @@ class InsideBackend(Backend, Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class RailParts:
     """The parts of an exchange between domains: the order of its operations, the rail, and the exchange inside."""
 
     launcher: Launcher
@@ -113,11 +113,11 @@ class _Home:
 class HierarchicalGpu:
     """The backend between domains. It owns the exchange inside its domain, and shares the rail of its world."""
 
-    def __init__(self, world: World, spec: ExchangeSpec, parts: Parts) -> None:
+    def __init__(self, world: World, spec: ExchangeSpec, parts: RailParts) -> None:
         N, L, T, K = world.domains, world.domain.size, spec.tokens, spec.topk
         self._world, self._spec = world, spec
         self._launcher, self._rail, self._inside = parts.launcher, parts.rail, parts.inside
-        self._shape = Shape(N, L, world.rank // L, T, spec.local_experts(world.size))
+        self._shape = DomainShape(N, L, world.rank // L, T, spec.local_experts(world.size))
         self._index = self._shape.index
         self._named_by_world = partial(named_by_world, world.waiter, self._index * L)
         self._memory = CapturedMemory(world.device)

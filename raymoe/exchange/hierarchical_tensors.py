@@ -25,7 +25,7 @@ _LOW_32 = 2**32 - 1
 
 
 @dataclass(frozen=True)
-class Shape:
+class DomainShape:
     """The sizes of a world's domains, of one rank."""
 
     domains: int
@@ -78,12 +78,12 @@ def refused_count(number: int) -> Refusal | None:
     return Refusal(Cause.TOKENS, told >> 32, count - 2**32 if count >= 2**31 else count)
 
 
-def ids_inside(ids: torch.Tensor, shape: Shape) -> torch.Tensor:
+def ids_inside(ids: torch.Tensor, shape: DomainShape) -> torch.Tensor:
     """Return the ids inside this rank's domain, int64[N*T, K], of the ids that its rail gathered, int64[N, T, K].
 
     Experts of other domains become -1. Ids that no expert has stay ids that none has.
 
-    >>> two_domains = Shape(domains=2, per_domain=1, index=1, tokens=2, local=2)  # experts 2 and 3 are here
+    >>> two_domains = DomainShape(domains=2, per_domain=1, index=1, tokens=2, local=2)  # experts 2 and 3 are here
     >>> ids_inside(torch.tensor([[[0, 2], [3, 1]], [[2, 3], [-1, 4]]]), two_domains).tolist()
     [[-1, 0], [2, -1], [1, 3], [-1, 4]]
     """
@@ -151,13 +151,13 @@ def is_refused(statuses: torch.Tensor) -> torch.Tensor:
     return ((statuses != statuses[0, 0]).any(dim=-1) | ((statuses[..., 0] & _LOW_32) != 0)).any()
 
 
-def refusals_of_ranks(words: Sequence[int], shape: Shape, gaps: int = 0) -> list[Refusal]:
+def refusals_of_ranks(words: Sequence[int], shape: DomainShape, gaps: int = 0) -> list[Refusal]:
     """Return the status of each rank of the world, from those that the domains' exchanges had: two words a rank.
 
     A status inside names the token of a rail, and a place of its domain. Here it becomes that of the rank whose token
     it is, and names ranks of the world. Rows that are too many get the largest `gaps`, as the capacity does.
 
-    >>> shape = Shape(domains=2, per_domain=2, index=0, tokens=8, local=2)
+    >>> shape = DomainShape(domains=2, per_domain=2, index=0, tokens=8, local=2)
     >>> inside = [0, 0, 0, 0, 0, 0, Cause.ID + (9 << 32), 77]  # token 1 of the rail's rank in domain 1
     >>> refusals_of_ranks(inside, shape)[3]
     Refusal(cause=<Cause.ID: 1>, other=1, number=77)

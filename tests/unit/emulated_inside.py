@@ -17,7 +17,7 @@ from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
-from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
+from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
 from raymoe.exchange.nccl_kernels import Field, address
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.exchange.weight_bytes import byte_spec
@@ -107,4 +107,4 @@ def between_domains(world: World, spec: ExchangeSpec, kind: str) -> Iterator[Hie
     with Emulator(1) as emulator:
         machine = Machine(emulator)
         inside: Any = Inside(kind, spec.inside(world.domains, world.size), machine)
-        yield HierarchicalGpu(world, spec, Parts(machine, world.shared(GlooRail), inside))
+        yield HierarchicalGpu(world, spec, RailParts(machine, world.shared(GlooRail), inside))

@@ -11,7 +11,7 @@ import torch
 from raymoe.errors import PeerTimeout
 from raymoe.exchange.backend import Backend
 from raymoe.exchange.choice import Choice
-from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
+from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
 from raymoe.exchange.nccl import NcclAllgather, NcclCollective
 from raymoe.exchange.nccl_kernels import Lagging
 from raymoe.exchange.spec import ExchangeSpec
@@ -62,7 +62,7 @@ def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None
         launcher, rail = world.shared(EmulatedLauncher), world.shared(GlooRail)
         inside = on_tensors(choice, world.domain, spec.inside(world.domains, world.size), workspace)
         assert isinstance(inside, NcclAllgather)
-        return HierarchicalGpu(world, spec, Parts(launcher, rail, inside))
+        return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside))
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]
     with mock.patch("raymoe.exchange.nccl_kernels.ENTRIES_A_RUN", 8):
         return backend(world, spec, world.shared(GlooRounds), world.shared(EmulatedLauncher))

@@ -15,8 +15,8 @@ import torch
 
 from raymoe.device.params import Params
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
-from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, Parts
-from raymoe.exchange.hierarchical_tensors import Places, Shape, ids_inside, is_refused, told_ids
+from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
+from raymoe.exchange.hierarchical_tensors import DomainShape, Places, ids_inside, is_refused, told_ids
 from raymoe.exchange.spec import ExchangeSpec
 from tests.unit import plan
 
@@ -35,7 +35,7 @@ def test_the_device_without_values_finds_a_read_by_the_host_and_a_tensor_on_the_
 @pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("counted", [False, True])
 def test_everything_stays_on_the_device(alignment: int, counted: bool) -> None:
-    shape, spec = Shape(2, 2, 1, 5, 3), ExchangeSpec(tokens=5, hidden=8, experts=12, topk=2, alignment=alignment)
+    shape, spec = DomainShape(2, 2, 1, 5, 3), ExchangeSpec(tokens=5, hidden=8, experts=12, topk=2, alignment=alignment)
     gathered = torch.zeros(2, 5, 2, dtype=torch.int64, device=GPU)
     ids, count = torch.zeros(4, 2, dtype=torch.int32, device=GPU), torch.ones(1, dtype=torch.int32, device=GPU)
     told_ids(ids, count if counted else None, gathered[1])
@@ -144,7 +144,7 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
     memory = mock.patch("raymoe.exchange.hierarchical_gpu.CapturedMemory", lambda _: nullcontext)
     keep = mock.patch("raymoe.exchange.hierarchical_gpu.named_by_world", lambda *_: nullcontext())
     with memory, keep:
-        parts: Any = Parts(FakeLauncher(), FakeRail(), FakeInside(spec.inside(2, 4), 2))  # type: ignore[arg-type]
+        parts: Any = RailParts(FakeLauncher(), FakeRail(), FakeInside(spec.inside(2, 4), 2))  # type: ignore[arg-type]
         backend = HierarchicalGpu(world, spec, parts)
         x, y = (torch.zeros(3, 8, dtype=torch.bfloat16, device=GPU) for _ in range(2))
         ids = torch.zeros(3, 2, dtype=torch.int32, device=GPU)
@@ -168,7 +168,7 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
         backend.dispatch_known(x, again, out)
 
 
-def order_inside(ids: list[torch.Tensor], shape: Shape, place: int) -> list[tuple[int, int, int]]:
+def order_inside(ids: list[torch.Tensor], shape: DomainShape, place: int) -> list[tuple[int, int, int]]:
     """Return the entries that a rank of a domain receives, in the order of its domain's own exchange."""
     N, L, T = shape.domains, shape.per_domain, shape.tokens
     rails = [torch.stack([ids[domain * L + other] for domain in range(N)]) for other in range(L)]
@@ -189,7 +189,7 @@ def test_rows_inside_come_in_the_order_of_the_contract(domains: int, per_domain:
     ids = [torch.from_numpy(rng.integers(-1, ranks * local, (tokens, 4))) for _ in range(ranks)]
     for rank in range(ranks):
         domain, place = divmod(rank, per_domain)
-        shape = Shape(domains, per_domain, domain, tokens, local)
+        shape = DomainShape(domains, per_domain, domain, tokens, local)
         want = plan.plan(ids, rank, local, alignment=1).entries
         assert order_inside(ids, shape, place) == want
 
