@@ -68,21 +68,20 @@ class MoELayer(nn.Module):
         self,
         world: World,
         spec: ExchangeSpec,
-        form: LayerForm | None = None,
+        form: LayerForm | Parts,
         *,
         backend: str = "auto",
+        sms: int | str = "auto",
         seed: int = 0,
-        parts: Parts | None = None,
     ) -> None:
-        """`parts` are the modules of a layer that exists already; else `form` says what to make."""
+        """`form` says what to make, or is the parts of a layer that exists already.
+
+        `backend` and `sms` are those of the exchange. With fewer SMs it leaves some to a shared expert beside it.
+        """
         super().__init__()
-        if (form is None) == (parts is None):
-            raise ConfigError("a layer needs a form, which says what to make, or the parts of another layer: give one")
         spec = replace(spec, padding="zero")  # for the gradients of weights
-        self.world, self.exchange = world, world.shared(LayerExchanges).of(spec, backend)
-        if parts is None:
-            assert form is not None
-            parts = _made(world, self.exchange.spec, form, seed)
+        self.world, self.exchange = world, world.shared(LayerExchanges).of(spec, backend, sms)
+        parts = form if isinstance(form, Parts) else _made(world, self.exchange.spec, form, seed)
         self._router_name, self._shared_name = parts.router_name, parts.shared_name
         self.add_module(parts.router_name, parts.router)
         self.experts = parts.experts
@@ -98,7 +97,14 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_block(
-        cls, block: nn.Module, world: World, *, tokens: int, backend: str = "auto", capacity: int | str = "worst"
+        cls,
+        block: nn.Module,
+        world: World,
+        *,
+        tokens: int,
+        backend: str = "auto",
+        sms: int | str = "auto",
+        capacity: int | str = "worst",
     ) -> Self:
         """Make a layer that computes what a block of transformers does, with this rank's share of its experts.
 
@@ -111,7 +117,7 @@ class MoELayer(nn.Module):
         form = parts.router.form
         dtype = str(gate_up.dtype).removeprefix("torch.")
         spec = ExchangeSpec(tokens, hidden, form.experts, form.topk, dtype=dtype, capacity=capacity, depth=0)
-        made = cls(world, spec, backend=backend, parts=parts)
+        made = cls(world, spec, parts, backend=backend, sms=sms)
         return made.train(block.training)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -173,17 +179,19 @@ class MoELayer(nn.Module):
 
 
 class LayerExchanges:
-    """The exchanges of a world's layers, one for each spec and backend. All ranks make layers in one order."""
+    """The exchanges of a world's layers, one for each spec, backend and number of SMs. All ranks make layers in one
+    order."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._made: dict[tuple[ExchangeSpec, str], Exchange] = {}
+        self._made: dict[tuple[ExchangeSpec, str, int | str], Exchange] = {}
 
-    def of(self, spec: ExchangeSpec, backend: str) -> Exchange:
+    def of(self, spec: ExchangeSpec, backend: str, sms: int | str = "auto") -> Exchange:
         """Return the exchange of this spec; the first call makes it."""
-        if (spec, backend) not in self._made:
-            self._made[spec, backend] = Exchange(self._world, spec, backend)
-        return self._made[spec, backend]
+        asked = spec, backend, sms
+        if asked not in self._made:
+            self._made[asked] = Exchange(self._world, spec, backend, sms=sms)
+        return self._made[asked]
 
     def close(self, together: bool) -> None:
         """Close them with the world."""

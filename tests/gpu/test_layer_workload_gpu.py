@@ -76,6 +76,11 @@ def test_other_backends_run_a_layer(ranks: GpuRanks, backend: str):
     assert lines[0]["verified"] and lines[0]["graph"] == (backend != "collective")
 
 
+def test_the_exchange_of_a_layer_takes_the_sms_of_the_job(ranks: GpuRanks):
+    lines = ranks.run(2, run, job(2000, "softmax") | {"exchange": {"sms": 24}})[0]
+    assert {line["sms"] for line in lines} == {24}
+
+
 def test_a_given_routing_has_the_line_of_the_step_alone(ranks: GpuRanks):
     given = job(64, "softmax") | {"layer": {"shared": 128}, "routing": {"masked": 0.3, "ragged": True}}
     assert [line["op"] for line in ranks.run(2, run, given)[0]] == ["step", "step"]

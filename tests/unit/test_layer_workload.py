@@ -13,6 +13,7 @@ import torch
 from raymoe.config.job import Job
 from raymoe.errors import WrongResult
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe import layer, norm
 from raymoe.moe.router import Router
@@ -166,6 +167,22 @@ def test_spans_follow_one_another_and_name_what_is_recomputed(pool: RankPool) ->
     assert kept == [*FORWARD, "sum_backward", *BACKWARD]
     assert sorted(part for part in again if part != "recompute") == sorted(kept)
     assert again.count("recompute") >= 5
+
+
+def test_the_sms_of_a_job_are_those_of_its_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Noted(Exchange):
+        def __init__(self, world: World, spec: ExchangeSpec, backend: str, *, sms: int | str) -> None:
+            made.append(sms)
+            super().__init__(world, spec, backend)  # CPU ranks have no SMs to limit
+
+    monkeypatch.setattr(layer, "Exchange", Noted)
+    with World.open(rank=0, size=1) as world:
+        world.wire([world.descriptor()])
+        for asked in ({}, {"exchange": {"sms": 24}}):
+            LayerPasses(Job.model_validate({"name": "test"} | layer_job(1) | asked), world)
+    assert made == ["auto", 24]
 
 
 def test_marks_change_no_gradient_and_note_nothing_unless_asked() -> None:

@@ -353,8 +353,6 @@ def test_a_compiled_layer_is_one_graph(alone: World) -> None:
     close("dx", again.grad, x.grad, 1e-6)
 
 
-def test_a_layer_needs_a_form_or_parts(alone: World) -> None:
-    with pytest.raises(ConfigError, match="give one"):
-        MoELayer(alone, SPEC)
+def test_a_layer_needs_a_router_of_its_exchange(alone: World) -> None:
     with pytest.raises(ConfigError, match="best 3 of 8 experts with an exchange of 2 of 8"):
         MoELayer(alone, SPEC, LayerForm(8, RouterForm(8, 3)))

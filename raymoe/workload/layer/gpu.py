@@ -49,6 +49,7 @@ class GpuLayerStep:
         self.ops = (("step", COLD), ("step", WARM), *((part, COLD) for part in (*self._parts, *self._alone)))
         self.keys: Line = {
             "graph": captured,
+            "sms": self.exchange.sms,
             "device": torch.cuda.get_device_name(world.device),
             "bytes_peak": bytes_peak,
             "bytes_kept": bytes_kept,

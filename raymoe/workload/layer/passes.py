@@ -51,7 +51,8 @@ class LayerPasses:
             norm=EPS if self.own_router else None,
             residual=self.own_router,
         )
-        self.layer: Any = MoELayer(world, self.spec, form, backend=job.exchange.backend, seed=self.seed)
+        backend, sms = job.exchange.backend, job.exchange.sms
+        self.layer: Any = MoELayer(world, self.spec, form, backend=backend, sms=sms, seed=self.seed)
         if world.device.type == "cpu" and not self.backward:
             self.layer.experts.to(arithmetic_dtype(self.shape.dtype))  # converted once, not in each step
         self.marks = Marks()
