@@ -43,6 +43,7 @@ from raymoe.gang.watch import RunWatch
 
 EVENTS_S = 0.1  # longest wait for events of Ray; bounds the delay until a stop is noticed
 ALIVE_S = 1.0  # between two messages that the driver works
+STOPPED_S = 6.0  # that a server of the run's own Ray may be stopped
 CLEAR_S = 20.0  # to close and end the ranks of the last generation, also on another node
 LEAVE_S = 5.0  # to leave a cluster
 SAME_PROGRESS_S = 5.0  # until progress is sent again that has not changed, so that a log shows that the run is alive
@@ -75,6 +76,7 @@ class Driver:
     watch: RunWatch = field(init=False)
     generation_began: float = field(default_factory=time.monotonic)
     servers: dict[str, Process] = field(default_factory=dict)  # of the run's own Ray
+    seen_running: dict[str, float] = field(default_factory=dict)  # when each of them was seen so last
     alive_at: float = 0.0  # when `Alive` was sent last
 
     def __post_init__(self) -> None:
@@ -181,9 +183,20 @@ class Driver:
         return [sv.RayLost(lost)] if lost else events
 
     def _lost_server(self, given_up: bool) -> str | None:
-        """Say which server of the run's own Ray has ended. Of a Ray that was given up, also which one is stopped."""
+        """Say which server of the run's own Ray has ended. Of a Ray that was given up, also which one is stopped.
+
+        Ray gives a stopped raylet up after 3 s, but this process may hear of it late: a call to that raylet hangs. So a
+        server that has not been seen running for STOPPED_S is lost too.
+        """
+        now = time.monotonic()
         for name, process in self.servers.items():
-            state = "ended" if not is_alive(process) else "is stopped" if given_up and is_stopped(process) else None
+            state = None
+            if not is_alive(process):
+                state = "ended"
+            elif not is_stopped(process):
+                self.seen_running[name] = now
+            elif given_up or now - self.seen_running.setdefault(name, now) > STOPPED_S:
+                state = "is stopped"
             if state:
                 return f"lost the Ray that this run started: its {name} (pid {process[0]}) {state}"
         return None
