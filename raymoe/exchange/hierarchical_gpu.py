@@ -305,12 +305,19 @@ class HierarchicalGpu:
         return self._rail.gather(op, blocks.flatten(0, 1), blocks[self._index])
 
     def _settle(self, op: str) -> None:
-        """Wait for the device. A kernel that waited in vain names the peer better than the rail does."""
+        """Wait for the device.
+
+        Where the rail waited in vain for a peer that is there, the rank that is late is one of this domain, and a
+        kernel names it. If a peer of the rail is late, ranks of the domain that wait for this one may have given up, so
+        its kernels would name them.
+        """
         try:
             self._rail.settle(op)
-        except PeerTimeout:
-            with self._named_by_world():
-                self._inside.check_waits()
+        except PeerTimeout as timeout:
+            on_rail = (timeout.peer - self._world.rank) % self._shape.per_domain == 0
+            if not (on_rail and timeout.seen < timeout.expected):
+                with self._named_by_world():
+                    self._inside.check_waits()
             raise
 
     def _inside_out(self, out: torch.Tensor | None) -> torch.Tensor | None:

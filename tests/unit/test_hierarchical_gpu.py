@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from raymoe.errors import DataRefused
+from raymoe.errors import DataRefused, PeerTimeout
 from raymoe.exchange.backend import Ids, Tokens
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.hierarchical_gpu import HierarchicalGpu
+from raymoe.exchange.hierarchical_tensors import DomainShape
 from raymoe.exchange.nccl import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -411,3 +415,29 @@ def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wir
     dispatch, combine = (sum(each) for each in zip(*groups(4, counted_bytes, spec), strict=True))
     counted = bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
     assert counted == {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
+
+
+# A wait that runs out
+
+
+@pytest.mark.parametrize(
+    ("peer", "seen", "named"),
+    [(3, 6, 3), (3, 7, 4), (0, 0, 4)],
+    ids=["the peer of the rail is late", "a rank of the domain is late", "rank 0 answers no question"],
+)
+def test_the_rank_that_others_wait_for_is_named(peer: int, seen: int, named: int) -> None:
+    """Rank 5 has rank 3 on its rail, and rank 4 in its domain."""
+
+    def settle(op: str) -> None:
+        raise PeerTimeout(op, 7, peer, 7, seen, 10.0, 5)
+
+    def check_waits() -> None:
+        raise PeerTimeout("dispatch", 7, 4, 7, 6, 10.0, 5)
+
+    backend: Any = HierarchicalGpu.__new__(HierarchicalGpu)
+    backend._shape = DomainShape(domains=3, per_domain=2, index=2, tokens=8, local=2)
+    backend._world, backend._named_by_world = SimpleNamespace(rank=5), nullcontext
+    backend._rail, backend._inside = SimpleNamespace(settle=settle), SimpleNamespace(check_waits=check_waits)
+    with pytest.raises(PeerTimeout) as caught:
+        backend._settle("check")
+    assert caught.value.peer == named
