@@ -84,8 +84,17 @@ def new_id() -> bytes:
     return bytes(identity.bytes)
 
 
+GRAPHS_S = 1.0
+"""Longest wait of `abort` and `close` for NCCL where graphs may hold the communicator."""
+
+
 class Communicator:
-    """One rank's end. Addresses are on this GPU; every call enqueues on the given stream."""
+    """One rank's end. Addresses are on this GPU; every call enqueues on the given stream.
+
+    A CUDA graph with NCCL's operations holds the communicator. NCCL's abort ends its kernels at once, but then waits
+    without a limit until all such graphs are freed, and so does its destroy. So after a capture both run on a thread of
+    their own.
+    """
 
     def __init__(self, identity: bytes, rank: int, size: int) -> None:
         """Connect on torch's current device. Returns after all ranks have called it."""
@@ -94,6 +103,11 @@ class Communicator:
         unique_id = _Id((ctypes.c_uint8 * ID_BYTES).from_buffer_copy(identity))
         _check("ncclCommInitRank", self._nccl.ncclCommInitRank(ctypes.byref(handle), size, unique_id, rank))
         self._handle: ctypes.c_void_p | None = handle
+        self._held = False
+
+    def hold(self) -> None:
+        """Note that the next call is captured, so a graph holds the communicator."""
+        self._held = True
 
     def exchange(
         self, sends: Iterable[tuple[int, int, int]], receives: Iterable[tuple[int, int, int]], stream: int
@@ -120,15 +134,24 @@ class Communicator:
 
     def abort(self) -> None:
         """End the kernels of this rank, also those that wait without end."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            _check("ncclCommAbort", self._nccl.ncclCommAbort(handle))
+        self._end("ncclCommAbort")
 
     def close(self) -> None:
         """Destroy the communicator. All ranks call this, after their streams are done."""
+        self._end("ncclCommDestroy")
+
+    def _end(self, function: str) -> None:
         handle, self._handle = self._handle, None
-        if handle is not None:
-            _check("ncclCommDestroy", self._nccl.ncclCommDestroy(handle))
+        if handle is None:
+            return
+
+        def end() -> None:
+            _check(function, getattr(self._nccl, function)(handle))
+
+        if not self._held:
+            end()
+            return
+        BackgroundWait(end).done(GRAPHS_S)
 
 
 def _check(what: str, code: int, communicator: ctypes.c_void_p | None = None) -> None:
@@ -155,8 +178,9 @@ class BackgroundWait:
         self._thread = threading.Thread(target=self._run, name="raymoe device wait", daemon=True)
         self._thread.start()
 
-    def done(self) -> bool:
-        """Whether the wait has ended. Raises its exception if it raised one."""
+    def done(self, within_s: float = 0.0) -> bool:
+        """Whether the wait has ended, or does `within_s`. Raises its exception if it raised one."""
+        self._thread.join(within_s)
         if self._thread.is_alive():
             return False
         if self._error is not None:
@@ -237,10 +261,12 @@ class NcclGroup:
         if self._communicator is None:
             why = "is aborted or closed" if self.world.rank in self.members else f"is of ranks {self.members} alone"
             raise WiringError(f"rank {self.world.rank} was to exchange by an NCCL group that {why}; make a new one")
-        if not capturing(self.world.device):  # a replay does not count
-            for peer in peers:
-                self._entered[peer] += 1
-                self._words[peer][self.world.rank] = self._entered[peer]
+        if capturing(self.world.device):  # a replay does not count
+            self._communicator.hold()
+            return self._communicator
+        for peer in peers:
+            self._entered[peer] += 1
+            self._words[peer][self.world.rank] = self._entered[peer]
         return self._communicator
 
     def _operations(self, rows: Mapping[int, torch.Tensor]) -> list[tuple[int, int, int]]:

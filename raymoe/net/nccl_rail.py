@@ -5,7 +5,8 @@ connections are made with the rail, because a capture cannot make them.
 
 NCCL bounds no wait. `settle` does on the host, and so does every abort of the world: both end NCCL's kernels. `settle`
 names the peer that is late by the numbers in the world's store (`published.py`); replays of graphs do not count. A call
-after NCCL has lost a peer's connection raises the same error.
+after NCCL has lost a peer's connection raises the same error. While graphs hold the rail, `close` and `abort` return
+before NCCL has freed its memory (`Communicator`).
 
 **Pretended domains.** Ranks of two domains on one machine would find shared memory and NVLink between them, and NCCL
 refuses two ranks on one GPU of a host. So the rail then sets NCCL_HOSTID in this process, and NCCL_SOCKET_IFNAME=lo
@@ -128,7 +129,9 @@ class NcclRail:
     def _exchange(self, op: str, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
         """Enqueue one NCCL group: block d of `sent` goes to domain d, whose block becomes block d of `received`."""
         communicator = self._open(op)
-        if not capturing(sent[0].device):
+        if capturing(sent[0].device):
+            communicator.hold()
+        else:
             self._entered += 1
         peers = [domain for domain in range(self._world.domains) if domain != self._me]
         sends, receives = (

@@ -16,7 +16,7 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.quantising import quantise
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import combine, dispatch
+from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.net.nccl_rail import NcclRail
 from tests.gpu.exchange_ranks import Captures, own_stream, poison
 from tests.unit.exchange_cases import Case, Result, batches, open_exchange, run_step
@@ -56,22 +56,61 @@ def use_rail(world: World) -> dict[str, Any]:
     return found | {"host id": os.environ.get("NCCL_HOSTID"), "capturable": rail.capturable, "lagging": rail.lagging()}
 
 
-def lose_a_rank(world: World, case: Case, lost: int) -> tuple[int, float, tuple[str, str]] | None:
-    """Kill a rank before the second step; return the peer that this rank names, how long it waited, its next error."""
-    exchange = open_exchange(world, case)
-    run_step(exchange, case, batches(case, 0)[world.rank])
-    world.barrier("first step")
-    if world.rank == lost:
-        os.kill(os.getpid(), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(PeerTimeout) as caught:
-        run_step(exchange, case, batches(case, 1)[world.rank])
-    waited = time.monotonic() - start
+Lost = tuple[int, float, tuple[str, str], float]
+
+
+def lose_a_rank(world: World, case: Case, lost: int, replayed: bool) -> Lost:
+    """Kill a rank before the second step, which may be a replay.
+
+    Return the peer that this rank names, how long it waited, its next error, and how long it then took to close all.
+    """
+    exchange, graph = open_exchange(world, case), torch.cuda.CUDAGraph()
     batch = batches(case, 1)[world.rank].on(world.device)
-    again = error_of(lambda: exchange.dispatch(batch.x, batch.ids, batch.weights))
-    exchange.close(together=False)
-    world.abort("the test is over")  # closing waits for no peer
-    return caught.value.peer, waited, again
+
+    def step() -> None:
+        got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+        exchange.combine(expert_major(got).clone(), got)
+
+    with own_stream(world.device):
+        stream = torch.cuda.current_stream()
+        run_step(exchange, case, batches(case, 0)[world.rank])
+        if replayed:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                step()
+        world.barrier("first step")
+        if world.rank == lost:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(PeerTimeout) as caught:
+            graph.replay() if replayed else step()
+            exchange.check()
+        waited = time.monotonic() - start
+        again = error_of(lambda: exchange.dispatch(batch.x, batch.ids, batch.weights))
+        start = time.monotonic()
+        exchange.close(together=False)
+        world.abort("the test is over")  # closing waits for no peer
+        world.close(together=False)
+        closed = time.monotonic() - start
+    return caught.value.peer, waited, again, closed
+
+
+def close_before_a_graph(world: World, case: Case) -> float:
+    """Capture a step, and free the graph only after the world is closed. Return how many seconds closing took."""
+    graph, batch = torch.cuda.CUDAGraph(), batches(case, 0)[world.rank].on(world.device)
+    with own_stream(world.device):
+        stream = torch.cuda.current_stream()
+        with open_exchange(world, case) as exchange:
+            run_step(exchange, case, batches(case, 0)[world.rank])
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+                exchange.combine(expert_major(got).clone(), got)
+            graph.replay()
+            exchange.check()
+        start = time.monotonic()
+        world.close()
+        closed = time.monotonic() - start
+        del graph, got
+    return closed
 
 
 def replay_gradients(world: World, case: Case) -> list[Gradients]:

@@ -300,23 +300,31 @@ def test_workload_layer_is_captured_and_verified_with_its_backward_pass(domains:
     assert {"dispatch_backward", "combine_backward"} <= sent.keys()
 
 
-def test_a_killed_rank_is_named_in_time_and_the_next_world_works(domains: Domains) -> None:
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
+def test_a_killed_rank_is_named_in_time_and_the_next_world_works(domains: Domains, replayed: bool) -> None:
     if not HOPPER:
         pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
     case = Case(domains.ranks, spec_for(domains), "fused", ("uniform", "masked"), seed=5)
     lost = domains.size  # rank 0 of domain 1
-    found = domains.outcomes(domain_ranks.lose_a_rank, case, lost, timeout_s=TIMEOUT_S)
+    found = domains.outcomes(domain_ranks.lose_a_rank, case, lost, replayed, timeout_s=TIMEOUT_S)
     assert isinstance(found[lost], RankGone)
     left = {rank: each for rank, each in enumerate(found) if rank != lost}
     for rank, each in left.items():
         assert isinstance(each, tuple), each
-        peer, waited, (kind, _) = each
+        peer, waited, (kind, _), closed = each
         assert peer != rank
-        assert waited < MOST_S
+        assert waited < MOST_S and closed < TIMEOUT_S
         assert kind == "PeerTimeout"
     assert left[0][0] == lost, "its rail"
     if domains.size > 1:
         assert left[lost + 1][0] == lost, "its domain"
+    judge_all([case], domains.run(on_rank.run_cases, [case]))
+
+
+@inside("fused", "allgather")
+def test_a_graph_that_outlives_its_world_delays_the_end_of_the_world_little(domains: Domains, backend: str) -> None:
+    case = Case(domains.ranks, spec_for(domains), backend, ("uniform",), seed=6)
+    assert max(domains.run(domain_ranks.close_before_a_graph, case)) < TIMEOUT_S
     judge_all([case], domains.run(on_rank.run_cases, [case]))
 
 

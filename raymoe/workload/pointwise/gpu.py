@@ -18,6 +18,10 @@ class TorchGraphClock(OpClock):
     """Captures by torch, whose allocator then keeps the memory of results for the graph. OpClock's own graphs are for
     work that allocates nothing."""
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._torch_graphs: list[Any] = []
+
     def graph_of(self, op: Work) -> Work:
         return self.graph_of_one(lambda: self.repeat(op))
 
@@ -31,8 +35,15 @@ class TorchGraphClock(OpClock):
                 op()
         finally:
             gc.enable()
+        self._torch_graphs.append(graph)
         replay: Work = graph.replay
         return replay
+
+    def close(self) -> None:
+        for graph in self._torch_graphs:
+            graph.reset()  # replays may still be referred to: NCCL must not wait for the graph
+        self._torch_graphs.clear()
+        super().close()
 
 
 class GpuClock:
