@@ -148,19 +148,48 @@ class DispatchParams(DispatchCall):
     placer_stages: U32
 
 
+@dataclass(frozen=True)
+class ChunkedDispatchParams(DispatchParams):
+    """Those of a build whose rows of x come in chunks (kernels/include/raymoe/dispatch/chunks.cuh)."""
+
+    chunks: Address = 0
+    chunk_tokens: U32 = 0
+    rail_op: U32 = 0
+
+
+@dataclass(frozen=True)
+class ChunkParams(Params):
+    """Twin of the struct in kernels/advance_chunk.cu, which describes the fields."""
+
+    words: Address = 0
+    chunk: U32 = 0
+    unused: U32 = 0
+
+
+ADVANCE_CHUNK = KernelSource("advance_chunk", (ChunkParams,))
+"""The kernel that says that a chunk of rows is there. Its block has 32 threads."""
+
 ROW_TYPES = {"bfloat16": "Bf16", "float16": "F16", "float32": "F32"}
 
 
 def dispatch_source(
-    dtype: str = "bfloat16", fp8: bool = False, stamped: bool = False, traces: bool = False, *, known: bool = False
+    dtype: str = "bfloat16",
+    fp8: bool = False,
+    stamped: bool = False,
+    traces: bool = False,
+    *,
+    known: bool = False,
+    chunked: bool = False,
 ) -> KernelSource:
     """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats.
 
-    `known`: for rows that go to the places of an earlier dispatch.
+    `known`: for rows that go to the places of an earlier dispatch. `chunked`: for rows of x that come in chunks while
+    the kernel runs.
     """
-    structs = (DispatchParams, Got, Scratch, Peers, *STRUCTS)
+    structs = (ChunkedDispatchParams if chunked else DispatchParams, Got, Scratch, Peers, *STRUCTS)
     defines: tuple[tuple[str, str], ...] = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     defines += (("KNOWN_ROUTING", "1"),) if known else ()
+    defines += (("CHUNKED_ROWS", "1"),) if chunked else ()
     return KernelSource("dispatch", structs, (*defines, *stamps(stamped), *traced(traces)))
 
 

@@ -17,6 +17,7 @@ from raymoe.device.current import capturing
 from raymoe.device.dispatch import DispatchParams, dispatch_source
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.gpu import HostWords
+from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Launch, Shape
 from raymoe.device.params import Params, address_setter
 from raymoe.errors import CaptureError, ConfigError
@@ -66,7 +67,7 @@ class FusedBackend:
         self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest_shapes()))
         kernels = self.workspace.kernels
         warps, traces = self.combine_grid.warps, self.workspace.traces
-        self._dispatch = kernels.function(dispatch_source(spec.dtype, self.build.fp8, stamped, traces))
+        self._dispatch = kernels.function(self._source(known=False))
         self._combine = kernels.function(combine_source(spec.dtype, stamped, traces, spec.combine_wire, warps))
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
         self._device_record: torch.Tensor | None = None
@@ -163,12 +164,11 @@ class FusedBackend:
             if capturing(self.world.device):
                 raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
             space = self.workspace
-            source = dispatch_source(self.spec.dtype, stamped=space.stamped, traces=space.traces, known=True)
             # With layout rank too, rows go to their places: their slots change with the parity of the epoch.
             params = replace(self._dispatch_params(self._known_parts()), rank_layout=0)
             shape = self.dispatch_grid.shape(self._known_parts())
-            launch = Launch(space.kernels.function(source), shape, params)
-            self._known = PreparedLaunch(launch, DispatchParams, DISPATCH_ADDRESSES)
+            launch = Launch(space.kernels.function(self._source(known=True)), shape, params)
+            self._known = PreparedLaunch(launch, type(params), DISPATCH_ADDRESSES)
         return self._known
 
     def _set_known_addresses(
@@ -272,7 +272,12 @@ class FusedBackend:
 
     def _dispatch_launch(self, parts: int) -> PreparedLaunch:
         shape, params = self.dispatch_grid.shape(parts), self._dispatch_params(parts)
-        return PreparedLaunch(Launch(self._dispatch, shape, params), DispatchParams, DISPATCH_ADDRESSES)
+        return PreparedLaunch(Launch(self._dispatch, shape, params), type(params), DISPATCH_ADDRESSES)
+
+    def _source(self, known: bool) -> KernelSource:
+        """The kernel of a dispatch, with known routing or without."""
+        space = self.workspace
+        return dispatch_source(self.spec.dtype, self.build.fp8, space.stamped, space.traces, known=known)
 
     def _combine_launch(self, parts: int) -> PreparedLaunch:
         shape, params = self.combine_grid.shape(parts), self._combine_params(parts)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from raymoe.device.combine import CombineGrid
+from raymoe.device.dispatch import ADVANCE_CHUNK, ChunkParams
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.error_word import _RECORD, ErrorWord
 from raymoe.device.jit import KernelSource
@@ -24,6 +25,7 @@ from raymoe.device.params import Params
 from raymoe.device.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
 from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.fused_chunks import FusedChunksBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
 from raymoe.exchange.spec import ExchangeSpec
@@ -204,12 +206,15 @@ def workspaces(
     stamped: bool = True,
     traced: bool = False,
     timeout_s: float = LONG_S,
+    ranks: int | None = None,
 ) -> list[Workspace]:
-    """Make a workspace for each rank. `timeout_s` is virtual time; a step takes about 8 ns of it."""
+    """Make a workspace for each rank. `timeout_s` is virtual time; a step takes about 8 ns of it.
+
+    With `ranks` only the machine's first ranks have one. The streams of the others are free for other work.
+    """
     heaps: dict[str, tuple[Layout, list[Memory]]] = {}
-    worlds = [
-        EmulatedWorld(EmulatedGpu(emulator, rank), emulator.ranks, heaps, timeout_s) for rank in range(emulator.ranks)
-    ]
+    size = emulator.ranks if ranks is None else ranks
+    worlds = [EmulatedWorld(EmulatedGpu(emulator, rank), size, heaps, timeout_s) for rank in range(size)]
     with (
         mock.patch.dict(os.environ, {STAMPS_VARIABLE: str(int(stamped))}),
         mock.patch("raymoe.device.error_word.ErrorWord", EmulatedErrorWord),
@@ -335,11 +340,64 @@ class EmulatedLl(EmulatedBackend, FusedLlBackend):
     """Backend `fused` for few tokens: rows in lines."""
 
 
+class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
+    """Backend `fused` whose rows come late, by a second stream of each rank: the machine has twice as many ranks.
+
+    Its crossings are not ordered with a rank's own stream, so the machine must run between two dispatches.
+    """
+
+    delay = 0
+    """How many launches before each chunk only take time."""
+    late_chunks: int | None = None
+    """How many chunks of the next dispatch come; None: all."""
+
+    def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
+        """Wait for words in the machine, which are as many as `words`."""
+        self.machine_words = torch.from_numpy(self._reachable(words.nbytes, "chunk words")).view(torch.int64)
+        self._spare = torch.from_numpy(self._reachable(16, "spare words")).view(torch.int64)
+        self._late_x = self._reachable(self.spec.tokens * self.spec.row_bytes, "x")
+        super().await_chunks(self.machine_words, tokens)
+
+    def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
+        FusedChunksBackend.dispatch_known(self, self._come_late(x), got, out)
+
+    def _in_machine(self, tokens: Tokens) -> Tokens:
+        x = self._come_late(tokens.x)
+        return replace(super()._in_machine(replace(tokens, x=x[:0])), x=x)
+
+    def _come_late(self, x: torch.Tensor) -> torch.Tensor:
+        """Enqueue the rows, chunk by chunk, each behind a launch that advances its word. Until then they are NaN."""
+        gpu: Any = self.world.gpu
+        emulator, stream = gpu.emulator, self.world.rank + self.world.size
+        late = self._late_x[: x.nbytes]
+        late[:] = 0xFF
+        self.machine_words[0] += 1
+        rows = x.flatten().view(torch.uint8).numpy().copy()
+        each, chunks = self._chunk_tokens * (x.nbytes // max(1, len(x))), len(self.machine_words) - 1
+        for number in range(chunks if self.late_chunks is None else self.late_chunks):
+            begin = number * each
+            for _ in range(self.delay):  # launches that only take time
+                emulator.launch(stream, ADVANCE_CHUNK, Shape(4, 32), ChunkParams(self._spare.data_ptr(), 0))
+            emulator.call(stream, lambda at=begin: emulator.write(late[at : at + each], rows[at : at + each]))
+            params = ChunkParams(self.machine_words.data_ptr(), number)
+            emulator.launch(stream, ADVANCE_CHUNK, Shape(1, 32), params)
+        return torch.from_numpy(late).view(x.dtype).view(x.shape)
+
+    def _reachable(self, nbytes: int, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Map zeros that both streams of this rank reach."""
+        gpu: Any = self.world.gpu
+        found: np.ndarray[Any, np.dtype[np.uint8]] = gpu.emulator.heap(
+            self.world.rank, [(name, 0, nbytes)], nbytes
+        ).bytes
+        return found
+
+
 BACKENDS: dict[str, type[EmulatedBackend]] = {
     "fused": EmulatedBackend,
     "staged": EmulatedStaged,
     "copied": EmulatedCopied,
     "ll": EmulatedLl,
+    "chunks": EmulatedChunks,
 }
 
 

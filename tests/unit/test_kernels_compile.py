@@ -15,7 +15,7 @@ import pytest
 
 from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
-from raymoe.device.dispatch import ANNOUNCE, WARPS, WIDE, alltoallv_source, dispatch_source, pack_source
+from raymoe.device.dispatch import ADVANCE_CHUNK, ANNOUNCE, WARPS, WIDE, alltoallv_source, dispatch_source, pack_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
@@ -51,10 +51,15 @@ SOURCES = (
     pack_source(),
     pack_source(stamped=True),
     ANNOUNCE,
+    ADVANCE_CHUNK,
     dispatch_source(),
     dispatch_source(stamped=True),
     dispatch_source(known=True),
     dispatch_source(stamped=True, known=True),
+    dispatch_source(chunked=True),
+    dispatch_source(stamped=True, chunked=True),
+    dispatch_source(known=True, chunked=True),
+    dispatch_source("float16", fp8=True, chunked=True),
     dispatch_source(traces=True, known=True),
     *(dispatch_source(dtype, fp8=True) for dtype in DTYPES),
     *(combine_source(dtype) for dtype in DTYPES),

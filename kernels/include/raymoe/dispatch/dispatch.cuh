@@ -21,6 +21,11 @@ namespace raymoe {
 constexpr bool KNOWN = KNOWN_ROUTING;
 static_assert(!KNOWN || !WIRE_FP8, "only backward passes know the routing, and their rows do not cross as fp8");
 
+#ifndef CHUNKED_ROWS
+#define CHUNKED_ROWS 0  // 1: rows of x come in chunks while the kernel runs (chunks.cuh)
+#endif
+constexpr bool CHUNKED = CHUNKED_ROWS;
+
 #ifndef STAMPED
 #define STAMPED 0  // 1: every slot ends in a stamp of its epoch, and every reader checks it. For tests
 #endif
@@ -208,6 +213,12 @@ struct DispatchParams : DispatchCall {
     u32 placer_lanes;    // warps of each
     u32 placer_stages;   // of each lane's ring
 
+#if CHUNKED_ROWS
+    const u64* chunks;  // {number of the crossing, word of each chunk}: chunks.cuh
+    u32 chunk_tokens;   // of x in a chunk; the last chunk may have fewer
+    u32 rail_op;        // the number of the operation that a wait for a chunk reports
+#endif
+
     __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
 
     // The address to which a row is copied: its place, or with layout rank its slot, by number.
@@ -275,6 +286,10 @@ struct DispatchParams : DispatchCall {
         return mask;
     }
 };
+
+#if CHUNKED_ROWS
+using ChunkedDispatchParams = DispatchParams;
+#endif
 
 // The state that every block of a dispatch reads first.
 struct DispatchRun {

@@ -10,12 +10,16 @@
 // last rows of all sources come together. Rows of this rank itself come out of x and wait for nothing: a lane moves one
 // whenever no row of a peer has arrived.
 //
+// In a build with CHUNKED_ROWS a row of this rank itself waits for its chunk (chunks.cuh), as a row of a peer waits for
+// its word.
+//
 // With layout rank rows stay in their slots. The placers only store the index, and copy own rows into their slots.
 //
 // If the routing is known (KNOWN), the places are those that an earlier dispatch has left in `home`. A lane then waits
 // for no counts, only for its rows. Rows go to their places with layout rank too, because slots change with the parity.
 #pragma once
 
+#include "raymoe/dispatch/chunks.cuh"
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/dispatch/known_places.cuh"
 #include "raymoe/dispatch/quantising.cuh"
@@ -54,7 +58,7 @@ class PlaceLane {
         : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placers + placer), parity_(epoch & 1),
           leads_(thread() == 0), queue_(queue),
           whole_(ptx::shared_address(memory) + lane_memory(p.placer_stages, p.slot_bytes)),
-          ring_(memory, p.placer_stages, p.slot_bytes, drives && leads_) {}
+          ring_(memory, p.placer_stages, p.slot_bytes, drives && leads_), x_(p) {}
 
     // Moves the lane's tokens number `first` to `first + count - 1` of every source. All threads of the warp call this.
     // Returns false if a wait failed.
@@ -67,7 +71,7 @@ class PlaceLane {
         u32 act;
         do {
             const Remote remote = look(ok);
-            act = __shfl_sync(0xFFFFFFFF, leads_ ? step(remote) : 0, 0);
+            act = __shfl_sync(0xFFFFFFFF, leads_ ? step(remote, ok) : 0, 0);
             if (act & REMOTE) {
                 next_remote_ += thread() == remote.step;
             }
@@ -123,14 +127,15 @@ class PlaceLane {
     }
 
     // Decides the next action, and begins loads itself. The leading thread calls this. A load always has room, because
-    // the step before returns STORE if there would be none.
-    __device__ __forceinline__ u32 step(const Remote& remote) {
+    // the step before returns STORE if there would be none. If a wait has failed, `ok` is false.
+    __device__ __forceinline__ u32 step(const Remote& remote, bool ok) {
         const u32 own = p_.ranks_through_slots();  // the step of this rank itself
         while (OWN_FROM_X && next_own_ < count_ && *plan_.of(next_own_, warp_, own) == NOWHERE) {
             ++next_own_;
         }
-        const bool own_left = OWN_FROM_X && next_own_ < count_;
-        if (remote.arrived || own_left) {
+        const bool own_left = OWN_FROM_X && next_own_ < count_ && (!CHUNKED || ok);
+        const bool own_there = own_left && x_.there(token_of(next_own_));
+        if (remote.arrived || own_there) {
             if (remote.arrived) {
                 load_remote(remote.number, remote.step);
             } else {
@@ -143,7 +148,7 @@ class PlaceLane {
         if (ring_.any_loading()) {
             return STORE;
         }
-        if (remote.any) {
+        if (remote.any || (CHUNKED && own_left)) {
             return WAIT;
         }
         ring_.settle();
@@ -163,8 +168,8 @@ class PlaceLane {
         return p_.at_once || ptx::load_acquire_sys(word(next_remote_, thread())) >= epoch_;
     }
 
-    // Waits until the next row of one of the sources has arrived. All threads of the warp call this. Returns false if a
-    // wait failed.
+    // Waits until the next row of one of the sources has arrived, or this rank's own next row is there. All threads of
+    // the warp call this. Returns false if a wait failed.
     __device__ __forceinline__ bool wait() const {
         __shared__ u32 any[WARPS];  // of each warp: 1 if a row has arrived
         const u32 found = ptx::shared_address(any + warp_);
@@ -173,6 +178,24 @@ class PlaceLane {
         }
         __syncwarp();
         bool ok = true;
+#if CHUNKED_ROWS
+        const u32 own = __shfl_sync(0xFFFFFFFF, next_own_, 0);  // only the leading thread counts own rows
+        // The thread behind the sources' threads waits for this rank's own row.
+        const bool for_own = OWN_FROM_X && own < count_ && thread() == p_.ranks_through_slots();
+        const u64* at = for_own ? x_.word(token_of(own)) : word(next_remote_, thread());
+        const u64 wanted = for_own ? x_.crossing() : epoch_;
+        const Waiting who = for_own ? x_.waiting() : Waiting{p_.op, p_.peers.in_turn(thread()), epoch_};
+        if (left_ || for_own) {
+            auto look = [&](u64& seen) {
+                seen = ptx::load_acquire_sys(at);
+                if (seen >= wanted) {
+                    ptx::shared_store_4(found, 1);
+                }
+                return ptx::shared_load_4(found) != 0;
+            };
+            ok = wait_until(look, wanted, who, p_.watch);
+        }
+#else
         if (left_) {
             const u32 step = thread();
             auto look = [&](u64& seen) {
@@ -184,6 +207,7 @@ class PlaceLane {
             };
             ok = wait_until(look, epoch_, Waiting{p_.op, p_.peers.in_turn(step), epoch_}, p_.watch);
         }
+#endif
         return __all_sync(0xFFFFFFFF, ok);
     }
 
@@ -276,6 +300,7 @@ class PlaceLane {
     u32 next_remote_ = 0;  // next row of this thread's source
     bool left_ = false;    // there is such a row
     u32 next_own_ = 0;
+    RowsOfX x_;  // of the leading thread
     u32 loads_ = 0;
     u32 stores_ = 0;
 };

@@ -11,6 +11,7 @@
 // the pusher's wait_group and `landed` order the rows before the announcer's fence and words.
 #pragma once
 
+#include "raymoe/dispatch/chunks.cuh"
 #include "raymoe/dispatch/quantised_stages.cuh"
 #include "raymoe/dispatch/quantising.cuh"
 #include "raymoe/base/ring.cuh"
@@ -26,7 +27,7 @@ class QuantisingLane {
 
     __device__ QuantisingLane(const DispatchParams& p, const LeavingStages& leaving, u64 epoch, u32 memory)
         : p_(p), leaving_(leaving), epoch_(epoch), leads_(threadIdx.x % 32 == 0), row_(memory),
-          barrier_(memory + p.row_bytes), mine_(p) {}
+          barrier_(memory + p.row_bytes), mine_(p), x_(p) {}
 
     // Loads the first row, whichever ranks it goes to: nearly every token goes to some rank. All threads of the warp,
     // lane `lane` of all senders, call this before the block's barriers are initialised.
@@ -34,6 +35,9 @@ class QuantisingLane {
         if (leads_) {
             ptx::barrier_init(barrier_, 1);
             ptx::fence_barrier_init();  // orders the init before the bulk loads that complete on it
+        }
+        if constexpr (CHUNKED) {
+            tokens = lane < tokens && x_.await_by_warp(lane) ? tokens : 0;
         }
         if (lane < tokens) {
             load(lane);
@@ -60,6 +64,9 @@ class QuantisingLane {
         }
     }
 
+    // Whether no wait for a chunk has failed.
+    __device__ __forceinline__ bool ok() const { return x_.ok(); }
+
   private:
     __device__ __forceinline__ void load(u32 token) {
         if (leads_) {
@@ -70,7 +77,10 @@ class QuantisingLane {
 
     // Returns false if there is no next row.
     __device__ __forceinline__ bool load_next(u32& token, u32& mask) {
-        const bool more = mine_.next(~0u, token, mask);
+        bool more = mine_.next(~0u, token, mask);
+        if constexpr (CHUNKED) {
+            more = more && x_.await_by_warp(token);
+        }
         if (more) {
             load(token);
         }
@@ -116,6 +126,7 @@ class QuantisingLane {
     u32 barrier_;   // the load of the row completes on it
     u32 rows_ = 0;  // rows that have come
     Tokens mine_;
+    RowsOfX x_;
 };
 
 // The warp that pushes the rows of its block's lanes, with a thread for each rank.
@@ -246,6 +257,9 @@ __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n,
         Pusher(p, leaving, epoch).run();
     } else if (warp == WARPS - 1) {
         Announcer(p, leaving, epoch).run();
+    }
+    if (CHUNKED && !__syncthreads_and(lane.ok())) {
+        return;  // a wait failed, so rows are missing
     }
     announce_done(p, epoch, sender);
 }

@@ -5,6 +5,7 @@
 // next, and for the experts of the next.
 #pragma once
 
+#include "raymoe/dispatch/chunks.cuh"
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/base/ring.cuh"
 
@@ -103,13 +104,16 @@ class SendLane {
     __device__ SendLane(const DispatchParams& p, u64 epoch, u32 lane, u8* memory, bool drives)
         : p_(p), epoch_(epoch), lane_(lane), parity_(epoch & 1), leads_(threadIdx.x % 32 == 0),
           ring_(memory, p.sender_stages, p.slot_bytes, drives && leads_),
-          queue_(ptx::shared_address(memory) + lane_memory(p.sender_stages, p.slot_bytes)) {}
+          queue_(ptx::shared_address(memory) + lane_memory(p.sender_stages, p.slot_bytes)), x_(p) {}
 
     // Sends the tokens that this lane takes of the first `tokens`. All threads of the warp call this. Placers copy this
-    // rank's own rows.
-    __device__ __forceinline__ void run(u32 tokens) {
+    // rank's own rows. Returns false if a wait failed: then `finish` announces what has been loaded before.
+    __device__ __forceinline__ bool run(u32 tokens) {
         const u32 wanted = ~(1u << p_.peers.rank);
         u32 token, mask;
+        if (CHUNKED && lane_ < tokens && !await_row(lane_)) {
+            return false;
+        }
         if (leads_ && lane_ < tokens) {
             load(lane_);  // before its ranks are known: nearly every token goes to some rank
         }
@@ -120,7 +124,12 @@ class SendLane {
             store();  // nothing is in flight yet
         }
         __syncwarp();
+        bool ok = true;
         while (mine.next(wanted, token, mask)) {
+            if (CHUNKED && !await_row(token)) {
+                ok = false;
+                break;
+            }
             if (leads_) {
                 if (!ring_.can_load()) {
                     store();
@@ -133,6 +142,7 @@ class SendLane {
         while (leads_ && ring_.any_loading()) {
             store();
         }
+        return ok;
     }
 
     // Waits until every row has arrived, and announces the rest.
@@ -144,6 +154,20 @@ class SendLane {
     }
 
   private:
+    // Waits until the row of the token is there. Before it waits, it sends and announces the rows that are loaded: they
+    // would be as late as the chunk. All threads of the warp call this. Returns false if the wait failed.
+    __device__ __forceinline__ bool await_row(u32 token) {
+        bool ok = true;
+        if (leads_ && !x_.there(token)) {
+            while (ring_.any_loading()) {
+                store();
+            }
+            finish();
+            ok = x_.await(token);
+        }
+        return __shfl_sync(0xFFFFFFFF, ok, 0);
+    }
+
     __device__ __forceinline__ u64 queued(u32 number) const { return ptx::shared_load_8(queue_ + number % QUEUE * 8); }
 
     __device__ __forceinline__ void load(u32 token) {
@@ -196,6 +220,7 @@ class SendLane {
     bool leads_;
     Ring ring_;
     u32 queue_;  // {token, ranks} in the order of loads, in shared memory
+    RowsOfX x_;
     u32 loaded_ = 0;
     u32 stored_ = 0;
     u32 announced_ = 0;
@@ -231,9 +256,13 @@ __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 
     const u32 warp = threadIdx.x / 32;
     const bool drives = warp < p.sender_lanes;
     SendLane lane(p, epoch, sender * p.sender_lanes + warp, shared + warp * SendLane::memory(p), drives);
+    bool ok = true;
     if (drives) {
-        lane.run(n);
+        ok = lane.run(n);
         lane.finish();
+    }
+    if (CHUNKED && !__syncthreads_and(ok)) {
+        return;  // a wait failed, so rows are missing
     }
     announce_done(p, epoch, sender);
 }
