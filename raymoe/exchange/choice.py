@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from raymoe.device.dispatch import MAX_DONE, RANK_BITS
 from raymoe.device.rounds import MOST_EXPERTS, MOST_RANKS, SPREAD_VECTORS
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Backend
+from raymoe.exchange.chunks import chunk_of, sms_beside, too_many_sms
 from raymoe.exchange.spec import FP8, ROW_BYTES, ExchangeSpec
 from raymoe.memory.world import World
 
@@ -43,6 +44,7 @@ class ExchangeRequest:
     backend: str
     workspace: Workspace | None
     sms: int | str
+    chunk: int | str = "auto"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class RankFacts:
     capability: tuple[int, int] = (0, 0)
     nccl: bool = False
     sms: int = 0
+    bounded: bool = False
+    """Whether NCCL can be told how many SMs it may take. Found out only between domains."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,12 @@ class Choice:
     """SMs that the kernels of `fused` and `staged` may take on each GPU."""
     lines: bool = False
     """Whether `fused` takes the LL path, which carries rows in lines (raymoe/exchange/fused_ll.py)."""
+    chunk: int = 0
+    """Tokens of a chunk in which rows cross between domains; 0: all at once."""
+
+    def chunks(self, tokens: int) -> int:
+        """The number of chunks of so many tokens."""
+        return -(-tokens // self.chunk) if self.chunk else 1
 
 
 def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice:
@@ -72,6 +82,7 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
     problem = _request_error(world, spec, request)
     asked = {} if problem else asdict(spec)
     asked |= {"backend": request.backend, "sms": request.sms, "workspace": request.workspace is not None}
+    asked |= {"chunk": request.chunk}
     facts: list[RankFacts] = []
     for rank, other in enumerate(world.swap((asked, problem, _facts(world)), "exchange: spec")):
         assert isinstance(other, tuple)
@@ -94,8 +105,9 @@ def choose(world: World, spec: ExchangeSpec, request: ExchangeRequest) -> Choice
     ]
     for name, reason in zip(names, reasons, strict=True):
         if reason is None:
-            inside = spec.inside(world.domains, world.size) if between else spec
-            return _make_choice(name, world.domain if between else world, inside, request, facts)
+            if between:
+                return _choose_between_domains(name, world, spec, request, facts)
+            return _make_choice(name, world, spec, request, facts)
     raise ConfigError(f"backend {request.backend} asked for and {reasons[0]}")
 
 
@@ -111,6 +123,38 @@ def _make_choice(
     most = min(MAX_DONE, *(found.sms for found in facts))
     lines = name == "fused" and is_ll(spec, limit) and world.shared(Links).lines
     return Choice(name, most if limit is None else min(limit, most), lines)
+
+
+def _choose_between_domains(
+    name: str, world: World, spec: ExchangeSpec, request: ExchangeRequest, facts: Sequence[RankFacts]
+) -> Choice:
+    """Choose the settings of the exchange inside, and the chunks in which rows cross."""
+    inside = _make_choice(name, world.domain, spec.inside(world.domains, world.size), request, facts)
+    return in_chunks(inside, spec, request, facts)
+
+
+def in_chunks(inside: Choice, spec: ExchangeSpec, request: ExchangeRequest, facts: Sequence[RankFacts]) -> Choice:
+    """Add the chunks in which rows cross between domains to the choice inside, and limit its SMs to leave some free.
+
+    A number of tokens as `chunk` asks for flags and slots where `fused` would carry rows in lines.
+    """
+    reasons = []
+    if inside.backend != "fused":
+        reasons.append(f"backend {inside.backend} waits for all rows: take fused, or leave chunk out")
+    if inside.lines and request.chunk == "auto":
+        reasons.append("few tokens cross at once")
+    if without := [rank for rank, found in enumerate(facts) if not found.bounded]:
+        reasons.append(
+            f"the NCCL of rank {without[0]} is older than 2.17 and takes SMs as it likes: take a later one, or leave "
+            "chunk out"
+        )
+    limit, most = None if request.sms == "auto" else int(request.sms), min(found.sms for found in facts)
+    if reason := too_many_sms(limit, most):
+        reasons.append(reason)
+    chunk = chunk_of(spec, request.chunk, reasons)
+    if not chunk:
+        return inside
+    return replace(inside, sms=min(inside.sms, sms_beside(limit, most)), lines=False, chunk=chunk)
 
 
 def _names_to_try(world: World, spec: ExchangeSpec) -> tuple[str, ...]:
@@ -229,7 +273,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
     rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
     inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains, world.size), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} is one of BETWEEN_DOMAINS"
-    return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside))
+    return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside, choice.chunk))
 
 
 def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Workspace | None) -> Backend:
@@ -255,9 +299,11 @@ def _make_on_gpu(choice: Choice, world: World, spec: ExchangeSpec, workspace: Wo
 
         return StagedBackend(world, spec, workspace, sms)
     from raymoe.exchange.fused import FusedBackend
+    from raymoe.exchange.fused_chunks import FusedChunksBackend
     from raymoe.exchange.fused_ll import FusedLlBackend
 
-    return (FusedLlBackend if choice.lines else FusedBackend)(world, spec, workspace, sms)
+    kind = FusedLlBackend if choice.lines else FusedChunksBackend if choice.chunk else FusedBackend
+    return kind(world, spec, workspace, sms)
 
 
 def _request_error(world: World, spec: object, request: ExchangeRequest) -> ConfigError | None:
@@ -270,6 +316,13 @@ def _request_error(world: World, spec: object, request: ExchangeRequest) -> Conf
         return ConfigError(f"backend is {request.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")
     if request.sms != "auto" and (type(request.sms) is not int or request.sms < 1):
         return ConfigError(f"sms is {request.sms!r}; it is 'auto' or a number of SMs, at least 1")
+    if request.chunk != "auto" and (type(request.chunk) is not int or request.chunk < 1):
+        return ConfigError(f"chunk is {request.chunk!r}; it is 'auto' or a number of tokens, at least 1")
+    if request.chunk != "auto" and (device == "cpu" or world.domains == 1):
+        where = "between CPU ranks" if device == "cpu" else "in a world of one domain"
+        return ConfigError(
+            f"chunk is {request.chunk} {where}; rows cross in chunks between domains of GPU ranks alone: leave it out"
+        )
     if world.domains > 1 and request.workspace is not None:
         return ConfigError(
             f"a workspace was given in a world of {world.domains} domains; an exchange between domains makes its own: "
@@ -290,7 +343,12 @@ def _facts(world: World) -> RankFacts:
     from torch import distributed
 
     nccl = distributed.is_available() and distributed.is_nccl_available()
-    return RankFacts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl, world.gpu.sms)
+    bounded = False
+    if nccl and world.domains > 1:
+        from raymoe.net.nccl import bounds_blocks
+
+        bounded = bounds_blocks()
+    return RankFacts(world.gpu.uuid, world.gpu.name, world.gpu.capability, nccl, world.gpu.sms, bounded)
 
 
 def _no_nccl(facts: Sequence[RankFacts]) -> str | None:

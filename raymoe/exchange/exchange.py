@@ -43,6 +43,8 @@ class Exchange:
     - **CUDA graphs.** A captured call may be replayed until `close`. The memory that it allocated is kept until then.
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
       streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
+    - **`chunk`** is for GPU ranks in several domains. Rows cross the network in chunks of so many tokens, and the
+      dispatch inside a domain runs beside that. "auto" takes chunks of at least 4 MiB, or one where rows are few.
     - **torch.compile** breaks its graph at each call, and the call runs uncompiled. `raymoe.moe.dispatch` and `combine`
       can be traced, and have gradients.
 
@@ -70,14 +72,17 @@ class Exchange:
         *,
         workspace: Workspace | None = None,
         sms: int | str = "auto",
+        chunk: int | str = "auto",
     ) -> None:
         if capturing(world.device):
             raise CaptureError("an exchange cannot be made inside a capture; make it before, its calls can be captured")
         refuse_tracing("making an exchange")
         self.world, self.spec = world, spec
         world.unclosed.free()
-        choice = choose(world, spec, ExchangeRequest(backend, workspace, sms))
+        choice = choose(world, spec, ExchangeRequest(backend, workspace, sms, chunk))
         self.backend = choice.backend
+        self.chunks: int | None = choice.chunks(spec.tokens) if world.domains > 1 else None
+        """The number of chunks in which rows cross between domains. None in a world of one domain."""
         self._arguments = Arguments(spec, world.size, world.device)
         self._own = _own_rows(world, spec)
         self._backend = make_backend(choice, world, spec, workspace)

@@ -2,13 +2,14 @@
 
 `hierarchical.py` explains the idea, for CPU ranks. Here all work is on the device and on one stream, and the host reads
 nothing. So a CUDA graph holds an operation if it can hold that of the exchange inside the domain, which is one of the
-backends `fused`, `staged` and `allgather`, unchanged, with N*T tokens a rank. The parts between the rail and that
+backends `fused`, `staged` and `allgather`, with N*T tokens a rank. The parts between the rail and that
 exchange are torch operations on small tensors (`hierarchical_tensors.py`): they are few beside the rows, and need no
 kernel of their own.
 
-Dispatch: gather rows, ids and weights over the rail, rewrite the ids, dispatch inside. Each expert has N ids inside,
-one for each source domain, and they are neighbours. So rows arrive in the order of the contract. Only gaps are missing:
-with an `alignment` above 1 rows are copied once more, to their places (layout `rank`: only their index).
+Dispatch: gather ids and weights over the rail, rewrite the ids, gather rows, dispatch inside. Many rows cross in chunks of
+tokens, and the dispatch inside waits for each chunk by itself (`rail_rows.py`). Each expert has N ids inside, one for
+each source domain, and they are neighbours. So rows arrive in the order of the contract. Only gaps are missing: with an
+`alignment` above 1 rows are copied once more, to their places (layout `rank`: only their index).
 
 Where rows cross as fp8, each rank quantises its own once, before the rail. They go on as values and scales, which the
 exchange inside takes as they are. So the network carries half of the bytes, and the rows are those of one domain.
@@ -34,9 +35,9 @@ timeout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -46,6 +47,7 @@ from raymoe.device.kernels import Shape as LaunchShape
 from raymoe.errors import PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.build import SCALES_ALIGNMENT
+from raymoe.exchange.fused_chunks import RAIL_OP
 from raymoe.exchange.hierarchical_tensors import (
     DomainShape,
     Places,
@@ -58,6 +60,7 @@ from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.nccl import CapturedMemory
 from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
 from raymoe.exchange.quantising import quantise
+from raymoe.exchange.rail_rows import RailRows
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -84,6 +87,14 @@ class InsideBackend(Backend, Protocol):
         """Raise if a wait of the kernels has failed so far. Waits for nothing."""
 
 
+@runtime_checkable
+class AwaitsChunks(Protocol):
+    """A backend inside a domain whose dispatch may begin before its rows are there."""
+
+    def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
+        """Wait for chunks of so many tokens from now on, by the words of `RailRows`."""
+
+
 @dataclass(frozen=True)
 class RailParts:
     """The parts of an exchange between domains: the order of its operations, the rail, and the exchange inside."""
@@ -91,6 +102,8 @@ class RailParts:
     launcher: Launcher
     rail: Rail
     inside: InsideBackend
+    chunk: int = 0
+    """Tokens of a chunk in which rows cross; 0: all at once. Else the exchange inside `AwaitsChunks`."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +130,8 @@ class HierarchicalGpu:
         N, L, T, K = world.domains, world.domain.size, spec.tokens, spec.topk
         self._world, self._spec = world, spec
         self._launcher, self._rail, self._inside = parts.launcher, parts.rail, parts.inside
-        self._shape = DomainShape(N, L, world.rank // L, T, spec.local_experts(world.size))
+        self._shape = DomainShape(N, L, world.rank // L, T, spec.local_experts(world.size), parts.chunk)
         self._index = self._shape.index
-        self._named_by_world = partial(named_by_world, world.waiter, self._index * L)
         self._memory = CapturedMemory(world.device)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         home: torch.dtype = getattr(torch, spec.combine_wire)
@@ -130,7 +142,9 @@ class HierarchicalGpu:
 
         self._fp8 = spec.dispatch_wire == FP8
         # Values of fp8 are bytes here, because not every rail knows the dtype.
-        self._rows = zeros(N, T, spec.hidden, of=torch.uint8 if self._fp8 else dtype)
+        rows = zeros(N * T, spec.hidden, of=torch.uint8 if self._fp8 else dtype)
+        self._rail_rows = RailRows(self._shape, rows, self._rail, self._launcher)
+        self._rows = rows.view(torch.float8_e4m3fn) if self._fp8 else rows
         # For each domain T*K ids of two words, then T*K weights of one, then the scales of T rows of fp8, then words
         # that make the sum a multiple of 4.
         entries = T * K
@@ -148,6 +162,8 @@ class HierarchicalGpu:
         # The gradients of weights, one for each entry.
         self._leaving_entries = zeros(N, T, K, of=torch.float32)
         self._returned_entries = torch.zeros_like(self._leaving_entries)
+        self._entries = zeros(N * T, K, of=torch.float32) if parts.chunk else self._leaving_entries.flatten(0, 1)
+        """The same, in the order of tokens inside."""
         self._sums = zeros(N * T, spec.hidden, of=dtype)
         """The sums inside: of this domain's ranks, for the tokens of all domains."""
         self._total = zeros(T, spec.hidden, of=torch.float32)
@@ -169,6 +185,9 @@ class HierarchicalGpu:
         self.capturable = self._rail.capturable and self._inside.capturable
         # One domain may have the LL path and another not: all must send the same blocks.
         self._keeps_places = all(world.swap(self._inside.keeps_places, "exchange: places"))
+        if parts.chunk:
+            assert isinstance(self._inside, AwaitsChunks), "a chunk is asked for only with such a backend"
+            self._inside.await_chunks(self._rail_rows.words, N * parts.chunk)
         self._connect()
 
     @property
@@ -183,24 +202,18 @@ class HierarchicalGpu:
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             given, me = len(tokens.x), self._index
-            if self._fp8:
-                values, scales = quantise(tokens.x) if tokens.scales is None else (tokens.x, tokens.scales)
-                self._rows[me, :given].copy_(values.view(torch.uint8))
-                self._scales[me, :given].copy_(scales)
-            else:
-                self._rows[me, :given].copy_(tokens.x)
-            wait = self._gather("dispatch", self._rows)
             told_ids(tokens.topk_idx, tokens.num_tokens, self._ids[me])
             self._weights[me, :given].copy_(tokens.topk_weights)
-            wait()
-            self._gather("dispatch", self._told)()
-            ids, weights = ids_inside(self._ids, self._shape), self._weights.flatten(0, 1).contiguous()
-            rows, scales_of_all = self._rows.flatten(0, 1), None
             if self._fp8:
-                rows, scales_of_all = rows.view(torch.float8_e4m3fn), self._scales.flatten(0, 1).contiguous()
-            arriving = Tokens(rows, ids, weights, None, scales_of_all)
-            with self._named_by_world():
-                inside = self._inside.dispatch(arriving, self._inside_out(out))
+                values, scales = quantise(tokens.x) if tokens.scales is None else (tokens.x, tokens.scales)
+                self._rail_rows.put(values.view(torch.uint8))
+                self._scales[me, :given].copy_(scales)
+            else:
+                self._rail_rows.put(tokens.x)
+            self._gather("dispatch", self._told)()
+            # The rows begin to cross here, so the operations below run beside them.
+            with self._rail_rows.crossing("dispatch"), self._named_by_world():
+                inside = self._inside.dispatch(self._arriving(), self._inside_out(out))
             self._dispatches += 1
             return self._placed(inside, given, out, stream)
 
@@ -260,10 +273,10 @@ class HierarchicalGpu:
                 # Behind the last row a place means nothing, and no combine reads its weight.
                 rows, weights = self._inside_rows, weights.index_select(0, home.moves[1].clamp(min=0))
             with self._named_by_world():
-                self._inside.combine_gradients(
-                    rows, weights, home.inside, self._sums, self._leaving_entries.flatten(0, 1)
-                )
+                self._inside.combine_gradients(rows, weights, home.inside, self._sums, self._entries)
             self._swap_sums(home, weighted=False)
+            if self._shape.chunk:
+                self._shape.by_domain(self._entries, self._leaving_entries)
             self._rail.swap("combine of gradients", self._returned_entries, self._leaving_entries)()
             self._sum_domains(out, out_weights)
 
@@ -273,11 +286,10 @@ class HierarchicalGpu:
         assert isinstance(home, _Home)
         with self._launcher.ordered("dispatch") as stream, self._memory():
             home.used_on(stream)
-            self._rows[self._index, : len(x)].copy_(x)
-            self._gather("dispatch", self._rows)()
+            self._rail_rows.put(x)
             into = out if home.moves is None else self._inside_given
-            with self._named_by_world():
-                self._inside.dispatch_known(self._rows.flatten(0, 1), home.inside, into)
+            with self._rail_rows.crossing("dispatch"), self._named_by_world():
+                self._inside.dispatch_known(self._rows, home.inside, into)
             if home.moves is not None:
                 self._place_rows(stream, home.inside, home.moves, got, out)
 
@@ -299,6 +311,26 @@ class HierarchicalGpu:
             together = False
         self._inside.close(together)
         self._memory.close()
+
+    def _arriving(self) -> Tokens:
+        """Return the tokens inside. Their rows may still be on the way."""
+        ids, weights = ids_inside(self._ids, self._shape), self._shape.inside(self._weights).contiguous()
+        scales = self._shape.inside(self._scales).contiguous() if self._fp8 else None
+        return Tokens(self._rows, ids, weights, None, scales)
+
+    @contextmanager
+    def _named_by_world(self) -> Iterator[None]:
+        """Let errors inside the domain name ranks of the world: of the rail, where a chunk of rows did not come."""
+        try:
+            with named_by_world(self._world.waiter, self._index * self._shape.per_domain):
+                yield
+        except PeerTimeout as error:
+            if error.op != RAIL_OP:
+                raise
+            peer, seen = self._rail.lagging(), error.seen
+            raise PeerTimeout(
+                RAIL_OP, error.epoch, peer, error.expected, seen, error.waited_s, self._world.rank
+            ) from error
 
     def _gather(self, op: str, blocks: torch.Tensor) -> Callable[[], None]:
         """Gather the rail's blocks. This rank's own is there already."""
@@ -403,7 +435,7 @@ class HierarchicalGpu:
         good = torch.cat((self._good[int(weighted)], home.number)).view(torch.int64)
         self._leaving_statuses.copy_(torch.where(self._record[0] != 0, self._record_statuses, good))
         self._record[:1].zero_()
-        self._leaving_sums.copy_(self._sums.view(self._leaving_sums.shape))
+        self._shape.by_domain(self._sums, self._leaving_sums)
         self._rail.swap("combine", self._returned, self._leaving)()
 
     def _sum_domains(self, out: torch.Tensor, out_weights: torch.Tensor | None = None) -> None:
@@ -429,8 +461,9 @@ class HierarchicalGpu:
 
     def _connect(self) -> None:
         """Send each block once: the first call may be inside a capture, where nothing can be connected or loaded."""
-        self._gather("connect", self._rows)()
         self._gather("connect", self._told)()
+        with self._rail_rows.crossing("connect"):
+            self._arriving()
         self._rail.swap("connect", self._returned, self._leaving)()
         self._rail.swap("connect", self._returned_entries, self._leaving_entries)()
         local, N = self._shape.local, self._shape.domains
@@ -439,7 +472,6 @@ class HierarchicalGpu:
         if self._fp8:
             quantise(self._sums[: self._shape.tokens])
         told_ids(self._ids[0], nothing[:1], self._ids[0])
-        ids_inside(self._ids, self._shape)
         if places.sources is not None and places.moves is not None:
             _selected(self._weights.flatten(), places.sources, 0)
             _selected_scales(self._scales[0], places.sources)

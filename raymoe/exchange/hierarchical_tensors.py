@@ -1,7 +1,9 @@
 """The arithmetic of an exchange between domains of GPU ranks, as torch operations without a wait of the host.
 
 N domains of L ranks, T tokens, E experts, `local` experts a rank, domain `index`. A domain's own exchange has N*T
-tokens a rank: token s*T + t is token t of the rank in domain s with the same place. Each of its experts has N ids
+tokens a rank: those of the ranks with one place in each domain. They are numbered chunk by chunk, in a chunk domain by
+domain. So their order is that in which rows come over the rail. With one chunk, token s*T + t is token t of the rank in
+domain s. Each of its experts has N ids
 there, one for each source domain: expert j of place p, for rows from domain s, is p*local*N + j*N + s. So its N ids are
 neighbours, in the order of the domains. Rows in the order of these ids are in the order of the contract.
 
@@ -35,10 +37,51 @@ class DomainShape:
     tokens: int
     local: int
     """Experts a rank."""
+    chunk: int = 0
+    """Tokens of a chunk; the last one may have fewer. 0: all tokens are one."""
 
     @property
     def experts(self) -> int:
         return self.domains * self.per_domain * self.local
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """The first token of each chunk, and its end."""
+        each = self.chunk or self.tokens
+        return [(begin, min(begin + each, self.tokens)) for begin in range(0, self.tokens, each)]
+
+    def blocks(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """View rows of the tokens inside, [N*T, ...], as one block for each chunk, [N, tokens of the chunk, ...]."""
+        N = self.domains
+        return [rows[N * begin : N * end].unflatten(0, (N, end - begin)) for begin, end in self.chunks]
+
+    def inside(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Put blocks of the domains' tokens, [N, T, ...], into the order of tokens inside, [N*T, ...].
+
+        >>> shape = DomainShape(domains=2, per_domain=1, index=0, tokens=3, local=1, chunk=2)
+        >>> shape.inside(torch.tensor([[1, 2, 3], [10, 20, 30]])).tolist()
+        [1, 2, 10, 20, 3, 30]
+        """
+        if len(self.chunks) == 1:
+            return blocks.flatten(0, 1)
+        return torch.cat([blocks[:, begin:end].flatten(0, 1) for begin, end in self.chunks])
+
+    def by_domain(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Do the reverse of `inside`: copy rows, [N*T, ...], to `out`, [N, T, ...]."""
+        for block, (begin, end) in zip(self.blocks(rows), self.chunks, strict=True):
+            out[:, begin:end].copy_(block)
+
+    def source_of(self, number: int) -> tuple[int, int]:
+        """Return the domain and the token of a token inside.
+
+        >>> shape = DomainShape(domains=2, per_domain=1, index=0, tokens=3, local=1, chunk=2)
+        >>> [shape.source_of(number) for number in range(6)]
+        [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
+        """
+        each = self.chunk or self.tokens
+        begin, end = self.chunks[number // (self.domains * each)]
+        source, token = divmod(number - self.domains * begin, end - begin)
+        return source, begin + token
 
 
 def told_ids(topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -93,7 +136,7 @@ def ids_inside(ids: torch.Tensor, shape: DomainShape) -> torch.Tensor:
     source = torch.arange(N, device=ids.device)[:, None, None]
     inside = expert * N + source  # p*local*N + j*N + s, because expert is p*local + j
     bad = (ids < -1) | (ids >= shape.experts)
-    return torch.where(here, inside, torch.where(bad, ids, -1)).flatten(0, 1)
+    return shape.inside(torch.where(here, inside, torch.where(bad, ids, -1)))
 
 
 @dataclass(frozen=True)
@@ -162,14 +205,14 @@ def refusals_of_ranks(words: Sequence[int], shape: DomainShape, gaps: int = 0) -
     >>> refusals_of_ranks(inside, shape)[3]
     Refusal(cause=<Cause.ID: 1>, other=1, number=77)
     """
-    L, T = shape.per_domain, shape.tokens
+    L = shape.per_domain
     pairs = zip(words[::2], words[1::2], strict=True)
     found = [Refusal(Cause(first & _LOW_32), first >> 32, number) for first, number in pairs]
     statuses = [NO_REFUSAL if each else each for each in found]
     for rank, refusal in enumerate(found):
         domain, place = divmod(rank, L)
         if refusal.cause is Cause.ID:
-            source, token = divmod(refusal.other, T)
+            source, token = shape.source_of(refusal.other)
             bad_count = refused_count(refusal.number)
             statuses[source * L + place] = bad_count or replace(refusal, other=token)
         elif refusal.cause in (Cause.COUNT, Cause.EXPERT):

@@ -37,6 +37,28 @@ class _Id(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_uint8 * ID_BYTES),)
 
 
+class _Config(ctypes.Structure):
+    """`ncclConfig_t` of NCCL 2.17. Later versions take it too, because it has its size and its version."""
+
+    _fields_ = (
+        *(("size", ctypes.c_size_t), ("magic", ctypes.c_uint), ("version", ctypes.c_uint)),
+        *((name, ctypes.c_int) for name in ("blocking", "cga_cluster_size", "min_ctas", "max_ctas")),
+        ("net_name", ctypes.c_char_p),
+    )
+
+
+_CONFIG_MAGIC, _CONFIG_VERSION, _UNDEFINED = 0xCAFEBEEF, 21700, -(2**31)
+
+
+def _config(most_blocks: int) -> _Config:
+    """Bound the blocks of each of NCCL's kernels.
+
+    Without clusters: one would need free SMs of one GPC, and find none where another kernel leaves single SMs free.
+    """
+    sizes = _UNDEFINED, 0, _UNDEFINED, most_blocks
+    return _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, *sizes, None)
+
+
 @functools.cache
 def library() -> Any:
     """Load `libnccl.so.2`: the one that torch has loaded, or the one that is installed beside torch."""
@@ -72,9 +94,31 @@ def _with_signatures(nccl: Any) -> Any:
     for name, types in arguments.items():
         function = getattr(nccl, name)
         function.argtypes, function.restype = types, number
+    if hasattr(nccl, _WITH_CONFIG):
+        function = getattr(nccl, _WITH_CONFIG)
+        function.argtypes = [ctypes.POINTER(pointer), number, _Id, number, ctypes.POINTER(_Config)]
+        function.restype = number
+    nccl.ncclGetVersion.argtypes, nccl.ncclGetVersion.restype = [ctypes.POINTER(number)], number
     nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [number], ctypes.c_char_p
     nccl.ncclGetLastError.argtypes, nccl.ncclGetLastError.restype = [pointer], ctypes.c_char_p
     return nccl
+
+
+_WITH_CONFIG = "ncclCommInitRankConfig"
+
+
+def bounds_blocks() -> bool:
+    """Whether NCCL can be loaded, and can be told how many blocks its kernels may have."""
+    try:
+        nccl = library()
+    except WiringError:
+        return False
+    version = ctypes.c_int()
+    return (
+        hasattr(nccl, _WITH_CONFIG)
+        and nccl.ncclGetVersion(ctypes.byref(version)) == 0
+        and version.value >= _CONFIG_VERSION
+    )
 
 
 def new_id() -> bytes:
@@ -96,12 +140,21 @@ class Communicator:
     their own.
     """
 
-    def __init__(self, identity: bytes, rank: int, size: int) -> None:
-        """Connect on torch's current device. Returns after all ranks have called it."""
+    def __init__(self, identity: bytes, rank: int, size: int, most_blocks: int | None = None) -> None:
+        """Connect on torch's current device. Returns after all ranks have called it.
+
+        `most_blocks` bounds the blocks of a kernel, if this NCCL can (`bounds_blocks`). NCCL's variables, such as
+        NCCL_MAX_CTAS, take precedence.
+        """
         self._nccl = library()
         handle = ctypes.c_void_p()
         unique_id = _Id((ctypes.c_uint8 * ID_BYTES).from_buffer_copy(identity))
-        _check("ncclCommInitRank", self._nccl.ncclCommInitRank(ctypes.byref(handle), size, unique_id, rank))
+        if most_blocks is not None and bounds_blocks():
+            config = _config(most_blocks)
+            made = self._nccl.ncclCommInitRankConfig(ctypes.byref(handle), size, unique_id, rank, ctypes.byref(config))
+            _check(_WITH_CONFIG, made)
+        else:
+            _check("ncclCommInitRank", self._nccl.ncclCommInitRank(ctypes.byref(handle), size, unique_id, rank))
         self._handle: ctypes.c_void_p | None = handle
         self._held = False
 
@@ -277,11 +330,11 @@ class NcclGroup:
         return current_stream(self.world.device)
 
 
-def connect(world: World, members: Sequence[int]) -> Communicator | None:
+def connect(world: World, members: Sequence[int], most_blocks: int | None = None) -> Communicator | None:
     """Connect these ranks of a world, in this order, by an id of the first. A rank that is no member gets None.
 
-    All ranks of the world call this, each with the members of its own communicator. So several that share no rank can
-    be made at once.
+    `most_blocks` is that of `Communicator`. All ranks of the world call this, each with the members of its own one. So
+    several that share no rank can be made at once.
     """
     made, problem = None, None
     me = members.index(world.rank) if world.rank in members else None
@@ -294,7 +347,7 @@ def connect(world: World, members: Sequence[int]) -> Communicator | None:
     try:
         if me is not None:
             assert isinstance(identity_of_first, bytes)
-            made = _connect_members(world, identity_of_first, members)
+            made = _connect_members(world, identity_of_first, members, most_blocks)
     except (RaymoeError, RuntimeError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
         problem = WiringError(f"NCCL did not connect: {reason}")
@@ -302,13 +355,13 @@ def connect(world: World, members: Sequence[int]) -> Communicator | None:
     return made
 
 
-def _connect_members(world: World, identity: bytes, members: Sequence[int]) -> Communicator:
+def _connect_members(world: World, identity: bytes, members: Sequence[int], most_blocks: int | None) -> Communicator:
     """Make a communicator that is connected. Bounded, because NCCL waits without end for a member that has died."""
     made: list[Communicator] = []
 
     def connect_all() -> None:
         with torch.cuda.device(world.device):
-            made.append(Communicator(identity, members.index(world.rank), len(members)))
+            made.append(Communicator(identity, members.index(world.rank), len(members), most_blocks))
             _exchange_a_byte(made[0], world, members)
 
     peers = [rank for rank in members if rank != world.rank]

@@ -8,6 +8,9 @@ names the peer that is late by the numbers in the world's store (`published.py`)
 after NCCL has lost a peer's connection raises the same error. While graphs hold the rail, `close` and `abort` return
 before NCCL has freed its memory (`Communicator`).
 
+Its kernels have at most `RAIL_BLOCKS` blocks, because a dispatch that waits for rows leaves so many SMs free
+(raymoe/exchange/chunks.py).
+
 **Pretended domains.** Ranks of two domains on one machine would find shared memory and NVLink between them, and NCCL
 refuses two ranks on one GPU of a host. So the rail then sets NCCL_HOSTID in this process, and NCCL_SOCKET_IFNAME=lo
 where ranks meet at the loopback address. NCCL then takes sockets between domains. Ranks that share a GPU get a host id
@@ -31,6 +34,7 @@ from raymoe.errors import ConfigError, PeerTimeout, RaymoeError, WiringError
 from raymoe.memory.address import LOOPBACK
 from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import CLOSING_S, World
+from raymoe.net.blocks import RAIL_BLOCKS
 from raymoe.net.nccl import BackgroundWait, Communicator, connect, current_stream
 from raymoe.net.published import Published
 
@@ -56,7 +60,7 @@ class NcclRail:
         for name, value in environment(world).items():
             os.environ.setdefault(name, value)
         members = [domain * world.domain.size + world.place for domain in range(world.domains)]
-        self._connected = connect(world, members)
+        self._connected = connect(world, members, RAIL_BLOCKS)
         self._forget = world.waiter.on_abort(lambda _: self.abort())
 
     def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:

@@ -57,7 +57,8 @@ class Inside:
 
     def __init__(self, kind: str, spec: ExchangeSpec, machine: Machine) -> None:
         self._machine = machine
-        (space,) = workspaces(machine.emulator, spec, stamped=False)
+        (space,) = workspaces(machine.emulator, spec, stamped=False, ranks=1)
+        self._words: torch.Tensor | None = None
         self._backend: Any = backend(kind, space, spec)
         self.keeps_places, self.metadata_words = self._backend.keeps_places, self._backend.metadata_words
         self.refusal_record, self.pack = self._backend.refusal_record, self._backend.pack
@@ -68,18 +69,36 @@ class Inside:
         self.combine = self._backend.combine = self._at_once(self._backend)
         self.combine_gradients = self._backend.combine_gradients
 
+    def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
+        self._words = words
+        self._backend.await_chunks(words, tokens)
+        self._backend.delay = 20
+
+    @contextmanager
+    def _late(self) -> Iterator[None]:
+        """Let the rows come once more, while the machine runs. Check that their words then have the same numbers."""
+        if self._words is None:
+            yield
+            self._machine.run()
+            return
+        assert self._words.unique().numel() == 1, "each chunk has come"
+        self._backend.machine_words[:] = self._words - 1
+        yield
+        self._machine.run()
+        assert torch.equal(self._backend.machine_words, self._words)
+
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         placed = None if out is None else self._backend.new(tuple(out.shape), out.dtype, "out")
-        got: Dispatched = self._backend.dispatch(tokens, placed)
-        self._machine.run()
+        with self._late():
+            got: Dispatched = self._backend.dispatch(tokens, placed)
         if out is not None:
             got.x = out.copy_(placed)
         return got
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
         placed = self._backend.new(tuple(out.shape), out.dtype, "out")
-        self._backend.dispatch_known(x, got, placed)
-        self._machine.run()
+        with self._late():
+            self._backend.dispatch_known(x, got, placed)
         out.copy_(placed)
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
@@ -102,9 +121,12 @@ class Inside:
 
 
 @contextmanager
-def between_domains(world: World, spec: ExchangeSpec, kind: str) -> Iterator[HierarchicalGpu]:
-    """Make the exchange of a world whose domains have one rank each, around an emulated backend."""
-    with Emulator(1) as emulator:
+def between_domains(world: World, spec: ExchangeSpec, kind: str, chunk: int = 0) -> Iterator[HierarchicalGpu]:
+    """Make the exchange of a world whose domains have one rank each, around an emulated backend.
+
+    With `chunk`, rows cross in chunks of so many tokens. Then the backend is `chunks`.
+    """
+    with Emulator(2) as emulator:  # its second stream brings rows late
         machine = Machine(emulator)
         inside: Any = Inside(kind, spec.inside(world.domains, world.size), machine)
-        yield HierarchicalGpu(world, spec, RailParts(machine, world.shared(GlooRail), inside))
+        yield HierarchicalGpu(world, spec, RailParts(machine, world.shared(GlooRail), inside, chunk))

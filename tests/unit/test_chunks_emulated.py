@@ -1,4 +1,4 @@
-"""Dispatches whose rows come in chunks while the kernel runs, on an emulator: right rows, planted mistakes, failures."""
+"""Dispatches whose rows come in chunks while the kernel runs, on an emulator: rows, planted mistakes, failures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Late:
         emulator.run(seed=step)
         for result, y in zip(results, ys, strict=True):
             result.y = y.float().numpy().copy()
-        self._judge(case, step, sent, results)
+        self._judge(case, sent, results)
         if self.known:
             again = [each.new((spec.rows(self.ranks), spec.hidden), x.dtype, "known") for each in made]
             for each, batch, got, out in zip(made, sent, gots, again, strict=True):
@@ -93,7 +93,7 @@ class Late:
                     rows = slice(begin, begin + expert)
                     assert np.array_equal(out[rows].float().numpy(), -2 * result.x[rows])
 
-    def _judge(self, case: Case, step: int, sent: list[Any], results: list[Result]) -> None:
+    def _judge(self, case: Case, sent: list[Any], results: list[Result]) -> None:
         if case.spec.dispatch_wire == FP8:
             judge_quantised(case, sent, results)
             return

@@ -73,10 +73,10 @@ def dequantised(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     return (values.float() * scales.repeat_interleave(FP8_BLOCK, dim=1)[:, : values.shape[1]]).to(dtype)
 
 
-def cross(rank: int, case: Case, kind: str, pairs: bool) -> Any:
+def cross(rank: int, case: Case, kind: str, pairs: bool, chunk: int = 0) -> Any:
     """Return of each step the rows that came, expert by expert, their scales, weights, counts and offsets, and y."""
     spec, found = case.spec, []
-    with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind) as exchange:
+    with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind, chunk) as exchange:
         for step in range(len(case.routing)):
             batch = scaled(case, batches(case, step)[rank])
             x, scales = given_rows(case, batches(case, step)[rank]) if pairs else (batch.x, None)
@@ -118,11 +118,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_rows_cross_between_domains_as_they_do_in_one(groups: Groups, number: int) -> None:
+@pytest.mark.parametrize(("number", "chunk"), [*((number, 0) for number in range(len(CASES))), (0, 2), (1, 3), (2, 1)])
+def test_rows_cross_between_domains_as_they_do_in_one(groups: Groups, number: int, chunk: int) -> None:
     kind, pairs, spec = CASES[number]
     case = Case(2, spec, kind, ("uniform", "masked", "repeated", "none"), seed=number, prefix=True)
-    found = groups(2, cross, case, kind, pairs)
+    found = groups(2, cross, case, "chunks" if chunk else kind, pairs, chunk)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     for step in range(len(case.routing)):
         sent = batches(case, step)
@@ -149,10 +149,10 @@ def test_rows_cross_between_domains_as_they_do_in_one(groups: Groups, number: in
             judge_combine(case, seen, y.float().numpy())
 
 
-def return_gradients(rank: int, case: Case, kind: str) -> Any:
+def return_gradients(rank: int, case: Case, kind: str, chunk: int) -> Any:
     """Bring rows and weights home from metadata, and send other rows to the places of the dispatch."""
     spec, found = case.spec, []
-    with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind) as exchange:
+    with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind, chunk) as exchange:
         for step in range(len(case.routing)):
             batch = batches(case, step)[rank]
             out = torch.zeros(spec.rows(2), spec.hidden)
@@ -174,11 +174,14 @@ def return_gradients(rank: int, case: Case, kind: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("kind", "alignment"), [("fused", 1), ("fused", 4), ("ll", 4), ("staged", 1)])
-def test_gradients_come_home_through_the_kernels(groups: Groups, kind: str, alignment: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "alignment", "chunk"),
+    [("fused", 1, 0), ("fused", 4, 0), ("ll", 4, 0), ("staged", 1, 0), ("chunks", 1, 3), ("chunks", 4, 1)],
+)
+def test_gradients_come_home_through_the_kernels(groups: Groups, kind: str, alignment: int, chunk: int) -> None:
     spec = ExchangeSpec(4, 64, experts=4, topk=2, dtype="float32", alignment=alignment, padding="zero")
     case = Case(2, spec, kind, ("uniform", "masked", "repeated"), seed=3, weighted=False)
-    for rank, found in enumerate(groups(2, return_gradients, case, kind)):
+    for rank, found in enumerate(groups(2, return_gradients, case, kind, chunk)):
         for step, (y, entries, same) in enumerate(found):
             batch = batches(case, step)[rank]
             judge_combine(case, batch, y.numpy())
