@@ -209,6 +209,21 @@ def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
     return "CPU ranks have no SMs", "write auto or leave it out"
 
 
+def _chunks_cross_domains(job: Job) -> tuple[str, str] | None:
+    if job.exchange.net.chunk == "auto":
+        return None
+    way_out = "write auto or leave it out"
+    if job.workload == "layer":
+        return "a layer's exchange chooses its chunks itself", way_out
+    if job.world.device == "cpu":
+        return "rows between CPU ranks cross at once", way_out
+    if job.world.domains == 1:
+        return "rows cross in chunks between domains, and these ranks have one", f"set world.domain, or {way_out}"
+    if job.exchange.backend in ("auto", "fused") and job.exchange.transport == "auto":
+        return None
+    return "only backend fused waits for chunks of rows", "take fused or auto"
+
+
 def _nccl_is_not_captured(job: Job) -> tuple[str, str] | None:
     if job.steps.graph is not True or job.exchange.backend != "collective" or job.world.device != "cuda":
         return None
@@ -419,6 +434,14 @@ RULES = (
         _only_staged_has_transports,
     ),
     Rule(MOE, ("exchange.sms", "world.device", "workload"), _sms_need_gpus),
+    Rule(
+        MOE,
+        (
+            *("exchange.net.chunk", "exchange.backend", "exchange.transport"),
+            *("world.domain", "world.ranks", "world.device", "workload"),
+        ),
+        _chunks_cross_domains,
+    ),
     Rule(("exchange", "layer"), ("steps.graph", "exchange.backend", "world.device"), _nccl_is_not_captured),
     Rule(MOE, ("routing.kind", "routing.file"), _trace_is_named),
     Rule(("p2p",), ("p2p.sms", "p2p.transports", "world.device"), _a_transport_takes_sms),

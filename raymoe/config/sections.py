@@ -83,6 +83,12 @@ def _auto_or_count(value: Any) -> Any:
     raise PydanticCustomError("sms", "must be auto, or a number from 1 to 1024")
 
 
+def _auto_or_tokens(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 1 <= value <= MOST_TOKENS):
+        return value
+    raise PydanticCustomError("chunk", f"must be auto, or a number of tokens from 1 to {MOST_TOKENS}")
+
+
 def _auto_or_stages(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 1 <= value <= 64):
         return value
@@ -129,6 +135,7 @@ Size = Annotated[
 # The validators check these bounds too, and explain them. Here they are for the schema.
 Count = Annotated[int, Field(ge=1, le=1024)]
 Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Stages = Annotated[int, Field(ge=1, le=64)]
 
 
@@ -215,6 +222,15 @@ class WireSection(Section):
     and rounds once to this type. The source sums these in float32 and rounds once to the shape's dtype."""
 
 
+class NetSection(Section):
+    """Rows between domains of GPU ranks."""
+
+    chunk: Annotated[Tokens | Literal["auto"], BeforeValidator(_auto_or_tokens)] = Field(default="auto", examples=[512])
+    """Tokens of a chunk. Rows of a dispatch cross the network chunk by chunk, and the dispatch inside a domain (fused)
+    runs beside that. auto: at most 8 chunks of at least 4 MiB, and one chunk where the dispatch inside waits for all
+    rows, or sms leaves no SM to NCCL."""
+
+
 class ExchangeSection(Section):
     """Dispatch and combine."""
 
@@ -248,6 +264,8 @@ class ExchangeSection(Section):
     """Types of the rows on the link. A plain name sets dispatch."""
     output: Literal["raw", "dequantised"] = Field(default="dequantised", examples=["raw"])
     """Result of dispatch for float8_e4m3 rows: values and scales (raw), or rows in the shape's dtype (dequantised)."""
+    net: NetSection = Field(default=NetSection(), examples=[{"chunk": 512}])
+    """How rows cross the network between domains of GPU ranks."""
 
 
 class StepsSection(Section):

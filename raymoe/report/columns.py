@@ -50,6 +50,7 @@ SETTINGS = {
     "bytes": "size",
     "ranks": "ranks",
     "domains": "domains",
+    "chunks": "chunks",
     "tokens": "tokens",
     "hidden": "hidden",
     "experts": "experts",
@@ -69,7 +70,7 @@ SETTINGS = {
     "device": "device",
 }
 NUMERIC = {"src", "dst", "bytes", "ranks", "domains", "tokens", "hidden", "experts", "topk", "seed", "alignment"}
-NUMERIC |= {"sms", "stages"}
+NUMERIC |= {"sms", "stages", "chunks"}
 EXCHANGES = ("dispatch", "combine", "exchange")
 YARDSTICK = "row_push"
 """This backend only pushes rows. Its GB/s are the limit for the other backends."""

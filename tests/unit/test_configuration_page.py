@@ -20,7 +20,7 @@ from raymoe.config.submission import Submission, load_submission
 from tests.python_path import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "configuration.md"
-MAPPINGS = ("exchange.wire", "layer.router")
+MAPPINGS = ("exchange.wire", "exchange.net", "layer.router")
 """Keys that hold a mapping inside a section. They have a row beside those of their keys."""
 CONFIGS, JOBS = reference().split("\n## Jobs\n")
 
@@ -80,6 +80,8 @@ def test_the_example_of_a_key_is_a_valid_config(key: str, tmp_path: Path) -> Non
         "world.share_gpu": {"world.device": "cuda"},
         "world.domain": {"world.ranks": 8},
         "exchange.transport": {"exchange.backend": "staged"},
+        "exchange.net": {"world.device": "cuda", "world.domain": 2},
+        "exchange.net.chunk": {"world.device": "cuda", "world.domain": 2},
         "p2p.sms": {"p2p.transports": ["tma"]},
         "layer.recompute": {"layer.backward": True},
         "layer.router.topk_groups": {"layer.router.groups": 8},

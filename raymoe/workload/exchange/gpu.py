@@ -72,6 +72,7 @@ class GpuExchangeStep:
             "transport": COPY_ENGINE if self.exchange.spec.by_copy_engine else None,
             "graph": self.clock.captured,
             "sms": self.exchange.sms,
+            "chunks": self.exchange.chunks,
             "device": torch.cuda.get_device_name(self.world.device),
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from statistics import median
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -122,7 +122,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
         return
     with ExitStack() as stack:
         if world.device.type == "cpu":
-            exchange = stack.enter_context(Exchange(world, spec, asked.backend, sms=asked.sms))
+            exchange = stack.enter_context(Exchange(world, spec, asked.backend, sms=asked.sms, chunk=asked.net.chunk))
             yield ExchangeStep(world, exchange, inputs)
             return
         from raymoe.exchange.workspace import Workspace
@@ -131,7 +131,8 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
         traced = None
         if wanted.trace and not spec.by_copy_engine and world.domains == 1:
             traced = stack.enter_context(Workspace(world, spec, traced=True))
-        exchange = stack.enter_context(Exchange(world, spec, asked.backend, workspace=traced, sms=asked.sms))
+        limits: dict[str, Any] = {"sms": asked.sms, "chunk": asked.net.chunk}
+        exchange = stack.enter_context(Exchange(world, spec, asked.backend, workspace=traced, **limits))
         yield stack.enter_context(closing(GpuExchangeStep(world, exchange, inputs, wanted.graph, traced)))
 
 
@@ -151,7 +152,7 @@ class ExchangeStep:
 
     @property
     def keys(self) -> Line:
-        return {"backend": self.exchange.backend}
+        return {"backend": self.exchange.backend, "chunks": self.exchange.chunks}
 
     def __call__(self, index: int, *, verify: bool) -> Step:
         batch = self.inputs.at(index, fresh=verify)

@@ -50,6 +50,7 @@ class GpuLayerStep:
         self.keys: Line = {
             "graph": captured,
             "sms": self.exchange.sms,
+            "chunks": self.exchange.chunks,
             "device": torch.cuda.get_device_name(world.device),
             "bytes_peak": bytes_peak,
             "bytes_kept": bytes_kept,

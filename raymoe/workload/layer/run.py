@@ -97,7 +97,7 @@ class CpuLayerStep:
 
     def __init__(self, world: World, passes: LayerPasses, inputs: Inputs) -> None:
         self.world, self.passes, self.inputs = world, passes, inputs
-        self.keys: Line = {}
+        self.keys: Line = {"chunks": passes.layer.exchange.chunks}
         batch = inputs.at(0)
         self.dy = gradient_of(inputs, len(batch.x))
         passes.marks.note = perf_counter_ns
