@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from raymoe.device.graph import Graph
 from raymoe.errors import PeerTimeout
+from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.quantising import quantise
+from raymoe.exchange.rail_rows import RailRows
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.net.nccl_rail import NcclRail
 from tests.gpu.exchange_ranks import Captures, own_stream, poison
-from tests.unit.exchange_cases import Case, Result, batches, open_exchange, run_step
+from tests.unit.exchange_cases import MANY, Case, Result, batches, open_exchange, run_step
 from tests.unit.gradient_cases import Gradients, apply, loss_weights, scales_of
 from tests.unit.test_hierarchical_kernels import awkward_rows
 from tests.unit.test_world_of import error_of
@@ -59,8 +63,8 @@ def use_rail(world: World) -> dict[str, Any]:
 Lost = tuple[int, float, tuple[str, str], float]
 
 
-def lose_a_rank(world: World, case: Case, lost: int, replayed: bool) -> Lost:
-    """Kill a rank before the second step, which may be a replay.
+def lose_a_rank(world: World, case: Case, lost: int, replayed: bool, between_chunks: bool = False) -> Lost:
+    """Kill a rank before the second step, which may be a replay. Or kill it in that step, when it has sent a chunk.
 
     Return the peer that this rank names, how long it waited, its next error, and how long it then took to close all.
     """
@@ -78,6 +82,9 @@ def lose_a_rank(world: World, case: Case, lost: int, replayed: bool) -> Lost:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 step()
         world.barrier("first step")
+        if world.rank == lost and between_chunks:
+            with mock.patch.object(RailRows, "_gather", _gather_once):
+                step()
         if world.rank == lost:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
@@ -92,6 +99,13 @@ def lose_a_rank(world: World, case: Case, lost: int, replayed: bool) -> Lost:
         world.close(together=False)
         closed = time.monotonic() - start
     return caught.value.peer, waited, again, closed
+
+
+def _gather_once(self: RailRows, op: str, block: torch.Tensor) -> None:
+    """Gather the first chunk, and die behind it."""
+    self._rail.gather(op, block.flatten(0, 1), block[self._me])()
+    torch.cuda.current_stream().synchronize()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def close_before_a_graph(world: World, case: Case) -> float:
@@ -178,3 +192,92 @@ def replay_quantised(world: World, case: Case) -> list[tuple[Result, Result]]:
             found.append((captures.result(), run_step(exchange, case, batch)))
         captures.close()
     return found
+
+
+def compare_chunks(world: World, case: Case) -> dict[str, Any]:
+    """Run each step by rows at once, then in chunks, eagerly and replayed. Name the results that differ in a bit."""
+    found: dict[str, Any] = {"same": []}
+    at_once = replace(case, backend=MANY)
+    with own_stream(world.device), open_exchange(world, at_once) as whole, open_exchange(world, case) as chunked:
+        assert whole.chunks == 1 and chunked.chunks is not None and chunked.sms is not None
+        found |= {"chunks": chunked.chunks, "free": world.gpu.sms - chunked.sms}
+        run_raw(chunked, case, 0, world)
+        inputs = batches(case, 0)[world.rank].on(world.device)
+        got = chunked.dispatch(inputs.x, inputs.ids, inputs.weights)
+        y = torch.zeros_like(inputs.x)
+
+        def both() -> None:
+            nonlocal got
+            got = chunked.dispatch(inputs.x, inputs.ids, inputs.weights)
+            chunked.combine(half(got, inputs.x.dtype), got, out=y)
+
+        stream = torch.cuda.current_stream().cuda_stream
+        pool: Any = torch.cuda.MemPool()
+
+        def captured() -> None:
+            with torch.cuda.use_mem_pool(pool):
+                both()
+
+        chunked.check()
+        with Graph.capture(world.gpu, stream, captured) as graph:
+            for step in range(len(case.routing)):
+                wanted = run_raw(whole, at_once, step, world)
+                eager = run_raw(chunked, case, step, world)
+                batch = batches(case, step)[world.rank]
+                for mine, given in ((inputs.x, batch.x), (inputs.ids, batch.ids), (inputs.weights, batch.weights)):
+                    mine.copy_(given)
+                y.fill_(torch.nan)
+                graph.replay(stream)
+                chunked.check()
+                differ = {"eager": eager, "replayed": raw_results(got, y)}
+                found["same"].append(
+                    {how: [key for key, value in each.items() if value != wanted[key]] for how, each in differ.items()}
+                )
+    return found
+
+
+def run_raw(exchange: Exchange, case: Case, step: int, world: World) -> dict[str, bytes]:
+    """Run a step eagerly, and return its results as bytes."""
+    batch = batches(case, step)[world.rank].on(world.device)
+    got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+    y = exchange.combine(half(got, batch.x.dtype), got)
+    exchange.check()
+    return raw_results(got, y)
+
+
+def half(got: Dispatched, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows that depend on those that came; no number is NaN."""
+    rows = got.x.view(torch.uint8)
+    rows = (rows if got.index is None else rows.index_select(0, got.index)).view(got.x.dtype)
+    return (rows.to(dtype) * 0.5).nan_to_num(nan=0.0)
+
+
+def raw_results(got: Dispatched, y: torch.Tensor) -> dict[str, bytes]:
+    """The results of a step as bytes, without the gaps between experts."""
+    rows = got.x.view(torch.uint8) if got.index is None else got.x.view(torch.uint8).index_select(0, got.index)
+    offsets, counts = got.expert_offsets.tolist(), got.expert_counts.tolist()
+    kept = [place for begin, count in zip(offsets, counts, strict=False) for place in range(begin, begin + count)]
+    at = torch.tensor(kept, dtype=torch.int64, device=y.device)
+    found = {"x": rows.index_select(0, at), "weights": got.weights.index_select(0, at), "y": y.view(torch.uint8)}
+    if got.scales is not None:
+        scales = got.scales if got.index is None else got.scales.index_select(0, got.index)
+        found["scales"] = scales.index_select(0, at)
+    numbers = {"offsets": repr(offsets).encode(), "counts": repr(counts).encode()}
+    return numbers | {name: each.cpu().numpy().tobytes() for name, each in found.items()}
+
+
+def delay_chunks(world: World, case: Case) -> list[Result]:
+    """Run steps in which the ranks of domain 1 send each chunk late, by a wait on the stream of the rail."""
+    real = RailRows._gather
+
+    def gather(self: RailRows, op: str, block: torch.Tensor) -> None:
+        if world.rank >= world.domain.size:
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+        real(self, op, block)
+
+    with (
+        own_stream(world.device),
+        mock.patch.object(RailRows, "_gather", gather),
+        open_exchange(world, case) as exchange,
+    ):
+        return [run_step(exchange, case, batches(case, step)[world.rank]) for step in range(len(case.routing))]

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
+from raymoe.exchange.chunks import SMS_BESIDE  # noqa: E402
 from raymoe.exchange.spec import FP8, ExchangeSpec  # noqa: E402
 from tests.gang import configs  # noqa: E402
 from tests.gang.conftest import Start  # noqa: E402
@@ -25,7 +26,7 @@ from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 from tests.gpu.test_layer_gpu import run_captured, run_layer  # noqa: E402
-from tests.unit.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
+from tests.unit.exchange_cases import CHUNKED, ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
 from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch, judge_quantised  # noqa: E402
 from tests.unit.gradient_cases import (  # noqa: E402
     judge_gradients,
@@ -37,7 +38,7 @@ from tests.unit.gradient_cases import (  # noqa: E402
 HOPPER = torch.cuda.get_device_capability() >= FUSED_CAPABILITY if GPUS else False
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
 
-WITH_KERNELS = ("fused", MANY, "staged", ENGINE)
+WITH_KERNELS = ("fused", MANY, CHUNKED, "staged", ENGINE)
 BACKENDS = (*WITH_KERNELS, "allgather")
 
 
@@ -139,7 +140,7 @@ def test_every_routing_matches_plan_and_oracle(domains: Domains, backend: str) -
     judge_all(cases, domains.run(on_rank.run_cases, cases))
 
 
-@inside("fused", "staged", "allgather")
+@inside("fused", CHUNKED, "staged", "allgather")
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_replays_and_eager_steps_mix_in_any_order(domains: Domains, backend: str, layout: str) -> None:
     spec = spec_for(domains, tokens=19, hidden=104, topk=3, alignment=16, padding="zero", layout=layout)
@@ -157,7 +158,7 @@ def test_replays_and_eager_steps_mix_in_any_order(domains: Domains, backend: str
             judge_combine(case, sent[rank], answers[rank][step].y)
 
 
-@inside("fused")
+@inside("fused", CHUNKED)
 def test_results_repeat_and_several_dispatches_may_be_outstanding(domains: Domains, backend: str) -> None:
     case = Case(domains.ranks, spec_for(domains), backend, ("uniform", "masked", "repeated"), seed=11)
     assert domains.run(on_rank.repeat_a_step, case) == [[True] * 3] * domains.ranks
@@ -169,7 +170,7 @@ def test_results_repeat_and_several_dispatches_may_be_outstanding(domains: Domai
 FAULTS = [("id", 2**40), ("tokens", 10), ("tokens", -1), ("capacity", 0)]
 
 
-@inside("fused", "allgather")
+@inside("fused", CHUNKED, "allgather")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1]}")
 def test_all_ranks_of_all_domains_refuse_bad_data_and_the_next_step_works(
     domains: Domains, backend: str, fault: tuple[str, int]
@@ -194,7 +195,7 @@ def test_all_ranks_of_all_domains_refuse_bad_data_and_the_next_step_works(
     assert len(told) == 1
 
 
-@inside("fused", "staged")
+@inside("fused", CHUNKED, "staged")
 def test_replays_of_bad_data_are_refused_and_good_ones_work(domains: Domains, backend: str) -> None:
     spec = spec_for(domains)
     case = Case(domains.ranks, spec, backend, ("uniform",) * 5, seed=6, ragged=False)
@@ -203,7 +204,7 @@ def test_replays_of_bad_data_are_refused_and_good_ones_work(domains: Domains, ba
         assert steps == [("", False, False), (expected, True, True)] * 2 + [("", False, False)]
 
 
-@inside("fused", MANY, "allgather")
+@inside("fused", MANY, CHUNKED, "allgather")
 @pytest.mark.parametrize("kind", ["dispatch", "weighted"])
 def test_combines_that_differ_between_ranks_are_refused(domains: Domains, backend: str, kind: str) -> None:
     case = Case(domains.ranks, spec_for(domains), backend, ("uniform", "masked"), seed=4)
@@ -223,7 +224,7 @@ def test_rows_quantised_by_torch_are_those_of_the_kernels(domains: Domains) -> N
     assert domains.run(domain_ranks.quantise_both_ways) == [[True, True]] * domains.ranks
 
 
-@inside("fused", MANY, "staged")
+@inside("fused", MANY, CHUNKED, "staged")
 @pytest.mark.parametrize(("layout", "output"), [("expert", "dequantised"), ("expert", "raw"), ("rank", "raw")])
 def test_rows_cross_as_fp8(domains: Domains, backend: str, layout: str, output: str) -> None:
     for alignment in (1, 8):
@@ -235,7 +236,7 @@ def test_rows_cross_as_fp8(domains: Domains, backend: str, layout: str, output: 
             judge_quantised(case, sent, [answer[step] for answer in answers])
 
 
-@inside("fused", MANY, "staged")
+@inside("fused", MANY, CHUNKED, "staged")
 def test_replays_of_rows_as_fp8_equal_eager_steps(domains: Domains, backend: str) -> None:
     spec = spec_for(domains, hidden=144, wire=FP8, padding="zero")
     case = Case(domains.ranks, spec, backend, ("uniform", "masked", "repeated"), seed=2, ragged=False)
@@ -261,14 +262,14 @@ def test_gradients_equal_autograd_in_float64(domains: Domains, backend: str, lay
         judge_gradients(case, domains.run(run_gradients, case), 2e-6)
 
 
-@inside("fused", MANY, "staged", "allgather")
+@inside("fused", MANY, CHUNKED, "staged", "allgather")
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 def test_captured_gradients_are_replayed_with_other_routing(domains: Domains, backend: str, layout: str) -> None:
     case = Case(domains.ranks, gradient_spec(domains, layout=layout), backend, ROUTINGS, seed=7, ragged=False)
     judge_gradients(case, domains.run(domain_ranks.replay_gradients, case), 2e-6)
 
 
-@inside("fused", MANY, "allgather")
+@inside("fused", MANY, CHUNKED, "allgather")
 def test_refused_gradients_are_nan_on_all_ranks_and_the_next_step_works(domains: Domains, backend: str) -> None:
     spec, last = gradient_spec(domains), domains.ranks - 1
     says = f"rank {last} asked for expert {spec.experts} for its token 1; ids are -1 to {spec.experts - 1}"
@@ -300,13 +301,20 @@ def test_workload_layer_is_captured_and_verified_with_its_backward_pass(domains:
     assert {"dispatch_backward", "combine_backward"} <= sent.keys()
 
 
-@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
-def test_a_killed_rank_is_named_in_time_and_the_next_world_works(domains: Domains, replayed: bool) -> None:
-    if not HOPPER:
-        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
-    case = Case(domains.ranks, spec_for(domains), "fused", ("uniform", "masked"), seed=5)
+LOSSES = [("fused", False), ("fused", True), (CHUNKED, False), (CHUNKED, True)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "replayed", "between_chunks"),
+    [*((*loss, False) for loss in LOSSES), *((*loss, True) for loss in LOSSES[2:])],
+    indirect=["backend"],
+)
+def test_a_killed_rank_is_named_in_time_and_the_next_world_works(
+    domains: Domains, backend: str, replayed: bool, between_chunks: bool
+) -> None:
+    case = Case(domains.ranks, spec_for(domains), backend, ("uniform", "masked"), seed=5)
     lost = domains.size  # rank 0 of domain 1
-    found = domains.outcomes(domain_ranks.lose_a_rank, case, lost, replayed, timeout_s=TIMEOUT_S)
+    found = domains.outcomes(domain_ranks.lose_a_rank, case, lost, replayed, between_chunks, timeout_s=TIMEOUT_S)
     assert isinstance(found[lost], RankGone)
     left = {rank: each for rank, each in enumerate(found) if rank != lost}
     for rank, each in left.items():
@@ -319,6 +327,43 @@ def test_a_killed_rank_is_named_in_time_and_the_next_world_works(domains: Domain
     if domains.size > 1:
         assert left[lost + 1][0] == lost, "its domain"
     judge_all([case], domains.run(on_rank.run_cases, [case]))
+
+
+@pytest.mark.parametrize("tokens", [9, 300])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"alignment": 1},
+        {"alignment": 8, "padding": "zero"},
+        {"layout": "rank", "alignment": 1},
+        {"hidden": 272, "wire": FP8, "output": "raw", "padding": "zero"},
+        {"hidden": 2880, "topk": 4, "alignment": 1},
+    ],
+    ids=["plain", "gaps", "rank", "fp8", "wide"],
+)
+def test_rows_in_chunks_are_those_of_rows_at_once(domains: Domains, tokens: int, changes: dict) -> None:
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    spec = spec_for(domains, tokens=tokens, **{"hidden": 512, **changes})
+    routing = ("uniform", "masked", "repeated", "one", "none")
+    case = Case(domains.ranks, spec, CHUNKED, routing, seed=tokens, ragged=False)
+    for found in domains.run(domain_ranks.compare_chunks, case):
+        assert found["chunks"] == (3 if tokens == 9 else 5)
+        assert found["free"] >= SMS_BESIDE
+        for step, same in enumerate(found["same"]):
+            assert same == {"eager": [], "replayed": []}, f"step {step}"
+
+
+def test_a_chunk_that_some_rank_delays_is_waited_for(domains: Domains) -> None:
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    case = Case(domains.ranks, spec_for(domains, tokens=300), CHUNKED, ("uniform", "masked") * 2, seed=3)
+    answers = domains.run(domain_ranks.delay_chunks, case)
+    for step in range(len(case.routing)):
+        sent = batches(case, step)
+        for rank in range(domains.ranks):
+            judge_dispatch(case, sent, rank, answers[rank][step])
+            judge_combine(case, sent[rank], answers[rank][step].y)
 
 
 @inside("fused", "allgather")
@@ -334,7 +379,7 @@ def test_raymoe_run_pretends_domains_of_gpu_ranks(start: Start, nothing_left: No
     given = {
         "world": {"ranks": 4, "domain": 2, "device": "cuda", "share_gpu": GPUS < 4, "restarts": 0},
         "shape": {"tokens": 160, "hidden": 256, "experts": 8, "topk": 2, "dtype": "bfloat16"},
-        "exchange": {"backend": "fused"},
+        "exchange": {"backend": "fused", "net": {"chunk": 50}},
         "steps": {"warmup": 1, "count": 2, "graph": True},
         "routing": {"ragged": True, "masked": 0.1},
         "matrix": {"exchange.layout": ["expert", "rank"]},
@@ -344,7 +389,7 @@ def test_raymoe_run_pretends_domains_of_gpu_ranks(start: Start, nothing_left: No
     lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 6
     for line in lines:
-        assert (line["verified"], line["graph"], line["domains"]) == (True, True, 2)
+        assert (line["verified"], line["graph"], line["domains"], line["chunks"]) == (True, True, 2, 4)
         assert line["bytes_net"] == {"dispatch": 343040, "combine": 331776, "exchange": 674816}[line["op"]]
     ranks = json.loads((run.out / "environment.json").read_text())["ranks"]
     assert [rank["domain"] for rank in ranks] == [0, 0, 1, 1]

@@ -116,6 +116,7 @@ def oracle(batch: Batch, weighted: bool) -> tuple[np.ndarray, np.ndarray]:
 ENGINE = "engine staged"
 """A case's backend: staged, with rows moved by the copy engine."""
 MANY = "many fused"
+CHUNKED = "chunked fused"
 """A case's backend: fused, with the kernels for many tokens."""
 
 
@@ -127,9 +128,11 @@ def open_exchange(world: World, case: Case, **options: Any) -> Exchange:
     """Open the exchange of a case.
 
     Backend `tensor NAME` runs the GPU ranks' backend NAME on CPU ranks. MANY is `fused` with the kernels for many
-    tokens, however few there are.
+    tokens, however few there are. CHUNKED is `fused` between domains, with rows in chunks, the last of them smaller.
     """
     kind, _, name = case.backend.rpartition(" ")
+    if case.backend == CHUNKED:
+        return Exchange(world, case.spec, backend=name, chunk=case.spec.tokens // 5 + 3, **options)
     if case.backend == MANY:
         with mock.patch("raymoe.exchange.workspace.FEW_TOKENS", 0):
             return Exchange(world, case.spec, backend=name, **options)
