@@ -48,6 +48,10 @@
 // earlier epoch, because they wait for their own or a later one. The argument above does not use heads, and it needs
 // that every rank runs such an epoch in this form. Results of the earlier dispatch do not change.
 //
+// Rows in chunks (a build with CHUNKED_ROWS): rows of x come over the rail while the kernel runs. chunks.cuh has the
+// words. Senders and placers wait for a row of x before they load it. Such a wait ends whatever the peers' kernels do.
+// So the argument above holds.
+//
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives
 // counts of 0; with known routing, rows that are unspecified.
 

@@ -67,7 +67,7 @@ class FusedBackend:
         self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest_shapes()))
         kernels = self.workspace.kernels
         warps, traces = self.combine_grid.warps, self.workspace.traces
-        self._dispatch = kernels.function(self._source(known=False))
+        self._dispatch = kernels.function(self._dispatch_source(known=False))
         self._combine = kernels.function(combine_source(spec.dtype, stamped, traces, spec.combine_wire, warps))
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
         self._device_record: torch.Tensor | None = None
@@ -167,7 +167,7 @@ class FusedBackend:
             # With layout rank too, rows go to their places: their slots change with the parity of the epoch.
             params = replace(self._dispatch_params(self._known_parts()), rank_layout=0)
             shape = self.dispatch_grid.shape(self._known_parts())
-            launch = Launch(space.kernels.function(self._source(known=True)), shape, params)
+            launch = Launch(space.kernels.function(self._dispatch_source(known=True)), shape, params)
             self._known = PreparedLaunch(launch, type(params), DISPATCH_ADDRESSES)
         return self._known
 
@@ -274,7 +274,7 @@ class FusedBackend:
         shape, params = self.dispatch_grid.shape(parts), self._dispatch_params(parts)
         return PreparedLaunch(Launch(self._dispatch, shape, params), type(params), DISPATCH_ADDRESSES)
 
-    def _source(self, known: bool) -> KernelSource:
+    def _dispatch_source(self, known: bool) -> KernelSource:
         """The kernel of a dispatch, with known routing or without."""
         space = self.workspace
         return dispatch_source(self.spec.dtype, self.build.fp8, space.stamped, space.traces, known=known)

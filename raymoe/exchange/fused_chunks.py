@@ -33,7 +33,7 @@ class FusedChunksBackend(FusedBackend):
         for prepared in (*self._dispatches.values(), *((self._known,) if self._known else ())):
             prepared.launch.fields.chunks, prepared.launch.fields.chunk_tokens = words.data_ptr(), tokens
 
-    def _source(self, known: bool) -> KernelSource:
+    def _dispatch_source(self, known: bool) -> KernelSource:
         space = self.workspace
         fp8 = self.build.fp8
         return dispatch_source(self.spec.dtype, fp8, space.stamped, space.traces, known=known, chunked=True)

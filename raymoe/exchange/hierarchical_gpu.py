@@ -6,10 +6,10 @@ backends `fused`, `staged` and `allgather`, with N*T tokens a rank. The parts be
 exchange are torch operations on small tensors (`hierarchical_tensors.py`): they are few beside the rows, and need no
 kernel of their own.
 
-Dispatch: gather ids and weights over the rail, rewrite the ids, gather rows, dispatch inside. Many rows cross in chunks of
-tokens, and the dispatch inside waits for each chunk by itself (`rail_rows.py`). Each expert has N ids inside, one for
-each source domain, and they are neighbours. So rows arrive in the order of the contract. Only gaps are missing: with an
-`alignment` above 1 rows are copied once more, to their places (layout `rank`: only their index).
+Dispatch: gather ids and weights over the rail, rewrite the ids, gather rows, dispatch inside. Many rows cross in chunks
+of tokens, and the dispatch inside waits for each chunk by itself (`rail_rows.py`). Each expert has N ids inside, one
+for each source domain, and they are neighbours. So rows arrive in the order of the contract. Only gaps are missing:
+with an `alignment` above 1 rows are copied once more, to their places (layout `rank`: only their index).
 
 Where rows cross as fp8, each rank quantises its own once, before the rail. They go on as values and scales, which the
 exchange inside takes as they are. So the network carries half of the bytes, and the rows are those of one domain.
@@ -44,7 +44,7 @@ import torch
 
 from raymoe.device import rounds
 from raymoe.device.kernels import Shape as LaunchShape
-from raymoe.errors import PeerTimeout, RaymoeError
+from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.build import SCALES_ALIGNMENT
 from raymoe.exchange.fused_chunks import RAIL_OP
@@ -327,10 +327,12 @@ class HierarchicalGpu:
         except PeerTimeout as error:
             if error.op != RAIL_OP:
                 raise
-            peer, seen = self._rail.lagging(), error.seen
-            raise PeerTimeout(
-                RAIL_OP, error.epoch, peer, error.expected, seen, error.waited_s, self._world.rank
-            ) from error
+            peer, rank = self._rail.lagging(), self._world.rank
+            raise PeerTimeout(RAIL_OP, error.epoch, peer, error.expected, error.seen, error.waited_s, rank) from error
+        except Aborted as error:
+            if error.peer != self._world.rank:  # the kernel names this rank where it waits for the rail
+                raise
+            raise Aborted(str(error), self._rail.lagging()) from error
 
     def _gather(self, op: str, blocks: torch.Tensor) -> Callable[[], None]:
         """Gather the rail's blocks. This rank's own is there already."""

@@ -53,7 +53,7 @@ class DomainShape:
     def blocks(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """View rows of the tokens inside, [N*T, ...], as one block for each chunk, [N, tokens of the chunk, ...]."""
         N = self.domains
-        return [rows[N * begin : N * end].unflatten(0, (N, end - begin)) for begin, end in self.chunks]
+        return [rows[N * begin : N * end].view(N, end - begin, *rows.shape[1:]) for begin, end in self.chunks]
 
     def inside(self, blocks: torch.Tensor) -> torch.Tensor:
         """Put blocks of the domains' tokens, [N, T, ...], into the order of tokens inside, [N*T, ...].

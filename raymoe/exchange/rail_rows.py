@@ -61,7 +61,7 @@ class RailRows:
             self._gather(op, self._blocks[0])
             yield
             return
-        self.words[0] += 1
+        self.words[:1].add_(1)
         if self._side is None:
             self._cross(op, 0)
             yield

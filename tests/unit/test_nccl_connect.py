@@ -33,7 +33,7 @@ def test_a_missing_member_ends_the_connection_after_a_timeout(world: World, monk
     monkeypatch.setattr(nccl, "Communicator", lambda *_: release.wait(20))
     try:
         with pytest.raises(WiringError, match=r"its ranks 0, 1 did not all come within 0\.1 s"):
-            nccl._connect_members(world, b"identity", (0, 1))
+            nccl._connect_members(world, b"identity", (0, 1), None)
     finally:
         release.set()
 
@@ -41,14 +41,14 @@ def test_a_missing_member_ends_the_connection_after_a_timeout(world: World, monk
 def test_a_communicator_is_returned_and_a_failure_is_raised(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = object()
     monkeypatch.setattr(nccl, "Communicator", lambda *_: made)
-    assert nccl._connect_members(world, b"identity", (0, 1)) is made
+    assert nccl._connect_members(world, b"identity", (0, 1), 8) is made
 
     def refuse(*_: object) -> Any:
         raise RuntimeError("no NCCL here")
 
     monkeypatch.setattr(nccl, "Communicator", refuse)
     with pytest.raises(RuntimeError, match="no NCCL here"):
-        nccl._connect_members(world, b"identity", (0, 1))
+        nccl._connect_members(world, b"identity", (0, 1), None)
 
 
 def test_the_wait_for_another_thread_is_over_when_the_thread_ends() -> None:
@@ -124,3 +124,40 @@ def test_an_end_that_fails_raises(held: bool, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(WiringError, match="ncclCommDestroy failed: it did not work"):
         communicator.close()
     assert found.ended == ["destroy"]
+
+
+class LaterLibrary(Library):
+    """NCCL of a version that can be given a configuration."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__()
+        self.version, self.configured = version, []
+
+    def ncclGetVersion(self, into: Any) -> int:  # noqa: N802
+        into._obj.value = self.version
+        return 0
+
+    def ncclCommInitRankConfig(self, *given: Any) -> int:  # noqa: N802
+        config = given[-1]._obj
+        self.configured.append({name: getattr(config, name) for name, _ in config._fields_})
+        return 0
+
+
+@pytest.mark.parametrize(("version", "bounded"), [(22809, True), (21700, True), (21600, False)])
+def test_the_blocks_of_nccl_are_bounded_where_it_can_be_told(
+    version: int, bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = LaterLibrary(version)
+    monkeypatch.setattr(nccl, "library", lambda: found)
+    assert nccl.bounds_blocks() is bounded
+    nccl.Communicator(bytes(nccl.ID_BYTES), 0, 2, most_blocks=8)
+    undefined = -(2**31)
+    whole = {"size": 40, "magic": 0xCAFEBEEF, "version": 21700, "blocking": undefined, "cga_cluster_size": 0}
+    whole |= {"min_ctas": undefined, "max_ctas": 8, "net_name": None}
+    assert found.configured == ([whole] if bounded else [])
+
+
+def test_an_nccl_without_the_function_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "library", Library)
+    assert not nccl.bounds_blocks()
+    nccl.Communicator(bytes(nccl.ID_BYTES), 0, 2, most_blocks=8)  # by the function that takes no configuration
