@@ -14,18 +14,17 @@ with an `alignment` above 1 rows are copied once more, to their places (layout `
 Where rows cross as fp8, each rank quantises its own once, before the rail. They go on as values and scales, which the
 exchange inside takes as they are. So the network carries half of the bytes, and the rows are those of one domain.
 
-Combine: combine inside, which sums the rows of this domain's ranks for each token of the rail. One block for each
-domain goes back over the rail: T sums in the combine wire dtype, then a status for each rank of the domain. The source
-adds the domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows
-before.
+Combine: combine inside, which sums the rows of this domain's ranks for each token of the rail. To each domain go back
+T sums in the combine wire dtype, and a status for each rank of this domain (`rail_sums.py`). The source adds the
+domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows before.
 
 Gradients: the backward of dispatch is a combine without weights, which also takes one float32 home for each entry
-(token, k). They are a second block for each domain. An entry has its expert in one domain, and the others send zero. So
+(token, k). They cross with the sums. An entry has its expert in one domain, and the others send zero. So
 their sum is exact. The backward of combine is a dispatch of dy. Where the exchange inside keeps places, only rows cross
 the rail.
 
 Refused data: ids out of range stay out of range inside, so the exchanges of all domains refuse them. A combine inside
-writes the statuses of its ranks to the device, and the blocks take them to all domains. So all ranks give NaN in the
+writes the statuses of its ranks to the device, and they cross with the sums. So all ranks give NaN in the
 same step, and `check` raises the same sentence on each. A wait that fails is no refusal: where it fails inside one
 domain in the last combine before a `check`, ranks of other domains find NaN in y, and their next operation fails.
 
@@ -52,7 +51,6 @@ from raymoe.exchange.hierarchical_tensors import (
     DomainShape,
     Places,
     ids_inside,
-    is_refused,
     refusals_of_ranks,
     told_ids,
 )
@@ -61,13 +59,13 @@ from raymoe.exchange.nccl import CapturedMemory
 from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
 from raymoe.exchange.quantising import quantise
 from raymoe.exchange.rail_rows import RailRows
-from raymoe.exchange.refusal import Refusal, raise_first
+from raymoe.exchange.rail_sums import RailSums
+from raymoe.exchange.refusal import raise_first
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.world import World
-from raymoe.net.rail import Rail
+from raymoe.net.rail import DeviceRail
 
-_STATUS_WORDS = Refusal.NBYTES // 8
 _NUMBER_WORDS = 2
 _WORDS_AN_ENTRY = 3  # int32 words of an entry (token, k) on the rail: the id has two, the weight one
 
@@ -100,7 +98,7 @@ class RailParts:
     """The parts of an exchange between domains: the order of its operations, the rail, and the exchange inside."""
 
     launcher: Launcher
-    rail: Rail
+    rail: DeviceRail
     inside: InsideBackend
     chunk: int = 0
     """Tokens of a chunk in which rows cross; 0: all at once. Else the exchange inside `AwaitsChunks`."""
@@ -134,7 +132,6 @@ class HierarchicalGpu:
         self._index = self._shape.index
         self._memory = CapturedMemory(world.device)
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        home: torch.dtype = getattr(torch, spec.combine_wire)
         device = world.device
 
         def zeros(*shape: int, of: torch.dtype = torch.int64) -> torch.Tensor:
@@ -154,19 +151,6 @@ class HierarchicalGpu:
         self._ids = self._told[:, : 2 * entries].view(torch.int64).view(N, T, K)
         self._weights = self._told[:, 2 * entries : 3 * entries].view(torch.float32).view(N, T, K)
         self._scales = self._told[:, 3 * entries : words].view(torch.float32).view(N, T, spec.scales if scales else 0)
-        # For each domain the sums of T tokens, then a row for the status of each of L ranks.
-        self._leaving = zeros(N, T + L, spec.home_width, of=home)
-        self._returned = torch.zeros_like(self._leaving)
-        self._leaving_sums, self._leaving_statuses = self._split(self._leaving)
-        self._returned_sums, self._returned_statuses = self._split(self._returned)
-        # The gradients of weights, one for each entry.
-        self._leaving_entries = zeros(N, T, K, of=torch.float32)
-        self._returned_entries = torch.zeros_like(self._leaving_entries)
-        self._entries = zeros(N * T, K, of=torch.float32) if parts.chunk else self._leaving_entries.flatten(0, 1)
-        """The same, in the order of tokens inside."""
-        self._sums = zeros(N * T, spec.hidden, of=dtype)
-        """The sums inside: of this domain's ranks, for the tokens of all domains."""
-        self._total = zeros(T, spec.hidden, of=torch.float32)
         # All rows inside, where they are not at the places of the contract.
         inside_rows = spec.inside(N, world.size).rows(L) if spec.alignment > 1 else 0
         self._inside_rows = torch.empty(inside_rows, spec.hidden, dtype=dtype, device=device)
@@ -175,13 +159,9 @@ class HierarchicalGpu:
         self._inside_given = self._inside_rows.flatten().view(output)[: inside_rows * spec.hidden].view(-1, spec.hidden)
         self._move = self._make_move(inside_rows, spec.row_bytes) if inside_rows else None
         self._place = self._make_move(inside_rows, spec.hidden * output.itemsize) if inside_rows else None
-        self._record = self._inside.refusal_record()
-        self._record_statuses = self._record[2 : 2 + _STATUS_WORDS * L].view(L, _STATUS_WORDS)
-        self._good = torch.tensor([0, 1 << 32], device=device).view(torch.int32).view(2, 2)
-        """The first word of a status without a refusal: not weighted, and weighted. In halves, as `_Home.number` is."""
+        record = self._inside.refusal_record()
+        self._rail_sums = RailSums(self._shape, spec, self._rail, self._launcher, record)
         self._dispatches = zeros(1)
-        # The statuses of all ranks in the first refused step since the last `check`, behind a word that says so.
-        self._refused = zeros(1 + N * L * _STATUS_WORDS)
         self.capturable = self._rail.capturable and self._inside.capturable
         # One domain may have the LL path and another not: all must send the same blocks.
         self._keeps_places = all(world.swap(self._inside.keeps_places, "exchange: places"))
@@ -227,9 +207,9 @@ class HierarchicalGpu:
                 self._move_rows(stream, home, rows)
                 rows = self._inside_rows
             with self._named_by_world():
-                self._inside.combine(rows, home.inside, weighted, self._sums)
-            self._swap_sums(home, weighted)
-            self._sum_domains(out)
+                self._inside.combine(rows, home.inside, weighted, self._rail_sums.sums)
+            self._rail_sums.cross(stream, home.number, weighted)
+            self._rail_sums.add(stream, out)
 
     @property
     def metadata_words(self) -> int:
@@ -273,12 +253,10 @@ class HierarchicalGpu:
                 # Behind the last row a place means nothing, and no combine reads its weight.
                 rows, weights = self._inside_rows, weights.index_select(0, home.moves[1].clamp(min=0))
             with self._named_by_world():
-                self._inside.combine_gradients(rows, weights, home.inside, self._sums, self._entries)
-            self._swap_sums(home, weighted=False)
-            if self._shape.chunk:
-                self._shape.by_domain(self._entries, self._leaving_entries)
-            self._rail.swap("combine of gradients", self._returned_entries, self._leaving_entries)()
-            self._sum_domains(out, out_weights)
+                sums = self._rail_sums
+                self._inside.combine_gradients(rows, weights, home.inside, sums.sums, sums.entries)
+            sums.cross(stream, home.number, weighted=False, entries=True)
+            sums.add(stream, out, out_weights)
 
     @torch.no_grad()
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
@@ -297,11 +275,8 @@ class HierarchicalGpu:
         self._settle("check")
         with self._named_by_world():
             self._inside.check()
-        words = self._refused.tolist()
-        if words[0]:
-            self._refused.zero_()
-            gaps = self._spec.gaps(self._world.size)
-            raise_first(refusals_of_ranks(words[1:], self._shape, gaps), self._spec)
+        if words := self._rail_sums.take_refused():
+            raise_first(refusals_of_ranks(words, self._shape, self._spec.gaps(self._world.size)), self._spec)
 
     def close(self, together: bool) -> None:
         """Wait for the device first: a kernel of NCCL that waits for a rank that is gone would never end."""
@@ -432,54 +407,24 @@ class HierarchicalGpu:
             expert_counts=None,
         )
 
-    def _swap_sums(self, home: _Home, weighted: bool) -> None:
-        """Send the sums inside and the statuses of this domain's ranks to all domains, and get theirs."""
-        good = torch.cat((self._good[int(weighted)], home.number)).view(torch.int64)
-        self._leaving_statuses.copy_(torch.where(self._record[0] != 0, self._record_statuses, good))
-        self._record[:1].zero_()
-        self._shape.by_domain(self._sums, self._leaving_sums)
-        self._rail.swap("combine", self._returned, self._leaving)()
-
-    def _sum_domains(self, out: torch.Tensor, out_weights: torch.Tensor | None = None) -> None:
-        """Add what the domains sent into `out`; NaN, and a record for the host, if the step is refused.
-
-        With `out_weights` also the gradients of weights, of which all domains but one have sent zero.
-        """
-        refused, given = is_refused(self._returned_statuses), len(out)
-        sums = self._total[:given].zero_()
-        for block in self._returned_sums.unbind():
-            sums += block[:given]
-        out.copy_(sums.masked_fill_(refused, torch.nan))
-        if out_weights is not None:
-            torch.sum(self._returned_entries[:, :given], dim=0, out=out_weights)
-            out_weights.masked_fill_(refused, torch.nan)
-        found = torch.cat((refused.long()[None], self._returned_statuses.flatten()))
-        self._refused.copy_(torch.where(self._refused[0] != 0, self._refused, torch.where(refused, found, 0)))
-
-    def _split(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the sums, [N, T, H], and of the statuses as words, int64[N, L, 2]."""
-        T, H = self._spec.tokens, self._spec.hidden
-        return blocks[:, :T, :H], blocks.view(torch.int64)[:, T:, :_STATUS_WORDS]
-
     def _connect(self) -> None:
         """Send each block once: the first call may be inside a capture, where nothing can be connected or loaded."""
         self._gather("connect", self._told)()
         with self._rail_rows.crossing("connect"):
             self._arriving()
-        self._rail.swap("connect", self._returned, self._leaving)()
-        self._rail.swap("connect", self._returned_entries, self._leaving_entries)()
         local, N = self._shape.local, self._shape.domains
         nothing = torch.zeros(local * N + 1, dtype=torch.int32, device=self._world.device)
         places = Places.of(nothing, nothing[1:], self._spec, N, self._world.size)
         if self._fp8:
-            quantise(self._sums[: self._shape.tokens])
+            quantise(self._rail_sums.sums[: self._shape.tokens])
         told_ids(self._ids[0], nothing[:1], self._ids[0])
         if places.sources is not None and places.moves is not None:
             _selected(self._weights.flatten(), places.sources, 0)
             _selected_scales(self._scales[0], places.sources)
             self._weights.flatten().index_select(0, places.moves[1].clamp(min=0).zero_())
-        torch.cat((self._good[0], self._dispatches.view(torch.int32)))
-        self._sum_domains(self._sums[: self._shape.tokens], self._weights[0])
+        with self._launcher.ordered("connect") as stream:
+            self._rail_sums.cross(stream, self._dispatches.view(torch.int32), weighted=False, entries=True)
+            self._rail_sums.add(stream, self._rail_sums.sums[:0])
         self._told.zero_()
         self._settle("connect")
 

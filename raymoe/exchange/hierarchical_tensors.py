@@ -183,17 +183,6 @@ class Places:
         return cls(aligned, counts, sources, torch.stack((row, place)))
 
 
-def is_refused(statuses: torch.Tensor) -> torch.Tensor:
-    """Return whether ranks refuse a step, or differ, by the statuses of all ranks as words, int64[N, L, 2].
-
-    >>> good = torch.tensor([[[1 << 32, 7]], [[1 << 32, 7]]])
-    >>> other = torch.tensor([[[1 << 32, 7]], [[1 << 32, 8]]])
-    >>> is_refused(good).item(), is_refused(other).item(), is_refused(torch.ones_like(good)).item()
-    (False, True, True)
-    """
-    return ((statuses != statuses[0, 0]).any(dim=-1) | ((statuses[..., 0] & _LOW_32) != 0)).any()
-
-
 def refusals_of_ranks(words: Sequence[int], shape: DomainShape, gaps: int = 0) -> list[Refusal]:
     """Return the status of each rank of the world, from those that the domains' exchanges had: two words a rank.
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from raymoe.net.blocks import RAIL_BLOCKS
 from raymoe.net.nccl import BackgroundWait, Communicator, connect, current_stream
 from raymoe.net.published import Published
 
+_Blocks = tuple[torch.Tensor, ...]
+"""What goes to one domain, or comes from it."""
 MARGIN_S = 1.0
 """A wait of the host lasts so much longer than those of kernels: a kernel that waits in vain names its peer better."""
 _LONG_S = 0.05  # a wait that is longer asks who is late
@@ -70,14 +72,20 @@ class NcclRail:
         with on(out.device):
             if own.data_ptr() != mine.data_ptr():
                 own.copy_(mine.view(-1))
-            self._exchange(op, [own] * len(blocks), list(blocks))
+            self._exchange(op, [(own,)] * len(blocks), [(block,) for block in blocks])
         return _nothing
 
     def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
         """Enqueue a swap. It copies this rank's own block too."""
         with on(sent.device):
             received[self._me].copy_(sent[self._me])
-            self._exchange(op, list(sent), list(received))
+            self._exchange(op, [(block,) for block in sent], [(block,) for block in received])
+        return _nothing
+
+    def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Enqueue all as one NCCL group."""
+        with on(sent[0].device):
+            self._exchange(op, list(zip(*sent, strict=True)), list(zip(*received, strict=True)))
         return _nothing
 
     def settle(self, op: str) -> None:
@@ -130,20 +138,20 @@ class NcclRail:
             self.abort()
             raise
 
-    def _exchange(self, op: str, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
-        """Enqueue one NCCL group: block d of `sent` goes to domain d, whose block becomes block d of `received`."""
-        communicator = self._open(op)
-        if capturing(sent[0].device):
+    def _exchange(self, op: str, sent: list[_Blocks], received: list[_Blocks]) -> None:
+        """Enqueue one NCCL group: blocks d of `sent` go to domain d, whose blocks become blocks d of `received`."""
+        communicator, device = self._open(op), sent[0][0].device
+        if capturing(device):
             communicator.hold()
         else:
             self._entered += 1
         peers = [domain for domain in range(self._world.domains) if domain != self._me]
         sends, receives = (
-            [(domain, blocks[domain].data_ptr(), blocks[domain].nbytes) for domain in peers]
+            [(domain, block.data_ptr(), block.nbytes) for domain in peers for block in blocks[domain]]
             for blocks in (sent, received)
         )
         try:
-            communicator.exchange(sends, receives, current_stream(sent[0].device))
+            communicator.exchange(sends, receives, current_stream(device))
         except WiringError as error:  # NCCL refuses every call after a connection of it was closed
             self._failure = self._failure or self._lost(op)
             self.abort()

@@ -19,7 +19,7 @@ function that waits for its end then does nothing. `settle` is the wait of the h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -54,3 +54,13 @@ class Rail(Protocol):
 
     def close(self, together: bool) -> None:
         """Disconnect. `together` if all ranks close now."""
+
+
+class DeviceRail(Rail, Protocol):
+    """A rail of GPU ranks."""
+
+    def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Swap the blocks of several tensors as one operation.
+
+        This rank's own blocks stay where they are: those of `received` mean nothing then.
+        """

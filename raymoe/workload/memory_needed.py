@@ -15,6 +15,7 @@ from raymoe.config import Case, Job
 from raymoe.config.job import kind_of_ranks
 from raymoe.config.rules import OTHER_SYSTEMS
 from raymoe.errors import PlacementError
+from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import FP8, ExchangeSpec, slots_layout
 from raymoe.exchange.workspace import Bounds, slot_bytes_of, workspace_layout
 from raymoe.memory.layout import ITEM_BYTES, Layout, Region
@@ -131,16 +132,17 @@ def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
 
 
 def rail_buffers(spec: ExchangeSpec, ranks: int, domains: int) -> int:
-    """Count the rail's rows, its entries, the sums inside, and the blocks that leave and come back: sums, gradients of
-    weights."""
+    """Count the rail's rows, its entries, and what leaves and comes back: sums, statuses, gradients of weights."""
     tokens = domains * spec.tokens
-    held = 2 * tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES
-    held += 2 * domains * (spec.tokens + ranks // domains) * spec.home_row_bytes
+    held = tokens * spec.row_bytes + tokens * spec.topk * ENTRY_BYTES
+    held += 2 * (tokens * spec.home_row_bytes + ranks * Refusal.NBYTES)
+    if spec.home_row_bytes != spec.row_bytes:
+        held += tokens * spec.row_bytes  # the sums inside, before they are converted
     held += 2 * tokens * spec.topk * ITEM_BYTES["float32"]
     if spec.dispatch_wire == FP8:
         held += tokens * (spec.wire_row_bytes - spec.row_bytes)  # the rail's rows are narrower
         held += _QUANTISING * spec.tokens * spec.hidden * ITEM_BYTES["float32"]
-    return held + spec.tokens * spec.hidden * ITEM_BYTES["float32"]  # the sum of the domains
+    return held
 
 
 # Memory of an operation over rows.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import FP8, ROW_BYTES, ExchangeSpec
 from raymoe.memory.layout import round_up
 from raymoe.memory.world import World
@@ -145,7 +146,7 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     >>> bytes_between_domains(spec, ranks=4, domains=2)
     {'dispatch': 4704, 'combine': 5216, 'exchange': 9920}
     >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
-    {'dispatch': 4864, 'combine': 5120, 'exchange': 9984}
+    {'dispatch': 4864, 'combine': 4224, 'exchange': 9088}
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2, wire="float8_e4m3")
     >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")["dispatch"]
     2944
@@ -157,7 +158,8 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     scales = SCALE_BYTES * spec.tokens * spec.scales if fp8 else 0
     told = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) if on_gpus else ENTRY_BYTES * entries
     dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + told)
-    combine = blocks * (agreement + (spec.tokens + ranks // domains) * spec.home_row_bytes)
+    status = Refusal.NBYTES if on_gpus else spec.home_row_bytes
+    combine = blocks * (agreement + spec.tokens * spec.home_row_bytes + ranks // domains * status)
     return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
 
 

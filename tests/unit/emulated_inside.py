@@ -22,10 +22,10 @@ from raymoe.exchange.nccl_kernels import Field, address
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.exchange.weight_bytes import byte_spec
 from raymoe.memory.world import World
-from raymoe.net.gloo_rail import GlooRail
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import backend, workspaces
 from tests.unit.emulated_launcher import EmulatedLauncher, storage_of
+from tests.unit.gloo_rounds import TensorRail
 
 
 class Machine(EmulatedLauncher):
@@ -135,4 +135,4 @@ def between_domains(world: World, spec: ExchangeSpec, kind: str, chunk: int = 0)
     with Emulator(2) as emulator:  # its second stream brings rows late
         machine = Machine(emulator)
         inside: Any = Inside(kind, spec.inside(world.domains, world.size), machine)
-        yield HierarchicalGpu(world, spec, RailParts(machine, world.shared(GlooRail), inside, chunk))
+        yield HierarchicalGpu(world, spec, RailParts(machine, world.shared(TensorRail), inside, chunk))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,12 +21,11 @@ from raymoe.exchange.hierarchical_tensors import DomainShape
 from raymoe.exchange.nccl import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
-from raymoe.net.gloo_rail import GlooRail
 from raymoe.workload.traffic import bytes_between_domains
 from tests.gpu import exchange_ranks as on_rank
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, expert_major, open_exchange, result_of
 from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch
-from tests.unit.gloo_rounds import on_tensors
+from tests.unit.gloo_rounds import TensorRail, on_tensors
 from tests.unit.gradient_cases import judge_gradients, judge_refused_gradients, refuse_gradients, run_gradients
 from tests.unit.test_layer_workload import layer_job
 from tests.unit.test_workload import run_cases as run_job
@@ -277,19 +276,17 @@ def test_the_backward_of_combine_dispatches_again_where_no_places_are_kept(group
 
 def lose_weights(_rank: int, case: Case) -> Any:
     """Drop the gradients of weights whose experts another domain holds."""
-    real = GlooRail.swap
+    real = TensorRail.swap_all
 
-    def swap(self: GlooRail, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
+    def swap_all(
+        self: TensorRail, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
         wait = real(self, op, received, sent)
+        if received[-1].dtype == torch.float32:  # behind the statuses
+            received[-1][1 - self._me] = 0
+        return wait
 
-        def wait_and_drop() -> None:
-            wait()
-            if op == "combine of gradients":
-                received[1 - self._world.rank // 2] = 0
-
-        return wait_and_drop
-
-    with World.of(domain=2, timeout_s=30) as world, mock.patch.object(GlooRail, "swap", swap):
+    with World.of(domain=2, timeout_s=30) as world, mock.patch.object(TensorRail, "swap_all", swap_all):
         return run_gradients(world, case)
 
 
@@ -390,18 +387,20 @@ def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
     """Return the bytes that this rank's rail sends in a dispatch and in a combine."""
     sent: list[int] = []
     with World.of(domain=2, timeout_s=30) as world, opened(world, spec) as exchange:
-        rail = world.shared(GlooRail)
-        gather, swap, others = rail.gather, rail.swap, world.domains - 1
+        rail = world.shared(TensorRail)
+        gather, swap_all, others = rail.gather, rail.swap_all, world.domains - 1
 
         def counting_gather(op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
             sent.append(mine.nbytes * others)
             return gather(op, out, mine)
 
-        def counting_swap(op: str, received: torch.Tensor, blocks: torch.Tensor) -> Callable[[], None]:
-            sent.append(blocks.nbytes // world.domains * others)
-            return swap(op, received, blocks)
+        def counting_swap(
+            op: str, received: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]
+        ) -> Callable[[], None]:
+            sent.extend(each.nbytes // world.domains * others for each in blocks)
+            return swap_all(op, received, blocks)
 
-        rail.gather, rail.swap = counting_gather, counting_swap  # type: ignore[method-assign]
+        rail.gather, rail.swap_all = counting_gather, counting_swap  # type: ignore[method-assign]
         ids = torch.arange(3 * spec.topk).reshape(3, spec.topk) % spec.experts
         got = exchange.dispatch(torch.ones(3, spec.hidden, dtype=torch.bfloat16), ids, torch.ones(3, spec.topk))
         dispatched = sum(sent)

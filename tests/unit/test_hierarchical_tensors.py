@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch
 from raymoe.device.params import Params
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
-from raymoe.exchange.hierarchical_tensors import DomainShape, Places, ids_inside, is_refused, told_ids
+from raymoe.exchange.hierarchical_tensors import DomainShape, Places, ids_inside, told_ids
 from raymoe.exchange.spec import ExchangeSpec
 from tests.unit import plan
 
@@ -42,8 +42,7 @@ def test_everything_stays_on_the_device(alignment: int, counted: bool) -> None:
     inside = ids_inside(gathered, shape)
     offsets = torch.zeros(7, dtype=torch.int32, device=GPU)
     places = Places.of(offsets, offsets[1:], spec, domains=2, ranks=4)
-    refused = is_refused(torch.zeros(2, 2, 2, dtype=torch.int64, device=GPU))
-    made = [inside, places.offsets, places.counts, places.sources, places.moves, refused]
+    made = [inside, places.offsets, places.counts, places.sources, places.moves]
     assert all(each is None or each.device == GPU for each in made)
     assert (places.moves is None) == (alignment == 1)
     assert (inside.shape, places.offsets.shape, places.counts.shape) == ((10, 2), (4,), (3,))
@@ -104,8 +103,9 @@ class FakeRail:
         assert out.numel() == 2 * mine.numel()
         return lambda: None
 
-    def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:
-        assert op and received.is_contiguous() and sent.is_contiguous()
+    def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
+        assert op and all(each.is_contiguous() for each in (*received, *sent))
+        assert [each.shape for each in received] == [each.shape for each in sent]
         return lambda: None
 
     def settle(self, op: str) -> None:
@@ -122,7 +122,9 @@ class FakeLauncher:
     def resident(self, *_: object) -> int:
         return 9
 
-    def ready(self, _source: object, _shape: object, params: Params) -> Callable[..., None]:
+    def ready(self, _source: object, _shape: object, params: Params, **memory: torch.Tensor) -> Callable[..., None]:
+        assert all(name in params.offsets() and each.device == GPU for name, each in memory.items())
+
         def launch(stream: int, **changed: torch.Tensor | int | None) -> None:
             assert stream > 0
             assert all(name in params.offsets() for name in changed)

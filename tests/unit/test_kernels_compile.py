@@ -16,6 +16,7 @@ import pytest
 from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.dispatch import ADVANCE_CHUNK, ANNOUNCE, WARPS, WIDE, alltoallv_source, dispatch_source, pack_source
+from raymoe.device.domains import TELL_STATUSES, sum_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
@@ -35,6 +36,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 BEFORE_HOPPER = (
     *(TELL, COUNT, NUMBER, SPREAD),
     *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
+    TELL_STATUSES,
+    *(sum_source(dtype, wire) for dtype in DTYPES for wire in DTYPES),
 )
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()

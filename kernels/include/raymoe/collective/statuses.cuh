@@ -1,0 +1,32 @@
+// What ranks tell one another behind the sums of a combine: why a rank refuses the step, or what it combines.
+#pragma once
+
+#include "raymoe/base/ptx.cuh"
+
+namespace raymoe {
+
+// Why a rank refuses the data of a step; raymoe/exchange/refusal.py has the same numbers.
+constexpr u32 CAUSE_NONE = 0;
+constexpr u32 CAUSE_ID = 1;        // other: the token, number: the id
+constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows needed
+constexpr u32 CAUSE_TOKENS = 5;    // other: rows of x, number: the tokens asked for
+
+// 16 bytes behind the rows of each block of a combine. With CAUSE_NONE, `other` is whether the combine is weighted and
+// `number` is the dispatch that it combines. Ranks that combine different dispatches are found by these.
+struct Status {
+    u32 cause;
+    u32 other;
+    u64 number;
+};
+static_assert(sizeof(Status) == 16, "");
+
+__device__ __forceinline__ Status load_status(const void* at) {
+    const ptx::Bytes16 both = ptx::load_16(static_cast<const u8*>(at));
+    return {static_cast<u32>(both.low), static_cast<u32>(both.low >> 32), both.high};
+}
+
+__device__ __forceinline__ void store_status(void* at, const Status& status) {
+    ptx::store_16(static_cast<u8*>(at), {static_cast<u64>(status.other) << 32 | status.cause, status.number});
+}
+
+}  // namespace raymoe

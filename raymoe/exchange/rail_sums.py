@@ -1,0 +1,123 @@
+"""The sums of a combine between domains of GPU ranks, while they cross the rail, and the domains' sums of each token.
+
+The combine inside writes its sums to `sums`. Where they cross in the dtype of rows, that is the memory from which the
+rail sends them. A status of each rank of the domain goes with them. One kernel then adds what came and what has stayed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raymoe.device import rounds
+from raymoe.device.domains import TELL_STATUSES, SumDomainsParams, TellStatusesParams, sum_source
+from raymoe.device.kernels import Shape
+from raymoe.exchange.hierarchical_tensors import DomainShape
+from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
+from raymoe.exchange.refusal import Refusal
+from raymoe.exchange.spec import ExchangeSpec
+from raymoe.net.rail import DeviceRail
+
+STATUS_WORDS = Refusal.NBYTES // 8
+_SPARE_WORDS = 2  # before the statuses of a record: whether there are any, and one that is not used
+
+
+class RailSums:
+    """The memory and the kernels of a combine on both sides of the rail."""
+
+    def __init__(
+        self, shape: DomainShape, spec: ExchangeSpec, rail: DeviceRail, launcher: Launcher, record: torch.Tensor
+    ) -> None:
+        """`record` is that of the combine inside (`InsideBackend.refusal_record`)."""
+        N, L, T, K, device = shape.domains, shape.per_domain, shape.tokens, spec.topk, record.device
+        self._shape, self._spec, self._rail = shape, spec, rail
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        home: torch.dtype = getattr(torch, spec.combine_wire)
+        direct = home is dtype and spec.home_width == spec.hidden
+
+        def zeros(*shape: int, of: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=of, device=device)
+
+        self._leaving = zeros(N * T, spec.home_width, of=home)
+        self._returned = torch.zeros_like(self._leaving)
+        self.sums = self._leaving if direct else zeros(N * T, spec.hidden, of=dtype)
+        """Of this domain's ranks, for the tokens of all domains, in the order of tokens inside."""
+        self._leaving_statuses = zeros(N, L, STATUS_WORDS, of=torch.int64)
+        self._statuses = torch.zeros_like(self._leaving_statuses)
+        self._leaving_entries = zeros(N, T, K, of=torch.float32)
+        self._returned_entries = torch.zeros_like(self._leaving_entries)
+        self.entries = zeros(N * T, K, of=torch.float32) if shape.chunk else self._leaving_entries.flatten(0, 1)
+        """The gradients of weights, one for each entry, in the order of tokens inside."""
+        self._refused = zeros(_SPARE_WORDS + N * L * STATUS_WORDS, of=torch.int64)
+        self._tell = launcher.ready(
+            TELL_STATUSES,
+            Shape(1, 32),
+            TellStatusesParams(domains=N, per_domain=L, index=shape.index),
+            record=record,
+            leaving=self._leaving_statuses,
+            statuses=self._statuses,
+        )
+        self._add = self._make_add(launcher)
+
+    def cross(self, stream: int, number: torch.Tensor, weighted: bool, *, entries: bool = False) -> None:
+        """Send the sums and the statuses of this domain's ranks to all domains, and get theirs.
+
+        `number`, int32[2], is the dispatch that is combined. With `entries` the gradients of weights cross too.
+        """
+        shape = self._shape
+        self._tell(stream, number=number, weighted=int(weighted))
+        if self.sums is not self._leaving:
+            self._leaving[:, : self._spec.hidden].copy_(self.sums)
+        received = [*shape.blocks(self._returned), self._statuses]
+        sent = [*shape.blocks(self._leaving), self._leaving_statuses]
+        if entries:
+            if shape.chunk:
+                shape.by_domain(self.entries, self._leaving_entries)
+            received.append(self._returned_entries)
+            sent.append(self._leaving_entries)
+        self._rail.swap_all("combine", received, sent)()
+
+    def add(self, stream: int, out: torch.Tensor, out_entries: torch.Tensor | None = None) -> None:
+        """Add what the domains have sent into `out`; NaN, and a record for the host, if the step is refused.
+
+        With `out_entries` also the gradients of weights, of which all domains but one have sent zero.
+        """
+        present = out_entries is not None
+        self._add(
+            stream,
+            y=out,
+            given=len(out),
+            leaving_entries=self._leaving_entries if present else None,
+            returned_entries=self._returned_entries if present else None,
+            out_entries=out_entries,
+        )
+
+    def take_refused(self) -> list[int]:
+        """Take the statuses of all ranks in the first refused step since the last call, two words each.
+
+        Empty if there is none. Waits for the stream.
+        """
+        words: list[int] = self._refused.tolist()
+        if not words[0]:
+            return []
+        self._refused.zero_()
+        return words[_SPARE_WORDS:]
+
+    def _make_add(self, launcher: Launcher) -> ReadyKernel:
+        spec, shape, item = self._spec, self._shape, self._leaving.element_size()
+        pieces = rounds.sum_pieces(spec.row_bytes, self.sums.element_size(), item)
+        params = SumDomainsParams(
+            domains=shape.domains,
+            ranks=shape.domains * shape.per_domain,
+            index=shape.index,
+            tokens=shape.tokens,
+            chunk=shape.chunk or shape.tokens,
+            topk=spec.topk,
+            row_bytes=spec.row_bytes,
+            wire_row_bytes=spec.home_width * item,
+            pieces=pieces,
+        )
+        source, threads = sum_source(spec.dtype, spec.combine_wire), launcher.threads
+        most = launcher.resident(source, Shape(1, threads))
+        blocks = max(1, min(most, shape.tokens * pieces * 32 // threads + 1))
+        memory = {"leaving": self._leaving, "returned": self._returned, "statuses": self._statuses}
+        return launcher.ready(source, Shape(blocks, threads), params, **memory, refused=self._refused)
