@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from raymoe.device.jit import KernelSource
@@ -115,7 +115,7 @@ class DispatchCall(Params):
     alignment: U32
     capacity: U32
     op: U32
-    unused: U32
+    group: U32
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,15 @@ def dispatch_source(
     defines += (("KNOWN_ROUTING", "1"),) if known else ()
     defines += (("CHUNKED_ROWS", "1"),) if chunked else ()
     return KernelSource("dispatch", structs, (*defines, *stamps(stamped), *traced(traces)))
+
+
+def in_groups(source: KernelSource) -> KernelSource:
+    """Return the build of a dispatch kernel, of many tokens or of few, in which experts share a gap.
+
+    >>> in_groups(dispatch_source(chunked=True)).defines
+    (('CHUNKED_ROWS', '1'), ('GROUPED_EXPERTS', '1'))
+    """
+    return replace(source, defines=(*source.defines, ("GROUPED_EXPERTS", "1")))
 
 
 def stamps(stamped: bool) -> tuple[tuple[str, str], ...]:

@@ -165,7 +165,7 @@ class NumberParams(Params):
     capacity: U32 = 0
     alignment: U32 = 0
     zero_row: U32 = 0
-    unused: U32 = 0
+    group: U32 = 1
 
 
 @dataclass(frozen=True)

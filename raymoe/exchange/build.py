@@ -12,6 +12,7 @@ from raymoe.device.combine import CombineCall, CombineGrid, CombineParams
 from raymoe.device.dealing import Dealing
 from raymoe.device.dispatch import STAMP_BYTES, DispatchCall, DispatchParams
 from raymoe.device.dispatch_grid import DispatchGrid, Rows
+from raymoe.device.jit import KernelSource
 from raymoe.device.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_routers
 from raymoe.device.structs import Peers
 from raymoe.errors import ConfigError
@@ -64,6 +65,10 @@ class Build:
     def rows_region(self) -> str:
         """The region that holds the slots of dispatch."""
         return "dispatch_blocks" if self.spec.by_copy_engine else "dispatch_rows"
+
+    def finding_places(self, source: KernelSource) -> KernelSource:
+        """Return the build of a kernel that finds places from counts: for groups of experts if the spec has them."""
+        return dispatch.in_groups(source) if self.spec.expert_group > 1 else source
 
     def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
         """Lay out launches of at most one block on each of `sms` SMs.
@@ -218,7 +223,7 @@ class Build:
             capacity=self.capacity,
             zero_padding=int(spec.padding == "zero"),
             op=space.error.number("dispatch"),
-            unused=0,
+            group=spec.expert_group,
         )
         return vars(call)
 

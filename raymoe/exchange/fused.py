@@ -67,7 +67,7 @@ class FusedBackend:
         self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest_shapes()))
         kernels = self.workspace.kernels
         warps, traces = self.combine_grid.warps, self.workspace.traces
-        self._dispatch = kernels.function(self._dispatch_source(known=False))
+        self._dispatch = kernels.function(self.build.finding_places(self._dispatch_source(known=False)))
         self._combine = kernels.function(combine_source(spec.dtype, stamped, traces, spec.combine_wire, warps))
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
         self._device_record: torch.Tensor | None = None

@@ -89,7 +89,8 @@ class FusedLlBackend(FusedBackend):
 
     def _ll_dispatch_launch(self, fp8: bool) -> PreparedLaunch:
         space, grid = self.workspace, self._dispatch_ll_grid
-        function = space.kernels.function(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces))
+        source = self.build.finding_places(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces))
+        function = space.kernels.function(source)
         sent = grid.leave(self._row_units, self._groups_sent, self.spec.tokens)
         placed = grid.arrive(self._row_units, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size)
         params = self.build.dispatch_ll_params(grid, sent, placed)

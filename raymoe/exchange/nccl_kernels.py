@@ -397,6 +397,7 @@ class RoundKernels:
             capacity=self._capacity,
             alignment=spec.alignment,
             zero_row=sizes.ranks * sizes.tokens,
+            group=spec.expert_group,
         )
         shape = Shape(blocks, threads, sizes.numbering_bytes(warps))
         self._number: ReadyKernel = launcher.ready(rounds.NUMBER, shape, params, stats=stats)

@@ -39,6 +39,7 @@ _MOST = {
     "experts": MOST_EXPERTS,
     "topk": MOST_TOPK,
     "alignment": MOST_ALIGNMENT,
+    "expert_group": MOST_EXPERTS,
 }
 
 
@@ -78,6 +79,9 @@ class ExchangeSpec:
     output: str = "dequantised"
     depth: int = 1
     transport: str = "auto"
+    expert_group: int = 1
+    """Only for the exchange inside a domain (`inside`). The experts of a rank form groups of so many neighbours. The
+    first of a group begins at a multiple of `alignment`, and the others follow without gaps."""
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
@@ -166,6 +170,10 @@ class ExchangeSpec:
         """Raise if a world of this many ranks cannot use this spec."""
         if self.experts % ranks:
             raise ConfigError(f"{self.experts} experts on {ranks} ranks; every rank holds the same number of them")
+        if self.local_experts(ranks) % self.expert_group:
+            raise ConfigError(
+                f"{self.local_experts(ranks)} experts a rank in groups of {self.expert_group}; all groups are whole"
+            )
         # The limit also holds where the capacity is a number: offsets are computed before they are compared with it.
         if (worst := self._worst(ranks)) > MOST_ROWS:
             raise ConfigError(
@@ -180,7 +188,7 @@ class ExchangeSpec:
         """C, the rows of `x`.
 
         In the worst case all experts of all tokens are here, since a token may name one expert several times. Each
-        expert then has a gap of `alignment` - 1 rows.
+        expert, or group of experts, then has a gap of `alignment` - 1 rows.
         """
         return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
 
@@ -198,8 +206,8 @@ class ExchangeSpec:
         return replace(self, tokens=domains * self.tokens, alignment=1, padding="any", depth=0, capacity=capacity)
 
     def gaps(self, ranks: int) -> int:
-        """The most rows in gaps on a rank: each expert has `alignment` - 1."""
-        return self.local_experts(ranks) * (self.alignment - 1)
+        """The most rows in gaps on a rank: each expert, or group of experts, has `alignment` - 1."""
+        return self.local_experts(ranks) // self.expert_group * (self.alignment - 1)
 
     def _worst(self, ranks: int) -> int:
         return round_up(ranks * self.tokens * self.topk + self.gaps(ranks), self.alignment)

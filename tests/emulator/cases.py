@@ -154,6 +154,43 @@ RUNS = {
             ("ll", "expert"),
         )
     },
+    **{
+        f"{kind}, groups of {group} at {alignment}, layout {layout}, padding {padding}": Run(
+            kind,
+            spec={"expert_group": group, "alignment": alignment, "layout": layout, "padding": padding},
+        )
+        for kind, group, alignment, layout, padding in (
+            ("fused", 2, 8, "expert", "zero"),
+            ("fused", 3, 5, "expert", "any"),
+            ("fused", 3, 128, "rank", "zero"),
+            ("fused", 2, 5, "rank", "any"),
+            ("staged", 3, 8, "expert", "any"),
+            ("staged", 2, 128, "expert", "zero"),
+            ("staged", 3, 5, "rank", "zero"),
+            ("ll", 3, 8, "expert", "zero"),
+            ("ll", 2, 128, "expert", "any"),
+            ("ll", 6, 5, "expert", "zero"),
+        )
+    },
+    **{
+        f"{kind}, known routing, groups of 3": Run(
+            kind, form="known pairs", spec={"expert_group": 3, "alignment": 8, "padding": "zero"}
+        )
+        for kind in ("fused", "staged")
+    },
+    **{
+        f"{kind}, fp8 raw, groups of 2": Run(
+            kind, spec={"wire": FP8, "output": "raw", "hidden": 272, "expert_group": 2, "alignment": 8}
+        )
+        for kind in ("fused", "ll")
+    },
+    # More experts than threads of a block, in groups of more and of fewer experts than a thread has.
+    **{
+        f"{kind}, groups of {group} of 1020": Run(
+            kind, 1, spec={"experts": 1020, "topk": 16, "expert_group": group, "alignment": 3, "hidden": 8}
+        )
+        for kind, group in (("fused", 3), ("ll", 5))
+    },
 }
 
 MESSAGES = (

@@ -24,11 +24,14 @@ class Planted:
     quantised: bool = False
     tokens: int = 40
     hidden: int | None = None
+    group: int = 1
 
     def run(self) -> Run:
         spec: dict[str, Any] = {"tokens": self.tokens}
         if self.quantised:
             spec |= {"wire": "float8_e4m3", "output": "raw", "hidden": 272}
+        if self.group > 1:
+            spec |= {"expert_group": self.group, "alignment": 8}
         if self.hidden is not None:
             spec |= {"hidden": self.hidden}
         ll_steps = 10_000_000 if self.quantised else 4_000_000  # a correct run takes less than half
@@ -105,6 +108,15 @@ PLANTED = {
         "(static_cast<u64>(source) * p.slot_tokens + token) * p.topk;",
         "token * p.topk;",
         form="known",
+    ),
+    "every expert of a group is aligned": _planted(
+        "fused", "places.cuh", "mine += count;", "mine = aligned(mine + count);", ranks=2, group=3
+    ),
+    "the size of groups is ignored": _planted(
+        "staged", "places.cuh", "mine = 0, left = p.group;", "mine = 0, left = 1;", ranks=2, group=2
+    ),
+    "threads take parts of groups": _planted(
+        "ll", "places.cuh", "return least <= p_.group ? p_.group :", "return least <= p_.group ? least :", group=2
     ),
     "a word is not acquired": _planted("fused", "sync.cuh", "load_acquire_sys(word)", "load_relaxed_sys(word)"),
     "one buffer of slots, at the sender": _planted("fused", "sending.cuh", "parity_(epoch & 1)", "parity_(0)"),

@@ -114,7 +114,8 @@ def judge_step(case: Case, compact: bool, launcher: EmulatedLauncher) -> None:
     spec, ranks, sent = case.spec, Ranks(case, compact, launcher), batches(case, 0)
     got = ranks.dispatch([tokens_of(batch) for batch in sent])
     ids = [batch.ids[: batch.num_tokens] for batch in sent]
-    plans = [plan.plan(ids, rank, spec.local_experts(case.ranks), spec.alignment) for rank in range(case.ranks)]
+    local = spec.local_experts(case.ranks)
+    plans = [plan.plan(ids, rank, local, spec.alignment, spec.expert_group) for rank in range(case.ranks)]
     rows = []
     for rank, theirs in enumerate(plans):
         judge_places(case, sent, theirs, got[rank].got)
@@ -169,6 +170,7 @@ def drawn(seed: int, changes: tuple[Change, ...] = ()) -> None:
         topk=3,
         alignment=(4, 1)[seed % 3 == 0],
         layout=("expert", "rank")[seed % 4 > 1],
+        expert_group=1 if seed // 4 % 2 else (3, 4)[seed % 4 == 0],
     )
     routing = ("masked", "repeated", "skewed")[seed % 3]
     case = Case(3, spec, "none", (routing,), seed=seed, prefix=True, weighted=seed % 3 == 0)

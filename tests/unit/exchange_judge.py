@@ -26,7 +26,7 @@ def judge(case: Case, results: list[list[Result]]) -> None:
 def judge_dispatch(case: Case, sent: list[Batch], rank: int, result: Result) -> None:
     local = case.spec.local_experts(case.ranks)
     ids = [batch.ids[: batch.num_tokens] for batch in sent]
-    theirs = plan.plan(ids, rank, local, case.spec.alignment)
+    theirs = plan.plan(ids, rank, local, case.spec.alignment, case.spec.expert_group)
     assert (result.counts, result.offsets) == (theirs.counts, theirs.offsets)
     want = plan.dispatch([batch.x for batch in sent], theirs, case.spec.rows(case.ranks)).float().numpy()
     for place, entry in enumerate(theirs.entries):
@@ -139,7 +139,7 @@ def judge_quantised_rows(
     """Check that every place holds the right row, equal on all ranks; `crossed` keeps rows by (source, token)."""
     spec = case.spec
     ids = [batch.ids[: batch.num_tokens] for batch in sent]
-    theirs = plan.plan(ids, rank, spec.local_experts(case.ranks), spec.alignment)
+    theirs = plan.plan(ids, rank, spec.local_experts(case.ranks), spec.alignment, spec.expert_group)
     assert (result.counts, result.offsets) == (theirs.counts, theirs.offsets)
     relative, absolute = HALF_A_STEP[spec.dtype]
     for place, entry in enumerate(theirs.entries):

@@ -38,15 +38,20 @@ def expert_entries(ids: Sequence[torch.Tensor], expert: int) -> list[tuple[int, 
     return entries
 
 
-def expert_offsets(counts: Sequence[int], alignment: int) -> list[int]:
+def expert_offsets(counts: Sequence[int], alignment: int, group: int = 1) -> list[int]:
     """Return where each expert's rows begin: after the previous expert's rows, at a multiple of `alignment`.
+
+    With a `group`, only the first of so many experts begins at a multiple.
 
     >>> expert_offsets([3, 0, 5], alignment=4)
     [0, 4, 4, 12]
+    >>> expert_offsets([3, 0, 5, 2], alignment=4, group=2)
+    [0, 3, 4, 9, 12]
     """
     offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + round_up(count, alignment))
+    for number, count in enumerate(counts, 1):
+        end = offsets[-1] + count
+        offsets.append(round_up(end, alignment) if number % group == 0 else end)
     return offsets
 
 
@@ -59,7 +64,7 @@ class Plan:
     offsets: list[int]
 
 
-def plan(ids: Sequence[torch.Tensor], rank: int, local_experts: int, alignment: int) -> Plan:
+def plan(ids: Sequence[torch.Tensor], rank: int, local_experts: int, alignment: int, group: int = 1) -> Plan:
     """Return the entry of every place on `rank`.
 
     >>> plan([torch.tensor([[0, 1]]), torch.tensor([[1, 3]])], rank=0, local_experts=2, alignment=2)
@@ -68,7 +73,7 @@ def plan(ids: Sequence[torch.Tensor], rank: int, local_experts: int, alignment: 
     experts = range(rank * local_experts, (rank + 1) * local_experts)
     found = [expert_entries(ids, expert) for expert in experts]
     counts = [len(entries) for entries in found]
-    offsets = expert_offsets(counts, alignment)
+    offsets = expert_offsets(counts, alignment, group)
     places: list[tuple[int, int, int] | None] = [None] * offsets[-1]
     for entries, start in zip(found, offsets[:-1], strict=True):
         places[start : start + len(entries)] = entries

@@ -15,7 +15,16 @@ import pytest
 
 from raymoe.device.combine import combine_source
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
-from raymoe.device.dispatch import ADVANCE_CHUNK, ANNOUNCE, WARPS, WIDE, alltoallv_source, dispatch_source, pack_source
+from raymoe.device.dispatch import (
+    ADVANCE_CHUNK,
+    ANNOUNCE,
+    WARPS,
+    WIDE,
+    alltoallv_source,
+    dispatch_source,
+    in_groups,
+    pack_source,
+)
 from raymoe.device.domains import TELL_STATUSES, sum_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.ll import combine_ll_source, dispatch_ll_source
@@ -64,6 +73,11 @@ SOURCES = (
     dispatch_source(known=True, chunked=True),
     dispatch_source("float16", fp8=True, chunked=True),
     dispatch_source(traces=True, known=True),
+    in_groups(dispatch_source()),
+    in_groups(dispatch_source(chunked=True)),
+    in_groups(dispatch_source(fp8=True)),
+    in_groups(dispatch_ll_source()),
+    in_groups(dispatch_ll_source(fp8=True)),
     *(dispatch_source(dtype, fp8=True) for dtype in DTYPES),
     *(combine_source(dtype) for dtype in DTYPES),
     *(combine_source(dtype, warps=WIDE) for dtype in DTYPES),

@@ -30,12 +30,13 @@ from tests.unit.test_exchange import ON_TENSORS, cases
 
 @st.composite
 def wide_cases(draw: st.DrawFn) -> Case:
-    """Draw a case of `cases`, with up to 16 ids for a token and rows of several pieces."""
+    """Draw a case of `cases`, with up to 16 ids for a token, rows of several pieces, and groups of experts."""
     case = draw(cases("none"))
     topk = draw(st.sampled_from([case.spec.topk, 16]))
     experts = case.ranks * draw(st.sampled_from([-(-16 // case.ranks), 17])) if topk == 16 else case.spec.experts
     hidden = draw(st.sampled_from([case.spec.hidden, 1032]))
-    return replace(case, spec=replace(case.spec, topk=topk, experts=experts, hidden=hidden))
+    group = draw(st.sampled_from([each for each in (1, 2, 3, 17) if experts // case.ranks % each == 0]))
+    return replace(case, spec=replace(case.spec, topk=topk, experts=experts, hidden=hidden, expert_group=group))
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["collective", "allgather"])
@@ -49,17 +50,19 @@ def test_dispatch_and_combine_equal_the_plan(compact: bool) -> None:
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["collective", "allgather"])
-@pytest.mark.parametrize(("ranks", "local"), [(1, 700), (4, 150), (16, 1)])
-def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(ranks: int, local: int, compact: bool) -> None:
+@pytest.mark.parametrize(("ranks", "local", "group"), [(1, 700, 1), (1, 700, 2), (4, 150, 3), (16, 1, 1)])
+def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(
+    ranks: int, local: int, group: int, compact: bool
+) -> None:
     """Several warps number a run, and there are more experts than threads in a block."""
     launcher = EmulatedLauncher()
     launcher.threads, launcher.sms = 256, 2 * ranks
-    spec = ExchangeSpec(tokens=40, hidden=8, experts=ranks * local, topk=min(16, ranks * local), alignment=3)
+    spec = ExchangeSpec(40, 8, ranks * local, topk=min(16, ranks * local), alignment=3, expert_group=group)
     case = Case(ranks, spec, "none", ("repeated",), seed=ranks, ragged=False)
     sent = batches(case, 0)
     ids = [batch.ids for batch in sent]
     for rank, found in enumerate(Ranks(case, compact, launcher).dispatch([tokens_of(batch) for batch in sent])):
-        judge_places(case, sent, plan.plan(ids, rank, local, 3), found.got)
+        judge_places(case, sent, plan.plan(ids, rank, local, 3, group), found.got)
         judge_traffic(case, ids, rank, found, compact)
 
 
@@ -81,6 +84,11 @@ PLANTED = {
         "numbering.cuh", "mark(ways, first_way);\n            __syncthreads();", "mark(ways, first_way);"
     ),
     "gaps keep their weights": Change("numbering.cuh", "ptx::store_4(p_.out_weights + (begin + i) * 4ull, 0);", ""),
+    "every expert of a group is aligned": Change("numbering.cuh", "if ((expert + 1) % p_.group == 0) {", "{"),
+    "a group is of the number of experts": Change("numbering.cuh", "(expert + 1) % p_.group == 0", "expert % 2 == 1"),
+    "a group's gap is that of its last expert": Change(
+        "numbering.cuh", "rows += totals_[last - i];", "rows = totals_[last];"
+    ),
     "no place is told from another": Change(
         "numbering.cuh",
         "return begin + before;\n    }\n\n    __device__ __forceinline__ void place_entry",

@@ -26,12 +26,16 @@ class Numbering {
             add_runs(first + lane_);
         }
         __syncthreads();
-        const u32 each = (memory_.local + blockDim.x - 1) / blockDim.x;
+        // Whole groups, so that every thread's sum is a multiple of the alignment.
+        const u32 each = multiple((memory_.local + blockDim.x - 1) / blockDim.x, p_.group);
         const u32 first = threadIdx.x * each;
         u32 mine = 0;
         for (u32 expert = first; expert < first + each && expert < memory_.local; ++expert) {
             begins_[expert] += mine;
-            mine += aligned(totals_[expert]);
+            mine += totals_[expert];
+            if ((expert + 1) % p_.group == 0) {
+                mine = multiple(mine, p_.alignment);
+            }
         }
         const u32 begin = begin_of(mine);
         for (u32 expert = first; expert < first + each && expert < memory_.local; ++expert) {
@@ -107,10 +111,16 @@ class Numbering {
     // Writes weights and index of this block's share of the gaps. The index behind the last row is written too, so that
     // a gather by the whole index reads inside the table.
     __device__ __forceinline__ void fill_gaps() {
-        for (u32 expert = blockIdx.x * warps_ + warp_; fits_ && expert < memory_.local; expert += gridDim.x * warps_) {
-            const u32 total = totals_[expert], end = aligned(total);
-            const u32 begin = begins_[expert] - entries_before(expert);
-            for (u32 i = total + lane_; i < end; i += 32) {
+        const u32 groups = memory_.local / p_.group;
+        for (u32 group = blockIdx.x * warps_ + warp_; fits_ && group < groups; group += gridDim.x * warps_) {
+            const u32 last = (group + 1) * p_.group - 1;
+            u32 rows = 0;
+            for (u32 i = 0; i < p_.group; ++i) {
+                rows += totals_[last - i];
+            }
+            const u32 begin = begins_[last] - entries_before(last) + totals_[last];
+            const u32 gap = multiple(rows, p_.alignment) - rows;
+            for (u32 i = lane_; i < gap; i += 32) {
                 ptx::store_4(p_.out_weights + (begin + i) * 4ull, 0);
                 if (p_.index != nullptr) {
                     ptx::store_8(p_.index + (begin + i) * 8ull, p_.zero_row);
@@ -124,9 +134,8 @@ class Numbering {
     }
 
   private:
-    __device__ __forceinline__ u32 aligned(u32 rows) const {
-        return (rows + p_.alignment - 1) / p_.alignment * p_.alignment;
-    }
+    // The least multiple of `step` that is not below `number`.
+    static __device__ __forceinline__ u32 multiple(u32 number, u32 step) { return (number + step - 1) / step * step; }
 
     // All threads of a warp call this, each with its expert. Adds the counts of the warp's share of the runs.
     __device__ __forceinline__ void add_runs(u32 expert) {

@@ -25,7 +25,7 @@ struct NumberParams {
     u32 capacity;
     u32 alignment;
     u32 zero_row;  // of the table
-    u32 unused;
+    u32 group;     // experts, neighbours in number, of which only the first is aligned
 };
 
 // The sum over the threads of a warp.

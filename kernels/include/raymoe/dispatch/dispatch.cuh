@@ -147,7 +147,7 @@ struct DispatchCall {
     u32 alignment;
     u32 capacity;
     u32 op;
-    u32 unused;
+    u32 group;  // experts, neighbours in number, of which only the first is aligned (places.cuh, GROUPED_EXPERTS)
 
     // expert / local. A multiplication, because a division is slow compared to the other work of a small dispatch. It
     // is exact for all experts that the kernels take (raymoe/device/dispatch.py).

@@ -6,6 +6,11 @@
 
 namespace raymoe {
 
+#ifndef GROUPED_EXPERTS
+#define GROUPED_EXPERTS 0  // 1: `group` experts share a gap, behind the last of them
+#endif
+constexpr bool GROUPED = GROUPED_EXPERTS;
+
 // The place at which each source's entries of each expert begin.
 class Places {
   public:
@@ -29,8 +34,8 @@ class Places {
             }
         }
         __syncthreads();
-        const u32 each = (p.local + THREADS - 1) / THREADS, first = threadIdx.x * each;
-        u32 mine = 0;
+        const u32 each = experts_of_a_thread(), first = threadIdx.x * each;
+        u32 mine = 0, left = p.group;
 #pragma unroll 1
         for (u32 e = first; e < first + each && e < p.local; ++e) {
             u32 count = 0;
@@ -38,7 +43,15 @@ class Places {
                 begins_[at] = mine + count;
                 count += its;
             });
-            mine += aligned(count);
+            if constexpr (!GROUPED) {
+                mine += aligned(count);
+            } else {
+                mine += count;
+                if (--left == 0) {
+                    mine = aligned(mine);
+                    left = p.group;
+                }
+            }
         }
         const u32 begin = begin_of(mine);
 #pragma unroll 1
@@ -91,6 +104,16 @@ class Places {
     }
 
   private:
+    // The experts for which a thread computes places: whole groups, so that every thread's sum is a multiple of the
+    // alignment.
+    __device__ __forceinline__ u32 experts_of_a_thread() const {
+        const u32 least = (p_.local + THREADS - 1) / THREADS;
+        if constexpr (GROUPED) {  // a thread mostly has one group; a division is slow
+            return least <= p_.group ? p_.group : (least + p_.group - 1) / p_.group * p_.group;
+        }
+        return least;
+    }
+
     // Calls `act` with the index of each source's entry for an expert, and its count. Four loads are in flight
     // together. A loop that the compiler unrolls has more instructions than a dispatch of few tokens has time for.
     template <class Do>
@@ -199,7 +222,7 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
     }
 }
 
-// The places of the gap after an expert's rows. `Where`: Places or KnownPlaces.
+// The places of the gap after an expert's rows; none inside a group of experts. `Where`: Places or KnownPlaces.
 struct Gap {
     u32 begin;
     u32 end;
