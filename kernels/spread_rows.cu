@@ -1,5 +1,5 @@
 // Copies each row to a list of rows: reads it once, writes it to each place. A dispatch by NCCL uses this to place rows
-// that arrived, and to pack rows for each rank. An exchange between domains moves rows by it to places with gaps.
+// that arrived, and to pack rows for each rank.
 //
 // A warp copies a piece of a row at a time, VECTORS * 32 * 16 bytes. All loads of a piece are in flight together.
 
@@ -26,8 +26,6 @@ struct SpreadParams {
     // Gaps to fill with zeros: of expert e the rows of `out` from offsets[e] + counts[e] to offsets[e + 1]. Null: none.
     const u8* expert_offsets;
     const u8* expert_counts;
-
-    const u8* used;  // u32: how many of the `count` rows there are; null: all
 
     u32 count;
     u32 stride;
@@ -82,8 +80,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) spread_rows(const __grid_co
     using namespace raymoe;
     const u32 each = blockDim.x / 32, warps = gridDim.x * each;
     const u32 warp = blockIdx.x * each + threadIdx.x / 32;
-    const u32 count = p.used == nullptr ? p.count : min(p.count, ptx::load_4(p.used));
-    for (u32 unit = warp; unit < count * p.pieces; unit += warps) {
+    for (u32 unit = warp; unit < p.count * p.pieces; unit += warps) {
         const u32 number = unit / p.pieces, own = number - p.own_first;
         const u32 from = p.source == NO_OFFSET ? number : ptx::load_4(p.kept + p.source + number * 4ull);
         if (from != NOWHERE) {

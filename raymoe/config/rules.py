@@ -292,14 +292,6 @@ def _domains_take_the_dtype(job: Job) -> tuple[str, str] | None:
     )
 
 
-def _capacity_holds_the_gaps(job: Job) -> tuple[str, str] | None:
-    """GPU ranks in several domains count the largest gaps, whatever the routing."""
-    asked, gaps = job.exchange, job.shape.experts // job.world.ranks * (job.exchange.alignment - 1)
-    if job.world.domains == 1 or job.world.device != "cuda" or asked.capacity == "worst" or asked.capacity > gaps:
-        return None
-    return f"gaps of alignment {asked.alignment} may fill a capacity of {asked.capacity}", f"write {gaps + 1} or more"
-
-
 def _graph_needs_gpus(job: Job) -> tuple[str, str] | None:
     on_cpus = job.world.device == "cpu"
     if job.workload == "layer" and job.world.device == "auto":
@@ -390,11 +382,6 @@ RULES = (
         ("exchange",),
         ("exchange.wire.dispatch", "shape.hidden", "world.domain", "world.ranks"),
         _domains_take_the_dtype,
-    ),
-    Rule(
-        SPANNING,
-        ("exchange.capacity", "exchange.alignment", "shape.experts", "world.domain", "world.ranks", "world.device"),
-        _capacity_holds_the_gaps,
     ),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cpu", GPU_TRANSPORTS)),
     Rule(("p2p",), ("p2p.transports", "world.device"), _transports_are_for("cuda", frozenset({"host"}))),

@@ -178,7 +178,6 @@ class SpreadParams(Params):
     to: U64 = 0
     expert_offsets: Address = 0
     expert_counts: Address = 0
-    used: Address = 0
     count: U32 = 0
     stride: U32 = 0
     width: U32 = 0

@@ -129,7 +129,7 @@ def _choose_between_domains(
     name: str, world: World, spec: ExchangeSpec, request: ExchangeRequest, facts: Sequence[RankFacts]
 ) -> Choice:
     """Choose the settings of the exchange inside, and the chunks in which rows cross."""
-    inside = _make_choice(name, world.domain, spec.inside(world.domains, world.size), request, facts)
+    inside = _make_choice(name, world.domain, spec.inside(world.domains), request, facts)
     return in_chunks(inside, spec, request, facts)
 
 
@@ -200,8 +200,6 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
     'hidden is 72; between domains values of float8_e4m3 move in pieces of 16: leave the wire of dispatch out'
     >>> why_not_between_domains("allgather", ExchangeSpec(8, 64, 4, 2, wire="float8_e4m3"), facts, domains=2)
     'in domain 0, rows that cross as float8_e4m3; only fused and staged, on GPUs, carry them so: leave wire out'
-    >>> why_not_between_domains("fused", ExchangeSpec(8, 64, 4, 2, capacity=15), facts, domains=2)
-    'capacity is 15, which gaps of alignment 16 may fill: write 16 or more'
     >>> why_not_between_domains("fused", spec, [RankFacts("a", "NVIDIA A100", (8, 0), nccl=True)] * 4, domains=2)
     'in domain 0, NVIDIA A100 of rank 0 has compute capability 8.0; fused needs 9.0 or more: take allgather'
     >>> why_not_between_domains("allgather", spec, facts, domains=2)
@@ -215,19 +213,12 @@ def why_not_between_domains(name: str, spec: ExchangeSpec, facts: Sequence[RankF
             f"hidden is {spec.hidden}; between domains values of {FP8} move in pieces of {ROW_BYTES}: leave the wire "
             "of dispatch out"
         )
-    if isinstance(spec.capacity, int) and spec.capacity <= (gaps := spec.gaps(len(facts))):
-        return (
-            f"capacity is {spec.capacity}, which gaps of alignment {spec.alignment} may fill: write {gaps + 1} or more"
-        )
-    pieces = spec.inside(domains, len(facts)).rows(len(facts) // domains) * -(-spec.row_bytes // SPREAD_BYTES)
-    if pieces > ROUNDS_MOST["pieces of rows"]:
-        return f"pieces of rows are {pieces}; {ROUNDS_MOST['pieces of rows']} can be moved: take a smaller capacity"
     if without := [rank for rank, found in enumerate(facts) if not found.nccl]:
         return f"the torch of rank {without[0]} was built without NCCL, which connects domains: take another torch"
     size = len(facts) // domains
     for domain in range(domains):
         theirs = facts[domain * size : (domain + 1) * size]
-        if reason := why_not(name, "cuda", spec.inside(domains, len(facts)), theirs):
+        if reason := why_not(name, "cuda", spec.inside(domains), theirs):
             return f"in domain {domain}, {reason.replace('take collective', 'take allgather')}"
     return None
 
@@ -271,7 +262,7 @@ def _make_between_gpus(choice: Choice, world: World, spec: ExchangeSpec) -> Back
 
     launcher = world.shared(GpuLauncher)  # made first, so that it is closed last
     rail = world.shared(NcclRail)  # before NCCL inside a domain: it tells NCCL which domain this rank is in
-    inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains, world.size), None)
+    inside = _make_on_gpu(choice, world.domain, spec.inside(world.domains), None)
     assert isinstance(inside, InsideBackend), f"{choice.backend} is one of BETWEEN_DOMAINS"
     return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside, choice.chunk))
 
@@ -311,6 +302,8 @@ def _request_error(world: World, spec: object, request: ExchangeRequest) -> Conf
     device = world.device.type
     if not isinstance(spec, ExchangeSpec):
         return ConfigError(f"spec is a {type(spec).__name__}; an ExchangeSpec is needed")
+    if spec.expert_group != 1:
+        return ConfigError(f"expert_group is {spec.expert_group}; only the exchange inside a domain has groups")
     if request.backend not in BACKENDS[device]:
         kind = "CPU" if device == "cpu" else "GPU"
         return ConfigError(f"backend is {request.backend!r}; {kind} ranks have {', '.join(BACKENDS[device])}")

@@ -8,8 +8,8 @@ kernel of their own.
 
 Dispatch: gather ids and weights over the rail, rewrite the ids, gather rows, dispatch inside. Many rows cross in chunks
 of tokens, and the dispatch inside waits for each chunk by itself (`rail_rows.py`). Each expert has N ids inside, one
-for each source domain, and they are neighbours. So rows arrive in the order of the contract. Only gaps are missing:
-with an `alignment` above 1 rows are copied once more, to their places (layout `rank`: only their index).
+for each source domain, and they are neighbours. The exchange inside aligns only the first of them
+(`ExchangeSpec.expert_group`). So rows arrive at the places of the contract, gaps included.
 
 Where rows cross as fp8, each rank quantises its own once, before the rail. They go on as values and scales, which the
 exchange inside takes as they are. So the network carries half of the bytes, and the rows are those of one domain.
@@ -41,22 +41,19 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from raymoe.device import rounds
-from raymoe.device.kernels import Shape as LaunchShape
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
-from raymoe.exchange.build import SCALES_ALIGNMENT
 from raymoe.exchange.fused_chunks import RAIL_OP
 from raymoe.exchange.hierarchical_tensors import (
     DomainShape,
-    Places,
     ids_inside,
+    of_experts,
     refusals_of_ranks,
     told_ids,
 )
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.nccl import CapturedMemory
-from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
+from raymoe.exchange.nccl_kernels import Launcher
 from raymoe.exchange.quantising import quantise
 from raymoe.exchange.rail_rows import RailRows
 from raymoe.exchange.rail_sums import RailSums
@@ -109,7 +106,6 @@ class _Home:
     """The state of a dispatch that its combine needs."""
 
     inside: Dispatched
-    moves: torch.Tensor | None
     number: torch.Tensor
     """int32[2], a word of 64 bits: the dispatch, counted from 1 on the device, because replays count too."""
     stream: int | None
@@ -118,7 +114,7 @@ class _Home:
     def used_on(self, stream: int) -> None:
         """Keep the memory for work on `stream`, which must be the current one."""
         if stream != self.stream and self.number.device.type == "cuda":
-            keep_for_current_stream(self.moves, self.number)
+            keep_for_current_stream(self.number)
 
 
 class HierarchicalGpu:
@@ -151,14 +147,6 @@ class HierarchicalGpu:
         self._ids = self._told[:, : 2 * entries].view(torch.int64).view(N, T, K)
         self._weights = self._told[:, 2 * entries : 3 * entries].view(torch.float32).view(N, T, K)
         self._scales = self._told[:, 3 * entries : words].view(torch.float32).view(N, T, spec.scales if scales else 0)
-        # All rows inside, where they are not at the places of the contract.
-        inside_rows = spec.inside(N, world.size).rows(L) if spec.alignment > 1 else 0
-        self._inside_rows = torch.empty(inside_rows, spec.hidden, dtype=dtype, device=device)
-        # The rows of a dispatch, which may be narrower than those of a combine, lie in the same memory.
-        output: torch.dtype = getattr(torch, spec.output_dtype)
-        self._inside_given = self._inside_rows.flatten().view(output)[: inside_rows * spec.hidden].view(-1, spec.hidden)
-        self._move = self._make_move(inside_rows, spec.row_bytes) if inside_rows else None
-        self._place = self._make_move(inside_rows, spec.hidden * output.itemsize) if inside_rows else None
         record = self._inside.refusal_record()
         self._rail_sums = RailSums(self._shape, spec, self._rail, self._launcher, record)
         self._dispatches = zeros(1)
@@ -193,9 +181,9 @@ class HierarchicalGpu:
             self._gather("dispatch", self._told)()
             # The rows begin to cross here, so the operations below run beside them.
             with self._rail_rows.crossing("dispatch"), self._named_by_world():
-                inside = self._inside.dispatch(self._arriving(), self._inside_out(out))
+                inside = self._inside.dispatch(self._arriving(), out)
             self._dispatches += 1
-            return self._placed(inside, given, out, stream)
+            return self._result(inside, given, stream)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -203,9 +191,6 @@ class HierarchicalGpu:
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
             home.used_on(stream)
-            if home.moves is not None:
-                self._move_rows(stream, home, rows)
-                rows = self._inside_rows
             with self._named_by_world():
                 self._inside.combine(rows, home.inside, weighted, self._rail_sums.sums)
             self._rail_sums.cross(stream, home.number, weighted)
@@ -213,31 +198,23 @@ class HierarchicalGpu:
 
     @property
     def metadata_words(self) -> int:
-        moves = 2 * len(self._inside_rows)
-        return self._inside.metadata_words + _NUMBER_WORDS + 2 * self._shape.local + 1 + moves
+        return self._inside.metadata_words + _NUMBER_WORDS + 2 * self._shape.local + 1
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        """Join the metadata of the dispatch inside, this one's number, offsets and counts, and the moves of rows."""
+        """Join the metadata of the dispatch inside, this one's number, offsets and counts."""
         home = got._home
         assert isinstance(home, _Home)
-        moves = [] if home.moves is None else [home.moves.flatten()]
         inside = self._inside.pack(home.inside)
-        return torch.cat((inside, home.number, got.expert_offsets, got.expert_counts, *moves))
+        return torch.cat((inside, home.number, got.expert_offsets, got.expert_counts))
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
         if metadata.device.type == "cuda":
             keep_for_current_stream(metadata)
         words, local = self._inside.metadata_words, self._shape.local
-        sizes = [words, _NUMBER_WORDS, local + 1, local, 2 * len(self._inside_rows)]
-        inside, number, offsets, counts, moves = torch.split(metadata, sizes)
+        inside, number, offsets, counts = torch.split(metadata, [words, _NUMBER_WORDS, local + 1, local])
         # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used.
         its_ids = Ids(self._ids.flatten(0, 1))
-        home = _Home(
-            self._inside.unpack(inside, rows, weights, its_ids),
-            moves.view(2, -1) if len(moves) else None,
-            number,
-            None,
-        )
+        home = _Home(self._inside.unpack(inside, rows, weights, its_ids), number, None)
         return Dispatched(rows, weights, offsets, counts, None, len(ids.topk_idx), home, self)
 
     @torch.no_grad()
@@ -248,10 +225,6 @@ class HierarchicalGpu:
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
             home.used_on(stream)
-            if home.moves is not None:
-                self._move_rows(stream, home, rows)
-                # Behind the last row a place means nothing, and no combine reads its weight.
-                rows, weights = self._inside_rows, weights.index_select(0, home.moves[1].clamp(min=0))
             with self._named_by_world():
                 sums = self._rail_sums
                 self._inside.combine_gradients(rows, weights, home.inside, sums.sums, sums.entries)
@@ -265,18 +238,15 @@ class HierarchicalGpu:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             home.used_on(stream)
             self._rail_rows.put(x)
-            into = out if home.moves is None else self._inside_given
             with self._rail_rows.crossing("dispatch"), self._named_by_world():
-                self._inside.dispatch_known(self._rows, home.inside, into)
-            if home.moves is not None:
-                self._place_rows(stream, home.inside, home.moves, got, out)
+                self._inside.dispatch_known(self._rows, home.inside, out)
 
     def check(self) -> None:
         self._settle("check")
         with self._named_by_world():
             self._inside.check()
         if words := self._rail_sums.take_refused():
-            raise_first(refusals_of_ranks(words, self._shape, self._spec.gaps(self._world.size)), self._spec)
+            raise_first(refusals_of_ranks(words, self._shape), self._spec)
 
     def close(self, together: bool) -> None:
         """Wait for the device first: a kernel of NCCL that waits for a rank that is gone would never end."""
@@ -329,82 +299,19 @@ class HierarchicalGpu:
                     self._inside.check_waits()
             raise
 
-    def _inside_out(self, out: torch.Tensor | None) -> torch.Tensor | None:
-        """The memory for the rows of the dispatch inside: the caller's where no gaps are needed."""
-        return out if out is None or self._spec.alignment == 1 else self._inside_given
-
-    def _placed(self, inside: Dispatched, given: int, out: torch.Tensor | None, stream: int) -> Dispatched:
-        """Return the result of a dispatch whose rows are there inside."""
-        places = Places.of(
-            inside.expert_offsets, inside.expert_counts, self._spec, self._shape.domains, self._world.size
-        )
-        x, weights, index, sources = inside.x, inside.weights, inside.index, places.sources
-        scales = inside.scales
-        if sources is not None:
-            weights = _selected(weights, sources, 0)
-            if index is not None:
-                index = _selected(index, sources, len(x) - 1)  # the last slot is a row of zeros
-            elif out is not None:
-                x = out
-                scales = None if scales is None else _selected_scales(scales, sources)
-        got = Dispatched(
-            x=x,
-            weights=weights,
-            expert_offsets=places.offsets,
-            expert_counts=places.counts,
-            index=index,
+    def _result(self, inside: Dispatched, given: int, stream: int) -> Dispatched:
+        """Return the result of a dispatch, whose rows are where the dispatch inside has put them."""
+        offsets, counts = of_experts(inside.expert_offsets, inside.expert_counts, self._shape.domains)
+        return Dispatched(
+            x=inside.x,
+            weights=inside.weights,
+            expert_offsets=offsets,
+            expert_counts=counts,
+            index=inside.index,
             tokens=given,
-            _home=_Home(inside, places.moves, self._dispatches.clone().view(torch.int32), stream),
+            _home=_Home(inside, self._dispatches.clone().view(torch.int32), stream),
             _owner=self,
-            scales=scales,
-        )
-        if x is not inside.x:
-            assert places.moves is not None
-            self._place_rows(stream, inside, places.moves, got, x)
-        return got
-
-    def _make_move(self, rows: int, row_bytes: int) -> ReadyKernel:
-        """Prepare a copy of rows between their places inside and those of the contract. It skips rows that are not."""
-        pieces = -(-row_bytes // (rounds.VECTOR_BYTES * rounds.SPREAD_VECTORS))
-        params = rounds.SpreadParams(
-            row_bytes=row_bytes, pieces=pieces, count=rows, stride=1, width=1, experts=self._shape.local
-        )
-        threads = self._launcher.threads
-        most = self._launcher.resident(rounds.SPREAD, LaunchShape(1, threads))
-        blocks = max(1, min(most, rows * pieces * 32 // threads + 1))
-        return self._launcher.ready(rounds.SPREAD, LaunchShape(blocks, threads), params)
-
-    def _place_rows(
-        self, stream: int, inside: Dispatched, moves: torch.Tensor, got: Dispatched, out: torch.Tensor
-    ) -> None:
-        """Copy the rows inside to their places in `out`, which are those of `got`."""
-        assert self._place is not None
-        zeros = self._spec.padding == "zero"
-        self._place(
-            stream,
-            rows=self._inside_given,
-            out=out,
-            kept=moves,
-            source=0,
-            to=moves[0].nbytes,
-            used=inside.expert_offsets[-1:],
-            expert_offsets=got.expert_offsets if zeros else None,
-            expert_counts=got.expert_counts if zeros else None,
-        )
-
-    def _move_rows(self, stream: int, home: _Home, rows: torch.Tensor) -> None:
-        """Copy the experts' rows to their places inside."""
-        assert self._move is not None and home.moves is not None
-        self._move(
-            stream,
-            rows=rows,
-            out=self._inside_rows,
-            kept=home.moves,
-            source=home.moves[0].nbytes,
-            to=0,
-            used=home.inside.expert_offsets[-1:],
-            expert_offsets=None,
-            expert_counts=None,
+            scales=inside.scales,
         )
 
     def _connect(self) -> None:
@@ -412,33 +319,14 @@ class HierarchicalGpu:
         self._gather("connect", self._told)()
         with self._rail_rows.crossing("connect"):
             self._arriving()
-        local, N = self._shape.local, self._shape.domains
-        nothing = torch.zeros(local * N + 1, dtype=torch.int32, device=self._world.device)
-        places = Places.of(nothing, nothing[1:], self._spec, N, self._world.size)
+        experts = self._shape.local * self._shape.domains
+        nothing = torch.zeros(experts + 1, dtype=torch.int32, device=self._world.device)
+        of_experts(nothing, nothing[1:], self._shape.domains)
         if self._fp8:
             quantise(self._rail_sums.sums[: self._shape.tokens])
         told_ids(self._ids[0], nothing[:1], self._ids[0])
-        if places.sources is not None and places.moves is not None:
-            _selected(self._weights.flatten(), places.sources, 0)
-            _selected_scales(self._scales[0], places.sources)
-            self._weights.flatten().index_select(0, places.moves[1].clamp(min=0).zero_())
         with self._launcher.ordered("connect") as stream:
             self._rail_sums.cross(stream, self._dispatches.view(torch.int32), weighted=False, entries=True)
             self._rail_sums.add(stream, self._rail_sums.sums[:0])
         self._told.zero_()
         self._settle("connect")
-
-
-def _selected(values: torch.Tensor, sources: torch.Tensor, missing: int) -> torch.Tensor:
-    """Return the values at `sources`, and `missing` where a source is behind the last value."""
-    found = values.index_select(0, sources.clamp(max=len(values) - 1))
-    return found.masked_fill_(sources >= len(values), missing)
-
-
-def _selected_scales(scales: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """Return the scales of rows at `sources`, zero where there is none. A column of blocks is whole in memory."""
-    stride = -(-len(sources) // SCALES_ALIGNMENT) * SCALES_ALIGNMENT
-    found = scales.new_empty(scales.shape[1], stride).T[: len(sources)]
-    return found.copy_(scales.index_select(0, sources.clamp(max=len(scales) - 1))).masked_fill_(
-        (sources >= len(scales))[:, None], 0.0
-    )

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
-from raymoe.exchange.spec import ExchangeSpec
 
 _BAD_COUNT = -(2**62)
 """The id that stands for a bad `num_tokens`: _BAD_COUNT + T' * 2**32 + the 32 bits of num_tokens."""
@@ -139,55 +138,21 @@ def ids_inside(ids: torch.Tensor, shape: DomainShape) -> torch.Tensor:
     return shape.inside(torch.where(here, inside, torch.where(bad, ids, -1)))
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where rows of the exchange inside the domain are in the result, and the reverse.
+def of_experts(offsets: torch.Tensor, counts: torch.Tensor, domains: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the offsets, int32[local + 1], and counts, int32[local], of those inside: N experts there are one.
 
-    `offsets`, int32[local + 1], and `counts`, int32[local], are those of the contract. `sources`, int64[C], is the row
-    inside for each place, `most` in gaps. `moves`, int32[2, most], is each row inside and its place, or -1; it means
-    nothing behind the last row. Both are None without gaps: then rows are at the same places. `most` is the most rows
-    inside. No place is out of range, even if the offsets inside mean nothing after a wait that failed.
+    >>> offsets, counts = torch.tensor([0, 1, 4, 4, 8]), torch.tensor([1, 2, 0, 1])
+    >>> [each.tolist() for each in of_experts(offsets, counts, domains=2)]
+    [[0, 4, 8], [3, 1]]
     """
-
-    offsets: torch.Tensor
-    counts: torch.Tensor
-    sources: torch.Tensor | None = None
-    moves: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, offsets: torch.Tensor, counts: torch.Tensor, spec: ExchangeSpec, domains: int, ranks: int) -> Places:
-        """Compute them from the offsets and counts inside, which have an expert for each source domain.
-
-        >>> spec = ExchangeSpec(tokens=2, hidden=8, experts=4, topk=1, alignment=4)  # two ranks, so C is 12
-        >>> inside = torch.tensor([0, 1, 3, 3, 4], dtype=torch.int32)
-        >>> places = Places.of(inside, inside.diff(), spec, domains=2, ranks=2)
-        >>> places.counts.tolist(), places.offsets.tolist(), places.sources.tolist(), places.moves.tolist()
-        ([3, 1], [0, 4, 8], [0, 1, 2, 4, 3, 4, 4, 4, 4, 4, 4, 4], [[0, 1, 2, 3], [0, 1, 2, 4]])
-        """
-        counts = counts.view(-1, domains).sum(dim=1, dtype=torch.int32)
-        starts = offsets[::domains].contiguous()
-        if spec.alignment == 1:
-            return cls(starts, counts)
-        padded = (counts + (spec.alignment - 1)).div(spec.alignment, rounding_mode="floor") * spec.alignment
-        aligned = torch.zeros_like(starts)
-        torch.cumsum(padded, dim=0, dtype=torch.int32, out=aligned[1:])
-        most, last = spec.inside(domains, ranks).rows(ranks // domains), len(counts) - 1
-        place = torch.arange(spec.rows(ranks), dtype=torch.int32, device=offsets.device)
-        expert = torch.searchsorted(aligned[1:], place, right=True).clamp_(max=last)
-        number = place - aligned[expert]
-        sources = torch.where(number < counts[expert], starts[expert] + number, most).clamp_(0, most).long()
-        row = torch.arange(most, dtype=torch.int32, device=offsets.device)
-        expert = torch.searchsorted(starts[1:], row, right=True).clamp_(max=last)
-        place = aligned[expert] + (row - starts[expert])
-        place = torch.where((place >= 0) & (place < len(sources)), place, -1)
-        return cls(aligned, counts, sources, torch.stack((row, place)))
+    return offsets[::domains].contiguous(), counts.view(-1, domains).sum(dim=1, dtype=torch.int32)
 
 
-def refusals_of_ranks(words: Sequence[int], shape: DomainShape, gaps: int = 0) -> list[Refusal]:
+def refusals_of_ranks(words: Sequence[int], shape: DomainShape) -> list[Refusal]:
     """Return the status of each rank of the world, from those that the domains' exchanges had: two words a rank.
 
     A status inside names the token of a rail, and a place of its domain. Here it becomes that of the rank whose token
-    it is, and names ranks of the world. Rows that are too many get the largest `gaps`, as the capacity does.
+    it is, and names ranks of the world.
 
     >>> shape = DomainShape(domains=2, per_domain=2, index=0, tokens=8, local=2)
     >>> inside = [0, 0, 0, 0, 0, 0, Cause.ID + (9 << 32), 77]  # token 1 of the rail's rank in domain 1
@@ -207,5 +172,5 @@ def refusals_of_ranks(words: Sequence[int], shape: DomainShape, gaps: int = 0) -
         elif refusal.cause in (Cause.COUNT, Cause.EXPERT):
             statuses[rank] = statuses[rank] or replace(refusal, other=domain * L + refusal.other)
         elif refusal:
-            statuses[rank] = statuses[rank] or replace(refusal, number=refusal.number + gaps)
+            statuses[rank] = statuses[rank] or refusal
     return statuses

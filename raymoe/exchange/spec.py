@@ -192,18 +192,20 @@ class ExchangeSpec:
         """
         return self.capacity if isinstance(self.capacity, int) else self._worst(ranks)
 
-    def inside(self, domains: int, ranks: int) -> ExchangeSpec:
-        """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail, no gaps.
+    def inside(self, domains: int) -> ExchangeSpec:
+        """Return the spec of the exchange inside a domain of GPU ranks: the tokens of a whole rail.
 
-        A number as the capacity holds the largest gaps of this spec, so the rows inside get the rest.
+        An expert of a rank is a group of experts there, one for each source domain. So rows and gaps are those of this
+        spec.
 
-        >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=8, topk=2, capacity=100)
-        >>> inside = spec.inside(domains=2, ranks=4)
-        >>> inside.tokens, inside.experts, inside.alignment, inside.rows(ranks=2)
-        (16, 8, 1, 70)
+        >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=8, topk=2)
+        >>> inside = spec.inside(domains=2)
+        >>> inside.tokens, inside.experts, inside.alignment, inside.expert_group
+        (16, 8, 16, 2)
+        >>> inside.rows(ranks=2), spec.rows(ranks=4)
+        (96, 96)
         """
-        capacity = self.capacity if self.capacity == "worst" else int(self.capacity) - self.gaps(ranks)
-        return replace(self, tokens=domains * self.tokens, alignment=1, padding="any", depth=0, capacity=capacity)
+        return replace(self, tokens=domains * self.tokens, depth=0, expert_group=domains)
 
     def gaps(self, ranks: int) -> int:
         """The most rows in gaps on a rank: each expert, or group of experts, has `alignment` - 1."""

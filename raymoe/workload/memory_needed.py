@@ -121,14 +121,10 @@ def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
 
     >>> spec = ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)
     >>> [_rail_bytes(spec, 8, domains) >> 20 for domains in (2, 4)]
-    [111, 120]
+    [79, 87]
     """
-    inside, per_domain = spec.inside(domains, ranks), ranks // domains
-    held = rail_buffers(spec, ranks, domains)
-    if spec.alignment > 1:
-        rows = inside.rows(per_domain)
-        held += rows * spec.row_bytes + (rows + spec.rows(ranks)) * ENTRY_BYTES  # rows at other places
-    return workspace_layout(Bounds.of(inside), per_domain).nbytes + held
+    inside, per_domain = spec.inside(domains), ranks // domains
+    return workspace_layout(Bounds.of(inside), per_domain).nbytes + rail_buffers(spec, ranks, domains)
 
 
 def rail_buffers(spec: ExchangeSpec, ranks: int, domains: int) -> int:

@@ -80,7 +80,7 @@ class OneRank:
 
     def __init__(self, world: World, spec: ExchangeSpec, domains: int) -> None:
         self._world, self.spec = world, spec
-        self._spec_inside = spec.inside(domains, domains)
+        self._spec_inside = spec.inside(domains)
         self.rail = MirrorRail(domains)
         self._spanning: Any = SimpleNamespace(
             domains=domains, size=domains, rank=0, device=world.device, domain=world, waiter=world.waiter

@@ -134,5 +134,5 @@ def between_domains(world: World, spec: ExchangeSpec, kind: str, chunk: int = 0)
     """
     with Emulator(2) as emulator:  # its second stream brings rows late
         machine = Machine(emulator)
-        inside: Any = Inside(kind, spec.inside(world.domains, world.size), machine)
+        inside: Any = Inside(kind, spec.inside(world.domains), machine)
         yield HierarchicalGpu(world, spec, RailParts(machine, world.shared(TensorRail), inside, chunk))

@@ -79,7 +79,7 @@ def on_tensors(choice: Choice, world: World, spec: ExchangeSpec, workspace: None
     """
     if world.domains > 1:
         launcher, rail = world.shared(EmulatedLauncher), world.shared(TensorRail)
-        inside = on_tensors(choice, world.domain, spec.inside(world.domains, world.size), workspace)
+        inside = on_tensors(choice, world.domain, spec.inside(world.domains), workspace)
         assert isinstance(inside, NcclAllgather)
         return HierarchicalGpu(world, spec, RailParts(launcher, rail, inside))
     backend = {"collective": NcclCollective, "allgather": NcclAllgather}[choice.backend]

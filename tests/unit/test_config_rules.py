@@ -62,11 +62,6 @@ OWN_ROUTER = "layer: {router: {kind: softmax}}\n"
         ("world: {device: cuda}\n", "shape.dtype=float32", "experts on GPUs are bfloat16, not float32"),
         ("world: {device: cpu}\n", "exchange.backend=fused", "fused is no backend of cpu ranks"),
         ("world: {device: cuda, domain: 2}\n", "exchange.backend=collective", "collective does not cross 2 domains of"),
-        (
-            "world: {device: cuda, domain: 2}\n",
-            "exchange.capacity=100",
-            "gaps of alignment 16 may fill a capacity of 100",
-        ),
         ("world: {device: cpu}\n", "steps.graph=true", "CUDA graphs need GPU ranks and these are CPU ranks"),
     ],
 )
@@ -115,11 +110,6 @@ ON_A_DEVICE = [
         f"{SPANNING_CUDA}\nexchange: {{wire: float8_e4m3}}",
         "shape.hidden=1032",
         "rows of 1032 elements cannot cross 2 domains as float8_e4m3, leave wire out, or write hidden 1040",
-    ),
-    (
-        f"{SPANNING_CUDA}\nrouting: {{masked: 0.5}}",
-        "exchange.capacity=100",
-        "gaps of alignment 16 may fill a capacity of 100, write 121 or more",
     ),
 ]
 

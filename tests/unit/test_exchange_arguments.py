@@ -305,6 +305,11 @@ def test_outputs_do_not_require_grad(exchange: Exchange) -> None:
         ([SPEC, SPEC], ["host", "collective"], ["backend is", "'host'", "'collective'"]),
         ([SPEC, SPEC], ["host", "fused"], ["'fused'; CPU ranks have auto, host, collective, allgather"]),
         ([ExchangeSpec(4, 16, 3, 2)] * 2, ["host"] * 2, ["3 experts on 2 ranks"]),
+        (
+            [ExchangeSpec(4, 16, 4, 2, expert_group=2)] * 2,
+            ["host"] * 2,
+            ["expert_group is 2; only the exchange inside"],
+        ),
         ([ExchangeSpec(4, 16, 4, 2, wire="float8_e4m3")] * 2, ["auto"] * 2, ["only fused and staged, on GPUs"]),
     ],
 )

@@ -113,7 +113,7 @@ def refuse(rank: int, fault: tuple[str, int]) -> Any:
     """Give rank 2 of four bad data in two of five steps, or all ranks too many rows for rank 3."""
     kind, value = fault
     capacity = {"rows": 12, "rows and gaps": 18}.get(kind, "worst")
-    alignment = 4 if kind == "rows and gaps" else 1
+    alignment = 5 if kind == "rows and gaps" else 1
     spec = ExchangeSpec(4, 8, experts=8, topk=1, dtype="float32", alignment=alignment, capacity=capacity)
     with World.of(domain=2, timeout_s=30) as world, opened(world, spec) as exchange:
         found = []
@@ -140,7 +140,7 @@ def refuse(rank: int, fault: tuple[str, int]) -> Any:
         (("id", 8), "rank 2 asked for expert 8 for its token 1; ids are -1 to 7"),
         (("id", -2), "rank 2 asked for expert -2 for its token 1; ids are -1 to 7"),
         (("id", 2**40), f"rank 2 asked for expert {2**40} for its token 1; ids are -1 to 7"),
-        (("rows and gaps", 7), "22 rows, gaps included, came to rank 3; its capacity is 18: raise exchange.capacity"),
+        (("rows and gaps", 7), "20 rows, gaps included, came to rank 3; its capacity is 18: raise exchange.capacity"),
         (("rows", 7), "16 rows, gaps included, came to rank 3; its capacity is 12: raise exchange.capacity"),
     ],
 )

@@ -108,7 +108,7 @@ CASES = [
     ("fused", False, ExchangeSpec(5, 144, experts=4, topk=2, alignment=4, padding="zero", wire=FP8)),
     ("fused", False, ExchangeSpec(5, 144, experts=4, topk=2, alignment=4, wire=FP8, output="raw")),
     ("fused", True, ExchangeSpec(5, 144, experts=4, topk=2, alignment=4, wire=FP8, output="raw", layout="rank")),
-    ("ll", True, ExchangeSpec(5, 272, experts=4, topk=2, alignment=1, wire=FP8)),
+    ("ll", True, ExchangeSpec(5, 272, experts=4, topk=2, alignment=8, padding="zero", wire=FP8)),
     ("ll", False, ExchangeSpec(5, 16, experts=6, topk=3, alignment=1, wire=FP8, output="raw", dtype="float32")),
     (
         "staged",

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from raymoe.device.params import Params
+from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
-from raymoe.exchange.hierarchical_tensors import DomainShape, Places, ids_inside, told_ids
+from raymoe.exchange.hierarchical_tensors import DomainShape, ids_inside, of_experts, told_ids
 from raymoe.exchange.spec import ExchangeSpec
 from tests.unit import plan
 
@@ -32,20 +33,17 @@ def test_the_device_without_values_finds_a_read_by_the_host_and_a_tensor_on_the_
         on_gpu + torch.zeros(3)
 
 
-@pytest.mark.parametrize("alignment", [1, 16])
 @pytest.mark.parametrize("counted", [False, True])
-def test_everything_stays_on_the_device(alignment: int, counted: bool) -> None:
-    shape, spec = DomainShape(2, 2, 1, 5, 3), ExchangeSpec(tokens=5, hidden=8, experts=12, topk=2, alignment=alignment)
+def test_everything_stays_on_the_device(counted: bool) -> None:
+    shape = DomainShape(2, 2, 1, 5, 3)
     gathered = torch.zeros(2, 5, 2, dtype=torch.int64, device=GPU)
     ids, count = torch.zeros(4, 2, dtype=torch.int32, device=GPU), torch.ones(1, dtype=torch.int32, device=GPU)
     told_ids(ids, count if counted else None, gathered[1])
     inside = ids_inside(gathered, shape)
-    offsets = torch.zeros(7, dtype=torch.int32, device=GPU)
-    places = Places.of(offsets, offsets[1:], spec, domains=2, ranks=4)
-    made = [inside, places.offsets, places.counts, places.sources, places.moves]
-    assert all(each is None or each.device == GPU for each in made)
-    assert (places.moves is None) == (alignment == 1)
-    assert (inside.shape, places.offsets.shape, places.counts.shape) == ((10, 2), (4,), (3,))
+    nothing = torch.zeros(7, dtype=torch.int32, device=GPU)
+    offsets, counts = of_experts(nothing, nothing[1:], domains=2)
+    assert all(each.device == GPU for each in (inside, offsets, counts))
+    assert (inside.shape, offsets.shape, counts.shape) == ((10, 2), (4,), (3,))
 
 
 class FakeInside:
@@ -146,7 +144,7 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
     memory = mock.patch("raymoe.exchange.hierarchical_gpu.CapturedMemory", lambda _: nullcontext)
     keep = mock.patch("raymoe.exchange.hierarchical_gpu.named_by_world", lambda *_: nullcontext())
     with memory, keep:
-        parts: Any = RailParts(FakeLauncher(), FakeRail(), FakeInside(spec.inside(2, 4), 2))  # type: ignore[arg-type]
+        parts: Any = RailParts(FakeLauncher(), FakeRail(), FakeInside(spec.inside(2), 2))  # type: ignore[arg-type]
         backend = HierarchicalGpu(world, spec, parts)
         x, y = (torch.zeros(3, 8, dtype=torch.bfloat16, device=GPU) for _ in range(2))
         ids = torch.zeros(3, 2, dtype=torch.int32, device=GPU)
@@ -170,66 +168,37 @@ def test_the_host_reads_nothing_in_a_step(layout: str, alignment: int, wire: dic
         backend.dispatch_known(x, again, out)
 
 
-def order_inside(ids: list[torch.Tensor], shape: DomainShape, place: int) -> list[tuple[int, int, int]]:
-    """Return the entries that a rank of a domain receives, in the order of its domain's own exchange."""
+def plan_inside(ids: list[torch.Tensor], shape: DomainShape, place: int, alignment: int) -> plan.Plan:
+    """Return the plan of a rank in its domain's own exchange, whose entries name ranks and tokens of the world."""
     N, L, T = shape.domains, shape.per_domain, shape.tokens
     rails = [torch.stack([ids[domain * L + other] for domain in range(N)]) for other in range(L)]
     inside = [ids_inside(rail, shape) for rail in rails]
-    received = plan.plan(inside, place, N * shape.local, alignment=1).entries
-    found = []
-    for entry in received:
-        assert entry is not None
-        other, token, k = entry
-        found.append((token // T * L + other, token % T, k))
-    return found
+    made = plan.plan(inside, place, N * shape.local, alignment, group=N)
+    found: list[tuple[int, int, int] | None] = []
+    for entry in made.entries:
+        found.append(None if entry is None else (entry[1] // T * L + entry[0], entry[1] % T, entry[2]))
+    return plan.Plan(found, made.counts, made.offsets)
 
 
+@pytest.mark.parametrize("alignment", [1, 2, 5, 16])
 @pytest.mark.parametrize(("domains", "per_domain"), [(2, 2), (3, 1), (2, 3)])
-def test_rows_inside_come_in_the_order_of_the_contract(domains: int, per_domain: int) -> None:
+def test_rows_inside_are_at_the_places_of_the_contract(domains: int, per_domain: int, alignment: int) -> None:
     rng, ranks, tokens = np.random.default_rng(7), domains * per_domain, 6
     local = 3
     ids = [torch.from_numpy(rng.integers(-1, ranks * local, (tokens, 4))) for _ in range(ranks)]
+    spec = ExchangeSpec(tokens, hidden=8, experts=ranks * local, topk=4, alignment=alignment)
+    inside = spec.inside(domains)
+    assert (inside.rows(per_domain), inside.gaps(per_domain)) == (spec.rows(ranks), spec.gaps(ranks))
     for rank in range(ranks):
         domain, place = divmod(rank, per_domain)
-        shape = DomainShape(domains, per_domain, domain, tokens, local)
-        want = plan.plan(ids, rank, local, alignment=1).entries
-        assert order_inside(ids, shape, place) == want
+        want = plan.plan(ids, rank, local, alignment)
+        made = plan_inside(ids, DomainShape(domains, per_domain, domain, tokens, local), place, alignment)
+        assert made.entries == want.entries
+        offsets, counts = of_experts(torch.tensor(made.offsets), torch.tensor(made.counts), domains)
+        assert (offsets.tolist(), counts.tolist()) == (want.offsets, want.counts)
 
 
-@pytest.mark.parametrize("alignment", [2, 5, 16])
-def test_places_are_those_of_the_plan(alignment: int) -> None:
-    rng, ranks, local, domains = np.random.default_rng(alignment), 4, 3, 2
-    spec = ExchangeSpec(tokens=6, hidden=8, experts=ranks * local, topk=4, alignment=alignment)
-    ids = [torch.from_numpy(rng.integers(-1, ranks * local, (6, 4))) for _ in range(ranks)]
-    for rank in range(ranks):
-        want, flat = plan.plan(ids, rank, local, alignment), plan.plan(ids, rank, local, alignment=1).entries
-        counts = torch.tensor(
-            [
-                sum(entry is not None and entry[0] // 2 == source for entry in want.entries[begin : begin + count])
-                for begin, count in zip(want.offsets, want.counts, strict=False)
-                for source in range(domains)
-            ],
-            dtype=torch.int32,
-        )
-        offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        places = Places.of(offsets, counts, spec, domains, ranks)
-        assert (places.offsets.tolist(), places.counts.tolist()) == (want.offsets, want.counts)
-        assert places.sources is not None and places.moves is not None
-        most = spec.inside(domains, ranks).rows(2)
-        sources = [flat[source] if source < most else None for source in places.sources.tolist()]
-        assert sources == [*want.entries, *[None] * (spec.rows(ranks) - len(want.entries))]
-        here, there = places.moves.tolist()
-        assert here == list(range(most))
-        assert [want.entries[place] for place in there[: len(flat)]] == flat
-
-
-def test_no_place_is_out_of_range_if_offsets_mean_nothing() -> None:
-    spec = ExchangeSpec(tokens=6, hidden=8, experts=12, topk=4, alignment=8)
-    for seed in range(20):
-        rng = np.random.default_rng(seed)
-        offsets = torch.from_numpy(rng.integers(-(2**31), 2**31, 7)).int()
-        places = Places.of(offsets, offsets[1:] - 5, spec, domains=2, ranks=4)
-        assert places.sources is not None and places.moves is not None
-        most = spec.inside(2, 4).rows(2)
-        assert places.sources.min() >= 0 and places.sources.max() <= most
-        assert places.moves[1].min() >= -1 and places.moves[1].max() < spec.rows(4)
+def test_experts_of_a_rank_that_are_no_whole_groups_are_refused() -> None:
+    spec = ExchangeSpec(tokens=4, hidden=8, experts=8, topk=2, expert_group=3)
+    with pytest.raises(ConfigError, match="4 experts a rank in groups of 3; all groups are whole"):
+        spec.check(ranks=2)
