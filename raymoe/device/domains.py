@@ -1,7 +1,7 @@
 """The parameters of the kernels around the rail of an exchange between domains.
 
-A combine runs kernels/tell_statuses.cu before it and sum_domains.cu behind it. Neither waits for another GPU, and both
-run from compute capability 8.0 on.
+A dispatch runs kernels/tell_tokens.cu, enter_domain.cu and join_experts.cu, a combine tell_statuses.cu and
+sum_domains.cu, in this order. None waits for another GPU, and all run from compute capability 8.0 on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,54 @@ from dataclasses import dataclass
 
 from raymoe.device.dispatch import ROW_TYPES
 from raymoe.device.jit import KernelSource
-from raymoe.device.params import U32, Address, Params
+from raymoe.device.params import U32, U64, Address, Params
+
+
+@dataclass(frozen=True)
+class TellTokensParams(Params):
+    """Twin of the struct in kernels/tell_tokens.cu, which describes the fields."""
+
+    topk_idx: Address = 0
+    topk_weights: Address = 0
+    num_tokens: Address = 0
+    ids: Address = 0
+    weights: Address = 0
+    given: U32 = 0
+    tokens: U32 = 0
+    topk: U32 = 0
+    wide_topk_idx: U32 = 0
+
+
+@dataclass(frozen=True)
+class EnterDomainParams(Params):
+    """Twin of the struct in kernels/enter_domain.cu, which describes the fields."""
+
+    told: Address = 0
+    ids: Address = 0
+    weights: Address = 0
+    dispatches: Address = 0
+    number: Address = 0
+    told_bytes: U64 = 0
+    domains: U32 = 0
+    tokens: U32 = 0
+    chunk: U32 = 0
+    topk: U32 = 0
+    first: U32 = 0
+    here: U32 = 0
+    experts: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class JoinExpertsParams(Params):
+    """Twin of the struct in kernels/join_experts.cu, which describes the fields."""
+
+    offsets_inside: Address = 0
+    counts_inside: Address = 0
+    expert_offsets: Address = 0
+    expert_counts: Address = 0
+    local: U32 = 0
+    domains: U32 = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +98,9 @@ class SumDomainsParams(Params):
     pieces: U32 = 0
 
 
+TELL_TOKENS = KernelSource("tell_tokens", (TellTokensParams,))
+ENTER_DOMAIN = KernelSource("enter_domain", (EnterDomainParams,))
+JOIN_EXPERTS = KernelSource("join_experts", (JoinExpertsParams,))
 TELL_STATUSES = KernelSource("tell_statuses", (TellStatusesParams,))
 
 

@@ -2,9 +2,8 @@
 
 `hierarchical.py` explains the idea, for CPU ranks. Here all work is on the device and on one stream, and the host reads
 nothing. So a CUDA graph holds an operation if it can hold that of the exchange inside the domain, which is one of the
-backends `fused`, `staged` and `allgather`, with N*T tokens a rank. The parts between the rail and that
-exchange are torch operations on small tensors (`hierarchical_tensors.py`): they are few beside the rows, and need no
-kernel of their own.
+backends `fused`, `staged` and `allgather`, with N*T tokens a rank (`domain_shape.py`). Between the rail and that
+exchange are five small kernels (`rail_entries.py`, `rail_sums.py`).
 
 Dispatch: gather ids and weights over the rail, rewrite the ids, gather rows, dispatch inside. Many rows cross in chunks
 of tokens, and the dispatch inside waits for each chunk by itself (`rail_rows.py`). Each expert has N ids inside, one
@@ -19,14 +18,13 @@ T sums in the combine wire dtype, and a status for each rank of this domain (`ra
 domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows before.
 
 Gradients: the backward of dispatch is a combine without weights, which also takes one float32 home for each entry
-(token, k). They cross with the sums. An entry has its expert in one domain, and the others send zero. So
-their sum is exact. The backward of combine is a dispatch of dy. Where the exchange inside keeps places, only rows cross
-the rail.
+(token, k). They cross with the sums. An entry has its expert in one domain, and the others send zero. So their sum is
+exact. The backward of combine is a dispatch of dy. Where the exchange inside keeps places, only rows cross the rail.
 
 Refused data: ids out of range stay out of range inside, so the exchanges of all domains refuse them. A combine inside
-writes the statuses of its ranks to the device, and they cross with the sums. So all ranks give NaN in the
-same step, and `check` raises the same sentence on each. A wait that fails is no refusal: where it fails inside one
-domain in the last combine before a `check`, ranks of other domains find NaN in y, and their next operation fails.
+writes the statuses of its ranks to the device, and they cross with the sums. So all ranks give NaN in the same step,
+and `check` raises the same sentence on each. A wait that fails is no refusal: where it fails inside one domain in the
+last combine before a `check`, ranks of other domains find NaN in y, and their next operation fails.
 
 There is no agreement on the operation: ranks that call different operations wait for one another until the world's
 timeout.
@@ -34,7 +32,7 @@ timeout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -43,18 +41,13 @@ import torch
 
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
+from raymoe.exchange.domain_shape import DomainShape, refusals_of_ranks
 from raymoe.exchange.fused_chunks import RAIL_OP
-from raymoe.exchange.hierarchical_tensors import (
-    DomainShape,
-    ids_inside,
-    of_experts,
-    refusals_of_ranks,
-    told_ids,
-)
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.nccl import CapturedMemory
 from raymoe.exchange.nccl_kernels import Launcher
 from raymoe.exchange.quantising import quantise
+from raymoe.exchange.rail_entries import Arriving, RailEntries
 from raymoe.exchange.rail_rows import RailRows
 from raymoe.exchange.rail_sums import RailSums
 from raymoe.exchange.refusal import raise_first
@@ -64,7 +57,6 @@ from raymoe.memory.world import World
 from raymoe.net.rail import DeviceRail
 
 _NUMBER_WORDS = 2
-_WORDS_AN_ENTRY = 3  # int32 words of an entry (token, k) on the rail: the id has two, the weight one
 
 
 @runtime_checkable
@@ -121,7 +113,7 @@ class HierarchicalGpu:
     """The backend between domains. It owns the exchange inside its domain, and shares the rail of its world."""
 
     def __init__(self, world: World, spec: ExchangeSpec, parts: RailParts) -> None:
-        N, L, T, K = world.domains, world.domain.size, spec.tokens, spec.topk
+        N, L, T = world.domains, world.domain.size, spec.tokens
         self._world, self._spec = world, spec
         self._launcher, self._rail, self._inside = parts.launcher, parts.rail, parts.inside
         self._shape = DomainShape(N, L, world.rank // L, T, spec.local_experts(world.size), parts.chunk)
@@ -138,18 +130,9 @@ class HierarchicalGpu:
         rows = zeros(N * T, spec.hidden, of=torch.uint8 if self._fp8 else dtype)
         self._rail_rows = RailRows(self._shape, rows, self._rail, self._launcher)
         self._rows = rows.view(torch.float8_e4m3fn) if self._fp8 else rows
-        # For each domain T*K ids of two words, then T*K weights of one, then the scales of T rows of fp8, then words
-        # that make the sum a multiple of 4.
-        entries = T * K
-        scales = T * spec.scales if self._fp8 else 0
-        words = _WORDS_AN_ENTRY * entries + scales
-        self._told = zeros(N, -(-words // 4) * 4, of=torch.int32)
-        self._ids = self._told[:, : 2 * entries].view(torch.int64).view(N, T, K)
-        self._weights = self._told[:, 2 * entries : 3 * entries].view(torch.float32).view(N, T, K)
-        self._scales = self._told[:, 3 * entries : words].view(torch.float32).view(N, T, spec.scales if scales else 0)
+        self._rail_entries = RailEntries(self._shape, spec, self._rail, self._launcher, device)
         record = self._inside.refusal_record()
         self._rail_sums = RailSums(self._shape, spec, self._rail, self._launcher, record)
-        self._dispatches = zeros(1)
         self.capturable = self._rail.capturable and self._inside.capturable
         # One domain may have the LL path and another not: all must send the same blocks.
         self._keeps_places = all(world.swap(self._inside.keeps_places, "exchange: places"))
@@ -169,21 +152,20 @@ class HierarchicalGpu:
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         with self._launcher.ordered("dispatch") as stream, self._memory():
-            given, me = len(tokens.x), self._index
-            told_ids(tokens.topk_idx, tokens.num_tokens, self._ids[me])
-            self._weights[me, :given].copy_(tokens.topk_weights)
+            entries, x, scales = self._rail_entries, tokens.x, tokens.scales
             if self._fp8:
-                values, scales = quantise(tokens.x) if tokens.scales is None else (tokens.x, tokens.scales)
-                self._rail_rows.put(values.view(torch.uint8))
-                self._scales[me, :given].copy_(scales)
-            else:
-                self._rail_rows.put(tokens.x)
-            self._gather("dispatch", self._told)()
+                values, scales = quantise(x) if scales is None else (x, scales)
+                x = values.view(torch.uint8)
+            self._rail_rows.put(x)
+            entries.cross("dispatch", stream, tokens, scales)
             # The rows begin to cross here, so the operations below run beside them.
             with self._rail_rows.crossing("dispatch"), self._named_by_world():
-                inside = self._inside.dispatch(self._arriving(), out)
-            self._dispatches += 1
-            return self._result(inside, given, stream)
+                arriving = entries.arriving(stream)
+                inside = self._inside.dispatch(self._tokens_inside(arriving), out)
+            offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
+            home = _Home(inside, arriving.number, stream)
+            given = len(tokens.x)
+            return Dispatched(inside.x, inside.weights, offsets, counts, inside.index, given, home, self, inside.scales)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -213,7 +195,7 @@ class HierarchicalGpu:
         words, local = self._inside.metadata_words, self._shape.local
         inside, number, offsets, counts = torch.split(metadata, [words, _NUMBER_WORDS, local + 1, local])
         # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used.
-        its_ids = Ids(self._ids.flatten(0, 1))
+        its_ids = Ids(self._rail_entries.ids.flatten(0, 1))
         home = _Home(self._inside.unpack(inside, rows, weights, its_ids), number, None)
         return Dispatched(rows, weights, offsets, counts, None, len(ids.topk_idx), home, self)
 
@@ -257,11 +239,9 @@ class HierarchicalGpu:
         self._inside.close(together)
         self._memory.close()
 
-    def _arriving(self) -> Tokens:
+    def _tokens_inside(self, arriving: Arriving) -> Tokens:
         """Return the tokens inside. Their rows may still be on the way."""
-        ids, weights = ids_inside(self._ids, self._shape), self._shape.inside(self._weights).contiguous()
-        scales = self._shape.inside(self._scales).contiguous() if self._fp8 else None
-        return Tokens(self._rows, ids, weights, None, scales)
+        return Tokens(self._rows, arriving.ids, arriving.weights, None, arriving.scales)
 
     @contextmanager
     def _named_by_world(self) -> Iterator[None]:
@@ -279,10 +259,6 @@ class HierarchicalGpu:
                 raise
             raise Aborted(str(error), self._rail.lagging()) from error
 
-    def _gather(self, op: str, blocks: torch.Tensor) -> Callable[[], None]:
-        """Gather the rail's blocks. This rank's own is there already."""
-        return self._rail.gather(op, blocks.flatten(0, 1), blocks[self._index])
-
     def _settle(self, op: str) -> None:
         """Wait for the device.
 
@@ -299,34 +275,20 @@ class HierarchicalGpu:
                     self._inside.check_waits()
             raise
 
-    def _result(self, inside: Dispatched, given: int, stream: int) -> Dispatched:
-        """Return the result of a dispatch, whose rows are where the dispatch inside has put them."""
-        offsets, counts = of_experts(inside.expert_offsets, inside.expert_counts, self._shape.domains)
-        return Dispatched(
-            x=inside.x,
-            weights=inside.weights,
-            expert_offsets=offsets,
-            expert_counts=counts,
-            index=inside.index,
-            tokens=given,
-            _home=_Home(inside, self._dispatches.clone().view(torch.int32), stream),
-            _owner=self,
-            scales=inside.scales,
-        )
-
     def _connect(self) -> None:
         """Send each block once: the first call may be inside a capture, where nothing can be connected or loaded."""
-        self._gather("connect", self._told)()
-        with self._rail_rows.crossing("connect"):
-            self._arriving()
-        experts = self._shape.local * self._shape.domains
-        nothing = torch.zeros(experts + 1, dtype=torch.int32, device=self._world.device)
-        of_experts(nothing, nothing[1:], self._shape.domains)
-        if self._fp8:
-            quantise(self._rail_sums.sums[: self._shape.tokens])
-        told_ids(self._ids[0], nothing[:1], self._ids[0])
+        device, shape, sums = self._world.device, self._shape, self._rail_sums
+        nothing = torch.zeros(shape.local * shape.domains + 1, dtype=torch.int32, device=device)
+        no_tokens = torch.empty(0, self._spec.topk, dtype=torch.int64, device=device)
         with self._launcher.ordered("connect") as stream:
-            self._rail_sums.cross(stream, self._dispatches.view(torch.int32), weighted=False, entries=True)
-            self._rail_sums.add(stream, self._rail_sums.sums[:0])
-        self._told.zero_()
+            tokens = Tokens(self._rows[:0], no_tokens, no_tokens.float(), None)
+            self._rail_entries.cross("connect", stream, tokens, None)
+            with self._rail_rows.crossing("connect"):
+                arriving = self._rail_entries.arriving(stream)
+            self._rail_entries.forget_dispatches()
+            self._rail_entries.joined(stream, nothing, nothing[1:])
+            if self._fp8:
+                quantise(sums.sums[: shape.tokens])
+            sums.cross(stream, arriving.number, weighted=False, entries=True)
+            sums.add(stream, sums.sums[:0])
         self._settle("connect")

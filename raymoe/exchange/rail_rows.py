@@ -22,7 +22,7 @@ import torch
 
 from raymoe.device.dispatch import ADVANCE_CHUNK, ChunkParams
 from raymoe.device.kernels import Shape
-from raymoe.exchange.hierarchical_tensors import DomainShape
+from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.nccl_kernels import Launcher
 from raymoe.net.nccl import current_stream
 from raymoe.net.rail import Rail

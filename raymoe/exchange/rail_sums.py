@@ -11,7 +11,7 @@ import torch
 from raymoe.device import rounds
 from raymoe.device.domains import TELL_STATUSES, SumDomainsParams, TellStatusesParams, sum_source
 from raymoe.device.kernels import Shape
-from raymoe.exchange.hierarchical_tensors import DomainShape
+from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec

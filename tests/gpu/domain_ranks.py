@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from raymoe.device.graph import Graph
-from raymoe.errors import PeerTimeout
+from raymoe.errors import Aborted, PeerTimeout
 from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.quantising import quantise
@@ -60,7 +60,7 @@ def use_rail(world: World) -> dict[str, Any]:
     return found | {"host id": os.environ.get("NCCL_HOSTID"), "capturable": rail.capturable, "lagging": rail.lagging()}
 
 
-Lost = tuple[int, float, tuple[str, str], float]
+Lost = tuple[int | None, float, tuple[str, str], float]
 
 
 def lose_a_rank(world: World, case: Case, lost: int, replayed: bool, between_chunks: bool = False) -> Lost:
@@ -88,9 +88,10 @@ def lose_a_rank(world: World, case: Case, lost: int, replayed: bool, between_chu
         if world.rank == lost:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(PeerTimeout) as caught:
-            graph.replay() if replayed else step()
-            exchange.check()
+        with pytest.raises((PeerTimeout, Aborted)) as caught:
+            for _ in range(2):  # a wait that fails in the combine of another domain shows here in the next step
+                graph.replay() if replayed else step()
+                exchange.check()
         waited = time.monotonic() - start
         again = error_of(lambda: exchange.dispatch(batch.x, batch.ids, batch.weights))
         start = time.monotonic()

@@ -322,7 +322,8 @@ def test_a_killed_rank_is_named_in_time_and_the_next_world_works(
         peer, waited, (kind, _), closed = each
         assert peer != rank
         assert waited < MOST_S and closed < TIMEOUT_S
-        assert kind == "PeerTimeout"
+        beside_it = rank % domains.size == 0 or rank // domains.size == 1  # on its rail or in its domain
+        assert kind == "PeerTimeout" or (kind == "Aborted" and not beside_it)
     assert left[0][0] == lost, "its rail"
     if domains.size > 1:
         assert left[lost + 1][0] == lost, "its domain"
@@ -390,6 +391,6 @@ def test_raymoe_run_pretends_domains_of_gpu_ranks(start: Start, nothing_left: No
     assert len(lines) == 2 * 6
     for line in lines:
         assert (line["verified"], line["graph"], line["domains"], line["chunks"]) == (True, True, 2, 4)
-        assert line["bytes_net"] == {"dispatch": 343040, "combine": 331776, "exchange": 674816}[line["op"]]
+        assert line["bytes_net"] == {"dispatch": 343040, "combine": 327808, "exchange": 670848}[line["op"]]
     ranks = json.loads((run.out / "environment.json").read_text())["ranks"]
     assert [rank["domain"] for rank in ranks] == [0, 0, 1, 1]

@@ -15,14 +15,15 @@ import torch
 
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.chunks import sms_beside
+from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.fused_chunks import FusedChunksBackend
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
-from raymoe.exchange.hierarchical_tensors import DomainShape, ids_inside
 from raymoe.exchange.nccl_kernels import GpuLauncher
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.pointwise.gpu import TorchGraphClock
+from tests.unit.domain_reference import ids_inside
 
 PIECE = 1 << 20
 """Bytes that arrive at once."""

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from raymoe.device.domains import EnterDomainParams
 from raymoe.errors import DataRefused
 from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.fused_chunks import RAIL_OP
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu
-from raymoe.exchange.hierarchical_tensors import DomainShape
 from raymoe.exchange.rail_rows import RailRows
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -137,10 +138,11 @@ def number_wrongly(_rank: int, how: str) -> Any:
         if how == "rows of another chunk":
             self.rows.copy_(self.rows.roll(1, 0))
 
-    def inside(self: DomainShape, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.flatten(0, 1)
+    def in_one_chunk(**fields: int) -> EnterDomainParams:
+        return EnterDomainParams(**fields | {"chunk": fields["tokens"]})
 
-    order = mock.patch.object(DomainShape, "inside", inside) if how == "order" else nullcontext()
+    params = "raymoe.exchange.rail_entries.EnterDomainParams"
+    order = mock.patch(params, in_one_chunk) if how == "order" else nullcontext()
     with (
         World.of(domain=1, timeout_s=40) as world,
         mock.patch.object(RailRows, "_cross", cross),

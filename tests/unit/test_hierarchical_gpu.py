@@ -15,9 +15,9 @@ import torch
 
 from raymoe.errors import DataRefused, PeerTimeout
 from raymoe.exchange.backend import Ids, Tokens
+from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu
-from raymoe.exchange.hierarchical_tensors import DomainShape
 from raymoe.exchange.nccl import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World

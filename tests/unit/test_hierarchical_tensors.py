@@ -16,10 +16,11 @@ import torch
 from raymoe.device.params import Params
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
-from raymoe.exchange.hierarchical_tensors import DomainShape, ids_inside, of_experts, told_ids
 from raymoe.exchange.spec import ExchangeSpec
 from tests.unit import plan
+from tests.unit.domain_reference import ids_inside, of_experts
 
 GPU = torch.device("meta")
 """Stands for a GPU: its tensors have no values. A read by the host raises, and so does a mix of devices."""
@@ -31,19 +32,6 @@ def test_the_device_without_values_finds_a_read_by_the_host_and_a_tensor_on_the_
         on_gpu.sum().item()
     with pytest.raises(RuntimeError, match="device"):
         on_gpu + torch.zeros(3)
-
-
-@pytest.mark.parametrize("counted", [False, True])
-def test_everything_stays_on_the_device(counted: bool) -> None:
-    shape = DomainShape(2, 2, 1, 5, 3)
-    gathered = torch.zeros(2, 5, 2, dtype=torch.int64, device=GPU)
-    ids, count = torch.zeros(4, 2, dtype=torch.int32, device=GPU), torch.ones(1, dtype=torch.int32, device=GPU)
-    told_ids(ids, count if counted else None, gathered[1])
-    inside = ids_inside(gathered, shape)
-    nothing = torch.zeros(7, dtype=torch.int32, device=GPU)
-    offsets, counts = of_experts(nothing, nothing[1:], domains=2)
-    assert all(each.device == GPU for each in (inside, offsets, counts))
-    assert (inside.shape, offsets.shape, counts.shape) == ((10, 2), (4,), (3,))
 
 
 class FakeInside:
@@ -111,7 +99,7 @@ class FakeRail:
 
 
 class FakeLauncher:
-    threads = 256
+    threads, sms = 256, 132
 
     def ordered(self, op: str) -> AbstractContextManager[int]:
         assert op

@@ -25,7 +25,7 @@ from raymoe.device.dispatch import (
     in_groups,
     pack_source,
 )
-from raymoe.device.domains import TELL_STATUSES, sum_source
+from raymoe.device.domains import ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES, TELL_TOKENS, sum_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
@@ -45,7 +45,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 BEFORE_HOPPER = (
     *(TELL, COUNT, NUMBER, SPREAD),
     *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
-    TELL_STATUSES,
+    *(TELL_TOKENS, ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES),
     *(sum_source(dtype, wire) for dtype in DTYPES for wire in DTYPES),
 )
 """Kernels of the backends that GPUs before Hopper have."""

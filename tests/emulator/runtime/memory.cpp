@@ -48,6 +48,11 @@ u8* Memory::map(u64 bytes) {
 void Memory::add(Region region) {
     region.lines.resize((region.end + LINE - 1) / LINE - region.begin / LINE);
     auto kept = std::make_unique<Region>(std::move(region));
+    // Memory of others that overlaps was freed, and is now a part of this region.
+    const u64 begin = kept->begin, end = kept->end;
+    const auto overlaps = [&](const auto& other) { return other->begin < end && begin < other->end; };
+    regions_.erase(std::remove_if(regions_.begin(), regions_.end(), overlaps), regions_.end());
+    last_ = nullptr;
     const auto after = std::upper_bound(regions_.begin(), regions_.end(), kept->begin,
                                         [](u64 begin, const auto& other) { return begin < other->begin; });
     regions_.insert(after, std::move(kept));

@@ -1,13 +1,13 @@
-"""The arithmetic of an exchange between domains of GPU ranks, as torch operations without a wait of the host.
+"""The sizes and the numbers of an exchange between domains of GPU ranks.
 
 N domains of L ranks, T tokens, E experts, `local` experts a rank, domain `index`. A domain's own exchange has N*T
 tokens a rank: those of the ranks with one place in each domain. They are numbered chunk by chunk, in a chunk domain by
 domain. So their order is that in which rows come over the rail. With one chunk, token s*T + t is token t of the rank in
-domain s. Each of its experts has N ids
-there, one for each source domain: expert j of place p, for rows from domain s, is p*local*N + j*N + s. So its N ids are
-neighbours, in the order of the domains. Rows in the order of these ids are in the order of the contract.
+domain s.
 
-All functions can be captured in a CUDA graph: shapes are fixed, and no value is read by the host.
+Each expert has N ids there, one for each source domain: expert j of place p, for rows from domain s, is
+p*local*N + j*N + s. So its N ids are neighbours, in the order of the domains. Rows in the order of these ids are in the
+order of the contract.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 
-_BAD_COUNT = -(2**62)
-"""The id that stands for a bad `num_tokens`: _BAD_COUNT + T' * 2**32 + the 32 bits of num_tokens."""
-_LOWEST_ID = -(2**61)  # lower ids of the caller become this one, which is refused too
+BAD_COUNT = -(2**62)
+"""The id that stands for a bad `num_tokens`: BAD_COUNT + T' * 2**32 + the 32 bits of num_tokens. As in
+kernels/tell_tokens.cu."""
 _LOW_32 = 2**32 - 1
 
 
@@ -83,69 +83,13 @@ class DomainShape:
         return source, begin + token
 
 
-def told_ids(topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Write this rank's ids into `out`, int64[T, K]: -1 for tokens that are not sent.
-
-    A `num_tokens` out of range leaves only an id that no expert has, which says so. Ids out of range stay as they are,
-    so the exchanges inside all domains refuse them.
-
-    >>> out = torch.empty(3, 2, dtype=torch.int64)
-    >>> told_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([1]), out)
-    >>> out.tolist()
-    [[4, 9], [-1, -1], [-1, -1]]
-    >>> told_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([3]), out)
-    >>> out[1:].tolist(), refused_count(int(out[0, 0]))
-    ([[-1, -1], [-1, -1]], Refusal(cause=<Cause.TOKENS: 5>, other=2, number=3))
-    """
-    given = len(topk_idx)
-    out.fill_(-1)
-    ids = topk_idx.long().clamp(min=_LOWEST_ID)
-    if num_tokens is None:
-        out[:given] = ids
-        return
-    count = num_tokens.long()
-    good = (count >= 0) & (count <= given)
-    sent = (torch.arange(given, device=out.device) < count) & good
-    out[:given] = torch.where(sent[:, None], ids, -1)
-    code = (count & _LOW_32) + (_BAD_COUNT + (given << 32))
-    out[0, :1] = torch.where(good, out[0, :1], code)
-
-
 def refused_count(number: int) -> Refusal | None:
     """Return the refusal that an id stands for; None where it is an id."""
-    told = number - _BAD_COUNT
+    told = number - BAD_COUNT
     if not 0 <= told < 2**57:
         return None
     count = told & _LOW_32
     return Refusal(Cause.TOKENS, told >> 32, count - 2**32 if count >= 2**31 else count)
-
-
-def ids_inside(ids: torch.Tensor, shape: DomainShape) -> torch.Tensor:
-    """Return the ids inside this rank's domain, int64[N*T, K], of the ids that its rail gathered, int64[N, T, K].
-
-    Experts of other domains become -1. Ids that no expert has stay ids that none has.
-
-    >>> two_domains = DomainShape(domains=2, per_domain=1, index=1, tokens=2, local=2)  # experts 2 and 3 are here
-    >>> ids_inside(torch.tensor([[[0, 2], [3, 1]], [[2, 3], [-1, 4]]]), two_domains).tolist()
-    [[-1, 0], [2, -1], [1, 3], [-1, 4]]
-    """
-    N, local = shape.domains, shape.local
-    expert = ids - shape.index * shape.per_domain * local
-    here = (expert >= 0) & (expert < shape.per_domain * local)
-    source = torch.arange(N, device=ids.device)[:, None, None]
-    inside = expert * N + source  # p*local*N + j*N + s, because expert is p*local + j
-    bad = (ids < -1) | (ids >= shape.experts)
-    return shape.inside(torch.where(here, inside, torch.where(bad, ids, -1)))
-
-
-def of_experts(offsets: torch.Tensor, counts: torch.Tensor, domains: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the offsets, int32[local + 1], and counts, int32[local], of those inside: N experts there are one.
-
-    >>> offsets, counts = torch.tensor([0, 1, 4, 4, 8]), torch.tensor([1, 2, 0, 1])
-    >>> [each.tolist() for each in of_experts(offsets, counts, domains=2)]
-    [[0, 4, 8], [3, 1]]
-    """
-    return offsets[::domains].contiguous(), counts.view(-1, domains).sum(dim=1, dtype=torch.int32)
 
 
 def refusals_of_ranks(words: Sequence[int], shape: DomainShape) -> list[Refusal]:
