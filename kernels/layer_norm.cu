@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST
     Pipe<1> pipe(p.work, p.inputs, shared);
     const Vector<WEIGHT_TYPE> weight(p.weight);
     // Not kept where quantising needs the registers, or where fewer of them let more blocks fit on an SM.
-    const Vector<WEIGHT_TYPE, !FP8 && LOADING != Loading::ROW> bias(BIAS ? p.bias : p.weight);
+    const Vector<WEIGHT_TYPE, !FP8 && (LOADING != Loading::ROW || !SHARES_SM)> bias(BIAS ? p.bias : p.weight);
     GroupSums sums(pipe.sums());
     pipe.run([&](const Tile& tile) {
 #pragma unroll 1

@@ -8,7 +8,7 @@ Each kernel has a dataclass with its tensors. `rms_norm(call)` checks them and l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from raymoe.device.jit import KernelSource
@@ -136,6 +136,7 @@ class _Norm:
         registers = registers_of(x) + sum(map(registers_of, vectors))
         eight_bytes = len(self.inputs) * 8 * x.element_size()
         work = RowWork(rows, check_hidden(hidden), eight_bytes, len(self.inputs), registers, quantised=quantised)
+        work = replace(work, biased=self.bias is not None)
         shape = row_shape(work, limits)
         placed = in_stage(self.inputs, shape)
         outputs = [

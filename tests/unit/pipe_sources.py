@@ -18,7 +18,7 @@ from raymoe.device.pipe_pieces import (
 )
 from raymoe.device.pipe_shape import Limits, Loading
 
-ROWS = 4096
+ROWS, FEW = 4096, 128
 PIPED, IN_TURN, PLAIN, ROW = (Limits(loading=each) for each in ("PIPED", "IN_TURN", "PLAIN", "ROW"))
 
 
@@ -27,12 +27,12 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def norms(
-    hidden: int, dtype: torch.dtype = torch.bfloat16, fp8: bool = False, limits: Limits = PIPED
+    hidden: int, dtype: torch.dtype = torch.bfloat16, fp8: bool = False, limits: Limits = PIPED, rows: int = ROWS
 ) -> tuple[KernelSource, KernelSource, KernelSource]:
     """RMSNorm, add + RMSNorm, LayerNorm."""
-    x, weight = tensor(ROWS, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
-    out = tensor(ROWS, hidden, dtype=torch.float8_e4m3fn) if fp8 else x
-    scales = tensor(ROWS, -(-hidden // 128), dtype=torch.float32) if fp8 else None
+    x, weight = tensor(rows, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
+    out = tensor(rows, hidden, dtype=torch.float8_e4m3fn) if fp8 else x
+    scales = tensor(rows, -(-hidden // 128), dtype=torch.float32) if fp8 else None
     plain, added = RmsNorm(x, weight, out, 1e-6, scales), RmsNorm(x, weight, out, 1e-6, scales, x, x)
     calls = [rms_norm_call(each, limits) for each in (plain, added)]
     calls.append(layer_norm_call(LayerNorm(x, weight, weight, out, 1e-5, scales), limits))
@@ -91,6 +91,7 @@ def pipe_sources() -> list[KernelSource]:
                 norms(7168, torch.float32)[1],
                 norms(7168, limits=ROW)[0],
                 norms(2880, torch.float16, limits=ROW)[2],
+                norms(7168, limits=ROW, rows=FEW)[2],
                 norms(32768, torch.float16)[0],
                 norms(7168, limits=IN_TURN)[1],
                 norms(7168, limits=PLAIN, fp8=True)[2],

@@ -76,6 +76,15 @@ def test_few_and_many_rows_go_without_a_pipeline_in_a_block_each(rows: int) -> N
     assert rms_norm_of(rows, Limits(48))[1] == "PIPED"
 
 
+def test_blocks_of_few_rows_with_a_bias_need_not_share_an_sm() -> None:
+    def resident(rows: int, bias: torch.Tensor | None) -> str:
+        x, weight = big(rows, 7168), big(7168)
+        return dict(layer_norm_call(LayerNorm(x, weight, bias, x), Limits()).source.defines)["PIPE_RESIDENT"]
+
+    found = [resident(rows, bias) for rows in (132, 133) for bias in (big(7168), None)]
+    assert found == ["224", "896", "896", "896"]
+
+
 def test_rows_that_a_count_bounds_take_blocks_for_the_gpu_and_not_for_the_rows() -> None:
     gate_up, out = big(1_000_000, 4096), big(1_000_000, 2048)
     counted = swiglu_call(Swiglu(gate_up, out, torch.zeros(9, dtype=torch.int32, device="meta")), Limits())

@@ -136,6 +136,12 @@ def test_layer_norm_equals_float64(case: NormCase, with_bias: bool, monkeypatch:
     out.check_gaps()
 
 
+@pytest.mark.parametrize("case", [name for name, case in LAYER_NORMS.items() if case.limits.loading == "ROW"])
+def test_layer_norm_in_blocks_that_share_an_sm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_shape, "ALONE_ROWS", 0)
+    test_layer_norm_equals_float64(LAYER_NORMS[case], True, monkeypatch)
+
+
 def test_blocks_of_zeros_tiny_and_infinite_values_have_finite_scales() -> None:
     x = torch.zeros(3, 384)
     x[0, 128:256] = 1e-42

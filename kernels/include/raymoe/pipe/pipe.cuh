@@ -77,8 +77,9 @@ constexpr bool STAGED = LOADING == Loading::PIPED || LOADING == Loading::IN_TURN
 constexpr u32 STAGES = PIPE_STAGES, GROUPS = PIPE_GROUPS, GROUP_WARPS = PIPE_WARPS;
 constexpr u32 GROUP_THREADS = GROUP_WARPS * 32, CONSUMERS = GROUPS * GROUP_THREADS;
 constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
-// Without stages, several blocks must fit on an SM, with so many threads together. It bounds the registers of a thread.
-constexpr u32 LEAST_BLOCKS = !STAGED && PIPE_THREADS < PIPE_RESIDENT ? PIPE_RESIDENT / PIPE_THREADS : 1;
+// Without stages, an SM must hold blocks with PIPE_RESIDENT threads together. It bounds the registers of a thread.
+constexpr bool SHARES_SM = !STAGED && PIPE_THREADS < PIPE_RESIDENT;
+constexpr u32 LEAST_BLOCKS = SHARES_SM ? PIPE_RESIDENT / PIPE_THREADS : 1;
 constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; GroupSums of sums.cuh says how they are used
 static_assert(STAGES % GROUPS == 0, "a stage belongs to one group");
 static_assert(LOADING != Loading::IN_TURN || STAGES == GROUPS, "one stage for each group");
