@@ -54,6 +54,10 @@ LONG_ROW = 4096
 MANY_GRADIENT_ROWS = 8192
 """From so many rows on, with two inputs and one gradient of a vector, four warps are faster than eight: RMSNorm
 backward of 16384 rows took 173.7 and 181.8 us (same machine). So they are for few rows: of 128 rows 7.2 and 8.6 us."""
+GRADIENT_ROW_BYTES = 16 << 10
+"""Of a row of one input. Gradients of no more rows than SMs go without stages up to so many bytes: the block's threads
+hold the row (RowAgain of gradients.cuh). RMSNorm backward of 128 rows took 7.6 us without and 8.6 with stages (7168
+bfloat16, H200, 2026-11-24)."""
 GRADIENT_REGISTERS = 160
 """Of a thread of such a group, for all that it holds."""
 WIDE = 22528
@@ -230,13 +234,25 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
 
 
 def _alone_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape | None:
-    """A block for each row, if the row is not too short and not too long for it."""
-    vectors = max(1, ROW_THREAD_BYTES * work.inputs // work.eight_bytes)
+    """A block for each row, if the row is not too short and not too long for it. Gradients need an SM for each row.
+
+    Gradients with three inputs take twice the warps, 14 for 7168 bfloat16: 128 rows took 8.2 us with 14 warps, 9.2 with
+    seven. With two inputs, seven are faster: RMSNorm took 7.6 us, and 7.8 with 14; LayerNorm 10.4 and 11.6 (H200,
+    2026-11-24).
+
+    >>> add = RowWork(128, hidden=7168, eight_bytes=48, inputs=3, gradients=1)
+    >>> _alone_shape(add, 896, Limits(132)).warps, _alone_shape(add, 896, Limits(127))
+    (14, None)
+    """
+    if limits.sms is not None and not (work.gradients and work.rows <= limits.sms):
+        return None
+    thread_bytes = ROW_THREAD_BYTES // (2 if work.gradients and work.inputs > 2 else 1)
+    vectors = max(1, thread_bytes * work.inputs // work.eight_bytes)
     warps = -(-eights // (32 * vectors))
-    if limits.sms is not None or not LEAST_ROW_WARPS <= warps <= PLAIN_WARPS:
+    if not LEAST_ROW_WARPS <= warps <= PLAIN_WARPS:
         return None
     resident = UNEVEN_RESIDENT if eights % (32 * warps) else ROW_RESIDENT
-    if work.biased and work.rows <= ALONE_ROWS:
+    if work.gradients or (work.biased and work.rows <= ALONE_ROWS):
         resident = 32 * warps
     return PipeShape("ROW", 1, warps, 1, 0, blocks_of_sm=0, resident=resident)
 
@@ -310,9 +326,15 @@ def _loading(work: RowWork, limits: Limits) -> Loading:
     ('ROW', 'PIPED', 'PIPED')
     >>> _loading(many, Limits()), _loading(many, Limits(sms=48))
     ('ROW', 'PIPED')
+    >>> gradient = RowWork(100, 7168, 32, 2, gradients=1)
+    >>> _loading(gradient, Limits(sms=132)), _loading(gradient, Limits(sms=48))
+    ('ROW', 'PIPED')
     """
-    if limits.stages is not None or (work.gradients and work.hidden >= LONG_ROW):
+    if limits.stages is not None:
         return "PIPED"
+    if work.gradients and work.hidden >= LONG_ROW:
+        alone = work.rows <= (limits.sms or 0) and work.row_bytes <= GRADIENT_ROW_BYTES * work.inputs
+        return "ROW" if alone else "PIPED"
     few = FEW_ROWS if limits.sms is None else min(FEW_ROWS, FEW_ROWS_OF_AN_SM * limits.sms)
     never = limits.sms is not None or work.gradients or work.quantised
     many = not never and (work.inputs > 1 or work.rows > PIPED_ROWS)

@@ -107,6 +107,7 @@ def streams(_world: World, hidden: int, loading: Loading) -> None:
     x = pipe.rows_of(41, hidden)
     pipe.check_norms(x, limits)
     pipe.check_gradients(x, limits)
+    pipe.check_gradients(pipe.rows_of(3, 4104), Limits(sms=3))  # a block for each row
     pipe.check_pieces(41, hidden, limits)
     pipe.check_fp8(41, hidden, limits, "column")
 

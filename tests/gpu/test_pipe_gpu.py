@@ -206,8 +206,16 @@ def test_gradients_of_the_norms(dtype: torch.dtype, hidden: int) -> None:
         check_gradients(rows_of(1100, hidden, dtype), limits)
 
 
-def test_gradients_are_the_same_in_every_run() -> None:
-    x, dy, weight = rows_of(4096, 7168), rows_of(4096, 7168, seed=1), rows_of(1, 7168, seed=5)[0]
+@pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 7168), (BF16, 8192), (F16, 4104), (F32, 4096)], ids=str)
+def test_gradients_of_few_long_rows(dtype: torch.dtype, hidden: int) -> None:
+    for rows in (1, 48, 127, 132):
+        for limits in (Limits(), Limits(rows), Limits(max(1, rows - 1))):  # with fewer SMs than rows: by the pipeline
+            check_gradients(rows_of(rows, hidden, dtype), limits)
+
+
+@pytest.mark.parametrize("rows", [100, 4096])
+def test_gradients_are_the_same_in_every_run(rows: int) -> None:
+    x, dy, weight = rows_of(rows, 7168), rows_of(rows, 7168, seed=1), rows_of(1, 7168, seed=5)[0]
     found = []
     for _ in range(5):
         dx, d_weight = torch.empty_like(x), torch.empty_like(weight)

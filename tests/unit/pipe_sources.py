@@ -70,10 +70,10 @@ def weighted_pieces(
 
 
 def backwards(
-    hidden: int, dtype: torch.dtype = torch.bfloat16, loading: Loading | None = None
+    hidden: int, dtype: torch.dtype = torch.bfloat16, loading: Loading | None = None, rows: int = ROWS
 ) -> tuple[KernelSource, ...]:
     """The gradients of RMSNorm and LayerNorm, the sums of their partials, and the gradients of add + RMSNorm."""
-    x, weight = tensor(ROWS, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
+    x, weight = tensor(rows, hidden, dtype=dtype), tensor(hidden, dtype=dtype)
     limits = Limits(132, loading=loading)
     rms = backward_calls(RmsNormBackward(x, x, weight, x, weight), limits)
     layer = backward_calls(LayerNormBackward(x, x, weight, x, weight, weight), limits)
@@ -101,6 +101,8 @@ def pipe_sources() -> list[KernelSource]:
                 backwards(7168, torch.float32)[1],
                 backwards(7168, torch.float16, "PLAIN")[0],
                 backwards(32768)[0],
+                *backwards(7168, rows=FEW),
+                *backwards(4096, torch.float32, rows=FEW)[1:],
                 *pieces(),
                 pieces(fp8=True)[0],
                 *pieces(torch.float32, fp8=True)[::2],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 from raymoe.device import pipe_shape
 from raymoe.device.pipe_backward import LayerNormBackward, RmsNormBackward, backward_calls
 from raymoe.device.pipe_shape import Limits
+from tests.emulator.build import Change
+from tests.emulator.machine import EmulatorError
 from tests.unit.emulated_pipe import Strided, close, filled, run_call, tensors_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -40,6 +42,8 @@ class Case:
     gap: int = 0
     budget: int = 96
     add: bool = False
+    loading: str | None = None
+    """The expected way of its tiles, if a test tells it."""
 
 
 CASES = {
@@ -59,7 +63,7 @@ CASES = {
 }
 
 
-def gradients(case: Case, kind: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+def gradients(case: Case, kind: str, seed: int = 0, changes: Sequence[Change] = ()) -> tuple[torch.Tensor, ...]:
     """dx and the vectors' gradients, by the kernels."""
     x, dy = (filled(case.rows, case.hidden, case.dtype, case.gap, each) for each in (1, 2))
     vector = torch.empty(case.hidden, dtype=case.weight or case.dtype)
@@ -73,9 +77,10 @@ def gradients(case: Case, kind: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
         vectors.append(torch.full_like(vector, 7.0))
         asked = LayerNormBackward(dy.matrix, x.matrix, weight, dx.matrix, *vectors, eps=EPS)
     calls = backward_calls(asked, case.limits)
+    assert case.loading in (None, dict(calls.gradients.source.defines)["PIPE_LOADING"])
     reachable = [*tensors_of(asked), calls.partials]
-    run_call(calls.gradients, reachable, SMS, seed)
-    run_call(calls.sums, reachable, SMS, seed)
+    run_call(calls.gradients, reachable, calls.sms, seed, changes)
+    run_call(calls.sums, reachable, calls.sms, seed)
     dx.check_gaps()
     return dx.matrix, *vectors
 
@@ -108,3 +113,53 @@ def test_gradients_are_the_same_in_every_interleaving(kind: str) -> None:
     first = gradients(Case(19, 264), kind)
     for seed in (1, 2, 3):
         assert all(torch.equal(a, b) for a, b in zip(first, gradients(Case(19, 264), kind, seed), strict=True))
+
+
+ALONE = Case(5, 1032, limits=Limits(5), loading="ROW")
+FEW = {
+    "as many rows as SMs": ALONE,
+    "fewer rows than SMs": replace(ALONE, rows=3, hidden=1544),
+    "one row": replace(ALONE, rows=1),
+    "one row, one SM": replace(ALONE, rows=1, limits=Limits(1)),
+    "float16, apart": replace(ALONE, rows=4, dtype=F16, gap=8),
+    "float32": replace(ALONE, hidden=520, dtype=F32),
+    "a float32 weight": replace(ALONE, rows=2, weight=F32),
+    "a gradient of the sum": replace(ALONE, add=True),
+    "a gradient of the sum, float32, apart": replace(ALONE, rows=3, hidden=520, dtype=F32, gap=4, add=True),
+    "no rows": replace(ALONE, rows=0),
+    "more rows than SMs": replace(ALONE, limits=Limits(4), loading="PIPED"),
+    "stages that a caller asks for": replace(ALONE, limits=Limits(5, stages=2), loading="PIPED"),
+}
+
+
+@pytest.fixture
+def all_rows_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe_shape, "LONG_ROW", 8)
+
+
+@pytest.mark.usefixtures("all_rows_long")
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("case", FEW.values(), ids=FEW)
+def test_gradients_of_few_long_rows_equal_float64(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_gradients_equal_float64(case, kind, monkeypatch)
+
+
+@pytest.mark.usefixtures("all_rows_long")
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_gradients_of_few_long_rows_are_the_same_in_every_interleaving_and_on_more_sms(kind: str) -> None:
+    first = gradients(ALONE, kind)
+    for seed in (1, 2, 3):
+        more = replace(ALONE, limits=Limits(5 + seed))
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(more, kind, seed), strict=True))
+
+
+@pytest.mark.usefixtures("all_rows_long")
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_sums_of_warps_that_are_read_too_early_are_found(kind: str) -> None:
+    first, change = gradients(ALONE, kind), Change("sums.cuh", "            group_barrier();", "", None)
+    for seed in range(6):
+        try:
+            assert all(torch.equal(a, b) for a, b in zip(first, gradients(ALONE, kind, seed, (change,)), strict=True))
+        except (EmulatorError, AssertionError):
+            return
+    pytest.fail("6 interleavings are all right without the barrier")

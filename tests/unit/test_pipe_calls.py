@@ -76,6 +76,34 @@ def test_few_and_many_rows_go_without_a_pipeline_in_a_block_each(rows: int) -> N
     assert rms_norm_of(rows, Limits(48))[1] == "PIPED"
 
 
+def backward_of(
+    rows: int, limits: Limits, *, hidden: int = 7168, dtype: torch.dtype = BF16, add: bool = False
+) -> tuple[str, str, int, int]:
+    """Loading, warps, blocks and rows of partial sums."""
+    x, vector = big(rows, hidden, dtype=dtype), big(hidden, dtype=dtype)
+    calls = backward_calls(RmsNormBackward(x, x, vector, x, vector, d_total=x if add else None), limits)
+    defines = dict(calls.gradients.source.defines)
+    blocks = calls.gradients.blocks(limits.sms or 0)
+    return defines["PIPE_LOADING"], defines["PIPE_WARPS"], blocks, calls.partials.shape[1]
+
+
+def test_gradients_of_no_more_rows_than_sms_have_a_block_for_each_row() -> None:
+    assert backward_of(128, Limits(132)) == ("ROW", "7", 128, 128)
+    assert backward_of(128, Limits(132), add=True) == ("ROW", "14", 128, 128)
+    assert backward_of(132, Limits(132), hidden=4104) == ("ROW", "5", 132, 132)
+    assert backward_of(1, Limits(1), hidden=4096, dtype=torch.float32) == ("ROW", "8", 1, 1)
+    for add in (False, True):
+        assert backward_of(48, Limits(48), hidden=8192, add=add)[0] == "ROW"
+
+
+def test_gradients_of_more_or_longer_rows_and_those_with_stages_use_the_pipeline() -> None:
+    assert backward_of(133, Limits(132)) == ("PIPED", "4", 132, 132)
+    assert backward_of(128, Limits(127)) == ("PIPED", "4", 127, 127)
+    assert backward_of(128, Limits(132), hidden=8200)[0] == "PIPED", "threads do not hold rows of more than 16 KiB"
+    assert backward_of(128, Limits(132), dtype=torch.float32)[0] == "PIPED"
+    assert backward_of(128, Limits(132, stages=2))[0] == "PIPED"
+
+
 def test_blocks_of_few_rows_with_a_bias_need_not_share_an_sm() -> None:
     def resident(rows: int, bias: torch.Tensor | None) -> str:
         x, weight = big(rows, 7168), big(7168)
