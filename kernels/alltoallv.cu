@@ -12,6 +12,7 @@
 
 #define BLOCK_WARPS 16  // one block fills an SM, as in a combine
 
+#include "raymoe/dispatch/beginning.cuh"
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/dispatch/sending.cuh"
 #include "raymoe/dispatch/storing.cuh"

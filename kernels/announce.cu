@@ -11,6 +11,7 @@
 
 #define BLOCK_WARPS 1
 
+#include "raymoe/dispatch/beginning.cuh"
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/dispatch/sending.cuh"
 

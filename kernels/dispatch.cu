@@ -55,8 +55,9 @@
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives
 // counts of 0; with known routing, rows that are unspecified.
 
+#include "raymoe/dispatch/beginning.cuh"
 #include "raymoe/dispatch/dispatch.cuh"
-#include "raymoe/dispatch/placing.cuh"
+#include "raymoe/dispatch/placers.cuh"
 #include "raymoe/base/ptx.cuh"
 #include "raymoe/dispatch/quantised_sending.cuh"
 #include "raymoe/dispatch/routing.cuh"

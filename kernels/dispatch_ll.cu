@@ -25,6 +25,7 @@
 //
 // A launch has one block for each SM that it is given, or two.
 
+#include "raymoe/dispatch/beginning.cuh"
 #include "raymoe/dispatch/dispatch.cuh"
 #include "raymoe/ll/quantised_rows_ll.cuh"
 #include "raymoe/ll/quantising_ll.cuh"

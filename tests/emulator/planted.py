@@ -87,7 +87,7 @@ PLANTED = {
         routings=("one",) * 4,
     ),
     "known rows are placed without a wait": _planted(
-        "staged", "placing.cuh", "p.at_once && !await_all(p, epoch)", "!KNOWN && p.at_once", form="known"
+        "staged", "placers.cuh", "p.at_once && !await_all(p, epoch)", "!KNOWN && p.at_once", form="known"
     ),
     "known routing keeps the tokens that lanes have taken": _planted(
         "fused", "dispatch.cu", "*p.taken = 0;", "if (!KNOWN) *p.taken = 0;", form="known"
@@ -285,7 +285,7 @@ BY_ERROR = {
         "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;",
     ),
     "stores 8 bytes of .*behind the end of own of rank .*outside every region": Change(
-        "dispatch.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"
+        "beginning.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"
     ),
     "a plain access to": Change("placing.cuh", "queue_[loads_++ % QUEUE] =", "queue_[loads_++ % QUEUE + 65536] ="),
     "loads 4 bytes of shared memory at .*, which thread .* has stored, and nothing orders the two": Change(

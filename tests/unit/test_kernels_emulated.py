@@ -243,7 +243,7 @@ def test_all_ranks_refuse_combines_that_differ(kind, form, how):
     ("how", "change"),
     [
         ("dispatch", Change("combine.cuh", "<< 32, left.high};", "<< 32, 0};")),
-        ("dispatch", Change("dispatch.cuh", "Refusal{CAUSE_NONE, 0, epoch}", "Refusal{CAUSE_NONE, 0, 1}")),
+        ("dispatch", Change("beginning.cuh", "Refusal{CAUSE_NONE, 0, epoch}", "Refusal{CAUSE_NONE, 0, 1}")),
         ("weighted", Change("combine.cuh", ": static_cast<u64>(p.weighted) << 32", ": 0")),
     ],
     ids=["no number said", "no number left", "nothing said of weights"],

@@ -53,7 +53,7 @@ __device__ inline void plan_row(const DispatchParams& p, const KnownPlaces&, u32
     }
 }
 
-// Takes the place of `find_places` of placing.cuh, but stores only rows of zeros. Where the rows of the earlier
+// Takes the place of `find_places` of placers.cuh, but stores only rows of zeros. Where the rows of the earlier
 // dispatch did not fit, no row has a place. All threads of the block call this.
 __device__ __forceinline__ bool find_places(const DispatchParams& p, u32, KnownPlaces& where, Share share) {
     if (p.zero_padding) {
