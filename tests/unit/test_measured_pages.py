@@ -208,10 +208,18 @@ def operation_and_rows(cell: str) -> Mapping[str, object]:
     return {"op": name.strip("`")} | tokens(count)
 
 
+SYSTEMS_OF_ROWS = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
+
+
 def systems_of_rows() -> Table:
-    names = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
-    columns = {f"`{name}`": Column("norm_h200", "cyci", {"backend": name}) for name in names}
+    columns = {f"`{name}`": Column("norm_h200", "rpjp", {"backend": name}) for name in SYSTEMS_OF_ROWS}
     return Table("kernels.md", "operation, rows", columns, operation_and_rows)
+
+
+def gradient_of_swiglu() -> Table:
+    op = "swiglu_backward"
+    columns = {f"`{name}`": Column("norm_h200", "cyci", {"backend": name, "op": op}) for name in SYSTEMS_OF_ROWS}
+    return Table("kernels.md", f"`{op}`, rows", columns, tokens)
 
 
 def stages_of_rows(op: str) -> Table:
@@ -255,6 +263,7 @@ TABLES = [
     zipf("tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
     zipf("tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
     systems_of_rows(),
+    gradient_of_swiglu(),
     stages_of_rows("rms_norm"),
     stages_of_rows("rms_norm_fp8"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),

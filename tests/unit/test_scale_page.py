@@ -107,3 +107,17 @@ def test_the_table_of_sent_rows_holds_the_computed_traffic():
         told = workspace_layout(Bounds.of(plain), ranks).region("told").nbytes / 2 / ranks * (ranks - 1) / 1e6
         want = [sent, mb, mb / 0.344, mb / 0.381, fp8, fp8 / 0.381, 100 * told / mb]
         assert row[1:] == pytest.approx(want, rel=SLACK, abs=0.6)
+
+
+def test_the_times_of_a_hop_are_the_raw_lines():
+    raw = (Path(__file__).parents[2] / "benchmarks" / "rail_one_gpu_h200.jsonl").read_text().splitlines()
+    want = {}
+    for line in map(json.loads, raw):
+        for op in ("dispatch", "combine"):
+            names = [f"inside: {op}", f"without network: {op}", f"network: {op}", op]
+            names += [f"{op} in {chunks}" for chunks in (2, 4, 8)]
+            times = [f"{line[name]:.0f}" if name in line else "" for name in names]
+            want[f"{line['domains']}, {line['tokens']}, {op}"] = times
+    page = PAGE.split("| domains, tokens, operation |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in page]
+    assert {name: times for name, *times in rows} == want
