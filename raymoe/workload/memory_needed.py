@@ -121,7 +121,7 @@ def _rail_bytes(spec: ExchangeSpec, ranks: int, domains: int) -> int:
 
     >>> spec = ExchangeSpec(tokens=512, hidden=1024, experts=32, topk=4)
     >>> [_rail_bytes(spec, 8, domains) >> 20 for domains in (2, 4)]
-    [79, 87]
+    [75, 81]
     """
     inside, per_domain = spec.inside(domains), ranks // domains
     return workspace_layout(Bounds.of(inside), per_domain).nbytes + rail_buffers(spec, ranks, domains)

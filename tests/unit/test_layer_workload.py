@@ -48,7 +48,7 @@ def test_a_layer_gives_a_verified_line_for_the_step_and_each_part(pool: RankPool
     lines = run(pool, layer_job(ranks, kind, shared=48))
     assert [line["op"] for line in lines] == ["step", *FORWARD]
     assert all(line["verified"] and line["routing"] == kind for line in lines)
-    step, parts = lines[0]["us_p50"], [line["us_p50"] for line in lines[1:]]
+    step, *parts = (line["us_min"] for line in lines)  # of the samples that other processes disturbed least
     assert max(parts) < step and sum(parts) > 0.5 * step
     assert [line["op"] for line in lines if line["bytes_wire"]] == (
         ["step", "dispatch", "combine"] if ranks > 1 else []

@@ -110,7 +110,7 @@ def test_the_table_of_sent_rows_holds_the_computed_traffic():
 
 
 def test_the_times_of_a_hop_are_the_raw_lines():
-    raw = (Path(__file__).parents[2] / "benchmarks" / "rail_one_gpu_h200.jsonl").read_text().splitlines()
+    raw = (Path(__file__).parents[2] / "benchmarks" / "rail_one_gpu_h200.txt").read_text().splitlines()
     want = {}
     for line in map(json.loads, raw):
         for op in ("dispatch", "combine"):
