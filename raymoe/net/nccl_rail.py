@@ -39,7 +39,7 @@ from raymoe.net.nccl import BackgroundWait, Communicator, connect, current_strea
 from raymoe.net.published import Published
 
 _Blocks = tuple[torch.Tensor, ...]
-"""What goes to one domain, or comes from it."""
+"""The blocks that go to one domain, or come from it."""
 MARGIN_S = 1.0
 """A wait of the host lasts so much longer than those of kernels: a kernel that waits in vain names its peer better."""
 _LONG_S = 0.05  # a wait that is longer asks who is late

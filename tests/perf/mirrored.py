@@ -1,7 +1,7 @@
 """An exchange between domains on one GPU: the rail gives each rank its own blocks back in place of those of its peers.
 
 So the ranks of all domains have the same tokens. The rail moves bytes no faster than a network would: it copies a piece
-and then waits on the device. What comes out is the time of one rank whose peers are never late.
+and then waits on the device. So the time is that of one rank whose peers are never late.
 """
 
 from __future__ import annotations
@@ -42,11 +42,6 @@ class MirrorRail:
 
     def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:  # noqa: ARG002
         self._move(list(out.view(self._domains, -1)[1:]), mine)
-        return lambda: None
-
-    def swap(self, op: str, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], None]:  # noqa: ARG002
-        received[0].copy_(sent[0])
-        self._move(list(received[1:]), sent[0])
         return lambda: None
 
     def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:  # noqa: ARG002

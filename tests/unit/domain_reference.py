@@ -1,4 +1,4 @@
-"""What the small kernels of a dispatch between domains compute, as torch operations."""
+"""The small kernels of a dispatch between domains, as torch operations."""
 
 from __future__ import annotations
 

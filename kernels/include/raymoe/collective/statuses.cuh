@@ -1,4 +1,5 @@
-// What ranks tell one another behind the sums of a combine: why a rank refuses the step, or what it combines.
+// Statuses, which ranks send one another with the sums of a combine: why a rank refuses the step, or which dispatch it
+// combines.
 #pragma once
 
 #include "raymoe/base/ptx.cuh"

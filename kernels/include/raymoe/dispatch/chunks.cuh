@@ -15,7 +15,7 @@
 
 namespace raymoe {
 
-// What one thread knows of the rows of x.
+// The rows of x that one thread knows to be there.
 class RowsOfX {
   public:
 #if CHUNKED_ROWS
