@@ -146,10 +146,9 @@ class WorldSection(Section):
     """R, the number of ranks. Each is a Ray actor in its own process; on GPUs each has a GPU of its own."""
     domain: Annotated[Count | Literal["auto"], BeforeValidator(_auto_or_count)] = Field(default="auto", examples=[8])
     """Ranks in a domain. Those of one domain are on one node and map one another's memory; a network connects domains.
-    auto: all ranks on one node if one can hold them, else (CPU ranks of workloads exchange and layer) the fewest equal
-    domains that nodes can hold. A number divides world.ranks. Each domain then has a node of its own if enough nodes
-    can hold one; else all are on one node, and pretend to be apart. Several domains need workload exchange or
-    layer."""
+    auto: all ranks on one node if one can hold them, else (workloads exchange and layer) the fewest equal domains that
+    nodes can hold. A number divides world.ranks. Each domain then has a node of its own if enough nodes can hold one;
+    else all are on one node, and pretend to be apart. Several domains need workload exchange or layer."""
     device: Literal["auto", "cuda", "cpu"] = Field(default="auto", examples=["cpu"])
     """Device of the ranks. auto is cuda if the cluster has GPUs and the workload can use them, else cpu. It never falls
     back to cpu because there are too few GPUs. For workload layer, auto is cpu unless the backend needs GPUs."""

@@ -96,12 +96,12 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
     """
     timeout_s, device = job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device)
-    may_span = device == "cpu" and job.workload in SPANNING
     nodes = [(node["Labels"], ranks_on(node["Resources"], bundle)) for node in ray.nodes() if node["Alive"]]
-    plan = plan_domains(job.world.domain, job.world.ranks, may_span, [most for _, most in nodes])
+    plan = plan_domains(job.world.domain, job.world.ranks, job.workload in SPANNING, [most for _, most in nodes])
     asked = _request(plan, bundle)
     if plan.domains > 1:
-        tell(_explain(plan, asked, by_itself=job.world.domain == "auto"))
+        wider = _of_nvlink(plan, nodes, device) if plan.on_nodes else ""
+        tell(_explain(plan, asked, job.world.domain == "auto") + wider)
     strategy = "STRICT_SPREAD" if plan.on_nodes else "STRICT_PACK"
     group: PlacementGroup = placement_group(plan.bundles(bundle), strategy=strategy, name=f"raymoe/{run}")
     wait = _Wait(tell, asked, bundle)
@@ -186,7 +186,7 @@ def _request(plan: DomainPlan, bundle: dict[str, float]) -> str:
 def _explain(plan: DomainPlan, asked: str, by_itself: bool) -> str:
     """Say why the ranks form several domains, or that those on one node are pretended.
 
-    >>> _explain(DomainPlan(2, 4), "asked for 8 ranks with 1 CPU each in 2 domains of 4 on one node", by_itself=False)
+    >>> _explain(DomainPlan(2, 4), "asked for 8 ranks with 1 CPU each in 2 domains of 4 on one node", False)
     ... # doctest: +ELLIPSIS
     'asked for 8 ranks with 1 CPU each in 2 domains of 4 on one node: this cluster lacks 2 nodes that can hold 4 ...
     """

@@ -195,15 +195,33 @@ def test_domains_that_no_nodes_can_hold_apart_are_pretended_on_one(start: Start,
     assert all(line["verified"] is True and line["domains"] == 2 for line in results(run))
 
 
-def test_ranks_that_only_an_nvlink_domain_of_several_nodes_can_hold_are_refused(
-    start: Start, nodes: Nodes, tmp_path: Path
-) -> None:
+@pytest.fixture
+def rack(nodes: Nodes) -> Nodes:
+    """Two nodes of one NVLink domain, each with a GPU. Ray believes both numbers."""
     for _ in range(2):
-        nodes.add(cpus=2, num_gpus=1, labels={"ray.io/gpu-domain": "rack-1"})  # Ray believes both numbers
-    config = configs.write(tmp_path, world__device="cuda", exchange__backend="auto")
-    run = start(config, "--address", nodes.address)
+        nodes.add(cpus=2, num_gpus=1, labels={"ray.io/gpu-domain": "rack-1"})
+    return nodes
+
+
+IN_A_RACK = "; the nodes of NVLink domain 'rack-1' (label ray.io/gpu-domain) can hold them, but ranks on"
+
+
+def test_ranks_that_only_an_nvlink_domain_of_several_nodes_can_hold_are_refused(
+    start: Start, rack: Nodes, tmp_path: Path
+) -> None:
+    config = configs.write(tmp_path, workload="p2p", world__device="cuda")
+    run = start(config, "--address", rack.address)
     assert run.end() == 3
     assert "no node of this cluster can hold" in run.last_line()
-    assert (
-        "; the nodes of NVLink domain 'rack-1' (label ray.io/gpu-domain) can hold them, but ranks on" in run.last_line()
-    )
+    assert IN_A_RACK in run.last_line()
+
+
+def test_gpu_ranks_that_no_node_can_hold_form_a_domain_on_each_of_two(
+    start: Start, rack: Nodes, tmp_path: Path
+) -> None:
+    """Without a GPU the ranks are placed, and then say what is missing."""
+    config = configs.write(tmp_path, world__device="cuda", world__restarts=0, exchange__backend="auto")
+    run = start(config, "--address", rack.address, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert run.end() != 0
+    asked = "asked for 2 ranks with 0.5 CPU, 1 GPU each in 2 domains of 1 on a node each: no node can hold all of them"
+    assert asked + IN_A_RACK in run.stderr()

@@ -20,6 +20,7 @@ from raymoe.exchange.chunks import SMS_BESIDE  # noqa: E402
 from raymoe.exchange.spec import FP8, ExchangeSpec  # noqa: E402
 from tests.gang import configs  # noqa: E402
 from tests.gang.conftest import Start  # noqa: E402
+from tests.gang.nodes import cluster  # noqa: E402
 from tests.gpu import domain_ranks  # noqa: E402
 from tests.gpu import exchange_ranks as on_rank  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
@@ -394,3 +395,31 @@ def test_raymoe_run_pretends_domains_of_gpu_ranks(start: Start, nothing_left: No
         assert line["bytes_net"] == {"dispatch": 343040, "combine": 327808, "exchange": 670848}[line["op"]]
     ranks = json.loads((run.out / "environment.json").read_text())["ranks"]
     assert [rank["domain"] for rank in ranks] == [0, 0, 1, 1]
+
+
+def test_raymoe_run_takes_two_ray_nodes_of_a_gpu_each(start: Start, nothing_left: None, tmp_path: Path) -> None:
+    """With one GPU both nodes have it. A node has the CPUs of one rank, so `auto` makes a domain on each."""
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    given = {
+        "world": {"ranks": 2, "device": "cuda", "share_gpu": GPUS < 2, "cpus": 1, "restarts": 0},
+        "shape": {"tokens": 160, "hidden": 256, "experts": 8, "topk": 2, "dtype": "bfloat16"},
+        "exchange": {"backend": "fused"},
+        "steps": {"warmup": 1, "count": 2, "graph": True},
+        "routing": {"ragged": True, "masked": 0.1},
+        "matrix": {"exchange.net.chunk": ["auto", 50]},
+    }
+    with cluster(tmp_path) as nodes:
+        for node in range(2):
+            nodes.add(cpus=1, num_gpus=1, env_vars={"CUDA_VISIBLE_DEVICES": str(node % GPUS)})
+        options = ("--address", nodes.address)
+        run = start(configs.write(tmp_path, **given), *options, env={"HOME": str(tmp_path)})
+        assert run.end(200) == 0, run.stderr()
+    assert "in 2 domains of 1 on a node each: no node can hold all of them" in run.stderr()
+    lines = [json.loads(line) for line in (run.out / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * 6
+    assert {line["chunks"] for line in lines} == {1, 4}
+    assert all(line["verified"] and line["graph"] and line["domains"] == 2 for line in lines)
+    ranks = json.loads((run.out / "environment.json").read_text())["ranks"]
+    assert [rank["domain"] for rank in ranks] == [0, 1]
+    assert len({rank["node"] for rank in ranks}) == 2
