@@ -210,6 +210,7 @@ def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
 
 
 def _chunks_cross_domains(job: Job) -> tuple[str, str] | None:
+    """With domain auto, the ranks find out how many domains there are."""
     if job.exchange.net.chunk == "auto":
         return None
     way_out = "write auto or leave it out"
@@ -217,7 +218,7 @@ def _chunks_cross_domains(job: Job) -> tuple[str, str] | None:
         return "a layer's exchange chooses its chunks itself", way_out
     if job.world.device == "cpu":
         return "rows between CPU ranks cross at once", way_out
-    if job.world.domains == 1:
+    if job.world.domains == 1 and job.world.domain != "auto":
         return "rows cross in chunks between domains, and these ranks have one", f"set world.domain, or {way_out}"
     if job.exchange.backend in ("auto", "fused") and job.exchange.transport == "auto":
         return None

@@ -105,6 +105,8 @@ ON_A_DEVICE = [
         "backend collective waits on the host, so no CUDA graph can capture it",
     ),
     (SPANNING_CUDA, "exchange.backend=collective", "collective does not cross 2 domains of GPU ranks, fused, staged,"),
+    ("world: {device: cuda, ranks: 2, domain: 2}", "exchange.net.chunk=50", "these ranks have one, set world.domain,"),
+    (CPU, "exchange.net.chunk=50", "rows between CPU ranks cross at once, write auto or leave it out"),
     ("world: {domain: 2}", "exchange.backend=row_push", "row_push does not cross 2 domains of GPU ranks"),
     (
         f"{SPANNING_CUDA}\nexchange: {{wire: float8_e4m3}}",
@@ -148,6 +150,7 @@ def test_the_impossible_case_of_a_matrix_is_named(tmp_path):
         ["world.domain=2", "world.device=cuda", "world.share_gpu=true", "steps.graph=true"],
         ["world.ranks=8", "world.domain=8", "world.device=cuda"],
         ["world.domain=2", "world.device=cuda", "exchange.wire=float8_e4m3", "exchange.backend=staged"],
+        ["world.device=cuda", "exchange.net.chunk=50"],
     ],
     ids=str,
 )
