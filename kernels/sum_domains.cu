@@ -31,8 +31,8 @@ struct SumDomainsParams {
     const u8* statuses;          // Status[N][L] of all ranks
     const u8* leaving_entries;   // float[N][T][K], of which the own domain's are read; null: no gradients
     const u8* returned_entries;  // the same of the other domains
-    u8* y;                       // [given][row_bytes]
-    u8* out_entries;             // float[given][K]
+    u8* y;                       // [T'][row_bytes]
+    u8* out_entries;             // float[T'][K]
     u8* refused;                 // u64 kept, u64 unused, Status[N][L]: of the first refused step since `kept` was 0
     u32 domains;
     u32 ranks;   // N*L
@@ -40,10 +40,12 @@ struct SumDomainsParams {
     u32 tokens;  // T
     u32 chunk;   // tokens of a chunk
     u32 topk;
-    u32 given;
+    u32 first;  // token of this launch
+    u32 end;    // of its tokens, at most T'
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
+    u32 unused;
 };
 
 // The first warp calls this. All ranks get the same result, because each rank sends the same status to all.
@@ -98,9 +100,10 @@ __device__ __forceinline__ void sum_piece(const SumDomainsParams& p, u32 token, 
 
 // All threads call this.
 __device__ __forceinline__ void sum_entries(const SumDomainsParams& p, bool refused) {
-    const u32 count = p.given * p.topk;
+    const u32 end = p.end * p.topk;
     const u64 of_domain = static_cast<u64>(p.tokens) * p.topk;
-    for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < count; entry += gridDim.x * blockDim.x) {
+    u32 entry = p.first * p.topk + blockIdx.x * blockDim.x + threadIdx.x;
+    for (; entry < end; entry += gridDim.x * blockDim.x) {
         float sum = refused ? __uint_as_float(0x7FC00000) : 0.0f;
         for (u32 domain = 0; domain < p.domains; ++domain) {
             const u8* entries = domain == p.index ? p.leaving_entries : p.returned_entries;
@@ -122,10 +125,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) sum_domains(const __grid_co
         }
     }
     __syncthreads();
-    const u32 each = blockDim.x / 32;
-    for (u32 unit = blockIdx.x * each + threadIdx.x / 32; unit < p.given * p.pieces; unit += gridDim.x * each) {
+    const u32 each = blockDim.x / 32, units = (p.end - p.first) * p.pieces;
+    for (u32 unit = blockIdx.x * each + threadIdx.x / 32; unit < units; unit += gridDim.x * each) {
         const u32 token = unit / p.pieces;
-        sum_piece(p, token, unit - token * p.pieces, refused);
+        sum_piece(p, p.first + token, unit - token * p.pieces, refused);
     }
     if (p.leaving_entries != nullptr) {
         sum_entries(p, refused);

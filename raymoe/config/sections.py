@@ -225,9 +225,9 @@ class NetSection(Section):
     """Rows between domains of GPU ranks."""
 
     chunk: Annotated[Tokens | Literal["auto"], BeforeValidator(_auto_or_tokens)] = Field(default="auto", examples=[512])
-    """Tokens of a chunk. Rows of a dispatch cross the network chunk by chunk, and the dispatch inside a domain (fused)
-    runs beside that. auto: at most 8 chunks of at least 4 MiB, and one chunk where the dispatch inside waits for all
-    rows, or sms leaves no SM to NCCL."""
+    """Tokens of a chunk. Rows and sums cross the network chunk by chunk, and the exchange inside a domain (fused) runs
+    beside that. auto: at most 8 chunks of at least 4 MiB, and one chunk where the exchange inside takes all rows at
+    once, or sms leaves no SM to NCCL."""
 
 
 class ExchangeSection(Section):

@@ -72,6 +72,9 @@ class CombineParams(CombineCall):
     summers: U32
     pieces: U32
     arrival_stride: U32
+    first_token: U32
+    most_tokens: U32
+    unused: U32
 
 
 def combine_source(

@@ -92,10 +92,12 @@ class SumDomainsParams(Params):
     tokens: U32 = 0
     chunk: U32 = 0
     topk: U32 = 0
-    given: U32 = 0
+    first: U32 = 0
+    end: U32 = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
+    unused: U32 = 0
 
 
 TELL_TOKENS = KernelSource("tell_tokens", (TellTokensParams,))

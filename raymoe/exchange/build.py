@@ -181,6 +181,9 @@ class Build:
             together=grid.together,
             summers=grid.summers,
             pieces=grid.pieces,
+            first_token=0,
+            most_tokens=spec.tokens,
+            unused=0,
         )
 
     def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing, record: int) -> CombineLlParams:

@@ -1,26 +1,35 @@
-"""Backend `fused` whose dispatch begins before its rows are there: they come over the rail while the kernel runs.
+"""Backend `fused` beside a rail, which carries the rows of its tokens in chunks.
 
-`rail_rows.py` sends the rows in chunks, and counts them in words on the device. The kernel waits for a token's chunk
-before it reads the row (kernels/include/raymoe/dispatch/chunks.cuh). All else is backend `fused`.
+- A dispatch begins before its rows are there. `rail_rows.py` sends them in chunks, and counts these in words on the
+  device. The kernel waits for a token's chunk before it reads the row (kernels/include/raymoe/dispatch/chunks.cuh).
+- A combine can be several launches, each of some tokens, so that `rail_sums.py` sends the first sums while later ones
+  are added. Each launch is a combine of its own to the ranks of the domain, with an epoch of its own.
+
+All else is backend `fused`.
 """
 
 from __future__ import annotations
 
 import torch
 
+from raymoe.device.combine import ALL_PARTS
 from raymoe.device.dispatch import ChunkedDispatchParams, dispatch_source
 from raymoe.device.jit import KernelSource
+from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.fused import FusedBackend
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
+
+HOME_BYTES, MASK_BYTES = 8, 4
+"""Of an entry (token, k), and of a token, in the metadata of a dispatch."""
 
 RAIL_OP = "rows over the rail"
 """The operation that an error names where a chunk did not come in time."""
 
 
 class FusedChunksBackend(FusedBackend):
-    """Backend `fused`, between `await_chunks` and its close: `x` of each dispatch comes in chunks."""
+    """Backend `fused`. Between `await_chunks` and its close, `x` of each dispatch comes in chunks."""
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         self._words: torch.Tensor | None = None
@@ -32,6 +41,24 @@ class FusedChunksBackend(FusedBackend):
         self._words, self._chunk_tokens = words, tokens
         for prepared in (*self._dispatches.values(), *((self._known,) if self._known else ())):
             prepared.launch.fields.chunks, prepared.launch.fields.chunk_tokens = words.data_ptr(), tokens
+
+    def combine_tokens(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, tokens: tuple[int, int]
+    ) -> None:
+        """Combine the tokens from `tokens[0]` on, to `tokens[1]`, of each rank, and write their rows of `out`."""
+        begin, end = tokens
+        self.workspace.begin("combine")
+        launch = self._combine_at(rows, got, weighted, out, ALL_PARTS)
+        fields = launch.fields
+        fields.home += begin * self.spec.topk * HOME_BYTES
+        fields.masks += begin * MASK_BYTES
+        fields.y += begin * self.spec.row_bytes
+        fields.tokens = max(0, min(end, got.tokens) - begin)
+        fields.first_token, fields.most_tokens = begin, end - begin
+        try:
+            self._enqueue("combine", launch)
+        finally:
+            fields.first_token, fields.most_tokens = 0, self.spec.tokens  # other calls combine all tokens
 
     def _dispatch_source(self, known: bool) -> KernelSource:
         space = self.workspace

@@ -16,6 +16,7 @@ exchange inside takes as they are. So the network carries half of the bytes, and
 Combine: combine inside, which sums the rows of this domain's ranks for each token of the rail. To each domain go back
 T sums in the combine wire dtype, and a status for each rank of this domain (`rail_sums.py`). The source adds the
 domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows before.
+Many sums cross in chunks of tokens, each while the combine inside works on the next; those of gradients cross at once.
 
 Gradients: the backward of dispatch is a combine without weights, which also takes one float32 home for each entry
 (token, k). They cross with the sums. An entry has its expert in one domain, and the others send zero. So their sum is
@@ -32,7 +33,7 @@ timeout.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -75,11 +76,19 @@ class InsideBackend(Backend, Protocol):
 
 
 @runtime_checkable
-class AwaitsChunks(Protocol):
-    """A backend inside a domain whose dispatch may begin before its rows are there."""
+class ChunkedBackend(Protocol):
+    """A backend inside a domain that takes the tokens of the rail in chunks.
+
+    Its dispatch may begin before its rows are there, and its combine may be of some tokens only.
+    """
 
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
         """Wait for chunks of so many tokens from now on, by the words of `RailRows`."""
+
+    def combine_tokens(
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, tokens: tuple[int, int]
+    ) -> None:
+        """Combine the tokens from `tokens[0]` on, to `tokens[1]`, of each rank, and write their rows of `out`."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class RailParts:
     rail: DeviceRail
     inside: InsideBackend
     chunk: int = 0
-    """Tokens of a chunk in which rows cross; 0: all at once. Else the exchange inside `AwaitsChunks`."""
+    """Tokens of a chunk in which rows cross; 0: all at once. Else the exchange inside is a `ChunkedBackend`."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ class HierarchicalGpu:
         # One domain may have the LL path and another not: all must send the same blocks.
         self._keeps_places = all(world.swap(self._inside.keeps_places, "exchange: places"))
         if parts.chunk:
-            assert isinstance(self._inside, AwaitsChunks), "a chunk is asked for only with such a backend"
+            assert isinstance(self._inside, ChunkedBackend), "a chunk is asked for only with such a backend"
             self._inside.await_chunks(self._rail_rows.words, N * parts.chunk)
         self._connect()
 
@@ -173,6 +182,10 @@ class HierarchicalGpu:
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
             home.used_on(stream)
+            if self._shape.chunk:
+                combine = self._combine_tokens(rows, home.inside, weighted)
+                self._rail_sums.combine_in_chunks(stream, home.number, weighted, out, combine)
+                return
             with self._named_by_world():
                 self._inside.combine(rows, home.inside, weighted, self._rail_sums.sums)
             self._rail_sums.cross(stream, home.number, weighted)
@@ -238,6 +251,19 @@ class HierarchicalGpu:
             together = False
         self._inside.close(together)
         self._memory.close()
+
+    def _combine_tokens(
+        self, rows: torch.Tensor, inside: Dispatched, weighted: bool
+    ) -> Callable[[tuple[int, int]], None]:
+        """Return a function that combines some tokens inside the domain."""
+        backend = self._inside
+        assert isinstance(backend, ChunkedBackend)
+
+        def combine(tokens: tuple[int, int]) -> None:
+            with self._named_by_world():
+                backend.combine_tokens(rows, inside, weighted, self._rail_sums.sums, tokens)
+
+        return combine
 
     def _tokens_inside(self, arriving: Arriving) -> Tokens:
         """Return the tokens inside. Their rows may still be on the way."""

@@ -2,9 +2,16 @@
 
 The combine inside writes its sums to `sums`. Where they cross in the dtype of rows, that is the memory from which the
 rail sends them. A status of each rank of the domain goes with them. One kernel then adds what came and what has stayed.
+
+In chunks, the combine inside is a launch for each chunk of tokens. The sums of a chunk cross on a stream of their own,
+beside the combine of the next one. The current stream waits for each chunk, and adds it. All ranks know in the first
+chunk whether a step is refused, because each launch tells the same statuses. So only those of the first one cross.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,12 +19,13 @@ from raymoe.device import rounds
 from raymoe.device.domains import TELL_STATUSES, SumDomainsParams, TellStatusesParams, sum_source
 from raymoe.device.kernels import Shape
 from raymoe.exchange.domain_shape import DomainShape
-from raymoe.exchange.nccl_kernels import Launcher, ReadyKernel
+from raymoe.exchange.nccl_kernels import Field, Launcher, ReadyKernel
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.net.rail import DeviceRail
 
 STATUS_WORDS = Refusal.NBYTES // 8
+_NO_ENTRIES: dict[str, Field] = dict.fromkeys(("leaving_entries", "returned_entries", "out_entries"))
 _SPARE_WORDS = 2  # before the statuses of a record: whether there are any, and one that is not used
 
 
@@ -57,6 +65,51 @@ class RailSums:
             statuses=self._statuses,
         )
         self._add = self._make_add(launcher)
+        self._record = record
+        self._side: Any = None
+        if shape.chunk and device.type == "cuda":
+            cuda: Any = torch.cuda  # its streams and events have no annotations
+            self._side = cuda.Stream(device, priority=-1)  # NCCL's blocks should not wait behind others for their SMs
+            self._summed, self._came = ([cuda.Event() for _ in shape.chunks] for _ in range(2))
+
+    def combine_in_chunks(
+        self,
+        stream: int,
+        number: torch.Tensor,
+        weighted: bool,
+        out: torch.Tensor,
+        combine: Callable[[tuple[int, int]], None],
+    ) -> None:
+        """Combine chunk by chunk into `out`. `combine` combines some tokens inside the domain, into `sums`."""
+        shape, blocks = self._shape, self._shape.blocks
+        chunks = zip(shape.chunks, blocks(self._leaving), blocks(self._returned), blocks(self.sums), strict=True)
+        for chunk, ((begin, end), leaving, returned, sums) in enumerate(chunks):
+            combine((shape.domains * begin, shape.domains * end))
+            sent, received = [leaving], [returned]
+            if chunk == 0:
+                self._tell(stream, number=number, weighted=int(weighted))
+                sent.append(self._leaving_statuses)
+                received.append(self._statuses)
+            if self.sums is not self._leaving:
+                leaving[..., : self._spec.hidden].copy_(sums)
+            self._swap_beside(chunk, received, sent)
+        self._record[:1].zero_()  # the later launches of a refused step have written it again
+        for chunk, (begin, end) in enumerate(shape.chunks):
+            if self._side is not None:
+                self._came[chunk].wait()
+            if begin < len(out):
+                self._add(stream, y=out, first=begin, end=min(end, len(out)), **_NO_ENTRIES)
+
+    def _swap_beside(self, chunk: int, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
+        """Swap what the current stream has enqueued so far, on the side stream."""
+        if self._side is None:
+            self._rail.swap_all("combine", received, sent)()
+            return
+        self._summed[chunk].record()
+        with torch.cuda.stream(self._side):
+            self._summed[chunk].wait()
+            self._rail.swap_all("combine", received, sent)()
+            self._came[chunk].record()
 
     def cross(self, stream: int, number: torch.Tensor, weighted: bool, *, entries: bool = False) -> None:
         """Send the sums and the statuses of this domain's ranks to all domains, and get theirs.
@@ -81,15 +134,11 @@ class RailSums:
 
         With `out_entries` also the gradients of weights, of which all domains but one have sent zero.
         """
-        present = out_entries is not None
-        self._add(
-            stream,
-            y=out,
-            given=len(out),
-            leaving_entries=self._leaving_entries if present else None,
-            returned_entries=self._returned_entries if present else None,
-            out_entries=out_entries,
-        )
+        entries: dict[str, Field] = _NO_ENTRIES
+        if out_entries is not None:
+            leaving, returned = self._leaving_entries, self._returned_entries
+            entries = {"leaving_entries": leaving, "returned_entries": returned, "out_entries": out_entries}
+        self._add(stream, y=out, first=0, end=len(out), **entries)
 
     def take_refused(self) -> list[int]:
         """Take the statuses of all ranks in the first refused step since the last call, two words each.

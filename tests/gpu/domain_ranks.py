@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -269,6 +270,12 @@ def raw_results(got: Dispatched, y: torch.Tensor) -> dict[str, bytes]:
 
 def delay_chunks(world: World, case: Case) -> list[Result]:
     """Run steps in which the ranks of domain 1 send each chunk late, by a wait on the stream of the rail."""
+    with own_stream(world.device), late_chunks(world), open_exchange(world, case) as exchange:
+        return [run_step(exchange, case, batches(case, step)[world.rank]) for step in range(len(case.routing))]
+
+
+def late_chunks(world: World) -> AbstractContextManager[object]:
+    """Let the ranks of domain 1 send each chunk late, by a wait on the stream of the rail."""
     real = RailRows._gather
 
     def gather(self: RailRows, op: str, block: torch.Tensor) -> None:
@@ -276,9 +283,17 @@ def delay_chunks(world: World, case: Case) -> list[Result]:
             torch.cuda._sleep(20_000_000)  # about 10 ms
         real(self, op, block)
 
+    return mock.patch.object(RailRows, "_gather", gather)
+
+
+def leave_no_sms(world: World, case: Case) -> tuple[int, str, str]:
+    """Let a dispatch that waits for chunks take all SMs. Return how many it left, and what it raised."""
     with (
         own_stream(world.device),
-        mock.patch.object(RailRows, "_gather", gather),
+        mock.patch("raymoe.exchange.choice.sms_beside", lambda limit, most: most),  # noqa: ARG005
+        late_chunks(world),
         open_exchange(world, case) as exchange,
     ):
-        return [run_step(exchange, case, batches(case, step)[world.rank]) for step in range(len(case.routing))]
+        assert exchange.sms is not None
+        error = error_of(lambda: run_step(exchange, case, batches(case, 0)[world.rank]))
+        return world.gpu.sms - exchange.sms, type(error).__name__, str(error)

@@ -368,6 +368,16 @@ def test_a_chunk_that_some_rank_delays_is_waited_for(domains: Domains) -> None:
             judge_combine(case, sent[rank], answers[rank][step].y)
 
 
+def test_a_dispatch_that_leaves_nccl_no_sms_waits_in_vain(domains: Domains) -> None:
+    """So `sms_beside` is needed. The tokens are many, so that a block of the dispatch is on each SM."""
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    case = Case(domains.ranks, spec_for(domains, tokens=2048, hidden=1024), CHUNKED, ("uniform",), seed=8)
+    for left, kind, says in domains.run(domain_ranks.leave_no_sms, case, timeout_s=4.0):
+        assert left == 0
+        assert kind == "PeerTimeout", says
+
+
 @inside("fused", "allgather")
 def test_a_graph_that_outlives_its_world_delays_the_end_of_the_world_little(domains: Domains, backend: str) -> None:
     case = Case(domains.ranks, spec_for(domains), backend, ("uniform",), seed=6)

@@ -45,8 +45,9 @@ def test_a_hop_takes_its_network_the_exchange_inside_and_little_more(world: Worl
     got, got_inside = between.dispatch(one.tokens, out), inside.dispatch(arrived, out_inside)
     between.combine(got.x, got, True, y)
     y_in_one = y.clone()
-    for each in chunked.values():
-        came = each.dispatch(one.tokens, out_inside)
+    came_in = {}
+    for chunks, each in chunked.items():
+        came = came_in[chunks] = each.dispatch(one.tokens, out_inside)
         each.combine(came.x, came, True, y)
         torch.cuda.synchronize()
         used = int(got.expert_offsets[-1])
@@ -56,6 +57,9 @@ def test_a_hop_takes_its_network_the_exchange_inside_and_little_more(world: Worl
 
     def dispatch_by(backend: HierarchicalGpu) -> Callable[[], object]:
         return lambda: backend.dispatch(one.tokens, out)
+
+    def combine_by(chunks: int) -> Callable[[], object]:
+        return lambda: chunked[chunks].combine(out_inside, came_in[chunks], True, y)
 
     us = one.us(
         {
@@ -69,6 +73,7 @@ def test_a_hop_takes_its_network_the_exchange_inside_and_little_more(world: Worl
             "combine": one.at(cycles, lambda: between.combine(got.x, got, True, y)),
         }
         | {f"dispatch in {chunks}": one.at(cycles, dispatch_by(each)) for chunks, each in chunked.items()}
+        | {f"combine in {chunks}": one.at(cycles, combine_by(chunks)) for chunks in chunked}
     )
     for each in (between, inside, *chunked.values()):
         each.close(together=True)

@@ -68,6 +68,7 @@ class Inside:
             self._backend._of_bytes.combine = self._at_once(self._backend._of_bytes)
         self.combine = self._backend.combine = self._at_once(self._backend)
         self.combine_gradients = self._backend.combine_gradients
+        self.combine_tokens = self._at_once(self._backend, "combine_tokens")
 
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
         self._words = words
@@ -114,12 +115,15 @@ class Inside:
     def close(self, together: bool) -> None:
         """Do nothing: the machine owns the memory."""
 
-    def _at_once(self, of: Any) -> Callable[[torch.Tensor, Dispatched, bool, torch.Tensor], None]:
-        enqueue = of.combine
+    def _at_once(self, of: Any, name: str = "combine") -> Callable[..., None]:
+        enqueue = getattr(of, name, None)
 
-        def combine(rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        def combine(
+            rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, *tokens: tuple[int, int]
+        ) -> None:
             placed = of.new(tuple(out.shape), out.dtype, "y")
-            enqueue(of._place(rows, True), got, weighted, placed)
+            placed.copy_(out)
+            enqueue(of._place(rows, True), got, weighted, placed, *tokens)
             self._machine.run()
             out.copy_(placed)
 

@@ -1,4 +1,7 @@
-"""Dispatches whose rows come in chunks while the kernel runs, on an emulator: rows, planted mistakes, failures."""
+"""Exchanges beside a rail that carries chunks, on an emulator: rows that come late, and combines of some tokens.
+
+With planted mistakes, and failures.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,8 @@ class Late:
     routing: tuple[str, ...] = ("uniform", "skewed", "masked", "none", "repeated", "one")
     stamped: bool = True
     known: bool = False
+    parts: int = 0
+    """Tokens of each launch of a combine; 0: one launch for all."""
     changes: tuple[Change, ...] = ()
     pairs: bool = False
 
@@ -77,7 +82,8 @@ class Late:
             results.append(result_of(got, x, torch.zeros(1)))
             rows = each._place(apply_experts(each, got, x).to(x.dtype), True)
             ys.append(each.new((got.tokens, spec.hidden), rows.dtype, "y"))
-            each.combine(rows, got, case.weighted, ys[-1])
+            spoil_unsent_entries(got, sent, spec)
+            self._combine(each, rows, got, case.weighted, ys[-1])
         emulator.run(seed=step)
         for result, y in zip(results, ys, strict=True):
             result.y = y.float().numpy().copy()
@@ -93,6 +99,13 @@ class Late:
                     rows = slice(begin, begin + expert)
                     assert np.array_equal(out[rows].float().numpy(), -2 * result.x[rows])
 
+    def _combine(self, each: Any, rows: torch.Tensor, got: Any, weighted: bool, y: torch.Tensor) -> None:
+        if not self.parts:
+            each.combine(rows, got, weighted, y)
+            return
+        for begin in range(0, each.spec.tokens, self.parts):
+            each.combine_tokens(rows, got, weighted, y, (begin, min(begin + self.parts, each.spec.tokens)))
+
     def _judge(self, case: Case, sent: list[Any], results: list[Result]) -> None:
         if case.spec.dispatch_wire == FP8:
             judge_quantised(case, sent, results)
@@ -100,6 +113,14 @@ class Late:
         for rank, result in enumerate(results):
             judge_dispatch(case, sent, rank, result)
             judge_combine(case, sent[rank], result.y)
+
+
+def spoil_unsent_entries(got: Any, sent: list[Any], spec: Any) -> None:
+    """Give the entries of tokens that were not sent, which no kernel writes, a place that no memory has."""
+    home = got._home
+    entries = home.metadata.view(home.memory, "home").view(len(sent), spec.tokens, spec.topk)
+    for rank, batch in enumerate(sent):
+        entries[rank, batch.num_tokens :] = 0x7FFFFFF0
 
 
 RAW = {"wire": FP8, "output": "raw", "hidden": 272, "padding": "zero"}
@@ -116,6 +137,11 @@ RUNS = {
     "known routing, layout rank": Late(7, 2, {"layout": "rank", "padding": "zero"}, known=True),
     "one lane": Late(9, 3, {"tokens": 40}, narrow, ("uniform", "skewed", "masked")),
     "grid of a GPU": Late(7, 2, shape=None, stamped=False),
+    "combines of 7 tokens": Late(7, 3, parts=7),
+    "combines of 1 token": Late(3, 2, {"tokens": 5}, parts=1),
+    "combines of 16 tokens, one lane": Late(20, 3, {"tokens": 40}, narrow, ("uniform", "skewed", "masked"), parts=16),
+    "combines by eight ranks": Late(4, 8, {"tokens": 6, "experts": 16}, routing=("uniform", "masked"), parts=4),
+    "combines, grid of a GPU": Late(7, 2, shape=None, stamped=False, parts=8),
     "fp8": Late(4, 2, {"wire": FP8, "hidden": 264, "tokens": 9}),
     "fp8 raw": Late(7, 3, RAW),
     "fp8 raw, layout rank": Late(7, 2, RAW | {"layout": "rank"}),
@@ -134,6 +160,7 @@ def planted(file: str, old: str, new: str = "") -> tuple[Change, ...]:
 
 LATE = Late(9, 2, {"tokens": 40}, narrow, ("uniform", "skewed", "masked"), stamped=False)
 QUANTISED = Late(4, 2, RAW | {"tokens": 20}, narrow, ("uniform", "skewed", "masked"), stamped=False)
+PARTS = Late(20, 2, shape=small, routing=("uniform", "masked", "skewed"), parts=8)
 MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
     "senders do not wait": (LATE, planted("sending.cuh", "if (leads_ && !x_.there(token)) {", "if (false) {")),
     "the first row of a lane does not wait": (
@@ -173,6 +200,10 @@ MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
         ),
     ),
     "no proxy fence before a row is loaded": (LATE, planted("chunks.cuh", "ptx::fence_proxy_async();", "")),
+    "a combine of some tokens takes a source for longer than it is": (
+        PARTS,
+        planted("reducing.cuh", "min(sent_, p_.first_token)", "0u"),
+    ),
     "a word too early": (
         LATE,
         planted("advance_chunk.cu", "p.words + 1 + p.chunk,", "p.words + 2 - 1 + (p.chunk + 1) % 5,"),

@@ -90,6 +90,11 @@ struct CombineParams : CombineCall {
     u32 summers;         // blocks that add the ranks' sums
     u32 pieces;          // of a row; lanes and summers take pieces, so that few rows are work for many warps
     u32 arrival_stride;  // words of a rank
+    // The tokens of each source that this launch combines: from 0, T of them. Where it combines some only, `home`,
+    // `masks` and `y` begin at `first_token`, and the kernel counts tokens from there.
+    u32 first_token;
+    u32 most_tokens;
+    u32 unused;
 
     __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
 

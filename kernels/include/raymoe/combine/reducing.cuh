@@ -52,6 +52,7 @@ class ReduceLane {
             return;
         }
         const u32 peers = p_.peers.ranks - 1, lanes = p_.lanes();
+        sent_ = min(sent_ - min(sent_, p_.first_token), p_.most_tokens);
         u32 most = 0;
 #pragma unroll 1
         for (u32 step = 0; step < peers; ++step) {
@@ -82,7 +83,7 @@ class ReduceLane {
     // The places of an item's rows; valid for any item. A rank alone has no items.
     __device__ __forceinline__ u64 entry_of(u32 item) const {
         const u32 peers = max(p_.peers.ranks, 2u) - 1, token = item / peers / p_.pieces;
-        return p_.entry(p_.peers.in_turn(item % peers), token, token < p_.slot_tokens);
+        return p_.entry(p_.peers.in_turn(item % peers), token, token < p_.most_tokens);
     }
 
     __device__ __forceinline__ void push(u32 source, u32 number, u64 entry, u32 hits) {
