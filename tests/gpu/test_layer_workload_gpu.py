@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
+from raymoe.memory.world import World  # noqa: E402
+from raymoe.workload.pointwise.gpu import TorchGraphClock  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
 
@@ -74,6 +77,25 @@ def test_other_backends_run_a_layer(ranks: GpuRanks, backend: str):
         pytest.skip("NCCL needs a GPU for each rank")
     lines = ranks.run(2, run, job(64, "softmax", backward=True) | {"exchange": {"backend": backend}})[0]
     assert lines[0]["verified"] and lines[0]["graph"] == (backend != "collective")
+
+
+def replay_of_work_that_nobody_holds(world: World) -> float:
+    """Capture a sum, drop its source, and empty torch's cache by a second capture; return what a replay then gives."""
+    new_stream: Any = torch.cuda.Stream  # has no annotations
+    stream = new_stream(world.device)
+    with torch.cuda.stream(stream), closing(TorchGraphClock(world, stream, stream.synchronize, captured=True)) as clock:
+        source, into = torch.ones(64 << 20, device=world.device), torch.zeros((), device=world.device)
+        timed = clock.timed(lambda source=source: into.copy_(source.sum()))
+        del source
+        clock.timed(lambda: into.zero_())
+        torch.full((64 << 20,), 2.0, device=world.device)
+        timed.warm()
+        stream.synchronize()
+        return float(into)
+
+
+def test_a_graph_keeps_the_tensors_that_its_work_reads(ranks: GpuRanks):
+    assert ranks.run(1, replay_of_work_that_nobody_holds) == [float(64 << 20)]
 
 
 def test_the_exchange_of_a_layer_takes_the_sms_of_the_job(ranks: GpuRanks):

@@ -20,7 +20,8 @@ class TorchGraphClock(OpClock):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._torch_graphs: list[Any] = []
+        self._captured: list[tuple[Any, Work]] = []
+        """The graphs, and their work: replays read the tensors that the work holds."""
 
     def graph_of(self, op: Work) -> Work:
         return self.graph_of_one(lambda: self.repeat(op))
@@ -35,14 +36,14 @@ class TorchGraphClock(OpClock):
                 op()
         finally:
             gc.enable()
-        self._torch_graphs.append(graph)
+        self._captured.append((graph, op))
         replay: Work = graph.replay
         return replay
 
     def close(self) -> None:
-        for graph in self._torch_graphs:
+        for graph, _ in self._captured:
             graph.reset()  # replays may still be referred to: NCCL must not wait for the graph
-        self._torch_graphs.clear()
+        self._captured.clear()
         super().close()
 
 
