@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.norm import rms_norm
 from raymoe.moe.router import Routed, Router
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator, mlp_weights
+from raymoe.moe.weights import ExpertShape, ExpertWeights, expert_biases, expert_weights, generator, mlp_weights
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class LayerForm:
 class MoELayer(nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of a world. All ranks call it in one order.
 
-    - **Weights** depend on the seed alone: every rank has the same router, and expert e is the same on any rank. Each
-      rank holds its own experts, as DTensors if the world was made from a process group.
+    - **Weights** depend on the seed, and on the kind of device, which draws them: every rank has the same router, and
+      expert e is the same on any rank. Each rank holds its own experts. They are DTensors if the world was made from a
+      process group.
     - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
       expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
     - **Exchanges.** Layers of a world that have the same spec share one exchange, which the world closes.
@@ -224,14 +225,12 @@ class Norm(nn.Module):
 def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
     """Draw the weights of a new layer."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    shape, count = ExpertShape(spec.hidden, form.ffn, dtype), spec.local_experts(world.size)
-    drawn = [expert_weights(shape, seed, world.rank * count + expert) for expert in range(count)]
-    gate_up, down = (torch.stack([getattr(each, name) for each in drawn]) for name in ("gate_up", "down"))
-    weights = ModelWeights(gate_up, down)
+    shape, count, device = ExpertShape(spec.hidden, form.ffn, dtype), spec.local_experts(world.size), world.device
+    mine = range(world.rank * count, (world.rank + 1) * count)
+    weights = ModelWeights(*_stacked(count, (expert_weights(shape, seed, expert, device) for expert in mine)))
     if form.biases:
-        added = [expert_biases(shape, seed, world.rank * count + expert) for expert in range(count)]
-        weights.gate_up_proj_bias = torch.stack([each.gate_up for each in added])
-        weights.down_proj_bias = torch.stack([each.down for each in added])
+        added = _stacked(count, (expert_biases(shape, seed, expert, device) for expert in mine))
+        weights.gate_up_proj_bias, weights.down_proj_bias = added
     routing = form.router or RouterForm(spec.experts, spec.topk)
     if (routing.experts, routing.topk) != (spec.experts, spec.topk):
         raise ConfigError(
@@ -242,12 +241,23 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
     norm = None if form.norm is None else Norm(torch.ones(spec.hidden, dtype=dtype), form.norm)
     shared = None
     if form.shared:
-        drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), generator("shared", seed))
+        source = generator("shared", seed, device=device)
+        drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), source)
         shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
     correction = torch.zeros(spec.experts) if routing.score == "sigmoid" else None
     parts = Parts(Router(routing, weight, correction=correction), Experts(weights, form.activation), shared)
     parts.norm, parts.residual = norm, form.residual
     return parts
+
+
+def _stacked(count: int, drawn: Iterable[ExpertWeights]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stack the two tensors of each expert. They are copied one after the other, so the memory is needed once only."""
+    gate_up = down = torch.empty(0)
+    for place, each in enumerate(drawn):
+        if place == 0:
+            gate_up, down = (part.new_empty(count, *part.shape) for part in (each.gate_up, each.down))
+        gate_up[place], down[place] = each.gate_up, each.down
+    return gate_up, down
 
 
 def _shard(experts: Experts, world: World) -> None:

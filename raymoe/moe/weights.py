@@ -1,4 +1,8 @@
-"""Seeded random numbers, and the weights of experts made from them, which any rank can make again."""
+"""Seeded random numbers, and the weights of experts made from them, which any rank can make again.
+
+Weights are drawn on the device that needs them. A CPU draws the experts of DeepSeek-V3's layer, half of them on each of
+two ranks, in a minute; a GPU draws them in less than a second.
+"""
 
 from __future__ import annotations
 
@@ -42,29 +46,33 @@ class ExpertShape:
     dtype: torch.dtype
 
 
-def expert_weights(shape: ExpertShape, seed: int, expert: int) -> ExpertWeights:
-    """Draw normal weights that keep unit variance through each product.
+def expert_weights(shape: ExpertShape, seed: int, expert: int, device: torch.device | None = None) -> ExpertWeights:
+    """Draw normal weights that keep unit variance through each product, on a CPU unless `device` names another.
 
     >>> made = expert_weights(ExpertShape(hidden=8, ffn=4, dtype=torch.bfloat16), seed=0, expert=3)
     >>> list(made.gate_up.shape), list(made.down.shape), made.down.dtype
     ([8, 8], [8, 4], torch.bfloat16)
     """
-    return mlp_weights(shape, generator("expert", seed, expert))
+    return mlp_weights(shape, generator("expert", seed, expert, device=device))
 
 
-def expert_biases(shape: ExpertShape, seed: int, expert: int) -> ExpertWeights:
+def expert_biases(shape: ExpertShape, seed: int, expert: int, device: torch.device | None = None) -> ExpertWeights:
     """Draw the biases of an expert's two products, [2F] and [H], a quarter as large as what they are added to.
 
     >>> [list(each.shape) for each in vars(expert_biases(ExpertShape(8, 4, torch.bfloat16), seed=0, expert=3)).values()]
     [[8], [8]]
     """
-    source = generator("expert biases", seed, expert)
-    gate_up, down = (torch.randn(size, generator=source) / 4 for size in (2 * shape.ffn, shape.hidden))
+    source = generator("expert biases", seed, expert, device=device)
+    gate_up, down = (_normal(source, size) / 4 for size in (2 * shape.ffn, shape.hidden))
     return ExpertWeights(gate_up.to(shape.dtype), down.to(shape.dtype))
 
 
 def mlp_weights(shape: ExpertShape, source: torch.Generator) -> ExpertWeights:
-    """Draw the weights of one expert from a generator."""
-    gate_up = torch.randn(2 * shape.ffn, shape.hidden, generator=source) * shape.hidden**-0.5
-    down = torch.randn(shape.hidden, shape.ffn, generator=source) * shape.ffn**-0.5
+    """Draw the weights of one expert from a generator, on its device."""
+    gate_up = _normal(source, 2 * shape.ffn, shape.hidden) * shape.hidden**-0.5
+    down = _normal(source, shape.hidden, shape.ffn) * shape.ffn**-0.5
     return ExpertWeights(gate_up.to(shape.dtype), down.to(shape.dtype))
+
+
+def _normal(source: torch.Generator, *size: int) -> torch.Tensor:
+    return torch.randn(size, generator=source, device=source.device)

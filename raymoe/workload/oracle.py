@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.moe.weights import ExpertShape, expert_biases, expert_weights, generator
@@ -136,20 +137,27 @@ class AffineExperts:
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The layer's own experts in float64, from the same weights; `kind` as in `LayerSection.experts`."""
+    """The layer's own experts in float64, from the same weights; `kind` as in `LayerSection.experts`.
+
+    An expert is drawn where `x` is. A backward pass draws it once more, so no more than one is held in float64.
+    """
 
     shape: ExpertShape
     seed: int = 0
     kind: str = "swiglu"
 
     def __call__(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        weights = expert_weights(self.shape, self.seed, expert)
+        rows: torch.Tensor = checkpoint(self._rows, expert, x, use_reentrant=False, preserve_rng_state=False)
+        return rows
+
+    def _rows(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        weights = expert_weights(self.shape, self.seed, expert, x.device)
         gate_up, down = x.double() @ weights.gate_up.double().T, weights.down.double().T
         if self.kind == "swiglu":
             gate, up = gate_up.chunk(2, dim=-1)
             rows: torch.Tensor = (gate * gate.sigmoid() * up) @ down
             return rows
-        biases = expert_biases(self.shape, self.seed, expert)
+        biases = expert_biases(self.shape, self.seed, expert, x.device)
         gate_up = gate_up + biases.gate_up.double()
         gate, up = gate_up[:, 0::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
         rows = (gate * (1.702 * gate).sigmoid() * (up + 1.0)) @ down

@@ -17,6 +17,7 @@ from raymoe.memory.world import World  # noqa: E402
 from raymoe.moe.experts import Groups  # noqa: E402
 from raymoe.moe.layer import LayerForm, MoELayer  # noqa: E402
 from raymoe.moe.router_formulas import RouterForm  # noqa: E402
+from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, RANKS, GpuRanks  # noqa: E402
 from tests.unit.exchange_cases import MANY, ROUTINGS, Case, open_exchange  # noqa: E402
 from tests.unit.gradient_cases import judge_gradients, run_gradients  # noqa: E402
@@ -116,6 +117,18 @@ def results(layer: MoELayer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def draw_on_the_gpu(layer: MoELayer, device: torch.device) -> None:
+    """Give a layer on the CPU the weights that a GPU draws."""
+    form, experts, hidden = form_of(1), layer.experts, layer.exchange.spec.hidden
+    shared = mlp_weights(ExpertShape(hidden, form.shared, torch.bfloat16), generator("shared", 1, device=device))
+    with torch.no_grad():
+        for expert in range(len(experts.down_proj)):
+            drawn = expert_weights(ExpertShape(hidden, form.ffn, torch.bfloat16), 1, expert, device)
+            experts.gate_up_proj[expert], experts.down_proj[expert] = drawn.gate_up.cpu(), drawn.down.cpu()
+        layer.shared_experts.gate_up_proj.copy_(shared.gate_up)
+        layer.shared_experts.down_proj.copy_(shared.down)
+
+
 def run_layer(world: World) -> dict[str, float]:
     """Return the largest differences from a layer of one CPU rank, relative to the largest element."""
     layer = MoELayer(world, spec_of(world.size, "bfloat16"), form_of(world.size), seed=1)
@@ -124,6 +137,7 @@ def run_layer(world: World) -> dict[str, float]:
     alone.wire([alone.descriptor()])
     with alone:
         reference = MoELayer(alone, spec_of(world.size, "float32"), form_of(world.size), seed=1)
+        draw_on_the_gpu(reference, world.device)
         wanted = [results(reference, batch_of(rank).float()) for rank in range(world.size)]
     errors = {}
     for name, have in found.items():

@@ -124,7 +124,9 @@ def spoiled(world: World, given: dict[str, Any], fault: str) -> None:
         elif fault == "activation":
             patched.setattr(passes, "GPT_OSS", replace(passes.GPT_OSS, up_plus=0.0))
         elif fault == "biases":
-            patched.setattr(layer, "expert_biases", lambda shape, seed, expert: expert_biases(shape, seed, expert + 1))
+            patched.setattr(
+                layer, "expert_biases", lambda shape, seed, expert, _: expert_biases(shape, seed, expert + 1)
+            )
         run_cases(world, given)
 
 

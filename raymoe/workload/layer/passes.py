@@ -22,8 +22,8 @@ from raymoe.workload.memory_needed import spec_of
 from raymoe.workload.oracle import LayerExperts, Want, want
 
 EPS = 1e-6
-VERIFIED_ON_GPUS = 8
-"""Tokens of a rank that a GPU step verifies: the CPU draws the weights of all their experts again."""
+VERIFIED_ON_GPUS = 64
+"""Tokens of a rank that a step on GPUs verifies: all their experts are drawn again, and multiply in float64."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,16 @@ class LayerPasses:
         some = self._some_tokens(len(batch.x), batch.x.device)
         chosen = self.marks.topk_idx if self.own_router else batch.ids
         assert chosen is not None
-        ids = chosen[some].cpu()
-        x = batch.x[some].cpu().double().requires_grad_(self.backward)
-        wanted, choice_error = self._wanted(x, ids, batch.weights[some].cpu())
+        x = batch.x[some].double().requires_grad_(self.backward)
+        wanted, choice_error = self._wanted(x, chosen[some], batch.weights[some])
         right = Want(wanted.y.detach(), wanted.scale.detach())
-        errors = [choice_error, right.error_of(found.y[some].cpu())]
+        errors = [choice_error, right.error_of(found.y[some])]
         if self.backward:
             dx = torch.zeros_like(x)
             if wanted.y.requires_grad:  # not if no token has an expert
-                (dx,) = torch.autograd.grad(wanted.y, x, dy[some].cpu().double())
+                (dx,) = torch.autograd.grad(wanted.y, x, dy[some].double())
             right = Want(dx, dx.abs().amax(dim=-1, keepdim=True).expand_as(dx))
-            errors.append(right.error_of(found.gradients[0][some].cpu()))
+            errors.append(right.error_of(found.gradients[0][some]))
             errors += [0.0 if bool(each.isfinite().all()) else torch.inf for each in found.gradients[1:]]
         return max(errors)
 
@@ -132,7 +131,7 @@ class LayerPasses:
             # The norm's result is rounded, and close scores decide by its last bits.
             h = x * (x.square().mean(dim=-1, keepdim=True) + EPS).rsqrt()
             h = h + (h.detach().to(self.shape.dtype).double() - h.detach())
-            logits = h @ self.layer.gate.weight.detach().cpu().double().T
+            logits = h @ self.layer.gate.weight.detach().double().T
             form = self.layer.gate.form
             weights = chosen_weights(logits, ids, form)
             best = formulas.route(logits.detach(), form)[1]
@@ -141,7 +140,7 @@ class LayerPasses:
         y, scale = routed.y, routed.scale
         if self.shared:
             shape = ExpertShape(self.spec.hidden, self.shared, self.shape.dtype)
-            drawn = mlp_weights(shape, generator("shared", self.seed))
+            drawn = mlp_weights(shape, generator("shared", self.seed, device=x.device))
             gate, up = (h @ drawn.gate_up.double().T).chunk(2, dim=-1)
             rows = (gate * gate.sigmoid() * up) @ drawn.down.double().T
             y, scale = y + rows, scale + rows.abs().amax(dim=-1, keepdim=True)
