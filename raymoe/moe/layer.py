@@ -245,7 +245,7 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
         drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), source)
         shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
     correction = torch.zeros(spec.experts) if routing.score == "sigmoid" else None
-    parts = Parts(Router(routing, weight, correction=correction), Experts(weights, form.activation), shared)
+    parts = Parts(Router(routing, weight.to(dtype), correction=correction), Experts(weights, form.activation), shared)
     parts.norm, parts.residual = norm, form.residual
     return parts
 

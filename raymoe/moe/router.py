@@ -14,6 +14,7 @@ from torch import nn
 
 import raymoe.moe.kernels as kernels
 import raymoe.moe.router_formulas as formulas
+from raymoe.moe.logits import logits_of
 from raymoe.moe.router_formulas import RouterForm
 
 
@@ -185,8 +186,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Routed:
         """Map x[T', H] to the experts of each token, best first, and their weights."""
-        bias = None if self.bias is None else self.bias.float()
-        logits = nn.functional.linear(x.float(), self.weight.float(), bias)
+        logits = logits_of(x, self.weight, self.bias)
         ids, weights = route(logits, self.form, self.e_score_correction_bias)
         return Routed(ids, weights, logits)
 

@@ -251,7 +251,7 @@ def _layer_device_bytes(job: Job) -> int:
     spec, ranks, ffn = spec_of(job), job.world.ranks, job.shape.ffn
     item = ITEM_BYTES[spec.dtype]
     weights = 3 * spec.hidden * (spec.local_experts(ranks) * ffn + job.layer.shared) * item
-    weights += spec.experts * spec.hidden * ITEM_BYTES["float32"]
+    weights += spec.experts * spec.hidden * item
     held = _ROWS_OF_EXPERTS if job.layer.experts == "swiglu" else 2 * _ROWS_OF_EXPERTS  # by torch's own operations
     rows = spec.rows(ranks) * held * (spec.hidden + 2 * ffn) * item
     passes = 2 if job.layer.backward else 1

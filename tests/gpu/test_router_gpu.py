@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.moe import Router, RouterForm, kernels  # noqa: E402
 from raymoe.moe import router_formulas as formulas  # noqa: E402
+from raymoe.moe.logits import logits_of  # noqa: E402
 from raymoe.moe.router import balance_loss, route  # noqa: E402
 from tests.gpu.ranks import NEEDS_GPU  # noqa: E402
 from tests.unit.router_cases import FORMS, any_bias, bias_for, expected, tied  # noqa: E402
@@ -122,6 +123,22 @@ def test_a_choice_that_the_kernel_does_not_make_is_left_to_the_formula():
     form, logits = RouterForm(1030, 4), torch.randn(5, 1030, device="cuda")
     assert not kernels.routes(logits, form)
     judge(route(logits, form), formulas.route(logits, form))
+
+
+@pytest.mark.parametrize("weight_kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 130, 700])
+def test_logits_and_their_gradients_are_those_of_float64(tokens, weight_kind):
+    source = torch.Generator("cuda").manual_seed(tokens)
+    x, weight = (torch.randn(rows, 7168, device="cuda", generator=source) for rows in (tokens, 256))
+    x, weight = x.bfloat16().requires_grad_(), (weight / 7168**0.5).to(weight_kind).requires_grad_()
+    dlogits = torch.randn(tokens, 256, device="cuda", generator=source)
+    found, exact = logits_of(x, weight), x.double() @ weight.double().T
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-4)
+    gradients = torch.autograd.grad(found, (x, weight), dlogits)
+    for mine, wanted in zip(gradients, torch.autograd.grad(exact, (x, weight), dlogits.double()), strict=True):
+        assert mine.dtype == wanted.dtype
+        torch.testing.assert_close(mine, wanted, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
