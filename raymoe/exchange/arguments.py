@@ -85,7 +85,12 @@ class Arguments:
         self._y = Form("out", H, (dtype,), alignment)
 
     def dispatch(
-        self, x: object, topk_idx: object, topk_weights: object, num_tokens: int | torch.Tensor | None
+        self,
+        x: object,
+        topk_idx: object,
+        topk_weights: object,
+        num_tokens: int | torch.Tensor | None,
+        zero_gaps: bool = True,
     ) -> Tokens:
         refuse_tracing("dispatch")
         x, scales = self._split_pair(x)
@@ -96,7 +101,7 @@ class Arguments:
         idx, weights = self._tensor(self._topk_idx, topk_idx, n), self._tensor(self._topk_weights, topk_weights, n)
         if scales is not None:
             scales = _detached(self._tensor(self._scales, scales, n))
-        return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales)
+        return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales, zero_gaps)
 
     def _split_pair(self, x: object) -> tuple[object, object | None]:
         """Split a pair of values and scales. Anything but a tuple has no scales."""

@@ -64,6 +64,8 @@ class Tokens:
     """int32[1] on the device: how many of the T' tokens to send; None: all. Checked on CPUs, not on GPUs."""
     scales: torch.Tensor | None = None
     """float32[T', ceil(H / 128)] for an `x` that is float8_e4m3fn already; only where rows cross as fp8."""
+    zero_gaps: bool = True
+    """Whether gaps get zeros where the spec has padding `zero`. A backend may write them in any case."""
 
 
 @dataclass(slots=True)

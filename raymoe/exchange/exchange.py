@@ -131,14 +131,19 @@ class Exchange:
         topk_weights: torch.Tensor,
         num_tokens: int | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        zero_gaps: bool = True,
     ) -> Dispatched:
         """Send the first `num_tokens` rows of `x[T', H]`, by default all, to the ranks of their experts.
 
         Where rows cross as fp8, `x` may be quantised already. It is then a pair of values, float8_e4m3fn[T', H], and
         scales, float32[T', ceil(H / 128)].
+
+        With `zero_gaps=False` gaps between experts are unspecified where the spec has padding `zero` too. Products
+        without gradients need no zeros.
         """
         self._ready("dispatch")
-        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
+        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps)
         return self._dispatch(self._backend.dispatch, tokens, out)
 
     @one_at_a_time

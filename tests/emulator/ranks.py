@@ -249,8 +249,9 @@ class EmulatedBackend(FusedBackend):
 
     def _in_machine(self, tokens: Tokens) -> Tokens:
         """Copy the tokens to memory of the machine."""
-        given = (getattr(tokens, field.name) for field in fields(tokens))
-        return Tokens(*(None if each is None else self._place(each, True) for each in given))  # type: ignore[arg-type]
+        given = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
+        placed = {name: self._place(each, True) for name, each in given.items() if isinstance(each, torch.Tensor)}
+        return replace(tokens, **placed)
 
     def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """Allocate the metadata in memory of the machine, filled with NaN and absurd numbers."""

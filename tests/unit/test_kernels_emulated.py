@@ -87,6 +87,25 @@ def test_an_element_that_is_hard_to_scale_changes_no_other(kind, dtype, output):
         judge_odd_blocks(x, got.x[:1], None if got.scales is None else got.scales[:1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_may_leave_gaps_as_they_are(kind):
+    """The call after it gets its zeros again."""
+    spec = spec_for(kind, tokens=5, hidden=64, experts=3, topk=1, padding="zero", alignment=4)
+    ids, x = torch.tensor([[0], [2], [0], [2], [2]]), torch.rand(5, 64) + 1
+    x = x.to(getattr(torch, spec.dtype))
+    with Emulator(1) as emulator:
+        (owner,) = (backend(kind, space, spec, small) for space in workspaces(emulator, spec, stamped=False))
+        out = owner.new((spec.rows(1), spec.hidden), x.dtype, "out")
+        for seed, zero_gaps in enumerate((False, True, False)):
+            out.fill_(7.0)
+            got = owner.dispatch(Tokens(x, ids, torch.ones(5, 1), None, zero_gaps=zero_gaps), out)
+            emulator.run(seed)
+            owner.check()
+            assert got.expert_offsets.tolist() == [0, 4, 4, 8]
+            assert torch.equal(got.x[[0, 1, 4, 5, 6]], x[[0, 2, 1, 3, 4]])
+            assert set(got.x[[2, 3, 7]].flatten().tolist()) == {0.0 if zero_gaps else 7.0}
+
+
 @pytest.mark.parametrize("sms", [2, 3, 4, 5])
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -155,7 +155,7 @@ class GpuLayerStep:
             out = None
             if spec.layout == "expert":
                 out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
-            got = exchange.dispatch(h, ids, weights, None, out)
+            got = exchange.dispatch(h, ids, weights, None, out, zero_gaps=False)
             rows = expert_major(got).clone()
             made = layer.experts(rows, got.expert_offsets, got.expert_counts)
             exchange.combine(made, got)
@@ -163,7 +163,7 @@ class GpuLayerStep:
         works: dict[str, Callable[[], object]] = {
             "norm": lambda: layer.norm(x),
             "router": lambda: layer.gate(h),
-            "dispatch": lambda: exchange.dispatch(h, ids, weights, None, out),
+            "dispatch": lambda: exchange.dispatch(h, ids, weights, None, out, zero_gaps=self.passes.backward),
             "experts": lambda: layer.experts(rows, got.expert_offsets, got.expert_counts),
             "combine": lambda: exchange.combine(made, got),
         }
