@@ -16,6 +16,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
 from raymoe.moe.differentiable import combine, dispatch, expert_major
+from raymoe.moe.elementwise import add
 from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.norm import rms_norm
@@ -128,25 +129,29 @@ class MoELayer(nn.Module):
         router = self._modules[self._router_name]
         assert router is not None
         routing: Routed = router(h)
-        y = self.apply_experts(h, routing.topk_idx, routing.topk_weights)
-        if self.residual:
-            y = y + flat
+        y = self.apply_experts(h, routing.topk_idx, routing.topk_weights, flat if self.residual else None)
         y = y.reshape(x.shape)
         return (y, routing.topk_weights.to(x.dtype)) if self.gives_scores else y
 
-    def apply_experts(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Apply the experts of a given routing, and the shared expert, and add their results."""
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Apply the experts of a given routing, and the shared expert, and add their results and the residual."""
         shared = self._modules.get(self._shared_name)
+        added = () if residual is None else (residual,)
         if shared is None:
-            return self.routed(x, topk_idx, topk_weights)
+            return add(self.routed(x, topk_idx, topk_weights), *added)
         if self._side is None or not self.beside or torch.compiler.is_compiling():
             y = self.routed(x, topk_idx, topk_weights)
-            added: torch.Tensor = shared(x)
-            return y + added
+            return add(y, shared(x), *added)
         with self._side.beside(shared, x) as beside:
             # The dispatch is enqueued first: its blocks then get their SMs before those of the shared expert do.
             y = self.routed(x, topk_idx, topk_weights, beside.start)
-        return y + beside.result
+        return add(y, beside.result, *added)
 
     def routed(
         self,

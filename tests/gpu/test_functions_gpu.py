@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import raymoe  # noqa: E402
 from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.moe import add_rms_norm, kernels, layer_norm, rms_norm, swiglu  # noqa: E402
+from raymoe.moe.elementwise import add  # noqa: E402
 from raymoe.workload.exchange.gpu import dequantised  # noqa: E402
 from raymoe.workload.pointwise.operations import OPERATIONS  # noqa: E402
 from raymoe.workload.pointwise.systems import OWN, SYSTEMS  # noqa: E402
@@ -37,6 +38,15 @@ FUNCTIONS = {
         [(300, 2048), (2048,), (300, 2048), (300, 1)],
     ),
 }
+
+
+def test_three_terms_are_added_in_float32_and_their_gradients_share_memory():
+    terms = [drawn(300, 7168, seed=seed).requires_grad_() for seed in range(3)]
+    total, dy = add(*terms), drawn(300, 7168, seed=9)
+    assert torch.equal(total, sum(each.float() for each in terms).bfloat16())
+    gradients = torch.autograd.grad(total, terms, dy)
+    assert all(torch.equal(each, dy) for each in gradients)
+    assert len({each.data_ptr() for each in gradients}) == 1
 
 
 def results_and_gradients(function: Any, leaves: list[torch.Tensor]) -> list[torch.Tensor]:

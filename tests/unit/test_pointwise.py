@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import raymoe
 from raymoe.errors import ConfigError
+from raymoe.moe.elementwise import add
 from raymoe.moe.expression import FUNCTIONS, MOST_CHARACTERS, MOST_DEPTH, MOST_INPUTS, parse
 from raymoe.moe.operators import OUTGOING, code, evaluate, gradients
 from tests.emulator.build import compiler
@@ -286,3 +287,12 @@ def test_the_code_of_the_page_runs():
     assert names["values"].dtype == torch.float8_e4m3fn and names["weight"].grad.isfinite().all()
     listed = re.search(r"these functions: (.*?)\n\n", page.read_text(), re.DOTALL)[1]
     assert set(re.findall(r"`(\w+)", listed)) == set(FUNCTIONS)
+
+
+def test_added_terms_pass_opcheck_and_their_gradient_is_that_of_the_sum():
+    terms = [torch.randn(3, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(3)]
+    torch.library.opcheck(torch.ops.raymoe.sum_terms, (terms,))
+    dy = torch.rand(3, 8)
+    for total in (add(*terms), torch.ops.raymoe.sum_terms(terms)):
+        torch.testing.assert_close(total, terms[0] + terms[1] + terms[2])
+        assert all(torch.equal(each, dy) for each in torch.autograd.grad(total, terms, dy))
