@@ -200,11 +200,7 @@ def _only_staged_has_transports(job: Job) -> tuple[str, str] | None:
 
 
 def _sms_need_gpus(job: Job) -> tuple[str, str] | None:
-    if job.exchange.sms == "auto":
-        return None
-    if job.workload == "layer":
-        return "a layer's exchange has no limit of SMs", "write auto or leave it out"
-    if job.world.device != "cpu":
+    if job.exchange.sms == "auto" or job.world.device != "cpu":
         return None
     return "CPU ranks have no SMs", "write auto or leave it out"
 

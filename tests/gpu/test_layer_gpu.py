@@ -125,6 +125,7 @@ def draw_on_the_gpu(layer: MoELayer, device: torch.device) -> None:
         for expert in range(len(experts.down_proj)):
             drawn = expert_weights(ExpertShape(hidden, form.ffn, torch.bfloat16), 1, expert, device)
             experts.gate_up_proj[expert], experts.down_proj[expert] = drawn.gate_up.cpu(), drawn.down.cpu()
+        layer.gate.weight.copy_(layer.gate.weight.bfloat16())
         layer.shared_experts.gate_up_proj.copy_(shared.gate_up)
         layer.shared_experts.down_proj.copy_(shared.down)
 

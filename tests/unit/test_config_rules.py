@@ -19,7 +19,6 @@ IMPOSSIBLE = [
     ("p2p", "world.ranks=1", "one rank has no peer to send to"),
     ("p2p", "p2p.pairs=[[0, 1], [7, 2]]", "there is no rank 7 among 4 ranks, ranks are 0 to 3"),
     ("layer", "exchange.backend=row_push", "row_push is no exchange, so no layer can use it"),
-    ("layer", "exchange.sms=12", "a layer's exchange has no limit of SMs, write auto or leave it out"),
     ("layer", "exchange.wire=float8_e4m3", "rows of a layer cannot cross as float8_e4m3"),
     ("layer", "layer.recompute=true", "nothing is recomputed without a backward pass, write backward: true"),
     ("layer", "layer={router: {kind: sigmoid, groups: 5}}", "32 experts in 5 groups"),
@@ -68,6 +67,12 @@ OWN_ROUTER = "layer: {router: {kind: softmax}}\n"
 def test_an_impossible_layer_is_refused(tmp_path, config, setting, expected):
     (found,) = problems(tmp_path, f"workload: layer\n{config}", setting)
     assert expected in found
+
+
+def test_the_exchange_of_a_layer_may_have_a_limit_of_sms(tmp_path):
+    assert load_job("layer_deepseek_v3", ["exchange.sms=48"]).exchange.sms == 48
+    (found,) = problems(tmp_path, "workload: layer\nworld: {device: cpu}\n", "exchange.sms=12")
+    assert "CPU ranks have no SMs" in found
 
 
 CPU, CUDA = "world: {device: cpu}", "world: {device: cuda}"
