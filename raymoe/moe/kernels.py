@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from raymoe.device import pipe, pipe_backward, pipe_pieces, router
+from raymoe.device import few_rows, pipe, pipe_backward, pipe_pieces, router
 from raymoe.device.pipe_launch import LEAST_CAPABILITY
 from raymoe.device.pipe_shape import Limits
 from raymoe.device.pipe_tensors import ALIGNMENT
@@ -145,6 +145,24 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, limits:
 
 def _as_offsets(offsets: Tensor | None) -> Tensor | None:
     return None if offsets is None else offsets.to(torch.int32)
+
+
+# Products of experts with few rows.
+
+
+def multiplies_few_rows(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Whether the kernel computes both products of these experts."""
+    sizes = gate_up.shape[2] % few_rows.STEP == 0 and down.shape[2] % few_rows.STEP == 0
+    sizes = sizes and down.shape[1] % few_rows.outputs_of_tile(gated=False) == 0
+    kinds = all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in (x, gate_up, down))
+    return sizes and kinds and takes(x)
+
+
+def multiply_few_rows(x: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, *, gated: bool) -> Tensor:
+    """Multiply each expert's rows by its weight; `gated`: SwiGLU of the products by gate and up."""
+    y = x.new_empty(len(x), weight.shape[1] // (2 if gated else 1))
+    few_rows.few_rows(few_rows.FewRows(x, weight, offsets, counts, y, gated))
+    return y
 
 
 # Expressions.

@@ -151,7 +151,8 @@ def _products_of(layer: Any, x: torch.Tensor) -> Work:
     kept = rows.clone()
     layer.exchange.combine(rows, got)
     layer.exchange.check()
-    return lambda: layer.experts(kept, got.expert_offsets, got.expert_counts)
+    few = layer.rows_of_an_expert(len(flat))
+    return lambda: layer.experts(kept, got.expert_offsets, got.expert_counts, expected_rows=few)
 
 
 def _us_of(world: World, layer: MoELayer, work: Work, captured: bool, steps: int) -> float:

@@ -26,6 +26,7 @@ from raymoe.device.dispatch import (
     pack_source,
 )
 from raymoe.device.domains import ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES, TELL_TOKENS, sum_source
+from raymoe.device.few_rows import source_of as few_rows_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
@@ -50,7 +51,7 @@ BEFORE_HOPPER = (
 )
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()
-ON_ROWS = (*PIPE, *router_sources())
+ON_ROWS = (*PIPE, *router_sources(), *(few_rows_source(gated) for gated in (False, True)))
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""
@@ -300,7 +301,7 @@ def test_assembly_is_only_in_ptx_cuh():
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
 def test_kernel_files_are_short_and_narrow(path: Path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= (520 if path.name == "ptx.cuh" else 350)  # ptx.cuh is a list of instructions
+    assert len(lines) <= (530 if path.name == "ptx.cuh" else 350)  # ptx.cuh is a list of instructions
     assert max(map(len, lines)) <= 120
 
 

@@ -157,14 +157,15 @@ class GpuLayerStep:
                 out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
             got = exchange.dispatch(h, ids, weights, None, out, zero_gaps=False)
             rows = expert_major(got).clone()
-            made = layer.experts(rows, got.expert_offsets, got.expert_counts)
+            few = layer.rows_of_an_expert(len(x))
+            made = layer.experts(rows, got.expert_offsets, got.expert_counts, expected_rows=few)
             exchange.combine(made, got)
             self._settle()
         works: dict[str, Callable[[], object]] = {
             "norm": lambda: layer.norm(x),
             "router": lambda: layer.gate(h),
             "dispatch": lambda: exchange.dispatch(h, ids, weights, None, out, zero_gaps=self.passes.backward),
-            "experts": lambda: layer.experts(rows, got.expert_offsets, got.expert_counts),
+            "experts": lambda: layer.experts(rows, got.expert_offsets, got.expert_counts, expected_rows=few),
             "combine": lambda: exchange.combine(made, got),
         }
         if self.passes.shared:

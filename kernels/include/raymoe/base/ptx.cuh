@@ -183,6 +183,17 @@ __device__ __forceinline__ Bytes16 load_16_once_if(bool wanted, const u8* at, By
     return otherwise;
 }
 
+// The same of memory that nothing writes while this kernel runs. It takes no line of the L1 cache.
+__device__ __forceinline__ Bytes16 load_16_streamed_if(bool wanted, const u8* at, Bytes16 otherwise) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0;"
+                 " @p ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u64 {%0, %1}, [%2], %4;}"
+                 : "+l"(otherwise.low), "+l"(otherwise.high)
+                 : "l"(at), "r"(static_cast<u32>(wanted)), "l"(policy));
+    return otherwise;
+}
+
 // Memory that no kernel and no peer writes while this kernel runs. So the compiler may move the load before stores.
 __device__ __forceinline__ Bytes16 load_16_constant_if(bool wanted, const u8* at, Bytes16 otherwise) {
     asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u64 {%0, %1}, [%2];}"
@@ -338,6 +349,15 @@ __device__ __forceinline__ u32 to_bf16x2(float low, float high) {
     u32 pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
+}
+
+// Adds a product of matrices, 16 x 16 and 16 x 8, to `sums`. With g = lane / 4, t = lane % 4 a lane has, of the first,
+// columns 2t, 2t+1, 2t+8, 2t+9 of rows g (a0, a2) and g + 8 (a1, a3); of the second, these rows of column g (b0, b1).
+__device__ __forceinline__ void mma_bf16(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+                 " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ u32 to_f16x2(float low, float high) {

@@ -58,6 +58,9 @@ u32 load_4(const void* at);
 void store_4(void* at, u32 value);
 inline Bytes16 load_16_if(bool wanted, const u8* at, Bytes16 otherwise) { return wanted ? load_16(at) : otherwise; }
 inline Bytes16 load_16_once_if(bool wanted, const u8* at, Bytes16 otherwise) { return load_16_if(wanted, at, otherwise); }
+inline Bytes16 load_16_streamed_if(bool wanted, const u8* at, Bytes16 otherwise) {
+    return load_16_if(wanted, at, otherwise);
+}
 inline Bytes16 load_relaxed_sys_16_if(bool wanted, const u8* at, Bytes16 otherwise) {
     return wanted ? load_relaxed_sys_16(at) : otherwise;
 }
@@ -99,6 +102,24 @@ inline void let_next_kernel_begin() {}
 
 // ---- numbers ------------------------------------------------------------------------------------------------------
 u32 to_bf16x2(float low, float high);
+inline float half_of(u32 pair, u32 half) { return __uint_as_float(half == 0 ? pair << 16 : pair & 0xFFFF0000); }
+inline void mma_bf16(float (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+    for (u32 q = 0; q < 4; ++q) {
+        u32 row[4], column[2][2];
+        for (u32 i = 0; i < 4; ++i) {
+            row[i] = __shfl_sync(0xFFFFFFFF, a[i], 4 * g + q);
+        }
+        for (u32 i = 0; i < 4; ++i) {
+            column[i / 2][i % 2] = __shfl_sync(0xFFFFFFFF, b[i % 2], 4 * (2 * t + i / 2) + q);
+        }
+        for (u32 i = 0; i < 8; ++i) {
+            const u32 c = i % 2, below = i / 2 % 2, half = i / 4;
+            sums[2 * below + c] += half_of(row[below], half) * half_of(column[c][0], half) +
+                                   half_of(row[2 + below], half) * half_of(column[c][1], half);
+        }
+    }
+}
 u32 to_f16x2(float low, float high);
 float from_f16(u32 half);
 u32 further_bf16x2(u32 a, u32 b);

@@ -1,0 +1,86 @@
+"""Launch kernels/few_rows.cu, which multiplies the few rows of each expert while its weights come from memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raymoe.device.jit import KernelSource
+from raymoe.device.params import U32, Address, Params
+from raymoe.device.pipe_launch import KernelCall, launch
+from raymoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+WARPS, BLOCKS_OF_SM = 8, 2
+STEP = 32
+"""Columns are a multiple of it."""
+
+
+@dataclass(frozen=True)
+class FewRowsParams(Params):
+    """The parameters of kernels/few_rows.cu."""
+
+    x: Address
+    weight: Address
+    expert_offsets: Address
+    expert_counts: Address
+    y: Address
+    experts: U32
+    outputs: U32
+    columns: U32
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """x[C, K], weight[L, N, K] and y[C, N] of bfloat16, contiguous; the offsets are int32[L + 1], the counts int32[L].
+
+    `gated`: weight[L, 2N, K] is gate and up, and y is SwiGLU of the two products.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    expert_offsets: torch.Tensor
+    expert_counts: torch.Tensor
+    y: torch.Tensor
+    gated: bool = False
+
+
+def outputs_of_tile(gated: bool) -> int:
+    """The outputs of a warp's tile, which divide N."""
+    return 8 if gated else 16
+
+
+def source_of(gated: bool) -> KernelSource:
+    return KernelSource("few_rows", (FewRowsParams,), (("GATED_ROWS", "1"),) if gated else ())
+
+
+def few_rows_call(call: FewRows) -> KernelCall:
+    """The kernel, shape and parameters of `few_rows`."""
+    experts, rows, columns = call.weight.shape
+    outputs = rows // 2 if call.gated else rows
+    each = outputs_of_tile(call.gated)
+    if columns % STEP or outputs % each:
+        raise ConfigError(
+            f"{outputs} outputs of {columns} columns for few rows; the kernel takes multiples of {each} outputs and "
+            f"{STEP} columns"
+        )
+    params = FewRowsParams(
+        x=call.x.data_ptr(),
+        weight=call.weight.data_ptr(),
+        expert_offsets=call.expert_offsets.data_ptr(),
+        expert_counts=call.expert_counts.data_ptr(),
+        y=call.y.data_ptr(),
+        experts=experts,
+        outputs=outputs,
+        columns=columns,
+    )
+    tiles = 0 if len(call.x) == 0 else experts * outputs // each
+    return KernelCall(source_of(call.gated), 32 * WARPS, 4 * (experts + 1), params, tiles, WARPS, BLOCKS_OF_SM)
+
+
+def few_rows(call: FewRows) -> None:
+    """Launch kernels/few_rows.cu on the current stream."""
+    launch(few_rows_call(call), None, call.x.device)
