@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from raymoe.device.dispatch_grid import DispatchGrid, Rows
 from raymoe.device.jit import KernelSource
 from raymoe.device.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_routers
 from raymoe.device.structs import Peers
+from raymoe.device.weight_bytes import GatherWeightsParams, SpreadWeightsParams, row_threads
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.exchange.workspace import Slots, Workspace, slot_bytes_of
@@ -199,6 +201,25 @@ class Build:
             leaving_sms=grid.leaving,
             arriving_sms=grid.arriving,
         )
+
+    def spread_weights_params(self, at: Mapping[str, int], row_bytes: int) -> SpreadWeightsParams:
+        """Return the parameters for rows of so many bytes; `at` says where a dispatch's metadata has each array."""
+        spec = self.spec
+        return SpreadWeightsParams(
+            places=at["home"],  # the low half of each of its u64
+            tokens=at["got"],  # Got.tokens is its first field
+            place_stride=8,
+            slot_tokens=spec.tokens,
+            topk=spec.topk,
+            entries=self.space.world.size * spec.tokens * spec.topk,
+            capacity=self.capacity,
+            row_bytes=row_bytes,
+            row_threads=row_threads(row_bytes),
+        )
+
+    def gather_weights_params(self, row_bytes: int) -> GatherWeightsParams:
+        """Return the parameters for the most tokens of a call; a call sets its own number."""
+        return GatherWeightsParams(tokens=self.spec.tokens, topk=self.spec.topk, row_bytes=row_bytes)
 
     def _dispatch_call(self) -> dict[str, Any]:
         """Return the fields of a DispatchCall; those that a call sets are 0."""

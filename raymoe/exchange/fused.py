@@ -7,7 +7,7 @@ new routing and a new `num_tokens`. Launches are made once; a call sets the addr
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,13 +20,14 @@ from raymoe.device.gpu import HostWords
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Launch, Shape
 from raymoe.device.params import Params, address_setter
+from raymoe.device.weight_bytes import GatherWeightsParams, SpreadWeightsParams, gather_source, spread_source
 from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.weight_bytes import NOWHERE, byte_spec, check_width, gather_bytes, spread_bytes
+from raymoe.exchange.weight_bytes import byte_spec, check_width
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
@@ -35,6 +36,7 @@ DISPATCH_ADDRESSES = (
     *("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"),
 )
 COMBINE_ADDRESSES = ("expert_rows", "home", "masks", "got", "y")
+SPREAD_ADDRESSES, GATHER_ADDRESSES = ("kept", "weights", "rows"), ("rows", "weights")
 """The parameters that a call sets, in their order."""
 
 
@@ -46,6 +48,15 @@ class PreparedLaunch:
         self.set_addresses = address_setter(launch.fields, struct, names)
 
 
+@dataclass(frozen=True)
+class WeightCarrier:
+    """Brings a float32 number of each entry home: a backend that combines rows of bytes, and launches around it."""
+
+    backend: FusedBackend
+    spread: PreparedLaunch
+    gather: PreparedLaunch
+
+
 class FusedBackend:
     """Backend `fused`, on a workspace of its own or on one that it shares with other exchanges."""
 
@@ -53,7 +64,7 @@ class FusedBackend:
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         self.world, self.spec, self._sms_given = world, spec, sms
-        self._of_bytes: FusedBackend | None = None
+        self._carrier: WeightCarrier | None = None
         self._known: PreparedLaunch | None = None
         refuse(spec)
         self._own_workspace = workspace is None
@@ -137,12 +148,17 @@ class FusedBackend:
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
         """Combine twice: first the rows, then short rows that hold only the bytes of the weights."""
-        of_bytes = self._backend_of_bytes()
-        self.combine(rows, got, False, out)
-        leaving = rows.new_empty(len(rows), of_bytes.spec.hidden)
-        returned = rows.new_empty(len(out), of_bytes.spec.hidden)
-        of_bytes.combine(spread_bytes(weights, self._k_of_row(got), self.spec.topk, leaving), got, False, returned)
-        gather_bytes(returned, out_weights)
+        home, carrier = got._home, self._prepared_carrier()
+        assert isinstance(home, Home)
+        self.combine(rows, got, False, out)  # first: it orders this stream behind the dispatch
+        width, stream, weights = carrier.backend.spec.hidden, self.workspace.stream(), weights.contiguous()
+        leaving, returned = self._new_rows(rows, width), self._new_rows(out, width)
+        carrier.spread.set_addresses(home.address, weights.data_ptr(), leaving.data_ptr())
+        carrier.spread.launch(stream)
+        carrier.backend.combine(leaving, got, False, returned)
+        carrier.gather.set_addresses(returned.data_ptr(), out_weights.data_ptr())
+        carrier.gather.launch.fields.tokens = len(out)
+        carrier.gather.launch(stream)
 
     @property
     def keeps_places(self) -> bool:
@@ -194,32 +210,39 @@ class FusedBackend:
         if home.stream != self.workspace.stream():
             keep_for_current_stream(home.memory)
 
-    def _backend_of_bytes(self) -> FusedBackend:
-        """The backend of `byte_spec`, on the same workspace, which combines this one's dispatches."""
-        if self._of_bytes is None:
-            spec = byte_spec(self.spec)
-            if spec.hidden >= self.spec.hidden or spec.by_copy_engine:  # then the workspace has no slots for it
+    def _prepared_carrier(self) -> WeightCarrier:
+        """The carrier of weights, made at the first backward pass."""
+        if self._carrier is None:
+            short = byte_spec(self.spec)
+            # By the copy engine the workspace has no slots for other rows.
+            fits = short.hidden < self.spec.hidden and not short.by_copy_engine
+            if not fits:
                 check_width(self.spec)
-                return self
             if capturing(self.world.device):
                 raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
-            self._of_bytes = FusedBackend(self.world, spec, self.workspace, self._sms_given)
-        return self._of_bytes
+            backend = self._carrying_backend(short) if fits else self
+            self._carrier = WeightCarrier(backend, *self._carrying_launches(backend.spec.row_bytes))
+        return self._carrier
 
-    def _k_of_row(self, got: Dispatched) -> torch.Tensor:
-        """The k of the entry in each of C rows."""
-        home, ranks = got._home, self.world.size
-        assert isinstance(home, Home)
-        capacity, shape = self.build.capacity, (ranks, self.spec.tokens, self.spec.topk)
-        entries = home.metadata.view(home.memory, "home").view(shape)
-        record = home.metadata.view(home.memory, "got")
-        tokens = record[: 4 * ranks].view(torch.int32)  # Got.tokens is its first field
-        there = torch.arange(self.spec.tokens, device=entries.device) < tokens[:, None]
-        # The low half is the place, or all ones. Only `there` are entries written.
-        place = torch.where(there[..., None], entries & NOWHERE, NOWHERE).clamp(max=capacity)
-        k_of_row = torch.zeros(capacity + 1, dtype=torch.int64, device=entries.device)
-        k = torch.arange(self.spec.topk, device=entries.device).expand(shape)
-        return k_of_row.scatter_(0, place.flatten(), k.flatten())[:capacity]
+    def _carrying_backend(self, spec: ExchangeSpec) -> FusedBackend:
+        """A backend of short rows on the same workspace, which combines this one's dispatches."""
+        return FusedBackend(self.world, spec, self.workspace, self._sms_given)
+
+    def _carrying_launches(self, row_bytes: int) -> tuple[PreparedLaunch, PreparedLaunch]:
+        """The launches that write rows of so many bytes, and read those that came home."""
+        function, dtype = self.workspace.kernels.function, self.spec.dtype
+        spread = self.build.spread_weights_params(self._metadata.at, row_bytes)
+        gather = self.build.gather_weights_params(row_bytes)
+        writing = Launch(function(spread_source(dtype)), spread.shape(), spread, waits=False)
+        reading = Launch(function(gather_source(dtype)), gather.shape(), gather, waits=False)
+        return (
+            PreparedLaunch(writing, SpreadWeightsParams, SPREAD_ADDRESSES),
+            PreparedLaunch(reading, GatherWeightsParams, GATHER_ADDRESSES),
+        )
+
+    def _new_rows(self, like: torch.Tensor, width: int) -> torch.Tensor:
+        """Allocate as many rows as `like` has."""
+        return like.new_empty(len(like), width)
 
     def check(self) -> None:
         torch.cuda.synchronize(self.world.device)  # bounded, because every wait of the kernels is
@@ -248,8 +271,8 @@ class FusedBackend:
 
     def close(self, together: bool) -> None:
         torch.cuda.synchronize(self.world.device)
-        if self._of_bytes is not None:
-            self._of_bytes.close(together)
+        if self._carrier is not None and self._carrier.backend is not self:
+            self._carrier.backend.close(together)
         self._refusals.close()
         if self._own_workspace:
             self.workspace.close()

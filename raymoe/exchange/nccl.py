@@ -16,7 +16,7 @@ from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
 from raymoe.exchange.refusal import NO_REFUSAL, Refusal, raise_first, status_of
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.weight_bytes import check_width, combine_twice, gather_bytes, spread_bytes
+from raymoe.exchange.weight_bytes import check_width, combine_twice
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait, NcclGroup
@@ -224,9 +224,8 @@ class NcclAllgather:
         check_width(self._spec)
         home = got._home
         assert isinstance(home, Kept)
-        k_of_row = self._kernels.k_of_row(home.memory)
-        spread = spread_bytes(weights, k_of_row, self._spec.topk, rows)
-        gather_bytes(combine_twice(self, rows, spread, got, out), out_weights)
+        spread = self._kernels.spread_weights(weights, home, rows)
+        self._kernels.gather_weights(combine_twice(self, rows, spread, got, out), out_weights)
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
@@ -348,9 +347,8 @@ class NcclCollective:
         check_width(self._spec)
         state = got._home
         assert isinstance(state, _DispatchState)
-        k_of_row = self._kernels.k_of_row(state.kept.memory)
-        spread = spread_bytes(weights, k_of_row, self._spec.topk, rows)
-        gather_bytes(combine_twice(self, rows, spread, got, out), out_weights)
+        spread = self._kernels.spread_weights(weights, state.kept, rows)
+        self._kernels.gather_weights(combine_twice(self, rows, spread, got, out), out_weights)
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""

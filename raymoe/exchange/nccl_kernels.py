@@ -16,6 +16,13 @@ from raymoe.device.kernels import Function, Kernels, Launch, Shape
 from raymoe.device.params import Params
 from raymoe.device.rounds import DispatchMemory, Sizes
 from raymoe.device.stream_order import StreamOrder
+from raymoe.device.weight_bytes import (
+    GatherWeightsParams,
+    SpreadWeightsParams,
+    gather_source,
+    row_threads,
+    spread_source,
+)
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
@@ -238,6 +245,7 @@ class RoundKernels:
         self._make_numbering()
         self._make_moving()
         self._make_sums()
+        self._make_weights()
 
     def new_memory(self) -> torch.Tensor:
         """Allocate the memory that a dispatch keeps for its combine."""
@@ -343,14 +351,17 @@ class RoundKernels:
             _owner=owner,
         )
 
-    def k_of_row(self, kept: torch.Tensor) -> torch.Tensor:
-        """The k of the entry in each of C rows."""
-        sizes, begin, C = self._sizes, self._memory.places, self._capacity
-        entries = sizes.ranks * sizes.tokens * sizes.topk
-        places = kept[begin : begin + 4 * entries].view(torch.int32).long()  # -1: on another rank, or none
-        k = torch.arange(entries, device=kept.device) % sizes.topk
-        k_of_row = torch.zeros(C + 1, dtype=torch.int64, device=kept.device)
-        return k_of_row.scatter_(0, torch.where(places < 0, C, places).clamp(max=C), k)[:C]
+    def spread_weights(self, weights: torch.Tensor, kept: Kept, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows with the form of `rows` that hold the bytes of `weights`. Those of gaps are not written."""
+        spread = torch.empty_like(rows)
+        with self._launcher.ordered("combine") as stream:
+            self._spread_weights(stream, kept=kept.used_on(stream), weights=weights.contiguous(), rows=spread)
+        return spread
+
+    def gather_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
+        """Write the numbers that rows hold to `weights`, [T', K]. A row of NaN gives NaN."""
+        with self._launcher.ordered("combine") as stream:
+            self._gather_weights(stream, rows=rows, weights=weights, tokens=len(rows))
 
     @property
     def refused_words(self) -> torch.Tensor:
@@ -447,6 +458,24 @@ class RoundKernels:
             returned=self.blocks.returned,
             refused=self._refused,
         )
+
+    def _make_weights(self) -> None:
+        spec, sizes, launcher = self._spec, self._sizes, self._launcher
+        spreading, gathering = spread_source(spec.dtype), gather_source(spec.dtype)
+        spread = SpreadWeightsParams(
+            places=self._memory.places,
+            slot_tokens=sizes.tokens,
+            topk=sizes.topk,
+            entries=sizes.ranks * sizes.tokens * sizes.topk,
+            capacity=self._capacity,
+            row_bytes=spec.row_bytes,
+            row_threads=row_threads(spec.row_bytes),
+        )
+        gather = GatherWeightsParams(tokens=sizes.tokens, topk=sizes.topk, row_bytes=spec.row_bytes)
+        shape = self._shape(spreading, spread.blocks(launcher.threads))
+        self._spread_weights: ReadyKernel = launcher.ready(spreading, shape, spread)
+        shape = self._shape(gathering, gather.blocks(launcher.threads))
+        self._gather_weights: ReadyKernel = launcher.ready(gathering, shape, gather)
 
     def _shape(self, source: KernelSource, blocks: int) -> Shape:
         """A shape with as many blocks as there is work for, limited to those that can be resident at once."""

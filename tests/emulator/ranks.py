@@ -24,7 +24,7 @@ from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
 from raymoe.device.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.fused import FusedBackend
+from raymoe.exchange.fused import FusedBackend, WeightCarrier
 from raymoe.exchange.fused_chunks import FusedChunksBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
@@ -174,7 +174,8 @@ class EmulatedKernels:
 class EmulatedLaunch:
     """Enqueues on the rank's stream; the machine copies the parameters at that time, as a GPU does."""
 
-    def __init__(self, function: EmulatedFunction, shape: Shape, params: Params) -> None:
+    def __init__(self, function: EmulatedFunction, shape: Shape, params: Params, *, waits: bool = True) -> None:
+        del waits  # the machine holds all blocks at once
         self._function, self._shape = function, shape
         self.fields, self.sms = params.packed(), shape.blocks
 
@@ -246,6 +247,16 @@ class EmulatedBackend(FusedBackend):
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
         super().dispatch_known(self._place(x, True), got, out)
+
+    def _prepared_carrier(self) -> WeightCarrier:
+        with launched_on_machine():
+            return super()._prepared_carrier()
+
+    def _carrying_backend(self, spec: ExchangeSpec) -> FusedBackend:
+        return backend("fused", self.workspace, spec)
+
+    def _new_rows(self, like: torch.Tensor, width: int) -> torch.Tensor:
+        return self.new((len(like), width), like.dtype, "rows of bytes")
 
     def _in_machine(self, tokens: Tokens) -> Tokens:
         """Copy the tokens to memory of the machine."""
@@ -408,6 +419,16 @@ def spec_for(kind: str, **fields: Any) -> ExchangeSpec:
     return ExchangeSpec(**{"tokens": 20, "hidden": 64, "experts": 12, "topk": 3, "transport": transport, **fields})
 
 
+@contextmanager
+def launched_on_machine() -> Iterator[None]:
+    """Let backends make launches of the machine, and words of its memory."""
+    with ExitStack() as patched:
+        for module in ("fused", "fused_ll", "staged"):
+            patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
+        patched.enter_context(mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords))
+        yield
+
+
 def backend(
     name: str,
     workspace: Workspace,
@@ -422,12 +443,7 @@ def backend(
     def grids(self: Any, asked: Any) -> Any:
         return original_grids(self, asked) if shape is None else shape(*original_grids(self, asked))
 
-    modules = ("fused", "fused_ll", "staged")
-    with ExitStack() as patched:
-        for module in modules:
-            patched.enter_context(mock.patch(f"raymoe.exchange.{module}.Launch", EmulatedLaunch))
-        patched.enter_context(mock.patch("raymoe.exchange.fused.HostWords", EmulatedWords))
-        patched.enter_context(mock.patch.object(kind, "_grids", grids))
+    with launched_on_machine(), mock.patch.object(kind, "_grids", grids):
         made = kind(workspace.world, spec, workspace, workspace.world.gpu.sms if sms is None else sms)
         if made.keeps_places:
             made._prepared_known()  # here, where a launch is the machine's

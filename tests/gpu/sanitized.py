@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -34,6 +34,7 @@ from tests.gpu import test_exchange_gpu as exchange
 from tests.gpu.ranks import GPUS, GpuRanks
 from tests.gpu.test_exchange_gpu import WITH_WORKSPACE
 from tests.unit.exchange_cases import Case
+from tests.unit.gradient_cases import judge_gradients, run_gradients
 
 SIZE = 2
 WAIT_S, ANSWER_S, GRACE_S = 100.0, 240.0, 20.0
@@ -72,7 +73,7 @@ class Step:
 
 def steps() -> list[Step]:
     """Return all cases with the kinds mixed, so that a run that is cut short has run some of each."""
-    return mixed([copied(), streamed(), exchanged(), quantised(), in_halves(), refused()])
+    return mixed([copied(), streamed(), exchanged(), quantised(), in_halves(), refused(), gradients()])
 
 
 def mixed(kinds: Iterable[list[Step]]) -> list[Step]:
@@ -148,6 +149,21 @@ def refused() -> list[Step]:
         for fault, says in exchange.FAULTS
         for backend in WITH_WORKSPACE
     ]
+
+
+def gradients() -> list[Step]:
+    """Return forward and backward of each backend, in rows of each dtype and in rows that bytes of weights fill."""
+    found = []
+    for backend in WITH_WORKSPACE:
+        for dtype, hidden, bound in (("float32", 64, 2e-6), ("bfloat16", 64, 2e-2), ("float16", 8, 2e-2)):
+            spec = replace(exchange.SMALL, hidden=hidden, dtype=dtype, padding="zero")
+            case = Case(SIZE, spec, backend, ("masked", "repeated"), seed=3, weighted=False, prefix=True)
+            found.append(Step(f"{backend}: gradients of {dtype}, {hidden} wide", partial(_gradients, case, bound)))
+    return found
+
+
+def _gradients(case: Case, bound: float, ranks: GpuRanks) -> None:
+    judge_gradients(case, ranks.run(SIZE, run_gradients, case), bound)
 
 
 def name_of(case: Case) -> str:

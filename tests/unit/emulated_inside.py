@@ -19,8 +19,7 @@ from raymoe.device.params import Params
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu, RailParts
 from raymoe.exchange.nccl_kernels import Field, address
-from raymoe.exchange.spec import FP8, ExchangeSpec
-from raymoe.exchange.weight_bytes import byte_spec
+from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from tests.emulator.machine import Emulator
 from tests.emulator.ranks import backend, workspaces
@@ -63,12 +62,7 @@ class Inside:
         self.keeps_places, self.metadata_words = self._backend.keeps_places, self._backend.metadata_words
         self.refusal_record, self.pack = self._backend.refusal_record, self._backend.pack
         self.check, self.check_waits = self._backend.check, self._backend.check_waits
-        if spec.dispatch_wire != FP8:
-            self._backend._of_bytes = backend("fused", space, byte_spec(spec))
-            self._backend._of_bytes.combine = self._at_once(self._backend._of_bytes)
-        self.combine = self._backend.combine = self._at_once(self._backend)
-        self.combine_gradients = self._backend.combine_gradients
-        self.combine_tokens = self._at_once(self._backend, "combine_tokens")
+        self.combine, self.combine_tokens = self._at_once("combine"), self._at_once("combine_tokens")
 
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
         self._words = words
@@ -112,10 +106,21 @@ class Inside:
         got: Dispatched = self._backend.unpack(self._backend._place(metadata, True), rows, weights, ids)
         return got
 
+    def combine_gradients(
+        self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
+    ) -> None:
+        place = self._backend._place
+        y, entries = place(out), place(out_weights)
+        self._backend.combine_gradients(place(rows, True), place(weights, True), got, y, entries)
+        self._machine.run()
+        out.copy_(y)
+        out_weights.copy_(entries)
+
     def close(self, together: bool) -> None:
         """Do nothing: the machine owns the memory."""
 
-    def _at_once(self, of: Any, name: str = "combine") -> Callable[..., None]:
+    def _at_once(self, name: str) -> Callable[..., None]:
+        of = self._backend
         enqueue = getattr(of, name, None)
 
         def combine(
