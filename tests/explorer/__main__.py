@@ -21,6 +21,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--senders", type=int, default=1)
     parser.add_argument("--lanes", type=int, default=1, help="of each sender")
     parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--domains", type=int, default=1, help="of as many ranks each, whose rails are modelled")
+    parser.add_argument("--chunk", type=int, default=1, help="rows of a chunk of a crossing")
     parser.add_argument("--layout", choices=("expert", "rank"), default="expert")
     parser.add_argument("--own", choices=("", "slots", "copied"), default="", help="how a rank's own rows go")
     parser.add_argument(
@@ -41,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     dispatches = sum(word in ("D", "DS", "DT", "FD") for word in given.program.split())
-    routings = [full(given.ranks, given.tokens, own=bool(given.own)) for _ in range(max(dispatches, 1))]
+    routings = [full(given.ranks, given.tokens, bool(given.own), given.domains) for _ in range(max(dispatches, 1))]
     for dispatch in given.empty:
         routings[dispatch - 1] = empty(given.ranks)
     case = Case(
@@ -52,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         senders=given.senders,
         lanes=given.lanes,
         routers=given.routers,
+        domains=given.domains,
+        chunk=given.chunk,
         layout=given.layout,
         own=given.own,
         refused=tuple((int(rank), int(dispatch)) for rank, dispatch in (each.split(":") for each in given.refused)),

@@ -11,13 +11,17 @@ Routing = tuple[tuple[tuple[int, ...], ...], ...]
 """`routing[source][token]`: the ranks with an expert of the token. The source is among them where own rows matter."""
 
 
-def full(ranks: int, tokens: int = 1, own: bool = False) -> Routing:
-    """Every token goes to every other rank, with `own` also to its own rank.
+def full(ranks: int, tokens: int = 1, own: bool = False, domains: int = 1) -> Routing:
+    """Every token goes to every other rank of its domain, with `own` also to its own rank.
 
-    >>> full(3)
-    (((1, 2),), ((0, 2),), ((0, 1),))
+    >>> full(3), full(4, domains=2)
+    ((((1, 2),), ((0, 2),), ((0, 1),)), (((1,),), ((0,),), ((3,),), ((2,),)))
     """
-    to = [tuple(peer for peer in range(ranks) if own or peer != rank) for rank in range(ranks)]
+    size = ranks // domains
+    firsts = [rank // size * size for rank in range(ranks)]
+    to = [
+        tuple(peer for peer in range(first, first + size) if own or peer != rank) for rank, first in enumerate(firsts)
+    ]
     return tuple((each,) * tokens for each in to)
 
 
@@ -37,8 +41,9 @@ _PARTS = {"": "", "S": " send", "R": " receive", "T": " tell", "P": " push", "C"
 class Launch:
     """A kernel that every rank runs; `number` counts its kind from 1.
 
-    `kind`: dispatch, combine, copies (by the copy engine), use (reads `x` of dispatch `number`), or other (uses no
-    memory of the workspace). `path`: words, lines (the LL path), stages, or blocks (staged, rows by the copy engine).
+    `kind`: dispatch, combine, copies (by the copy engine), use (reads `x` of dispatch `number`), crossing (the next
+    dispatch's rows come in chunks), or other (uses no memory of the workspace). `path`: words, lines (the LL path),
+    stages, or blocks (staged, rows by the copy engine).
     """
 
     kind: str
@@ -47,6 +52,7 @@ class Launch:
     part: str = ""  # of a dispatch or combine; empty: all of it
     path: str = "words"
     known: bool = False  # a dispatch whose rows go to the places of dispatch `dispatch`
+    crossing: int = 0  # the crossing in which its rows come; 0: they are there
 
     @property
     def sends_metadata(self) -> bool:
@@ -67,7 +73,8 @@ class Launch:
 
     def __str__(self) -> str:
         lines = " in lines" * (self.path == "lines")
-        name = f"{'known ' * self.known}{self.kind}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
+        what = f"{'chunked ' * bool(self.crossing)}{'known ' * self.known}{self.kind}"
+        name = f"{what}{lines}{_PARTS[self.part] * (self.kind != 'copies')}"
         return f"{name} {self.number}" if self.number else name
 
 
@@ -82,6 +89,7 @@ class Case:
       DT DP DR        the stages of a staged dispatch: tell, push, receive
       BT BP BC BA BR  those by the copy engine: tell, pack, copy, announce, receive
       K KP KR         a dispatch of known routing: that of the latest other dispatch (K1: of the first); staged
+      X               a crossing: the rows of the next dispatch, D or K, come over the rail in chunks
       U1              a user's kernel reads `x` of dispatch 1
       N               a kernel that uses no memory of the workspace
     `routings`: of dispatch 1, 2, ...; repeated if they are too few.
@@ -96,6 +104,8 @@ class Case:
     senders: int = 1  # blocks that push rows
     lanes: int = 1  # of each
     routers: int = 1  # 0: head words announce nothing and there are no told entries, so that large cases are possible
+    domains: int = 1  # of as many ranks each, whose rails are modelled. 1: rows of other domains come at any time
+    chunk: int = 1  # rows of a chunk, of all domains
     layout: str = "expert"
     own: str = ""  # a rank's own rows: "" none, "slots" through slots (fp8), "copied" by placers
     refused: tuple[tuple[int, int], ...] = ()  # (rank, dispatch): by the counts, the rows do not fit there
@@ -110,12 +120,19 @@ class Case:
             raise ValueError(f"calls {self.calls}; {self.ranks} ranks make {launches} launches each, a letter for each")
         if any(len(routing) != self.ranks for routing in self.routings):
             raise ValueError(f"a routing for another number of ranks than {self.ranks}")
+        if self.ranks % self.domains or any(self._leaves_domain(routing) for routing in self.routings):
+            raise ValueError(f"{self.ranks} ranks in {self.domains} domains: of one size, and no row leaves its domain")
         if self.own == "slots" and any(launch.known for launch in self.launches()):
             raise ValueError("a dispatch of known routing with own rows through slots: rows as fp8 have no gradient")
         if self.late and not self.timeouts:
             raise ValueError("late threads without timeouts: no wait can have failed before they begin")
-        if self.own not in ("", "slots", "copied") or (self.own == "copied" and self.layout != "rank"):
-            raise ValueError(f"own rows {self.own!r} with layout {self.layout}; 'copied' is for layout rank")
+        crossings = [each for each in self.launches() if each.kind == "crossing"]
+        needed = self.layout == "rank" or crossings
+        if self.own not in ("", "slots", "copied") or (self.own == "copied" and not needed):
+            raise ValueError(f"own rows {self.own!r} with layout {self.layout}; 'copied' is for layout rank, and for X")
+        chunked = [each for each in self.launches() if each.crossing]
+        if len(chunked) != len(crossings) or any(each.part or each.path != "words" for each in chunked):
+            raise ValueError(f"a crossing without a dispatch in program {self.program!r}: a D or K follows each X")
         if max(launch.number for launch in self.launches()) > 7:
             raise ValueError("more than 7 operations of a kind; the model's memory has 3 bits for an epoch")
 
@@ -126,6 +143,42 @@ class Case:
     def tokens(self) -> int:
         """The most tokens of a rank."""
         return max(len(each) for routing in self.routings for each in routing)
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of a crossing."""
+        return -(-self.tokens // self.chunk)
+
+    def domain(self, rank: int) -> int:
+        return rank // (self.ranks // self.domains)
+
+    def domain_ranks(self, rank: int) -> range:
+        """The ranks of a rank's domain.
+
+        >>> case = Case(4, "D", (empty(4),), domains=2)
+        >>> case.domain_ranks(1), case.domain_ranks(2), case.rail(1)
+        (range(0, 2), range(2, 4), [3])
+        """
+        size = self.ranks // self.domains
+        return range(self.domain(rank) * size, (self.domain(rank) + 1) * size)
+
+    def rail(self, rank: int) -> list[int]:
+        """The other ranks of a rank's rail: those with its place in the other domains."""
+        size = self.ranks // self.domains
+        return [other for other in range(rank % size, self.ranks, size) if other != rank]
+
+    def _leaves_domain(self, routing: Routing) -> bool:
+        return any(
+            peer not in self.domain_ranks(rank) for rank, tokens in enumerate(routing) for to in tokens for peer in to
+        )
+
+    def dispatch_behind(self, crossing: Launch) -> Launch:
+        return next(each for each in self.launches() if each.crossing == crossing.number)
+
+    def index_of_crossing(self, number: int) -> int:
+        """The index of a crossing's launch in the program."""
+        launches = enumerate(self.launches())
+        return next(index for index, each in launches if each.kind == "crossing" and each.number == number)
 
     def refuses(self, dispatch: int, rank: int | None = None) -> bool:
         """Whether a rank, by default any rank, refuses the rows of a dispatch."""
@@ -156,14 +209,21 @@ class Case:
         ['dispatch 1', 'use 1', 'dispatch send 2', 'combine in lines 1', 'dispatch receive 2', 'combine 2', 'other']
         >>> [(str(each), each.dispatch) for each in Case(2, "D K C", (full(2),)).launches()]
         [('dispatch 1', 1), ('known dispatch 2', 1), ('combine 1', 1)]
+        >>> [str(each) for each in Case(2, "X D X K", (full(2),)).launches()]
+        ['crossing 1', 'chunked dispatch 1', 'crossing 2', 'chunked known dispatch 2']
         """
         found: list[Launch] = []
         counts = {"dispatch": 0, "combine": 0}
         path = "words"  # of the dispatch in progress
         routed = 0  # the latest dispatch that is not known
+        crossings, crossed = 0, 0  # in all, and before a dispatch
         for word in self.program.split():
             letters, given = _split_word(word)
             its_path, kind, part = _parse(letters, path)
+            if kind == "crossing":
+                crossings += 1
+                found.append(Launch(kind, crossings, 0))
+                continue
             if kind in ("use", "other"):
                 found.append(Launch(kind, given, given))
                 continue
@@ -175,7 +235,10 @@ class Case:
             path = path if kind == "combine" else its_path
             dispatch = given or (routed if known or kind == "combine" else counts["dispatch"])
             number = counts[kind] if kind == "combine" or known else dispatch
-            found.append(replace(launch, number=number, dispatch=dispatch))
+            crossing = 0
+            if kind == "dispatch" and crossed < crossings:
+                crossing = crossed = crossings
+            found.append(replace(launch, number=number, dispatch=dispatch, crossing=crossing))
         return tuple(_delay_uses(found) if self.fault is Fault.LATE_READ else found)
 
     def host_epoch(self, rank: int, index: int) -> int:
@@ -209,7 +272,7 @@ def _parse(letters: str, path: str) -> tuple[str, str, str]:
     if first == "D":
         ways = {"T": "stages", "P": "stages", "R": path}
         return ways.get(part, "words"), "dispatch", part
-    return "words", {"C": "combine", "U": "use", "N": "other"}[first], part
+    return "words", {"C": "combine", "U": "use", "N": "other", "X": "crossing"}[first], part
 
 
 def _delay_uses(launches: list[Launch]) -> list[Launch]:
@@ -227,8 +290,8 @@ def _delay_uses(launches: list[Launch]) -> list[Launch]:
 
 
 def _split_word(word: str) -> tuple[str, int]:
-    match = re.fullmatch(r"(F?[DC]|D[STPR]|B[TPCAR]|K[PR]?|C[SR]|U|N)(\d*)", word)
+    match = re.fullmatch(r"(F?[DC]|D[STPR]|B[TPCAR]|K[PR]?|C[SR]|U|N|X)(\d*)", word)
     if match is None:
-        words = "D DS DT DP DR FD BT BP BC BA BR K KP KR, C CS CR FC, U with a number, and N"
+        words = "D DS DT DP DR FD BT BP BC BA BR K KP KR, C CS CR FC, U with a number, N and X"
         raise ValueError(f"{word!r} in a program; it has {words}")
     return match[1], int(match[2] or 0)

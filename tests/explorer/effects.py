@@ -7,7 +7,7 @@ from tests.explorer.case import Case
 from tests.explorer.fault import Fault
 from tests.explorer.memory import KINDS, Memory
 from tests.explorer.state import BrokenError, Landing, Log, State
-from tests.explorer.steps import EPOCH_FACTOR, MAX_STEPS, OPERATION_MASK, REFUSED_BIT, Act, Step
+from tests.explorer.steps import EPOCH_FACTOR, MAX_STEPS, OPERATION_MASK, RAIL, REFUSED_BIT, Act, Step
 from tests.explorer.threads import threads
 
 RETURNED = 255  # instead of an epoch: the thread has left its kernel before its work was done
@@ -26,10 +26,19 @@ class Effects:
         for number, thread in enumerate(self.threads):
             by_rank[thread.rank][thread.launch].append(number)
         self.kernels = [[tuple(each) for each in kernels] for kernels in by_rank]
+        self.rails = [
+            [number for number, thread in enumerate(self.threads) if thread.role == RAIL and thread.rank == rank]
+            for rank in range(case.ranks)
+        ]  # in the order of their stream
+        if case.fault is Fault.RAIL_UNJOINED:
+            for number, thread in enumerate(self.threads):
+                if thread.role == RAIL:
+                    kernel = self.kernels[thread.rank][thread.launch]
+                    self.kernels[thread.rank][thread.launch] = tuple(each for each in kernel if each != number)
         self.joined = {
             number
             for thread in self.threads
-            if thread.role != "out"
+            if thread.role not in ("out", RAIL)
             for step in thread.steps
             if step.act is Act.JOIN
             for number in step.operands
@@ -39,6 +48,7 @@ class Effects:
         self.poison = [self.memory["poison", rank] for rank in ranks]
         self.failed = [self.memory["failed", rank] for rank in ranks]
         self.at_once = False  # whether words land when they are stored
+        self.never_quiet: frozenset[int] = frozenset()  # words that do not
 
     def step(self, state: State, number: int) -> Step:
         return self.steps[number][state.at[number]]
@@ -46,7 +56,7 @@ class Effects:
     def can_run(self, state: State, number: int, step: Step) -> bool:
         act = step.act
         if act is Act.WAIT:
-            seen, wanted = state.memory[step.at], step.value + step.scale * state.epoch[number]
+            seen, wanted = state.memory[step.at], self.wanted(state, number, step)
             return seen == wanted if self.case.fault is Fault.EQUAL else seen >= wanted
         if act is Act.DRAIN:
             return not any(
@@ -81,6 +91,8 @@ class Effects:
             self._use(state, number, step)
         elif act is Act.STORE_EPOCH:
             self._store_epoch(state, number, step)
+        elif act is Act.COUNT:
+            state.memory[step.at] += 1
         elif act is Act.JOIN and self._ends_early(state, number, step):
             steps = MAX_STEPS
         elif act is Act.SKIP_IF_REFUSED and state.memory[self._refusal(number)]:
@@ -98,10 +110,16 @@ class Effects:
                 return -1
         return step.at + step.stride * (epoch % 2)
 
+    def wanted(self, state: State, number: int, step: Step) -> int:
+        """The value of a word that a step stores or waits for."""
+        if step.operands:
+            return state.memory[step.operands[0]]
+        return step.value + step.scale * state.epoch[number]
+
     def stored(self, state: State, number: int, step: Step) -> int:
         """The value that a step stores."""
         if step.act is Act.STORE_WORD:
-            return step.value + step.scale * state.epoch[number]
+            return self.wanted(state, number, step)
         if step.act is Act.COPY and step.operands:
             return state.memory[step.operands[0]]
         refused = REFUSED_BIT if step.refusal and state.memory[step.refusal] else 0
@@ -111,6 +129,10 @@ class Effects:
         thread = self.threads[number]
         if log:
             log(f"{wording.thread_name(self, number)}: FAILS, or finds that another has")
+        if thread.role == RAIL:  # an abort ends the rail for ever; what waits for its rows fails by itself
+            state.memory[self.memory["ended rail", thread.rank]] = 1
+            self._advance(state, number, min(state.at[number] + 1 + self.step(state, number).skips, self.ends[number]))
+            return
         state.memory[self.failed[thread.rank]] = 1
         ends = self.ends[number]
         if self.case.fault is Fault.UNPOISONED:  # the run counts as done
@@ -135,6 +157,11 @@ class Effects:
         poison = self.poison[thread.rank]
         state.memory[poison] = state.memory[poison] or thread.launch + 1
 
+    def _in_workspace(self, number: int) -> bool:
+        """Whether the thread belongs to a kernel that reads the poison."""
+        thread = self.threads[number]
+        return self.launches[thread.launch].kind in KINDS and thread.role != RAIL
+
     def _is_poisoned(self, state: State, number: int) -> bool:
         """Whether its rank was poisoned before its kernel began."""
         thread = self.threads[number]
@@ -142,7 +169,11 @@ class Effects:
 
     def _enter(self, state: State, number: int) -> None:
         thread, launch = self.threads[number], self.launches[self.threads[number].launch]
-        in_workspace = launch.kind in KINDS
+        if thread.role == RAIL:  # it knows no epoch and no poison
+            ended = self.case.timeouts and state.memory[self.memory["ended rail", thread.rank]]
+            self._advance(state, number, self.ends[number] if ended else 1)
+            return
+        in_workspace = self._in_workspace(number)
         if in_workspace and self._is_poisoned(state, number) and self.case.fault is not Fault.POISON_UNREAD:
             if not state.memory[self.failed[thread.rank]]:
                 raise BrokenError(f"{wording.thread_name(self, number)} does nothing, and no wait has failed")
@@ -158,10 +189,11 @@ class Effects:
 
     def _store(self, state: State, number: int, step: Step) -> None:
         thread = self.threads[number]
-        if self._is_poisoned(state, number) and step.act is not Act.COPY:  # a copy cannot be cancelled
+        # A copy cannot be cancelled, and a rail does not know of the poison.
+        if self._is_poisoned(state, number) and step.act is not Act.COPY and self._in_workspace(number):
             raise BrokenError(f"rank {thread.rank} stores in an operation that began poisoned")
         at, value = self.address(state, number, step), self.stored(state, number, step)
-        if step.act is Act.STORE_WORD and self.at_once:
+        if step.act is Act.STORE_WORD and self.at_once and at not in self.never_quiet:
             state.memory[at] = value
         else:
             state.pending.append(Landing(at, thread.launch * MAX_STEPS + state.at[number], value, number))

@@ -45,6 +45,20 @@ class Fault(Enum):
     PACKED_EARLY = "rows are packed before the peers have begun the dispatch"
     COPIED_FROM_X = "rows are copied directly from x"
 
+    # Rows that come in chunks.
+    CHUNK_BEFORE_ROWS = "a chunk is announced before its rows have landed"
+    CHUNK_UNFENCED = "a row of x is loaded before its chunk's word has been seen"
+    CHUNK_UNHEARD = "rows of x are loaded without a wait"
+    FIRST_CHUNK_ONLY = "rows of every chunk are loaded after the first chunk's word"
+    COUNTED_BESIDE = "the rail counts the crossing, beside the dispatch that reads its number"
+    BAKED_CROSSING = "the host passes the number of the crossing, so a graph repeats that of its capture"
+    CHUNK_RESET = "a chunk's word is a flag, and the last block out of the dispatch resets it"
+    CROSSING_EARLY = "a crossing begins before the dispatch before it has ended"
+    RAIL_UNJOINED = "the stream of the dispatch goes on before all chunks have come"
+    CROSSING_BEHIND = "a crossing begins behind the dispatch that waits for its rows"
+    RAIL_UNASKED = "a rail stores rows at a rank that has not begun the crossing"
+    ABORT_ANNOUNCED = "a chunk is announced whose gather was ended by an abort"
+
     # The LL path.
     LINE_UNCHECKED = "a line is read without a check of its epoch"
     LINE_IN_GRANULES = "a line arrives in pieces, and the piece with its epoch at any time"

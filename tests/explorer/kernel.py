@@ -18,7 +18,7 @@ class Kernel:
     def __init__(self, case: Case, memory: Memory, launch: Launch, rank: int, first: int) -> None:
         self.case, self.memory, self.launch, self.rank, self.first = case, memory, launch, rank, first
         own = case.own == "slots" and launch.kind == "dispatch"
-        self.peers = [peer for peer in range(case.ranks) if own or peer != rank]
+        self.peers = [peer for peer in case.domain_ranks(rank) if own or peer != rank]
         self.routing = case.routing(launch.dispatch) if launch.dispatch else ()
         # The number of the operation, which a slot must hold. Only the model knows it; kernels know epochs.
         self.tag = launch.number

@@ -13,6 +13,7 @@ orders. Such steps are *quiet*: running one at once, and nothing else, loses no 
 - The landing of a line is quiet if no thread has yet to poll for the present contents: a later poll cannot end before
   the line has landed. Polls are not quiet.
 - Where a planted bug breaks these reasons (words that shrink, kernels that overlap), the steps are not quiet either.
+  A bug of a crossing breaks them only for the words of chunks, and for the number of the crossing.
 
 **Waits that fail.** A thread that waits has no effect on others. Its failure is seen by later kernels of its rank, and
 by threads of its own kernel that begin late, which return at once. In a case with late threads any thread may do that,
@@ -37,8 +38,10 @@ NOT_WAITING = {  # kinds of kernels that begin as dependents and do not wait for
     Fault.USER_WITHOUT_WAIT: ("use",),
     Fault.NEIGHBOUR_WITHOUT_WAIT: ("other",),
 }
+RAILS_APART = (Fault.CROSSING_EARLY, Fault.RAIL_UNJOINED)
 UNORDERED = (*NOT_WAITING, Fault.EPOCH_BY_FIRST_OUT)
 SHRINKING = (Fault.BAKED_EPOCH, Fault.EQUAL, *UNORDERED)
+CHUNKS_UNORDERED = (*RAILS_APART, Fault.BAKED_CROSSING, Fault.CHUNK_RESET, Fault.COUNTED_BESIDE)
 LINES_APART = (Fault.SHARED_EPOCH, Fault.LINE_UNCHECKED, Fault.OWN_UNHEARD, Fault.UNORDERED_LINES)
 
 
@@ -70,7 +73,9 @@ class Machine(Effects):
         if reduced and monotone:
             self.quiet.add(Act.WAIT)
         if reduced and case.fault not in UNORDERED:
-            self.quiet |= {Act.ENTER, Act.STORE_EPOCH}
+            self.quiet |= {Act.ENTER, Act.STORE_EPOCH, Act.COUNT}
+        if case.fault in CHUNKS_UNORDERED:
+            self.never_quiet = frozenset(self.memory.chunk_words)
         lines = self.memory.lines_from < self.memory.words_from
         self._lines_at_once = self.at_once and lines and case.fault not in LINES_APART
         self._lookers = self._find_lookers()
@@ -120,7 +125,8 @@ class Machine(Effects):
                     steps, end = self.steps[number], self.ends[number]
                     while (at := state.at[number]) < end:
                         step = steps[at]
-                        if step.act not in self.quiet or not self.can_run(state, number, step):
+                        quiet = step.act in self.quiet and step.at not in self.never_quiet
+                        if not quiet or not self.can_run(state, number, step):
                             break
                         if step.act is Act.STORE_WORD:
                             waiting.add(self.memory.owners[step.at])
@@ -200,14 +206,25 @@ class Machine(Effects):
     def _running_on(self, state: State, rank: int) -> list[int]:
         at, ends, kernels = state.at, self.ends, self.kernels[rank]
         oldest = state.memory[self.oldest[rank]]
+        rails = self._rail_apart(state, rank, oldest)
         if oldest == len(kernels):
-            return []
+            return rails
         found = [number for number in kernels[oldest] if at[number] < ends[number]]
         for index in range(oldest + 1, len(kernels) if self._not_waiting else 0):
             if not self._begins_beside(state, rank, index):
                 break
             found += [number for number in kernels[index] if at[number] < ends[number]]
-        return found
+        return found + [number for number in rails if number not in found]
+
+    def _rail_apart(self, state: State, rank: int, oldest: int) -> list[int]:
+        """The rail's thread, if a fault lets it run beside the launches of another dispatch."""
+        rails = self.rails[rank]
+        ended = sum(state.at[number] == self.ends[number] for number in rails)
+        if self.case.fault not in RAILS_APART or ended == len(rails):
+            return []
+        early = self.case.fault is Fault.CROSSING_EARLY and ended > 0
+        behind = rails[ended - early]  # it begins when the launches before this thread's dispatch have ended
+        return [rails[ended]] if self.threads[behind].launch <= oldest else []
 
     def _begins_beside(self, state: State, rank: int, index: int) -> bool:
         """Whether a dependent launch may begin: all blocks of the kernel before it have begun, or have ended."""

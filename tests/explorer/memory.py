@@ -19,15 +19,21 @@ class Memory:
         self.names: list[str] = []
         self.owners: dict[int, int] = {}  # the rank whose threads wait for a word that crosses ranks
         self.writers: dict[int, int] = {}  # of slots and lines with two buffers
+        self.chunk_words: list[int] = []  # words of chunks, and numbers of crossings
         self._index: dict[tuple[object, ...], int] = {}
         ranks = range(case.ranks)
-        self._pairs = [(owner, writer) for owner in ranks for writer in ranks if owner != writer or case.own]
+        self._pairs = [
+            (owner, writer) for owner in ranks for writer in case.domain_ranks(owner) if owner != writer or case.own
+        ]
         launches = [launch for launch in case.launches() if launch.kind in KINDS]
         in_words = any(launch.path != "lines" for launch in launches)
         if in_words:
             self._add_slots()
         if any(launch.path == "blocks" for launch in launches):
             self._add_blocks()
+        crossings = any(launch.kind == "crossing" for launch in case.launches())
+        if crossings:
+            self._add_x()
         if case.fault is Fault.LINE_IN_GRANULES:
             self._add_buffers("dispatch", [("granule", token) for token in range(case.tokens)])
             self._add_buffers("combine", [("granule", token) for token in range(case.tokens)])
@@ -37,6 +43,8 @@ class Memory:
         self.words_from = len(self.names)
         if in_words:
             self._add_words()
+        if crossings:
+            self._add_chunks()
         self._add_own()
 
     def __getitem__(self, key: tuple[object, ...]) -> int:
@@ -77,6 +85,25 @@ class Memory:
                 for token in range(self._case.tokens):
                     name = f"block row {token} of rank {writer} at rank {owner}"
                     self._index["block", owner, writer, token] = self._add(name)
+
+    def _add_x(self) -> None:
+        """The rows that come in chunks. They have one buffer."""
+        for rank in range(self._case.ranks):
+            for token in range(self._case.tokens):
+                self._index["x", rank, token] = self._add(f"x row {token} of rank {rank}")
+
+    def _add_chunks(self) -> None:
+        """The words of chunks, of crossings, and those by which the ranks of a rail meet in each gather."""
+        for rank in range(self._case.ranks):
+            for chunk in range(self._case.chunks):
+                self._add_word(rank, ("chunk", rank, chunk), f"word of chunk {chunk} of rank {rank}")
+                self.chunk_words.append(self["chunk", rank, chunk])
+            for other in self._case.rail(rank):
+                self._add_word(rank, ("begun", rank, other), f"gathers that rank {other} has begun, at rank {rank}")
+                self._add_word(rank, ("came", rank, other), f"gathers whose rows of rank {other} are at rank {rank}")
+            self._index["crossing", rank] = self._add(f"crossings of rank {rank}")
+            self.chunk_words.append(self["crossing", rank])
+            self._index["ended rail", rank] = self._add(f"whether the rail of rank {rank} has been ended")
 
     def _add_lines(self) -> None:
         lines = [("line", token) for token in range(self._case.tokens)]

@@ -92,6 +92,7 @@ def planted(fault: Fault, ranks: int) -> Planted:
             case("D C D C", routings=(one_row,), **refused),
             "dispatch 2, .* does nothing, and no wait has failed",
         ),
+        **_planted_in_chunks(fault, ranks),
         Fault.LINE_UNCHECKED: (case("FD"), f"line 0 .*{_NEVER}"),
         Fault.LINE_IN_GRANULES: (case("FD"), f"granule 0 .*{_NEVER}"),
         # Dispatch 1 does not fit on rank 1, so no thread polls its line there.
@@ -100,6 +101,65 @@ def planted(fault: Fault, ranks: int) -> Planted:
             f"{_STUCK}.*rank 1, dispatch in lines 3.*sees dispatch line . .*epoch 1",
         ),
     }[fault]
+
+
+def _planted_in_chunks(fault: Fault, ranks: int) -> dict[Fault, Planted]:
+    """Bugs of the words of chunks, which a sender finds: its row of x is not the one that it needs."""
+    case = _cases(fault, ranks)
+    one_row: Routing = (((1,),), *empty(ranks)[1:])
+    two_rows: Routing = (((1,), (1,)), *empty(ranks)[1:])
+    first_row: Routing = (((1,), ()), *empty(ranks)[1:])
+    alone: Routing = tuple(((rank,),) * ranks for rank in range(ranks))
+    never = rf"dispatch 1, lane 0: READS x row \d of rank \d = {_NEVER}"
+    old = r"dispatch 2, lane 0: READS x row \d of rank \d = operation 1; it needs operation 2"
+    new = rf"dispatch 1, lane 0: READS x row \d of rank \d = {_STALE}"
+    return {
+        Fault.CHUNK_BEFORE_ROWS: (case("X D", routings=(one_row,)), never),
+        Fault.CHUNK_UNFENCED: (case("X D", routings=(one_row,)), never),
+        Fault.CHUNK_UNHEARD: (case("X D", routings=(one_row,)), never),
+        Fault.FIRST_CHUNK_ONLY: (case("X D", routings=(two_rows,)), never),
+        Fault.COUNTED_BESIDE: (case("X D", routings=(one_row,)), never),
+        Fault.BAKED_CROSSING: (
+            case("X D X D", routings=(one_row,), calls=("eerr",) * ranks),
+            old,
+        ),
+        # No thread waits for the second chunk of dispatch 1, so its word may come after the reset.
+        Fault.CHUNK_RESET: (case("X D X D", routings=(first_row, two_rows)), old),
+        Fault.CROSSING_EARLY: (case("X D X D", routings=(one_row,)), new),
+        # The second chunk of dispatch 1 is announced with the number of crossing 2.
+        Fault.RAIL_UNJOINED: (case("X D X D", routings=(first_row, two_rows)), old),
+        Fault.CROSSING_BEHIND: (case("X D", routings=(one_row,)), f"{_STUCK}.*dispatch 1, lane 0: waits for word of"),
+        # A domain for each rank: a placer reads its own row, and only the rail keeps the ranks together.
+        Fault.RAIL_UNASKED: (
+            case("X D X D", routings=(alone,), domains=ranks, chunk=ranks, own="copied"),
+            rf"dispatch 1, placer of own rows: READS x row \d of rank \d = {_STALE}",
+        ),
+        Fault.ABORT_ANNOUNCED: (case("X D", routings=(one_row,), timeouts=True), never),
+    }
+
+
+def planted_in_placers() -> dict[Fault, Planted]:
+    """The same for a placer, which also reads rows of x: those of its own rank. One rank is enough."""
+    one_row: Routing = (((0,),),)
+    two_rows: Routing = (((0,), (0,)),)
+    first_row: Routing = (((0,), ()),)
+    made = {
+        Fault.CHUNK_BEFORE_ROWS: ("X D", {}, _NEVER),
+        Fault.CHUNK_UNFENCED: ("X D", {}, _NEVER),
+        Fault.CHUNK_UNHEARD: ("X D", {}, _NEVER),
+        Fault.FIRST_CHUNK_ONLY: ("X D", {"routings": (two_rows,)}, _NEVER),
+        Fault.COUNTED_BESIDE: ("X D", {}, _NEVER),
+        Fault.BAKED_CROSSING: ("X D X D", {"calls": ("eerr",)}, "operation 1; it needs operation 2"),
+        Fault.CHUNK_RESET: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
+        Fault.CROSSING_EARLY: ("X D X D", {}, _STALE),
+        Fault.RAIL_UNJOINED: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
+        Fault.CROSSING_BEHIND: ("X D", {}, f"{_STUCK}.*placer of own rows: waits for word of chunk 0"),
+        Fault.ABORT_ANNOUNCED: ("X D", {"timeouts": True}, _NEVER),
+    }
+    return {
+        fault: (Case(1, program, **{"routings": (one_row,), "fault": fault, "own": "copied"} | fields), pattern)
+        for fault, (program, fields, pattern) in made.items()
+    }
 
 
 def planted_in_lines(ranks: int) -> dict[Fault, Planted]:

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 MAX_STEPS = 255  # more than any thread has
+RAIL = "rail"  # the role of a thread on a stream of its own
 
 # A slot holds the number of the operation that filled it, which only the model knows. A line also holds its epoch.
 OPERATION_MASK = 15
@@ -20,8 +21,8 @@ class Act(IntEnum):
     ENTER = 0  # wait for the stream, check the poison, read the epoch
     STORE = 1  # store into a slot
     DRAIN = 2  # wait until the stores of threads `operands` before their step `value` have landed
-    STORE_WORD = 3
-    WAIT = 4  # wait until a word is at least `value`
+    STORE_WORD = 3  # `value`, or what word `operands` holds
+    WAIT = 4  # wait until a word is at least `value`, or what word `operands` holds
     READ = 5  # read slots `operands`, which must be of this operation
     USE = 6  # read a slot in a user's kernel, by the parity of its dispatch
     JOIN = 7  # wait until threads `operands` have ended: the ticket
@@ -33,6 +34,7 @@ class Act(IntEnum):
     TAKE_ROW = 13  # take a row as lane `value`, or skip the next `skips` steps if another lane has taken it
     SKIP_UNLESS_TAKEN = 14  # skip the next `skips` steps unless lane `value` has taken the row
     COPY = 15  # copy `operands`, by the copy engine
+    COUNT = 16  # add 1 to a word of this rank
 
 
 class Step(NamedTuple):

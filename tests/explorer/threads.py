@@ -1,7 +1,8 @@
 """The protocol as the steps of all threads that take part.
 
 A thread of the model stands for a part of a kernel: a lane that sends rows, a router, a placer, the last block out.
-words.py has the path with words, blocks.py its differences where rows go by the copy engine, lines.py the LL path.
+words.py has the path with words, lines.py the LL path. blocks.py and chunks.py have the differences where rows go by
+the copy engine, and where they come in chunks.
 `docs/protocol.md` describes the same protocol, and the kernels implement it.
 """
 
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 from tests.explorer.blocks import BlockKernel
 from tests.explorer.case import Case, Launch
+from tests.explorer.chunks import ChunkedKernel, CrossingKernel
 from tests.explorer.kernel import Kernel
 from tests.explorer.lines import LineKernel
 from tests.explorer.memory import Memory
@@ -24,6 +26,10 @@ def _kernel(case: Case, memory: Memory, launch: Launch, rank: int, first: int) -
     in_workspace = launch.kind in ("dispatch", "combine", "copies")
     if launch.kind == "combine":
         launch = replace(launch, dispatch=case.combined(rank, launch.number))
+    if launch.kind == "crossing":
+        return CrossingKernel(case, memory, launch, rank, first)
+    if launch.crossing:
+        return ChunkedKernel(case, memory, launch, rank, first)
     return (_PATHS[launch.path] if in_workspace else Kernel)(case, memory, launch, rank, first)
 
 

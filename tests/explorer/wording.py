@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _TEXTS = {
     Act.ENTER: "enters",
+    Act.COUNT: "counts a crossing",
     Act.DRAIN: "its stores have landed",
     Act.JOIN: "joins the other threads",
     Act.MAY_FAIL: "goes on",
@@ -49,7 +50,7 @@ def _step_text(effects: Effects, state: State, number: int) -> str:
         at = effects.address(state, number, now)
         return f"READS {_content(effects, at, state.memory[at])}" if at >= 0 else "finds counts of 0"
     if now.act is Act.WAIT:
-        wanted = now.value + now.scale * state.epoch[number]
+        wanted = effects.wanted(state, number, now)
         return f"waits for {_content(effects, now.at, wanted)}, sees {_value(effects, now.at, state.memory[now.at])}"
     if now.act is Act.STORE_EPOCH:
         return f"stores its epoch {state.epoch[number]}"

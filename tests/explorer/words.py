@@ -25,8 +25,8 @@ class WordKernel(Kernel):
             role = "placer" if self.launch.kind == "dispatch" else "summer"
             for peer in self.peers:
                 roles[f"{role} of {peer}"] = list(self._reader(peer))
-            if self.case.own == "copied" and self.launch.kind == "dispatch" and not self.launch.known:
-                roles["placer of own rows"] = list(self._own_placer(self.first + len(roles)))
+            if self.has_own_placer():
+                roles["placer of own rows"] = list(self.own_placer(self.first + len(roles)))
         roles["out"] = list(self._out(len(roles)))
         return roles
 
@@ -49,21 +49,39 @@ class WordKernel(Kernel):
             ]
 
     def _pushes(self, lane: int, thread: int) -> list[Step]:
-        """Push the rows that no other lane takes. A row's word follows after YOUNGER more rows."""
+        """Push the rows that no other lane takes.
+
+        A row's word follows after YOUNGER more rows, or before the lane waits for the next chunk of x.
+        """
         ahead = (
             1 + (self.case.timeouts and self.case.late) + len(self.unless_refused([]))
         )  # ENTER, MAY_FAIL, SKIP_IF_REFUSED
         steps: list[Step] = []
         begins = []  # the first step of each row's stores
+        announced, from_x = 0, self.reads_of_x()
         for token in range(self.case.tokens):
-            begins.append(len(steps) + ahead)
+            if self.launch.crossing and token % self.case.chunk == 0:
+                for earlier in range(announced, token):
+                    steps += self._row_words(lane, earlier, thread, MAX_STEPS)
+                announced = token
+            begins.append(self._length(steps) + ahead)
             pushed = [self.store("row", peer, token) for peer in self.peers if token in self.rows(self.rank, peer)]
-            steps += self._only_one_lane(Act.TAKE_ROW, lane, token, pushed)
-            if token >= YOUNGER:
-                steps += self._row_words(lane, token - YOUNGER, thread, begins[token - YOUNGER + 1])
-        for token in range(max(0, self.case.tokens - YOUNGER), self.case.tokens):
+            row = [*from_x[token], *pushed] if pushed else []
+            steps += self._only_one_lane(Act.TAKE_ROW, lane, token, row)
+            if token >= announced + YOUNGER:
+                steps += self._row_words(lane, announced, thread, begins[announced + 1])
+                announced += 1
+        for token in range(announced, self.case.tokens):
             steps += self._row_words(lane, token, thread, MAX_STEPS)
         return steps
+
+    def reads_of_x(self) -> list[list[Step]]:
+        """For each token, the steps in which its row of x is awaited and read; none where all rows are there."""
+        return [[] for _ in range(self.case.tokens)]
+
+    def _length(self, steps: list[Step]) -> int:
+        """The number of steps with the points at which waits may fail."""
+        return len(steps) + self.case.timeouts * sum(step.act is Act.WAIT for step in steps)
 
     def _row_words(self, lane: int, token: int, thread: int, until: int) -> list[Step]:
         """The words of a row; with stages there are none."""
@@ -84,7 +102,7 @@ class WordKernel(Kernel):
         if self.launch.path == "stages":
             return steps if token % lanes == lane else []
         at = self.memory["taken", self.rank, self.launch.kind, token]
-        return [Step(act, at, value=lane + 1, skips=len(steps)), *steps]
+        return [Step(act, at, value=lane + 1, skips=self._length(steps)), *steps]
 
     def _after_drain(self, of: tuple[int, ...], until: int, words: list[Step]) -> list[Step]:
         """Words behind a drain of the stores that threads `of` make before their step `until`."""
@@ -158,7 +176,10 @@ class WordKernel(Kernel):
         if self._parts():
             yield self.as_statuses(self.read("told", self.status_ranks(), 0), skips)
 
-    def _own_placer(self, thread: int) -> Iterator[Step]:
+    def has_own_placer(self) -> bool:
+        return self.case.own == "copied" and self.launch.kind == "dispatch" and not self.launch.known
+
+    def own_placer(self, thread: int) -> Iterator[Step]:
         """With layout rank: copy this rank's own rows into their slots."""
         yield from self.heads()
         if not self.refuses():
@@ -180,9 +201,14 @@ class WordKernel(Kernel):
                 yield from self.await_done_words()
             if self.launch.kind == "combine" and self.has_fault(Fault.REFUSAL_UNCOUNTED):
                 yield from self._statuses()
+        yield from self.last_steps()
         stores = self.launch.sends if self.has_fault(Fault.EPOCH_BY_SEND) else self.launch.receives
         if stores and not self.has_fault(Fault.EPOCH_BY_FIRST_OUT):
             yield epoch
+
+    def last_steps(self) -> Iterator[Step]:
+        """The steps of the last block out before it stores the epoch."""
+        yield from ()
 
     def await_done_words(self) -> Iterator[Step]:
         """Wait for the done words of all senders of all ranks; blocks have one sender."""

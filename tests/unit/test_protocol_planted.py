@@ -15,7 +15,7 @@ import pytest
 
 from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
-from tests.explorer.planted import planted, planted_in_known, planted_in_lines
+from tests.explorer.planted import planted, planted_in_known, planted_in_lines, planted_in_placers
 from tests.explorer.search import explore
 
 ALL = {
@@ -30,6 +30,7 @@ ALL = {
         for ranks in (2, 3)
         for fault, made in planted_in_known(ranks).items()
     },
+    **{f"{fault.name.lower()} in placers-1": made for fault, made in planted_in_placers().items()},
 }
 FILLED = (full(3), empty(3), full(3))  # a rank that is overwritten in epoch 3 got only words in epoch 2
 ONE_WAY: Routing = (((1,),), ((),))
@@ -78,6 +79,8 @@ def test_an_epoch_from_the_host_fails_unless_every_call_is_eager():
         Case(3, "D D D", FILLED, Fault.NO_LAST_WORDS, routers=0),
         Case(2, "FD FD FD", (full(2),), Fault.UNPOISONED, timeouts=True),
         Case(2, "D U1", (full(2, own=True),), Fault.OWN_UNHEARD, own="slots", layout="rank"),
+        Case(1, "X D X D X D", (full(1, 2, own=True),), Fault.EQUAL, own="copied"),
+        Case(1, "X D X D X D", (full(1, 2, own=True),), Fault.RAIL_UNJOINED, own="copied"),
     ],
     ids=lambda case: case.fault.name.lower(),
 )
@@ -89,6 +92,8 @@ def test_a_fault_does_no_harm_where_its_rule_is_not_needed(case):
     - A line that a rank overwrites after a failed wait is missed, not misread.
     - A rank's own words matter only to placers. Where rows stay in slots, its senders have awaited their rows before
       the kernel ends.
+    - The word of a chunk is never ahead of the crossing for which its reader waits.
+    - A rank that waits for every chunk does not leave its rail behind.
     """
     assert not broken_by(case)
 
@@ -147,3 +152,10 @@ def test_the_plain_search_finds_the_same_faults(fault, program):
     plain, reduced = explore(case, reduced=False, deep=True), explore(case, deep=True)
     assert plain.broken
     assert reduced.broken
+
+
+@pytest.mark.parametrize("made", planted_in_placers().values(), ids=lambda made: made[0].fault.name.lower())
+def test_the_plain_search_finds_the_same_faults_of_chunks(made):
+    case, how = made
+    found = explore(case, reduced=False)
+    assert re.search(how, found.broken), str(found)
