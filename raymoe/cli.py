@@ -149,7 +149,8 @@ def validate(config: Config, sets: Sets = None) -> None:
     """Check a config, and print all its problems."""
     job = _load(config, sets)
     cases = len(job.cases())
-    valid = f"is valid: {job.workload} on {job.world.ranks} ranks, {cases} case{'s' * (cases > 1)}"
+    ranks = job.world.ranks
+    valid = f"is valid: {job.workload} on {ranks} rank{'s' * (ranks > 1)}, {cases} case{'s' * (cases > 1)}"
     print_result(f"{printable(config)} {valid}\n")
 
 

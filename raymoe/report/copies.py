@@ -131,7 +131,8 @@ def ranks_on(lines: Sequence[Line]) -> str:
     '2/4 ranks on cpu and NVIDIA H200'
     """
     ranks, devices = ([*dict.fromkeys(str(line[key]) for line in lines)] for key in ("ranks", "device"))
-    return f"{'/'.join(ranks[:MOST_NAMED])} ranks on {' and '.join(devices[:MOST_NAMED])}"
+    many = "s" * (ranks != ["1"])
+    return f"{'/'.join(ranks[:MOST_NAMED])} rank{many} on {' and '.join(devices[:MOST_NAMED])}"
 
 
 MOST_NAMED = 4

@@ -247,6 +247,15 @@ def timeline(first: str, file: str, run: str) -> Table:
     return Table("experiments/timeline.md", first, points | {"by the clock": Column(file, run, keys)}, tokens)
 
 
+def part(cell: str) -> Mapping[str, object]:
+    return {"op": cell.strip("`")}
+
+
+def layer_parts(first: str, run: str, counts: tuple[int, ...]) -> Table:
+    columns = {str(count): Column("layer_h200", run, {"tokens": count, "l2": "cold"}) for count in counts}
+    return Table("layer.md", first, columns, part)
+
+
 TABLES = [
     performance("tokens, 4× H200", ("bench_exchange_h200x4", "unnt"), ("bench_exchange_fp8_h200x4", "rzwe")),
     performance("tokens, 2× H200", ("bench_exchange_h200x2", "csun"), ("bench_exchange_fp8_h200x2", "oxzr")),
@@ -268,6 +277,8 @@ TABLES = [
     stages_of_rows("rms_norm_fp8"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
     timeline("tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
+    layer_parts("forward, tokens", "dnoq", (1, 128, 4096)),
+    layer_parts("with gradients, tokens", "ncsd", (128, 4096)),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
 ]
