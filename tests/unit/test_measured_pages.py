@@ -222,6 +222,12 @@ def gradient_of_swiglu() -> Table:
     return Table("kernels.md", f"`{op}`, rows", columns, tokens)
 
 
+def beside_liger() -> Table:
+    names = ("raymoe", "compile", "liger", "copy", "own_copy")
+    columns = {f"`{name}`": Column("norm_liger_h200", "oddl", {"backend": name}) for name in names}
+    return Table("kernels.md", "beside Liger", columns, part)
+
+
 def stages_of_rows(op: str) -> Table:
     def column(backend: str, stages: int) -> Column:
         return Column("norm_sms_h200", "svoo", {"backend": backend, "op": op, "case stages": stages})
@@ -273,6 +279,7 @@ TABLES = [
     zipf("tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
     systems_of_rows(),
     gradient_of_swiglu(),
+    beside_liger(),
     stages_of_rows("rms_norm"),
     stages_of_rows("rms_norm_fp8"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
