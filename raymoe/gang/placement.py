@@ -66,16 +66,21 @@ def device_for(job: Job) -> str:
     return kind_of_ranks(job) or ("cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu")
 
 
-def bundle_for(world: WorldSection, device: str) -> dict[str, float]:
-    """Return the resources of one rank.
+def bundle_for(world: WorldSection, device: str, sharers: int) -> dict[str, float]:
+    """Return the resources of one rank. With `share_gpu`, so many ranks take one GPU together.
 
     >>> shared = WorldSection(ranks=4, device="cuda", share_gpu=True)
-    >>> bundle_for(WorldSection(ranks=4, cpus=0.5), "cpu"), bundle_for(shared, "cuda")
+    >>> bundle_for(WorldSection(ranks=4, cpus=0.5), "cpu", 4), bundle_for(shared, "cuda", 4)
     ({'CPU': 0.5}, {'CPU': 0.5, 'GPU': 0.25})
+
+    Two domains on a node each take both GPUs whole:
+
+    >>> DomainPlan(2, 2, on_nodes=True).bundles(bundle_for(shared, "cuda", 2))
+    [{'CPU': 1.0, 'GPU': 1.0}, {'CPU': 1.0, 'GPU': 1.0}]
     """
     if device == "cpu":
         return {"CPU": world.cpus}
-    return {"CPU": world.cpus, "GPU": 1 / world.ranks if world.share_gpu else 1.0}
+    return {"CPU": world.cpus, "GPU": 1 / sharers if world.share_gpu else 1.0}
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,10 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
     must wait does so up to `world.placement_timeout_s`. Meanwhile `tell` gets a line about what is free.
     """
     timeout_s, device = job.world.placement_timeout_s, device_for(job)
-    bundle = bundle_for(job.world, device)
+    bundle = bundle_for(job.world, device, job.world.ranks)
     nodes = [(node["Labels"], ranks_on(node["Resources"], bundle)) for node in ray.nodes() if node["Alive"]]
     plan = plan_domains(job.world.domain, job.world.ranks, job.workload in SPANNING, [most for _, most in nodes])
+    bundle = bundle_for(job.world, device, plan.size if plan.on_nodes else plan.ranks)
     asked = _request(plan, bundle)
     if plan.domains > 1:
         wider = _of_nvlink(plan, nodes, device) if plan.on_nodes else ""
