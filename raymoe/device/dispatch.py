@@ -162,6 +162,7 @@ class ChunkParams(Params):
     """Twin of the struct in kernels/advance_chunk.cu, which describes the fields."""
 
     words: Address = 0
+    aborted: Address = 0
     chunk: U32 = 0
     unused: U32 = 0
 

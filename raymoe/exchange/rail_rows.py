@@ -9,6 +9,9 @@ of the chunk (`FusedChunksBackend`).
   before the dispatch: if both streams share a queue of the GPU, the dispatch only begins later.
 - **Numbers.** A crossing has a number, which is counted on the device, because replays count too. The kernel behind a
   chunk copies it to the chunk's word. So a crossing that fails leaves no word that a later one would take for its own.
+- **Aborts.** That kernel stores nothing once the rail's word `aborted` is set. So no chunk is announced without its
+  rows, and a dispatch that waits for one fails. Rows that cross at once have no word: after an abort the dispatch reads
+  those of an earlier crossing (docs/protocol.md says what follows).
 - **SMs.** The dispatch must leave some free (`chunks.py`).
 """
 
@@ -25,13 +28,13 @@ from raymoe.device.kernels import Shape
 from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.nccl_kernels import Launcher
 from raymoe.net.nccl import current_stream
-from raymoe.net.rail import Rail
+from raymoe.net.rail import DeviceRail
 
 
 class RailRows:
     """The rows of all ranks of a rail, in the order of tokens inside the domain."""
 
-    def __init__(self, shape: DomainShape, rows: torch.Tensor, rail: Rail, launcher: Launcher) -> None:
+    def __init__(self, shape: DomainShape, rows: torch.Tensor, rail: DeviceRail, launcher: Launcher) -> None:
         """`rows` is the memory for the rows of N * T tokens."""
         self.rows = rows
         self._shape, self._rail, self._me = shape, rail, shape.index
@@ -42,7 +45,8 @@ class RailRows:
         self._side: Any = None
         if len(self._blocks) == 1:
             return
-        self._advance = launcher.ready(ADVANCE_CHUNK, Shape(1, 32), ChunkParams(), words=self.words)
+        words = {"words": self.words, "aborted": rail.aborted}
+        self._advance = launcher.ready(ADVANCE_CHUNK, Shape(1, 32), ChunkParams(), **words)
         if rows.device.type == "cuda":
             # With priority: NCCL's blocks should not wait behind others for their SMs.
             new_stream: Any = torch.cuda.Stream  # has no annotations

@@ -8,6 +8,10 @@ names the peer that is late by the numbers in the world's store (`published.py`)
 after NCCL has lost a peer's connection raises the same error. While graphs hold the rail, `close` and `abort` return
 before NCCL has freed its memory (`Communicator`).
 
+A kernel of NCCL that is ended has not received its data, and the work behind it on the stream runs all the same. So
+every abort first sets a word in host memory, `aborted`, which that work can read (`DeviceRail`). After that NCCL stores
+its own flag with a release. Its kernel ends when it has read the flag, so the kernel behind it finds the word set.
+
 Its kernels have at most `RAIL_BLOCKS` blocks, because a dispatch that waits for rows leaves so many SMs free
 (raymoe/exchange/chunks.py).
 
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from raymoe.device.current import capturing, on
+from raymoe.device.gpu import HostWords
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError, WiringError
 from raymoe.memory.address import LOOPBACK
 from raymoe.memory.spanning import SpanningWorld
@@ -62,7 +68,13 @@ class NcclRail:
         for name, value in environment(world).items():
             os.environ.setdefault(name, value)
         members = [domain * world.domain.size + world.place for domain in range(world.domains)]
-        self._connected = connect(world, members, RAIL_BLOCKS)
+        self._word, self._word_lock = HostWords(world.gpu, 1), threading.Lock()
+        self.aborted = self._word.device_address()
+        try:
+            self._connected = connect(world, members, RAIL_BLOCKS)
+        except BaseException:
+            self._word.close()
+            raise
         self._forget = world.waiter.on_abort(lambda _: self.abort())
 
     def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
@@ -117,7 +129,9 @@ class NcclRail:
         return self._numbers.lagging(self._entered)[0]
 
     def abort(self) -> None:
-        """End NCCL's kernels, also those that wait without end. Any thread may call it."""
+        """Set the word `aborted`, then end NCCL's kernels, also those that wait without end. Any thread may call it."""
+        with self._word_lock:  # `close` frees the word
+            self._word.words[0] = 1
         communicator, self._connected = self._connected, None
         if communicator is not None:
             communicator.abort()
@@ -137,6 +151,14 @@ class NcclRail:
         except RaymoeError:
             self.abort()
             raise
+        finally:
+            self._free_word()
+
+    def _free_word(self) -> None:
+        """Free the word when no kernel can read it any more. Where the device does not get idle, it stays."""
+        if BackgroundWait(self._world.gpu.synchronise).done(CLOSING_S):
+            with self._word_lock:
+                self._word.close()
 
     def _exchange(self, op: str, sent: list[_Blocks], received: list[_Blocks]) -> None:
         """Enqueue one NCCL group: blocks d of `sent` go to domain d, whose blocks become blocks d of `received`."""

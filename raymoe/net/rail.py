@@ -59,6 +59,14 @@ class Rail(Protocol):
 class DeviceRail(Rail, Protocol):
     """A rail of GPU ranks."""
 
+    @property
+    def aborted(self) -> int | torch.Tensor:
+        """A 64-bit word in memory that kernels read, by its address or as a tensor: 0, then 1 for ever.
+
+        The rail sets it before it ends an operation on the device without its data. A kernel behind the operation, on
+        the same stream, finds it set then. The word stays where it is until the rail is closed.
+        """
+
     def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Swap the blocks of several tensors as one operation.
 

@@ -362,11 +362,14 @@ class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
     """How many launches before each chunk only take time."""
     late_chunks: int | None = None
     """How many chunks of the next dispatch come; None: all."""
+    aborted_from: int | None = None
+    """The chunk from which on an abort of the rail keeps the rows away; None: there is no abort."""
 
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
         """Wait for words in the machine, which are as many as `words`."""
         self.machine_words = torch.from_numpy(self._reachable(words.nbytes, "chunk words")).view(torch.int64)
         self._spare = torch.from_numpy(self._reachable(16, "spare words")).view(torch.int64)
+        self.rail_aborted = torch.from_numpy(self._reachable(8, "word of the rail")).view(torch.int64)
         self._late_x = self._reachable(self.spec.tokens * self.spec.row_bytes, "x")
         super().await_chunks(self.machine_words, tokens)
 
@@ -386,12 +389,16 @@ class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
         self.machine_words[0] += 1
         rows = x.flatten().view(torch.uint8).numpy().copy()
         each, chunks = self._chunk_tokens * (x.nbytes // max(1, len(x))), len(self.machine_words) - 1
+        aborted = self.rail_aborted.data_ptr()
         for number in range(chunks if self.late_chunks is None else self.late_chunks):
             begin = number * each
             for _ in range(self.delay):  # launches that only take time
-                emulator.launch(stream, ADVANCE_CHUNK, Shape(4, 32), ChunkParams(self._spare.data_ptr(), 0))
-            emulator.call(stream, lambda at=begin: emulator.write(late[at : at + each], rows[at : at + each]))
-            params = ChunkParams(self.machine_words.data_ptr(), number)
+                emulator.launch(stream, ADVANCE_CHUNK, Shape(4, 32), ChunkParams(self._spare.data_ptr(), aborted))
+            if self.aborted_from is None or number < self.aborted_from:
+                emulator.call(stream, lambda at=begin: emulator.write(late[at : at + each], rows[at : at + each]))
+            elif number == self.aborted_from:
+                emulator.call(stream, lambda: self.rail_aborted.fill_(1))
+            params = ChunkParams(self.machine_words.data_ptr(), aborted, number)
             emulator.launch(stream, ADVANCE_CHUNK, Shape(1, 32), params)
         return torch.from_numpy(late).view(x.dtype).view(x.shape)
 

@@ -2,6 +2,10 @@
 
 Its rail is a thread on a stream of its own: NCCL's kernels, and behind each the kernel that announces the chunk. The
 launch before the dispatch counts the crossing.
+
+In a case with timeouts the host may abort the rail. It sets a word, then ends the gather at hand and all later ones. Of
+such a gather no rows come, or only some. The kernel that announces runs all the same, and looks at the word. An abort
+whose word is set just before a gather ends by itself is a choice of its own.
 """
 
 from __future__ import annotations
@@ -80,6 +84,7 @@ class ChunkedKernel(WordKernel):
             yield _count(self.memory, self.rank)
         for chunk in range(self.case.chunks):
             gather = [*self._gather(chunk), Step(Act.DRAIN, operands=(thread,), value=MAX_STEPS), *self._came(chunk)]
+            gather = self._with_aborts(gather)
             word = Step(Act.STORE_WORD, self.memory["chunk", self.rank, chunk])
             if self.has_fault(Fault.CROSSING_EARLY):  # it shall not be found by its number
                 word = word._replace(value=self.launch.crossing)
@@ -87,19 +92,21 @@ class ChunkedKernel(WordKernel):
                 word = self._numbered(word)
             if self.has_fault(Fault.CHUNK_BEFORE_ROWS):
                 yield from (*gather[:-1], word, gather[-1])
+            elif self.has_fault(Fault.ABORT_ANNOUNCED):
+                yield from (*gather, word)
             else:
-                yield from (*self._with_aborts(gather), word)
+                yield from (*gather, Step(Act.SKIP_IF_ABORTED, self.memory["aborted", self.rank]), word)
 
     def _with_aborts(self, gather: list[Step]) -> list[Step]:
-        """Insert the points at which an abort ends the rail: at the start of a gather, and before each wait."""
+        """Insert the points at which an abort ends a gather: at its start, and before each wait. After it, one too."""
         if not self.case.timeouts:
             return gather
-        found: list[Step] = []  # from the end
+        ended = self.memory["ended", self.rank]
+        found = [Step(Act.MAY_FAIL, self.memory["aborted", self.rank])]  # from the end
         for index, step in reversed(list(enumerate(gather))):
             found.append(step)
             if index == 0 or step.act is Act.WAIT:
-                skips = len(found) if self.has_fault(Fault.ABORT_ANNOUNCED) else MAX_STEPS
-                found.append(Step(Act.MAY_FAIL, skips=skips))
+                found.append(Step(Act.MAY_FAIL, ended, skips=len(found)))
         return found[::-1]
 
     def _gather(self, chunk: int) -> Iterator[Step]:

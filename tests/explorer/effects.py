@@ -97,6 +97,8 @@ class Effects:
             steps = MAX_STEPS
         elif act is Act.SKIP_IF_REFUSED and state.memory[self._refusal(number)]:
             steps += step.skips
+        elif act is Act.SKIP_IF_ABORTED:
+            steps += state.memory[step.at]
         elif act is Act.TAKE_ROW or act is Act.SKIP_UNLESS_TAKEN:
             steps += self._skips_of_row(state, step)
         self._advance(state, number, min(state.at[number] + steps, self.ends[number]))
@@ -127,12 +129,11 @@ class Effects:
 
     def fail(self, state: State, number: int, log: Log | None) -> None:
         thread = self.threads[number]
+        if thread.role == RAIL:
+            self._abort(state, number, log)
+            return
         if log:
             log(f"{wording.thread_name(self, number)}: FAILS, or finds that another has")
-        if thread.role == RAIL:  # an abort ends the rail for ever; what waits for its rows fails by itself
-            state.memory[self.memory["ended rail", thread.rank]] = 1
-            self._advance(state, number, min(state.at[number] + 1 + self.step(state, number).skips, self.ends[number]))
-            return
         state.memory[self.failed[thread.rank]] = 1
         ends = self.ends[number]
         if self.case.fault is Fault.UNPOISONED:  # the run counts as done
@@ -142,6 +143,20 @@ class Effects:
         self._advance(state, number, ends)
         if number in self.joined:
             state.epoch[number] = RETURNED
+
+    def _abort(self, state: State, number: int, log: Log | None) -> None:
+        """Let the host abort a rail, for ever. What waits for its rows fails by itself."""
+        thread, step = self.threads[number], self.step(state, number)
+        if log:
+            log(f"{wording.thread_name(self, number)}: is ABORTED")
+        word = self.memory["aborted", thread.rank]
+        if self.case.fault is Fault.ABORT_BEFORE_WORD and step.at != word:
+            if not state.memory[step.at]:
+                state.pending.append(Landing(word, thread.launch * MAX_STEPS + state.at[number], 1, number))
+        else:
+            state.memory[word] = 1
+        state.memory[step.at] = 1
+        self._advance(state, number, state.at[number] + 1 + step.skips)
 
     def _refusal(self, number: int) -> int:
         return self.memory["refusal", self.threads[number].rank, self._dispatch_of(number)]
@@ -170,8 +185,7 @@ class Effects:
     def _enter(self, state: State, number: int) -> None:
         thread, launch = self.threads[number], self.launches[self.threads[number].launch]
         if thread.role == RAIL:  # it knows no epoch and no poison
-            ended = self.case.timeouts and state.memory[self.memory["ended rail", thread.rank]]
-            self._advance(state, number, self.ends[number] if ended else 1)
+            self._advance(state, number, 1)
             return
         in_workspace = self._in_workspace(number)
         if in_workspace and self._is_poisoned(state, number) and self.case.fault is not Fault.POISON_UNREAD:

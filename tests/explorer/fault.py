@@ -58,6 +58,7 @@ class Fault(Enum):
     CROSSING_BEHIND = "a crossing begins behind the dispatch that waits for its rows"
     RAIL_UNASKED = "a rail stores rows at a rank that has not begun the crossing"
     ABORT_ANNOUNCED = "a chunk is announced whose gather was ended by an abort"
+    ABORT_BEFORE_WORD = "the host ends a rail before it sets the word of the abort"
 
     # The LL path.
     LINE_UNCHECKED = "a line is read without a check of its epoch"

@@ -66,6 +66,7 @@ class Machine(Effects):
                 Act.COPY,
                 Act.SKIP_IF_REFUSED,
                 Act.SKIP_UNLESS_TAKEN,
+                Act.SKIP_IF_ABORTED,
             }
             if reduced
             else set()
@@ -76,6 +77,8 @@ class Machine(Effects):
             self.quiet |= {Act.ENTER, Act.STORE_EPOCH, Act.COUNT}
         if case.fault in CHUNKS_UNORDERED:
             self.never_quiet = frozenset(self.memory.chunk_words)
+        if case.fault is Fault.ABORT_BEFORE_WORD:
+            self.never_quiet = frozenset(self.memory["aborted", rank] for rank in range(case.ranks))
         lines = self.memory.lines_from < self.memory.words_from
         self._lines_at_once = self.at_once and lines and case.fault not in LINES_APART
         self._lookers = self._find_lookers()
@@ -107,7 +110,9 @@ class Machine(Effects):
                 continue
             choices = [Action("step", number)]
             if step.act is Act.MAY_FAIL:
-                choices.append(Action("fail", number))
+                fails = Action("fail", number)
+                aborted = step.at and state.memory[step.at]  # of a rail, for ever
+                choices = [fails] if aborted else [*choices, fails]
                 if self.quiet:
                     return choices  # both commute with all other steps
             found += choices

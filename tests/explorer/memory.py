@@ -103,7 +103,8 @@ class Memory:
                 self._add_word(rank, ("came", rank, other), f"gathers whose rows of rank {other} are at rank {rank}")
             self._index["crossing", rank] = self._add(f"crossings of rank {rank}")
             self.chunk_words.append(self["crossing", rank])
-            self._index["ended rail", rank] = self._add(f"whether the rail of rank {rank} has been ended")
+            for what in ("aborted", "ended"):  # the word that the host sets, and whether NCCL's kernels end at once
+                self._index[what, rank] = self._add(f"{what}: the rail of rank {rank}")
 
     def _add_lines(self) -> None:
         lines = [("line", token) for token in range(self._case.tokens)]

@@ -135,6 +135,7 @@ def _planted_in_chunks(fault: Fault, ranks: int) -> dict[Fault, Planted]:
             rf"dispatch 1, placer of own rows: READS x row \d of rank \d = {_STALE}",
         ),
         Fault.ABORT_ANNOUNCED: (case("X D", routings=(one_row,), timeouts=True), never),
+        Fault.ABORT_BEFORE_WORD: (case("X D", routings=(one_row,), timeouts=True), never),
     }
 
 
@@ -155,6 +156,7 @@ def planted_in_placers() -> dict[Fault, Planted]:
         Fault.RAIL_UNJOINED: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
         Fault.CROSSING_BEHIND: ("X D", {}, f"{_STUCK}.*placer of own rows: waits for word of chunk 0"),
         Fault.ABORT_ANNOUNCED: ("X D", {"timeouts": True}, _NEVER),
+        Fault.ABORT_BEFORE_WORD: ("X D", {"timeouts": True}, _NEVER),
     }
     return {
         fault: (Case(1, program, **{"routings": (one_row,), "fault": fault, "own": "copied"} | fields), pattern)

@@ -27,7 +27,7 @@ class Act(IntEnum):
     USE = 6  # read a slot in a user's kernel, by the parity of its dispatch
     JOIN = 7  # wait until threads `operands` have ended: the ticket
     STORE_EPOCH = 8
-    MAY_FAIL = 9  # fail now, or never in this wait
+    MAY_FAIL = 9  # fail now, or never in this wait. Of a rail: an abort sets word `at`, and `skips` steps are skipped
     STORE_LINE = 10  # store into a line, with its epoch
     POLL_LINES = 11  # wait until lines `operands` are of this epoch; they must be of this operation
     SKIP_IF_REFUSED = 12  # skip the next `skips` steps if this rank refuses the data
@@ -35,6 +35,7 @@ class Act(IntEnum):
     SKIP_UNLESS_TAKEN = 14  # skip the next `skips` steps unless lane `value` has taken the row
     COPY = 15  # copy `operands`, by the copy engine
     COUNT = 16  # add 1 to a word of this rank
+    SKIP_IF_ABORTED = 17  # skip the next step if the word of an abort is set
 
 
 class Step(NamedTuple):

@@ -37,6 +37,7 @@ class MirrorRail:
 
     def __init__(self, domains: int) -> None:
         self._domains = domains
+        self.aborted = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.cycles: int | None = 0
         """To wait behind each piece. None: nothing moves, and what has arrived before stays."""
 

@@ -59,6 +59,7 @@ class TensorRail(GlooRail):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._me = world.rank // world.domain.size
+        self.aborted = torch.zeros(1, dtype=torch.int64)
 
     def swap_all(self, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Swap one after another. This rank's own blocks get bytes that mean nothing."""

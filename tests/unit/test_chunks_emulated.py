@@ -245,6 +245,38 @@ def test_a_chunk_that_never_comes_ends_in_time_with_the_name_of_the_operation(la
         assert RAIL_OP in str(late_one)
 
 
+@pytest.mark.parametrize("late", [LATE, QUANTISED], ids=["rows", "fp8"])
+@pytest.mark.parametrize("aborted_from", [0, 1, 2])
+def test_after_an_abort_of_the_rail_no_chunk_is_announced_and_all_ranks_fail_in_this_step(
+    late: Late, aborted_from: int
+) -> None:
+    words, errors = aborted_step(late, aborted_from)
+    assert words == [1] * aborted_from + [0] * (len(words) - aborted_from)
+    assert all(isinstance(error, PeerTimeout) for error in errors)
+    assert RAIL_OP in str(errors[1])
+
+
+def test_if_the_word_of_the_abort_is_not_read_a_step_with_rows_that_did_not_come_seems_to_succeed() -> None:
+    unread = planted("advance_chunk.cu", "ptx::load_relaxed_sys(p.aborted) == 0", "true")
+    words, errors = aborted_step(replace(LATE, changes=unread), 1)
+    assert words == [1] * len(words)
+    assert errors == [None, None]
+
+
+def aborted_step(late: Late, aborted_from: int) -> tuple[list[int], list[Exception | None]]:
+    """Abort the rail of rank 1 in a dispatch. Return the words of its chunks, and what each rank raises."""
+    case = Case(late.ranks, spec_for("fused", **dict(late.spec)), "auto", ("uniform", "uniform"), ragged=False)
+    with Emulator(2 * late.ranks, 60_000_000, late.changes) as emulator:
+        made = late.backends(emulator, case, timeout_s=1e-3)
+        made[1].aborted_from = aborted_from
+        for each, batch in zip(made, batches(case, 0), strict=True):
+            rows, dtype = case.spec.rows(late.ranks), getattr(torch, case.spec.output_dtype)
+            out = each.new((rows, case.spec.hidden), dtype, "out")
+            each.dispatch(Tokens(batch.x, batch.ids, batch.weights, None), out)
+        emulator.run(seed=aborted_from)
+        return made[1].machine_words[1:].tolist(), [error_of(each.check) for each in made]
+
+
 def error_of(call: Callable[[], object]) -> Exception | None:
     try:
         call()

@@ -13,6 +13,7 @@ import pytest
 from tests.explorer.__main__ import main
 from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
+from tests.explorer.memory import Memory
 from tests.explorer.search import Found, TooManyStatesError, explore
 
 # Every order of three dispatches and three combines that begins with a dispatch.
@@ -283,6 +284,16 @@ def test_the_protocol_holds_when_any_wait_fails(case):
     assert len(found.endings) >= 10
     # A poisoned rank passes all its later operations at once. A rank counts its first crossing without a wait.
     assert found.most_ahead >= len(case.launches()) - case.program.startswith("X")
+
+
+def test_no_chunk_is_announced_after_an_abort_of_its_rail():
+    """The abort may come in each crossing, before the rows or just after. Later crossings then announce nothing."""
+    assert len(check_that_it_holds(Case(1, "X D X D X D", OWN_1, own="copied", timeouts=True, late=True)).endings) > 10
+    case = Case(1, "X D X D", (full(1, own=True),), own="copied", timeouts=True)
+    memory = Memory(case)
+    places = [memory["aborted", 0], memory["ended", 0], memory["chunk", 0, 0]]
+    seen = {tuple(ending[2][at] for at in places) for ending in check_that_it_holds(case).endings}
+    assert seen == {(0, 0, 2), (1, 1, 0), (1, 0, 0), (1, 1, 1), (1, 0, 1)}
 
 
 @pytest.mark.soak

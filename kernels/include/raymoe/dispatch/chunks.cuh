@@ -5,7 +5,7 @@
 //   [0]      the number of this run's crossing. A launch before this kernel writes it
 //   [1 + c]  the last crossing whose chunk c is in x
 //            writer: advance_chunk.cu, on the stream that the rail uses, after the kernel that has stored the rows: its
-//            release covers all that earlier kernels of its stream did
+//            release covers all that earlier kernels of its stream did. It stores nothing once the rail is aborted
 //            reader: a thread that loads rows, or that waits for one: acquire; fence.proxy.async; bulk load of the row
 // Chunks come in order, so a thread that has acquired the word of one has acquired all rows before it. Words only grow,
 // and a replay counts as an eager crossing does.
