@@ -79,20 +79,25 @@ class PrivateGroup:
     def abandon(self) -> None:
         """Drop the group without its destructor, which waits for peers in collectives that have not ended.
 
-        The group is leaked until the process ends, and with it its store. The process has failed by then.
+        The group is leaked until the process ends, and with it its store. The process has failed by then. A wait on
+        another thread ends within one slice.
         """
         group, self._group = self._group, None
         if group is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _start(self, op: str, begin: Callable[[Any], dist.Work]) -> Callable[[], None]:
-        if self._group is None:
-            raise WiringError(f"{op}: this process group is closed")
+        group = self._still_open(op)
         self._waiter.check()
         self._entered += 1
         self._numbers.enter(self._entered)
-        start, work = time.monotonic(), begin(self._group)
+        start, work = time.monotonic(), begin(group)
         return lambda: self._finish(op, work, start)
+
+    def _still_open(self, op: str) -> Any:
+        if self._group is None:
+            raise WiringError(f"{op}: this process group is aborted or closed")
+        return self._group
 
     def _finish(self, op: str, work: dist.Work, start: float) -> None:
         waiter = self._waiter
@@ -100,6 +105,7 @@ class PrivateGroup:
             waiter.waiting = (op, self.lagging())
             while not self._done(work, op, start):
                 waiter.check()
+                self._still_open(op)
                 waiter.waiting = (op, self.lagging())
         except RaymoeError:
             self.abandon()

@@ -42,6 +42,10 @@ class GlooRail:
     def lagging(self) -> int:
         return self._group.lagging()
 
+    def abort(self) -> None:
+        """Give the group up. A wait that goes on ends within one slice, and raises `WiringError`."""
+        self._group.abandon()
+
     def close(self, together: bool) -> None:
         if self._group.open and together:
             self._world.barrier("rail: idle")  # no rank disconnects from a peer that still reads

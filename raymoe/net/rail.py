@@ -11,7 +11,17 @@ promises of `Rail`:
 - Operations are in one order on all ranks of the rail. An engine may match messages by that order alone.
 - A wait ends by data, by the deadline of the world (`PeerTimeout`, which names a rank of the world), or by
   `World.abort` (`Aborted`). An engine that polls on a device must therefore read a deadline and an abort word there.
-- After a failed wait the rail raises in every call, and does not touch the caller's tensors any more.
+- After a failed wait, or `abort`, the rail raises in every call, and does not touch the caller's tensors any more.
+
+NCCL's GIN, by which kernels put rows into memory of peers, could be such an engine. It is in NCCL from 2.28.7 on, over
+RDMA, and over sockets from 2.32 on. Its waits can have a limit from 2.31 on. Beside chunks it would need to keep:
+
+- A rank puts rows into memory of a peer only when the peer has asked for this crossing. A peer may be one operation
+  behind, and still read the rows of the last one: there is one buffer (`RAIL_UNASKED` in tests/explorer/fault.py).
+- The word of a chunk, or the signal, comes when all rows of the chunk have landed at the peer, not when they were sent.
+- Its kernels wait for signals with the world's deadline, and read the abort word while they wait.
+- `abort` sets `DeviceRail.aborted` first. Puts of peers may land after it. They announce no chunk, and the memory stays
+  registered as long.
 
 Between GPU ranks an operation is enqueued on the current stream, and later work of the stream sees its result. The
 function that waits for its end then does nothing. `settle` is the wait of the host, which has a limit.
@@ -50,6 +60,12 @@ class Rail(Protocol):
         """Return the rank, by its number in the world, that holds up the operation which this rank waits for.
 
         It may ask the network. Its answer is of use while a wait lasts: ranks need not tell how far they are before.
+        """
+
+    def abort(self) -> None:
+        """End this rank's operations, also those that wait, without their data. Any thread may call it, also twice.
+
+        Later calls raise. Peers are not told: their waits for this rank end by their own deadlines or aborts.
         """
 
     def close(self, together: bool) -> None:

@@ -56,6 +56,9 @@ class MirrorRail:
     def lagging(self) -> int:
         return 0
 
+    def abort(self) -> None:
+        self.aborted.fill_(1)
+
     def close(self, together: bool) -> None: ...
 
     def _move(self, blocks: list[torch.Tensor], mine: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -303,6 +304,28 @@ def test_a_rail_gathers_and_swaps_in_the_order_of_domains(groups: Groups) -> Non
         assert not capturable
         assert lagging in {0, 1, 2} - {rank}
         assert said == "a rail was asked for in a world of 1 domain; rails are between domains"
+
+
+def abort_a_rail(rank: int) -> Any:
+    """Abort the rail of rank 0, which waits for rank 1. Return what its wait raises, its time, and a later error."""
+    with World.of(domain=1, timeout_s=20) as world:
+        rail, blocks, start = world.shared(GlooRail), torch.zeros(2, 2), time.monotonic()
+        if rank == 0:
+            threading.Timer(0.3, rail.abort).start()
+            waited = error_of(rail.swap("swap", blocks.clone(), blocks))
+            took = time.monotonic() - start
+            rail.abort()
+            found = waited, took, error_of(lambda: rail.swap("next", blocks.clone(), blocks))
+        world.barrier("aborted")
+        world.close(together=False)
+        return found if rank == 0 else None
+
+
+def test_an_abort_of_a_rail_ends_its_wait_and_refuses_later_calls(groups: Groups) -> None:
+    waited, took, later = groups(2, abort_a_rail)[0]
+    assert waited == ("WiringError", "swap: this process group is aborted or closed")
+    assert later == ("WiringError", "next: this process group is aborted or closed")
+    assert 0.2 < took < 5
 
 
 def counted_bytes(_rank: int, spec: ExchangeSpec) -> Any:
