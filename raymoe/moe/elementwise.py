@@ -57,7 +57,7 @@ def add(*terms: Tensor) -> Tensor:
     >>> add(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0]))
     tensor([7.])
     """
-    if len(terms) > 2 and kernels.takes(terms[0]):
+    if len(terms) > 2 and terms[0].device.type == "cuda":  # the operator asks for its capability, not torch.compile
         total: Tensor = _sum_terms(terms)
         return total
     return functools.reduce(torch.add, terms)

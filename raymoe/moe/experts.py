@@ -305,8 +305,9 @@ class Experts(nn.Module):
 
         It has SwiGLU alone, no biases and no gradients.
         """
-        plain = self.activation == SWIGLU and self.gate_up_proj_bias is None and self.down_proj_bias is None
-        if not plain or expected_rows > FEW_ROWS or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or expected_rows > FEW_ROWS:
+            return False
+        if self.activation != SWIGLU or self.gate_up_proj_bias is not None or self.down_proj_bias is not None:
             return False
         weights = self._outputs_first(self.gate_up_proj), self._outputs_first(self.down_proj)
         return kernels.multiplies_few_rows(x, *weights)
