@@ -44,7 +44,7 @@ from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.wait import named_by_world
 from raymoe.memory.watchdog import Watchdog
 from raymoe.memory.world import World
-from raymoe.workload.memory_needed import FLUSH_BYTES
+from raymoe.workload.memory_needed import FLUSH_BYTES, SMALL_TOKENS
 
 GATE_S = 5.0
 """Seconds until a gate opens by itself. A stream holds about a thousand operations: enqueuing more blocks the host
@@ -170,7 +170,7 @@ class DomainsBarrier:
 
 FLUSHES_KEPT = 9
 
-CALLS, SMALL_TOKENS = 20, 128
+CALLS = 20
 
 Work = Callable[[], None]
 """Enqueues something on the current stream."""

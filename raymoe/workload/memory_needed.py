@@ -61,6 +61,9 @@ def heap_bytes(spec: ExchangeSpec, ranks: int) -> int:
 
 # GPU memory of an exchange on each rank.
 
+SMALL_TOKENS = 128
+"""Up to so many tokens a rank, a sample is the mean of many calls."""
+
 FLUSH_BYTES = 256 << 20
 """Size of the buffer that is written to flush the L2 cache: more than twice the L2 of any GPU so far."""
 
@@ -240,23 +243,37 @@ _ROWS_OF_EXPERTS = 2
 
 
 def _layer_device_bytes(job: Job) -> int:
-    """Count the exchange, weights, and rows; with a backward pass also gradients of the weights and of the rows.
+    """Count the exchange, the weights, and for each graph rows and, with a backward pass, gradients of the weights.
 
     >>> from raymoe.config import load_job
     >>> job = load_job("quickstart", ["world.device=cuda", "world.ranks=2", "shape.hidden=7168", "shape.ffn=2048",
     ...                               "shape.experts=256", "shape.topk=8", "shape.tokens=4096"])
     >>> round(_layer_device_bytes(job) / 2**30, 1)
     18.2
+    >>> job = load_job("layer_deepseek_v3", ["layer.backward=true"]).cases()[1].job
+    >>> job.shape.tokens, round(_layer_device_bytes(job) / 2**30)
+    (128, 44)
     """
     spec, ranks, ffn = spec_of(job), job.world.ranks, job.shape.ffn
     item = ITEM_BYTES[spec.dtype]
     weights = 3 * spec.hidden * (spec.local_experts(ranks) * ffn + job.layer.shared) * item
     weights += spec.experts * spec.hidden * item
-    held = _ROWS_OF_EXPERTS if job.layer.experts == "swiglu" else 2 * _ROWS_OF_EXPERTS  # by torch's own operations
-    rows = spec.rows(ranks) * held * (spec.hidden + 2 * ffn) * item
-    passes = 2 if job.layer.backward else 1
+    buffers = _ROWS_OF_EXPERTS if job.layer.experts == "swiglu" else 2 * _ROWS_OF_EXPERTS  # by torch's own operations
+    rows = spec.rows(ranks) * buffers * (spec.hidden + 2 * ffn) * item
     batches = batches_of(spec.tokens * spec.row_bytes)
-    return exchange_device_bytes(job, spec, batches) + passes * (weights + rows)
+    held = exchange_device_bytes(job, spec, batches) + weights
+    return held + _graphs_of_layer(job) * (rows + (weights if job.layer.backward else 0))
+
+
+def _graphs_of_layer(job: Job) -> int:
+    """Return how many times a layer's case holds the memory of its passes: once for each graph, or once without.
+
+    A graph keeps the memory of its work. One times the step, or two where it is timed in many calls, cold and warm. One
+    more has the parts.
+    """
+    if job.steps.graph is False:
+        return 1
+    return (2 if job.shape.tokens <= SMALL_TOKENS else 1) + (job.layer.router.kind != "given")
 
 
 def _p2p_device_bytes(job: Job) -> int:
