@@ -13,8 +13,8 @@ promises of `Rail`:
   `World.abort` (`Aborted`). An engine that polls on a device must therefore read a deadline and an abort word there.
 - After a failed wait, or `abort`, the rail raises in every call, and does not touch the caller's tensors any more.
 
-NCCL's GIN, by which kernels put rows into memory of peers, could be such an engine. It is in NCCL from 2.28.7 on, over
-RDMA, and over sockets from 2.32 on. Its waits can have a limit from 2.31 on. Beside chunks it would need to keep:
+NCCL's GIN, by which kernels put rows into memory of peers, could be such an engine. It needs NCCL 2.30 or newer, and
+RDMA or GDRCopy. Beside chunks it would need to keep:
 
 - A rank puts rows into memory of a peer only when the peer has asked for this crossing. A peer may be one operation
   behind, and still read the rows of the last one: there is one buffer (`RAIL_UNASKED` in tests/explorer/fault.py).
