@@ -224,7 +224,7 @@ def gradient_of_swiglu() -> Table:
 
 def beside_liger() -> Table:
     names = ("raymoe", "compile", "liger", "copy", "own_copy")
-    columns = {f"`{name}`": Column("norm_liger_h200", "oddl", {"backend": name}) for name in names}
+    columns = {f"`{name}`": Column("norm_h200", "oddl", {"backend": name}) for name in names}
     return Table("kernels.md", "beside Liger", columns, part)
 
 
