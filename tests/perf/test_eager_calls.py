@@ -1,4 +1,4 @@
-"""Measure how long an eager call keeps its thread, in a run of bench_eager on two GPUs."""
+"""Measure how long an eager call keeps its thread, in a run of bench_eager on two GPUs, or on the only one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.ranks import GPUS
+from tests.gpu.ranks import GPUS, NEEDS_GPU
 
-pytestmark = [
-    pytest.mark.perf,
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"needs a GPU for each of two ranks; {GPUS} here"),
-]
+pytestmark = [*NEEDS_GPU, pytest.mark.perf]
 
 TOKENS, MAX_CALL_US, MAX_PAIR_US = 128, 30.0, 60.0
 
 
 @pytest.mark.timeout(300)
 def test_an_eager_call_of_few_tokens_takes_little_host_time(tmp_path: Path) -> None:
-    settings = [f"matrix.shape.tokens=[{TOKENS}]", "matrix.exchange.backend=[fused]"]
+    ranks = min(GPUS, 2)
+    settings = [f"world.ranks={ranks}", f"matrix.shape.tokens=[{TOKENS}]", "matrix.exchange.backend=[fused]"]
     sets = [part for setting in settings for part in ("--set", setting)]
     command = [sys.executable, "-m", "raymoe", "run", "bench_eager", "--quiet", "--out", str(tmp_path / "run"), *sets]
     assert subprocess.run(command, timeout=250, check=False).returncode == 0

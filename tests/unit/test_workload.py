@@ -238,9 +238,9 @@ def broken_exchange(world: World, given: dict[str, Any], fault: str) -> None:
     name = "combine" if fault == "combine" else "dispatch"
     real, calls = getattr(Exchange, name), [0]
 
-    def spoiled(self: Exchange, *args: Any) -> Any:
+    def spoiled(self: Exchange, *args: Any, **options: Any) -> Any:
         calls[0] += 1
-        result = real(self, *args)
+        result = real(self, *args, **options)
         if world.rank == 1 and calls[0] > 3:
             if fault == "combine":
                 result[0] = result[1]
