@@ -22,7 +22,7 @@ from raymoe.memory.world import World
 from raymoe.moe import differentiable
 from raymoe.net.gloo_rail import GlooRail
 from raymoe.workload.traffic import bytes_between_domains
-from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, run_case, run_step
+from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, open_exchange, run_case, run_step
 from tests.unit.exchange_judge import judge, judge_combine
 from tests.unit.gradient_cases import judge_gradients, run_gradients
 from tests.unit.ranks import RankPool
@@ -176,6 +176,31 @@ def combine_another(rank: int) -> Any:
 def test_domains_that_combine_different_dispatches_are_refused(groups: Groups) -> None:
     says = "rank 0 combines its dispatch 1 and rank 2 its dispatch 2; all ranks combine the same dispatch"
     assert groups(4, combine_another) == [("DataRefused", says)] * 4
+
+
+LATE_S, PATIENCE_S = 0.6, 2.0
+
+
+def run_late(rank: int, case: Case, slow: tuple[int, ...]) -> Any:
+    """Run all steps, on ranks of `slow` each later than on the others, by less than the deadline."""
+    found, took = [], []
+    with World.of(domain=2, timeout_s=PATIENCE_S) as world, open_exchange(world, case) as exchange:
+        for step in range(len(case.routing)):
+            batch, start = batches(case, step)[rank], time.monotonic()
+            if rank in slow:
+                time.sleep(LATE_S)
+            found.append(run_step(exchange, case, batch))
+            took.append(time.monotonic() - start)
+    return found, took
+
+
+def test_a_slow_host_is_waited_for_in_every_step_and_spoils_none(groups: Groups) -> None:
+    """All steps together are later than the deadline of one: it begins anew with each wait."""
+    case = Case(4, SPEC, "auto", ("uniform", "skewed") * 2, 5)
+    ran = groups(4, run_late, case, (2, 3))
+    judge(case, [found for found, _ in ran])
+    for _, took in ran:
+        assert min(took) > 0.9 * LATE_S and sum(took) > PATIENCE_S
 
 
 def leave(rank: int, missing: int) -> Any:
