@@ -93,6 +93,8 @@ class Arguments:
         zero_gaps: bool = True,
     ) -> Tokens:
         refuse_tracing("dispatch")
+        if zero_gaps is not True and zero_gaps is not False:
+            raise ConfigError(f"zero_gaps is a {type(zero_gaps).__name__}; it is True or False")
         x, scales = self._split_pair(x)
         rows = self._tensor(self._x if scales is None else self._x_values, x, None)
         n = rows.shape[0]

@@ -5,7 +5,7 @@ number is there the sum of two bfloat16 numbers, which keep 16 of its bits. The 
 weight of bfloat16: the sum over the columns rounds more.
 
 Microseconds on one H200 (driver 580, torch 2.11, 2026-11-24), replayed on a cold L2 cache, hidden 7168, 256 experts.
-The splits of gradients are left out:
+The splits of gradients are left out. benchmarks/layer_pieces_h200.txt has the raw lines:
 
 | tokens | 1 | 128 | 4096 |
 | --- | --- | --- | --- |

@@ -1,7 +1,7 @@
 """Seeded random numbers, and the weights of experts made from them, which any rank can make again.
 
-Weights are drawn on the device that needs them. A CPU draws the experts of DeepSeek-V3's layer, half of them on each of
-two ranks, in a minute; a GPU draws them in less than a second.
+Weights are drawn on the device that needs them: a CPU takes too long for the experts of a large layer, 5.6 billion
+numbers on each of two ranks for DeepSeek-V3.
 """
 
 from __future__ import annotations

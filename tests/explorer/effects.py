@@ -145,7 +145,7 @@ class Effects:
             state.epoch[number] = RETURNED
 
     def _abort(self, state: State, number: int, log: Log | None) -> None:
-        """Let the host abort a rail, for ever. What waits for its rows fails by itself."""
+        """Let the host abort a rail, for ever. A dispatch that waits for its rows fails by itself."""
         thread, step = self.threads[number], self.step(state, number)
         if log:
             log(f"{wording.thread_name(self, number)}: is ABORTED")

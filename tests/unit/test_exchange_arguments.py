@@ -238,6 +238,12 @@ def test_wrong_arguments_of_combine_are_refused(exchange: Exchange) -> None:
     assert exchange.combine(rows, got, weighted=False).eq(2).all()
 
 
+@pytest.mark.parametrize("zero_gaps", [torch.ones(1), None, 0])
+def test_zero_gaps_is_true_or_false(exchange: Exchange, zero_gaps: Any) -> None:
+    with pytest.raises(ConfigError, match=f"zero_gaps is a {type(zero_gaps).__name__}; it is True or False"):
+        exchange.dispatch(**arguments(), zero_gaps=zero_gaps)
+
+
 def test_depth_and_layout_decide_where_rows_arrive() -> None:
     [world] = wired(1)
     with Exchange(world, replace(SPEC, depth=0)) as none, Exchange(world, replace(SPEC, depth=2)) as two:
