@@ -295,5 +295,5 @@ def leave_no_sms(world: World, case: Case) -> tuple[int, str, str]:
         open_exchange(world, case) as exchange,
     ):
         assert exchange.sms is not None
-        error = error_of(lambda: run_step(exchange, case, batches(case, 0)[world.rank]))
-        return world.gpu.sms - exchange.sms, type(error).__name__, str(error)
+        kind, says = error_of(lambda: run_step(exchange, case, batches(case, 0)[world.rank]))
+        return world.gpu.sms - exchange.sms, kind, says
