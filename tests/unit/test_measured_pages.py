@@ -262,6 +262,12 @@ def layer_parts(first: str, run: str, counts: tuple[int, ...]) -> Table:
     return Table("layer.md", first, columns, part)
 
 
+def layer_by_sms() -> Table:
+    ops = ("step", "dispatch", "shared", "combine")
+    columns = {f"`{op}`": Column("layer_sms_h200", "kwaz", {"op": op, "l2": "cold"}) for op in ops}
+    return Table("layer.md", "SMs of the exchange", columns, sms)
+
+
 TABLES = [
     performance("tokens, 4× H200", ("bench_exchange_h200x4", "unnt"), ("bench_exchange_fp8_h200x4", "rzwe")),
     performance("tokens, 2× H200", ("bench_exchange_h200x2", "csun"), ("bench_exchange_fp8_h200x2", "oxzr")),
@@ -284,8 +290,9 @@ TABLES = [
     stages_of_rows("rms_norm_fp8"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
     timeline("tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
-    layer_parts("forward, tokens", "dnoq", (1, 128, 4096)),
-    layer_parts("with gradients, tokens", "ncsd", (128, 4096)),
+    layer_parts("forward, tokens", "mees", (1, 128, 4096)),
+    layer_parts("with gradients, tokens", "nbla", (128, 4096)),
+    layer_by_sms(),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
 ]
