@@ -11,8 +11,8 @@ from raymoe.net.blocks import RAIL_BLOCKS
 CHUNK_BYTES, MOST_CHUNKS = 4 << 20, 8
 """With `auto`, a rank's block of a chunk has so many bytes or more, and there are at most so many chunks.
 
-Beside a rail of 45 GB/s that one H200 mirrors, 8 chunks were best for a dispatch of 4096 tokens of 14 KiB. Of 512
-tokens, two chunks gained 6 % at most, and 8 lost time (docs/scaling.md). Combines in chunks have not been timed.
+Beside a rail of 45 GB/s that one H200 mirrors, 8 chunks were best for 4096 tokens of 14 KiB. Of 512 tokens, two chunks
+of a dispatch gained 5 % at most, and 8 lost time; chunks of a combine gained 6 % at most (docs/scaling.md).
 """
 
 SMS_BESIDE = RAIL_BLOCKS + 1
