@@ -21,10 +21,11 @@ FEW_ROWS = 512
 3.8 us without and 4.4 with it (7168 bfloat16, H200, 2026-11-23)."""
 FEW_ROWS_OF_AN_SM = 4
 """The same for each SM, where a caller limits their number."""
-PIPED_ROWS = 2048
+PIPED_ROWS = 1024
 """Up to so many rows, norms of one input use the pipeline on the whole GPU. More rows go without: the hardware gives
 blocks of one row to SMs as they become free, while blocks of a pipeline have fixed rows, and all wait for the slowest
-SM. RMSNorm of 1024 rows took 11.9 us with a pipeline and 12.4 without, of 4096 rows 35.5 and 33.1 (same machine)."""
+SM. LayerNorm of 1024 rows took 11.8 us with a pipeline and 12.1 without; RMSNorm of 2048 rows 19.1 and 17.3 (H200,
+2026-11-24)."""
 ROW_THREAD_BYTES, ROW_RESIDENT, UNEVEN_RESIDENT = 64, 896, 768
 """Of a row of each input, in each thread of such a block, and the threads that an SM holds at least: four blocks of
 seven warps for 7168 bfloat16. With fewer, too few loads are under way; with more, a thread has too few registers.
