@@ -50,6 +50,14 @@ struct PointwiseParams {
     PipeWork work;
 };
 
+// Functions that an expression names. Results of 16 bits round away what the fast forms lose: the share of |x| * 2^-24
+// that exp loses, and units in the last place of a float.
+constexpr bool FAST = ROW_TYPE::BYTES == 2;
+
+__device__ __forceinline__ float exponential(float x) { return FAST ? __expf(x) : expf(x); }
+__device__ __forceinline__ float logistic(float x) { return FAST ? sigmoid(x) : 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return FAST ? x * sigmoid(x) : x / (1.0f + expf(-x)); }
+
 __device__ __forceinline__ float evaluate(const float (&v)[MOST_INPUTS]) {
     const float v0 = v[0], v1 = v[1], v2 = v[2], v3 = v[3], v4 = v[4], v5 = v[5], v6 = v[6], v7 = v[7], v8 = v[8];
     (void)v0, (void)v1, (void)v2, (void)v3, (void)v4, (void)v5, (void)v6, (void)v7, (void)v8;

@@ -32,7 +32,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-5
 HIDDEN = [64, 72, 128, 1024, 2048, 4096, 5120, 7168, 8192, 16384, 32768]
 PIPED, PLAIN, ROW, IN_TURN = (Limits(loading=each) for each in ("PIPED", "PLAIN", "ROW", "IN_TURN"))
-SILU = "([&] { const float t1 = v0 / (1.0f + expf(-v0)); return t1 * v1 + v2; }())"
+SILU = "([&] { const float t1 = silu(v0); return t1 * v1 + v2; }())"
 
 
 def rows_of(rows: int, hidden: int, dtype: torch.dtype = BF16, seed: int = 0, gap: int = 0) -> torch.Tensor:

@@ -48,7 +48,7 @@ def pieces(
     values = tensor(ROWS, 2048, dtype=torch.float8_e4m3fn) if fp8 else out
     scales = tensor(ROWS, 16, dtype=torch.float32) if fp8 else None
     vectors = [tensor(2048, dtype=dtype), tensor(ROWS, 1, dtype=dtype)]
-    code = "([&] { const float t1 = v0 / (1.0f + expf(-v0)); return t1 * v1 + v2; }())"
+    code = "([&] { const float t1 = silu(v0); return t1 * v1 + v2; }())"
     return (
         swiglu_call(Swiglu(gate_up, values, None, scales), limits).source,
         swiglu_backward_call(SwigluBackward(out, gate_up, gate_up), limits).source,
