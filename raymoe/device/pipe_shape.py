@@ -121,7 +121,7 @@ class PipeShape:
             ("PIPE_GROUPS", str(self.groups)),
             ("PIPE_WARPS", str(self.warps)),
             ("PIPE_STAGES", str(self.stages)),
-            *((("PIPE_VECTORS", str(-(-self.piece // 32))),) if self.piece and not self.staged else ()),
+            *((("PIPE_VECTORS", str(-(-self.piece // (32 * self.warps)))),) if self.piece and not self.staged else ()),
             *((("PIPE_RESIDENT", str(self.resident)),) if not self.staged else ()),
             *((("PIPE_ONCE", "1"),) if self.once else ()),
         )
@@ -271,12 +271,18 @@ def _plain_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape:
 
 PIECE = 256
 """Eight-element units of a piece for each warp of its group: eight for each thread."""
+BLOCK_WARPS, BLOCK_RESIDENT, BLOCK_REGISTERS = 4, 1536, 16
+"""Without stages, on the whole GPU: the warps of a block that takes a piece of a row, one eight-element unit for each
+thread, and the threads that an SM holds at least if a thread needs no more registers for inputs and results. So 4096
+rows took 17.5 us for SwiGLU of 2 x 2048, 25.8 for its gradient and 32.4 for a copy of 7168; with warps that each
+take a PLAIN_PIECE, 18.7, 27.0 and 34.3 (bfloat16, H200, 2026-11-24)."""
 PLAIN_PIECE = 64
-"""The same without stages: two for each thread, whose loads overlap. SwiGLU of 16384 rows took 50.4 us with them,
-52.6 with eight for each thread, and a copy 50.9 (2 x 2048 bfloat16, H200, 2026-11-23)."""
-PIECE_RESIDENT = 768
-"""Threads that an SM then holds at least. SwiGLU to 8-bit floats of 16384 rows took 49.0 us with 768 and with 1024,
-53.3 with 512 (same machine)."""
+"""A warp's piece where rows are short, counted on the device, or become 8-bit floats: two units for each thread, whose
+loads overlap. SwiGLU of 16384 rows took 50.4 us with them, 52.6 with eight for each thread (2 x 2048 bfloat16, H200,
+2026-11-23)."""
+PIECE_RESIDENT, MANY_INPUTS_RESIDENT = 768, 512
+"""Threads that an SM then holds at least; the second where a thread needs more than three times BLOCK_REGISTERS. SwiGLU
+to 8-bit floats of 16384 rows took 49.0 us with 768 and with 1024, 53.3 with 512 (same machine)."""
 PLAIN_PIECE_WARPS, QUANTISED_PIECE_WARPS, COUNTED_WARPS = 2, 1, 24
 """Warps of such a block, and of all blocks of an SM where a count on the device tells the rows: with a block for each
 piece that could be there, most would have nothing to do. SwiGLU to 8-bit floats of 4096 rows of 16384 took 15.6 us with
@@ -291,12 +297,16 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     ...     tile = f"{made.tile_rows} rows x {made.piece}"
     ...     return f"{made.loading} {made.groups} x {made.warps}, {made.stages} stages, {tile}"
     >>> shape(Limits()), shape(Limits(sms=48))
-    ('PLAIN 2 x 1, 2 stages, 1 rows x 64', 'PIPED 11 x 1, 22 stages, 1 rows x 256')
+    ('PLAIN 1 x 4, 1 stages, 1 rows x 128', 'PIPED 11 x 1, 22 stages, 1 rows x 256')
     >>> shape(Limits(stages=8)), shape(Limits(sms=48), hidden=64)
     ('PIPED 4 x 2, 8 stages, 2 rows x 256', 'PIPED 11 x 1, 22 stages, 32 rows x 8')
+    >>> shape(Limits(), hidden=1032)  # a second block of a row would have one unit
+    'PLAIN 2 x 1, 2 stages, 1 rows x 64'
     """
     loading = limits.loading or ("PLAIN" if limits.sms is None and limits.stages is None else _loading(work, limits))
     if loading in ("PLAIN", "ROW"):
+        if limits.sms is None and not (work.quantised or work.counted) and _fills_blocks(work.hidden // 8):
+            return _block_shape(work)
         tile_rows, piece = _tile(work, PLAIN_PIECE)
         warps = QUANTISED_PIECE_WARPS if work.quantised else PLAIN_PIECE_WARPS
         blocks = COUNTED_WARPS // warps if work.counted else 0
@@ -317,6 +327,26 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     warps = CONSUMER_WARPS // groups if limits.stages else 1
     stage_bytes = tile_rows * piece * work.eight_bytes
     return PipeShape(loading, groups, warps, stages, stage_bytes, tile_rows, piece, known=not work.counted)
+
+
+def _fills_blocks(eights: int) -> bool:
+    """Whether at least three of four threads have an eight, with blocks that take a piece of a row."""
+    each = 32 * BLOCK_WARPS
+    return 4 * eights >= 3 * each * -(-eights // each)
+
+
+def _block_shape(work: RowWork) -> PipeShape:
+    """A block for each piece of a row.
+
+    >>> def resident(inputs: int) -> int:
+    ...     return _block_shape(RowWork(4096, 2048, 16 * inputs, inputs, registers=4 * (inputs + 1))).resident
+    >>> resident(3), resident(4), resident(9)
+    (1536, 768, 768)
+    """
+    resident = BLOCK_RESIDENT if work.registers <= BLOCK_REGISTERS else PIECE_RESIDENT
+    if work.registers > 3 * BLOCK_REGISTERS:
+        resident = MANY_INPUTS_RESIDENT
+    return PipeShape("PLAIN", 1, BLOCK_WARPS, 1, 0, 1, min(32 * BLOCK_WARPS, work.hidden // 8), 0, resident)
 
 
 def _loading(work: RowWork, limits: Limits) -> Loading:

@@ -27,6 +27,7 @@ def draw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         "DEEPEST": (1, 2, 3),
         "PIECE": (16, 48, 96),
         "PLAIN_PIECE": (16, 64),
+        "BLOCK_WARPS": (1, 2, 4),
         "FEW_ROWS": (0,),
     }.items():
         monkeypatch.setattr(pipe_shape, name, draws.choice(values))

@@ -62,6 +62,7 @@ CASES = {
     "fp8 by columns, short rows": Case(9, 72, fp8="column"),
     "in turn": Case(7, 520, limits=Limits(loading="IN_TURN")),
     "plain": Case(9, 72, limits=Limits(loading="PLAIN")),
+    "plain, a block for each piece": Case(3, 1800, limits=Limits()),
     "plain, fp8": Case(7, 520, limits=Limits(loading="PLAIN"), fp8="row"),
     "few of the rows": Case(23, 520, end=5),
     "few of the short rows": Case(23, 72, end=9),
@@ -95,6 +96,7 @@ def test_swiglu_equals_float64(case: Case) -> None:
 
 BACKWARD = (
     *("pieces", "short rows apart, float16", "float32, one stage", "three stages, short rows", "in turn", "plain"),
+    "plain, a block for each piece",
     "few of the short rows",
 )
 
@@ -219,7 +221,7 @@ def test_weights_that_the_kernels_cannot_take_are_refused() -> None:
         swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, None, weights, torch.zeros(2, 3)), PIPED)
 
 
-SILU = "([&] { const float t1 = v0 / (1.0f + expf(-v0)); return t1 * v1 + v2; }())"
+SILU = "([&] { const float t1 = silu(v0); return t1 * v1 + v2; }())"
 
 
 @pytest.mark.parametrize("limits", [PIPED, Limits(loading="PLAIN"), Limits(loading="IN_TURN")], ids=str)

@@ -17,7 +17,7 @@
 
 namespace raymoe {
 
-constexpr u32 TOGETHER = 2;  // vectors whose loads overlap
+constexpr u32 TOGETHER = PIPE_VECTORS < 2 ? PIPE_VECTORS : 2;  // vectors whose loads overlap
 
 // The work of rows before `*end`, a count on the device; all of it if `end` is null.
 __device__ __forceinline__ PipeWork bounded(PipeWork work, const u8* end) {
