@@ -25,10 +25,10 @@ def lines_of(name: str) -> list[Line]:
 
 @dataclass(frozen=True)
 class Column:
-    """Which raw lines a column shows: the file, the end of the run's name, and keys with their values."""
+    """Which raw lines a column shows: the file, the ends of the runs' names, and keys with their values."""
 
     file: str
-    run: str
+    run: str | tuple[str, ...]
     keys: Mapping[str, object]
     shown: str = "us_p50"
     scale: float = 1.0
@@ -212,20 +212,19 @@ SYSTEMS_OF_ROWS = ("raymoe", "in_turn", "eager", "compile", "copy", "own_copy")
 
 
 def systems_of_rows() -> Table:
-    columns = {f"`{name}`": Column("norm_h200", "rpjp", {"backend": name}) for name in SYSTEMS_OF_ROWS}
+    columns = {f"`{name}`": Column("norm_h200", ("dmai", "ojcv"), {"backend": name}) for name in SYSTEMS_OF_ROWS}
     return Table("kernels.md", "operation, rows", columns, operation_and_rows)
-
-
-def gradient_of_swiglu() -> Table:
-    op = "swiglu_backward"
-    columns = {f"`{name}`": Column("norm_h200", "cyci", {"backend": name, "op": op}) for name in SYSTEMS_OF_ROWS}
-    return Table("kernels.md", f"`{op}`, rows", columns, tokens)
 
 
 def beside_liger() -> Table:
     names = ("raymoe", "compile", "liger", "copy", "own_copy")
-    columns = {f"`{name}`": Column("norm_h200", "oddl", {"backend": name}) for name in names}
-    return Table("kernels.md", "beside Liger", columns, part)
+    columns = {f"`{name}`": Column("norm_h200", "eqlc", {"backend": name}) for name in names}
+    return Table("kernels.md", "beside Liger", columns, operation_and_rows)
+
+
+def many_rows() -> Table:
+    columns = {f"`{name}`": Column("norm_h200", "gcbb", {"backend": name}) for name in (*SYSTEMS_OF_ROWS, "liger")}
+    return Table("kernels.md", "65536 rows", columns, part)
 
 
 def stages_of_rows(op: str) -> Table:
@@ -284,8 +283,8 @@ TABLES = [
     zipf("tokens, zipf, 4× H200", "bench_zipf_h200x4", "trfp"),
     zipf("tokens, zipf, 2× H200", "bench_zipf_h200x2", "ypox"),
     systems_of_rows(),
-    gradient_of_swiglu(),
     beside_liger(),
+    many_rows(),
     stages_of_rows("rms_norm"),
     stages_of_rows("rms_norm_fp8"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
