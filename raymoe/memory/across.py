@@ -194,13 +194,16 @@ class StoreBoard:
             raise self._late(what, rank, time.monotonic() - start)
 
     def _ask(self, what: str, end: float, method: str, *arguments: object) -> Any:
-        """Call the store. Where it does not answer, the error names rank 0, which serves it."""
+        """Call the store. Where it does not answer, the error names rank 0, which serves it.
+
+        Rank 0 itself, on a machine that is too busy, names the first rank of another domain.
+        """
         start = time.monotonic()
         try:
             return self._store.ask(method, *arguments, timeout_s=max(_SLICE_S, end - start))
         except RuntimeError as error:
             self._waiter.check(0)
-            raise self._late(what, 0, time.monotonic() - start) from error
+            raise self._late(what, 0 if self._rank else self._elsewhere[0], time.monotonic() - start) from error
 
     def _late(self, what: str, rank: int, waited_s: float) -> PeerTimeout:
         epoch = self._epoch

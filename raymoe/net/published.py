@@ -40,15 +40,20 @@ class Published:
 
     def _first_late(self, peers: list[int], number: int) -> tuple[int, int]:
         if self._store.busy:
-            return 0, 0
+            return self._unanswered(peers)
         try:
             self._ask("set", self._key(self._me), str(number))
             entered = {peer: self._entered_by(peer) for peer in peers}
-        except RuntimeError:  # rank 0, which serves the store, is gone or stopped, or its link is slow
-            return 0, 0
+        except RuntimeError:
+            return self._unanswered(peers)
         late = [peer for peer in peers if entered[peer] < number]
         peer = (late or peers)[0]
         return self._rank(peer), entered[peer]
+
+    def _unanswered(self, peers: list[int]) -> tuple[int, int]:
+        """Return rank 0, which serves the store: it is gone or stopped, or its link is slow. Rank 0, on a machine that
+        is too busy, returns its next peer."""
+        return (0 if self._rank(self._me) else self._rank(peers[0])), 0
 
     def _entered_by(self, peer: int) -> int:
         key = self._key(peer)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -15,8 +16,10 @@ from raymoe.memory import cuda_ipc
 from raymoe.memory.across import BoundedStore
 from raymoe.memory.board import MAX_MESSAGE
 from raymoe.memory.layout import Layout, Region
+from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
+from raymoe.net.published import Published
 from raymoe.transport.channel import Channel
 from tests.unit.test_cuda_ipc import FakeGpu, Node
 from tests.unit.test_world_of import error_of, groups
@@ -203,6 +206,23 @@ def test_a_store_that_answers_late_can_be_asked_again() -> None:
     assert store.ask("get", "b", timeout_s=5) == "value of b"
     assert not store.busy
     store.close()
+
+
+def ask_a_silent_store(rank: int) -> Any:
+    """Return the ranks in the error of a round, and the rank that a wait for the rail names."""
+    with World.of(domain=1, timeout_s=5) as world:
+        assert isinstance(world, SpanningWorld)
+        numbers = Published(world)
+        numbers.lagging(1)
+        with mock.patch.object(BoundedStore, "ask", side_effect=RuntimeError("no answer")):
+            with pytest.raises(PeerTimeout) as caught:
+                world.barrier("silent")
+            named = numbers.lagging(1)[0]
+        return (caught.value.rank, caught.value.peer), named
+
+
+def test_no_rank_names_itself_where_the_store_does_not_answer(groups: Groups) -> None:
+    assert groups(3, ask_a_silent_store) == [((0, 1), 1), ((1, 0), 0), ((2, 0), 0)]
 
 
 def test_a_store_that_failed_is_not_asked_again() -> None:
