@@ -10,7 +10,7 @@ MODELS := $(addprefix exchange_,deepseek_v3 gpt_oss_120b kimi_k2 mixtral_8x22b q
 FULL   := --set 'matrix.shape.tokens=[1, 128, 4096, 8192]' --set 'matrix.routing.kind=[uniform, zipf]' --set routing.alpha=1.2
 FP8    := --set 'matrix.exchange.backend=[fused, staged, row_push]' --set exchange.wire=float8_e4m3 --set exchange.output=raw
 COMPUTING := $(sort $(wildcard $(addprefix tests/unit/test_,*emulated.py *planted.py *explorer.py *kernel*.py oracle.py)))
-LAST   := $(addprefix tests/gang/test_,jobs_api.py submit_command.py)
+LAST   := $(addprefix tests/gang/test_,jobs_api.py submit.py submit_command.py)
 NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
