@@ -150,7 +150,7 @@ def swiglu_backward_call(call: SwigluBackward, limits: Limits) -> KernelCall:
     """The kernel, shape and parameters of `swiglu_backward`."""
     inputs, results = [*_halves(call.gate_up), call.dy], _halves(call.d_gate_up)
     one_dtype([*inputs, *results])
-    shape = _shape(inputs, limits, others=2, counted=call.offsets is not None)
+    shape = _shape(inputs, limits, others=2, counted=call.offsets is not None, summed=call.weights is not None)
     placed = in_stage(inputs, shape)
     outputs = tuple(
         rows_of(each, "d_gate_up", call.dy.shape, at.offset) for each, at in zip(results, placed, strict=False)
@@ -176,7 +176,7 @@ def new_piece_sums(gate_up: torch.Tensor, offsets: torch.Tensor | None, limits: 
     import torch
 
     gate, up = _halves(gate_up)
-    work = work_of(_shape([gate, up, gate], limits, others=2, counted=offsets is not None), *gate.shape)
+    work = work_of(_shape([gate, up, gate], limits, others=2, counted=offsets is not None, summed=True), *gate.shape)
     return torch.empty(work.pieces, work.rows, dtype=torch.float32, device=gate_up.device)
 
 
@@ -201,13 +201,21 @@ def pointwise_call(call: Pointwise, limits: Limits) -> KernelCall:
 
 
 def _shape(
-    streams: Sequence[torch.Tensor], limits: Limits, *, others: int = 1, quantised: bool = False, counted: bool = False
+    streams: Sequence[torch.Tensor],
+    limits: Limits,
+    *,
+    others: int = 1,
+    quantised: bool = False,
+    counted: bool = False,
+    summed: bool = False,
 ) -> PipeShape:
     """The shape for inputs as large as the result; `others` counts results and vectors."""
     rows, hidden = streams[0].shape
     eight_bytes = sum(8 * each.element_size() for each in streams)
     registers = (len(streams) + others) * 2 * streams[0].element_size()
-    work = RowWork(rows, check_hidden(hidden), eight_bytes, len(streams), registers, 0, quantised, counted)
+    work = RowWork(
+        rows, check_hidden(hidden), eight_bytes, len(streams), registers, 0, quantised, counted, summed=summed
+    )
     return piece_shape(work, limits)
 
 

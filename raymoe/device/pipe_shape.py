@@ -184,6 +184,8 @@ class RowWork:
     """Whether a count on the device tells the rows that are there."""
     biased: bool = False
     """Whether a vector is added to each row."""
+    summed: bool = False
+    """Whether a kernel of each element also sums pieces of rows: warps that share a piece then need a barrier."""
 
     @property
     def row_bytes(self) -> int:
@@ -277,9 +279,9 @@ thread, and the threads that an SM holds at least if a thread needs no more regi
 rows took 17.5 us for SwiGLU of 2 x 2048, 25.8 for its gradient and 32.4 for a copy of 7168; with warps that each
 take a PLAIN_PIECE, 18.7, 27.0 and 34.3 (bfloat16, H200, 2026-11-24)."""
 PLAIN_PIECE = 64
-"""A warp's piece where rows are short, counted on the device, or become 8-bit floats: two units for each thread, whose
-loads overlap. SwiGLU of 16384 rows took 50.4 us with them, 52.6 with eight for each thread (2 x 2048 bfloat16, H200,
-2026-11-23)."""
+"""A warp's piece where rows are short, counted on the device, summed, or become 8-bit floats: two units for each
+thread, whose loads overlap. SwiGLU of 16384 rows took 50.4 us with them, 52.6 with eight for each thread (2 x 2048
+bfloat16, H200, 2026-11-23)."""
 PIECE_RESIDENT, MANY_INPUTS_RESIDENT = 768, 512
 """Threads that an SM then holds at least; the second where a thread needs more than three times BLOCK_REGISTERS. SwiGLU
 to 8-bit floats of 16384 rows took 49.0 us with 768 and with 1024, 53.3 with 512 (same machine)."""
@@ -305,7 +307,8 @@ def piece_shape(work: RowWork, limits: Limits) -> PipeShape:
     """
     loading = limits.loading or ("PLAIN" if limits.sms is None and limits.stages is None else _loading(work, limits))
     if loading in ("PLAIN", "ROW"):
-        if limits.sms is None and not (work.quantised or work.counted) and _fills_blocks(work.hidden // 8):
+        by_warps = work.quantised or work.counted or work.summed
+        if limits.sms is None and not by_warps and _fills_blocks(work.hidden // 8):
             return _block_shape(work)
         tile_rows, piece = _tile(work, PLAIN_PIECE)
         warps = QUANTISED_PIECE_WARPS if work.quantised else PLAIN_PIECE_WARPS
