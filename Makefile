@@ -42,7 +42,7 @@ types: $(STAMP)
 unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan")
 ifeq ($(PYTEST),)
 	@logs=$$(mktemp -d) && { $(BIN)/pytest tests/gang $(addprefix --ignore=,$(LAST)) >$$logs/gang 2>&1 & } && gang=$$! && \
-	  { nice -n 5 $(BIN)/pytest $(COMPUTING) >$$logs/computing 2>&1 & } && computing=$$! && trap "kill $$gang $$computing" INT TERM && \
+	  { nice -n 5 $(BIN)/pytest $(COMPUTING) >$$logs/computing 2>&1 & } && computing=$$! && trap "kill $$gang $$computing; exit 130" INT TERM && \
 	  { $(BIN)/pytest raymoe tests/gpu tests/unit $(addprefix --ignore=,$(COMPUTING)); others=$$?; $(BIN)/pytest $(LAST); last=$$?; \
 	    wait $$computing; computed=$$?; wait $$gang; ranks=$$?; cat $$logs/computing $$logs/gang; rm -rf $$logs; \
 	    [ $$others$$last$$computed$$ranks = 0000 ]; }
