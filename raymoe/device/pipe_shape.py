@@ -282,9 +282,9 @@ PLAIN_PIECE = 64
 """A warp's piece where rows are short, counted on the device, summed, or become 8-bit floats: two units for each
 thread, whose loads overlap. SwiGLU of 16384 rows took 50.4 us with them, 52.6 with eight for each thread (2 x 2048
 bfloat16, H200, 2026-11-23)."""
-PIECE_RESIDENT, MANY_INPUTS_RESIDENT = 768, 512
-"""Threads that an SM then holds at least; the second where a thread needs more than three times BLOCK_REGISTERS. SwiGLU
-to 8-bit floats of 16384 rows took 49.0 us with 768 and with 1024, 53.3 with 512 (same machine)."""
+PIECE_RESIDENT = 768
+"""Threads that an SM then holds at least, also of blocks whose threads need more than BLOCK_REGISTERS. SwiGLU to 8-bit
+floats of 16384 rows took 49.0 us with 768 and with 1024, 53.3 with 512 (same machine)."""
 PLAIN_PIECE_WARPS, QUANTISED_PIECE_WARPS, COUNTED_WARPS = 2, 1, 24
 """Warps of such a block, and of all blocks of an SM where a count on the device tells the rows: with a block for each
 piece that could be there, most would have nothing to do. SwiGLU to 8-bit floats of 4096 rows of 16384 took 15.6 us with
@@ -343,12 +343,10 @@ def _block_shape(work: RowWork) -> PipeShape:
 
     >>> def resident(inputs: int) -> int:
     ...     return _block_shape(RowWork(4096, 2048, 16 * inputs, inputs, registers=4 * (inputs + 1))).resident
-    >>> resident(3), resident(4), resident(9)
-    (1536, 768, 768)
+    >>> resident(3), resident(4)
+    (1536, 768)
     """
     resident = BLOCK_RESIDENT if work.registers <= BLOCK_REGISTERS else PIECE_RESIDENT
-    if work.registers > 3 * BLOCK_REGISTERS:
-        resident = MANY_INPUTS_RESIDENT
     return PipeShape("PLAIN", 1, BLOCK_WARPS, 1, 0, 1, min(32 * BLOCK_WARPS, work.hidden // 8), 0, resident)
 
 

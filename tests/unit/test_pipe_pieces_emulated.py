@@ -20,6 +20,8 @@ from raymoe.device.pipe_pieces import (
 )
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
+from raymoe.moe.expression import parse
+from raymoe.moe.operators import code, evaluate
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
 from tests.unit.emulated_pipe import SENTINEL, Strided, close, filled, judge_fp8, run_call, scales_for, tensors_of
@@ -233,6 +235,26 @@ def test_an_expression_of_rows_and_vectors_equals_float64(dtype: torch.dtype, li
     run_call(pointwise_call(asked, limits), tensors_of(asked))
     wide = a.matrix.double()
     close(out.matrix, wide / (1 + (-wide).exp()) * row.double() + column.double(), size=1)
+
+
+LOST = 1.1e-36
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize("name", ["silu", "sigmoid", "exp"])
+def test_a_function_of_an_expression_is_right_at_every_size(name: str, dtype: torch.dtype) -> None:
+    """Fast forms divide wrongly by numbers above 2^126: sigmoid(-88) is 1 / e^88. Only sizes below LOST may be lost."""
+    ends = [0.0, 1e-30, 0.5, 3.0, 10.0, 80.0, 87.0, 87.5, 88.0, 88.5, 89.0, 100.0, 1e4, float("inf")]
+    values = torch.tensor([*ends, *(-each for each in ends), float("nan"), 1.0, 2.0, 4.0])
+    a = values.repeat(3, 1).to(dtype)
+    out = torch.zeros_like(a)
+    asked = Pointwise(code(parse(f"{name}(a)")), [a], out)
+    run_call(pointwise_call(asked, Limits(loading="PLAIN")), tensors_of(asked))
+    want = evaluate(parse(f"{name}(a)"), {"a": a.double()}).to(dtype).double()
+    found = out.double()
+    assert torch.equal(found.isnan(), want.isnan()) and torch.equal(found.isinf(), want.isinf())
+    there = want.isfinite()
+    assert bool(((found - want).abs() <= 2 * torch.finfo(dtype).eps * want.abs() + LOST)[there].all())
 
 
 def test_an_expression_takes_nine_rows() -> None:

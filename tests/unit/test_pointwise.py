@@ -252,14 +252,15 @@ EVERY = [
 ]
 
 
-OF_KERNEL = """
-#include <cmath>
-#include <cstdio>
-inline float exponential(float x) { return expf(x); }
-inline float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
-inline float silu(float x) { return x / (1.0f + expf(-x)); }
-"""
-"""The functions of kernels/pointwise.cu for rows of float32. Those for 16 bits are in test_pipe_pieces_emulated.py."""
+KERNEL = (Path(__file__).parents[2] / "kernels" / "pointwise.cu").read_text()
+
+
+def functions_of_the_kernel() -> str:
+    """The functions of kernels/pointwise.cu for rows of float32. test_pipe_pieces_emulated.py has those of 16 bits."""
+    found = re.findall(r"^__device__ __forceinline__ (float \w+\(float x\) .*)$", KERNEL, re.MULTILINE)
+    assert len(found) == 3
+    fast = "constexpr bool FAST = false; float sigmoid(float); float __expf(float);"
+    return "\n".join(("#include <cmath>", "#include <cstdio>", fast, *(f"inline {each}" for each in found), ""))
 
 
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
@@ -273,7 +274,7 @@ def test_the_code_gives_the_values_of_torch(tmp_path):
             values = {"a": a, "b": b, OUTGOING: outgoing}
             variables = " ".join(f"const float v{i} = {values[name]}f;" for i, name in enumerate(expression.names))
             lines.append(f'    {{ {variables} printf("%.9g\\n", (double)({code(expression)})); }}')
-    source = OF_KERNEL + "int main() {\n" + "\n".join(lines) + "\n}\n"
+    source = functions_of_the_kernel() + "int main() {\n" + "\n".join(lines) + "\n}\n"
     (tmp_path / "program.cpp").write_text(source)
     command = [str(compiler()), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-O0", "-o", "program", "program.cpp"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)

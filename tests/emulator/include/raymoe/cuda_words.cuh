@@ -127,7 +127,10 @@ inline float logf(float a) { return __builtin_logf(a); }
 inline float tanhf(float a) { return __builtin_tanhf(a); }
 inline float erff(float a) { return __builtin_erff(a); }
 inline float __expf(float a) { return __builtin_expf(a); }
-inline float __fdividef(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) {  // zero where the divisor is above 2^126 and finite
+    const float size = __builtin_fabsf(b);
+    return size > 0x1p126f && size < __builtin_inff() ? a * 0.0f : a / b;
+}
 template <class T>
 constexpr T min(T a, T b) { return b < a ? b : a; }
 template <class T>
