@@ -51,8 +51,8 @@ struct PointwiseParams {
 };
 
 // Functions that an expression names. Results of 16 bits round away what the fast forms lose: the share of |x| * 2^-24
-// that exp loses, and units in the last place of a float. Where e^-x is above 2^126, silu and logistic become zero: their
-// sizes are below 1.1e-36 there.
+// that exp loses, and units in the last place of a float. Where e^-x is above 2^126, silu and logistic become zero:
+// their sizes are below 1.1e-36 there.
 constexpr bool FAST = ROW_TYPE::BYTES == 2;
 
 __device__ __forceinline__ float exponential(float x) { return FAST ? __expf(x) : expf(x); }
