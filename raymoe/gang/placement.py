@@ -118,10 +118,9 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
         infeasible = placement_group_table(group)["stats"]["scheduling_state"] == "INFEASIBLE"
         if infeasible and not wait.autoscaler_may_come():
             who = "the nodes of this cluster cannot" if plan.on_nodes else "no node of this cluster can"
-            raise PlacementError(
-                f"{asked}, which {who} hold ({_capacity()}); lower world.ranks or world.cpus, or use "
-                f"{'more or larger nodes' if plan.on_nodes else 'a larger node'}{_of_nvlink(plan, nodes, device)}"
-            )
+            gpus = ray.cluster_resources().get("GPU", 0)
+            remedy = _remedy(plan, device, gpus) + _of_nvlink(plan, nodes, device)
+            raise PlacementError(f"{asked}, which {who} hold ({_capacity()}); {remedy}")
         if time.monotonic() > deadline:
             why = "no node that can hold it came" if infeasible else "the cluster had no room for it"
             raise PlacementError(
@@ -130,6 +129,19 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
             )
         wait.tell_if_due(infeasible)
     return Reservation(group, bundle, device, plan)
+
+
+def _remedy(plan: DomainPlan, device: str, gpus: float) -> str:
+    """Say what a user can do about ranks that no node can hold, in a cluster with so many GPUs.
+
+    >>> _remedy(DomainPlan(1, 4), "cuda", 0)
+    'this cluster has no GPU: use one that has, or a job with world.device: cpu, such as quickstart'
+    >>> _remedy(DomainPlan(1, 4), "cuda", 2), _remedy(DomainPlan(1, 4), "cpu", 0)[-13:]
+    ('lower world.ranks or world.cpus, or use a larger node', 'a larger node')
+    """
+    if device == "cuda" and not gpus:
+        return "this cluster has no GPU: use one that has, or a job with world.device: cpu, such as quickstart"
+    return f"lower world.ranks or world.cpus, or use {'more or larger nodes' if plan.on_nodes else 'a larger node'}"
 
 
 def _of_nvlink(plan: DomainPlan, nodes: Sequence[tuple[Mapping[str, str], int]], device: str) -> str:

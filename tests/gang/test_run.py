@@ -130,6 +130,15 @@ def test_ranks_too_large_for_every_node_are_refused_with_the_cpus_found(
     assert "2 ranks with 64 CPU each on one node, which no node of this cluster" in local.last_line()
 
 
+def test_gpu_ranks_in_a_cluster_without_gpus_are_refused_with_what_to_do(
+    start: Start, head: Head, tmp_path: Path
+) -> None:
+    run = start(configs.write(tmp_path, workload="p2p", world__device="cuda"), "--address", head.address)
+    assert run.end(20) == 3
+    said = "0 of 0 GPU); this cluster has no GPU: use one that has, or a job with world.device: cpu, such as quickstart"
+    assert run.last_line().endswith(said)
+
+
 def test_a_run_waits_placement_timeout_s_for_a_full_cluster(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:
