@@ -25,6 +25,7 @@ pytestmark = [
 FORWARD = ["norm", "router", "dispatch", "experts", "combine", "shared", "sum"]
 ALONE = [f"{part}_alone" for part in FORWARD if part != "sum"]
 BACKWARD = {f"{part}_backward" for part in FORWARD}
+BACKWARD_ALONE = {"dispatch_backward_alone", "combine_backward_alone"}
 ROUTERS = {
     "softmax": {"kind": "softmax"},
     "sigmoid": {"kind": "sigmoid", "groups": 4, "topk_groups": 2, "scale": 2.5},
@@ -57,7 +58,7 @@ def test_a_captured_layer_has_verified_lines_for_the_step_and_every_part(ranks: 
 def test_a_captured_layer_has_a_backward_pass(ranks: GpuRanks, recompute: bool):
     lines = ranks.run(2, run, job(300, "sigmoid", backward=True, recompute=recompute))[0]
     found = {line["op"] for line in lines}
-    assert found == {"step", *FORWARD, *ALONE, *BACKWARD, *(["recompute"] if recompute else [])}
+    assert found == {"step", *FORWARD, *ALONE, *BACKWARD, *BACKWARD_ALONE, *(["recompute"] if recompute else [])}
     assert all(line["verified"] and line["graph"] for line in lines)
 
 

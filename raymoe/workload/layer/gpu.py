@@ -1,7 +1,8 @@
 """One step of workload layer on GPU ranks: replayed from CUDA graphs where the backend can be captured.
 
 Three kinds of graphs time a layer. One of the passes as they are times the step. One with an event at each mark times
-its parts. One for each part of the forward pass, by itself, times the part alone.
+its parts. One for each part of the forward pass, by itself, times the part alone. With a backward pass that of dispatch
+and of combine is timed alone too: in the step it holds the wait for ranks whose experts take longer.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class GpuLayerStep:
         return [sum(float(begin.elapsed_time(end)) * 1e3 for begin, end in spans) for spans in self._parts.values()]
 
     def _works(self) -> dict[str, Work]:
-        """Return the parts of the forward pass, each on tensors that an eager pass has made. They keep no gradients."""
+        """Return the parts to time alone, each on tensors that an eager pass has made. They keep no gradients."""
         layer, exchange, spec = self.passes.layer, self.exchange, self.exchange.spec
         x = self.batch.x
         with torch.no_grad():
@@ -170,6 +171,10 @@ class GpuLayerStep:
         }
         if self.passes.shared:
             works["shared"] = lambda: layer.shared_experts(h)
+        if self.passes.backward:
+            operators, routing, dweights = torch.ops.raymoe, [ids, exchange.pack(got)], got.weights
+            works["combine_backward"] = lambda: operators.dispatch_gradients(exchange.handle, self.dy, routing)
+            works["dispatch_backward"] = lambda: operators.combine_gradients(exchange.handle, made, dweights, routing)
         return {part: _without_gradients(work) for part, work in works.items()}
 
 
