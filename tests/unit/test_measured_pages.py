@@ -256,8 +256,8 @@ def part(cell: str) -> Mapping[str, object]:
     return {"op": cell.strip("`")}
 
 
-def layer_parts(first: str, run: str, counts: tuple[int, ...]) -> Table:
-    columns = {str(count): Column("layer_h200", run, {"tokens": count, "l2": "cold"}) for count in counts}
+def layer_parts(first: str, file: str, run: str, counts: tuple[int, ...]) -> Table:
+    columns = {str(count): Column(file, run, {"tokens": count, "l2": "cold"}) for count in counts}
     return Table("layer.md", first, columns, part)
 
 
@@ -289,8 +289,10 @@ TABLES = [
     stages_of_rows("rms_norm_fp8"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
     timeline("tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
-    layer_parts("forward, tokens", "mees", (1, 128, 4096)),
-    layer_parts("with gradients, tokens", "nbla", (128, 4096)),
+    layer_parts("forward, tokens", "layer_h200", "mees", (1, 128, 4096)),
+    layer_parts("with gradients, tokens", "layer_h200", "nbla", (128, 4096)),
+    layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
+    layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
     layer_by_sms(),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
