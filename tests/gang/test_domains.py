@@ -108,6 +108,19 @@ def test_every_routing_is_right_on_two_machines_and_a_killed_rank_costs_a_genera
 
 
 @needs_namespaces
+def test_a_rank_that_stops_on_the_other_machine_is_named(machines: Machines, tmp_path: Path) -> None:
+    with run_on(machines[0], four_ranks(tmp_path, steps__count=configs.LONG), tmp_path) as run:
+        pids = run.pids()
+        run.wait_for("case 1/1 default: step")
+        machines[ranks_by_machine(run)[3] - 1].signal(pids[3], "STOP")
+        began = time.monotonic()
+        assert run.end(40) == 5, run.stderr()
+    assert time.monotonic() - began < 5 + 15  # wait_timeout_s, and the end of the ranks
+    assert last_generation(run) == last_generation(run) | {"cause": "PeerTimeout", "culprit": 3}
+    assert "the culprit is rank 3" in run.last_line()
+
+
+@needs_namespaces
 def test_a_machine_that_is_lost_is_named(machines: Machines, tmp_path: Path) -> None:
     """The second machine is gone after this test."""
     config = four_ranks(tmp_path, steps__count=configs.LONG, world__restarts=0)
@@ -115,6 +128,16 @@ def test_a_machine_that_is_lost_is_named(machines: Machines, tmp_path: Path) -> 
         run.pids()
         run.wait_for("case 1/1 default: step")
         machines[1].end()
+        expect_lost(run)
+
+
+@needs_namespaces
+def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    config = four_ranks(tmp_path, steps__count=configs.LONG, world__restarts=0)
+    with ray_machines(tmp_path) as machines, run_on(machines[0], config, tmp_path) as run:
+        run.pids()
+        run.wait_for("case 1/1 default: step")
+        machines[1].run("ip", "link", "set", "link0", "down")
         expect_lost(run)
 
 

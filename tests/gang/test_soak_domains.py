@@ -1,22 +1,17 @@
-"""Two pretended machines with a link: more backends, faults and times than `make test` tries."""
+"""Two pretended machines with a link: more backends, a slow link and more times than `make test` tries."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.gang import configs
 from tests.gang.namespaces import Machines, needs_namespaces, needs_slow_links, ray_machines, run_on
 from tests.gang.test_domains import (
     ROUTINGS,
-    expect_lost,
     four_ranks,
-    last_generation,
-    ranks_by_machine,
     results,
     times_over_a_shaped_link,
 )
@@ -37,27 +32,6 @@ def test_every_routing_is_right_by_every_backend(machines: Machines, tmp_path: P
         lines = results(run)
     assert len(lines) == 9 * 3
     assert all(line["verified"] is True and line["domains"] == 2 for line in lines)
-
-
-def test_a_rank_that_stops_on_the_other_machine_is_named(machines: Machines, tmp_path: Path) -> None:
-    with run_on(machines[0], four_ranks(tmp_path, steps__count=configs.LONG), tmp_path) as run:
-        pids = run.pids()
-        run.wait_for("case 1/1 default: step")
-        machines[ranks_by_machine(run)[3] - 1].signal(pids[3], "STOP")
-        began = time.monotonic()
-        assert run.end(40) == 5, run.stderr()
-    assert time.monotonic() - began < 5 + 15  # wait_timeout_s, and the end of the ranks
-    assert last_generation(run) == last_generation(run) | {"cause": "PeerTimeout", "culprit": 3}
-    assert "the culprit is rank 3" in run.last_line()
-
-
-def test_a_machine_that_is_cut_off_is_named(machines: Machines, tmp_path: Path) -> None:
-    config = four_ranks(tmp_path, steps__count=configs.LONG, world__restarts=0)
-    with run_on(machines[0], config, tmp_path) as run:
-        run.pids()
-        run.wait_for("case 1/1 default: step")
-        machines[1].run("ip", "link", "set", "link0", "down")
-        expect_lost(run)
 
 
 @needs_slow_links
