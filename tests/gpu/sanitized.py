@@ -1,4 +1,4 @@
-"""The program that compute-sanitizer runs: exchanges of two ranks that share a GPU, copies, and rows on one GPU.
+"""The program that compute-sanitizer runs: exchanges of two ranks that share a GPU, and kernels of one rank.
 
     compute-sanitizer --tool synccheck python -m tests.gpu.sanitized cases
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitized cases --exact
@@ -50,6 +50,8 @@ COPIES = [
 ]
 STREAMED = (72, 1032)
 """Elements of a row: several rows a tile, and several warps a row."""
+ON_ALL_SMS = (1032, 4096, 7168)
+"""Elements of a row: warps that share a row, and a block for each row with and without a rest."""
 
 
 class PatientRanks(GpuRanks):
@@ -73,7 +75,7 @@ class Step:
 
 def steps() -> list[Step]:
     """Return all cases with the kinds mixed, so that a run that is cut short has run some of each."""
-    return mixed([copied(), streamed(), exchanged(), quantised(), in_halves(), refused(), gradients()])
+    return mixed([copied(), streamed(), alone(), exchanged(), quantised(), in_halves(), refused(), gradients()])
 
 
 def mixed(kinds: Iterable[list[Step]]) -> list[Step]:
@@ -109,6 +111,19 @@ def streamed(loadings: Sequence[Loading] = ("PIPED", "IN_TURN", "PLAIN")) -> lis
 
 def _stream(hidden: int, loading: str, ranks: GpuRanks) -> None:
     ranks.run(1, on_rank.streams, hidden, loading)
+
+
+def alone() -> list[Step]:
+    """Return rows on the whole GPU, and the other kernels of a layer."""
+
+    def stream(hidden: int, ranks: GpuRanks) -> None:
+        ranks.run(1, on_rank.streams_on_all_sms, hidden)
+
+    def others(ranks: GpuRanks) -> None:
+        ranks.run(1, on_rank.layer_kernels)
+
+    found = [Step(f"stream: rows of {hidden}, on all SMs", partial(stream, hidden)) for hidden in ON_ALL_SMS]
+    return [*found, Step("router and few rows", others)]
 
 
 def exchanged() -> list[Step]:
@@ -220,7 +235,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="what", required=True)
     cases = commands.add_parser("cases")
     cases.add_argument("--exact", action="store_true", help="make each tensor an allocation of its own")
-    cases.add_argument("--alone", action="store_true", help="run only kernels of one rank: copies, and rows on one GPU")
+    cases.add_argument("--alone", action="store_true", help="run only kernels of one rank: copies, rows, routers")
     cases.add_argument("--baseline", action="store_true", help="run only rows that are loaded by IN_TURN, the baseline")
     cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     commands.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
@@ -233,7 +248,7 @@ def main() -> int:
             return run_plant(options.tool)
         wanted = steps()
         if options.alone:
-            wanted = mixed([copied(), streamed(("PIPED", "PLAIN"))])
+            wanted = mixed([copied(), streamed(("PIPED", "PLAIN")), alone()])
         elif options.baseline:
             wanted = streamed(("IN_TURN",))
         return run_cases(options.exact, options.seconds, wanted)

@@ -112,6 +112,48 @@ def streams(_world: World, hidden: int, loading: Loading) -> None:
     pipe.check_fp8(41, hidden, limits, "column")
 
 
+def streams_on_all_sms(_world: World, hidden: int) -> None:
+    """Run them on the whole GPU, where blocks have other shapes, and SwiGLU of all rows with its gradient."""
+    import torch
+
+    from raymoe.moe import swiglu
+    from tests.gpu import test_pipe_gpu as pipe
+
+    x = pipe.rows_of(41, hidden)
+    pipe.check_norms(x, Limits())
+    pipe.check_gradients(x, Limits())
+    pipe.check_pieces(41, hidden, Limits())
+    pipe.check_fp8(41, hidden, Limits(), "column")
+    given, dy = pipe.rows_of(41, 2 * hidden).requires_grad_(), pipe.rows_of(41, hidden, seed=1)
+    wide = given.detach().double().requires_grad_()
+    gate, up = wide.chunk(2, 1)
+    found, wanted = swiglu(given), torch.nn.functional.silu(gate) * up
+    found.backward(dy)
+    wanted.backward(dy.double())
+    assert given.grad is not None and wide.grad is not None
+    pipe.close(found.detach(), wanted.detach(), size=0.1)
+    pipe.close(given.grad, wide.grad, size=1)
+
+
+def layer_kernels(_world: World) -> None:
+    """Run the router's kernels, and the products of experts with few rows."""
+    import torch
+
+    from raymoe.moe.kernels import multiply_few_rows
+    from tests.gpu import test_router_gpu as router
+
+    for name in ("deepseek_v3", "gpt_oss"):
+        router.test_the_kernel_makes_the_choice_of_the_reference(name)
+        router.test_gradients_are_those_of_the_formula(name)
+    router.test_logits_and_their_gradients_are_those_of_float64(130, torch.bfloat16)
+    counts, offsets = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, 1, 16], [0, 0, 8, 24]))
+    x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((24, 96), (3, 64, 96)))
+    y = multiply_few_rows(x, weight, offsets, counts, gated=False)
+    for begin, count, its in zip(offsets.tolist(), counts.tolist(), weight, strict=False):
+        wanted = x[begin : begin + count].double() @ its.double().T
+        torch.testing.assert_close(y[begin : begin + count].double(), wanted, rtol=2**-7, atol=2**-5)
+
+
 @contextmanager
 def memory(gpu: Gpu, nbytes: int) -> Iterator[int]:
     """Allocate zeroed GPU memory, of exactly this size for the driver and its tools."""
