@@ -1,7 +1,8 @@
 // LayerNorm of rows: y = (x - mean) / sqrt(variance + eps) * weight + bias.
 //
 // A group of warps holds a row in registers (pipe/rows.cuh). The variance is the mean of (x - mean)^2, so it takes a
-// second sum over the registers: the difference of two large sums would lose it where the mean is far from zero.
+// second sum over the registers: the difference of two large sums would lose it where the mean is far from zero. For
+// the same reason the mean is subtracted from x before anything is multiplied.
 //
 // Rows come and leave through the stages of pipe/pipe.cuh; y takes the place of x. With FP8 it leaves as 8-bit floats,
 // quantised from float32, by ordinary stores.
@@ -63,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST
             const auto row = Moments::of<1>(sums, sum_of(x), [&](float mean, float(&parts)[1]) {
                 parts[0] = sum_of_squares(x, mean);
             });
-            const float factor = rsqrtf(row.squares * ONE_OVER_HIDDEN + p.eps), shift = -row.mean * factor;
+            const float factor = rsqrtf(row.squares * ONE_OVER_HIDDEN + p.eps);
             put_results(p, tile, r, [&](u32 i, float (&y)[8]) {
                 float by[8], more[8];
                 x.again(i, y);
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST
                 }
 #pragma unroll
                 for (u32 j = 0; j < 8; ++j) {
-                    y[j] = (y[j] * factor + shift) * by[j] + (BIAS ? more[j] : 0.0f);
+                    y[j] = (y[j] - row.mean) * factor * by[j] + (BIAS ? more[j] : 0.0f);
                 }
             });
         }

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST
             const auto row = Moments::of<3>(sums, sum_of(x), [&](float mean, float(&parts)[3]) {
                 add_to(parts, x, mean, dy, weight);
             });
-            const float factor = rsqrtf(row.squares * ONE_OVER_HIDDEN + p.eps), shift = -row.mean * factor;
+            const float factor = rsqrtf(row.squares * ONE_OVER_HIDDEN + p.eps);
             const float along = -row.along * ONE_OVER_HIDDEN * factor * factor;
             const float middle = -row.of_g * ONE_OVER_HIDDEN * factor;
 #pragma unroll
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::PIPE_THREADS, raymoe::LEAST
                 weight.unpack(i, by);
 #pragma unroll
                 for (u32 j = 0; j < 8; ++j) {
-                    const float normed = a[j] * factor + shift;
+                    const float normed = (a[j] - row.mean) * factor;
                     of_weight.sums[i][j] += g[j] * normed;
                     of_bias.sums[i][j] += g[j];
                     a[j] = normed * along + (g[j] * by[j] * factor + middle);

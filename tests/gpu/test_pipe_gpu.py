@@ -240,6 +240,15 @@ def test_calls_can_be_captured_after_a_first_one() -> None:
     close(out, rms_of(x, weight), size=0.1)
 
 
+@pytest.mark.parametrize("hidden", [72, 7168])
+def test_layer_norm_of_equal_elements_is_the_bias(hidden: int) -> None:
+    """A fused multiplication and addition would leave the rounding of the mean times the factor."""
+    x, out = torch.full((5, hidden), 1e6, device="cuda"), torch.empty(5, hidden, device="cuda")
+    weight, bias = (rows_of(1, hidden, F32, seed)[0] for seed in (5, 6))
+    layer_norm(LayerNorm(x, weight, bias, out, EPS), Limits())
+    assert torch.equal(out, bias.expand_as(out))
+
+
 def test_no_rows_are_no_work() -> None:
     x, weight = rows_of(0, 1024), rows_of(1, 1024)[0]
     d_weight = torch.full_like(weight, 7)
