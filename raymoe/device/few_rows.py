@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import U32, Address, Params
 from raymoe.device.pipe_launch import KernelCall, launch
+from raymoe.device.pipe_tensors import ALIGNMENT
 from raymoe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def few_rows_call(call: FewRows) -> KernelCall:
             f"{outputs} outputs of {columns} columns for few rows; the kernel takes multiples of {each} outputs and "
             f"{STEP} columns"
         )
+    for name, tensor in (("x", call.x), ("weight", call.weight)):
+        if tensor.data_ptr() % ALIGNMENT:
+            raise ConfigError(f"few rows: {name} does not begin at a multiple of {ALIGNMENT} bytes: call .clone()")
     params = FewRowsParams(
         x=call.x.data_ptr(),
         weight=call.weight.data_ptr(),

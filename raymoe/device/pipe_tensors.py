@@ -73,8 +73,12 @@ def registers_of(tensor: torch.Tensor) -> int:
     return EIGHT * tensor.element_size() // 4
 
 
+def takes_hidden(hidden: int) -> bool:
+    return hidden % EIGHT == 0 and EIGHT <= hidden <= MOST_HIDDEN
+
+
 def check_hidden(hidden: int) -> int:
-    if hidden % EIGHT or not EIGHT <= hidden <= MOST_HIDDEN:
+    if not takes_hidden(hidden):
         raise ConfigError(
             f"rows of {hidden} elements; the kernels take multiples of {EIGHT} up to {MOST_HIDDEN}: pad the rows, or "
             "run on the CPU"

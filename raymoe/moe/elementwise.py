@@ -57,7 +57,8 @@ def add(*terms: Tensor) -> Tensor:
     >>> add(torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([4.0]))
     tensor([7.])
     """
-    if len(terms) > 2 and terms[0].device.type == "cuda":  # the operator asks for its capability, not torch.compile
+    alike = len({each.dtype for each in terms}) == 1
+    if len(terms) > 2 and alike and terms[0].device.type == "cuda":  # the operator asks for its capability
         total: Tensor = _sum_terms(terms)
         return total
     return functools.reduce(torch.add, terms)
@@ -65,8 +66,8 @@ def add(*terms: Tensor) -> Tensor:
 
 @torch.library.custom_op("raymoe::sum_terms", mutates_args=())
 def _sum_terms(terms: Sequence[Tensor]) -> Tensor:
-    if not kernels.takes(terms[0]):
-        return functools.reduce(torch.add, terms)
+    if not kernels.adds(terms):
+        return functools.reduce(torch.add, terms).contiguous()
     names = [f"x{number}" for number in range(len(terms))]
     return kernels.pointwise(" + ".join(names), ",".join(names), terms, Limits())
 
@@ -94,7 +95,7 @@ def _pointwise(expression: str, names: str, inputs: Sequence[Tensor], sms: int |
     if kernels.takes(inputs[0]):
         return kernels.pointwise(expression, names, inputs, Limits(sms))
     values = {name: value.float() for name, value in given.items()}
-    return evaluate(parse(expression), values).expand(shape).to(inputs[0].dtype, copy=True)
+    return inputs[0].new_empty(shape).copy_(evaluate(parse(expression), values))
 
 
 def _given(expression: str, names: str, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -114,7 +115,7 @@ def _shape(given: Mapping[str, Tensor]) -> torch.Size:
     """Return the full shape. Raises if an input has another dtype, device, or a shape that is neither full nor a
     vector."""
     first, some = next(iter(given.items()))
-    full = max((value.shape for value in given.values()), key=lambda shape: (len(shape), shape.numel()))
+    full = max((value.shape for value in given.values()), key=lambda shape: (len(shape), shape.numel(), shape[-1]))
     for name, value in given.items():
         if value.dtype != some.dtype or value.device != some.device:
             raise ConfigError(
@@ -155,7 +156,7 @@ def _pointwise_backward(
     for (name, value), want in zip(given.items(), wanted, strict=True):
         if want and name in derivatives:
             whole = _whole_gradient(derivatives[name], given | {OUTGOING: dy}, sms)
-            found.append(_over_vector(whole, value.shape).to(value.dtype))
+            found.append(value.new_empty(value.shape).copy_(_over_vector(whole, value.shape)))
         elif want:
             found.append(torch.zeros_like(value, memory_format=torch.contiguous_format))
     return found

@@ -13,8 +13,8 @@ from torch import Tensor
 from raymoe.device import few_rows, pipe, pipe_backward, pipe_pieces, router
 from raymoe.device.pipe_launch import LEAST_CAPABILITY
 from raymoe.device.pipe_shape import Limits
-from raymoe.device.pipe_tensors import ALIGNMENT
-from raymoe.moe.expression import Expression, parse
+from raymoe.device.pipe_tensors import ALIGNMENT, takes_hidden
+from raymoe.moe.expression import MOST_INPUTS, Expression, parse
 from raymoe.moe.operators import code
 from raymoe.moe.results import new_halved, new_like, new_quantised, new_total
 from raymoe.moe.router_formulas import RouterForm
@@ -154,8 +154,11 @@ def multiplies_few_rows(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     """Whether the kernel computes both products of these experts."""
     sizes = gate_up.shape[2] % few_rows.STEP == 0 and down.shape[2] % few_rows.STEP == 0
     sizes = sizes and down.shape[1] % few_rows.outputs_of_tile(gated=False) == 0
-    kinds = all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in (x, gate_up, down))
-    return sizes and kinds and takes(x)
+    fit = all(
+        each.dtype == torch.bfloat16 and each.is_contiguous() and each.data_ptr() % ALIGNMENT == 0
+        for each in (x, gate_up, down)
+    )
+    return sizes and fit and takes(x)
 
 
 def multiply_few_rows(x: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor, *, gated: bool) -> Tensor:
@@ -168,9 +171,14 @@ def multiply_few_rows(x: Tensor, weight: Tensor, offsets: Tensor, counts: Tensor
 # Expressions.
 
 
+def adds(terms: Sequence[Tensor]) -> bool:
+    """Whether the kernel adds these terms of one shape and dtype."""
+    return len(terms) <= MOST_INPUTS and takes_hidden(terms[0].shape[-1]) and takes(terms[0])
+
+
 def pointwise(expression: str, names: str, inputs: Sequence[Tensor], limits: Limits) -> Tensor:
     given = dict(zip(names.split(","), inputs, strict=True))
-    full = max(inputs, key=lambda each: (each.dim(), each.numel()))
+    full = max(inputs, key=lambda each: (each.dim(), each.numel(), each.shape[-1]))
     return evaluated(parse(expression), given, full, limits)
 
 

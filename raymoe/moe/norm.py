@@ -125,14 +125,14 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sm
     if kernels.takes(x):
         return kernels.rms_norm(x, residual, weight, eps, Limits(sms))
     rows, total = _summed(x, residual)
-    return formulas.rms_norm(rows, weight, eps).to(x.dtype), total
+    return new_like(x).copy_(formulas.rms_norm(rows, weight, eps)), total
 
 
 def _summed(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the rows to normalise, and total."""
     if residual is None:
         return x, x.new_empty(0)
-    total = (x.float() + residual.float()).to(x.dtype)
+    total = new_like(x).copy_(x.float() + residual.float())
     return total, total
 
 
@@ -156,7 +156,7 @@ def _rms_norm_backward(
     drows, dweight = formulas.rms_norm_backward(dy, rows, weight, eps)
     if dtotal is not None:
         drows = drows + dtotal.float()
-    return drows.to(rows.dtype), dweight.to(weight.dtype)
+    return new_like(rows).copy_(drows), dweight.to(weight.dtype)
 
 
 @_rms_norm_backward.register_fake
@@ -212,7 +212,7 @@ def _(
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
     if kernels.takes(x):
         return kernels.layer_norm(x, weight, bias, eps, Limits(sms))
-    return formulas.layer_norm(x, weight, bias, eps).to(x.dtype)
+    return new_like(x).copy_(formulas.layer_norm(x, weight, bias, eps))
 
 
 @_layer_norm.register_fake
@@ -232,7 +232,7 @@ def _layer_norm_backward(
     if kernels.takes(x):
         return kernels.layer_norm_backward(dy, x, weight, eps, Limits(sms))
     dx, dweight, dbias = formulas.layer_norm_backward(dy, x, weight, eps)
-    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+    return new_like(x).copy_(dx), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 @_layer_norm_backward.register_fake

@@ -5,6 +5,7 @@ All three are read from one table, OPERATORS. Values are float32 everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -209,8 +210,9 @@ def _text(instruction: Instruction, places: Mapping[str, int], variables: list[s
     if instruction.op == "input":
         return f"v{places[instruction.name]}", True
     if instruction.op == "number":
-        # All digits, in base 16. A negative number is in brackets, so that no `--` arises.
-        text = f"{instruction.number.hex()}f"
+        # All digits of the float32, in base 16: the compiler refuses a number that it would round to a denormal one. A
+        # negative number is in brackets, so that no `--` arises.
+        text = f"{ctypes.c_float(instruction.number).value.hex()}f"
         return (f"({text})" if instruction.number < 0 else text), True
     return OPERATORS[instruction.op].code.format(*(variables[operand] for operand in instruction.operands)), False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +102,17 @@ def test_sizes_that_no_tile_divides_are_refused() -> None:
     for columns, outputs in ((48, 32), (64, 24)):
         with pytest.raises(ConfigError, match="few rows; the kernel takes multiples of 16 outputs and 32 columns"):
             few_rows_call(asked([1], columns=columns, outputs=outputs))
+
+
+def test_rows_and_weights_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "takes", lambda _: True)
+    x, flat = drawn(4, 64, seed=0), drawn(2 * 64 * 64 + 1, seed=1)
+    down = drawn(2, 64, 32, seed=2)
+    assert kernels.multiplies_few_rows(x, flat[:-1].view(2, 64, 64), down)
+    assert not kernels.multiplies_few_rows(x, flat[1:].view(2, 64, 64), down)
+    call = asked([1, 1], columns=64, outputs=64)
+    with pytest.raises(ConfigError, match="few rows: weight does not begin at a multiple of 16 bytes"):
+        few_rows_call(replace(call, weight=flat[1:].view(2, 64, 64)))
 
 
 # In a layer's experts.

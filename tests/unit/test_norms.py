@@ -233,9 +233,11 @@ def test_weighted_operators_pass_opcheck_and_compile_without_a_break():
 # As operators of torch.
 
 
+@pytest.mark.parametrize("rows", [(6,), (2, 3)], ids=["whole", "transposed"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_operators_pass_opcheck_and_compile_without_a_break(name):
-    given = [each.requires_grad_() for each in arguments(name, (6,), 64, torch.float32)]
+def test_operators_pass_opcheck_and_compile_without_a_break(name, rows):
+    given = arguments(name, rows, 64, torch.float32)
+    given = [(each.transpose(0, 1) if each.dim() == 3 else each).requires_grad_() for each in given]
     ops = torch.ops.raymoe
     if name == "swiglu":
         torch.library.opcheck(ops.swiglu.default, (*given, None, None))

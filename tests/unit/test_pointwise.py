@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import raymoe
 from raymoe.errors import ConfigError
+from raymoe.moe import kernels
 from raymoe.moe.elementwise import add
 from raymoe.moe.expression import FUNCTIONS, MOST_CHARACTERS, MOST_DEPTH, MOST_INPUTS, parse
 from raymoe.moe.operators import OUTGOING, code, evaluate, gradients
@@ -231,6 +232,8 @@ def test_the_operator_passes_opcheck_and_compiles_without_a_break():
     a, b = torch.rand(4, 8, requires_grad=True), torch.rand(8, requires_grad=True)
     torch.library.opcheck(torch.ops.raymoe.pointwise.default, ("silu(a) * b", "a,b", [a, b], None))
     torch.library.opcheck(torch.ops.raymoe.pointwise.default, ("a", "a", [a], None))  # a result that is an input
+    apart = torch.rand(2, 4, 8).transpose(0, 1).requires_grad_()
+    torch.library.opcheck(torch.ops.raymoe.pointwise.default, ("silu(a) * b", "a,b", [apart, b], None))
     torch._dynamo.reset()
 
     def program(a, b):
@@ -307,3 +310,30 @@ def test_added_terms_pass_opcheck_and_their_gradient_is_that_of_the_sum():
     for total in (add(*terms), torch.ops.raymoe.sum_terms(terms)):
         torch.testing.assert_close(total, terms[0] + terms[1] + terms[2])
         assert all(torch.equal(each, dy) for each in torch.autograd.grad(total, terms, dy))
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32] * 3, [torch.float32, torch.float64, torch.float32]])
+def test_terms_that_the_kernel_does_not_take_are_added_by_torch(dtypes, monkeypatch):
+    monkeypatch.setattr(kernels, "takes", lambda _: True)
+    terms = [torch.rand(3, 12, dtype=dtype) for dtype in dtypes]
+    assert torch.equal(add(*terms), terms[0] + terms[1] + terms[2])
+    assert torch.equal(torch.ops.raymoe.sum_terms(terms[:1] * 3), terms[0] * 3)  # 12 is no multiple of 8
+    assert not kernels.adds([torch.rand(3, 8)] * 9) and not kernels.adds([torch.rand(3, 32776)] * 3)
+    assert kernels.adds([torch.rand(3, 8)] * 8)
+
+
+@pytest.mark.parametrize("names", ["aw", "wa"])
+def test_rows_may_be_none_whatever_the_order_of_the_inputs(names):
+    given = {"a": torch.ones(0, 5, requires_grad=True), "w": torch.ones(0, 1, requires_grad=True)}
+    found = raymoe.pointwise("w * a", **{name: given[name] for name in names})
+    assert found.shape == (0, 5)
+    found.sum().backward()
+    assert given["a"].grad.shape == (0, 5) and given["w"].grad.shape == (0, 1)
+
+
+def test_numbers_are_those_that_float32_has():
+    """The compiler of kernels refuses others where they are denormal."""
+    for text in ("1e-40", "1e-45", "7e-46", "1e-50", "0.1", "3.4e38"):
+        shown = re.search(r"[-+.\w]+(?=f\b)", code(parse(f"a * {text}")).replace("v0", ""))
+        assert shown is not None
+        assert float.fromhex(shown[0]) == float(torch.tensor(float(text)))
