@@ -35,7 +35,7 @@ __device__ __forceinline__ void to_shares(float (&values)[PER_LANE]) {
     for (u32 i = 0; i < PER_LANE; ++i) {
         sum += values[i];
     }
-    const float share = 1.0f / warp_sum(sum);
+    const float share = 1.0f / (warp_sum(sum) + 1e-20f);  // all sigmoids can be zero
 #pragma unroll
     for (u32 i = 0; i < PER_LANE; ++i) {
         values[i] *= share;

@@ -32,7 +32,8 @@ def route(
     """Choose experts by `logits[T', E]`: ids int64[T', K], best first, and float32 weights with gradients.
 
     `bias[E]` counts for the choice, not for the weights. Of equal scores the lowest id comes first. A NaN among a
-    token's logits makes its weights NaN; its ids are valid, so a dispatch takes them.
+    token's logits makes its weights NaN, or of sigmoids that are not normalised only the weight of that expert; its ids
+    are valid, so a dispatch takes them.
 
     >>> logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
     >>> ids, weights = route(logits, RouterForm(experts=4, topk=2))
@@ -117,7 +118,8 @@ def balance_loss(logits: torch.Tensor, topk_idx: torch.Tensor, form: RouterForm)
     """
     sigmoid = form.score == "sigmoid"
     if logits.device.type == "cpu":
-        sums = formulas.shares(logits, sigmoid).sum(dim=0)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        sums = formulas.shares(wide, sigmoid).sum(dim=0)
         load = formulas.expert_load(topk_idx, form.experts)
     else:
         sums, load = _ops.router_sums(logits, topk_idx, sigmoid)

@@ -130,7 +130,7 @@ def shares(logits: Tensor, sigmoid: bool) -> Tensor:
     if not sigmoid:
         return logits.softmax(dim=-1)
     scores = logits.sigmoid()
-    return scores / scores.sum(dim=-1, keepdim=True)
+    return scores / (scores.sum(dim=-1, keepdim=True) + TINY)
 
 
 def shares_backward(dsums: Tensor, logits: Tensor, sigmoid: bool) -> Tensor:

@@ -229,6 +229,29 @@ def test_sums_and_load_are_those_of_float64(experts: int, sigmoid: bool) -> None
         judge_sums(tokens, experts, sigmoid)
 
 
+@NEEDS_COMPILER
+def test_a_token_whose_sigmoids_are_all_zero_has_no_share() -> None:
+    logits, ids = torch.zeros(3, 60), torch.zeros(3, 1, dtype=torch.int64)
+    logits[1] = -110.0
+    sums, _ = summed(logits, ids, sigmoid=True)
+    torch.testing.assert_close(sums, torch.full((60,), 2 / 60))
+    logits.requires_grad_()
+    loss = balance_loss(logits, ids, RouterForm(60, 1, "sigmoid"))
+    (found,) = torch.autograd.grad(loss, logits)
+    assert bool(loss.isfinite()) and bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_balance_loss_of_16_bit_logits_is_computed_in_float32(score: str) -> None:
+    form, source = RouterForm(8, 2, score), torch.Generator().manual_seed(0)
+    logits = torch.randn(500, 8, generator=source).bfloat16().requires_grad_()
+    wide, ids = logits.detach().float().requires_grad_(), torch.randint(0, 8, (500, 2), generator=source)
+    losses = balance_loss(logits, ids, form), balance_loss(wide, ids, form)
+    assert torch.equal(*(each.detach() for each in losses))
+    found, want = (torch.autograd.grad(*each)[0] for each in zip(losses, (logits, wide), strict=True))
+    torch.testing.assert_close(found.float(), want, rtol=2**-8, atol=1e-9)
+
+
 SUMS_PLANTED = {
     "counts of an earlier block": ("            counts[expert] = 0;\n", ""),
     "counts are added to before they are zero": ("__syncthreads();  // counts", "// counts"),
