@@ -187,7 +187,7 @@ def code(expression: Expression) -> str:
     >>> code(parse("silu(a) * b"))
     '([&] { const float t1 = silu(v0); return t1 * v1; }())'
     >>> code(parse("where(a < 0.1, a, 2)"))
-    '([&] { const bool t2 = v0 < 0x1.999999999999ap-4f; return t2 ? v0 : 0x1.0000000000000p+1f; }())'
+    '([&] { const bool t2 = v0 < 0x1.99999a0000000p-4f; return t2 ? v0 : 0x1.0000000000000p+1f; }())'
     """
     places = {name: index for index, name in enumerate(expression.names)}
     last = len(expression.instructions) - 1
