@@ -1,6 +1,6 @@
 """Chooses the columns of a table of result lines, and fills its cells."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from raymoe.report.copies import measured_link_gbps
@@ -156,20 +156,46 @@ def speedups(lines: Sequence[Line]) -> list[float | None]:
     >>> speedups([line("host", "dispatch", 50.0), line("collective", "dispatch", 100.0), line("host", "combine", 9.0)])
     [2.0, 1.0, None]
     """
-    shared = [*(key for key in SETTINGS if key not in ("backend", "transport", "graph", "sms", "stages")), "run"]
+    compared = ("backend", "transport", "protocol", "graph", "sms", "stages")
+    keys = [_other_settings(line, compared) for line in lines]
     groups: dict[tuple[object, ...], list[Line]] = {}
-    for line in lines:
-        groups.setdefault(tuple(line[key] for key in shared), []).append(line)
+    for key, line in zip(keys, lines, strict=True):
+        groups.setdefault(key, []).append(line)
     slowest: dict[tuple[object, ...], float] = {}
     for settings, group in groups.items():
         times = [float(str(line["us_p50"])) for line in group if line["us_p50"]]
         if times and len({(line["backend"], line["transport"]) for line in group}) > 1:
             slowest[settings] = max(times)
     result: list[float | None] = []
-    for line in lines:
-        most = slowest.get(tuple(line[key] for key in shared))
+    for key, line in zip(keys, lines, strict=True):
+        most = slowest.get(key)
         result.append(most / float(str(line["us_p50"])) if most and line["us_p50"] else None)
     return result
+
+
+def _other_settings(line: Line, compared: Collection[str]) -> tuple[object, ...]:
+    """Give the settings of a line without the compared ones: of its keys, and of its case, which also names settings
+    that no key has (masked, capacity)."""
+    in_case = (word for word in case_settings(line).items() if word[0].rpartition(".")[2] not in compared)
+    return (line["run"], *(line[key] for key in SETTINGS if key not in compared), *in_case)
+
+
+def case_settings(line: Line) -> dict[str, str]:
+    """Read the config keys and values that a case's name has. A value may have commas.
+
+    >>> case_settings({"case": "file=a,b.npy,masked=0.5"}), case_settings({"case": "default"})
+    ({'file': 'a,b.npy', 'masked': '0.5'}, {})
+    """
+    found: dict[str, str] = {}
+    key = ""
+    for word in str(line["case"]).split(","):
+        start, equals, value = word.partition("=")
+        if equals:
+            key = start
+            found[key] = value
+        elif key:
+            found[key] += f",{word}"
+    return found
 
 
 def shares_of_push(lines: Sequence[Line]) -> list[float | None]:
@@ -186,15 +212,15 @@ def shares_of_push(lines: Sequence[Line]) -> list[float | None]:
     >>> shares_of_push(lines)
     [0.75, None, None]
     """
-    shared = [*(key for key in SETTINGS if key not in ("op", "backend", "transport", "graph", "sms")), "run"]
+    compared = ("op", "backend", "transport", "graph", "sms")
     limits = {
-        tuple(line[key] for key in shared): float(str(line["gbps_wire"]))
+        _other_settings(line, compared): float(str(line["gbps_wire"]))
         for line in lines
         if line["backend"] == YARDSTICK and line["gbps_wire"]
     }
     shares: list[float | None] = []
     for line in lines:
-        limit = limits.get(tuple(line[key] for key in shared)) if sends_dispatch_rows(line) else None
+        limit = limits.get(_other_settings(line, compared)) if sends_dispatch_rows(line) else None
         known = limit and line["gbps_wire"] and line["backend"] != YARDSTICK
         shares.append(float(str(line["gbps_wire"])) / limit if known and limit else None)
     return shares

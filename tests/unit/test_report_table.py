@@ -3,11 +3,11 @@
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.report.columns import shares_of_push
+from raymoe.report.columns import shares_of_push, speedups
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
 from raymoe.report.overview import overview
-from raymoe.report.results import Record, Summary
+from raymoe.report.results import Line, Record, Summary
 from raymoe.report.tables import render
 from tests.unit.lines import complete_line, copy_case, exchange_case, gpu_exchange
 
@@ -103,6 +103,27 @@ def test_a_combine_of_larger_rows_is_not_compared_with_row_push():
     lines = [line | {"wire": "float8_e4m3/bfloat16"} for line in SIDE_BY_SIDE]
     by_op = dict(zip(((line["op"], line["backend"]) for line in lines), shares_of_push(lines), strict=True))
     assert by_op["dispatch", "fused"] and by_op["combine", "fused"] is None
+
+
+def test_lines_are_compared_only_where_their_cases_name_the_same_settings():
+    """No key of a line has routing.masked or exchange.capacity; the name of the case has them."""
+
+    def line(backend: str, setting: str, **measured: object) -> Line:
+        case = {"case": f"backend={backend},{setting}", "workload": "exchange", "op": "dispatch", "backend": backend}
+        return complete_line(case | measured)
+
+    lines = [
+        line(backend, f"masked={masked}", us_p50=us * (1 - masked))
+        for backend, us in (("host", 100.0), ("collective", 200.0))
+        for masked in (0.0, 0.75)
+    ]
+    assert speedups(lines) == [2, 2, 1, 1]
+    copies = [line("none", f"protocol={way}", transport=way, us_p50=us) for way, us in (("put", 1.0), ("get", 2.0))]
+    assert speedups(copies) == [2, 1], "push and pull of the same bytes are compared"
+    rates = (("row_push", 400.0), ("fused", 380.0), ("row_push", 100.0), ("fused", 90.0))
+    alphas = ("alpha=0.5", "alpha=0.5", "alpha=2.0", "alpha=2.0")
+    pushed = [line(backend, alpha, gbps_wire=gbps) for alpha, (backend, gbps) in zip(alphas, rates, strict=True)]
+    assert shares_of_push(pushed) == [None, 0.95, None, 0.9]
 
 
 def test_a_skipped_system_shows_its_reason_and_changes_no_other_table():
