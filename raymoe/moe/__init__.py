@@ -11,6 +11,7 @@ from raymoe.moe.differentiable import dispatch as dispatch
 from raymoe.moe.elementwise import pointwise as pointwise
 from raymoe.moe.layer import LayerForm as LayerForm
 from raymoe.moe.layer import MoELayer as MoELayer
+from raymoe.moe.layer import expert_parameters as expert_parameters
 from raymoe.moe.norm import add_rms_norm as add_rms_norm
 from raymoe.moe.norm import layer_norm as layer_norm
 from raymoe.moe.norm import rms_norm as rms_norm

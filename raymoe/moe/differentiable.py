@@ -65,6 +65,8 @@ def dispatch(
     >>> y.tolist(), x.grad.tolist(), weights.grad.tolist()
     ([[1.5, 1.5, 1.5, 1.5]], [[1.5, 1.5, 1.5, 1.5]], [[8.0, 8.0]])
     """
+    if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
+        raise ConfigError(f"num_tokens is {num_tokens!r}; with gradients it is an int32[1] tensor beside x")
     count = [] if num_tokens is None else [num_tokens]
     rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.handle, x, topk_idx, topk_weights, count)
     return ExpertRows(rows, weights, offsets, counts, exchange, [topk_idx, metadata, *count])
@@ -217,9 +219,16 @@ def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 
 
 def _dispatch_backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: object) -> tuple[Any, ...]:
+    _refuse_second_derivative(rows, weights)
     routing = list(ctx.saved_tensors)  # read once: checkpointing makes them anew each time
     dx, dweights = _ops.combine_gradients(ctx.exchange, rows, weights, routing)
     return None, dx, None, dweights, [None] * (len(routing) - 2)
+
+
+def _refuse_second_derivative(*gradients: torch.Tensor) -> None:
+    """Raise in a backward pass with `create_graph`, whose graph would lack terms."""
+    if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
+        raise ConfigError("dispatch and combine have no second derivative: call backward without create_graph")
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -230,6 +239,7 @@ def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -
 
 
 def _combine_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    _refuse_second_derivative(dy)
     saved = list(ctx.saved_tensors)
     rows, weights = (saved.pop(-2), saved.pop()) if ctx.weighted else (None, None)
     moved = _ops.dispatch_gradients(ctx.exchange, dy, saved)

@@ -95,7 +95,8 @@ def _grouped_product(
         end = start + count
         if count:
             mine = slice(start, end)
-            y[mine] = nn.functional.linear(rows[mine].to(arithmetic), weight[expert].to(arithmetic))
+            with torch.autocast("cpu", enabled=False):  # the fake has the dtype of the weights
+                y[mine] = nn.functional.linear(rows[mine].to(arithmetic), weight[expert].to(arithmetic))
     y[end:].zero_()
     return y
 
@@ -115,7 +116,8 @@ def _grouped_outer(dy: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, 
     for expert, (start, count) in enumerate(zip(offsets.tolist(), counts.tolist(), strict=False)):
         if count:
             mine = slice(start, start + count)
-            made[expert] = dy[mine].to(arithmetic).T @ rows[mine].to(arithmetic)
+            with torch.autocast("cpu", enabled=False):
+                made[expert] = dy[mine].to(arithmetic).T @ rows[mine].to(arithmetic)
     return made
 
 
@@ -254,7 +256,8 @@ class Experts(nn.Module):
         self.activation, self.transposed = activation, weights.transposed
         for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
             value = getattr(weights, name)
-            self.register_parameter(name, None if value is None else nn.Parameter(value))
+            kept = value is None or isinstance(value, nn.Parameter)
+            self.register_parameter(name, value if kept else nn.Parameter(value))
 
     def forward(
         self,
@@ -320,5 +323,8 @@ class Experts(nn.Module):
 
 def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """This rank's part of a parameter, with gradients."""
-    to_local: Any = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+    if parameter is None or not hasattr(type(parameter), "to_local"):  # torch.compile hides methods of the DTensor
+        return parameter
+    sharded: Any = parameter
+    mine: torch.Tensor = sharded.to_local()
+    return mine

@@ -39,6 +39,12 @@ class Parts:
 
 def parts_of(block: Any, rank: int, ranks: int) -> Parts:
     """Return the parts of a block, with one rank's share of the experts."""
+    config = getattr(getattr(block, "experts", None), "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            "output_router_logits is True, and a layer from a block records none: set it to False and add "
+            "raymoe.moe.balance_loss, or use raymoe.integrations.transformers.register"
+        )
     for kind in type(block).__mro__:
         if kind.__name__ in _FAMILIES:
             return _FAMILIES[kind.__name__](block, rank, ranks)
@@ -100,4 +106,6 @@ def _share(weights: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """Copy one rank's experts, so that the block's memory can be freed."""
     if len(weights) % ranks:
         raise ConfigError(f"{len(weights)} experts on {ranks} ranks; every rank holds the same number of them")
-    return weights.detach().chunk(ranks)[rank].clone()
+    if weights.is_meta:
+        raise ConfigError("a block on the device meta, which has no weights; load them first")
+    return nn.Parameter(weights.detach().chunk(ranks)[rank].clone(), weights.requires_grad)

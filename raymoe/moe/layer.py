@@ -22,7 +22,7 @@ from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.norm import rms_norm
 from raymoe.moe.router import Routed, Router
 from raymoe.moe.router_formulas import RouterForm
-from raymoe.moe.weights import ExpertShape, ExpertWeights, expert_biases, expert_weights, generator, mlp_weights
+from raymoe.moe.weights import ExpertShape, ExpertWeights, expert_biases, expert_weights, generator, mlp_weights, normal
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,12 @@ class LayerForm:
     norm: float | None = None
     """The epsilon of RMSNorm."""
     residual: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("ffn", 1), ("shared", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{name} is {value!r}; a whole number of at least {least} is needed")
 
 
 class MoELayer(nn.Module):
@@ -124,7 +130,10 @@ class MoELayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         """Map x[..., H] to y[..., H]. A layer made from a block of gpt-oss returns its router's weights too."""
-        flat = x.reshape(-1, x.shape[-1])
+        hidden = self.exchange.spec.hidden
+        if x.dim() == 0 or x.shape[-1] != hidden:
+            raise ConfigError(f"x has shape {list(x.shape)}; this layer takes rows of {hidden}")
+        flat = x.reshape(-1, hidden)
         h = flat if self.norm is None else self.norm(flat)
         router = self._modules[self._router_name]
         assert router is not None
@@ -249,6 +258,28 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of the experts of all layers in a model, by name.
+
+    Each rank holds other values of them. So data parallelism must neither spread nor reduce them, and where they are
+    DTensors, an optimizer takes them in a group of their own.
+
+    >>> from raymoe import World
+    >>> world = World.open(rank=0, size=1)
+    >>> world.wire([world.descriptor()])
+    >>> spec = ExchangeSpec(tokens=4, hidden=4, experts=2, topk=1, dtype="float32")
+    >>> with world:
+    ...     list(expert_parameters(nn.Sequential(nn.Linear(4, 4), MoELayer(world, spec, LayerForm(ffn=2)))))
+    ['1.experts.gate_up_proj', '1.experts.down_proj']
+    """
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoELayer)]
+    return {
+        full: parameter
+        for name, layer in layers
+        for full, parameter in layer.experts.named_parameters(f"{name}.experts" if name else "experts")
+    }
+
+
 def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts:
     """Draw the weights of a new layer."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -264,14 +295,16 @@ def _made(world: World, spec: ExchangeSpec, form: LayerForm, seed: int) -> Parts
             f"a router of the best {routing.topk} of {routing.experts} experts with an exchange of {spec.topk} of "
             f"{spec.experts}; give both the same"
         )
-    weight = torch.randn(spec.experts, spec.hidden, generator=generator("router", seed)) * spec.hidden**-0.5
-    norm = None if form.norm is None else Norm(torch.ones(spec.hidden, dtype=dtype), form.norm)
+    weight = normal(generator("router", seed), spec.experts, spec.hidden) * spec.hidden**-0.5
+    norm = None if form.norm is None else Norm(torch.ones(spec.hidden, dtype=dtype, device="cpu"), form.norm)
     shared = None
     if form.shared:
         source = generator("shared", seed, device=device)
         drawn_shared = mlp_weights(ExpertShape(spec.hidden, form.shared, dtype), source)
         shared = Mlp(drawn_shared.gate_up, drawn_shared.down)
-    correction = torch.zeros(spec.experts) if routing.score == "sigmoid" else None
+    correction = None
+    if routing.score == "sigmoid":
+        correction = torch.zeros(spec.experts, dtype=torch.float32, device="cpu")
     parts = Parts(Router(routing, weight.to(dtype), correction=correction), Experts(weights, form.activation), shared)
     parts.norm, parts.residual = norm, form.residual
     return parts

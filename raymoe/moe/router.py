@@ -187,8 +187,8 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", correction)
 
     def forward(self, x: torch.Tensor) -> Routed:
-        """Map x[T', H] to the experts of each token, best first, and their weights."""
-        logits = logits_of(x, self.weight, self.bias)
+        """Map the tokens of x[..., H], one after the other, to their experts, best first, and the weights."""
+        logits = logits_of(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         ids, weights = route(logits, self.form, self.e_score_correction_bias)
         return Routed(ids, weights, logits)
 

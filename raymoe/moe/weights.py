@@ -63,16 +63,17 @@ def expert_biases(shape: ExpertShape, seed: int, expert: int, device: torch.devi
     [[8], [8]]
     """
     source = generator("expert biases", seed, expert, device=device)
-    gate_up, down = (_normal(source, size) / 4 for size in (2 * shape.ffn, shape.hidden))
+    gate_up, down = (normal(source, size) / 4 for size in (2 * shape.ffn, shape.hidden))
     return ExpertWeights(gate_up.to(shape.dtype), down.to(shape.dtype))
 
 
 def mlp_weights(shape: ExpertShape, source: torch.Generator) -> ExpertWeights:
     """Draw the weights of one expert from a generator, on its device."""
-    gate_up = _normal(source, 2 * shape.ffn, shape.hidden) * shape.hidden**-0.5
-    down = _normal(source, shape.hidden, shape.ffn) * shape.ffn**-0.5
+    gate_up = normal(source, 2 * shape.ffn, shape.hidden) * shape.hidden**-0.5
+    down = normal(source, shape.hidden, shape.ffn) * shape.ffn**-0.5
     return ExpertWeights(gate_up.to(shape.dtype), down.to(shape.dtype))
 
 
-def _normal(source: torch.Generator, *size: int) -> torch.Tensor:
-    return torch.randn(size, generator=source, device=source.device)
+def normal(source: torch.Generator, *size: int) -> torch.Tensor:
+    """Draw float32 numbers on the generator's device, whatever torch's defaults are."""
+    return torch.randn(size, generator=source, dtype=torch.float32, device=source.device)

@@ -275,3 +275,13 @@ def test_a_dropped_exchange_is_named(alone: Exchange) -> None:
     x, ids, weights = inputs()
     with pytest.raises(ConfigError, match="exchange 0 of this process was dropped"):
         torch.ops.raymoe.dispatch(0, x, ids, weights, [])
+
+
+def test_second_derivatives_and_a_plain_number_of_tokens_are_refused(alone: Exchange) -> None:
+    x, ids, weights = inputs()
+    got = dispatch(alone, x, ids, weights)
+    y = combine(alone, got.x * got.x, got)
+    with pytest.raises(ConfigError, match="no second derivative: call backward without create_graph"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(ConfigError, match=r"num_tokens is 3; with gradients it is an int32\[1\] tensor"):
+        dispatch(alone, x, ids, weights, 3)  # type: ignore[arg-type]

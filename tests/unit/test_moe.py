@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from raymoe.errors import ConfigError, DataRefused
@@ -23,9 +26,10 @@ from raymoe.moe.experts import (
     ModelWeights,
     arithmetic_dtype,
     grouped_linear,
+    local,
     multiply_by_offsets,
 )
-from raymoe.moe.layer import LayerForm, MoELayer
+from raymoe.moe.layer import LayerForm, MoELayer, expert_parameters
 from raymoe.moe.router import Router, balance_loss, expert_load, route
 from raymoe.moe.router_formulas import RouterForm
 from raymoe.moe.weights import ExpertShape, expert_weights
@@ -351,6 +355,111 @@ def test_a_compiled_layer_is_one_graph(alone: World) -> None:
     compiled(again).square().sum().backward()
     assert x.grad is not None and again.grad is not None
     close("dx", again.grad, x.grad, 1e-6)
+
+
+def compiled_in_a_process_group(world: World, store: str) -> list[tuple[torch.Tensor, ...]]:
+    """Return output and gradients of a layer whose experts are DTensors, as one graph and eagerly."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
+    try:
+        with World.of() as own:
+            layer, found = MoELayer(own, SPEC, FORM, seed=1), []
+            for run in (torch.compile(layer, backend="aot_eager", fullgraph=True), layer):
+                layer.zero_grad()
+                x = torch.linspace(-1, 1, 80).view(5, 16).requires_grad_()
+                y = run(x)
+                y.square().sum().backward()
+                own_gradients = [each.grad.to_local().clone() for each in layer.experts.parameters()]
+                found.append((y.detach(), x.grad, layer.gate.weight.grad, *own_gradients))
+            return found
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_layer_of_dtensors_is_one_graph(pool: RankPool, tmp_path: Path) -> None:
+    for compiled, eager in pool.run(2, compiled_in_a_process_group, str(tmp_path / "store")):
+        for have, wanted in zip(compiled, eager, strict=True):
+            close("compiled", have, wanted.double(), 1e-6)
+
+
+def under_ddp(world: World, store: str, sharded: bool) -> dict[str, bool]:
+    """Wrap a layer as docs/layer.md says; whether its experts stay, and gradients are those of a layer by itself."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
+    try:
+        with World.of() if sharded else nullcontext(world) as own:
+            layer, alone = MoELayer(own, SPEC, FORM, seed=1), MoELayer(own, SPEC, FORM, seed=1)
+            experts = expert_parameters(layer)
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(layer, list(experts))
+            found = []
+            for run in (DistributedDataParallel(layer), alone):
+                run(torch.linspace(-1, 1, 80).view(5, 16) * (world.rank + 1)).square().sum().backward()
+            others = layer.gate.weight.grad, alone.gate.weight.grad
+            dist.all_reduce(others[1])
+            for mine, its in zip(experts.values(), alone.experts.parameters(), strict=True):
+                pairs = (local(mine), local(its)), (local(mine.grad), local(its.grad))
+                found.append(all(torch.equal(*pair) for pair in pairs))
+            return {"experts": all(found), "router": torch.allclose(others[0], others[1] / 2, atol=1e-6)}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ddp_leaves_the_experts_of_each_rank_alone(pool: RankPool, tmp_path: Path, sharded: bool) -> None:
+    for found in pool.run(2, under_ddp, str(tmp_path / "store"), sharded):
+        assert found == {"experts": True, "router": True}
+
+
+def test_a_layer_under_autocast_chooses_by_float32_logits(alone: World) -> None:
+    layer, x = MoELayer(alone, SPEC, FORM, seed=1), torch.linspace(-1, 1, 80).view(5, 16)
+    offsets, counts = torch.arange(0, 9, dtype=torch.int32).clamp(max=5), torch.ones(8, dtype=torch.int32)
+    counts[5:] = 0
+
+    def outputs() -> tuple[torch.Tensor, ...]:
+        routed = layer.gate(x)
+        product = torch.ops.raymoe.grouped_product(x, layer.experts.gate_up_proj, offsets, counts)
+        return routed.logits, routed.topk_idx, product
+
+    wanted = outputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = outputs()
+    for mine, its in zip(found, wanted, strict=True):
+        assert mine.dtype == its.dtype and torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("default", ["device", "dtype"])
+def test_a_layer_ignores_the_defaults_of_torch(alone: World, default: str) -> None:
+    wanted = MoELayer(alone, SPEC, FORM, seed=1).state_dict()
+    before = torch.get_default_dtype()
+    try:
+        if default == "dtype":
+            torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta") if default == "device" else nullcontext():
+            found = MoELayer(alone, SPEC, FORM, seed=1).state_dict()
+    finally:
+        torch.set_default_dtype(before)
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]), name
+
+
+def test_a_router_takes_tokens_in_any_shape(alone: World) -> None:
+    layer, x = MoELayer(alone, SPEC, FORM, seed=1), torch.linspace(-1, 1, 240).view(3, 5, 16)
+    for found, wanted in zip(layer.gate(x), layer.gate(x.flatten(0, 1)), strict=True):
+        assert torch.equal(found, wanted)
+
+
+WRONG_FORMS = [({"ffn": 0}, "ffn is 0"), ({"ffn": 8.0}, "ffn is 8.0"), ({"ffn": 8, "shared": -3}, "shared is -3")]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG_FORMS)
+def test_sizes_that_are_no_sizes_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{said}; a whole number of at least"):
+        LayerForm(**given)
+
+
+@pytest.mark.parametrize("x", [torch.ones(3, 8), torch.ones(())], ids=["other hidden", "no dimension"])
+def test_rows_of_another_size_are_refused(alone: World, x: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="this layer takes rows of 16"):
+        MoELayer(alone, SPEC, FORM, seed=1)(x)
 
 
 def test_a_layer_needs_a_router_of_its_exchange(alone: World) -> None:

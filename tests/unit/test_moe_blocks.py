@@ -5,6 +5,7 @@ The blocks are code that nobody here wrote. Two ranks are two threads, because a
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,23 @@ def test_other_blocks_are_refused() -> None:
         block.jitter_noise, block.experts.act_fn = 0.0, torch.nn.GELU()
         with pytest.raises(ConfigError, match="experts with activation GELU"):
             MoELayer.from_block(block, world, tokens=4)
+
+
+def test_a_block_that_records_router_logits_or_has_no_weights_is_refused() -> None:
+    (world,) = wired(1)
+    block, empty = block_of("mixtral"), block_of("qwen3").to("meta")
+    block.experts.config = SimpleNamespace(output_router_logits=True)
+    with world:
+        with pytest.raises(ConfigError, match=r"output_router_logits is True.*raymoe\.moe\.balance_loss"):
+            MoELayer.from_block(block, world, tokens=4)
+        with pytest.raises(ConfigError, match="a block on the device meta"):
+            MoELayer.from_block(empty, world, tokens=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_parameters_of_a_block_stay_frozen(family: str) -> None:
+    (world,) = wired(1)
+    with world:
+        for frozen in (True, False):
+            layer = MoELayer.from_block(block_of(family).requires_grad_(not frozen), world, tokens=4)
+            assert {each.requires_grad for each in layer.parameters()} == {not frozen}
