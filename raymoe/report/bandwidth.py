@@ -81,7 +81,7 @@ def _sweeps(op: str, setting: str, axis: str, other: str, of_op: Sequence[Line])
     rows = dict.fromkeys(line["tokens"] for line in swept)
     for tokens in rows:
         limited = [line for line in swept if line["tokens"] == tokens]
-        curves = _curves(limited, lambda line: _limited(line, other), axis)
+        curves = _curves(limited, lambda line: _apart(line, swept, _limited(line, other)), axis)
         if curves:
             copies = [line for line in of_op if line["tokens"] == tokens and line["backend"] in COPIES]
             fastest = max(copies, key=rate) if copies else None
@@ -115,9 +115,15 @@ def _by_operation(lines: Sequence[Line]) -> dict[tuple[str, str], list[Line]]:
 
 
 def _named(line: Line, lines: Sequence[Line]) -> str:
-    """Name the system, and the run if there are several."""
-    several = len({each["run"] for each in lines}) > 1
-    return f"{line['run']}: {line['backend']}" if several else str(line["backend"])
+    """Name the system, and what else differs."""
+    return _apart(line, lines, str(line["backend"]))
+
+
+def _apart(line: Line, lines: Sequence[Line], label: str) -> str:
+    """Put before a label the run, if there are several, and whether the line is captured, if that differs."""
+    if len({each["graph"] for each in lines}) > 1:
+        label = f"{'captured' if line['graph'] else 'eager'}: {label}"
+    return f"{line['run']}: {label}" if len({each["run"] for each in lines}) > 1 else label
 
 
 def _curves(lines: Sequence[Line], label: Callable[[Line], str], axis: str) -> dict[str, dict[int, Line]]:

@@ -38,6 +38,16 @@ def _fixed(digits: int) -> Callable[[object], str]:
     return lambda value: f"{float(str(value)):,.{digits}f}"
 
 
+def _rate(value: object) -> str:
+    """Write a rate with two decimals, or below 1 with three digits.
+
+    >>> _rate(381.4), _rate(0.0032), _rate(0.0)
+    ('381.40', '0.0032', '0.00')
+    """
+    number = float(str(value))
+    return f"{number:.3g}" if 0 < number < 1 else f"{number:,.2f}"
+
+
 # Settings of a line, with their headers. A setting that is the same in every line goes to the caption. One that the
 # name of the case has already gets no column.
 SETTINGS = {
@@ -84,7 +94,7 @@ MEASURES: dict[str, tuple[str, Callable[[object], str]]] = {
     "us_p99": ("p99 us", _fixed(1)),
     "host_us_p50": ("host us", _fixed(1)),
     "bytes_wire": ("on wire", byte_size),
-    "gbps_wire": ("GB/s", _fixed(2)),
+    "gbps_wire": ("GB/s", _rate),
     "bytes_net": ("on network", byte_size),
     "bytes_memory": ("moved", byte_size),
     "gbps_memory": ("memory GB/s", _fixed(1)),

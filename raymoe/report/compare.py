@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from raymoe.report.columns import SETTINGS, Column, byte_size, setting_columns, show
+from raymoe.report.columns import SETTINGS, Column, byte_size, case_settings, setting_columns, show
 from raymoe.report.results import Line, shortened
 
 LEAST_CHANGE = 0.02
@@ -134,8 +134,22 @@ def compare(base: Sequence[Line], other: Sequence[Line]) -> Comparison:
             matching = of_other.get(key, [])
             if len(indices) == len(matching):
                 for mine, theirs in zip(indices, matching, strict=True):
-                    pairs[mine] = Pair(left_base.pop(mine), left_other.pop(theirs))
+                    if not _contradict(left_base[mine], left_other[theirs]):
+                        pairs[mine] = Pair(left_base.pop(mine), left_other.pop(theirs))
     return Comparison([pairs[index] for index in sorted(pairs)], list(left_base.values()), list(left_other.values()))
+
+
+def _contradict(base: Line, other: Line) -> bool:
+    """Whether the names of two cases give a setting different values that no key of a line has, as masked=0.5.
+
+    >>> _contradict({"case": "masked=0.9,sms=24"}, {"case": "masked=0.9,sms=48"})
+    False
+    >>> _contradict({"case": "masked=0.9"}, {"case": "masked=0.5"})
+    True
+    """
+    mine, theirs = case_settings(base), case_settings(other)
+    named = {key for key in mine.keys() & theirs.keys() if key.rpartition(".")[2] not in SETTINGS}
+    return any(mine[key] != theirs[key] for key in named)
 
 
 def _by_key(lines: Mapping[int, Line], keys: Sequence[str]) -> dict[tuple[object, ...], list[int]]:

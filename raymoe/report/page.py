@@ -15,13 +15,26 @@ from pydantic import ValidationError
 
 from raymoe import __version__
 from raymoe.config import Job
+from raymoe.errors import ConfigError, shown
 from raymoe.report.columns import EXCHANGES, Column, byte_size, caption_of, columns_of
 from raymoe.report.compare import RULE, ChangeVerdict, Comparison, compare, comparison_columns, flattened
 from raymoe.report.copies import gbps, integer, ranks_on, three_digits, us
 from raymoe.report.directory import write_atomically
 from raymoe.report.overview import environment_of, facts_differing, letters
 from raymoe.report.page_figures import Figure, change_figure, figures
-from raymoe.report.results import ENVIRONMENT, MOST_MESSAGE, PAGE, Line, Record, displayed, read_document, shortened
+from raymoe.report.results import (
+    CONFIG,
+    ENVIRONMENT,
+    MOST_MESSAGE,
+    PAGE,
+    RESULTS,
+    SUMMARY,
+    Line,
+    Record,
+    displayed,
+    read_document,
+    shortened,
+)
 from raymoe.report.svg import duration, safe
 from raymoe.report.tables import by_workload, further_tables
 
@@ -39,6 +52,8 @@ OPEN_ROWS = 30
 def write_page(target: Path, records: Sequence[Record]) -> Path:
     """Write the page of these runs to a file, or into a directory as report.html. Return the file."""
     path = target / PAGE if target.is_dir() else target
+    if path.name in (CONFIG, ENVIRONMENT, RESULTS, SUMMARY):
+        raise ConfigError(f"the page would replace {shown(str(path))}, a file of a run; give it another name")
     write_atomically(path, page(records))
     return path
 
@@ -192,7 +207,8 @@ def _cards(lines: Sequence[Line], several: bool) -> Iterator[tuple[str, str, str
         yield f"fastest copy of {byte_size(least['bytes'])}", duration(us(least)), by(least, "transport")
     by_op: dict[object, list[Line]] = {}
     for line in lines:
-        timed_alone = line["beside"] is None and not line["leaves_out"] and line["l2"] in ("cold", None)
+        right = line["verified"] is not False
+        timed_alone = right and line["beside"] is None and not line["leaves_out"] and line["l2"] in ("cold", None)
         if line["op"] in (*EXCHANGES, "step") and timed_alone:
             by_op.setdefault(line["op"], []).append(line)
     for op, of_op in by_op.items():

@@ -36,8 +36,8 @@ def sms_curves(lines: Sequence[Line], op: str) -> dict[str, dict[int, Line]]:
     for line in lines:
         sms = asked_sms(line)
         if line["op"] == op and line["us_p50"] and sms is not None:
-            words = tuple(word for word in str(line["case"]).split(",") if not word.startswith("sms="))
-            swept.setdefault(words, {})[sms] = line
+            others = (word for word in str(line["case"]).split(",") if not word.startswith("sms="))
+            swept.setdefault((f"run {line.get('run')}", *others), {})[sms] = line
     swept = {words: points for words, points in swept.items() if len(points) >= LEAST_POINTS}
     shared = set.intersection(*(set(words) for words in swept)) if swept else set()
     curves: dict[str, dict[int, Line]] = {}

@@ -339,12 +339,19 @@ def by_workload(lines: Sequence[Line]) -> list[list[Line]]:
 
 
 def further_tables(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
-    """Make the tables that follow the results of a workload, each with its title."""
+    """Make the tables that follow the results of a workload, each with its title. Those of several runs are apart."""
+    runs = dict.fromkeys(line["run"] for line in lines)
+    for run in runs:
+        for title, columns in _further_of([line for line in lines if line["run"] == run]):
+            yield (f"{run}: {title}" if len(runs) > 1 else title), columns
+    yield from timelines(lines)
+    yield from bandwidth_tables(lines)
+
+
+def _further_of(lines: Sequence[Line]) -> Iterator[tuple[str, list[Column]]]:
     yield from side_by_side(lines)
     yield from fits(lines)
     yield from overlaps(lines)
-    yield from timelines(lines)
-    yield from bandwidth_tables(lines)
     yield from layer_tables(lines)
 
 

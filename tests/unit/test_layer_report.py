@@ -9,7 +9,7 @@ import pytest
 from raymoe.report.layer_parts import layer_parts
 from raymoe.report.plots import write_plots
 from raymoe.report.results import Line, complete
-from raymoe.report.tables import render
+from raymoe.report.tables import further_tables, render
 
 PARTS = {
     "norm": 10.0,
@@ -53,6 +53,13 @@ def test_cases_are_apart_and_steps_without_parts_have_no_table() -> None:
     ]
     alone = [line for line in lines if line["op"] == "step"]
     assert not layer_parts(alone) and "parts of the layer" not in render(alone)
+
+
+def test_each_run_has_tables_of_its_own() -> None:
+    lines = [line | {"run": run} for run in ("A", "B") for line in layer_lines()]
+    title = "parts of the layer, medians, tokens=4096"
+    assert [each for each, _ in further_tables(lines)] == [f"A: {title}", f"B: {title}"]
+    assert [each for each, _ in further_tables(layer_lines())] == [title]
 
 
 def test_the_figure_names_every_part_and_case(tmp_path: Any) -> None:

@@ -58,6 +58,16 @@ def test_operations_dtypes_and_sizes_have_figures_of_their_own():
     assert len(titles) == len(set(titles)) == 4
 
 
+def test_runs_and_captured_lines_have_curves_of_their_own():
+    eager = [line | {"graph": False, "case": f"{line['case']},graph=false"} for line in OVER_ROWS]
+    captured = [line | {"graph": True, "case": f"{line['case']},graph=true"} for line in OVER_ROWS]
+    (found,) = bandwidth_curves([*eager, *captured])
+    assert {"eager: raymoe", "captured: raymoe"} <= set(found.curves)
+    of_runs = [line | {"run": run} for run in ("A", "B") for line in SWEPT]
+    over_sms, _ = bandwidth_curves(of_runs)
+    assert {"A: 4 stages", "B: 4 stages", "A: in_turn"} <= set(over_sms.curves)
+
+
 def test_plots_and_page_draw_each_set_of_curves(tmp_path):
     written = write_plots(tmp_path, [*OVER_ROWS, *SWEPT])
     assert [file.name for file in written if file.suffix == ".svg"] == [

@@ -90,6 +90,18 @@ def test_lines_are_paired_by_their_settings_then_by_the_name_of_the_case():
     assert {pair.differs for pair in chosen.pairs} == {"SMs 132 -> 48, graph true -> false"}
 
 
+def test_lines_whose_cases_contradict_are_not_paired():
+    def masked(*values: float) -> list[Line]:
+        lines = []
+        for value in values:
+            lines += [line | {"case": f"{line['case']},masked={value}"} for line in exchange_case("host", 100.0)]
+        return lines
+
+    found = compare(masked(0.0, 0.9), masked(0.0, 0.5))
+    assert [pair.base["case"] for pair in found.pairs] == ["backend=host,masked=0.0"] * 3
+    assert len(found.only_base) == len(found.only_other) == 3
+
+
 def test_lines_that_nothing_distinguishes_are_not_paired_at_random():
     twice = exchange_case("host", 10.0) * 2
     assert len(compare(twice, twice).pairs) == 6, "as many on both sides: in their order"

@@ -13,7 +13,7 @@ import pytest
 import raymoe.report.page
 from raymoe import run as run_module
 from raymoe.config import load_job
-from raymoe.errors import CannotWrite
+from raymoe.errors import CannotWrite, ConfigError
 from raymoe.gang.messages import CaseDone, RunOutcome
 from raymoe.report.directory import RunDirectory
 from raymoe.report.page import page, write_page
@@ -268,6 +268,15 @@ def test_two_runs_are_compared(tmp_path):
 
 
 # Writing it.
+
+
+def test_the_page_replaces_no_file_of_a_run_and_praises_no_wrong_result(tmp_path):
+    made = make(tmp_path / "a", [line | {"verified": False} for line in exchange_case("collective", 10.0)])
+    with pytest.raises(ConfigError, match=r"the page would replace .*results.jsonl"):
+        write_page(made / "results.jsonl", [Record.read(made)])
+    lines = [*exchange_case("host", 100.0), *(line | {"verified": False} for line in exchange_case("collective", 10.0))]
+    cards = list(raymoe.report.page._cards(lines, several=False))
+    assert cards and all("collective" not in where for *_, where in cards)
 
 
 def test_html_takes_a_file_or_a_directory(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from raymoe.errors import ConfigError
-from raymoe.report.columns import shares_of_push, speedups
+from raymoe.report.columns import columns_of, shares_of_push, speedups
 from raymoe.report.directory import RunDirectory
 from raymoe.report.environment import commit, environment
 from raymoe.report.overview import overview
@@ -200,3 +200,9 @@ def test_environment_lists_packages_cpu_and_memory(tmp_path):
     assert facts["cpu"]["usable"] >= 1
     assert facts["memory"]["total_bytes"] > 2**28
     assert commit(tmp_path) is None, "a folder without git has no commit"
+
+
+def test_rates_below_one_keep_three_digits():
+    line = exchange_case("host", 5.0)[0] | {"gbps_wire": 0.00321}
+    cells = {column.header: column.cells for column in columns_of([line])}
+    assert cells["GB/s"] == ["0.00321"]
