@@ -150,7 +150,8 @@ def validate(config: Config, sets: Sets = None) -> None:
     job = _load(config, sets)
     cases = len(job.cases())
     ranks = job.world.ranks
-    valid = f"is valid: {job.workload} on {ranks} rank{'s' * (ranks > 1)}, {cases} case{'s' * (cases > 1)}"
+    workloads = " and ".join(dict.fromkeys(case.job.workload for case in job.cases()))
+    valid = f"is valid: {workloads} on {ranks} rank{'s' * (ranks > 1)}, {cases} case{'s' * (cases > 1)}"
     print_result(f"{printable(config)} {valid}\n")
 
 

@@ -78,7 +78,7 @@ class _Check:
         for meaning in MEANINGS:
             entry, decider = self._entry(meaning.key), self._entry(meaning.decider)
             values = decider_values(plain, meaning)
-            wrong = {meaning.key, meaning.decider} & self.bad_keys
+            wrong = self._is_bad(meaning.key) or self._is_bad(meaning.decider)
             if not meaning.strict or entry is None or wrong or set(values) & set(meaning.values):
                 continue
             if decider is None or decider.source.level <= entry.source.level:
@@ -104,8 +104,11 @@ class _Check:
                 break
 
     def _reads_bad_key(self, wrong: BrokenRule) -> bool:
-        """Whether the rule reads a key that is bad, or that is inside a bad section."""
-        return any(f"{key}.".startswith(f"{bad}.") for key in wrong.rule.keys for bad in self.bad_keys)
+        return any(map(self._is_bad, wrong.rule.keys))
+
+    def _is_bad(self, key: str) -> bool:
+        """Whether a key is bad, or is inside a bad section."""
+        return any(f"{key}.".startswith(f"{bad}.") for bad in self.bad_keys)
 
     def _blamed(self, wrong: BrokenRule, case: Case) -> tuple[str, Entry | None]:
         """Choose the key to report: of the keys that the rule reads, the one that was given last."""

@@ -206,6 +206,11 @@ def kind_of_ranks(job: Job) -> str | None:
     """
     if job.world.device != "auto":
         return job.world.device
+    if "workload" in job.matrix:
+        kinds = {kind_of_ranks(case.job) for case in job.cases()} - {None}
+        if len(kinds) > 1:
+            raise ConfigError("matrix.workload has cases for GPU ranks and cases for CPU ranks; run them apart")
+        return kinds.pop() if kinds else None
     if job.workload == "overlap":
         return "cuda"
     if job.workload == "p2p" and "host" in job.p2p.transports:

@@ -102,7 +102,8 @@ def place(job: Job, run: str, stopped: Callable[[], bool], tell: Callable[[str],
     timeout_s, device = job.world.placement_timeout_s, device_for(job)
     bundle = bundle_for(job.world, device, job.world.ranks)
     nodes = [(node["Labels"], ranks_on(node["Resources"], bundle)) for node in ray.nodes() if node["Alive"]]
-    plan = plan_domains(job.world.domain, job.world.ranks, job.workload in SPANNING, [most for _, most in nodes])
+    spanning = all(case.job.workload in SPANNING for case in job.cases())
+    plan = plan_domains(job.world.domain, job.world.ranks, spanning, [most for _, most in nodes])
     bundle = bundle_for(job.world, device, plan.size if plan.on_nodes else plan.ranks)
     asked = _request(plan, bundle)
     if plan.domains > 1:

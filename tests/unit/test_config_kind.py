@@ -20,6 +20,9 @@ KINDS = [
     (["workload=layer"], "cpu"),
     (["workload=layer", "exchange.backend=fused"], "cuda"),
     (["workload=layer", "world.device=cuda"], "cuda"),
+    (["matrix={workload: [exchange, overlap]}"], "cuda"),
+    (["matrix={workload: [exchange, p2p]}"], None),
+    (["matrix={workload: [p2p, layer]}"], "cpu"),
     (["workload=p2p"], None),
     (["workload=p2p", "p2p.transports=[host]"], "cpu"),
 ]
@@ -33,4 +36,10 @@ def test_kind_of_ranks_follows_device_backend_and_workload(tmp_path, settings, k
 def test_backends_of_two_kinds_in_one_matrix_are_refused(tmp_path):
     job = load_job(write(tmp_path, "workload: exchange\nmatrix: {exchange.backend: [fused, host]}\n"))
     with pytest.raises(ConfigError, match=r"needs GPU ranks in one case \(fused\) and CPU ranks in another \(host\)"):
+        kind_of_ranks(job)
+
+
+def test_workloads_of_two_kinds_in_one_matrix_are_refused(tmp_path):
+    job = load_job(write(tmp_path, "matrix: {workload: [layer, overlap]}\n"))
+    with pytest.raises(ConfigError, match="cases for GPU ranks and cases for CPU ranks; run them apart"):
         kind_of_ranks(job)

@@ -124,6 +124,12 @@ def test_a_key_with_a_problem_is_not_checked_against_other_keys(tmp_path):
     assert "shape = 8: a mapping is wanted" in found
 
 
+@pytest.mark.parametrize("line", ["routing: zipf", "layer: {router: softmax}", "steps: 3", "steps: null"])
+def test_a_value_in_place_of_a_section_is_one_problem(tmp_path, line):
+    (found,) = problems(tmp_path, f"workload: exchange\n{line}\n")
+    assert "a mapping is wanted" in found
+
+
 def test_quoted_values_are_cut_and_made_printable(tmp_path):
     (found,) = problems(tmp_path, 'workload: "a\\nb\\e[31m' + "x" * 500 + '"\n')
     assert "\\n" in found and "\x1b" not in found and len(found) < 300
