@@ -57,21 +57,21 @@ def submit(request: SubmitRequest) -> int:
     if notice := ray_version_notice(api.ray_version, importlib.metadata.version("ray")):
         _tell(notice)
     job = _request(order)
+    where = "" if request.address is None and order.address is None else f" --address {shlex.quote(address)}"
     if (directory := order.runtime_env.get("working_dir", "")).startswith("/"):
         _tell(f"uploading {directory}, unless the cluster has it")
     try:
         api.submit(job, _tell)
     except KeyboardInterrupt:
-        _tell(f"stopped while the cluster was asked; it may have started job {job.id}: raymoe attach {job.id}")
+        _tell(f"stopped while the cluster was asked; it may have started job {job.id}: raymoe attach {job.id}{where}")
         raise
-    where = "" if request.address is None and order.address is None else f" --address {shlex.quote(address)}"
     stops = "" if request.detach else "; Ctrl-C stops it, and Ctrl-C twice leaves it"
     _tell(f"job {job.id} is submitted to {shown(api.address)}{stops}")
     if request.detach:
         _tell(f"to follow it and copy its results: raymoe attach {job.id}{where}")
         print(job.id, flush=True)
         return 0
-    return _follow(api, job.id, request.out)
+    return _follow(api, job.id, request.out, where)
 
 
 def attach(job: str, address: str | None, out: Path | None) -> int:
@@ -79,7 +79,7 @@ def attach(job: str, address: str | None, out: Path | None) -> int:
     _check_destination(out)
     api = connect(_address(address))
     api.state(job)
-    return _follow(api, job, out)
+    return _follow(api, job, out, "" if address is None else f" --address {shlex.quote(address)}")
 
 
 def jobs(address: str | None) -> str:
@@ -180,13 +180,14 @@ def ray_version_notice(cluster: str, here: str) -> str | None:
 # Following a job to its end.
 
 
-def _follow(api: JobsApi, job: str, out: Path | None) -> int:
+def _follow(api: JobsApi, job: str, out: Path | None, where: str) -> int:
+    """Follow a job. `where` is the rest of the command that follows it again: its address, if one was given."""
     from raymoe.gang.follow import Follower
 
-    followed = Follower(api, job, _print_log, _tell).follow()
+    followed = Follower(api, job, _print_log, _tell, f"raymoe attach {job}{where}").follow()
     if followed.left and followed.signum is not None:
         how = "is being stopped" if followed.stopping else "goes on"
-        return _ended(f"left job {job}, which {how}; `raymoe attach {job}` follows it", 128 + followed.signum)
+        return _ended(f"left job {job}, which {how}; `raymoe attach {job}{where}` follows it", 128 + followed.signum)
     state = followed.state
     assert state is not None, "following ends with a state, a signal or an error"
     destination = out or Path("runs") / job

@@ -58,12 +58,13 @@ class _LogEnded:
 
 @dataclass
 class Follower:
-    """Follows one job. `write` gets its log, `tell` gets lines about the job."""
+    """Follows one job. `write` gets its log, `tell` gets lines about the job; `again` is the command for later."""
 
     api: JobsApi
     job: str
     write: Callable[[str], None]
     tell: Callable[[str], None]
+    again: str
     _events: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     _over: threading.Event = field(default_factory=threading.Event)
     _signum: int | None = None
@@ -149,7 +150,7 @@ class Follower:
             except ClusterError as error:
                 if time.monotonic() - answered > LOST_S:
                     lost = f"job {self.job} was followed, and the cluster has not answered for {LOST_S:g} s"
-                    self._events.put(ClusterError(f"{lost} ({error}); follow it again with `raymoe attach {self.job}`"))
+                    self._events.put(ClusterError(f"{lost} ({error}); follow it again with `{self.again}`"))
                     return
             except RaymoeError as error:
                 self._events.put(error)

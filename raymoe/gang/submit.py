@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import requests
+from pydantic import ValidationError
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
-from raymoe.errors import ClusterError, ConfigError, one_line, shown
+from raymoe.errors import ClusterError, ConfigError, RaymoeError, one_line, shown
 from raymoe.gang.address import JOBS_ADDRESSES, reachable, token_source
 
 CONNECT_S, ANSWER_S, UPLOAD_S = 5.0, 30.0, 600.0
@@ -103,7 +104,9 @@ class JobsApi:
             try:
                 given = json.loads(headers) if headers else None
             except ValueError as error:
-                raise ConfigError(f"RAY_JOB_HEADERS is not JSON: {error}") from error
+                raise ConfigError(f"RAY_JOB_HEADERS is no JSON: {error}") from error
+            if given is not None and not isinstance(given, dict):
+                raise ConfigError("RAY_JOB_HEADERS is no JSON mapping from names to texts")
             self._client = _Client(self.address, headers=given)
             self.ray_version = str(self._client._do_request("GET", "/api/version").json().get("ray_version"))
 
@@ -169,6 +172,8 @@ class JobsApi:
         asked = f"asked for the Jobs API of the cluster at {shown(self.asked)}"
         try:
             yield
+        except RaymoeError:
+            raise
         except AuthenticationError as error:
             found = f"it refuses the token in {token_source()}" if token_source() else "it asks for a token"
             way = "put the token of that cluster into ~/.ray/auth_token and leave RAY_AUTH_MODE unset"
@@ -178,6 +183,8 @@ class JobsApi:
             raise ClusterError(f"{asked}, and nothing answers there; {way}") from error
         except requests.exceptions.RequestException as error:
             raise ClusterError(f"{asked}, and got no answer: {one_line(str(error))}; is a Ray head there?") from error
+        except (KeyError, TypeError, AttributeError, ValidationError) as error:  # JSON of another kind
+            raise ClusterError(f"{asked}, and got an answer that no Ray head gives; is a Ray head there?") from error
         except ValueError as error:  # Ray's client refuses what it was given, before it asks the cluster
             raise ConfigError(f"Ray refuses the job: {_first_line(error)}") from error
         except (RuntimeError, OSError) as error:

@@ -5,6 +5,7 @@ Ray starts a retried job with the same command. So the run of a Ray job continue
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from raymoe.report.storage import Mirror, fetch, is_url
 def open_directory(out: str | None, job: Job) -> tuple[RunDirectory, Mirror | None]:
     """Make the run directory of a job, or continue in it. Refuses a place that holds other results."""
     run = run_name(job.name)
+    if out == "":
+        raise ConfigError("--out is empty; name a directory or a URL, or leave --out away")
+    if out is not None and re.match("file://(?!/)", out):
+        raise ConfigError(f"--out {shown(out)} names a host; a file URL of this machine begins with file:///")
     if out is not None and is_url(out):
         return _open_url(out.replace("{run}", run), job, run)
     path = None if out is None else _path(out.replace("{run}", run))

@@ -124,15 +124,20 @@ def _complete_at(destination: Path, job: str) -> Iterator[Path]:
 
     An earlier copy of the same job's results is replaced. Anything else there stays, and is an error.
     """
-    partial = destination.absolute().with_name(f".{destination.name}.{secrets.token_hex(4)}")
+    destination = destination.resolve()  # through a link, and of `.`
+    partial = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True, mode=0o700)
         yield partial
         if partial.is_dir() and any(partial.iterdir()):
-            partial.chmod(0o777 & ~_umask())
             if _belongs_to(destination, job):
                 shutil.rmtree(destination)
-            partial.rename(destination)  # also over an empty directory
+            if destination.is_dir() and not any(destination.iterdir()):  # kept: it may be where a shell is
+                for each in partial.iterdir():
+                    each.rename(destination / each.name)
+            else:
+                partial.chmod(0o777 & ~_umask())
+                partial.rename(destination)
     except OSError as error:
         raise cannot_write(destination, error) from error
     finally:

@@ -30,6 +30,7 @@ class FakeHead(ThreadingHTTPServer):
         self.version = "2.57.0"
         self.submitted: list[dict[str, object]] = []
         self.silent = False
+        self.answer = ""
 
     @property
     def url(self) -> str:
@@ -42,7 +43,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.silent:
             time.sleep(3)
-        if self.path == "/api/version":
+        if self.server.answer:
+            self._answer(200, self.server.answer)
+        elif self.path == "/api/version":
             self._answer(200, json.dumps({"version": "4", "ray_version": self.server.version, "ray_commit": ""}))
         else:
             self._answer(404, "Job x does not exist")
@@ -112,6 +115,20 @@ def test_a_head_that_does_not_answer_is_given_up(fake: FakeHead, monkeypatch: py
     assert time.monotonic() - began < 2.5
 
 
+@pytest.mark.parametrize("answer", ["[]", "null", '"x"', "[null]"])
+def test_a_server_that_is_no_ray_head_is_named(fake: FakeHead, answer: str) -> None:
+    fake.answer = answer
+    with pytest.raises(ClusterError, match=r"got an answer that no Ray head gives; is a Ray head there?"):
+        JobsApi(fake.url)
+
+
+@pytest.mark.parametrize("headers", ["[1]", "x"])
+def test_headers_that_are_no_mapping_are_refused(fake: FakeHead, monkeypatch: pytest.MonkeyPatch, headers: str) -> None:
+    monkeypatch.setenv("RAY_JOB_HEADERS", headers)
+    with pytest.raises(ConfigError, match=r"^RAY_JOB_HEADERS is no"):
+        JobsApi(fake.url)
+
+
 def test_nothing_there_and_an_unknown_job(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:1")  # the address that is given counts
     api = JobsApi(fake.url)
@@ -166,14 +183,14 @@ class LostApi:
 
 def test_a_log_that_breaks_off_goes_on_where_it_was() -> None:
     log: list[str] = []
-    ended = Follower(LostApi(lost=False), "x", log.append, print).follow()  # type: ignore[arg-type]
+    ended = Follower(LostApi(lost=False), "x", log.append, print, "raymoe attach x").follow()  # type: ignore[arg-type]
     assert "".join(log) == "one\ntwo\n" and ended.state is not None and ended.state.status == "SUCCEEDED"
 
 
 def test_a_cluster_that_is_lost_is_named_with_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "LOST_S", 0.5)
     with pytest.raises(ClusterError, match=r"not answered for 0.5 s \(.*\); follow it again with `raymoe attach x`"):
-        Follower(LostApi(lost=True), "x", print, print).follow()  # type: ignore[arg-type]
+        Follower(LostApi(lost=True), "x", print, print, "raymoe attach x").follow()  # type: ignore[arg-type]
 
 
 def summary_of(folder: Path, exit_code: int, message: str) -> Path:

@@ -171,7 +171,8 @@ def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp
     command.wait_for("press Ctrl-C again to leave it running")
     command.signal(signal.SIGINT)
     assert command.end(15) == 130
-    assert command.last_line() == f"left job {name}, which goes on; `raymoe attach {name}` follows it"
+    again = f"raymoe attach {name} --address {head.dashboard}"
+    assert command.last_line() == f"left job {name}, which goes on; `{again}` follows it"
     api = JobsApi(head.dashboard)
     assert api.state(name).status == "RUNNING"
 

@@ -123,6 +123,25 @@ def test_a_directory_that_is_readable_is_copied_if_it_is_of_that_job(tmp_path):
     assert "no run of this job is in" in transfer.pack(source, "another-job")
 
 
+def test_results_go_into_an_empty_directory_here_or_behind_a_link(tmp_path, monkeypatch):
+    source = results(tmp_path / "shared" / JOB)
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert transfer.copy_if_readable(str(source), JOB, Path()) and names(Path()) == PLAIN
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    assert transfer.copy_if_readable(str(source), JOB, tmp_path / "link")
+    assert names(tmp_path / "there") == PLAIN and (tmp_path / "link").is_symlink()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["here", "link", "shared", "there"]
+
+
+@pytest.mark.parametrize("out", ["", "file://results/x"])
+def test_a_place_that_names_nothing_is_refused(home, out):
+    with pytest.raises(ConfigError, match=r"--out is empty|a file URL of this machine begins with file:///"):
+        open_directory(out, small())
+    assert not home.exists() and list(home.parent.iterdir()) == []
+
+
 def test_a_run_is_copied_to_a_url_and_back(tmp_path):
     source, url = results(tmp_path / "run"), f"file://{tmp_path}/remote/run"
     mirror = storage.Mirror(source, url)
