@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -304,11 +304,10 @@ class _Check:
     def _written(self, key: str, entry: Entry) -> str:
         """Write the value of a setting. A trace's path is relative to the job; `--set` takes it as relative to here."""
         value = entry.plain()
-        if key == "routing.file" and isinstance(value, str):
-            return str(self.source.folder / value)
-        if isinstance(value, str) and resolve(value) == value and _PLAIN.fullmatch(value):
-            return value
-        return entry.text if entry.text is not None else json.dumps(value)
+        moved = _with_traces(key, value, lambda file: str(self.source.folder / file))
+        if moved != value:
+            return _as_yaml(moved)
+        return entry.text if entry.text is not None and not isinstance(value, str) else _as_yaml(value)
 
     def _moved(self, problem: Problem, by_name: dict[str, str]) -> Problem:
         """Give a problem of a setting the place of the setting in the job."""
@@ -365,10 +364,37 @@ def _order(submission: Submission, config: _Config, folder: Path) -> Order:
 
 def _on_the_cluster(text: str, directory: Path | None) -> str:
     """Make the path of a trace in a setting relative to the directory that is uploaded."""
-    key, _, value = text.partition("=")
-    if key != "routing.file" or directory is None:
+    key, _, given = text.partition("=")
+    read, _ = compose(given, Source("--set", Path.cwd(), 0))
+    if read is None or directory is None:
         return text
-    return f"{key}={os.path.relpath(_normal(Path(value)), directory)}"
+    value = read.plain()
+    moved = _with_traces(key, value, lambda file: os.path.relpath(_normal(Path(file)), directory))
+    return text if moved == value else f"{key}={_as_yaml(moved)}"
+
+
+def _with_traces(key: str, value: object, change: Callable[[str], str]) -> object:
+    """Change the paths of traces in the value of a setting, which may be a whole section.
+
+    >>> _with_traces("routing", {"kind": "trace", "file": "a.npy"}, str.upper)
+    {'kind': 'trace', 'file': 'A.NPY'}
+    >>> _with_traces("matrix.routing.file", ["a.npy", "b.npy"], str.upper), _with_traces("name", "a.npy", str.upper)
+    (['A.NPY', 'B.NPY'], 'a.npy')
+    """
+    if isinstance(value, dict):
+        return {name: _with_traces(f"{key}.{name}", each, change) for name, each in value.items()}
+    if key.removeprefix("matrix.") != "routing.file":
+        return value
+    if isinstance(value, list):
+        return [change(each) if isinstance(each, str) else each for each in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _as_yaml(value: object) -> str:
+    """Write a value on one line, text without quotes where YAML reads it as this very text."""
+    if isinstance(value, str) and resolve(value) == value and _PLAIN.fullmatch(value):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _runtime_env(env: RuntimeEnvSection, folder: Path) -> dict[str, Any]:

@@ -182,6 +182,39 @@ def test_a_trace_that_a_setting_names_is_found_on_the_cluster(tmp_path):
     assert words[4:] == ("host_exchange", "--set", "routing.kind=trace", "--set", "routing.file=data/ids.npy")
 
 
+IDS = ["ids.npy", "my ids.npy", "a#b: c.npy", "😀.npy"]
+
+
+@pytest.mark.parametrize("folder", ["jobs", "a: b", "run #3"])
+@pytest.mark.parametrize("name", IDS)
+def test_traces_of_any_name_are_those_of_the_job_wherever_they_are_set(tmp_path, monkeypatch, folder, name):
+    """The command that the cluster gets, in the directory that it gets, means the same traces as the checked job."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_bytes(b"x")
+    place = tmp_path / folder
+    place.mkdir()
+    quoted = json.dumps(f"../data/{name}", ensure_ascii=False)
+    in_job = [
+        f"{{routing.kind: trace, routing.file: {quoted}}}",
+        f"{{routing.kind: trace, matrix.routing.file: [{quoted}]}}",
+        f"{{routing: {{kind: trace, file: {quoted}}}}}",
+    ]
+    on_command = [[f"routing.file={quoted}"], [f"matrix.routing.file=[{quoted}]"], [f"routing={{file: {quoted}}}"]]
+    for own, sets in [*((each, []) for each in in_job), *(("{routing.kind: trace}", each) for each in on_command)]:
+        monkeypatch.chdir(tmp_path if own in in_job else place)
+        (place / "job.yaml").write_text(f"config: host_exchange\nruntime_env: {{working_dir: ..}}\nset: {own}\n")
+        ordered = load_submission(str(place / "job.yaml"), sets)
+        wanted = [case.job.routing.file for case in ordered.job.cases()]
+        monkeypatch.chdir(tmp_path)
+        words = ordered.entrypoint[5:]
+        found = load_job("host_exchange", list(words[1::2]))
+        there = [str(Path(str(case.job.routing.file)).resolve()) for case in found.cases()]
+        assert (
+            there == [str(Path(str(each)).resolve()) for each in wanted] == [str(tmp_path / "data" / name)] * len(there)
+        )
+        assert not any(".." in word or str(tmp_path) in word for word in words)
+
+
 def test_an_order_has_what_the_job_says_and_what_is_always_needed(tmp_path):
     got = order(
         "config: quickstart\nset: {world.ranks: 2, matrix.shape.tokens: [1, 2], exchange: {backend: auto}}\n"
