@@ -123,7 +123,7 @@ def alone() -> list[Step]:
         ranks.run(1, on_rank.layer_kernels)
 
     found = [Step(f"stream: rows of {hidden}, on all SMs", partial(stream, hidden)) for hidden in ON_ALL_SMS]
-    return [*found, Step("router and few rows", others)]
+    return [*found, Step("layer: router and few rows", others)]
 
 
 def exchanged() -> list[Step]:
