@@ -206,18 +206,21 @@ def kind_of_ranks(job: Job) -> str | None:
     """
     if job.world.device != "auto":
         return job.world.device
-    if "workload" in job.matrix:
-        kinds = {kind_of_ranks(case.job) for case in job.cases()} - {None}
-        if len(kinds) > 1:
-            raise ConfigError("matrix.workload has cases for GPU ranks and cases for CPU ranks; run them apart")
-        return kinds.pop() if kinds else None
+    jobs = [case.job for case in job.cases()] if "workload" in job.matrix else [job]
+    kinds = {_needed_kind(each) for each in jobs} - {None}
+    if len(kinds) > 1:
+        raise ConfigError("matrix.workload has cases for GPU ranks and cases for CPU ranks; run them apart")
+    layers = any(each.workload == "layer" for each in jobs)
+    return kinds.pop() if kinds else "cpu" if layers else None
+
+
+def _needed_kind(job: Job) -> str | None:
+    """The kind of ranks that a workload and its backends need; None if either serves."""
     if job.workload == "overlap":
         return "cuda"
     if job.workload == "p2p" and "host" in job.p2p.transports:
         return "cpu"
-    if job.workload == "layer":
-        return _kind_of_backends(job) or "cpu"
-    return _kind_of_backends(job) if job.workload == "exchange" else None
+    return _kind_of_backends(job) if job.workload in ("exchange", "layer") else None
 
 
 def _kind_of_backends(job: Job) -> str | None:

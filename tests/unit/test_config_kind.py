@@ -23,6 +23,8 @@ KINDS = [
     (["matrix={workload: [exchange, overlap]}"], "cuda"),
     (["matrix={workload: [exchange, p2p]}"], None),
     (["matrix={workload: [p2p, layer]}"], "cpu"),
+    (["matrix={workload: [exchange, layer], exchange.backend: [auto, fused]}"], "cuda"),
+    (["matrix={workload: [layer, overlap]}"], "cuda"),
     (["workload=p2p"], None),
     (["workload=p2p", "p2p.transports=[host]"], "cpu"),
 ]
@@ -40,6 +42,6 @@ def test_backends_of_two_kinds_in_one_matrix_are_refused(tmp_path):
 
 
 def test_workloads_of_two_kinds_in_one_matrix_are_refused(tmp_path):
-    job = load_job(write(tmp_path, "matrix: {workload: [layer, overlap]}\n"))
+    job = load_job(write(tmp_path, "matrix: {workload: [p2p, overlap]}\np2p: {transports: [host]}\n"))
     with pytest.raises(ConfigError, match="cases for GPU ranks and cases for CPU ranks; run them apart"):
         kind_of_ranks(job)
