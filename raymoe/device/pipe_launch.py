@@ -13,6 +13,7 @@ from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Function, Kernels, Launch, Shape
 from raymoe.device.params import Params
 from raymoe.device.pipe_shape import PipeShape, blocks_of
+from raymoe.device.tile_counters import TileCounters
 from raymoe.errors import ConfigError, CudaError
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ LEAST_CAPABILITY = (9, 0)
 class KernelCall:
     """A kernel, its blocks and its parameters. The blocks share `tiles`, of which each takes `at_once` at a time.
 
-    `blocks_of_sm` and `balanced` are those of PipeShape. An `early` kernel may begin before the one before it in the
-    stream has ended, and waits for that itself.
+    `blocks_of_sm`, `balanced` and `dynamic` are those of PipeShape. The parameters of a dynamic kernel have a field
+    `work`, whose counter is set at each launch. An `early` kernel may begin before the one before it in the stream has
+    ended, and waits for that itself.
     """
 
     source: KernelSource
@@ -37,11 +39,12 @@ class KernelCall:
     at_once: int = 1
     blocks_of_sm: int = 1
     balanced: bool = False
+    dynamic: bool = False
     early: bool = False
 
     @classmethod
     def of(cls, source: KernelSource, shape: PipeShape, params: Params, tiles: int) -> KernelCall:
-        spread = (shape.at_once, shape.blocks_of_sm, shape.balanced)
+        spread = (shape.at_once, shape.blocks_of_sm, shape.balanced, shape.dynamic)
         return cls(source, shape.threads, shape.shared_bytes, params, tiles, *spread)
 
     def blocks(self, sms: int) -> int:
@@ -59,6 +62,10 @@ class _Device:
     lock: threading.Lock = field(default_factory=threading.Lock)
     functions: dict[KernelSource, Function] = field(default_factory=dict)
     launches: dict[tuple[KernelSource, Shape], Launch] = field(default_factory=dict)
+    counters: TileCounters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counters = TileCounters(self.gpu)
 
     def run(self, call: KernelCall, sms: int | None, device: torch.device) -> None:
         import torch
@@ -74,6 +81,9 @@ class _Device:
                 self.launches[call.source, shape] = launch
             packed = call.params.packed()
             ctypes.memmove(ctypes.addressof(launch.fields), ctypes.addressof(packed), ctypes.sizeof(packed))
+            if call.dynamic:
+                new = capturing(device)
+                launch.fields.work.taken = self.counters.new() if new else self.counters.of_stream(stream)
             launch(stream)
 
     def _function(self, source: KernelSource, device: torch.device) -> Function:

@@ -31,8 +31,10 @@ ROW_THREAD_BYTES, ROW_RESIDENT, UNEVEN_RESIDENT = 64, 896, 768
 seven warps for 7168 bfloat16. With fewer, too few loads are under way; with more, a thread has too few registers.
 RMSNorm of 4096 rows took 33.1 us with four blocks, 47.4 with six (same machine). Where a row does not fill the block,
 a thread needs more registers."""
-ALONE_ROWS = 132
-"""Up to so many rows, as many as an H200 has SMs, blocks of one row share no SM. A thread may then have more registers,
+WHOLE_GPU = 132
+"""SMs of an H100 and of an H200."""
+ALONE_ROWS = WHOLE_GPU
+"""Up to so many rows, as many as SMs, blocks of one row share no SM. A thread may then have more registers,
 and a bias is loaded with the row. LayerNorm of 128 rows took 3.56 us, and 3.70 with the bias loaded after the sum (7168
 bfloat16, H200, 2026-11-24)."""
 BALANCED_TURNS = 16
@@ -70,6 +72,17 @@ DEEPEST = 3
 once spread over more pages of memory."""
 QUANTISED_STAGES = 2
 """The same for 8-bit results: RMSNorm of 4096 rows took 26.4 us with two stages, 27.8 with three (same machine)."""
+FEW_SMS = 64
+"""Up to so many SMs, a group has one stage more. RMSNorm of 4096 rows took 47.1 us on 48 SMs with four stages for each
+group, 51.7 with three; on 96 SMs 45.5 and 44.6 (7168 bfloat16, H100, 2026-11-25)."""
+LEAST_STORED = 3
+"""Stages of a group at least, where results leave from them, else two: one is loaded, one computed on, one stored.
+x + residual and its norm took 90.5 us on 48 SMs with two groups of three stages, 113 with three of two (same day)."""
+DYNAMIC_TURNS = 2
+"""Blocks take tiles from a counter if each has at least so many for each of its stages. Of fewer, the blocks that begin
+first would take too many at once: RMSNorm of 1024 rows took 15.9 us with a counter and 14.8 without (same day)."""
+STAGE_WORDS_BYTES = 24
+"""Of a stage: two barriers, and the number of its tile."""
 SUM_BYTES = 16
 """Of a warp, for the sums of a group; there are two places for it."""
 
@@ -79,7 +92,7 @@ class PipeShape:
     """A block: `groups` of `warps` warps, `stages` of `stage_bytes`, tiles of `tile_rows` rows or of `piece` eights.
 
     >>> PipeShape("PIPED", groups=3, warps=4, stages=12, stage_bytes=14336).shared_bytes
-    172608
+    172704
     """
 
     loading: Loading
@@ -97,6 +110,9 @@ class PipeShape:
     """Without stages: threads that an SM holds at least, which bounds the registers of a thread."""
     once: bool = False
     """Without stages: whether loads tell the L2 cache that their lines are not read again soon."""
+    dynamic: bool = False
+    """Whether blocks take tiles from a counter, so that none waits for a slower SM. Gradients cannot: their sums have
+    an order."""
     known: bool = True
     """Whether the number of tiles is known before the launch."""
 
@@ -110,9 +126,9 @@ class PipeShape:
 
     @property
     def shared_bytes(self) -> int:
-        """Stages, two barriers for each, and the sums of all groups."""
+        """Stages, two barriers and a number for each, and the sums of all groups."""
         held = self.stages * self.stage_bytes if self.staged else 0
-        return held + self.stages * 16 + self.groups * 2 * self.warps * SUM_BYTES
+        return held + self.stages * STAGE_WORDS_BYTES + self.groups * 2 * self.warps * SUM_BYTES
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:
@@ -124,6 +140,7 @@ class PipeShape:
             *((("PIPE_VECTORS", str(-(-self.piece // (32 * self.warps)))),) if self.piece and not self.staged else ()),
             *((("PIPE_RESIDENT", str(self.resident)),) if not self.staged else ()),
             *((("PIPE_ONCE", "1"),) if self.once else ()),
+            *((("PIPE_DYNAMIC", "1"),) if self.dynamic else ()),
         )
 
     @property
@@ -133,7 +150,7 @@ class PipeShape:
 
     @property
     def balanced(self) -> bool:
-        return self.staged and self.known
+        return self.staged and self.known and not self.dynamic
 
     def blocks(self, tiles: int, sms: int) -> int:
         """The number of blocks that share so many tiles on so many SMs; 0 without tiles."""
@@ -211,7 +228,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     >>> [shape(rows, Limits()) for rows in (128, 1024, 16384)]
     ['ROW 1 x 7, 1 stages, 0 blocks', 'PIPED 3 x 5, 9 stages, 1 blocks', 'ROW 1 x 7, 1 stages, 0 blocks']
     >>> [shape(4096, limits) for limits in (Limits(sms=48), Limits(stages=1))]
-    ['PIPED 3 x 5, 9 stages, 1 blocks', 'PIPED 1 x 15, 1 stages, 1 blocks']
+    ['PIPED 3 x 5, 12 stages, 1 blocks', 'PIPED 1 x 15, 1 stages, 1 blocks']
     >>> row_shape(RowWork(100000, 64, 16, 1, 8), Limits(48)).tile_rows  # 8 KiB of rows in each tile
     64
     >>> row_shape(RowWork(4096, 32768, 64, 1, 20), Limits(48)).loading  # no two rows of 128 KiB fit into an SM
@@ -220,7 +237,7 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     eights, budget = work.hidden // 8, work.budget
     tile_rows = max(1, min(TILE_BYTES // work.row_bytes, work.rows))
     stage_bytes = tile_rows * work.row_bytes
-    fitting = (SHARED_BYTES - 2048) // stage_bytes
+    fitting = (SHARED_BYTES - 2048) // (stage_bytes + STAGE_WORDS_BYTES)
     loading = limits.loading or _loading(work, limits)
     if loading in ("PLAIN", "ROW") or fitting < (1 if limits.stages or limits.loading else 2):
         alone = _alone_shape(work, eights, limits) if loading == "ROW" else None
@@ -232,8 +249,16 @@ def row_shape(work: RowWork, limits: Limits) -> PipeShape:
     if loading == "IN_TURN":
         groups = stages = min(most, fitting)
     else:
-        groups, stages = _divided(most, fitting, limits.stages, QUANTISED_STAGES if work.quantised else DEEPEST)
-    return PipeShape(loading, groups, consumers // groups, stages, stage_bytes, tile_rows)
+        deepest = (QUANTISED_STAGES if work.quantised else DEEPEST) + (_sms(limits) <= FEW_SMS and not work.gradients)
+        least = 2 if work.quantised and work.inputs == 1 else LEAST_STORED
+        groups, stages = _divided(most, fitting, limits.stages, max(deepest, least), least)
+    turns = work.rows // (tile_rows * _sms(limits))
+    dynamic = loading == "PIPED" and not work.gradients and turns >= DYNAMIC_TURNS * stages
+    return PipeShape(loading, groups, consumers // groups, stages, stage_bytes, tile_rows, dynamic=dynamic)
+
+
+def _sms(limits: Limits) -> int:
+    return limits.sms or WHOLE_GPU
 
 
 def _alone_shape(work: RowWork, eights: int, limits: Limits) -> PipeShape | None:
@@ -419,14 +444,16 @@ def _groups(eights: int, vectors: int, block: int) -> int:
     return max(1, block // -(-eights // (32 * vectors)))
 
 
-def _divided(most_groups: int, fitting: int, asked: int | None, deepest: int) -> tuple[int, int]:
-    """Groups and stages of a block. A group has at least two stages if there are two; `asked` is bounded by `fitting`.
+def _divided(most_groups: int, fitting: int, asked: int | None, deepest: int, least: int = 2) -> tuple[int, int]:
+    """Groups and stages of a block. A group has `least` stages if there are so many; `asked` is bounded by `fitting`.
 
-    >>> _divided(3, 15, None, 3), _divided(3, 7, None, 3), _divided(3, 15, 8, 3), _divided(3, 15, 3, 3)
-    ((3, 9), (3, 6), (2, 8), (1, 3))
+    >>> _divided(3, 15, None, 3), _divided(3, 7, None, 3), _divided(3, 7, None, 3, least=3)
+    ((3, 9), (3, 6), (2, 6))
+    >>> _divided(3, 15, 8, 3), _divided(3, 15, 3, 3)  # asked: two stages of a group, if there are two
+    ((2, 8), (1, 3))
     """
     if asked is None:
-        groups = max(1, min(most_groups, fitting // 2))
+        groups = max(1, min(most_groups, fitting // least))
         return groups, groups * min(deepest, fitting // groups)
     stages = min(asked, fitting)
     groups = max(each for each in range(1, most_groups + 1) if stages % each == 0 and (each == 1 or stages >= 2 * each))

@@ -25,7 +25,7 @@ MOST_TILES = 2**31
 
 @dataclass(frozen=True)
 class PipeRows(Params):
-    """Twin of the struct in kernels/include/raymoe/pipe/pipe.cuh."""
+    """Twin of the struct in kernels/include/raymoe/pipe/tiles.cuh."""
 
     at: Address = 0
     stride: U64 = 0
@@ -35,9 +35,11 @@ class PipeRows(Params):
 
 @dataclass(frozen=True)
 class PipeWork(Params):
-    """Twin of the struct in kernels/include/raymoe/pipe/pipe.cuh."""
+    """Twin of the struct in kernels/include/raymoe/pipe/tiles.cuh."""
 
     rows: U64
+    taken: Address
+    """The counter of a dynamic kernel. Each launch sets it."""
     tiles: U32
     tile_rows: U32
     pieces: U32
@@ -90,7 +92,7 @@ def work_of(shape: PipeShape, rows: int, hidden: int) -> PipeWork:
     """The tiles of `rows` rows, cut as `shape` says.
 
     >>> work_of(PipeShape("PIPED", 2, 1, 4, 1024, tile_rows=1, piece=16), rows=3, hidden=200)
-    PipeWork(rows=3, tiles=6, tile_rows=1, pieces=2, piece=16, width=25, stage_bytes=1024)
+    PipeWork(rows=3, taken=0, tiles=6, tile_rows=1, pieces=2, piece=16, width=25, stage_bytes=1024)
     """
     width = hidden // EIGHT
     piece = shape.piece or width
@@ -98,7 +100,7 @@ def work_of(shape: PipeShape, rows: int, hidden: int) -> PipeWork:
     tiles = -(-rows // shape.tile_rows) * pieces
     if tiles >= MOST_TILES:
         raise ConfigError(f"{rows} rows of {hidden} elements in one call; split them: a call takes {MOST_TILES} tiles")
-    return PipeWork(rows, tiles, shape.tile_rows, pieces, piece, width, shape.stage_bytes)
+    return PipeWork(rows, 0, tiles, shape.tile_rows, pieces, piece, width, shape.stage_bytes)
 
 
 def rows_of(tensor: torch.Tensor, name: str, shape: Sequence[int], offset: int = 0) -> PipeRows:

@@ -2,7 +2,8 @@
 
 A group is one warp or several: the emulator looks at the order among the threads of a warp. Its first warp also stores.
 Loads land in any order, and stores read their stages in any order, at any time. A stage holds, for each input, the turn
-that it belongs to, and whether it was loaded or is a result.
+that it belongs to, and whether it was loaded or is a result. In a dynamic case the number of a tile stands for its
+turn, and the producer ends each group with a number behind the last turn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ class PipeFault(Enum):
     OWN_STAGE = "a group gives back the stage of this turn, not of the turn before"
     NEVER_EMPTY = "a group with one stage gives back the stage before, which it does not have"
     ONE_WARP = "`empty` counts the first warp of a group alone"
+    EARLY_NUMBER = "the producer leaves a number before the stage is empty"
+    LATE_NUMBER = "the producer leaves a number after it has told the bytes"
+    ONE_END = "the producer ends one group alone"
     NO_BARRIER = "the first warp stores before the other warps have written"
 
 
@@ -33,7 +37,15 @@ class PipeCase:
     warps: int = 1
     stores: bool = True
     """Whether results pass through the stage. If not, each warp gives the stage back when it has read it."""
+    dynamic: bool = False
+    """Whether a number beside the stage tells a group which tile it has, or that it ends."""
     fault: PipeFault | None = None
+
+    @property
+    def produced(self) -> int:
+        """Return the turns of the producer: those of tiles, and those that end groups."""
+        ends = 1 if self.fault is PipeFault.ONE_END else self.groups
+        return self.turns + (ends if self.dynamic else 0)
 
     @property
     def depth(self) -> int:
@@ -81,6 +93,8 @@ class PipeState:
     """Of each stage, for each input."""
     producer: tuple[int, int] = (0, 0)
     """The turn, and the step within it: wait, expect, then a load for each input."""
+    numbers: tuple[int, ...] = ()
+    """Of each stage."""
     warps: tuple[tuple[int, str], ...] = ()
     """The turn and the step of each warp, group by group."""
     loads: frozenset[tuple[int, int]] = frozenset()
@@ -106,6 +120,7 @@ def explore_pipe(case: PipeCase) -> Explored:
         (Full(),) * case.stages,
         (Empty(0, case.arrivals),) * case.stages,
         (((-1, "in"),) * case.inputs,) * case.stages,
+        numbers=(-1,) * case.stages,
         warps=tuple((group, "wait") for group in range(case.groups) for _ in range(case.warps)),
     )
     came: dict[PipeState, tuple[PipeState | None, str]] = {first: (None, "begin")}
@@ -135,7 +150,7 @@ def _trace(came: dict[PipeState, tuple[PipeState | None, str]], state: PipeState
 
 def _is_over(case: PipeCase, state: PipeState) -> bool:
     ended = all(step == "ended" for _, step in state.warps)
-    return ended and state.producer[0] == case.turns and not state.loads and not state.stores
+    return ended and state.producer[0] == case.produced and not state.loads and not state.stores
 
 
 def _steps(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]]:
@@ -156,25 +171,38 @@ def _is_past(phase: int, parity: int) -> bool:
 
 def _produce(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]]:
     turn, step = state.producer
-    if turn >= case.turns:
+    if turn >= case.produced:
         return
     stage = turn % case.stages
+    if step == 0 and case.fault is PipeFault.EARLY_NUMBER and state.numbers[stage] != turn:
+        yield f"the producer leaves number {turn}", _numbered(state, stage, turn)
+        return
     if step == 0:
         parity = (turn // case.stages - (case.fault is not PipeFault.LATE_PARITY)) & 1
         waits = turn >= case.stages and case.fault is not PipeFault.NO_EMPTY_WAIT
         if not waits or _is_past(state.empty[stage].phase, parity):
-            yield f"the producer begins turn {turn}", replace(state, producer=(turn, 1))
+            leaves = case.fault is not PipeFault.LATE_NUMBER
+            after = _numbered(state, stage, turn) if leaves else state
+            yield f"the producer begins turn {turn}", replace(after, producer=(turn, 1))
         return
     if step == 1:
         if state.full[stage].missing == 0:
             raise BrokenStepError(f"turn {turn} arrives at a phase that has its arrival")
-        told = 1 if case.fault is PipeFault.BYTES_OF_ONE else case.inputs
+        told = 1 if case.fault is PipeFault.BYTES_OF_ONE else case.inputs if turn < case.turns else 0
         full = _with(state.full, stage, state.full[stage].changed(1, told))
-        yield f"the producer tells the bytes of turn {turn}", replace(state, full=full, producer=(turn, 2))
+        after = (turn, 2) if turn < case.turns else (turn + 1, 0)
+        yield f"the producer tells the bytes of turn {turn}", replace(state, full=full, producer=after)
+        return
+    if case.fault is PipeFault.LATE_NUMBER and state.numbers[stage] != turn:
+        yield f"the producer leaves number {turn}", _numbered(state, stage, turn)
         return
     loads = state.loads | {(turn, step - 2)}
     after = (turn + 1, 0) if step - 1 == case.inputs else (turn, step + 1)
     yield f"the producer loads input {step - 2} of turn {turn}", replace(state, loads=loads, producer=after)
+
+
+def _numbered(state: PipeState, stage: int, number: int) -> PipeState:
+    return replace(state, numbers=_with(state.numbers, stage, number))
 
 
 def _landed(case: PipeCase, state: PipeState, turn: int, number: int) -> PipeState:
@@ -193,12 +221,16 @@ def _consume(case: PipeCase, state: PipeState, number: int) -> Iterator[tuple[st
     def at(new_turn: int, new_step: str, **fields: object) -> PipeState:
         return replace(state, warps=_with(state.warps, number, (new_turn, new_step)), **fields)
 
-    if step == "wait" and turn >= case.turns:
+    if step == "end" or (step == "wait" and turn >= case.turns and not case.dynamic):
         if not first or not any(each % case.groups == group for each in state.stores):
             yield f"{who} ends", at(turn, "ended")
     elif step == "wait":
         if case.fault is PipeFault.NO_FULL_WAIT or _is_past(state.full[stage].phase, turn // case.stages & 1):
-            yield f"{who} finds turn {turn}", at(turn, "read")
+            yield f"{who} finds turn {turn}", at(turn, "number" if case.dynamic else "read")
+    elif step == "number":
+        if state.numbers[stage] != turn:
+            raise BrokenStepError(f"{who} finds number {state.numbers[stage]} at turn {turn}")
+        yield f"{who} reads number {turn}", at(turn, "read" if turn < case.turns else "end")
     elif step == "read":
         _check(state, stage, (turn, "in"), f"{who} reads turn {turn}")
         yield f"{who} reads turn {turn}", at(turn, "barrier" if case.stores and first else "arrive")

@@ -124,6 +124,9 @@ def streams_on_all_sms(_world: World, hidden: int) -> None:
     pipe.check_gradients(x, Limits())
     pipe.check_pieces(41, hidden, Limits())
     pipe.check_fp8(41, hidden, Limits(), "column")
+    if hidden >= 4096:  # so many turns that blocks take rows from a counter
+        pipe.check_norms(pipe.rows_of(1030, hidden), Limits(20))
+        pipe.check_fp8(1030, hidden, Limits(20), "row")
     given, dy = pipe.rows_of(41, 2 * hidden).requires_grad_(), pipe.rows_of(41, hidden, seed=1)
     wide = given.detach().double().requires_grad_()
     gate, up = wide.chunk(2, 1)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm  # noqa: E402
+from raymoe.device import pipe_launch, tile_counters  # noqa: E402
+from raymoe.device.gpu import Gpu  # noqa: E402
+from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_call  # noqa: E402
 from raymoe.device.pipe_backward import (  # noqa: E402
     LayerNormBackward,
     RmsNormBackward,
@@ -190,6 +194,79 @@ def test_millions_of_short_rows() -> None:
 @pytest.mark.parametrize("hidden", [72, 2048, 7168])
 def test_results_as_8_bit_floats(hidden: int, limits: Limits, layout: str) -> None:
     check_fp8(999, hidden, limits, layout)
+
+
+@pytest.mark.parametrize("sms", [None, 1, 48])
+@pytest.mark.parametrize("stages", [None, 1, 4])
+@pytest.mark.parametrize("rows", [1025, 4099])
+def test_results_as_8_bit_floats_of_rows_from_a_counter(rows: int, stages: int | None, sms: int | None) -> None:
+    for hidden in (72, 4096, 7168):
+        check_fp8(rows, hidden, Limits(sms, stages), "row")
+
+
+def norms_with_counters(count: int, limits: Limits) -> tuple[list[RmsNorm], Callable[[], None]]:
+    """Calls whose blocks take rows from a counter, and a check of their results, which it then spoils."""
+    rows, hidden = 2000, 7168
+    weight = rows_of(1, hidden, seed=5)[0]
+    calls = [
+        RmsNorm(
+            rows_of(rows, hidden, seed=seed),
+            weight,
+            torch.zeros(rows, hidden, dtype=torch.float8_e4m3fn, device="cuda"),
+            EPS,
+            torch.zeros(rows, hidden // 128, device="cuda"),
+        )
+        for seed in range(count)
+    ]
+    assert all(rms_norm_call(call, limits).dynamic for call in calls)
+
+    def check() -> None:
+        torch.cuda.synchronize()
+        for call in calls:
+            judge_fp8(call.out.float(), call.scales, rms_of(call.x, weight))
+            call.out.zero_()
+            call.scales.zero_()
+        torch.cuda.synchronize()
+
+    return calls, check
+
+
+def test_launches_that_run_at_once_take_rows_from_counters_of_their_own() -> None:
+    limits = Limits(30)
+    calls, check = norms_with_counters(8, limits)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    rms_norm(calls[0], limits)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for number, call in enumerate(calls):
+            with torch.cuda.stream(streams[number % 4]):
+                rms_norm(call, limits)
+        check()
+    graphs = [torch.cuda.CUDAGraph() for _ in streams]
+    for graph, first in zip(graphs, range(0, 8, 2), strict=True):
+        with torch.cuda.graph(graph, stream=streams[0]):
+            for call in calls[first : first + 2]:
+                rms_norm(call, limits)
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        check()
+
+
+def test_a_capture_can_make_counters(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, check = norms_with_counters(5, Limits())
+    rms_norm(calls[0])
+    torch.cuda.synchronize()
+    monkeypatch.setattr(tile_counters, "TOGETHER", 2)
+    monkeypatch.setattr(pipe_launch._device(0), "counters", tile_counters.TileCounters(gpu))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            rms_norm(call)
+    for _ in range(3):
+        graph.replay()
+        check()
 
 
 @pytest.mark.parametrize("limits", [PIPED, PLAIN, IN_TURN, Limits(48)], ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,14 @@ ERRORS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-5}
 def run_call(
     call: KernelCall, tensors: Sequence[torch.Tensor], sms: int = 2, seed: int = 0, changes: Sequence[Change] = ()
 ) -> None:
-    """Run one launch; it may reach the storages of these tensors and nothing else."""
+    """Run one launch; it may reach the storages of these tensors, its counter if it is dynamic, and nothing else."""
     if not call.tiles:
         return
+    counter = torch.zeros(1, dtype=torch.int32)
+    if call.dynamic:
+        params: Any = call.params
+        call = replace(call, params=replace(params, work=replace(params.work, taken=counter.data_ptr())))
+        tensors = [*tensors, counter]
     with Emulator(1, _MOST_STEPS, changes) as emulator:
         for begin, nbytes in {(each.untyped_storage().data_ptr(), each.untyped_storage().nbytes()) for each in tensors}:
             if nbytes:
@@ -32,6 +37,7 @@ def run_call(
         shape = Shape(call.blocks(sms), call.threads, call.shared_bytes)
         emulator.launch(0, call.source, shape, call.params)
         emulator.run(seed)
+    assert not counter.any(), "the counter of tiles is not 0 for the next launch"
 
 
 def tensors_of(asked: Any) -> list[torch.Tensor]:

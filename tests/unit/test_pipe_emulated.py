@@ -27,6 +27,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pipe_shape, "TILE_BYTES", 2048)
     monkeypatch.setattr(pipe_shape, "DEEPEST", 2)
     monkeypatch.setattr(pipe_shape, "FEW_ROWS", 0)
+    monkeypatch.setattr(pipe_shape, "FEW_SMS", 0)
+    monkeypatch.setattr(pipe_shape, "LEAST_STORED", 2)
     yield
 
 
@@ -40,6 +42,12 @@ class NormCase:
     add: bool = False
     gap: int = 0
     registers: int = 72
+    dynamic: bool = False
+
+    def choose(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the shape be that of this case."""
+        monkeypatch.setattr(pipe_shape, "REGISTERS", self.registers)
+        monkeypatch.setattr(pipe_shape, "DYNAMIC_TURNS", 0 if self.dynamic else 1000)
 
 
 NORMS = {
@@ -57,6 +65,15 @@ NORMS = {
     "fp8 by rows": NormCase(9, 520, fp8="row", registers=8),
     "fp8 by columns, a residual": NormCase(7, 392, F16, fp8="column", add=True),
     "fp8, short rows": NormCase(13, 72, fp8="row"),
+    "dynamic": NormCase(15, 520, registers=8, dynamic=True),
+    "dynamic, groups of one warp": NormCase(23, 264, F16, dynamic=True),
+    "dynamic, fewer tiles than blocks": NormCase(1, 264, dynamic=True),
+    "dynamic, short rows, apart": NormCase(63, 72, gap=8, dynamic=True),
+    "dynamic, one stage": NormCase(11, 520, limits=Limits(stages=1), dynamic=True),
+    "dynamic, three stages": NormCase(23, 264, limits=Limits(stages=3), add=True, dynamic=True),
+    "dynamic, eight stages": NormCase(23, 264, F32, limits=Limits(stages=8), dynamic=True),
+    "dynamic, fp8": NormCase(15, 520, fp8="row", registers=8, dynamic=True),
+    "dynamic, fp8, a residual": NormCase(15, 392, F16, fp8="column", add=True, dynamic=True),
     "in turn": NormCase(9, 520, limits=Limits(loading="IN_TURN"), add=True, registers=8),
     "in turn, fp8": NormCase(9, 264, limits=Limits(loading="IN_TURN"), fp8="row"),
     "plain": NormCase(9, 520, limits=Limits(loading="PLAIN"), add=True, registers=8),
@@ -75,7 +92,7 @@ def test_rms_norm_equals_float64(case: NormCase, monkeypatch: pytest.MonkeyPatch
 
 
 def run_rms_norm(case: NormCase, monkeypatch: pytest.MonkeyPatch, seed: int = 0, changes: Any = ()) -> None:
-    monkeypatch.setattr(pipe_shape, "REGISTERS", case.registers)
+    case.choose(monkeypatch)
     x, residual = (filled(case.rows, case.hidden, case.dtype, case.gap, each) for each in (seed, seed + 50))
     weight = torch.randn(case.hidden, generator=torch.Generator().manual_seed(9)).to(case.dtype)
     out_type = torch.float8_e4m3fn if case.fp8 else case.dtype
@@ -106,6 +123,8 @@ LAYER_NORMS = {
     "short rows, apart": NormCase(21, 72, gap=8),
     "float32": NormCase(5, 264, F32, registers=24),
     "fp8": NormCase(9, 520, F16, fp8="row", registers=12),
+    "dynamic": NormCase(15, 520, registers=12, dynamic=True),
+    "dynamic, fp8": NormCase(15, 520, F16, fp8="row", registers=12, dynamic=True),
     "in turn": NormCase(9, 264, limits=Limits(loading="IN_TURN")),
     "plain": NormCase(9, 264, limits=Limits(loading="PLAIN"), fp8="column"),
     "a block for each row": NormCase(7, 1032, limits=Limits(loading="ROW")),
@@ -116,7 +135,7 @@ LAYER_NORMS = {
 @pytest.mark.parametrize("case", LAYER_NORMS.values(), ids=LAYER_NORMS)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 def test_layer_norm_equals_float64(case: NormCase, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe_shape, "REGISTERS", case.registers)
+    case.choose(monkeypatch)
     x = filled(case.rows, case.hidden, case.dtype, case.gap)
     x.matrix[0] += 100  # a mean far from zero
     weight, bias = (

@@ -22,6 +22,13 @@ RIGHT = [
     PipeCase(2, 1, 5, stores=False),
     PipeCase(2, 1, 5, warps=2, stores=False),
     PipeCase(2, 2, 5, inputs=1, warps=2, stores=False),
+    PipeCase(1, 1, 3, inputs=1, dynamic=True),
+    PipeCase(2, 2, 4, inputs=1, dynamic=True),
+    PipeCase(4, 2, 7, inputs=1, dynamic=True),
+    PipeCase(4, 2, 1, inputs=1, dynamic=True),
+    PipeCase(2, 1, 5, warps=2, dynamic=True),
+    PipeCase(3, 3, 4, inputs=1, stores=False, dynamic=True),
+    PipeCase(2, 2, 5, inputs=1, warps=2, stores=False, dynamic=True),
 ]
 
 
@@ -41,6 +48,9 @@ FAULTS = {
     PipeFault.OWN_STAGE: (PipeCase(2, 1, 5), "the store of turn .* reads and finds in"),
     PipeFault.NEVER_EMPTY: (PipeCase(1, 1, 3), "no step is left"),
     PipeFault.ONE_WARP: (PipeCase(2, 1, 4, warps=2, stores=False), "warp 1 of group 0 reads turn .* and finds in"),
+    PipeFault.EARLY_NUMBER: (PipeCase(2, 1, 4, dynamic=True), "finds number 2 at turn 0"),
+    PipeFault.LATE_NUMBER: (PipeCase(2, 1, 4, dynamic=True), "finds number 2 at turn 4"),
+    PipeFault.ONE_END: (PipeCase(2, 2, 3, inputs=1, dynamic=True), "no step is left"),
     PipeFault.NO_BARRIER: (PipeCase(2, 1, 3, warps=2), "begins before the results of all warps"),
 }
 

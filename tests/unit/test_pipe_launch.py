@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from raymoe.device import kernels as launch_module
-from raymoe.device import pipe_launch
+from raymoe.device import pipe_launch, tile_counters
 from raymoe.device.pipe import NormParams, RmsNorm, rms_norm_call
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
@@ -29,7 +31,7 @@ class Driver:
         monkeypatch.setattr(launch_module, "bindings", lambda: found)
         monkeypatch.setattr(launch_module, "_check", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=self.stream))
-        gpu: Any = SimpleNamespace(sms=132, is_current=lambda: True)
+        gpu: Any = SimpleNamespace(sms=132, is_current=lambda: True, current=nullcontext)
         self._function = SimpleNamespace(gpu=gpu, handle=7, resident_blocks=lambda *_: 528)
         self.device = pipe_launch._Device(gpu, SimpleNamespace(function=self._load))  # type: ignore[arg-type]
 
@@ -47,6 +49,32 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return Driver(monkeypatch)
+
+
+class Words:
+    """Stands for the memory of counters: allocates blocks of addresses, and records the calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.mode = 0
+        flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+        found = SimpleNamespace(
+            CU_STREAM_PER_THREAD=2,
+            CUstream_flags=flags,
+            CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+        )
+        monkeypatch.setattr(tile_counters, "bindings", lambda: found)
+        monkeypatch.setattr(tile_counters, "call", self._call)
+        monkeypatch.setattr(tile_counters, "TOGETHER", 3)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self.calls.append((name, *arguments))
+        if name == "cuThreadExchangeStreamCaptureMode":
+            before, self.mode = self.mode, arguments[0]
+            return before
+        assert self.mode == 2, f"{name} would invalidate a capture"
+        allocated = [each for each in self.calls if each[0] == "cuMemAlloc"]
+        return {"cuMemAlloc": 0x1000 * len(allocated), "cuStreamCreate": 99}.get(name)
 
 
 def norm(rows: int, sms: int | None = None) -> tuple[RmsNorm, Any]:
@@ -69,7 +97,8 @@ def test_each_launch_gets_the_parameters_of_its_call(driver: Driver) -> None:
     assert len(driver.device.launches) == 1
 
 
-def test_blocks_fill_the_gpu_or_the_sms_that_are_asked(driver: Driver) -> None:
+def test_blocks_fill_the_gpu_or_the_sms_that_are_asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    Words(monkeypatch)
     for rows, sms in ((1000, None), (100_000, None), (100_000, 48), (300, 48)):
         driver.device.run(norm(rows, sms)[1], sms, DEVICE)
     # 1000 rows are 32 tiles of 32 rows, 300 are 10. On the whole GPU many rows go without a pipeline, 4 in a block.
@@ -86,6 +115,38 @@ def test_a_first_call_inside_a_capture_is_refused(driver: Driver, monkeypatch: p
     monkeypatch.setattr(pipe_launch, "capturing", lambda _: True)
     driver.device.run(made, None, DEVICE)
     assert len(driver.enqueued) == 2
+
+
+def test_launches_that_may_run_at_once_have_counters_of_their_own(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = Words(monkeypatch)
+    call = norm(100_000, 48)[1]
+    assert call.dynamic
+
+    def counters(stream: int, launches: int, captured: bool = False) -> list[int]:
+        monkeypatch.setattr(pipe_launch, "capturing", lambda _: captured)
+        driver.stream, begin = stream, len(driver.enqueued)
+        for _ in range(launches):
+            driver.device.run(call, None, DEVICE)
+        return [params.work.taken for _, _, params in driver.enqueued[begin:]]
+
+    assert counters(5, 2) == [0x1000, 0x1000], "the launches of a stream run one after the other"
+    assert counters(6, 1) == [0x1020]
+    assert counters(5, 3, captured=True) == [0x1040, 0x2000, 0x2020], "graphs of one stream may run at once"
+    assert counters(5, 1) == [0x1000]
+    with ThreadPoolExecutor(1) as pool:
+        assert counters(2, 1) != pool.submit(counters, 2, 1).result(), "each thread has a stream of this handle"
+    zeroed = [each[1:3] for each in words.calls if each[0] == "cuMemsetD8Async"]
+    assert zeroed == [(0x1000, 0), (0x2000, 0), (0x3000, 0)] and words.mode == 0
+
+
+def test_blocks_without_stages_and_few_rows_take_no_counter(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_counters, "call", lambda *_: pytest.fail("counters were allocated"))
+    for made in (norm(100_000)[1], norm(1000, 48)[1]):
+        assert not made.dynamic
+        driver.device.run(made, None, DEVICE)
+    assert [params.work.taken for _, _, params in driver.enqueued] == [0, 0]
 
 
 def test_no_tiles_are_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ SEEDS = range(6)
 TWO_STAGES = NormCase(15, 264, add=True, limits=Limits(stages=2))
 WIDE = NormCase(15, 520, add=True, registers=8)
 QUANTISED = replace(WIDE, add=False, fp8="row", limits=Limits(stages=2))
+DYNAMIC = NormCase(23, 520, fp8="row", registers=8, dynamic=True)
+GROUPS_OF_ONE = replace(DYNAMIC, hidden=264, registers=72)
 IN_TURN = NormCase(15, 520, limits=Limits(loading="IN_TURN"), add=True, registers=8)
 FENCE = "ptx::fence_proxy_async_shared();  // orders this thread's reads"
 
@@ -84,6 +86,36 @@ PLANTED = {
         WIDE,
         planted("            group_barrier();", file="sums.cuh"),
     ),
+    "dynamic: a number before its stage is empty": (
+        DYNAMIC,
+        planted(
+            "await_empty(turn);\n                tell_number(turn, number);\n                load",
+            "tell_number(turn, number);\n                await_empty(turn);\n                load",
+        ),
+    ),
+    "dynamic: a number after the bytes are told": (
+        DYNAMIC,
+        planted(
+            "tell_number(turn, number);\n                load(turn, placed(turn, number));",
+            "load(turn, placed(turn, number));\n                tell_number(turn, number);",
+        ),
+    ),
+    "dynamic: no number": (DYNAMIC, planted("ptx::shared_store_4(number_at(turn % STAGES), number);")),
+    "dynamic: one number for all stages": (DYNAMIC, planted("(2 * STAGES + stage) * 8", "2 * STAGES * 8")),
+    "dynamic: one group alone ends": (GROUPS_OF_ONE, planted("group < GROUPS; ++group", "group < 1; ++group")),
+    "dynamic: an end before its stage is empty": (
+        GROUPS_OF_ONE,
+        planted(
+            "await_empty(turn);\n                tell_number(turn, number);\n                ptx",
+            "tell_number(turn, number);\n                ptx",
+        ),
+    ),
+    "dynamic: the counter does not wrap": (DYNAMIC, planted("increments - 1);", "increments);")),
+    "dynamic: increments before the first tile are not counted": (
+        DYNAMIC,
+        planted("AHEAD * gridDim.x", "0 * gridDim.x"),
+    ),
+    "dynamic: a tile is left out": (DYNAMIC, planted("return gridDim.x + ptx", "return gridDim.x + 1 + ptx")),
     "in turn: a barrier is invalidated while threads wait": (
         IN_TURN,
         planted("group_barrier();  // no thread of the group still waits"),

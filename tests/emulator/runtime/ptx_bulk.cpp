@@ -153,6 +153,9 @@ void fence_barrier_init() {
 
 void barrier_expect(u32 barrier, u32 bytes) {
     auto& found = emulator::byte_barrier(barrier);
+    emulator::for_each_known(self(), [&](emulator::Known& known) { found.arriving.learn(known); });
+    found.arriving_seen = std::max(found.arriving_seen, self()->seen_time);
+    emulator::release_clocks(found.arriving_clocks);
     if (found.missing == 0) {
         machine->fail("one more arrival than the barrier at " + std::to_string(barrier) + " waits for in a phase");
     }
@@ -166,10 +169,6 @@ void barrier_expect(u32 barrier, u32 bytes) {
 
 void barrier_arrive(u32 barrier) {
     machine->maybe_yield();
-    auto& found = emulator::byte_barrier(barrier);
-    emulator::for_each_known(self(), [&](emulator::Known& known) { found.arriving.learn(known); });
-    found.arriving_seen = std::max(found.arriving_seen, self()->seen_time);
-    emulator::release_clocks(found.arriving_clocks);
     barrier_expect(barrier, 0);
 }
 

@@ -278,6 +278,11 @@ u32 atomic_increment_wrapping(u32* word, u32 last) {
     return emulator::exchange(word, [&](u32 before) { return before >= last ? 0 : before + 1; });
 }
 
+u32 atomic_increment_wrapping_relaxed(u32* word, u32 last) {
+    machine->yield();
+    return emulator::exchange(word, [&](u32 before) { return before >= last ? 0 : before + 1; });
+}
+
 u32 atomic_add_acq_rel(u32* word, u32 value) {
     machine->yield();
     emulator::publish_known(self(), false);

@@ -104,6 +104,13 @@ __device__ __forceinline__ u32 atomic_increment_wrapping(u32* word, u32 last) {
     return before;
 }
 
+// The same, but orders nothing.
+__device__ __forceinline__ u32 atomic_increment_wrapping_relaxed(u32* word, u32 last) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(last) : "memory");
+    return before;
+}
+
 // Returns the value before. Acquires and releases.
 __device__ __forceinline__ u32 atomic_add_acq_rel(u32* word, u32 value) {
     u32 before;
@@ -431,13 +438,13 @@ __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives once, and makes the phase also wait for `bytes` of bulk loads. At most 2^20 - 1 bytes a phase.
+// Arrives once. Releases, within the block, what this thread did before; a thread that finds the phase over acquires
+// it. Makes the phase also wait for `bytes` of bulk loads, at most 2^20 - 1 a phase.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives once. Releases, within the block, what this thread did before; a thread that finds the phase over acquires
-// it.
+// The same without bytes.
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

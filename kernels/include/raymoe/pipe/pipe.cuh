@@ -5,8 +5,8 @@
 // the number of stages is a multiple of the number of groups.
 //
 //   thread          for each of its turns
-//   producer        waits until the stage is empty; tells `full` the bytes of ALL inputs; begins a bulk load of each
-//                   input, which completes on `full`
+//   producer        waits until the stage is empty; DYNAMIC: leaves the tile's number beside it; tells `full` the bytes
+//                   of ALL inputs; begins a bulk load of each input, which completes on `full`
 //   each thread     waits for `full`; reads its part of the tile into registers; computes; writes results over the
 //   of the group    input; fence of the proxies
 //   each warp but   arrives at `empty`
@@ -36,6 +36,22 @@
 // A group whose results do not pass through its stage (`give_back`) needs no barrier: each warp arrives at `empty` when
 // it has read the stage.
 //
+// PIPE_DYNAMIC chooses which tiles a block takes:
+//   0   block b takes the tiles b, b + blocks, b + 2 * blocks and so on. Gradients need it: their sums have an order
+//   1   block b begins with tile b. Then its producer takes the next tile that no block has taken, so no SM waits for a
+//       slower one. A counter in global memory tells it
+//
+// The counter is 0 before a launch. Each increment gives a producer the number of a tile: blocks + the value before. So
+// the numbers from `blocks` on are taken once each, and a block's numbers rise. A producer asks for AHEAD numbers at
+// its start and for one at each tile, because an answer takes about 0.55 us (H100, 2026-11-25). So a launch has as many
+// increments as tiles, and AHEAD more for each block. The last one wraps the counter to 0. It orders nothing.
+// Two launches that may run at the same time need a counter each (raymoe/device/tile_counters.py).
+//
+// The number beside a stage, 4 bytes of shared memory:
+//   writer   the producer, between its wait for `empty` and its arrival at `full`
+//   readers  the threads of the group, between their wait for `full` and their arrival at `empty`
+// A number that is no tile ends a group. The producer gives one to each group when it has no tile left.
+//
 // PIPE_LOADING chooses another way to the same tiles, for the same code:
 //   IN_TURN   the anti-pattern, kept as a baseline. A group has one stage and one barrier. For each input in turn it
 //             initialises the barrier, loads, waits, and invalidates the barrier. Nothing overlaps
@@ -43,11 +59,11 @@
 //             blocks to SMs as they become free
 //   ROW       as PLAIN, with a block for each row and no loop: fewer registers, so more blocks fit on an SM
 //
-// Dynamic shared memory: STAGES x stage_bytes; `full` and `empty` of each stage, 8 bytes each; sums of the groups
-// (sums.cuh). raymoe/device/pipe_shape.py computes the same sum.
+// Dynamic shared memory: STAGES x stage_bytes; `full`, `empty` and the number of each stage, 8 bytes each; sums of the
+// groups (sums.cuh). raymoe/device/pipe_shape.py computes the same sum.
 #pragma once
 
-#include "raymoe/base/ptx.cuh"
+#include "raymoe/pipe/tiles.cuh"
 
 #ifndef PIPE_STAGES
 #define PIPE_STAGES 4
@@ -63,6 +79,9 @@
 #endif
 #ifndef PIPE_ONCE
 #define PIPE_ONCE 0  // 1: inputs leave the L2 cache before other memory
+#endif
+#ifndef PIPE_DYNAMIC
+#define PIPE_DYNAMIC 0
 #endif
 #ifndef PIPE_RESIDENT
 #define PIPE_RESIDENT 512  // threads of an SM
@@ -81,86 +100,13 @@ constexpr u32 PIPE_THREADS = CONSUMERS + (LOADING == Loading::PIPED ? 32 : 0);
 constexpr bool SHARES_SM = !STAGED && PIPE_THREADS < PIPE_RESIDENT;
 constexpr u32 LEAST_BLOCKS = SHARES_SM ? PIPE_RESIDENT / PIPE_THREADS : 1;
 constexpr u32 SUMS_BYTES = 2 * GROUP_WARPS * 16;  // of a group; GroupSums of sums.cuh says how they are used
+constexpr bool DYNAMIC = PIPE_DYNAMIC;
+constexpr u32 AHEAD = DYNAMIC ? 2 : 0;  // numbers that a producer asks for before its first tile
+static_assert(!DYNAMIC || LOADING == Loading::PIPED, "only a producer takes tiles");
 static_assert(STAGES % GROUPS == 0, "a stage belongs to one group");
 static_assert(LOADING != Loading::IN_TURN || STAGES == GROUPS, "one stage for each group");
 static_assert(LOADING != Loading::ROW || GROUPS == 1, "one row for each block");
 static_assert(GROUPS < 16 || GROUP_WARPS == 1, "groups of several warps have a barrier each; 0 is that of the block");
-
-// Rows of a tensor. An input's tiles lie at `offset` of each stage, and so does an output that is stored out of there.
-struct PipeRows {
-    u8* at;
-    u64 stride;       // bytes from row to row
-    u32 eight_bytes;  // of eight elements
-    u32 offset;
-};
-
-struct PipeWork {
-    u64 rows;
-    u32 tiles;
-    u32 tile_rows;  // rows of a tile, if there are so many; 1 if a row has several pieces
-    u32 pieces;     // of a row
-    u32 piece;      // eights (eight elements) of a piece; the last one may be shorter
-    u32 width;      // eights of a row
-    u32 stage_bytes;
-};
-
-struct Tile {
-    u64 row;
-    u32 rows;
-    u32 first;   // eight of each row
-    u32 eights;  // of each row
-    u32 stage;   // shared address
-    u32 turn;
-};
-
-__device__ __forceinline__ Tile tile_of(const PipeWork& work, u32 number) {
-    u32 rows = number, piece = 0;
-    if (work.pieces != 1) {
-        rows = number / work.pieces;
-        piece = number - rows * work.pieces;
-    }
-    const u64 row = static_cast<u64>(rows) * work.tile_rows, left = work.rows - row;
-    const u32 first = piece * work.piece;
-    return {row, left < work.tile_rows ? static_cast<u32>(left) : work.tile_rows, first,
-            min(work.piece, work.width - first), 0, 0};
-}
-
-// The first byte of a tile in global memory.
-__device__ __forceinline__ u8* in_global(const PipeRows& rows, const Tile& tile) {
-    return rows.at + tile.row * rows.stride + static_cast<u64>(tile.first) * rows.eight_bytes;
-}
-
-__device__ __forceinline__ u32 bytes_of(const PipeRows& rows, const Tile& tile) {
-    return tile.rows * tile.eights * rows.eight_bytes;
-}
-
-// Calls `copy(global, offset in the tile, bytes)` for each run of bytes of a tile that is contiguous at both ends.
-template <class Copy>
-__device__ __forceinline__ void for_each_run(const PipeRows& rows, const Tile& tile, Copy copy) {
-    u8* const at = in_global(rows, tile);
-    const u32 row_bytes = tile.eights * rows.eight_bytes;
-    if (tile.rows == 1 || rows.stride == row_bytes) {
-        copy(at, 0, tile.rows * row_bytes);
-        return;
-    }
-#pragma unroll 1
-    for (u32 r = 0; r < tile.rows; ++r) {
-        copy(at + r * rows.stride, r * row_bytes, row_bytes);
-    }
-}
-
-// Begins bulk stores of the tile out of its stage.
-__device__ __forceinline__ void store_tile(const PipeRows& rows, const Tile& tile) {
-    for_each_run(rows, tile, [&](u8* global, u32 offset, u32 bytes) {
-        ptx::bulk_store(global, tile.stage + rows.offset + offset, bytes);
-    });
-}
-
-__device__ __forceinline__ void load_tile(const PipeRows& rows, const Tile& tile, u32 barrier) {
-    for_each_run(rows, tile, [&](const u8* global, u32 offset, u32 bytes) {
-        ptx::bulk_load(tile.stage + rows.offset + offset, global, bytes, barrier);
-    });
-}
 
 __device__ __forceinline__ u32 group_number() { return threadIdx.x / GROUP_THREADS; }
 __device__ __forceinline__ bool is_consumer() { return LOADING != Loading::PIPED || threadIdx.x < CONSUMERS; }
@@ -211,12 +157,19 @@ class Pipe {
             return;
         }
 #pragma unroll 1
-        for (u32 turn = group_number(); number_of(turn) < work_.tiles; turn += GROUPS) {
-            Tile tile = placed(turn);
+        for (u32 turn = group_number(); DYNAMIC || number_of(turn) < work_.tiles; turn += GROUPS) {
+            Tile tile = placed(turn, number_of(turn));
             if constexpr (LOADING == Loading::PIPED) {
                 await(full(turn % STAGES), turn / STAGES & 1);
             } else if constexpr (LOADING == Loading::IN_TURN) {
                 load_in_turn(tile);
+            }
+            if constexpr (DYNAMIC) {
+                const u32 number = ptx::shared_load_4(number_at(turn % STAGES));
+                if (number >= work_.tiles) {
+                    break;
+                }
+                tile = placed(turn, number);
             }
             compute(tile);
         }
@@ -264,18 +217,19 @@ class Pipe {
     }
 
     // The shared address of the group's sums.
-    __device__ __forceinline__ u32 sums() const { return barriers_ + STAGES * 16 + group_number() * SUMS_BYTES; }
+    __device__ __forceinline__ u32 sums() const { return barriers_ + STAGES * 24 + group_number() * SUMS_BYTES; }
 
   private:
     __device__ __forceinline__ u32 full(u32 stage) const { return barriers_ + stage * 8; }
     __device__ __forceinline__ u32 empty(u32 stage) const { return barriers_ + (STAGES + stage) * 8; }
+    __device__ __forceinline__ u32 number_at(u32 stage) const { return barriers_ + (2 * STAGES + stage) * 8; }
     __device__ __forceinline__ bool leads() const { return thread_in_group() == 0; }
 
-    // The tile of a turn.
+    // The tile of a turn, if it is not dynamic.
     __device__ __forceinline__ u32 number_of(u32 turn) const { return blockIdx.x + turn * gridDim.x; }
 
-    __device__ __forceinline__ Tile placed(u32 turn) const {
-        Tile tile = tile_of(work_, number_of(turn));
+    __device__ __forceinline__ Tile placed(u32 turn, u32 number) const {
+        Tile tile = tile_of(work_, number);
         tile.stage = memory_ + turn % STAGES * work_.stage_bytes;
         tile.turn = turn;
         return tile;
@@ -300,22 +254,71 @@ class Pipe {
     }
 
     __device__ __forceinline__ void produce() {
+        // Numbers of tiles: coming[k] is that of turn k, k + AHEAD + 1 and so on. The loop is unrolled, because a move of
+        // a number to another register would wait for it.
+        u32 coming[AHEAD + 1] = {blockIdx.x};
+#pragma unroll
+        for (u32 k = 1; k <= AHEAD; ++k) {
+            coming[k] = number_after(coming[k - 1]);
+        }
 #pragma unroll 1
-        for (u32 turn = 0; number_of(turn) < work_.tiles; ++turn) {
-            const Tile tile = placed(turn);
-            if (turn >= STAGES) {
-                await(empty(turn % STAGES), (turn / STAGES - 1) & 1);
-            }
-            u32 bytes = 0;
+        for (u32 turn = 0;;) {
 #pragma unroll
-            for (u32 i = 0; i < INPUTS; ++i) {
-                bytes += bytes_of(inputs_[i], tile);
+            for (u32 k = 0; k <= AHEAD; ++k, ++turn) {
+                const u32 number = coming[k];
+                if (number >= work_.tiles) {
+                    end_groups(turn, number);
+                    return;
+                }
+                coming[k] = number_after(number);
+                await_empty(turn);
+                tell_number(turn, number);
+                load(turn, placed(turn, number));
             }
-            ptx::barrier_expect(full(turn % STAGES), bytes);
+        }
+    }
+
+    // Asks for the number of another tile of the block.
+    __device__ __forceinline__ u32 number_after(u32 number) const {
+        if constexpr (DYNAMIC) {
+            const u32 increments = work_.tiles + AHEAD * gridDim.x;
+            return gridDim.x + ptx::atomic_increment_wrapping_relaxed(work_.taken, increments - 1);
+        }
+        return number + gridDim.x;
+    }
+
+    __device__ __forceinline__ void end_groups(u32 turn, u32 number) const {
+        if constexpr (DYNAMIC) {
+            for (u32 group = 0; group < GROUPS; ++group, ++turn) {
+                await_empty(turn);
+                tell_number(turn, number);
+                ptx::barrier_expect(full(turn % STAGES), 0);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void await_empty(u32 turn) const {
+        if (turn >= STAGES) {
+            await(empty(turn % STAGES), (turn / STAGES - 1) & 1);
+        }
+    }
+
+    __device__ __forceinline__ void tell_number(u32 turn, u32 number) const {
+        if constexpr (DYNAMIC) {
+            ptx::shared_store_4(number_at(turn % STAGES), number);
+        }
+    }
+
+    __device__ __forceinline__ void load(u32 turn, const Tile& tile) {
+        u32 bytes = 0;
 #pragma unroll
-            for (u32 i = 0; i < INPUTS; ++i) {
-                load_tile(inputs_[i], tile, full(turn % STAGES));
-            }
+        for (u32 i = 0; i < INPUTS; ++i) {
+            bytes += bytes_of(inputs_[i], tile);
+        }
+        ptx::barrier_expect(full(turn % STAGES), bytes);
+#pragma unroll
+        for (u32 i = 0; i < INPUTS; ++i) {
+            load_tile(inputs_[i], tile, full(turn % STAGES));
         }
     }
 

@@ -33,6 +33,7 @@ void store_release_gpu(u64* word, u64 value);
 void atomic_min(u64* word, u64 value);
 u64 atomic_add(u64* word, u64 value);
 u32 atomic_increment_wrapping(u32* word, u32 last);
+u32 atomic_increment_wrapping_relaxed(u32* word, u32 last);
 u32 atomic_add_acq_rel(u32* word, u32 value);
 u32 atomic_add_32(u32* word, u32 value);
 u64 atomic_compare_swap(u64* word, u64 expected, u64 value);
