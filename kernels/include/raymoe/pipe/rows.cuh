@@ -136,7 +136,9 @@ struct Moments {
         for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
             found.mean += of_warps[warp][0];
         }
-        found.mean *= ONE_OVER_HIDDEN;
+        // The quotient, rounded once: so the mean of equal 16-bit elements is exact, and their results are the bias.
+        const float near = found.mean * ONE_OVER_HIDDEN;
+        found.mean = fmaf(fmaf(-near, HIDDEN, found.mean), ONE_OVER_HIDDEN, near);
 #pragma unroll
         for (u32 warp = 0; warp < GROUP_WARPS; ++warp) {
             const float count = elements_of(warp);

@@ -117,6 +117,7 @@ inline float __uint_as_float(unsigned int bits) {
     return value;
 }
 
+inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fabsf(float a) { return __builtin_fabsf(a); }
