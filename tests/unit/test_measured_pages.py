@@ -228,11 +228,12 @@ def many_rows() -> Table:
 
 
 def stages_of_rows(op: str) -> Table:
-    def column(backend: str, stages: int) -> Column:
-        return Column("norm_sms_h200", "svoo", {"backend": backend, "op": op, "case stages": stages})
+    def column(backend: str, stages: int | str) -> Column:
+        return Column("norm_sms_h100", "pwiv", {"backend": backend, "op": op, "case stages": stages})
 
     columns = {f"{count} stage{'s' * (count > 1)}": column("raymoe", count) for count in (1, 2, 4, 8)}
-    return Table("kernels.md", f"SMs, `{op}`", columns | {"`in_turn`": column("in_turn", 8)}, sms)
+    others = {"auto": column("raymoe", "auto"), "`in_turn`": column("in_turn", 8)}
+    return Table("kernels.md", f"SMs, `{op}`", columns | others, sms)
 
 
 POINTS = {
@@ -293,6 +294,7 @@ TABLES = [
     layer_parts("with gradients, tokens", "layer_h200", "nbla", (128, 4096)),
     layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
     layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
+    layer_parts("alone on two H100, tokens", "layer_h100x2", "rsyt", (128, 4096)),
     layer_by_sms(),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),

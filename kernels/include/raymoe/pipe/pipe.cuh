@@ -254,8 +254,8 @@ class Pipe {
     }
 
     __device__ __forceinline__ void produce() {
-        // Numbers of tiles: coming[k] is that of turn k, k + AHEAD + 1 and so on. The loop is unrolled, because a move of
-        // a number to another register would wait for it.
+        // Numbers of tiles: coming[k] is that of turn k, k + AHEAD + 1 and so on. The loop is unrolled: a move of a
+        // number to another register would wait for it.
         u32 coming[AHEAD + 1] = {blockIdx.x};
 #pragma unroll
         for (u32 k = 1; k <= AHEAD; ++k) {
