@@ -38,10 +38,11 @@ def nominal_limit(axes: Axes, full: float, name: str) -> None:
     axes.set_ylim(top=max(axes.get_ylim()[1], 1.08 * full))
 
 
-def measured_limit(axes: Axes, most: float, text: str) -> None:
-    """Draw a measured limit: dashed, its text at the right, below the line."""
+def measured_limit(axes: Axes, most: float, text: str, *, above: bool = False) -> None:
+    """Draw a measured limit: dashed, its text at the right, below the line or above it."""
     axes.axhline(most, color=GREY, linewidth=1.2, linestyle=(0, (6, 3)))
-    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": (0, -10), "textcoords": "offset points"}
+    offset = (0, 4 if above else -10)
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "xytext": offset, "textcoords": "offset points"}
     axes.annotate(text, (0.99, most), color=GREY, fontsize=8.5, ha="right", **place)
 
 
