@@ -71,6 +71,8 @@ def run_under(tool: str, log: Path, deadline_s: float, *arguments: str) -> tuple
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND), "--print-limit", "10000"]
     # The tool ends a bad kernel and keeps the context: the rank then ends normally, which the report needs.
     options += ["--destroy-on-device-error", "kernel"]
+    if tool == "racecheck":  # one lane arrives at a barrier for its warp, after __syncwarp
+        options.append("--racecheck-indirect-barrier-dependency")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     with log.open("w") as output:
         process = subprocess.Popen(
