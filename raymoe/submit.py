@@ -108,7 +108,9 @@ def command_line(order: Order, address: str) -> str:
     asked = order.resources
     amounts = {"num-cpus": asked.cpus, "num-gpus": asked.gpus, "memory": asked.memory}
     for name, amount in amounts.items():
-        words += [f"--entrypoint-{name}", f"{amount:g}" if isinstance(amount, float) else str(amount)] if amount else []
+        words += (
+            [f"--entrypoint-{name}", f"{amount:.15g}" if isinstance(amount, float) else str(amount)] if amount else []
+        )
     for name, mapping in {"resources": asked.resources, "label-selector": asked.labels}.items():
         words += [f"--entrypoint-{name}", json.dumps(mapping)] if mapping else []
     return _variables(address) + " ".join(map(quoted, [*words, "--", *order.entrypoint]))
@@ -276,10 +278,17 @@ def _is_run(state: JobState) -> bool:
 
 
 def _check_destination(out: Path | None) -> None:
-    """Refuse a place for results that is in use, before anything is submitted."""
+    """Refuse a place for results that is in use or cannot be made, before anything is submitted."""
+    if out is None:
+        return
     try:
-        if out is not None and (out.is_symlink() or out.exists()) and (not out.is_dir() or any(out.iterdir())):
+        if (out.is_symlink() or out.exists()) and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {shown(str(out))} is not an empty directory; name another for the results")
+        above = next(parent for parent in out.absolute().parents if parent.exists())
+        if not out.exists() and not above.is_dir():
+            raise CannotWrite(f"--out {shown(str(out))} cannot be used: {shown(str(above))} is not a directory")
+        if not out.exists() and not os.access(above, os.W_OK | os.X_OK):
+            raise CannotWrite(f"--out {shown(str(out))} cannot be used: {shown(str(above))} cannot be written")
     except OSError as error:
         raise CannotWrite(f"--out {shown(str(out))} cannot be used: {error.strerror}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -159,6 +160,20 @@ def test_a_place_for_results_that_is_in_use_is_refused_before_anything_is_submit
     (tmp_path / "file").write_text("")
     assert cli.main(["submit", "quickstart", "--address", fake.url, "--out", str(tmp_path)]) == 2
     assert f"--out {tmp_path} is not an empty directory" in capsys.readouterr().err and fake.submitted == []
+    below = tmp_path / "file" / "runs" / "one"
+    assert cli.main(["submit", "quickstart", "--address", fake.url, "--out", str(below)]) == 8
+    found = capsys.readouterr().err
+    assert f"--out {below} cannot be used: {tmp_path / 'file'} is not a directory" in found and fake.submitted == []
+
+
+def test_a_place_for_results_that_cannot_be_written_is_refused_before_anything_is_submitted(
+    fake: FakeHead, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # the superuser may write everywhere
+    assert cli.main(["submit", "quickstart", "--address", fake.url, "--out", str(tmp_path / "a" / "b")]) == 8
+    found = capsys.readouterr().err
+    assert f"--out {tmp_path / 'a' / 'b'} cannot be used: {tmp_path} cannot be written" in found
+    assert fake.submitted == []
 
 
 class LostApi:
