@@ -28,7 +28,7 @@ class KernelCall:
 
     `blocks_of_sm`, `balanced` and `dynamic` are those of PipeShape. The parameters of a dynamic kernel have a field
     `work`, whose counter is set at each launch. An `early` kernel may begin before the one before it in the stream has
-    ended, and waits for that itself.
+    ended, and waits for that itself. No kernel is both: the launches of a stream share a counter.
     """
 
     source: KernelSource
@@ -41,6 +41,9 @@ class KernelCall:
     balanced: bool = False
     dynamic: bool = False
     early: bool = False
+
+    def __post_init__(self) -> None:
+        assert not (self.dynamic and self.early), self.source.stem
 
     @classmethod
     def of(cls, source: KernelSource, shape: PipeShape, params: Params, tiles: int) -> KernelCall:
