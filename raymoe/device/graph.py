@@ -30,6 +30,17 @@ def refuse_in_capture(what: str, gpu: Gpu, stream: int) -> None:
         raise CaptureError(f"{what} cannot be made while its stream is captured; make it before the capture begins")
 
 
+@contextmanager
+def relaxed_capture_mode() -> Iterator[None]:
+    """Allow this thread calls that would else break the capture of a stream. They must not touch such a stream."""
+    relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+
+
 class Graph:
     """The captured work of a function."""
 

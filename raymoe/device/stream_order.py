@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from raymoe.device.driver import bindings, call, failure
 from raymoe.device.gpu import LAST_DEFAULT_STREAM, Gpu
+from raymoe.device.graph import relaxed_capture_mode
 from raymoe.errors import ConfigError
 
 # The stream orders of each context in this process. It is global, because two worlds on one GPU share its SMs without
@@ -135,7 +135,7 @@ class StreamOrder:
 
     def _may_still_run(self) -> bool:
         """Whether the last eager operation may still run."""
-        with _relaxed_capture_mode():
+        with relaxed_capture_mode():  # a query of an event would break a capture in the global mode
             code, *_ = bindings().cuEventQuery(self._done)
         return bool(code)
 
@@ -194,14 +194,3 @@ def _forget(orders: dict[int, weakref.ref[StreamOrder]], key: int, reference: ob
     del reference  # the dead weak reference, which calls this
     with _LOCK:
         orders.pop(key, None)
-
-
-@contextmanager
-def _relaxed_capture_mode() -> Iterator[None]:
-    """Allow queries of events while this thread captures: a query would break a capture in the global mode."""
-    mode = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call("cuThreadExchangeStreamCaptureMode", mode)
-    try:
-        yield
-    finally:
-        call("cuThreadExchangeStreamCaptureMode", before)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from raymoe.device.driver import bindings, call
-from raymoe.device.gpu import Gpu
+from raymoe.device.gpu import LAST_DEFAULT_STREAM, Gpu
+from raymoe.device.graph import relaxed_capture_mode
 
 SPACING = 32
 """Bytes from counter to counter: launches that run at once use a sector of the L2 cache each."""
-TOGETHER = 2048
-"""Counters that are allocated at a time."""
+TOGETHER = 16384
+"""Counters that are allocated at a time: 512 KiB."""
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.counters: dict[tuple[int, int], int] = {}
 
 
 class TileCounters:
@@ -27,18 +31,20 @@ class TileCounters:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._free: list[int] = []
-        self._of_streams: dict[tuple[int, int], int] = {}
+        self._of_streams: dict[int, int] = {}
+        self._of_thread = _OfThread()
 
     def of_stream(self, stream: int) -> int:
-        """Return the address of the counter of a stream's eager launches.
-
-        The per-thread default stream has one handle for all threads, so there are counters for each thread too.
-        """
-        per_thread = int(bindings().CU_STREAM_PER_THREAD)
-        key = stream, threading.get_ident() if stream == per_thread else 0
-        if key not in self._of_streams:
-            self._of_streams[key] = self.new()
-        return self._of_streams[key]
+        """Return the address of the counter of a stream's eager launches."""
+        if stream > LAST_DEFAULT_STREAM:
+            if stream not in self._of_streams:
+                self._of_streams[stream] = self.new()
+            return self._of_streams[stream]
+        # Each green context has default streams of these numbers, and one of them is another stream in each thread.
+        known, key = self._of_thread.counters, (stream, self._gpu.green_context())
+        if key not in known:
+            known[key] = self.new()
+        return known[key]
 
     def new(self) -> int:
         """Return the address of a counter that no other launch has. This can be called inside a capture."""
@@ -48,7 +54,7 @@ class TileCounters:
         return self._free.pop()
 
     def _allocated(self, nbytes: int) -> int:
-        with self._gpu.current(), _outside_captures():
+        with self._gpu.current(), relaxed_capture_mode():
             stream = call("cuStreamCreate", int(bindings().CUstream_flags.CU_STREAM_NON_BLOCKING))
             try:
                 address = int(call("cuMemAlloc", nbytes))
@@ -57,14 +63,3 @@ class TileCounters:
             finally:
                 call("cuStreamDestroy", stream)
         return address
-
-
-@contextmanager
-def _outside_captures() -> Iterator[None]:
-    """Allow calls here that would else invalidate the capture of a stream. Nothing here must use such a stream."""
-    relaxed = bindings().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
-    try:
-        yield
-    finally:
-        call("cuThreadExchangeStreamCaptureMode", before)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from raymoe.device import graph, pipe_launch, tile_counters
 from raymoe.device import kernels as launch_module
-from raymoe.device import pipe_launch, tile_counters
 from raymoe.device.pipe import NormParams, RmsNorm, rms_norm_call
 from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
@@ -31,7 +31,10 @@ class Driver:
         monkeypatch.setattr(launch_module, "bindings", lambda: found)
         monkeypatch.setattr(launch_module, "_check", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=self.stream))
-        gpu: Any = SimpleNamespace(sms=132, is_current=lambda: True, current=nullcontext)
+        gpu: Any = SimpleNamespace(
+            sms=132, is_current=lambda: True, current=nullcontext, green_context=lambda: self.green
+        )
+        self.green = 0
         self._function = SimpleNamespace(gpu=gpu, handle=7, resident_blocks=lambda *_: 528)
         self.device = pipe_launch._Device(gpu, SimpleNamespace(function=self._load))  # type: ignore[arg-type]
 
@@ -58,13 +61,11 @@ class Words:
         self.calls: list[tuple[Any, ...]] = []
         self.mode = 0
         flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
-        found = SimpleNamespace(
-            CU_STREAM_PER_THREAD=2,
-            CUstream_flags=flags,
-            CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
-        )
-        monkeypatch.setattr(tile_counters, "bindings", lambda: found)
-        monkeypatch.setattr(tile_counters, "call", self._call)
+        modes = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+        found = SimpleNamespace(CUstream_flags=flags, CUstreamCaptureMode=modes)
+        for module in (tile_counters, graph):
+            monkeypatch.setattr(module, "bindings", lambda: found)
+            monkeypatch.setattr(module, "call", self._call)
         monkeypatch.setattr(tile_counters, "TOGETHER", 3)
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -136,7 +137,12 @@ def test_launches_that_may_run_at_once_have_counters_of_their_own(
     assert counters(5, 3, captured=True) == [0x1040, 0x2000, 0x2020], "graphs of one stream may run at once"
     assert counters(5, 1) == [0x1000]
     with ThreadPoolExecutor(1) as pool:
-        assert counters(2, 1) != pool.submit(counters, 2, 1).result(), "each thread has a stream of this handle"
+        assert counters(2, 1) != pool.submit(counters, 2, 1).result(), "each thread has a stream of this number"
+    own = counters(0, 1)
+    driver.green = 0x77
+    assert counters(0, 1) != own, "each green context has a stream of this number"
+    driver.green = 0
+    assert counters(0, 1) == own
     zeroed = [each[1:3] for each in words.calls if each[0] == "cuMemsetD8Async"]
     assert zeroed == [(0x1000, 0), (0x2000, 0), (0x3000, 0)] and words.mode == 0
 
