@@ -303,7 +303,7 @@ def test_assembly_is_only_in_ptx_cuh():
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)
 def test_kernel_files_are_short_and_narrow(path: Path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= (540 if path.name == "ptx.cuh" else 350)  # ptx.cuh is a list of instructions
+    assert len(lines) <= (530 if path.name == "ptx.cuh" else 350)  # ptx.cuh is a list of instructions
     assert max(map(len, lines)) <= 120
 
 

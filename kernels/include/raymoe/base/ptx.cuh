@@ -452,30 +452,20 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
 // Whether the phase of this parity is over. If not, the instruction may suspend the thread for a while.
 __device__ __forceinline__ bool barrier_try_wait(u32 barrier, u32 parity) {
     u32 over;
-    asm volatile(
-        "{\n\t"
-        ".reg .pred over;\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, over;\n\t"
-        "}"
-        : "=r"(over)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
     return over != 0;
 }
 
 // The same, without suspending the thread.
 __device__ __forceinline__ bool barrier_is_over(u32 barrier, u32 parity) {
     u32 over;
-    asm volatile(
-        "{\n\t"
-        ".reg .pred over;\n\t"
-        "mbarrier.test_wait.parity.shared::cta.b64 over, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, over;\n\t"
-        "}"
-        : "=r"(over)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(over)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
     return over != 0;
 }
 
