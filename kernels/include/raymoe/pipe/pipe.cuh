@@ -48,8 +48,8 @@
 // Two launches that may run at the same time need a counter each (raymoe/device/tile_counters.py).
 //
 // The number beside a stage, 4 bytes of shared memory:
-//   writer   the producer, between its wait for `empty` and its arrival at `full`
-//   readers  the threads of the group, between their wait for `full` and their arrival at `empty`
+//   writer   the producer, between its wait for `empty` and its arrival at `full`.
+//   readers  the threads of the group, between their wait for `full` and their arrival at `empty`.
 // A number that is no tile ends a group. The producer gives one to each group when it has no tile left.
 //
 // PIPE_LOADING chooses another way to the same tiles, for the same code:
