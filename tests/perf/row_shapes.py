@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["now"])
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
-    with World.open(0, 1, device="cuda") as world, torch.no_grad():
+    with World.open(0, 1, device="cuda") as world:
         world.wire([world.descriptor()])
         for sms, op, rows in ((sms, op, rows) for sms in asked.sms for op in asked.ops for rows in asked.rows):
             sizes = RowSizes(rows, asked.hidden, "bfloat16")
