@@ -48,8 +48,8 @@ COPIES = [
     (20_000, Ring(1, 512)),
     (100_000, Ring(2, 16384)),
 ]
-STREAMED = (72, 1032)
-"""Elements of a row: several rows a tile, and several warps a row."""
+STREAMED = ((7000, 72), (350, 1032))
+"""Rows and the elements of each: several rows of a tile, and several warps of a row. Each stage is used again."""
 ON_ALL_SMS = (1032, 4096, 7168)
 """Elements of a row: warps that share a row, and a block for each row with and without a rest."""
 
@@ -100,30 +100,43 @@ def copied() -> list[Step]:
     ]
 
 
-def streamed(loadings: Sequence[Loading] = ("PIPED", "IN_TURN", "PLAIN")) -> list[Step]:
-    """Return the kernels of raymoe/device/pipe.py, in short and long rows, with and without a pipeline."""
+def streamed(loadings: Sequence[Loading] = ("PIPED", "IN_TURN", "PLAIN"), *, arrives: bool = False) -> list[Step]:
+    """Return the kernels of raymoe/device/pipe.py, in short and long rows, with and without a pipeline.
+
+    `arrives`: with kernels whose threads each arrive for themselves, for racecheck.
+    """
     return [
-        Step(f"stream: rows of {hidden}, {loading}", partial(_stream, hidden, loading))
-        for hidden in STREAMED
+        Step(
+            f"stream: rows of {hidden}, {loading}",
+            _on_one_rank(on_rank.streams, rows, hidden, loading, arrives=arrives),
+        )
+        for rows, hidden in STREAMED
         for loading in loadings
     ]
 
 
-def _stream(hidden: int, loading: str, ranks: GpuRanks) -> None:
-    ranks.run(1, on_rank.streams, hidden, loading)
-
-
-def alone() -> list[Step]:
+def alone(*, arrives: bool = False) -> list[Step]:
     """Return rows on the whole GPU, and the other kernels of a layer."""
+    found = [
+        Step(
+            f"stream: rows of {hidden}, on all SMs",
+            _on_one_rank(on_rank.streams_on_all_sms, hidden, arrives=arrives),
+        )
+        for hidden in ON_ALL_SMS
+    ]
+    return [*found, Step("layer: router and few rows", _on_one_rank(on_rank.layer_kernels))]
 
-    def stream(hidden: int, ranks: GpuRanks) -> None:
-        ranks.run(1, on_rank.streams_on_all_sms, hidden)
 
-    def others(ranks: GpuRanks) -> None:
-        ranks.run(1, on_rank.layer_kernels)
+def _on_one_rank(
+    function: Callable[..., None], *arguments: object, arrives: bool = False
+) -> Callable[[GpuRanks], None]:
+    def run(ranks: GpuRanks) -> None:
+        if arrives:
+            ranks.run(1, on_rank.each_thread_arrives, function, *arguments)
+        else:
+            ranks.run(1, function, *arguments)
 
-    found = [Step(f"stream: rows of {hidden}, on all SMs", partial(stream, hidden)) for hidden in ON_ALL_SMS]
-    return [*found, Step("layer: router and few rows", others)]
+    return run
 
 
 def exchanged() -> list[Step]:
@@ -235,7 +248,11 @@ def main() -> int:
     commands = parser.add_subparsers(dest="what", required=True)
     cases = commands.add_parser("cases")
     cases.add_argument("--exact", action="store_true", help="make each tensor an allocation of its own")
-    cases.add_argument("--alone", action="store_true", help="run only kernels of one rank: copies, rows, routers")
+    cases.add_argument(
+        "--alone",
+        action="store_true",
+        help="run only kernels of one rank: copies, rows whose threads each arrive for themselves, routers",
+    )
     cases.add_argument("--baseline", action="store_true", help="run only rows that are loaded by IN_TURN, the baseline")
     cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
     commands.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
@@ -248,7 +265,7 @@ def main() -> int:
             return run_plant(options.tool)
         wanted = steps()
         if options.alone:
-            wanted = mixed([copied(), streamed(("PIPED", "PLAIN")), alone()])
+            wanted = mixed([copied(), streamed(("PIPED", "PLAIN"), arrives=True), alone(arrives=True)])
         elif options.baseline:
             wanted = streamed(("IN_TURN",))
         return run_cases(options.exact, options.seconds, wanted)

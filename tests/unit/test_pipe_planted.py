@@ -13,6 +13,7 @@ import torch
 from raymoe.device.pipe_shape import Limits
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
+from tests.gpu.sanitized_ranks import EACH_THREAD_ARRIVES
 from tests.unit.test_pipe_emulated import NormCase, run_rms_norm, small_blocks
 
 __all__ = ["small_blocks"]
@@ -142,10 +143,13 @@ def test_a_planted_mistake_is_found(case: NormCase, change: Change, monkeypatch:
     pytest.fail(f"{len(SEEDS)} interleavings are all right with it")
 
 
+@pytest.mark.parametrize("changes", [(), EACH_THREAD_ARRIVES], ids=["as they are", "each thread arrives"])
 @pytest.mark.parametrize("case", list(dict.fromkeys(case for case, _ in PLANTED.values())), ids=str)
-def test_the_same_cases_are_right_without_the_mistakes(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_cases_are_right_without_the_mistakes(
+    case: NormCase, changes: tuple[Change, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in SEEDS:
-        run_rms_norm(case, monkeypatch, seed)
+        run_rms_norm(case, monkeypatch, seed, changes)
 
 
 def test_gaps_of_a_row_are_judged() -> None:
