@@ -457,5 +457,5 @@ def _divided(most_groups: int, fitting: int, asked: int | None, deepest: int, le
         groups = max(1, min(most_groups, fitting // least))
         return groups, groups * min(deepest, fitting // groups)
     stages = min(asked, fitting)
-    groups = max(each for each in range(1, most_groups + 1) if stages % each == 0 and (each == 1 or stages >= least * each))
-    return groups, stages
+    shares = [each for each in range(1, most_groups + 1) if stages % each == 0]
+    return max(each for each in shares if each == 1 or stages >= least * each), stages

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -71,6 +71,15 @@ class Report:
         """Hazards of racecheck: an access and each access not ordered with it; itself, if the report names no other."""
         accesses = [[place for place in finding.places if place.access] for finding in self.findings]
         return {(first, other) for first, *others in filter(None, accesses) for other in others or [first]}
+
+    def without(self, kernels: str) -> Self:
+        """Return the report without findings that name only functions whose names begin so."""
+
+        def inside(finding: Finding) -> bool:
+            return bool(finding.places) and all(place.function.startswith(kernels) for place in finding.places)
+
+        kept = tuple(finding for finding in self.findings if not inside(finding))
+        return replace(self, total=self.total - (len(self.findings) - len(kept)), findings=kept)
 
     @classmethod
     def of(cls, text: str) -> Self:

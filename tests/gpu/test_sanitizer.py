@@ -39,7 +39,8 @@ FOUND = 77
 """The exit code that the tool must give if it has found something."""
 PLANT_S = 240
 OF_CUBLAS = "nvjet"
-"""Part of the names of cuBLAS's kernels, which products of torch launch. Racecheck 2025.3 reports one of them."""
+"""The names of cuBLAS's kernels begin so. Products of torch launch them, and racecheck 2025.3 reports hazards of one with
+itself. The tool cannot leave them out: with its option for that, cuBLAS failed (H100, 2026-11-25)."""
 CASES_S = {"memcheck": 1800, "synccheck": 900, "racecheck": 900}
 CASES = {"memcheck": ["--exact"], "synccheck": [], "racecheck": ["--alone"]}
 """Racecheck runs no exchange: the ninth one under it had not ended after half a minute (H100). It runs the kernels on
@@ -74,8 +75,6 @@ def run_under(tool: str, log: Path, deadline_s: float, *arguments: str) -> tuple
     options = ["--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND), "--print-limit", "10000"]
     # The tool ends a bad kernel and keeps the context: the rank then ends normally, which the report needs.
     options += ["--destroy-on-device-error", "kernel"]
-    if tool == "racecheck":
-        options += ["--kernel-name-exclude", f"kernel_substring={OF_CUBLAS}"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -123,10 +122,12 @@ def test_planted_mistakes_are_found_and_the_cases_are_clean(tool: str, tmp_path:
 
     log = tmp_path / f"{tool}-cases.log"
     code, text = run_under(tool, log, CASES_S[tool], "cases", *CASES[tool])
-    report = Report.of(text)
+    whole = Report.of(text)
     right = re.search(r"^right: (\d+) of (\d+)$", text, re.MULTILINE)
     assert right is not None and right[1] == right[2], f"{tool}: exit code {code}; {log} ends:\n{end_of(log)}"
-    assert code == 0 and report.clean, f"{tool}: exit code {code}: {report}"
+    assert code == (FOUND if whole.total else 0), f"{tool}: exit code {code}: {whole}"
+    report = whole.without(OF_CUBLAS) if tool == "racecheck" else whole
+    assert report.clean, f"{tool}: {report}"
 
 
 @pytest.mark.timeout(CASES_S["racecheck"])

@@ -106,6 +106,19 @@ def test_equal_findings_are_printed_once():
     assert said.count("behind planted.cu:21") == 2
 
 
+def test_hazards_of_cublas_with_itself_are_left_out():
+    kernel, ours = "nvjet_sm90_tss_64x24_splitK_TNT", "raymoe::ptx::bulk_load(unsigned int)"
+    text = """========= Error: Race reported between Read access at {}+0xb30
+=========     and Write access at nvjet_sm90_tss_64x24_splitK_TNT+0x30b0 [384 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+    for function, clean in ((kernel, True), (ours, False)):
+        report = Report.of(text.format(function))
+        assert report.total == 1 and not report.clean
+        assert report.without(test_sanitizer.OF_CUBLAS).clean == clean
+
+
 def test_a_hazard_is_identified_by_the_text_of_its_line():
     path = packaged_folder("kernels") / "copy.cu"
     number, text = next((at, line) for at, line in enumerate(path.read_text().splitlines(), 1) if "copy(" in line)
