@@ -39,8 +39,8 @@ FOUND = 77
 """The exit code that the tool must give if it has found something."""
 PLANT_S = 240
 OF_CUBLAS = "nvjet"
-"""The names of cuBLAS's kernels begin so. Products of torch launch them, and racecheck 2025.3 reports hazards of one with
-itself. The tool cannot leave them out: with its option for that, cuBLAS failed (H100, 2026-11-25)."""
+"""The names of cuBLAS's kernels begin so. Products of torch launch them, and racecheck 2025.3 reports hazards of one
+with itself. The tool cannot leave them out: with its option for that, cuBLAS failed (H100, 2026-11-25)."""
 CASES_S = {"memcheck": 1800, "synccheck": 900, "racecheck": 900}
 CASES = {"memcheck": ["--exact"], "synccheck": [], "racecheck": ["--alone"]}
 """Racecheck runs no exchange: the ninth one under it had not ended after half a minute (H100). It runs the kernels on

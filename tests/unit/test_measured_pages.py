@@ -229,9 +229,9 @@ def many_rows() -> Table:
 
 def stages_of_rows(op: str) -> Table:
     def column(backend: str, stages: int | str) -> Column:
-        return Column("norm_sms_h100", "pwiv", {"backend": backend, "op": op, "case stages": stages})
+        return Column("norm_sms_h100", "mast", {"backend": backend, "op": op, "case stages": stages})
 
-    columns = {f"{count} stage{'s' * (count > 1)}": column("raymoe", count) for count in (1, 2, 4, 8)}
+    columns = {f"{count} stage{'s' * (count > 1)}": column("raymoe", count) for count in (1, 2, 3, 4, 8)}
     others = {"auto": column("raymoe", "auto"), "`in_turn`": column("in_turn", 8)}
     return Table("kernels.md", f"SMs, `{op}`", columns | others, sms)
 
@@ -288,6 +288,7 @@ TABLES = [
     many_rows(),
     stages_of_rows("rms_norm"),
     stages_of_rows("rms_norm_fp8"),
+    stages_of_rows("rms_norm_backward"),
     timeline("tokens, 4× H200", "bench_trace_h200x4", "cpvz"),
     timeline("tokens, 2× H200", "bench_trace_h200x2", "ziqr"),
     layer_parts("forward, tokens", "layer_h200", "mees", (1, 128, 4096)),
