@@ -6,8 +6,11 @@
 //   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive (summing.cuh)
 // Both work on pieces of rows. So a few tokens are work for many warps.
 //
+// With CARRIES a float32 number of each entry (token, k) goes home too, the gradient of its weight. An expert is on one
+// rank, so of each number one rank has it, and the others send zero bits.
+//
 // Memory map of every rank's heap; d is the rank whose experts made the rows, [2] the parity of combine's epoch:
-//   rows [2][d][token]   slots, by the number of the owner's token
+//   rows [2][d][token]   slots, by the number of the owner's token: d's sum, and with CARRIES d's numbers
 //   statuses [2][d]      why rank d refuses the data of this step, or which dispatch it combines
 //   arrivals [d][number] the epoch for which piece `number` of d has arrived
 //   done [d][reducer]    the epoch for which a reducer of d has nothing more to push
@@ -18,7 +21,8 @@
 //   heads     writer: for each rank one thread of block 0: status by ordinary stores, release at system scope
 //             reader: for each rank one thread of a summer, or of the last block out: acquire, ordinary loads of the
 //             status; __syncthreads
-//   arrivals  writer: bulk stores of the piece; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store
+//   arrivals  writer: bulk stores of the piece; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store.
+//             Numbers, with the first piece of a token: ordinary stores of the warp; __syncwarp; the same fence
 //             reader: for each rank one thread of a summer's warp: acquire; __syncwarp; ordinary loads of the slot. No
 //             bulk load reads a slot, so no proxy fence is needed
 //   done      writer: each lane waits for all its bulk stores; __syncthreads; for each peer one thread: relaxed store,
@@ -27,8 +31,8 @@
 //
 // A status travels with every combine, ahead of the rows, so all ranks learn of a refusal in the same combine. Each of
 // them gives NaN and reports to its host; the next step works. Ranks are also refused if they combine different
-// dispatches, or if only some apply weights: without a refusal a status holds the dispatch's number and `weighted`, and
-// all statuses must be equal.
+// dispatches, or if only some apply weights or send numbers: without a refusal a status holds the dispatch's number,
+// `weighted` and CARRIES, and all statuses must be equal.
 //
 // Why no slot is overwritten before it is read: as in dispatch.cu, with combine's own epochs. The readers of epoch e
 // are the summers of e, which are finished when the kernel ends.
@@ -92,6 +96,18 @@ __device__ inline Verdict await_statuses(const CombineParams& p, u64 epoch, bool
     return {ok, !__syncthreads_and(!refused)};
 }
 
+// Fills rows `first`, `first` + `stride`, ... of y with NaN, and the numbers of their entries. All threads of the warp
+// call this.
+template <class Type>
+__device__ inline void fill_all_with_nan(const CombineParams& p, u32 first, u32 stride) {
+    fill_with_nan<Type>(p, first, stride);
+    for (u32 token = first; CARRIES && token < p.tokens; token += stride) {
+        for (u32 k = threadIdx.x % 32; k < p.topk; k += 32) {
+            ptx::store_4(p.numbers_home + (static_cast<u64>(token) * p.topk + k) * 4, static_cast<u32>(F32::NANS));
+        }
+    }
+}
+
 // Computes rows of y as the `summer`-th summer. All threads of the block call this. If a wait fails, the last block out
 // fills y with NaN.
 template <class Type>
@@ -103,7 +119,7 @@ __device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
     trace(p.trace, AT_COUNTS);
     const u32 warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
     if (verdict.refused) {
-        fill_with_nan<Type>(p, warp, warps);
+        fill_all_with_nan<Type>(p, warp, warps);
         return;
     }
     Summer<Type>(p, epoch, warp, warps).run();
@@ -115,7 +131,7 @@ __device__ inline void finish_combine(const CombineParams& p, const CombineRun& 
     const u64 epoch = run.epoch;
     const Verdict verdict = run.may ? await_statuses(p, epoch, true) : Verdict{false, false};
     if (!verdict.ok) {
-        fill_with_nan<Type>(p, threadIdx.x / 32, WARPS);
+        fill_all_with_nan<Type>(p, threadIdx.x / 32, WARPS);
         return;
     }
     if (threadIdx.x != 0) {

@@ -14,6 +14,7 @@ from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers, Watch
 from raymoe.device.trace import traced
 from raymoe.errors import ConfigError
+from raymoe.memory.layout import round_up
 
 REDUCE, SUM = 1, 2
 ALL_PARTS = REDUCE | SUM
@@ -63,6 +64,8 @@ class CombineParams(CombineCall):
     done: U64
     heads: U64
     taken: Address
+    numbers: Address
+    numbers_home: Address
     wire_row_bytes: U32
     slot_bytes: U32
     parts: U32
@@ -74,20 +77,36 @@ class CombineParams(CombineCall):
     arrival_stride: U32
     first_token: U32
     most_tokens: U32
-    unused: U32
+    number_bytes: U32
+
+
+def number_bytes(topk: int) -> int:
+    """Return the bytes of the float32 numbers that may go home with a token, one of each entry, in a slot.
+
+    >>> number_bytes(8), number_bytes(1)
+    (32, 16)
+    """
+    return round_up(4 * topk, 16)
 
 
 def combine_source(
-    dtype: str, stamped: bool = False, traces: bool = False, wire: str | None = None, warps: int = WARPS
+    dtype: str,
+    stamped: bool = False,
+    traces: bool = False,
+    wire: str | None = None,
+    warps: int = WARPS,
+    carries: bool = False,
 ) -> KernelSource:
     """Return the kernel for rows of this dtype whose sums cross as `wire`, with blocks of so many warps.
 
-    Each combination is a build of its own, because one build for all would hold the registers of all.
+    With `carries` a number of each entry goes home beside the sums. Each combination is a build of its own, because one
+    build for all would hold the registers of all.
     """
     structs = (CombineParams, RefusalRecord, Peers, *STRUCTS)
     types = [("ROW_TYPE", ROW_TYPES[dtype])] + ([("WIRE_TYPE", ROW_TYPES[wire])] if wire not in (None, dtype) else [])
     wide = [("BLOCK_WARPS", str(warps))] if warps != WARPS else []
-    return KernelSource("combine", structs, (*types, *wide, *stamps(stamped), *traced(traces)))
+    carrying = [("CARRIES", "1")] if carries else []
+    return KernelSource("combine", structs, (*types, *wide, *carrying, *stamps(stamped), *traced(traces)))
 
 
 def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from raymoe.device.dispatch_grid import DispatchGrid, Rows
 from raymoe.device.jit import KernelSource
 from raymoe.device.ll import CombineLlParams, DispatchLlParams, LlGrid, ll_routers
 from raymoe.device.structs import Peers
-from raymoe.device.weight_bytes import GatherWeightsParams, SpreadWeightsParams, row_threads
 from raymoe.errors import ConfigError
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.exchange.workspace import Slots, Workspace, slot_bytes_of
@@ -163,9 +161,13 @@ class Build:
             arriving_sms=grid.arriving,
         )
 
-    def combine_params(self, grid: CombineGrid, parts: int, record: int) -> CombineParams:
-        """Return the parameters of a launch of these parts; `record` is the address of the host's refusal record."""
+    def combine_params(self, grid: CombineGrid, parts: int, record: int, carries: bool = False) -> CombineParams:
+        """Return the parameters of a launch of these parts; `record` is the address of the host's refusal record.
+
+        With `carries` a number of each entry goes home beside the sums.
+        """
         space, spec = self.space, self.spec
+        numbers = combine.number_bytes(spec.topk) if carries else 0
         return CombineParams(
             **self._combine_call(record),
             rows=space.buffers("combine_rows"),
@@ -174,9 +176,11 @@ class Build:
             done=space.offset("combine_done"),
             heads=space.offset("combine_heads"),
             taken=space.own("combine_taken"),
+            numbers=0,
+            numbers_home=0,
             arrival_stride=space.bounds.pieces,
             wire_row_bytes=spec.home_row_bytes,
-            slot_bytes=spec.home_row_bytes + space.stamped * grid.pieces * STAMP_BYTES,
+            slot_bytes=spec.home_row_bytes + numbers + space.stamped * grid.pieces * STAMP_BYTES,
             parts=parts,
             reducers=grid.reducers,
             reducer_lanes=grid.reducer_lanes,
@@ -185,7 +189,7 @@ class Build:
             pieces=grid.pieces,
             first_token=0,
             most_tokens=spec.tokens,
-            unused=0,
+            number_bytes=numbers,
         )
 
     def combine_ll_params(self, grid: LlGrid, reduced: Dealing, summed: Dealing, record: int) -> CombineLlParams:
@@ -201,25 +205,6 @@ class Build:
             leaving_sms=grid.leaving,
             arriving_sms=grid.arriving,
         )
-
-    def spread_weights_params(self, at: Mapping[str, int], row_bytes: int) -> SpreadWeightsParams:
-        """Return the parameters for rows of so many bytes; `at` says where a dispatch's metadata has each array."""
-        spec = self.spec
-        return SpreadWeightsParams(
-            places=at["home"],  # the low half of each of its u64
-            tokens=at["got"],  # Got.tokens is its first field
-            place_stride=8,
-            slot_tokens=spec.tokens,
-            topk=spec.topk,
-            entries=self.space.world.size * spec.tokens * spec.topk,
-            capacity=self.capacity,
-            row_bytes=row_bytes,
-            row_threads=row_threads(row_bytes),
-        )
-
-    def gather_weights_params(self, row_bytes: int) -> GatherWeightsParams:
-        """Return the parameters for the most tokens of a call; a call sets its own number."""
-        return GatherWeightsParams(tokens=self.spec.tokens, topk=self.spec.topk, row_bytes=row_bytes)
 
     def _dispatch_call(self) -> dict[str, Any]:
         """Return the fields of a DispatchCall; those that a call sets are 0."""

@@ -7,7 +7,7 @@ new routing and a new `num_tokens`. Launches are made once; a call sets the addr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -18,16 +18,14 @@ from raymoe.device.dispatch import DispatchParams, dispatch_source
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.gpu import HostWords
 from raymoe.device.jit import KernelSource
-from raymoe.device.kernels import Launch, Shape
+from raymoe.device.kernels import Function, Launch, Shape
 from raymoe.device.params import Params, address_setter
-from raymoe.device.weight_bytes import GatherWeightsParams, SpreadWeightsParams, gather_source, spread_source
 from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
 from raymoe.exchange.refusal import Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.weight_bytes import byte_spec, check_width
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
 
@@ -36,7 +34,6 @@ DISPATCH_ADDRESSES = (
     *("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"),
 )
 COMBINE_ADDRESSES = ("expert_rows", "home", "masks", "got", "y")
-SPREAD_ADDRESSES, GATHER_ADDRESSES = ("kept", "weights", "rows"), ("rows", "weights")
 """The parameters that a call sets, in their order."""
 
 
@@ -48,23 +45,16 @@ class PreparedLaunch:
         self.set_addresses = address_setter(launch.fields, struct, names)
 
 
-@dataclass(frozen=True)
-class WeightCarrier:
-    """Brings a float32 number of each entry home: a backend that combines rows of bytes, and launches around it."""
-
-    backend: FusedBackend
-    spread: PreparedLaunch
-    gather: PreparedLaunch
-
-
 class FusedBackend:
     """Backend `fused`, on a workspace of its own or on one that it shares with other exchanges."""
 
     capturable = True
+    whole_combine: tuple[int, ...] = (combine.ALL_PARTS,)
+    """The parts of each launch of a combine that is one call."""
 
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
-        self.world, self.spec, self._sms_given = world, spec, sms
-        self._carrier: WeightCarrier | None = None
+        self.world, self.spec = world, spec
+        self._carrying: tuple[PreparedLaunch, ...] = ()
         self._known: PreparedLaunch | None = None
         refuse(spec)
         self._own_workspace = workspace is None
@@ -72,14 +62,13 @@ class FusedBackend:
         if self.workspace.world is not world:
             raise ConfigError("the workspace belongs to another world; make one of this exchange's own world")
         self.build = Build.of(self.workspace, spec)
-        gpu, stamped = world.gpu, self.workspace.stamped
+        gpu = world.gpu
         self.dispatch_grid, self.combine_grid = self._grids(sms)
         # The GPU gives blocks to SMs that have none, as long as there are some.
         self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest_shapes()))
         kernels = self.workspace.kernels
-        warps, traces = self.combine_grid.warps, self.workspace.traces
         self._dispatch = kernels.function(self.build.finding_places(self._dispatch_source(known=False)))
-        self._combine = kernels.function(combine_source(spec.dtype, stamped, traces, spec.combine_wire, warps))
+        summing = kernels.function(self._combine_source(carries=False))
         self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
         self._device_record: torch.Tensor | None = None
         self._raised_epoch = 0
@@ -91,7 +80,7 @@ class FusedBackend:
             world.size, spec.tokens, spec.topk, self.build.local, self.build.capacity, indexed=spec.layout == "rank"
         )
         self._dispatches = {parts: self._dispatch_launch(parts) for parts in self._dispatch_parts()}
-        self._combines = {parts: self._combine_launch(parts) for parts in self._combine_parts()}
+        self._combines = {parts: self._combine_launch(summing, parts) for parts in self._combine_parts()}
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         self.workspace.begin("dispatch")
@@ -147,18 +136,13 @@ class FusedBackend:
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        """Combine twice: first the rows, then short rows that hold only the bytes of the weights."""
-        home, carrier = got._home, self._prepared_carrier()
-        assert isinstance(home, Home)
-        self.combine(rows, got, False, out)  # first: it orders this stream behind the dispatch
-        width, stream, weights = carrier.backend.spec.hidden, self.workspace.stream(), weights.contiguous()
-        leaving, returned = self._new_rows(rows, width), self._new_rows(out, width)
-        carrier.spread.set_addresses(home.address, weights.data_ptr(), leaving.data_ptr())
-        carrier.spread.launch(stream)
-        carrier.backend.combine(leaving, got, False, returned)
-        carrier.gather.set_addresses(returned.data_ptr(), out_weights.data_ptr())
-        carrier.gather.launch.fields.tokens = len(out)
-        carrier.gather.launch(stream)
+        """Combine without weights, by kernels/combine.cu with CARRIES: the number of each place goes home too."""
+        self.workspace.begin("combine")
+        carrying, weights = self._prepared_carrying(), weights.contiguous()
+        launches = [self._set_combine_addresses(each, rows, got, False, out) for each in carrying]
+        for launch in launches:
+            launch.fields.numbers, launch.fields.numbers_home = weights.data_ptr(), out_weights.data_ptr()
+        self._enqueue("combine", *launches)
 
     @property
     def keeps_places(self) -> bool:
@@ -210,39 +194,14 @@ class FusedBackend:
         if home.stream != self.workspace.stream():
             keep_for_current_stream(home.memory)
 
-    def _prepared_carrier(self) -> WeightCarrier:
-        """The carrier of weights, made at the first backward pass."""
-        if self._carrier is None:
-            short = byte_spec(self.spec)
-            # By the copy engine the workspace has no slots for other rows.
-            fits = short.hidden < self.spec.hidden and not short.by_copy_engine
-            if not fits:
-                check_width(self.spec)
+    def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
+        """The launches of a combine that carries numbers, made at the first backward pass."""
+        if not self._carrying:
             if capturing(self.world.device):
                 raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
-            backend = self._carrying_backend(short) if fits else self
-            self._carrier = WeightCarrier(backend, *self._carrying_launches(backend.spec.row_bytes))
-        return self._carrier
-
-    def _carrying_backend(self, spec: ExchangeSpec) -> FusedBackend:
-        """A backend of short rows on the same workspace, which combines this one's dispatches."""
-        return FusedBackend(self.world, spec, self.workspace, self._sms_given)
-
-    def _carrying_launches(self, row_bytes: int) -> tuple[PreparedLaunch, PreparedLaunch]:
-        """The launches that write rows of so many bytes, and read those that came home."""
-        function, dtype = self.workspace.kernels.function, self.spec.dtype
-        spread = self.build.spread_weights_params(self._metadata.at, row_bytes)
-        gather = self.build.gather_weights_params(row_bytes)
-        writing = Launch(function(spread_source(dtype)), spread.shape(), spread, waits=False)
-        reading = Launch(function(gather_source(dtype)), gather.shape(), gather, waits=False)
-        return (
-            PreparedLaunch(writing, SpreadWeightsParams, SPREAD_ADDRESSES),
-            PreparedLaunch(reading, GatherWeightsParams, GATHER_ADDRESSES),
-        )
-
-    def _new_rows(self, like: torch.Tensor, width: int) -> torch.Tensor:
-        """Allocate as many rows as `like` has."""
-        return like.new_empty(len(like), width)
+            function = self.workspace.kernels.function(self._combine_source(carries=True))
+            self._carrying = tuple(self._combine_launch(function, parts, carries=True) for parts in self.whole_combine)
+        return self._carrying
 
     def check(self) -> None:
         torch.cuda.synchronize(self.world.device)  # bounded, because every wait of the kernels is
@@ -269,10 +228,8 @@ class FusedBackend:
     def check_waits(self) -> None:
         self.workspace.error.check()
 
-    def close(self, together: bool) -> None:
+    def close(self, together: bool) -> None:  # noqa: ARG002
         torch.cuda.synchronize(self.world.device)
-        if self._carrier is not None and self._carrier.backend is not self:
-            self._carrier.backend.close(together)
         self._refusals.close()
         if self._own_workspace:
             self.workspace.close()
@@ -288,7 +245,7 @@ class FusedBackend:
         return combine.ALL_PARTS, combine.REDUCE, combine.SUM
 
     def _all_combines(self) -> list[PreparedLaunch]:
-        return list(self._combines.values())
+        return [*self._combines.values(), *self._carrying]
 
     def _largest_shapes(self) -> list[Shape]:
         """The shapes of the largest launches."""
@@ -303,16 +260,22 @@ class FusedBackend:
         space = self.workspace
         return dispatch_source(self.spec.dtype, self.build.fp8, space.stamped, space.traces, known=known)
 
-    def _combine_launch(self, parts: int) -> PreparedLaunch:
-        shape, params = self.combine_grid.shape(parts), self._combine_params(parts)
-        return PreparedLaunch(Launch(self._combine, shape, params), CombineParams, COMBINE_ADDRESSES)
+    def _combine_source(self, carries: bool) -> KernelSource:
+        space, spec, warps = self.workspace, self.spec, self.combine_grid.warps
+        return combine_source(spec.dtype, space.stamped, space.traces, spec.combine_wire, warps, carries)
+
+    def _combine_launch(self, function: Function, parts: int, carries: bool = False) -> PreparedLaunch:
+        launch = Launch(function, self.combine_grid.shape(parts), self._combine_params(parts, carries))
+        return PreparedLaunch(launch, CombineParams, COMBINE_ADDRESSES)
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
         """The parameters, but for those that calls set."""
         return self.build.dispatch_params(self.dispatch_grid, parts)
 
-    def _combine_params(self, parts: int) -> CombineParams:
-        return self.build.combine_params(self.combine_grid, parts, self._refusals.device_address())
+    def _combine_params(self, parts: int, carries: bool = False) -> CombineParams:
+        words = self._device_record
+        record = self._refusals.device_address() if words is None else words.data_ptr()
+        return self.build.combine_params(self.combine_grid, parts, record, carries)
 
     def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """Allocate a dispatch's metadata; it belongs to the result, so several results can be in use at once."""

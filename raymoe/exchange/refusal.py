@@ -1,7 +1,8 @@
 """The status that a rank sends with a combine: why it refuses the data, or which dispatch it combines.
 
 Statuses travel with the flags, so that all ranks raise on the same step. A step is refused if a rank refuses it, if two
-ranks combine different dispatches, or if only some ranks apply weights.
+ranks combine different dispatches, or if only some ranks apply weights. On GPUs also if only some send gradients of
+weights.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from raymoe.errors import DataRefused
 from raymoe.exchange.spec import ExchangeSpec
 
 _PACKED = struct.Struct("<iiq")
+CARRIES = 2
+"""Of a combine that also takes gradients of weights home."""
 
 
 class Cause(IntEnum):
     """Why a rank refuses a step, and the meaning of the two numbers beside it."""
 
-    NONE = 0  # other: whether the combine is weighted, number: the dispatch that it combines
+    NONE = 0  # other: whether the combine is weighted, plus CARRIES, number: the dispatch that it combines
     ID = 1  # other: the token, number: the id
     CAPACITY = 2  # number: the rows needed
     COUNT = 3  # other: the source, number: the rows that it announced
@@ -87,6 +90,8 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
     rank 0 combines its dispatch 3 and rank 2 its dispatch 2; all ranks combine the same dispatch
     >>> print(judge_statuses([third, status_of(NO_REFUSAL, 3, weighted=False)], spec))
     rank 0 combines dispatch 3 with weighted=True and rank 1 with weighted=False; all ranks give the same weighted
+    >>> print(judge_statuses([third, Refusal(Cause.NONE, CARRIES, 3)], spec))
+    rank 0 combines dispatch 3 with weighted=True and rank 1 with gradients; all ranks run the same backward passes
     """
     for rank, refusal in enumerate(statuses):
         if refusal:
@@ -100,11 +105,15 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
             )
     for rank, status in enumerate(statuses):
         if status.other != first.other:
-            return DataRefused(
-                f"rank 0 combines dispatch {first.number} with weighted={bool(first.other)} and rank {rank} with "
-                f"weighted={bool(status.other)}; all ranks give the same weighted"
-            )
+            backward = (first.other | status.other) & CARRIES
+            rule = "all ranks run the same backward passes" if backward else "all ranks give the same weighted"
+            forms = f"with {_form(first)} and rank {rank} with {_form(status)}"
+            return DataRefused(f"rank 0 combines dispatch {first.number} {forms}; {rule}")
     return None
+
+
+def _form(status: Refusal) -> str:
+    return "gradients" if status.other & CARRIES else f"weighted={bool(status.other)}"
 
 
 def raise_first(statuses: Sequence[Refusal], spec: ExchangeSpec) -> None:

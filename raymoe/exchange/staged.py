@@ -31,6 +31,8 @@ from raymoe.memory.world import World
 class StagedBackend(FusedBackend):
     """Backend `staged`. Each launch does one kind of work, with as many blocks as `fused` has for all kinds."""
 
+    whole_combine = (combine.REDUCE, combine.SUM)
+
     def __init__(self, world: World, spec: ExchangeSpec, workspace: Workspace | None, sms: int) -> None:
         super().__init__(world, spec, workspace, sms)
         self._moving = self._prepare_moving()
@@ -51,7 +53,7 @@ class StagedBackend(FusedBackend):
 
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         self.workspace.begin("combine")
-        stages = (self._combine_at(rows, got, weighted, out, part) for part in (combine.REDUCE, combine.SUM))
+        stages = (self._combine_at(rows, got, weighted, out, part) for part in self.whole_combine)
         self._enqueue("combine", *stages)
 
     def _known_launches(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> tuple[Launch, ...]:
@@ -77,7 +79,7 @@ class StagedBackend(FusedBackend):
         return dispatch.ROUTE, dispatch.PLACE
 
     def _combine_parts(self) -> tuple[int, ...]:
-        return combine.REDUCE, combine.SUM
+        return self.whole_combine
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
         """Rows by ordinary stores have no arrival words, so the launch that places waits for `done` of all senders."""
@@ -85,7 +87,7 @@ class StagedBackend(FusedBackend):
 
     def _largest_shapes(self) -> list[Shape]:
         stages = [self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.SEND, dispatch.PLACE)]
-        return [*stages, *(self.combine_grid.shape(part) for part in (combine.REDUCE, combine.SUM))]
+        return [*stages, *(self.combine_grid.shape(part) for part in self.whole_combine)]
 
     def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = super()._grids(sms)
@@ -201,7 +203,7 @@ class CopiedBackend(StagedBackend):
 
     def _largest_shapes(self) -> list[Shape]:
         moving = [self._pack_shape(), *(self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.PLACE))]
-        return [*moving, *(self.combine_grid.shape(part) for part in (combine.REDUCE, combine.SUM))]
+        return [*moving, *(self.combine_grid.shape(part) for part in self.whole_combine)]
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
         """One lane of one sender: its word announces all rows."""

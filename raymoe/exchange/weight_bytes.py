@@ -1,4 +1,4 @@
-"""Carry float32 numbers in rows of any dtype: one row element for each byte.
+"""Carry float32 numbers in rows of any dtype, where NCCL moves them: one row element for each byte.
 
 The integers 0 to 255 are exact in bfloat16, float16 and float32, and so is their sum with zeros. So a combine of such
 rows brings each entry's number home, whatever the dtypes of rows and wire. kernels/spread_weights.cu writes these rows,
@@ -7,27 +7,13 @@ and gather_weights.cu reads the sums that came home.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Backend, Dispatched
-from raymoe.exchange.spec import ROW_BYTES, ExchangeSpec
-from raymoe.memory.layout import ITEM_BYTES, round_up
+from raymoe.exchange.spec import ExchangeSpec
 
 BYTES = 4
-
-
-def byte_spec(spec: ExchangeSpec) -> ExchangeSpec:
-    """The spec of the same exchange with rows that hold the bytes of one number for each of K entries, and no more.
-
-    >>> byte_spec(ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)).hidden
-    32
-    """
-    width = round_up(spec.topk * BYTES, ROW_BYTES // ITEM_BYTES[spec.dtype])
-    # With layout `rank` it takes the kernels of many tokens, whose slots fit where those of wider rows do.
-    return replace(spec, hidden=width, layout="rank")
 
 
 def combine_twice(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from raymoe.device.combine import MOST_PIECES, most_pieces
+from raymoe.device.combine import MOST_PIECES, most_pieces, number_bytes
 from raymoe.device.dispatch import MAX_DONE, MOST_ROUTERS, STAMP_BYTES, Scratch
 from raymoe.device.ll import LINE_BYTES, quantised_lines, row_lines
 from raymoe.device.nvml import nvlinked
@@ -101,6 +101,11 @@ def slot_bytes_of(spec: ExchangeSpec, stamped: bool) -> int:
     return round_up(slot_bytes, SLOT_LINE) if lined else slot_bytes
 
 
+def home_bytes(spec: ExchangeSpec, stamped: bool) -> int:
+    """The most bytes of a combine's slot: a row, the numbers of its entries, and the stamps of its pieces."""
+    return spec.home_row_bytes + number_bytes(spec.topk) + stamped * MOST_PIECES * STAMP_BYTES
+
+
 def ll_lines(spec: ExchangeSpec) -> int:
     """Lines of a row of this spec on the LL path, in the direction that has more."""
     quantised = quantised_lines(spec.hidden) if spec.dispatch_wire == FP8 else 0
@@ -113,7 +118,7 @@ class Bounds:
 
     >>> spec = ExchangeSpec(tokens=128, hidden=7168, experts=256, topk=8)
     >>> Bounds.of(spec)  # doctest: +NORMALIZE_WHITESPACE
-    Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1835008, pieces=2400,
+    Bounds(tokens=128, entries=1024, experts=256, dispatch_bytes=1835008, combine_bytes=1839104, pieces=2400,
            row_bytes=14336, ll_entries=1024, ll_lines=15360, block=(0, 0), lines=True)
     """
 
@@ -124,7 +129,7 @@ class Bounds:
     dispatch_bytes: int
     """Bytes of one rank's rows in a dispatch, on the wire."""
     combine_bytes: int
-    """Bytes of one rank's rows in a combine, on the wire."""
+    """Bytes of one rank's rows in a combine, on the wire, each with a number of each entry."""
     pieces: int
     """Pieces of one rank's rows in a combine, rounded up to 128 bytes of words."""
     row_bytes: int
@@ -152,7 +157,7 @@ class Bounds:
             max(spec.tokens * spec.topk for spec in specs),
             max(spec.experts for spec in specs),
             max((not spec.by_copy_engine) * spec.tokens * slot_bytes_of(spec, stamped) for spec in specs),
-            max(spec.tokens * (spec.home_row_bytes + stamped * MOST_PIECES * STAMP_BYTES) for spec in specs),
+            max(spec.tokens * home_bytes(spec, stamped) for spec in specs),
             round_up(max(most_pieces(spec.tokens) for spec in specs), WORD_STRIDE),
             max(spec.row_bytes for spec in specs) + stamped * STAMP_BYTES,
             max(lines * is_ll(spec) * spec.tokens * spec.topk for spec in specs),

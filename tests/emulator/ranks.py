@@ -24,7 +24,7 @@ from raymoe.device.kernels import Shape
 from raymoe.device.params import Params
 from raymoe.device.structs import ErrorRecord
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.fused import FusedBackend, WeightCarrier
+from raymoe.exchange.fused import FusedBackend, PreparedLaunch
 from raymoe.exchange.fused_chunks import FusedChunksBackend
 from raymoe.exchange.fused_ll import FusedLlBackend
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata
@@ -248,15 +248,9 @@ class EmulatedBackend(FusedBackend):
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
         super().dispatch_known(self._place(x, True), got, out)
 
-    def _prepared_carrier(self) -> WeightCarrier:
+    def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
         with launched_on_machine():
-            return super()._prepared_carrier()
-
-    def _carrying_backend(self, spec: ExchangeSpec) -> FusedBackend:
-        return backend("fused", self.workspace, spec)
-
-    def _new_rows(self, like: torch.Tensor, width: int) -> torch.Tensor:
-        return self.new((len(like), width), like.dtype, "rows of bytes")
+            return super()._prepared_carrying()
 
     def _in_machine(self, tokens: Tokens) -> Tokens:
         """Copy the tokens to memory of the machine."""

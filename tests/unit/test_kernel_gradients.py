@@ -1,61 +1,78 @@
-"""Gradients of weights on GPU ranks, on emulated kernels: numbers of entries travel home in rows of any dtype."""
+"""Gradients of weights on GPU ranks, on emulated kernels: numbers of entries travel home beside the sums of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
-from raymoe.errors import CaptureError, ConfigError, DataRefused
+from raymoe.errors import CaptureError, DataRefused, RaymoeError
 from raymoe.exchange.backend import Ids, Tokens
 from raymoe.exchange.spec import ExchangeSpec
 from tests.emulator.build import Change, compiler
-from tests.emulator.machine import Emulator
-from tests.emulator.ranks import backend, workspaces
+from tests.emulator.machine import Emulator, EmulatorError
+from tests.emulator.ranks import EmulatedBackend, backend, workspaces
 
 RANKS = 2
 SPEC = ExchangeSpec(tokens=7, hidden=64, experts=6, topk=3, alignment=4)
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: it compiles kernels for the CPU")
 
 
-def check_weights(kind: str, spec: ExchangeSpec, counts: tuple[int, ...], changes: tuple[Change, ...] = ()) -> None:
-    """Dispatch so many tokens of each rank, and bring their weights home beside rows of ones; raise if one differs."""
-    source, dtype = torch.Generator().manual_seed(4), getattr(torch, spec.dtype)
+def check_weights(
+    kind: str,
+    spec: ExchangeSpec,
+    counts: tuple[int, ...],
+    changes: tuple[Change, ...] = (),
+    stamped: bool = False,
+    seeds: Sequence[int] = (1,),
+) -> None:
+    """In each of several steps dispatch so many tokens of each rank, and bring their weights home beside rows of ones.
+
+    Raise if a weight or a sum differs.
+    """
     transport = "copy_engine" if kind == "copied" else "auto"
     spec = replace(spec, transport=transport)
     with Emulator(len(counts), changes=changes) as emulator:
-        backends = [backend(kind, space, spec) for space in workspaces(emulator, spec, stamped=False)]
-        capacity, slots, given = spec.rows(len(counts)), spec.layout == "rank", []
-        for tokens in counts:
-            ids = torch.randint(-1, spec.experts, (tokens, spec.topk), generator=source)
-            ids[: tokens // 3] = ids[: tokens // 3, :1]  # a token may name an expert several times
-            x = torch.ones(tokens, spec.hidden, dtype=dtype)
-            given.append(Tokens(x, ids, torch.randn(tokens, spec.topk, generator=source), None))
-        got = [
-            each.dispatch(tokens, None if slots else each.new((capacity, spec.hidden), dtype, "out"))
-            for each, tokens in zip(backends, given, strict=True)
-        ]
-        emulator.run(seed=1)
-        home = []
-        for each, tokens, found in zip(backends, given, got, strict=True):
-            metadata = each.pack(found)
-            assert metadata.dtype == torch.int32 and metadata.numel() == each.metadata_words
-            again = each.unpack(metadata, found.x, found.weights, Ids(tokens.topk_idx))
-            assert again.expert_offsets.tolist() == found.expert_offsets.tolist()
-            rows = each.new((capacity, spec.hidden), dtype, "expert rows")
-            rows.fill_(1.0)
-            y = each.new((len(tokens.x), spec.hidden), dtype, "y")
-            entries = each.new((len(tokens.x), spec.topk), torch.float32, "entries")
-            each.combine_gradients(rows, found.weights, again, y, entries)
-            home.append((y, entries))
-        emulator.run(seed=2)
-        for each, tokens, (y, entries) in zip(backends, given, home, strict=True):
-            each.check()
-            there = tokens.topk_idx >= 0
-            assert torch.equal(entries, torch.where(there, tokens.topk_weights, 0.0))
-            assert torch.equal(y[:, 0].float(), there.sum(dim=1).float())
+        backends = [backend(kind, space, spec) for space in workspaces(emulator, spec, stamped=stamped)]
+        for seed in seeds:
+            check_step(emulator, backends, counts, seed)
+
+
+def check_step(emulator: Emulator, backends: Sequence[EmulatedBackend], counts: tuple[int, ...], seed: int) -> None:
+    spec, source = backends[0].spec, torch.Generator().manual_seed(seed + 3)
+    dtype, given = getattr(torch, spec.dtype), []
+    capacity, slots = spec.rows(len(counts)), spec.layout == "rank"
+    for tokens in counts:
+        ids = torch.randint(-1, spec.experts, (tokens, spec.topk), generator=source)
+        ids[: tokens // 3] = ids[: tokens // 3, :1]  # a token may name an expert several times
+        x = torch.ones(tokens, spec.hidden, dtype=dtype)
+        given.append(Tokens(x, ids, torch.randn(tokens, spec.topk, generator=source), None))
+    got = [
+        each.dispatch(tokens, None if slots else each.new((capacity, spec.hidden), dtype, "out"))
+        for each, tokens in zip(backends, given, strict=True)
+    ]
+    emulator.run(seed=seed)
+    home = []
+    for each, tokens, found in zip(backends, given, got, strict=True):
+        metadata = each.pack(found)
+        assert metadata.dtype == torch.int32 and metadata.numel() == each.metadata_words
+        again = each.unpack(metadata, found.x, found.weights, Ids(tokens.topk_idx))
+        assert again.expert_offsets.tolist() == found.expert_offsets.tolist()
+        rows = each.new((capacity, spec.hidden), dtype, "expert rows")
+        rows.fill_(1.0)
+        y = each.new((len(tokens.x), spec.hidden), dtype, "y")
+        entries = each.new((len(tokens.x), spec.topk), torch.float32, "entries")
+        each.combine_gradients(rows, found.weights, again, y, entries)
+        home.append((y, entries))
+    emulator.run(seed=seed + 1)
+    for each, tokens, (y, entries) in zip(backends, given, home, strict=True):
+        each.check()
+        there = tokens.topk_idx >= 0
+        assert torch.equal(entries, torch.where(there, tokens.topk_weights, 0.0))
+        assert torch.equal(y.float(), there.sum(dim=1, keepdim=True).float().expand(y.shape))
 
 
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
@@ -67,7 +84,7 @@ def test_weights_of_a_dispatch_return_to_their_entries(kind: str, dtype: str) ->
 @pytest.mark.parametrize(
     ("spec", "counts"),
     [
-        (replace(SPEC, hidden=16), (7, 4)),  # rows are no wider than those of bytes, so both have one backend
+        (replace(SPEC, hidden=8), (7, 4)),
         (replace(SPEC, topk=1), (5, 7, 0)),
         (replace(SPEC, topk=16, experts=16, hidden=128, dtype="float32"), (0, 3)),
         (replace(SPEC, layout="rank"), (6, 7)),
@@ -75,22 +92,48 @@ def test_weights_of_a_dispatch_return_to_their_entries(kind: str, dtype: str) ->
         (replace(SPEC, experts=4), (3, 0, 7, 5)),
         (SPEC, (7,)),
     ],
-    ids=["hidden 16", "top-1", "top-16", "layout rank", "home as bfloat16", "four ranks", "one rank"],
+    ids=["hidden 8", "top-1", "top-16", "layout rank", "home as bfloat16", "four ranks", "one rank"],
 )
 def test_weights_return_with_other_shapes(spec: ExchangeSpec, counts: tuple[int, ...]) -> None:
     check_weights("fused", spec, counts)
 
 
+WIDE = replace(SPEC, hidden=3072)
+"""Rows of several pieces."""
+
+
+@pytest.mark.parametrize("stamped", [False, True], ids=["", "stamped"])
+@pytest.mark.parametrize("kind", ["fused", "staged"])
+def test_weights_return_with_rows_of_several_pieces_in_step_after_step(kind: str, stamped: bool) -> None:
+    check_weights(kind, WIDE, (7, 5), stamped=stamped, seeds=range(4))
+
+
+_LATE = "if (leads_) {\n            if (unannounced_"
+NOT_HANDED_ON = (
+    Change("reducing.cuh", "push_numbers(slot, entry);\n        }\n        u32", "}\n        u32"),
+    Change("reducing.cuh", _LATE, f"if (begin == 0) {{ push_numbers(slot, entry); }}\n        {_LATE}"),
+)
+"""Numbers are stored behind the last __syncwarp of a piece, so nothing orders them before its word."""
+
 PLANTED = [
-    Change("spread_weights.cu", "p.places + static_cast<u64>(entry)", "p.places + static_cast<u64>(token * p.topk)"),
-    Change("spread_weights.cu", "p.kept + p.tokens + source * 4ull", "p.kept + p.tokens"),
+    Change("reducing.cuh", "if (CARRIES && begin == 0)", "if (CARRIES && last == p_.vectors())"),
+    Change(
+        "reducing.cuh", "const u32 number = p_.number_of(entry);", "const u32 number = p_.number_of(entry) & 0xFFFF;"
+    ),
+    Change("reducing.cuh", "wire_row_bytes + k * 4, number", "wire_row_bytes + k * 8, number"),
+    Change("summing.cuh", "u32 number = p_.number_of(entry);", "u32 number = 0;"),
+    Change("summing.cuh", "number |= ptx", "number = ptx"),
+    Change("summing.cuh", "if (CARRIES && step == 0) {", "if (false) {"),
+    Change("summing.cuh", "slot_at(me, epoch_ & 1, __ffs(left) - 1, token)", "slot_at(me, 0, __ffs(left) - 1, token)"),
+    Change("combine.cuh", "wire_row_bytes + number_bytes + ", "wire_row_bytes + "),
+    Change("combine.cuh", "numbers + place * 4ull", "numbers + place * 8ull"),
 ]
 
 
-@pytest.mark.parametrize("change", PLANTED, ids=lambda change: change.old)
-def test_a_planted_mistake_is_found(change: Change) -> None:
-    with pytest.raises(AssertionError):
-        check_weights("fused", SPEC, (2, 7), (change,))
+@pytest.mark.parametrize("changes", [*((change,) for change in PLANTED), NOT_HANDED_ON], ids=lambda each: each[0].old)
+def test_a_planted_mistake_is_found(changes: tuple[Change, ...]) -> None:
+    with pytest.raises((AssertionError, EmulatorError, RaymoeError)):
+        check_weights("fused", WIDE, (7, 5), changes, stamped=True, seeds=range(6))
 
 
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged"])
@@ -117,6 +160,31 @@ def test_the_weights_of_a_refused_step_are_nan_on_all_ranks(kind: str) -> None:
                 each.check()
 
 
+def test_a_backward_pass_of_some_ranks_is_refused_on_all_ranks() -> None:
+    with Emulator(RANKS) as emulator:
+        backends = [backend("fused", space, SPEC) for space in workspaces(emulator, SPEC, stamped=False)]
+        x, weights = torch.ones(SPEC.tokens, SPEC.hidden).bfloat16(), torch.ones(SPEC.tokens, SPEC.topk)
+        ids = torch.arange(SPEC.tokens * SPEC.topk).view(weights.shape) % SPEC.experts
+        ys = []
+        outs = [each.new((SPEC.rows(RANKS), SPEC.hidden), x.dtype, "out") for each in backends]
+        got = [each.dispatch(Tokens(x, ids, weights, None), out) for each, out in zip(backends, outs, strict=True)]
+        emulator.run(seed=5)
+        for rank, (each, found) in enumerate(zip(backends, got, strict=True)):
+            ys.append(each.new(tuple(x.shape), x.dtype, "y"))
+            if rank == 0:
+                each.combine(found.x, found, False, ys[-1])
+            else:
+                entries = each.new(tuple(weights.shape), torch.float32, "entries")
+                each.combine_gradients(found.x, found.weights, found, ys[-1], entries)
+        emulator.run(seed=6)
+        assert all(y.isnan().all() for y in ys) and entries.isnan().all()
+        for each in backends:
+            with pytest.raises(
+                DataRefused, match="with weighted=False and rank 1 with gradients; all ranks run the same"
+            ):
+                each.check()
+
+
 def test_a_first_backward_pass_inside_a_capture_is_refused() -> None:
     with Emulator(1) as emulator:
         (space,) = workspaces(emulator, SPEC, stamped=False)
@@ -125,15 +193,7 @@ def test_a_first_backward_pass_inside_a_capture_is_refused() -> None:
             mock.patch("raymoe.exchange.fused.capturing", return_value=True),
             pytest.raises(CaptureError, match="first backward pass of an exchange inside a capture"),
         ):
-            made._prepared_carrier()
-        carrier = made._prepared_carrier()
+            made._prepared_carrying()
+        carrying = made._prepared_carrying()
         with mock.patch("raymoe.exchange.fused.capturing", return_value=True):
-            assert made._prepared_carrier() is carrier
-
-
-def test_rows_too_short_for_the_numbers_are_refused() -> None:
-    spec = replace(SPEC, hidden=8)
-    with Emulator(1) as emulator:
-        (space,) = workspaces(emulator, spec, stamped=False)
-        with pytest.raises(ConfigError, match="gradients of 3 weights a token in rows of 8"):
-            backend("fused", space, spec)._prepared_carrier()
+            assert made._prepared_carrying() is carrying

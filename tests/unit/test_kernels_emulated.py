@@ -263,7 +263,7 @@ def test_all_ranks_refuse_combines_that_differ(kind, form, how):
     [
         ("dispatch", Change("combine.cuh", "<< 32, left.high};", "<< 32, 0};")),
         ("dispatch", Change("beginning.cuh", "Refusal{CAUSE_NONE, 0, epoch}", "Refusal{CAUSE_NONE, 0, 1}")),
-        ("weighted", Change("combine.cuh", ": static_cast<u64>(p.weighted) << 32", ": 0")),
+        ("weighted", Change("combine.cuh", ": static_cast<u64>(p.weighted | CARRIES << 1) << 32", ": 0")),
     ],
     ids=["no number said", "no number left", "nothing said of weights"],
 )

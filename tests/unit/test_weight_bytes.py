@@ -18,8 +18,9 @@ from raymoe.device.weight_bytes import (
     row_threads,
     spread_source,
 )
-from raymoe.exchange.spec import DTYPES, ExchangeSpec
-from raymoe.exchange.weight_bytes import BYTES, byte_spec
+from raymoe.exchange.spec import DTYPES
+from raymoe.exchange.weight_bytes import BYTES
+from raymoe.memory.layout import round_up
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import EmulatorError
 from tests.unit.emulated_launcher import EmulatedLauncher
@@ -84,8 +85,7 @@ class Case:
 
     @property
     def width(self) -> int:
-        spec = ExchangeSpec(self.tokens, hidden=4096, experts=256, topk=self.topk, dtype=self.dtype)
-        return byte_spec(spec).hidden if self.hidden is None else self.hidden
+        return round_up(self.topk * BYTES, 8) if self.hidden is None else self.hidden
 
     @property
     def like(self) -> torch.Tensor:

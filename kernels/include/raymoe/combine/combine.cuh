@@ -11,6 +11,10 @@
 #define RETYPES 0
 #endif
 
+#ifndef CARRIES
+#define CARRIES 0  // 1: a float32 number of each entry (token, k) goes home beside the sum of its token
+#endif
+
 namespace raymoe {
 
 using Crossed = Crossing<ROW_TYPE, WIRE_TYPE>;
@@ -81,8 +85,12 @@ struct CombineParams : CombineCall {
     // at the end of a run.
     u64* taken;
 
+    // With CARRIES, else null.
+    const u8* numbers;  // float[capacity]: the number of each place
+    u8* numbers_home;   // float[tokens][topk]: those of this rank's entries, zero for an entry without an expert
+
     u32 wire_row_bytes;  // of a sum on the wire, a multiple of 16
-    u32 slot_bytes;      // of a sum, and with stamps a stamp for each of its pieces
+    u32 slot_bytes;      // of a sum, the numbers behind it, and with stamps a stamp for each of its pieces
     u32 parts;
     u32 reducers;        // blocks that sum this rank's experts' rows
     u32 reducer_lanes;   // warps of each that reduce; each has stages in shared memory
@@ -91,10 +99,12 @@ struct CombineParams : CombineCall {
     u32 pieces;          // of a row; lanes and summers take pieces, so that few rows are work for many warps
     u32 arrival_stride;  // words of a rank
     // The tokens of each source that this launch combines: from 0, T of them. Where it combines some only, `home`,
-    // `masks` and `y` begin at `first_token`, and the kernel counts tokens from there.
+    // `masks`, `y` and `numbers_home` begin at `first_token`, and the kernel counts tokens from there.
     u32 first_token;
     u32 most_tokens;
-    u32 unused;
+    // Of the numbers in a slot, a multiple of 16; 0 without CARRIES. They are float[topk]: those of the entries whose
+    // experts are on rank d, and zeros.
+    u32 number_bytes;
 
     __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
 
@@ -132,7 +142,13 @@ struct CombineParams : CombineCall {
 
     // The offset of a piece's stamp in a slot.
     __device__ __forceinline__ u64 stamp_at(u32 piece) const {
-        return wire_row_bytes + static_cast<u64>(piece) * STAMP_BYTES;
+        return wire_row_bytes + number_bytes + static_cast<u64>(piece) * STAMP_BYTES;
+    }
+
+    // For thread k of a warp: the bits of the number at the place of `entry`; zero if it is NOWHERE.
+    __device__ __forceinline__ u32 number_of(u64 entry) const {
+        const u32 place = static_cast<u32>(entry);
+        return ptx::load_4_if(place != NOWHERE, numbers + place * 4ull, 0);
     }
 };
 
@@ -179,10 +195,10 @@ __device__ inline void fill_with_nan(const CombineCall& p, u32 first, u32 stride
 
 // This rank's status for a combine, from what its dispatch left. Every rank compares the statuses of all ranks, so all
 // reach the same verdict. No rank reads sums if one rank refuses, if two ranks combine different dispatches, or if only
-// some apply weights.
+// some apply weights or send numbers.
 __device__ __forceinline__ ptx::Bytes16 status_of(const CombineCall& p, const ptx::Bytes16& left) {
     const bool refuses = static_cast<u32>(left.low) != CAUSE_NONE;
-    return {refuses ? left.low : static_cast<u64>(p.weighted) << 32, left.high};
+    return {refuses ? left.low : static_cast<u64>(p.weighted | CARRIES << 1) << 32, left.high};
 }
 
 __device__ __forceinline__ bool is_refused(const ptx::Bytes16& mine, const ptx::Bytes16& other) {

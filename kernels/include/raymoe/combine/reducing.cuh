@@ -4,7 +4,8 @@
 // Rows are cut into pieces; number n is piece n % pieces of token n / pieces. An item is a number for one peer, and the
 // items of a number are consecutive. So all ranks get their first pieces first. A lane is a warp. It takes the next
 // item when it has finished one, because some items are no work and some are much. It sums a piece step by step and
-// pushes each step at once, so that the links are busy from early on.
+// pushes each step at once, so that the links are busy from early on. With CARRIES the numbers of a token's entries go
+// with its first piece.
 #pragma once
 
 #include "raymoe/combine/adding.cuh"
@@ -94,6 +95,9 @@ class ReduceLane {
         }
         p_.prefetch(entry, begin, last);
         u8* slot = p_.slot_at(source, epoch_ & 1, p_.peers.rank, number / p_.pieces);
+        if (CARRIES && begin == 0) {
+            push_numbers(slot, entry);
+        }
         u32 steps = 0;
         for (u32 step = begin; step < last; step += STEP, ++steps) {
             const u32 stage = memory_ + groups_++ % STEPS_UNDER_WAY * stage_memory();
@@ -116,6 +120,16 @@ class ReduceLane {
                 words_[i] = i == unannounced_ ? p_.arrival_at(source, p_.peers.rank, number) : words_[i];
             }
             ++unannounced_;
+        }
+    }
+
+    // Stores the numbers of a token's entries behind its sum. The __syncwarp of the next step hands these stores to the
+    // thread that announces the piece.
+    __device__ __forceinline__ void push_numbers(u8* slot, u64 entry) const {
+        const u32 k = threadIdx.x % 32;
+        const u32 number = p_.number_of(entry);
+        if (k < p_.topk) {
+            ptx::store_4(slot + p_.wire_row_bytes + k * 4, number);
         }
     }
 
@@ -153,7 +167,8 @@ class ReduceLane {
 
     // Stores the words of all pieces not yet announced. The calling thread has awaited them.
     __device__ __forceinline__ void announce_arrived() {
-        ptx::fence_acq_rel_sys();  // orders the pieces, whose bulk stores this thread has awaited, before their words
+        // Orders the pieces before their words: the bulk stores, which this thread has awaited, and the numbers.
+        ptx::fence_acq_rel_sys();
 #pragma unroll
         for (u32 i = 0; i < MOST_TOGETHER; ++i) {
             if (i < unannounced_) {

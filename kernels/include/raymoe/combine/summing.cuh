@@ -68,6 +68,9 @@ class Summer {
             if (step == begin && !await_piece(number, mask)) {
                 return false;
             }
+            if (CARRIES && step == 0) {
+                gather_numbers(token, mask, entry);
+            }
             float sums[UNROLL][Type::COUNT] = {};
             for (u32 left = mask; left != 0; left &= left - 1) {
                 const u32 rank = __ffs(left) - 1;
@@ -89,6 +92,20 @@ class Summer {
         }
         trace(p_.trace, AT_PLACED);
         return true;
+    }
+
+    // Stores the number of each entry of a token, whose first piece has arrived: of its own rank's bits, and of each
+    // peer's, only those of one rank are not zero.
+    __device__ __forceinline__ void gather_numbers(u32 token, u32 mask, u64 entry) const {
+        const u32 k = threadIdx.x % 32, me = p_.peers.rank;
+        u32 number = p_.number_of(entry);
+        for (u32 left = mask & ~(1u << me); left != 0; left &= left - 1) {
+            const u8* slot = p_.slot_at(me, epoch_ & 1, __ffs(left) - 1, token);
+            number |= ptx::load_4_if(k < p_.topk, slot + p_.wire_row_bytes + k * 4, 0);
+        }
+        if (k < p_.topk) {
+            ptx::store_4(p_.numbers_home + (static_cast<u64>(token) * p_.topk + k) * 4, number);
+        }
     }
 
     __device__ static __forceinline__ void add(const Crossed (&own)[UNROLL], float (*sums)[Type::COUNT]) {
