@@ -295,7 +295,7 @@ TABLES = [
     layer_parts("with gradients, tokens", "layer_h200", "nbla", (128, 4096)),
     layer_parts("forward on two, tokens", "layer_h200x2", "asnu", (1, 128, 4096)),
     layer_parts("with gradients on two, tokens", "layer_h200x2", "dygh", (128, 4096)),
-    layer_parts("alone on two H100, tokens", "layer_h100x2", "rsyt", (128, 4096)),
+    layer_parts("alone on two H100, tokens", "layer_h100x2", "qaeu", (128, 4096)),
     layer_by_sms(),
     nccl("dispatch", {"NCCL all-gather": "all_gather", "NCCL all-to-all": "all_to_all"}),
     nccl("combine", {"NCCL, all sums": "all_to_all_sums", "NCCL, wanted sums": "all_to_all"}),
