@@ -3,6 +3,9 @@
 //
 // There is a block for each rank, with T + 1 rows. The sum of a token stands where its row stood in its source's block
 // of the table. A warp sums a piece of a row at a time, with the loads of two rows in flight.
+//
+// In a backward pass a float32 number of each entry (token, k) goes home too, the gradient of its weight. An expert is
+// on one rank, so of each number one rank has it, and the others send zero bits.
 
 #define ANY_GPU
 
@@ -24,9 +27,11 @@ constexpr u32 UNROLL = Sum::BYTES > 16 ? 2 : 4;  // vectors in flight of each of
 
 struct SumEntriesParams {
     DispatchMemory memory;
-    u8* kept;          // memory of the dispatch
-    const u8* rows;    // [capacity][row_bytes] results of the experts
-    u8* leaving;       // [R][T + 1][wire_row_bytes]
+    u8* kept;             // memory of the dispatch
+    const u8* rows;       // [capacity][row_bytes] results of the experts
+    u8* leaving;          // [R][T + 1][wire_row_bytes]
+    const u8* numbers;    // float[capacity]: the number of each place; null: none goes home
+    u8* leaving_numbers;  // float[R][T][K]
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
@@ -39,7 +44,8 @@ __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
     for (u32 rank = threadIdx.x; rank < memory.ranks; rank += blockDim.x) {
         Status status = load_status(&record->refusal);
         if (status.cause == CAUSE_NONE) {
-            status = {CAUSE_NONE, p.weighted, ptx::load_8(&record->number)};
+            const u32 carries = p.numbers != nullptr;
+            status = {CAUSE_NONE, p.weighted | carries << 1, ptx::load_8(&record->number)};
         }
         const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_from + rank);
         store_status(p.leaving + behind * p.wire_row_bytes, status);
@@ -79,12 +85,25 @@ __device__ __forceinline__ void sum_piece(const SumEntriesParams& p, u32 token, 
     }
 }
 
+// Writes the number of each entry whose expert is on this rank, and zero for the others. All threads call this.
+__device__ __forceinline__ void store_numbers(const SumEntriesParams& p) {
+    const DispatchMemory& memory = p.memory;
+    const u32 entries = memory.ranks * memory.entries();
+    for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < entries; entry += gridDim.x * blockDim.x) {
+        const u32 place = ptx::load_4(p.kept + memory.places + entry * 4ull);
+        ptx::store_4(p.leaving_numbers + entry * 4ull, ptx::load_4_if(place != NOWHERE, p.numbers + place * 4ull, 0));
+    }
+}
+
 }  // namespace raymoe
 
 extern "C" __global__ void __launch_bounds__(256, 2) sum_entries(const __grid_constant__ raymoe::SumEntriesParams p) {
     using namespace raymoe;
     if (blockIdx.x == 0) {
         store_statuses(p);
+    }
+    if (p.numbers != nullptr) {
+        store_numbers(p);
     }
     const u32 each = blockDim.x / 32, tokens = p.memory.ranks * p.memory.tokens;
     for (u32 unit = blockIdx.x * each + threadIdx.x / 32; unit < tokens * p.pieces; unit += gridDim.x * each) {

@@ -1,6 +1,8 @@
 // Adds the ranks' sums of each token into y, for a combine by NCCL: in float32, in rank order, rounded once. (NCCL's
 // own reduce-scatter rounds at every hop and in an order of its own.)
 //
+// In a backward pass the number of each entry is that of the one rank that has it (sum_entries.cu), and NaN where y is.
+//
 // Each rank's status stands behind the rows of its block. Where a rank refuses the step, or the ranks do not combine
 // the same dispatch in the same way, y is NaN on all ranks. The statuses of the first such step are kept for the host.
 
@@ -32,11 +34,14 @@ static_assert(sizeof(Refused) == 16 + 16 * MOST_RANKS, "");
 
 struct SumRanksParams {
     DispatchMemory memory;
-    u8* kept;            // memory of the dispatch
-    const u8* leaving;   // [R][T + 1][wire_row_bytes]: only this rank's own block is read
-    const u8* returned;  // [R][T + 1][wire_row_bytes]: the blocks of the other ranks
-    u8* y;               // [given][row_bytes]
+    u8* kept;                    // memory of the dispatch
+    const u8* leaving;           // [R][T + 1][wire_row_bytes]: only this rank's own block is read
+    const u8* returned;          // [R][T + 1][wire_row_bytes]: the blocks of the other ranks
+    u8* y;                       // [given][row_bytes]
     Refused* refused;
+    const u8* leaving_numbers;   // float[R][T][K]: only this rank's own block is read
+    const u8* returned_numbers;  // float[R][T][K]: the blocks of the other ranks
+    u8* out_numbers;             // float[given][K]; null: none came home
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
@@ -100,6 +105,20 @@ __device__ __forceinline__ void sum_piece(const SumRanksParams& p, u32 token, u3
     }
 }
 
+// All threads call this.
+__device__ __forceinline__ void gather_numbers(const SumRanksParams& p, bool refused) {
+    const DispatchMemory& memory = p.memory;
+    const u32 entries = p.given * memory.topk;
+    for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < entries; entry += gridDim.x * blockDim.x) {
+        u32 number = 0;  // of each entry the bits of one rank are not zero
+        for (u32 rank = 0; rank < memory.ranks; ++rank) {
+            const u8* block = rank == memory.rank ? p.leaving_numbers : p.returned_numbers;
+            number |= ptx::load_4(block + (static_cast<u64>(rank) * memory.entries() + entry) * 4);
+        }
+        ptx::store_4(p.out_numbers + entry * 4ull, refused ? static_cast<u32>(F32::NANS) : number);
+    }
+}
+
 }  // namespace raymoe
 
 extern "C" __global__ void __launch_bounds__(256, 2) sum_ranks(const __grid_constant__ raymoe::SumRanksParams p) {
@@ -116,5 +135,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) sum_ranks(const __grid_cons
     for (u32 unit = blockIdx.x * each + threadIdx.x / 32; unit < p.given * p.pieces; unit += gridDim.x * each) {
         const u32 token = unit / p.pieces;
         sum_piece(p, token, unit - token * p.pieces, refused);
+    }
+    if (p.out_numbers != nullptr) {
+        gather_numbers(p, refused);
     }
 }

@@ -196,6 +196,8 @@ class SumEntriesParams(Params):
     kept: Address = 0
     rows: Address = 0
     leaving: Address = 0
+    numbers: Address = 0
+    leaving_numbers: Address = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
@@ -210,6 +212,9 @@ class SumRanksParams(Params):
     returned: Address = 0
     y: Address = 0
     refused: Address = 0
+    leaving_numbers: Address = 0
+    returned_numbers: Address = 0
+    out_numbers: Address = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0

@@ -14,9 +14,8 @@ from raymoe.device.current import capturing, on
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
-from raymoe.exchange.refusal import NO_REFUSAL, Refusal, raise_first, status_of
+from raymoe.exchange.refusal import CARRIES, Cause, Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.exchange.weight_bytes import check_width, combine_twice
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait, NcclGroup
@@ -158,6 +157,9 @@ class NcclAllgather:
         self._sends, self._receives = (
             {rank: block[rank].view(-1)[:crossing] for rank in peers} for block in (blocks.leaving, blocks.returned)
         )
+        self._number_sends, self._number_receives = (
+            {rank: block[rank] for rank in peers} for block in (blocks.leaving_numbers, blocks.returned_numbers)
+        )
 
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -195,14 +197,28 @@ class NcclAllgather:
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
+        self._combine(rows, got, weighted, out, None, None)
+
+    def _combine(
+        self,
+        rows: torch.Tensor,
+        got: Dispatched,
+        weighted: bool,
+        out: torch.Tensor,
+        numbers: torch.Tensor | None,
+        out_numbers: torch.Tensor | None,
+    ) -> None:
+        """Combine rows, and bring the number of each place home."""
         home = got._home
         assert isinstance(home, Kept)
         with self._launcher.ordered("combine") as stream:
             kept = home.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted)
+            self._kernels.sum_entries(stream, rows, kept, weighted, numbers)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
-            self._kernels.sum_ranks(stream, kept, out)
+                if numbers is not None:
+                    self._rounds.exchange(self._number_receives, self._number_sends)
+            self._kernels.sum_ranks(stream, kept, out, out_numbers)
 
     @property
     def metadata_words(self) -> int:
@@ -220,12 +236,7 @@ class NcclAllgather:
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        """Combine twice: rows, then rows that hold only the bytes of the weights."""
-        check_width(self._spec)
-        home = got._home
-        assert isinstance(home, Kept)
-        spread = self._kernels.spread_weights(weights, home, rows)
-        self._kernels.gather_weights(combine_twice(self, rows, spread, got, out), out_weights)
+        self._combine(rows, got, False, out, weights.contiguous(), out_weights)
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
@@ -256,7 +267,7 @@ class NcclAllgather:
 #
 # Because of that wait it cannot be captured.
 
-_NUMBER_BITS = 32
+_NUMBER_BITS, _FORM_BITS = 32, 2
 
 
 @dataclass(frozen=True)
@@ -279,8 +290,8 @@ class NcclCollective:
     hang. So each rank's host announces its combine in shared memory. While the device sums, it compares the
     announcements of all ranks.
 
-    Word (rank, parity) is {combines so far, dispatch, weighted}. That rank writes it, at every rank. There are two,
-    because a peer may be one combine ahead.
+    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank. There are two, because
+    a peer may be one combine ahead. The form is whether the combine is weighted, plus CARRIES if it takes numbers home.
     """
 
     capturable = False
@@ -295,6 +306,7 @@ class NcclCollective:
         self._arriving = blocks.table[:-1].view(size, spec.tokens, -1).unbind()
         self._packed = blocks.packed.unbind()
         self._sums, self._returned = (each.view(size, -1).unbind() for each in (blocks.leaving, blocks.returned))
+        self._numbers, self._returned_numbers = blocks.leaving_numbers.unbind(), blocks.returned_numbers.unbind()
         self._host_counts = launcher.words(1 + 2 * size)
         self._dispatches = self._combines = 0
         self._heap = world.allocate(Layout.of([Region.words("combines", 2 * size)]), "collective: combines")
@@ -311,11 +323,7 @@ class NcclCollective:
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        state = got._home
-        assert isinstance(state, _DispatchState)
-        self._announce_combine(state.number, weighted)
-        with self._launcher.ordered("combine") as stream:
-            self._combine(stream, rows, state, weighted, out)
+        self._combine(rows, got, weighted, out, None, None)
 
     @property
     def metadata_words(self) -> int:
@@ -343,12 +351,7 @@ class NcclCollective:
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        """Combine twice: rows, then rows that hold only the bytes of the weights."""
-        check_width(self._spec)
-        state = got._home
-        assert isinstance(state, _DispatchState)
-        spread = self._kernels.spread_weights(weights, state.kept, rows)
-        self._kernels.gather_weights(combine_twice(self, rows, spread, got, out), out_weights)
+        self._combine(rows, got, False, out, weights.contiguous(), out_weights)
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
@@ -390,28 +393,50 @@ class NcclCollective:
         return got
 
     def _combine(
-        self, stream: int, rows: torch.Tensor, state: _DispatchState, weighted: bool, out: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        got: Dispatched,
+        weighted: bool,
+        out: torch.Tensor,
+        numbers: torch.Tensor | None,
+        out_numbers: torch.Tensor | None,
     ) -> None:
-        kept = state.kept.used_on(stream)
-        self._kernels.sum_entries(stream, rows, kept, weighted)
-        if not self._all_combine_the_same():
-            out.fill_(torch.nan)
-            return
-        if self._peers:
-            row, status = self._spec.home_row_bytes, Refusal.NBYTES
+        """Combine rows, and bring the number of each place home."""
+        state = got._home
+        assert isinstance(state, _DispatchState)
+        self._announce_combine(state.number, weighted + (0 if numbers is None else CARRIES))
+        with self._launcher.ordered("combine") as stream:
+            kept = state.kept.used_on(stream)
+            self._kernels.sum_entries(stream, rows, kept, weighted, numbers)
+            if not self._all_combine_the_same():
+                out.fill_(torch.nan)
+                if out_numbers is not None:
+                    out_numbers.fill_(torch.nan)
+                return
+            if self._peers:
+                self._exchange(state, numbers is not None)
+            self._kernels.sum_ranks(stream, kept, out, out_numbers)
+
+    def _exchange(self, state: _DispatchState, numbers: bool) -> None:
+        """Exchange the sums of a combine, and the numbers of its entries."""
+        row, status = self._spec.home_row_bytes, Refusal.NBYTES
+        self._rounds.exchange(
+            {rank: self._returned[rank][: state.send_counts[rank] * row + status] for rank in self._peers},
+            {rank: self._sums[rank][: state.receive_counts[rank] * row + status] for rank in self._peers},
+        )
+        if numbers:
             self._rounds.exchange(
-                {rank: self._returned[rank][: state.send_counts[rank] * row + status] for rank in self._peers},
-                {rank: self._sums[rank][: state.receive_counts[rank] * row + status] for rank in self._peers},
+                {rank: self._returned_numbers[rank] for rank in self._peers},
+                {rank: self._numbers[rank] for rank in self._peers},
             )
-        self._kernels.sum_ranks(stream, kept, out)
 
     def _counts_are_here(self) -> bool:
         return self._host_counts.read(0, 1)[0] >= self._dispatches
 
-    def _announce_combine(self, number: int, weighted: bool) -> None:
-        """Announce to all ranks which dispatch this rank combines, and whether with weights."""
+    def _announce_combine(self, number: int, form: int) -> None:
+        """Announce to all ranks which dispatch this rank combines, and in which form."""
         self._combines += 1
-        word = (self._combines << _NUMBER_BITS | number % (1 << _NUMBER_BITS)) << 1 | weighted
+        word = (self._combines << _NUMBER_BITS | number % (1 << _NUMBER_BITS)) << _FORM_BITS | form
         at = 2 * self._world.rank + self._combines % 2
         for words in self._words:
             words[at] = word
@@ -423,7 +448,7 @@ class NcclCollective:
 
     def _combines_begun(self) -> list[int]:
         """How many combines each rank has begun, by these words."""
-        return [word >> _NUMBER_BITS + 1 for word in self._announced()]
+        return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced()]
 
     def _lagging(self) -> tuple[int, int, int]:
         combined = self._combines_begun()
@@ -436,6 +461,7 @@ class NcclCollective:
         found = self._announced()
         if len(set(found)) == 1:
             return True
-        last = (1 << _NUMBER_BITS) - 1
-        self._differing = self._differing or [status_of(NO_REFUSAL, word >> 1 & last, bool(word & 1)) for word in found]
+        forms, last = (1 << _FORM_BITS) - 1, (1 << _NUMBER_BITS) - 1
+        said = [Refusal(Cause.NONE, word & forms, word >> _FORM_BITS & last) for word in found]
+        self._differing = self._differing or said
         return False

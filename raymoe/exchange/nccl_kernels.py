@@ -16,13 +16,6 @@ from raymoe.device.kernels import Function, Kernels, Launch, Shape
 from raymoe.device.params import Params
 from raymoe.device.rounds import DispatchMemory, Sizes
 from raymoe.device.stream_order import StreamOrder
-from raymoe.device.weight_bytes import (
-    GatherWeightsParams,
-    SpreadWeightsParams,
-    gather_source,
-    row_threads,
-    spread_source,
-)
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
@@ -185,6 +178,7 @@ class GpuWords:
 # again (`DispatchMemory`). Every launch is packed once, and a call changes addresses in it.
 
 ENTRIES_A_RUN = 256  # the fewest entries (token, k) that a block counts
+NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -198,6 +192,8 @@ class Blocks:
     packed: torch.Tensor  # [R, T + 1, row_bytes]: rows that a dispatch sends
     leaving: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that a combine sends
     returned: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that arrive
+    leaving_numbers: torch.Tensor  # [R, T * K * 4]: a float32 of each entry, that a combine for gradients sends
+    returned_numbers: torch.Tensor  # [R, T * K * 4]: those that arrive
 
     @classmethod
     def of(cls, spec: ExchangeSpec, sizes: Sizes, device: torch.device) -> Blocks:
@@ -211,7 +207,8 @@ class Blocks:
         shape = (sizes.ranks, spec.tokens + 1, -1)
         packed = memory[: rows * spec.row_bytes].view(shape) if sizes.compact else memory[:0]
         leaving = memory[: rows * spec.home_row_bytes].view(shape)
-        return cls(table, packed, leaving, torch.empty_like(leaving))
+        numbers = empty(sizes.ranks, spec.tokens * spec.topk * NUMBER_BYTES)
+        return cls(table, packed, leaving, torch.empty_like(leaving), numbers, torch.empty_like(numbers))
 
 
 @dataclass(frozen=True)
@@ -245,7 +242,6 @@ class RoundKernels:
         self._make_numbering()
         self._make_moving()
         self._make_sums()
-        self._make_weights()
 
     def new_memory(self) -> torch.Tensor:
         """Allocate the memory that a dispatch keeps for its combine."""
@@ -317,13 +313,25 @@ class RoundKernels:
             expert_counts=got.expert_counts if zeros else None,
         )
 
-    def sum_entries(self, stream: int, rows: torch.Tensor, kept: torch.Tensor, weighted: bool) -> None:
-        """Sum the experts' results of each token into the blocks to send, with this rank's status behind each."""
-        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted))
+    def sum_entries(
+        self,
+        stream: int,
+        rows: torch.Tensor,
+        kept: torch.Tensor,
+        weighted: bool,
+        numbers: torch.Tensor | None = None,
+    ) -> None:
+        """Sum the experts' results of each token into the blocks to send, with this rank's status behind each.
 
-    def sum_ranks(self, stream: int, kept: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the sums that arrived, into y; NaN if the step is refused."""
-        self._sum_ranks(stream, kept=kept, y=y, given=y.shape[0])
+        With `numbers`, float32[C], also write the number of each entry into the blocks of numbers.
+        """
+        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted), numbers=numbers)
+
+    def sum_ranks(
+        self, stream: int, kept: torch.Tensor, y: torch.Tensor, out_numbers: torch.Tensor | None = None
+    ) -> None:
+        """Add the sums that arrived into y, and write the numbers of entries, [T', K]; NaN if the step is refused."""
+        self._sum_ranks(stream, kept=kept, y=y, given=y.shape[0], out_numbers=out_numbers)
 
     # For gradients: the metadata of a dispatch as one tensor.
 
@@ -350,18 +358,6 @@ class RoundKernels:
             _home=Kept(metadata[: self._sizes.memory_bytes // 4].view(torch.uint8), None),
             _owner=owner,
         )
-
-    def spread_weights(self, weights: torch.Tensor, kept: Kept, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows with the form of `rows` that hold the bytes of `weights`. Those of gaps are not written."""
-        spread = torch.empty_like(rows)
-        with self._launcher.ordered("combine") as stream:
-            self._spread_weights(stream, kept=kept.used_on(stream), weights=weights.contiguous(), rows=spread)
-        return spread
-
-    def gather_weights(self, rows: torch.Tensor, weights: torch.Tensor) -> None:
-        """Write the numbers that rows hold to `weights`, [T', K]. A row of NaN gives NaN."""
-        with self._launcher.ordered("combine") as stream:
-            self._gather_weights(stream, rows=rows, weights=weights, tokens=len(rows))
 
     @property
     def refused_words(self) -> torch.Tensor:
@@ -449,6 +445,7 @@ class RoundKernels:
             self._shape(entries, units * sizes.ranks),
             rounds.SumEntriesParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
             leaving=self.blocks.leaving,
+            leaving_numbers=self.blocks.leaving_numbers,
         )
         self._sum_ranks: ReadyKernel = ready(
             ranks,
@@ -457,25 +454,9 @@ class RoundKernels:
             leaving=self.blocks.leaving,
             returned=self.blocks.returned,
             refused=self._refused,
+            leaving_numbers=self.blocks.leaving_numbers,
+            returned_numbers=self.blocks.returned_numbers,
         )
-
-    def _make_weights(self) -> None:
-        spec, sizes, launcher = self._spec, self._sizes, self._launcher
-        spreading, gathering = spread_source(spec.dtype), gather_source(spec.dtype)
-        spread = SpreadWeightsParams(
-            places=self._memory.places,
-            slot_tokens=sizes.tokens,
-            topk=sizes.topk,
-            entries=sizes.ranks * sizes.tokens * sizes.topk,
-            capacity=self._capacity,
-            row_bytes=spec.row_bytes,
-            row_threads=row_threads(spec.row_bytes),
-        )
-        gather = GatherWeightsParams(tokens=sizes.tokens, topk=sizes.topk, row_bytes=spec.row_bytes)
-        shape = self._shape(spreading, spread.blocks(launcher.threads))
-        self._spread_weights: ReadyKernel = launcher.ready(spreading, shape, spread)
-        shape = self._shape(gathering, gather.blocks(launcher.threads))
-        self._gather_weights: ReadyKernel = launcher.ready(gathering, shape, gather)
 
     def _shape(self, source: KernelSource, blocks: int) -> Shape:
         """A shape with as many blocks as there is work for, limited to those that can be resident at once."""

@@ -5,7 +5,7 @@ The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward
 `torch.compile` traces through them, and selective checkpointing sees them by name.
 
 - The backward of dispatch is a combine without weights. The gradients of the weights travel home with it: each entry
-  (token, k) has its expert on one rank, which sends one float32 for it. Over NCCL a second combine carries them.
+  (token, k) has its expert on one rank, which sends one float32 for it.
 - The backward of combine is a dispatch of dy. Rows get the same places as in the forward. Where the backend
   `keeps_places`, nothing is counted again and no ids are sent; elsewhere the ids are dispatched again.
 - The result of a dispatch owns its rows. The exchange's own memory for rows is not used, so its spec may have depth 0.

@@ -180,7 +180,7 @@ def refused() -> list[Step]:
 
 
 def gradients() -> list[Step]:
-    """Return forward and backward of each backend, in rows of each dtype and in rows that bytes of weights fill."""
+    """Return forward and backward of each backend, in rows of each dtype and in rows as short as they may be."""
     found = []
     for backend in WITH_WORKSPACE:
         for dtype, hidden, bound in (("float32", 64, 2e-6), ("bfloat16", 64, 2e-2), ("float16", 8, 2e-2)):

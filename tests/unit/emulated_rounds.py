@@ -72,7 +72,10 @@ class Ranks:
         for tensor in (got.weights, got.expert_offsets, got.expert_counts, got.index, kept):
             if tensor is not None:
                 tensor.view(torch.uint8).fill_(0xEE)
-        for block in (kernels.blocks.leaving, kernels.blocks.returned, kernels.blocks.packed):
+        blocks = kernels.blocks
+        for block in (
+            *(blocks.leaving, blocks.returned, blocks.packed, blocks.leaving_numbers, blocks.returned_numbers),
+        ):
             block.fill_(0xEE)
         kernels.blocks.table[:-1].fill_(0xEE)
         return got, kept
@@ -92,17 +95,29 @@ class Ranks:
                     tables[peer][source, :count] = rank.kernels.blocks.packed[peer, :count]
 
     def combine(self, ranks: list[Rank], rows: Sequence[torch.Tensor], weighted: Sequence[bool]) -> list[torch.Tensor]:
-        for rank, made, times in zip(ranks, rows, weighted, strict=True):
-            rank.kernels.sum_entries(0, made, rank.kept, times)
-        ys = []
+        return [y for y, _ in self.combine_with(ranks, rows, weighted, [None] * len(ranks))]
+
+    def combine_with(
+        self,
+        ranks: list[Rank],
+        rows: Sequence[torch.Tensor],
+        weighted: Sequence[bool],
+        numbers: Sequence[torch.Tensor | None],
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Combine on all ranks; return y and the numbers of the entries of each."""
+        for rank, made, times, theirs in zip(ranks, rows, weighted, numbers, strict=True):
+            rank.kernels.sum_entries(0, made, rank.kept, times, theirs)
+        found = []
         for here, rank in enumerate(ranks):
             for peer, other in enumerate(ranks):
                 if peer != here:
                     rank.kernels.blocks.returned[peer] = other.kernels.blocks.leaving[here]
+                    rank.kernels.blocks.returned_numbers[peer] = other.kernels.blocks.leaving_numbers[here]
             y = torch.full((rank.got.tokens, self.spec.hidden), 7, dtype=rows[here].dtype)
-            rank.kernels.sum_ranks(0, rank.kept, y)
-            ys.append(y)
-        return ys
+            entries = torch.full((rank.got.tokens, self.spec.topk), 7.0)
+            rank.kernels.sum_ranks(0, rank.kept, y, None if numbers[here] is None else entries)
+            found.append((y, entries))
+        return found
 
 
 def tokens_of(batch: Batch) -> Tokens:
@@ -126,9 +141,11 @@ def judge_step(case: Case, compact: bool, launcher: EmulatedLauncher) -> None:
         rows.append(made)
     weights = [batch.weights if case.weighted else None for batch in sent]
     wire: torch.dtype = getattr(torch, spec.combine_wire)
-    for source, y in enumerate(ranks.combine(got, rows, [case.weighted] * case.ranks)):
+    numbers = [rank.got.weights if case.seed % 2 else None for rank in got]
+    for source, (y, entries) in enumerate(ranks.combine_with(got, rows, [case.weighted] * case.ranks, numbers)):
         want = plan.combine([each.nan_to_num() for each in rows], plans, weights, source, len(y), wire)
         assert torch.equal(y, want)
+        judge_numbers(sent[source], entries, carried=numbers[source] is not None)
     assert all(rank.kernels.take_refused() == [] for rank in got)
 
 
@@ -148,6 +165,14 @@ def judge_places(case: Case, sent: list[Batch], theirs: plan.Plan, got: Dispatch
             assert got.weights[place] == sent[entry[0]].weights[entry[1], entry[2]]
     behind = x[len(theirs.entries) :]
     assert (behind == 0).all() if got.index is not None else behind.isnan().all()
+
+
+def judge_numbers(batch: Batch, entries: torch.Tensor, *, carried: bool) -> None:
+    """Check that each entry with an expert has its weight, and the others zero; nothing is written if none is sent."""
+    there = batch.ids >= 0
+    there[batch.num_tokens :] = False
+    want = torch.where(there, batch.weights.float(), 0.0) if carried else torch.full_like(entries, 7.0)
+    assert torch.equal(entries, want)
 
 
 def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, found: Rank, compact: bool) -> None:

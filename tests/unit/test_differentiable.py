@@ -17,7 +17,14 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
 from tests.unit.exchange_cases import ROUTINGS, Case, batches
-from tests.unit.gradient_cases import Gradients, close, judge_gradients, run_gradients
+from tests.unit.gradient_cases import (
+    Gradients,
+    close,
+    judge_gradients,
+    judge_refused_gradients,
+    refuse_gradients,
+    run_gradients,
+)
 from tests.unit.ranks import RankPool
 from tests.unit.test_exchange import BACKENDS, ON_TENSORS
 from tests.unit.worlds import wired
@@ -40,6 +47,13 @@ def test_gradients_equal_autograd_in_float64(pool: RankPool, backend: str, layou
     spec = ExchangeSpec(tokens=7, hidden=8, experts=6, topk=3, dtype="float32", layout=layout, depth=int(weighted))
     case = Case(2, spec, backend, ROUTINGS, seed=3, weighted=weighted)
     judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+@pytest.mark.parametrize("backend", ON_TENSORS)
+def test_gradients_of_refused_data_are_nan_by_nccl_backends(pool: RankPool, backend: str) -> None:
+    case = Case(2, ExchangeSpec(tokens=5, hidden=16, experts=4, topk=3), backend, ())
+    for found in pool.run(2, refuse_gradients, case):
+        judge_refused_gradients(found, "rank 1 asked for expert 4 for its token 1; ids are -1 to 3")
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])

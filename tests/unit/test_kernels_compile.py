@@ -32,7 +32,6 @@ from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.rounds import COUNT, NUMBER, SPREAD, TELL, sum_sources
 from raymoe.device.structs import STRUCTS, Peers
-from raymoe.device.weight_bytes import gather_source, spread_source
 from raymoe.packaged import packaged_folder
 from raymoe.workload.compare.row_push import ROW_PUSH
 from tests.unit.pipe_sources import pipe_sources
@@ -49,7 +48,6 @@ BEFORE_HOPPER = (
     *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
     *(TELL_TOKENS, ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES),
     *(sum_source(dtype, wire) for dtype in DTYPES for wire in DTYPES),
-    *(source(dtype) for dtype in DTYPES for source in (spread_source, gather_source)),
 )
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()

@@ -105,6 +105,17 @@ PLANTED = {
     "the own sums out of what came": Change(
         "sum_ranks.cu", "rank == p.memory.rank ? p.leaving : p.returned", "p.returned"
     ),
+    "a number of every entry": Change("sum_entries.cu", "ptx::load_4_if(place != NOWHERE,", "ptx::load_4_if(true,"),
+    "numbers of the first entry": Change(
+        "sum_entries.cu", "p.kept + memory.places + entry * 4ull", "p.kept + memory.places"
+    ),
+    "the own numbers out of what came": Change(
+        "sum_ranks.cu", "rank == memory.rank ? p.leaving_numbers : p.returned_numbers", "p.returned_numbers"
+    ),
+    "the numbers of one rank": Change("sum_ranks.cu", "number |= ptx", "number = ptx"),
+    "numbers in the place of another rank's": Change(
+        "sum_ranks.cu", "(static_cast<u64>(rank) * memory.entries() + entry)", "entry"
+    ),
     "sums of ranks in which a token has no expert": Change(
         "sum_ranks.cu", "entry * 4, NOWHERE);", "entry * 4, NOWHERE) & 0xFFFF;"
     ),

@@ -94,8 +94,8 @@ class Summer {
         return true;
     }
 
-    // Stores the number of each entry of a token, whose first piece has arrived: of its own rank's bits, and of each
-    // peer's, only those of one rank are not zero.
+    // Stores the numbers of a token's entries, whose first piece has arrived. An entry's bits are zero on all ranks but
+    // one, so those of all ranks together are its number.
     __device__ __forceinline__ void gather_numbers(u32 token, u32 mask, u64 entry) const {
         const u32 k = threadIdx.x % 32, me = p_.peers.rank;
         u32 number = p_.number_of(entry);
