@@ -14,7 +14,6 @@ from raymoe.device.params import U32, U64, Address, Params
 from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers, Watch
 from raymoe.device.trace import traced
 from raymoe.errors import ConfigError
-from raymoe.memory.layout import round_up
 
 REDUCE, SUM = 1, 2
 ALL_PARTS = REDUCE | SUM
@@ -86,7 +85,7 @@ def number_bytes(topk: int) -> int:
     >>> number_bytes(8), number_bytes(1)
     (32, 16)
     """
-    return round_up(4 * topk, 16)
+    return -(-4 * topk // 16) * 16
 
 
 def combine_source(

@@ -167,8 +167,8 @@ class ReduceLane {
 
     // Stores the words of all pieces not yet announced. The calling thread has awaited them.
     __device__ __forceinline__ void announce_arrived() {
-        // Orders the pieces before their words: the bulk stores, which this thread has awaited, and the numbers.
-        ptx::fence_acq_rel_sys();
+        // Also the numbers, which the warp's threads have stored and handed on.
+        ptx::fence_acq_rel_sys();  // orders the pieces, whose bulk stores this thread has awaited, before their words
 #pragma unroll
         for (u32 i = 0; i < MOST_TOGETHER; ++i) {
             if (i < unannounced_) {
