@@ -78,7 +78,7 @@ group, 51.7 with three; on 96 SMs 45.5 and 44.6 (7168 bfloat16, H100, 2026-11-25
 LEAST_STORED = 3
 """Stages of a group at least, where results leave from them, else two: one is loaded, one computed on, one stored.
 x + residual and its norm took 91.4 us on 48 SMs with two groups of three stages, 113 with three of two. RMSNorm took
-77.1 us with one group of four stages, 95.3 with two of two (same day)."""
+80.9 us with one group of four stages, 95.3 with two of two (same day)."""
 DYNAMIC_TURNS = 2
 """Blocks take tiles from a counter if each has at least so many for each of its stages. Of fewer, the blocks that begin
 first would take too many at once: RMSNorm of 1024 rows took 15.9 us with a counter and 14.8 without (same day)."""

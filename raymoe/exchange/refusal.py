@@ -1,8 +1,8 @@
 """The status that a rank sends with a combine: why it refuses the data, or which dispatch it combines.
 
 Statuses travel with the flags, so that all ranks raise on the same step. A step is refused if a rank refuses it, if two
-ranks combine different dispatches, or if only some ranks apply weights. On GPUs also if only some send gradients of
-weights.
+ranks combine different dispatches, or if only some ranks apply weights. With `fused` for many tokens, `staged` and
+`collective` on GPUs also if only some send gradients of weights; elsewhere ranks then wait until the timeout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raymoe.exchange.spec import ExchangeSpec
 
 _PACKED = struct.Struct("<iiq")
 CARRIES = 2
-"""Of a combine that also takes gradients of weights home."""
+"""The bit in `other` of a combine that also takes gradients of weights home."""
 
 
 class Cause(IntEnum):

@@ -567,7 +567,7 @@ def abort_a_wait(world: World, case: Case) -> float | None:
 
 
 def mixed_combines(world: World, case: Case, kind: str) -> dict[str, Any]:
-    """Let the last rank combine another dispatch than its peers, or differ in `weighted`.
+    """Let the last rank combine another dispatch than its peers, differ in `weighted`, or send gradients of weights.
 
     Two dispatches of unlike routing are outstanding. Afterwards all ranks combine the second.
     """
@@ -580,7 +580,11 @@ def mixed_combines(world: World, case: Case, kind: str) -> dict[str, Any]:
         last = world.rank == world.size - 1
         which = 1 if kind == "dispatch" and last else 0
         weighted = not (kind == "weighted" and last)
-        refused = exchange.combine(rows[which], gots[which], weighted)
+        if kind == "gradients" and last:
+            refused, entries = exchange.combine_gradients(rows[which], gots[which].weights, gots[which])
+            assert entries.isnan().all()
+        else:
+            refused = exchange.combine(rows[which], gots[which], weighted)
         error_text = ""
         try:
             exchange.check()

@@ -125,7 +125,7 @@ EACH_THREAD_ARRIVES = tuple(
 """Let all threads of a group arrive at `empty`. In the kernels one thread arrives for its warp, and the first thread of
 a group for the first warp.
 
-Racecheck takes an arrival for the order of that thread alone. It does not follow an order that comes to this thread by
+For racecheck an arrival orders only the thread that arrives. It does not follow an order that comes to this thread by
 __syncwarp or by the barrier of the group. So of each warp it reports 31 of 32 threads, all but the one that arrives
 (compute-sanitizer 2025.3 and 2026.4, H100, 2026-11-25). The emulator follows that order, and finds a mistake in it
 (tests/unit/test_pipe_planted.py)."""

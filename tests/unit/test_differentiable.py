@@ -16,7 +16,7 @@ from raymoe.exchange.nccl import NcclAllgather
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
-from tests.unit.exchange_cases import ROUTINGS, Case, batches
+from tests.unit.exchange_cases import ROUTINGS, Case, batches, open_exchange
 from tests.unit.gradient_cases import (
     Gradients,
     close,
@@ -47,6 +47,24 @@ def test_gradients_equal_autograd_in_float64(pool: RankPool, backend: str, layou
     spec = ExchangeSpec(tokens=7, hidden=8, experts=6, topk=3, dtype="float32", layout=layout, depth=int(weighted))
     case = Case(2, spec, backend, ROUTINGS, seed=3, weighted=weighted)
     judge_gradients(case, pool.run(2, run_gradients, case), bound=2e-6)
+
+
+def sum_weights(world: World, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids, and the gradient of weights whose sum is the loss: autograd gives one number for all of them."""
+    batch = batches(case, 0)[world.rank]
+    weights = batch.weights.float().requires_grad_()
+    with open_exchange(world, case) as exchange:
+        dispatch(exchange, batch.x.requires_grad_(), batch.ids, weights).weights.sum().backward()
+        exchange.check()
+    assert weights.grad is not None
+    return batch.ids, weights.grad
+
+
+@pytest.mark.parametrize("backend", ["host", *ON_TENSORS])
+def test_gradients_of_weights_may_be_one_number_for_all(pool: RankPool, backend: str) -> None:
+    spec = ExchangeSpec(tokens=5, hidden=16, experts=4, topk=3, dtype="float32")
+    for ids, gradient in pool.run(2, sum_weights, Case(2, spec, backend, ("masked",))):
+        assert torch.equal(gradient, (ids >= 0).float())
 
 
 @pytest.mark.parametrize("backend", ON_TENSORS)

@@ -9,14 +9,16 @@ from unittest import mock
 import pytest
 import torch
 
-from raymoe.errors import CaptureError, DataRefused, RaymoeError
-from raymoe.exchange.backend import Ids, Tokens
+from raymoe.errors import CaptureError, DataRefused, PeerTimeout, RaymoeError
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.spec import ExchangeSpec
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import Emulator, EmulatorError
 from tests.emulator.ranks import EmulatedBackend, backend, workspaces
 
 RANKS = 2
+SHORT_S = 2e-3
+"""A timeout of virtual time."""
 SPEC = ExchangeSpec(tokens=7, hidden=64, experts=6, topk=3, alignment=4)
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: it compiles kernels for the CPU")
 
@@ -136,6 +138,66 @@ def test_a_planted_mistake_is_found(changes: tuple[Change, ...]) -> None:
         check_weights("fused", WIDE, (7, 5), changes, stamped=True, seeds=range(6))
 
 
+def dispatch_ones(emulator: Emulator, backends: Sequence[EmulatedBackend]) -> list[Dispatched]:
+    """Dispatch rows of ones from each rank, to all experts in turn, with weights of one."""
+    x, weights = torch.ones(SPEC.tokens, SPEC.hidden).bfloat16(), torch.ones(SPEC.tokens, SPEC.topk)
+    tokens = Tokens(x, torch.arange(weights.numel()).view(weights.shape) % SPEC.experts, weights, None)
+    outs = [each.new((SPEC.rows(RANKS), SPEC.hidden), x.dtype, "out") for each in backends]
+    got = [each.dispatch(tokens, out) for each, out in zip(backends, outs, strict=True)]
+    emulator.run(seed=5)
+    return got
+
+
+def new_results(made: EmulatedBackend) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate y and entries, filled with a number that no combine gives."""
+    y = made.new((SPEC.tokens, SPEC.hidden), torch.bfloat16, "y").fill_(7.0)
+    return y, made.new((SPEC.tokens, SPEC.topk), torch.float32, "entries").fill_(7.0)
+
+
+def check_two_sizes(kinds: Sequence[str], changes: tuple[Change, ...] = ()) -> None:
+    """Let exchanges of two sizes take turns on one workspace, so that each finds the slots of the other."""
+    specs, counts = (replace(SPEC, hidden=3072, topk=5), replace(SPEC, tokens=13)), ((7, 5), (13, 9))
+    with Emulator(RANKS, changes=changes) as emulator:
+        spaces = workspaces(emulator, *specs, stamped=False)
+        made = [[backend(kind, space, spec) for space in spaces] for kind, spec in zip(kinds, specs, strict=True)]
+        for seed in range(6):
+            for number in (0, 1) if seed % 2 else (1, 0):  # so each has both buffers
+                check_step(emulator, made[number], counts[number], seed)
+
+
+@pytest.mark.parametrize("kinds", [("fused", "fused"), ("fused", "staged"), ("ll", "fused")], ids="-".join)
+def test_exchanges_of_two_sizes_take_turns_on_one_workspace(kinds: tuple[str, str]) -> None:
+    check_two_sizes(kinds)
+
+
+def test_reading_the_own_slot_is_found_where_sizes_take_turns() -> None:
+    with pytest.raises((AssertionError, EmulatorError, RaymoeError)):
+        check_two_sizes(("fused", "fused"), (Change("summing.cuh", "mask & ~(1u << me); left", "mask; left"),))
+
+
+def test_weights_are_nan_where_a_peer_does_not_come() -> None:
+    with Emulator(RANKS) as emulator:
+        backends = [backend("fused", space, SPEC) for space in workspaces(emulator, SPEC, timeout_s=SHORT_S)]
+        first, found = backends[0], dispatch_ones(emulator, backends)[0]
+        y, entries = new_results(first)
+        first.combine_gradients(found.x, found.weights, found, y, entries)
+        emulator.run(seed=8)
+        assert y.isnan().all() and entries.isnan().all()
+        with pytest.raises(PeerTimeout):
+            first.check()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_refused_gradients_are_written_where_the_exchange_between_domains_reads_them(before: bool) -> None:
+    with Emulator(1) as emulator:
+        (space,) = workspaces(emulator, SPEC, stamped=False)
+        made = backend("fused", space, SPEC)
+        if before:
+            made._prepared_carrying()
+        words = made.refusal_record()
+        assert {each.launch.fields.record for each in made._prepared_carrying()} == {words.data_ptr()}
+
+
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged"])
 def test_the_weights_of_a_refused_step_are_nan_on_all_ranks(kind: str) -> None:
     with Emulator(RANKS) as emulator:
@@ -163,25 +225,14 @@ def test_the_weights_of_a_refused_step_are_nan_on_all_ranks(kind: str) -> None:
 def test_a_backward_pass_of_some_ranks_is_refused_on_all_ranks() -> None:
     with Emulator(RANKS) as emulator:
         backends = [backend("fused", space, SPEC) for space in workspaces(emulator, SPEC, stamped=False)]
-        x, weights = torch.ones(SPEC.tokens, SPEC.hidden).bfloat16(), torch.ones(SPEC.tokens, SPEC.topk)
-        ids = torch.arange(SPEC.tokens * SPEC.topk).view(weights.shape) % SPEC.experts
-        ys = []
-        outs = [each.new((SPEC.rows(RANKS), SPEC.hidden), x.dtype, "out") for each in backends]
-        got = [each.dispatch(Tokens(x, ids, weights, None), out) for each, out in zip(backends, outs, strict=True)]
-        emulator.run(seed=5)
-        for rank, (each, found) in enumerate(zip(backends, got, strict=True)):
-            ys.append(each.new(tuple(x.shape), x.dtype, "y"))
-            if rank == 0:
-                each.combine(found.x, found, False, ys[-1])
-            else:
-                entries = each.new(tuple(weights.shape), torch.float32, "entries")
-                each.combine_gradients(found.x, found.weights, found, ys[-1], entries)
+        (first, second), got = backends, dispatch_ones(emulator, backends)
+        (y, _), (other, entries) = new_results(first), new_results(second)
+        first.combine(got[0].x, got[0], False, y)
+        second.combine_gradients(got[1].x, got[1].weights, got[1], other, entries)
         emulator.run(seed=6)
-        assert all(y.isnan().all() for y in ys) and entries.isnan().all()
+        assert y.isnan().all() and other.isnan().all() and entries.isnan().all()
         for each in backends:
-            with pytest.raises(
-                DataRefused, match="with weighted=False and rank 1 with gradients; all ranks run the same"
-            ):
+            with pytest.raises(DataRefused, match="with weighted=False and rank 1 with gradients; all ranks run"):
                 each.check()
 
 

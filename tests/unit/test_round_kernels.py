@@ -279,6 +279,27 @@ UNLIKE = {
 """The error for ranks whose combines differ, by the difference."""
 
 
+def test_numbers_of_one_rank_are_refused_by_all_ranks(compact: bool) -> None:
+    ranks = two_ranks(compact)
+    found, rows = ranks.dispatch([given_tokens(IDS)] * 2), [torch.ones(SPEC.rows(2), 8, dtype=torch.bfloat16)] * 2
+    (first, entries), (second, _) = ranks.combine_with(found, rows, [False, False], [found[0].got.weights, None])
+    assert first.isnan().all() and second.isnan().all() and entries.isnan().all()
+    for rank in found:
+        with pytest.raises(
+            DataRefused, match="rank 0 combines dispatch 1 with gradients and rank 1 with weighted=False"
+        ):
+            raise_first(rank.kernels.take_refused(), SPEC)
+
+
+def test_all_ranks_report_that_only_some_send_gradients_by_collective(pool: RankPool) -> None:
+    spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
+    case = Case(3, spec, "tensor collective", ("uniform", "masked"), seed=4)
+    for rank, found in enumerate(pool.run(3, mixed_combines, case, "gradients")):
+        assert found["told"].startswith("rank 0 combines dispatch 1 with weighted=True and rank 2 with gradients")
+        assert found["nan"]
+        judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
 @pytest.mark.parametrize("backend", ON_TENSORS)
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_all_ranks_report_combines_that_differ(pool: RankPool, backend: str, kind: str) -> None:

@@ -36,7 +36,7 @@ struct RefusalRecord {
 static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
 
 // The parameters that both kernels of a combine read: the tensors of a call, and sizes. The struct ends without
-// padding, as DispatchCall does. DispatchCall does.
+// padding, as DispatchCall does.
 struct CombineCall {
     Peers peers;
     Watch watch;
@@ -99,7 +99,7 @@ struct CombineParams : CombineCall {
     u32 pieces;          // of a row; lanes and summers take pieces, so that few rows are work for many warps
     u32 arrival_stride;  // words of a rank
     // The tokens of each source that this launch combines: from 0, T of them. Where it combines some only, `home`,
-    // `masks`, `y` and `numbers_home` begin at `first_token`, and the kernel counts tokens from there.
+    // `masks` and `y` begin at `first_token`, and the kernel counts tokens from there. With CARRIES it combines all.
     u32 first_token;
     u32 most_tokens;
     // Of the numbers in a slot, a multiple of 16; 0 without CARRIES. They are float[topk]: those of the entries whose
