@@ -127,6 +127,19 @@ class NcclRounds:
             raise
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What a combine of a backward pass takes home beside rows: the gradients of weights."""
+
+    numbers: torch.Tensor | None
+    """float32[C]: the number of each place."""
+    out: torch.Tensor | None
+    """float32[T', K]: for the numbers of this rank's entries."""
+
+
+NOTHING = Carried(None, None)
+
+
 # Backend `allgather`: every rank receives all rows. It is the yardstick of a small world.
 #
 # A dispatch is two all-gathers: one of ids and weights, one of all rows. Every rank picks its own rows. A combine sends
@@ -197,28 +210,21 @@ class NcclAllgather:
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        self._combine(rows, got, weighted, out, None, None)
+        self._combine(rows, got, weighted, out)
 
     def _combine(
-        self,
-        rows: torch.Tensor,
-        got: Dispatched,
-        weighted: bool,
-        out: torch.Tensor,
-        numbers: torch.Tensor | None,
-        out_numbers: torch.Tensor | None,
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, carried: Carried = NOTHING
     ) -> None:
-        """Combine rows, and bring the number of each place home."""
         home = got._home
         assert isinstance(home, Kept)
         with self._launcher.ordered("combine") as stream:
             kept = home.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, numbers)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
-                if numbers is not None:
+                if carried.numbers is not None:
                     self._rounds.exchange(self._number_receives, self._number_sends)
-            self._kernels.sum_ranks(stream, kept, out, out_numbers)
+            self._kernels.sum_ranks(stream, kept, out, carried.out)
 
     @property
     def metadata_words(self) -> int:
@@ -236,7 +242,7 @@ class NcclAllgather:
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        self._combine(rows, got, False, out, weights.contiguous(), out_weights)
+        self._combine(rows, got, False, out, Carried(weights.contiguous(), out_weights))
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
@@ -323,7 +329,7 @@ class NcclCollective:
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
-        self._combine(rows, got, weighted, out, None, None)
+        self._combine(rows, got, weighted, out)
 
     @property
     def metadata_words(self) -> int:
@@ -351,7 +357,7 @@ class NcclCollective:
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
-        self._combine(rows, got, False, out, weights.contiguous(), out_weights)
+        self._combine(rows, got, False, out, Carried(weights.contiguous(), out_weights))
 
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
@@ -393,29 +399,22 @@ class NcclCollective:
         return got
 
     def _combine(
-        self,
-        rows: torch.Tensor,
-        got: Dispatched,
-        weighted: bool,
-        out: torch.Tensor,
-        numbers: torch.Tensor | None,
-        out_numbers: torch.Tensor | None,
+        self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor, carried: Carried = NOTHING
     ) -> None:
-        """Combine rows, and bring the number of each place home."""
         state = got._home
         assert isinstance(state, _DispatchState)
-        self._announce_combine(state.number, weighted + (0 if numbers is None else CARRIES))
+        self._announce_combine(state.number, weighted + (0 if carried.numbers is None else CARRIES))
         with self._launcher.ordered("combine") as stream:
             kept = state.kept.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, numbers)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers)
             if not self._all_combine_the_same():
                 out.fill_(torch.nan)
-                if out_numbers is not None:
-                    out_numbers.fill_(torch.nan)
+                if carried.out is not None:
+                    carried.out.fill_(torch.nan)
                 return
             if self._peers:
-                self._exchange(state, numbers is not None)
-            self._kernels.sum_ranks(stream, kept, out, out_numbers)
+                self._exchange(state, carried.numbers is not None)
+            self._kernels.sum_ranks(stream, kept, out, carried.out)
 
     def _exchange(self, state: _DispatchState, numbers: bool) -> None:
         """Exchange the sums of a combine, and the numbers of its entries."""
