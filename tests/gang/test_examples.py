@@ -66,6 +66,9 @@ def results(example: Example, printed: str, device: str) -> list[str]:
     return sorted(re.findall(f"^{example.says.format(device=device)}$", printed, re.MULTILINE))
 
 
+IN_RAY_TRAIN = Example(
+    "python -m tests.gang.transformers_in_ray_train", "2 workers: as the unsharded model", lines=1, on_ray=True
+)
 ELSEWHERE = {"channel.py"}
 """tests/unit/test_channel_example.py runs it."""
 
@@ -95,3 +98,9 @@ def test_an_example_runs_on_cpu_ranks(name: str, outputs: dict[str, Future[str]]
     found = results(EXAMPLES[name], outputs[name].result(), "cpu")
     assert len(found) == EXAMPLES[name].lines
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.timeout(DEADLINE_S + 30)
+def test_a_model_of_transformers_runs_in_ray_train(head: Head, tmp_path: Path) -> None:
+    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "RAY_ADDRESS": head.address}
+    assert len(results(IN_RAY_TRAIN, run(IN_RAY_TRAIN, tmp_path, **variables), "cpu")) == 1
