@@ -66,9 +66,12 @@ def results(example: Example, printed: str, device: str) -> list[str]:
     return sorted(re.findall(f"^{example.says.format(device=device)}$", printed, re.MULTILINE))
 
 
-IN_RAY_TRAIN = Example(
-    "python -m tests.gang.transformers_in_ray_train", "2 workers: as the unsharded model", lines=1, on_ray=True
-)
+PROGRAMS = EXAMPLES | {
+    "transformers_moe.py in Ray Train": Example(
+        "python -m tests.gang.transformers_in_ray_train", "2 workers: as the unsharded model", lines=1, on_ray=True
+    )
+}
+"""The examples, and the model of one of them as Ray Train runs it."""
 ELSEWHERE = {"channel.py"}
 """tests/unit/test_channel_example.py runs it."""
 
@@ -84,7 +87,7 @@ def outputs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     """The output of each program. All run at the same time, because each waits for the start of its processes."""
     with ThreadPoolExecutor() as pool:
         started = {}
-        for name, example in EXAMPLES.items():
+        for name, example in PROGRAMS.items():
             variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
             if example.on_ray:
                 variables |= {"RAY_ADDRESS": head.address}
@@ -93,14 +96,8 @@ def outputs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
 
 
 @pytest.mark.timeout(DEADLINE_S + 30)
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_an_example_runs_on_cpu_ranks(name: str, outputs: dict[str, Future[str]]) -> None:
-    found = results(EXAMPLES[name], outputs[name].result(), "cpu")
-    assert len(found) == EXAMPLES[name].lines
+    found = results(PROGRAMS[name], outputs[name].result(), "cpu")
+    assert len(found) == PROGRAMS[name].lines
     assert len(set(found)) == len(found)
-
-
-@pytest.mark.timeout(DEADLINE_S + 30)
-def test_a_model_of_transformers_runs_in_ray_train(head: Head, tmp_path: Path) -> None:
-    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "RAY_ADDRESS": head.address}
-    assert len(results(IN_RAY_TRAIN, run(IN_RAY_TRAIN, tmp_path, **variables), "cpu")) == 1
