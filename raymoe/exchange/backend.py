@@ -48,6 +48,8 @@ class Dispatched:
 
     scales: torch.Tensor | None = None
     """float32[C, ceil(H / 128)] with output `raw`, strides (1, C rounded up to 4)."""
+    site: int = 0
+    """The number of the place that called the dispatch, such as a layer; 0: none. All ranks must agree on it."""
 
 
 # The interface of a backend, on CPUs and on GPUs. Its arguments have been checked.

@@ -92,7 +92,7 @@ class KernelDispatched(Dispatched):
         """Make a result over memory in `home`."""
         got = cls.__new__(cls)  # the dataclass's constructor would need all tensors now
         got.x, got.scales, got.tokens = x, scales, tokens
-        got._home, got._owner = home, owner
+        got._home, got._owner, got.site = home, owner, 0
         return got
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
