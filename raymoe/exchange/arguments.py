@@ -18,6 +18,8 @@ from raymoe.exchange.spec import FP8, ExchangeSpec
 _GPU_ALIGNMENT = 16  # bytes: kernels and bulk copies move rows in pieces of this size
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _torch: Any = torch._C  # torch's type stubs lack these names
+SITES = 1 << 29
+"""Numbers of call sites: a status has so many bits for them."""
 
 
 def refuse_tracing(op: str) -> None:
@@ -91,10 +93,13 @@ class Arguments:
         topk_weights: object,
         num_tokens: int | torch.Tensor | None,
         zero_gaps: bool = True,
+        site: int = 0,
     ) -> Tokens:
         refuse_tracing("dispatch")
         if zero_gaps is not True and zero_gaps is not False:
             raise ConfigError(f"zero_gaps is a {type(zero_gaps).__name__}; it is True or False")
+        if site.__class__ is not int or not 0 <= site < SITES:
+            raise ConfigError(f"site is {site!r}; it is a whole number from 0 to {SITES - 1}, the same on all ranks")
         x, scales = self._split_pair(x)
         rows = self._tensor(self._x if scales is None else self._x_values, x, None)
         n = rows.shape[0]
@@ -103,7 +108,7 @@ class Arguments:
         idx, weights = self._tensor(self._topk_idx, topk_idx, n), self._tensor(self._topk_weights, topk_weights, n)
         if scales is not None:
             scales = _detached(self._tensor(self._scales, scales, n))
-        return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales, zero_gaps)
+        return Tokens(_detached(rows), idx, _detached(weights), self._count(num_tokens, n), scales, zero_gaps, site)
 
     def _split_pair(self, x: object) -> tuple[object, object | None]:
         """Split a pair of values and scales. Anything but a tuple has no scales."""

@@ -68,6 +68,8 @@ class Tokens:
     """float32[T', ceil(H / 128)] for an `x` that is float8_e4m3fn already; only where rows cross as fp8."""
     zero_gaps: bool = True
     """Whether gaps get zeros where the spec has padding `zero`. A backend may write them in any case."""
+    site: int = 0
+    """The number of the call site, which the result has too."""
 
 
 @dataclass(slots=True)
@@ -132,6 +134,12 @@ class Backend(Protocol):
         """Send rows of `x`, [T', H], to the places in `out`, [C, H], that `got` gave to the rows of its tokens.
 
         Nothing is counted, and no ids are sent. `got` does not change. Gaps are as in a dispatch.
+        """
+
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        """Dispatch the gradients of rows that `forward` has dispatched, with its ids, where places are not kept.
+
+        All ranks refuse it where they differ in `forward`.
         """
 
     def check(self) -> None:

@@ -50,6 +50,17 @@ class Carried:
     """The state that the carrier's dispatch left for its combine."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """The operation that a rank announces. It must be the same on all ranks."""
+
+    op: str
+    site: int = 0
+    """The number of the place that called, such as a layer; 0: none."""
+    forward: int = 0
+    """In a dispatch of gradients the number of the dispatch whose rows they belong to."""
+
+
 @dataclass
 class Leaving:
     """The input of a carrier's combine: bag i's sum of `rows` goes home for arrived row i, also `entries[i]`."""
@@ -58,19 +69,20 @@ class Leaving:
     bags: Bags
     entries: torch.Tensor | None = None
     """float32[N, K]: a number for each entry (arrived row, k)."""
+    site: int = 0
 
     @property
-    def op(self) -> str:
+    def call(self) -> Call:
         """The operation that ranks announce."""
-        return "combine" if self.entries is None else "combine of gradients"
+        return Call("combine" if self.entries is None else "combine of gradients", self.site)
 
 
 class Carrier(Protocol):
     home_words: int
     """Numbers in `pack_home`. 0 where a combine needs no more than `Carried` has."""
 
-    def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        """Send rows `sending.tokens` of `x`, and return the rows that arrive here."""
+    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        """Send rows `sending.tokens` of `x`, and return the rows that arrive here. `call` is announced."""
 
     def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
         """Send home the sums, and this rank's status. Return the sums that arrive here.
@@ -109,15 +121,49 @@ class KeepsNothing:
 #
 # Memory map (a heap on every rank; R ranks; the first index of `records` is the parity of the operation's number):
 #
-# - `records [2][R]`: {number, operation, exchange, status}, written by rank r, at all ranks, and read by the owner.
+# - `records [2][R]`: {number, operation, exchange, call site, forward dispatch, status}, written by rank r, at all
+#   ranks, and read by the owner.
 # - `entered [R]`: word r is the number of the last operation that rank r has entered. It only grows.
 #
 # Order: record, fence, word. A reader loads the word, fences, loads the record. No record is overwritten before all
 # ranks have read it: a rank enters operation n + 2 after all have entered n + 1, so after they have read those of n.
 
-_OPERATIONS = ("dispatch", "combine", "combine of gradients")
-_SAME, _RECORD = 3, 3 + Refusal.NBYTES // 8
+_OPERATIONS = ("dispatch", "dispatch of gradients", "combine", "combine of gradients")
+_SAME, _RECORD = 5, 5 + Refusal.NBYTES // 8
 """Words of a record that must be equal on all ranks, and all words of a record."""
+
+
+def words_of(call: Call, exchange: int) -> tuple[int, int, int, int]:
+    """The numbers of an announcement: operation, exchange, call site, forward dispatch."""
+    return _OPERATIONS.index(call.op), exchange, call.site, call.forward
+
+
+def places_of(mine: Sequence[int], theirs: Sequence[int], other: str) -> str:
+    """Say where this rank is and where `other` is, of two different announcements.
+
+    >>> places_of((0, 1, 0, 0), (2, 1, 0, 0), "rank 1")
+    'dispatch while rank 1 is in combine of the same exchange'
+    >>> places_of((0, 1, 0, 0), (0, 2, 0, 0), "rank 1")
+    'dispatch of exchange 1 while rank 1 is in dispatch of exchange 2'
+    >>> places_of((0, 1, 3, 0), (0, 1, 4, 0), "rank 1")
+    'dispatch of call site 3 while rank 1 is in dispatch of call site 4'
+    >>> places_of((1, 1, 3, 7), (1, 1, 3, 8), "rank 1")
+    'the backward pass of dispatch 7 while rank 1 is in that of dispatch 8'
+    """
+    (op, exchange, site, forward), (other_op, other_exchange, other_site, other_forward) = mine, theirs
+    here, there = _OPERATIONS[op], _OPERATIONS[other_op]
+    if exchange != other_exchange:
+        return f"{here} of exchange {exchange} while {other} is in {there} of exchange {other_exchange}"
+    if op != other_op:
+        return f"{here} while {other} is in {there} of the same exchange"
+    if site != other_site:
+        return f"{here} of call site {site} while {other} is in {there} of call site {other_site}"
+    return f"the backward pass of dispatch {forward} while {other} is in that of dispatch {other_forward}"
+
+
+ORDER_RULE = (
+    "call the same operations in one order on all ranks (exchanges and layers are numbered as they were made)"
+)
 
 
 class OperationOrder:
@@ -146,14 +192,14 @@ class OperationOrder:
         self._exchanges += 1
         return self._exchanges
 
-    def enter(self, op: str, exchange: int, status: Refusal = NO_REFUSAL) -> None:
+    def enter(self, call: Call, exchange: int, status: Refusal = NO_REFUSAL) -> None:
         """Announce the next operation, with a status for all ranks, which `agree` returns."""
         self._waiter.check()
         if self._failure is not None:
             raise copy.copy(self._failure)
         self._number += 1
         words = np.frombuffer(status.pack(), np.int64).tolist()
-        record = (self._number, _OPERATIONS.index(op), exchange, *words)
+        record = (self._number, *words_of(call, exchange), *words)
         for records, _ in self._everywhere:
             records[self._number % 2, self._rank, : len(record)] = record
         self._waiter.fence()  # orders the records before the words
@@ -189,15 +235,7 @@ class OperationOrder:
         self._heap.close()
 
     def _mismatch(self, mine: list[int], peer: int, theirs: list[int]) -> str:
-        here, there = ((_OPERATIONS[record[1]], record[2]) for record in (mine, theirs))
-        if here[1] == there[1]:
-            places = f"{here[0]} while rank {peer} is in {there[0]} of the same exchange"
-        else:
-            places = f"{here[0]} of exchange {here[1]} while rank {peer} is in {there[0]} of exchange {there[1]}"
-        return (
-            f"rank {self._rank} is in {places}; call the same operations in one order on all ranks (exchanges are "
-            "numbered as they were made)"
-        )
+        return f"rank {self._rank} is in {places_of(mine[1:], theirs[1:], f'rank {peer}')}; {ORDER_RULE}"
 
 
 # The backend: arithmetic that is the same for all carriers.
@@ -238,10 +276,18 @@ class CpuBackend:
 
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return self._dispatch(tokens, out, Call("dispatch", tokens.site))
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        number = _state_of(forward).carried.number
+        return self._dispatch(tokens, out, Call("dispatch of gradients", forward.site, number))
+
+    def _dispatch(self, tokens: Tokens, out: torch.Tensor | None, call: Call) -> Dispatched:
         n = len(tokens.x) if tokens.num_tokens is None else int(tokens.num_tokens.item())
         topk_idx, topk_weights = tokens.topk_idx.numpy()[:n], tokens.topk_weights.numpy()[:n]
         sending = Sending.of(topk_idx, topk_weights, self._destinations, self._spec.experts)
-        arrived = self._carrier.dispatch(tokens.x, sending)
+        arrived = self._carrier.dispatch(tokens.x, sending, call)
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
         self._dispatches += 1
@@ -261,12 +307,14 @@ class CpuBackend:
             tokens=len(tokens.x),
             _home=state,
             _owner=self,
+            site=call.site,
         )
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         state = _state_of(got)
-        self._send_home(Leaving(rows, state.placement.sums_to_send(weighted)), state, weighted, out)
+        leaving = Leaving(rows, state.placement.sums_to_send(weighted), site=got.site)
+        self._send_home(leaving, state, weighted, out)
 
     @torch.no_grad()
     def combine_gradients(
@@ -276,7 +324,7 @@ class CpuBackend:
         places = state.placement.entries(self._spec.topk)
         # The place of an entry whose expert is elsewhere is -1: the zero behind the last weight.
         entries = torch.cat((weights, weights.new_zeros(1)))[torch.from_numpy(places)]
-        leaving = Leaving(rows, state.placement.sums_to_send(False), entries)
+        leaving = Leaving(rows, state.placement.sums_to_send(False), entries, got.site)
         returned = self._send_home(leaving, state, False, out)
         assert returned.entries is not None
         # An entry comes from one rank, and from the others as zero. So the sum is exact.

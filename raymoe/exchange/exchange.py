@@ -105,6 +105,9 @@ class Exchange:
         self.handle = next(_HANDLES)
         """Its number in this process, by which torch's custom operators name it."""
         _EXCHANGES[self.handle] = self
+        self._numbers = None if spec.dispatch_wire == FP8 else self._operator_numbers()
+        self.calls_made = _call_marks(world.device)
+        """int32[1] that compiled functions change at each call, so that no compiler drops one."""
 
     @staticmethod
     def of_handle(handle: int) -> Exchange:
@@ -133,6 +136,7 @@ class Exchange:
         out: torch.Tensor | None = None,
         *,
         zero_gaps: bool = True,
+        site: int = 0,
     ) -> Dispatched:
         """Send the first `num_tokens` rows of `x[T', H]`, by default all, to the ranks of their experts.
 
@@ -141,9 +145,12 @@ class Exchange:
 
         With `zero_gaps=False` gaps between experts are unspecified where the spec has padding `zero` too. Products
         without gradients need no zeros.
+
+        `site` is a number of the caller's, such as that of a layer. Steps whose ranks give different numbers are
+        refused.
         """
         self._ready("dispatch")
-        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps)
+        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps, site)
         return self._dispatch(self._backend.dispatch, tokens, out)
 
     @one_at_a_time
@@ -162,13 +169,15 @@ class Exchange:
         topk_weights: torch.Tensor,
         num_tokens: int | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        site: int = 0,
     ) -> Dispatched:
         """Send the rows of a dispatch. `dispatch_receive` completes it; enqueue independent work between the two.
 
         Until then the result holds nothing, and the caller must not change `x`, `topk_idx` or `topk_weights`.
         """
         backend = self._split_backend("dispatch_send")
-        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
+        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, True, site)
         self._dispatched, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
         return self._dispatched
 
@@ -202,17 +211,30 @@ class Exchange:
     # For gradients (raymoe/moe/differentiable.py).
 
     @property
-    def metadata_words(self) -> int:
-        """The length of what `pack` returns."""
-        return self._gradient_backend("gradients").metadata_words
+    def numbers(self) -> list[int]:
+        """The numbers that torch's custom operators take: the handle, and the sizes of a dispatch's results.
+
+        The sizes are rows, local experts and words of metadata. Operators that trace look nothing else up.
+        """
+        if self._numbers is None:
+            raise self._no_gradients("gradients")
+        return self._numbers
+
+    def _operator_numbers(self) -> list[int]:
+        size = self.world.size
+        return [self.handle, self.spec.rows(size), self.spec.local_experts(size), self._backend.metadata_words]
 
     def pack(self, got: Dispatched) -> torch.Tensor:
         """Return the metadata of a dispatch as one int32 tensor, from which `unpack` makes it again."""
         return self._gradient_backend("pack").pack(got)
 
-    def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
+    def unpack(
+        self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids, site: int
+    ) -> Dispatched:
         """Make the result of a dispatch again, for a combine of `rows`."""
-        return self._gradient_backend("unpack").unpack(metadata, rows, weights, ids)
+        got = self._gradient_backend("unpack").unpack(metadata, rows, weights, ids)
+        got.site = site
+        return got
 
     @one_at_a_time
     def combine_gradients(
@@ -244,6 +266,20 @@ class Exchange:
         with self._poisoning:
             backend.dispatch_known(x, got, out)
         self._keep_if_captured(x, got, out)
+
+    @one_at_a_time
+    def dispatch_again(
+        self, x: torch.Tensor, ids: Ids, got: Dispatched, out: torch.Tensor | None = None
+    ) -> Dispatched:
+        """Dispatch rows of `x[T', H]` with the ids of `got`'s tokens again, where places are not kept.
+
+        All ranks refuse it unless they do so for the same dispatch.
+        """
+        self._ready("dispatch")
+        backend = self._gradient_backend("dispatch_again")
+        weights = torch.zeros(ids.topk_idx.shape, dtype=torch.float32, device=x.device)
+        tokens = self._arguments.dispatch(x, ids.topk_idx, weights, ids.num_tokens, True, got.site)
+        return self._dispatch(lambda given, into: backend.dispatch_again(given, into, got), tokens, out)
 
     @one_at_a_time
     def check(self) -> None:
@@ -279,6 +315,7 @@ class Exchange:
             refuse_overlap("x", tokens.x, into)
         with self._poisoning:
             got = call(tokens, into)
+        got.site = tokens.site
         self._turn += out is None
         self._hold(got)
         self._keep_if_captured(tokens, got)
@@ -341,10 +378,11 @@ class Exchange:
 
     def _gradient_backend(self, op: str) -> Backend:
         if self.spec.dispatch_wire == FP8:
-            raise ConfigError(
-                f"{op} of an exchange whose rows cross as {FP8}; gradients need wider rows: leave wire out"
-            )
+            raise self._no_gradients(op)
         return self._backend
+
+    def _no_gradients(self, op: str) -> ConfigError:
+        return ConfigError(f"{op} of an exchange whose rows cross as {FP8}; gradients need wider rows: leave wire out")
 
     def _ready(self, op: str, sent: Dispatched | Sent | None = None) -> None:
         """Raise where `op` may not be called now."""
@@ -419,6 +457,14 @@ class _Poisoning:
         else:
             what = f"{type(error).__name__} ended an operation early"
             exchange._poison = RaymoeError(f"this exchange is unusable: {what}")
+
+
+def _call_marks(device: torch.device) -> torch.Tensor:
+    """Make the tensor that compiled functions change. Its address stays, which CUDA graphs of torch.compile need."""
+    marks: Any = torch.zeros(1, dtype=torch.int32, device=device)
+    marks._dynamo_static_input_type = "unguarded"  # what torch._dynamo.mark_static_address does; its import takes a second
+    made: torch.Tensor = marks
+    return made
 
 
 def _let_go(backend: Backend, own: list[torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raymoe.exchange.cpu import Carried, KeepsNothing, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu import Call, Carried, KeepsNothing, Leaving, OperationOrder, Returned
 from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
@@ -41,8 +41,8 @@ class GlooAllgather(KeepsNothing):
         self._leaving = torch.empty(world.size, T + 1, spec.home_width, dtype=home, device="cpu")
         self._returned = torch.empty_like(self._leaving)
 
-    def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        self._order.enter("dispatch", self._number)
+    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        self._order.enter(call, self._number)
         mine = x
         if len(x) < self._tokens:
             self._mine[: len(x)].copy_(x)
@@ -70,7 +70,7 @@ class GlooAllgather(KeepsNothing):
         return Arrived(self._table, where, ids[where], weights, counts, len(self._table) - 1)
 
     def combine(self, given: Leaving, carried: Carried, status: Refusal) -> Returned:
-        self._order.enter(given.op, self._number)
+        self._order.enter(given.call, self._number)
         words = torch.frombuffer(bytearray(status.pack()), dtype=torch.uint8)
         stride = self._tokens + 1
         leaving, returned = self._leaving.flatten(0, 1), self._returned.flatten(0, 1)
@@ -130,8 +130,8 @@ class GlooCollective(KeepsNothing):
         self._metadata_out = torch.zeros(world.size, 1 + 2 * spec.tokens * spec.topk, dtype=torch.int32, device="cpu")
         self._metadata_in = torch.zeros_like(self._metadata_out)
 
-    def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        self._order.enter("dispatch", self._number)
+    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        self._order.enter(call, self._number)
         send_counts = sending.counts.tolist()
         self._fill_metadata(sending, send_counts)
         self._order.agree()
@@ -148,7 +148,7 @@ class GlooCollective(KeepsNothing):
         return Arrived(self._table, np.arange(n), ids, weights, counts, self._zero_row)
 
     def combine(self, given: Leaving, carried: Carried, status: Refusal) -> Returned:
-        self._order.enter(given.op, self._number, status)
+        self._order.enter(given.call, self._number, status)
         send_counts, receive_counts = carried.counts.tolist(), carried.sending.counts.tolist()
         leaving, returned = self._leaving[: sum(send_counts)], self._returned[: sum(receive_counts)]
         RowSums(given.rows, given.bags, self._home).write(0, len(leaving), leaving[:, : self._hidden])

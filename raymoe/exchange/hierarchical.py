@@ -41,7 +41,17 @@ import numpy as np
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.cpu import Carried, Carrier, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu import (
+    ORDER_RULE,
+    Call,
+    Carried,
+    Carrier,
+    Leaving,
+    OperationOrder,
+    Returned,
+    places_of,
+    words_of,
+)
 from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
@@ -51,8 +61,7 @@ from raymoe.net.gloo_rail import GlooRail
 from raymoe.net.rail import Rail
 
 CarrierMaker: TypeAlias = Callable[[World, ExchangeSpec], Carrier]
-_OPERATIONS = ("dispatch", "combine", "combine of gradients")
-_DISAGREED = 2  # the word of a head that says whether the ranks of a domain are in different operations
+_DISAGREED = 4  # the word of a head that says whether the ranks of a domain are in different operations
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,9 @@ class HierarchicalRows:
         self._rail: Rail = world.shared(GlooRail)
         self._inside = make_carrier(domain, self._inside_spec)
         self._dispatches = 0
-        # {operation, exchange, 1 if the domain's ranks differ}
-        self._head = torch.zeros(3, dtype=torch.int64, device="cpu")
-        self._heads = torch.zeros(self._domains * 3, dtype=torch.int64, device="cpu")
+        # {operation, exchange, call site, forward dispatch, 1 if the domain's ranks differ}
+        self._head = torch.zeros(5, dtype=torch.int64, device="cpu")
+        self._heads = torch.zeros(self._domains * 5, dtype=torch.int64, device="cpu")
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._mine = torch.zeros(T, spec.hidden, dtype=dtype, device="cpu")
         self._rows = torch.zeros(self._domains * T, spec.hidden, dtype=dtype, device="cpu")
@@ -94,8 +103,8 @@ class HierarchicalRows:
         self._returned = torch.empty_like(self._leaving)
         self.home_words = world.domains * T * K  # the ids inside
 
-    def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        self._agree("dispatch")
+    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        self._agree(call)
         mine = x
         if len(x) < self._spec.tokens:
             self._mine[: len(x)].copy_(x)
@@ -109,15 +118,15 @@ class HierarchicalRows:
         inside = self._sending_inside()
         wait_rows()
         with self._named_by_world():
-            arrived = self._inside.dispatch(self._rows, inside)
+            arrived = self._inside.dispatch(self._rows, inside, call)
         self._dispatches += 1
         return self._in_contract_order(arrived, inside)
 
     def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
-        self._agree(leaving.op)
+        self._agree(leaving.call)
         home, T, L = carried.home, self._spec.tokens, self._per_domain
         assert isinstance(home, _Home)
-        inside = Leaving(leaving.rows, leaving.bags.take(home.places))
+        inside = Leaving(leaving.rows, leaving.bags.take(home.places), site=leaving.site)
         if leaving.entries is not None:
             inside.entries = leaving.entries[torch.from_numpy(home.places)]
         with self._named_by_world():
@@ -154,32 +163,29 @@ class HierarchicalRows:
     def close(self, together: bool) -> None:
         self._inside.close(together)
 
-    def _agree(self, op: str) -> None:
+    def _agree(self, call: Call) -> None:
         """Raise on all ranks of all domains unless all are in the same operation of the same exchange."""
         problem: ConfigError | None = None
         try:
-            self._order.enter(op, self._number)
+            self._order.enter(call, self._number)
             with self._named_by_world():
                 self._order.agree()
         except ConfigError as error:
             problem = error
-        mine = (_OPERATIONS.index(op), self._number, int(problem is not None))
+        mine = (*words_of(call, self._number), int(problem is not None))
         self._head.copy_(torch.tensor(mine))
-        self._rail.gather(op, self._heads, self._head)()
+        self._rail.gather(call.op, self._heads, self._head)()
         if problem is not None:
             raise problem
-        for domain, head in enumerate(self._heads.view(self._domains, 3).tolist()):
+        for domain, head in enumerate(self._heads.view(self._domains, 5).tolist()):
             if head[_DISAGREED]:
                 raise ConfigError(
-                    f"rank {self._world.rank} is in {op} while ranks of domain {domain} are in different operations; "
-                    "call the same operations in one order on all ranks"
+                    f"rank {self._world.rank} is in {call.op} while ranks of domain {domain} are in different "
+                    f"operations; {ORDER_RULE}"
                 )
             if tuple(head) != mine:
-                raise ConfigError(
-                    f"rank {self._world.rank} is in {op} of exchange {self._number} while domain {domain} is in "
-                    f"{_OPERATIONS[head[0]]} of exchange {head[1]}; call the same operations in one order on all ranks "
-                    "(exchanges are numbered as they were made)"
-                )
+                places = places_of(mine[:_DISAGREED], head[:_DISAGREED], f"domain {domain}")
+                raise ConfigError(f"rank {self._world.rank} is in {places}; {ORDER_RULE}")
 
     def _sending_inside(self) -> Sending:
         """Make the rows that this rank sends inside its domain: those of all domains' tokens for experts here."""

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 
 from raymoe.errors import WiringError
-from raymoe.exchange.cpu import Carried, KeepsNothing, Leaving, OperationOrder, Returned
+from raymoe.exchange.cpu import Call, Carried, KeepsNothing, Leaving, OperationOrder, Returned
 from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
 from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 from raymoe.exchange.spec import ExchangeSpec, slots_layout
@@ -73,8 +73,8 @@ class HostSlots(KeepsNothing):
         self._dispatched = 0
         self._combined = 0
 
-    def dispatch(self, x: torch.Tensor, sending: Sending) -> Arrived:
-        self._order.enter("dispatch", self._number)
+    def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
+        self._order.enter(call, self._number)
         epoch = self._dispatched + 1
         parity, me = epoch % 2, self._rank
         starts = starts_of(sending.counts).tolist()
@@ -111,7 +111,7 @@ class HostSlots(KeepsNothing):
         return Arrived(mine.table, where, np.concatenate(ids), np.concatenate(weights), counts, zero_row, refusal)
 
     def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
-        self._order.enter(leaving.op, self._number)
+        self._order.enter(leaving.call, self._number)
         epoch = self._combined + 1
         parity, me = epoch % 2, self._rank
         starts = starts_of(carried.counts).tolist()

@@ -324,6 +324,9 @@ class NcclCollective:
         with self._launcher.ordered("dispatch") as stream:
             return self._dispatch(stream, tokens, out)
 
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:  # noqa: ARG002
+        return self.dispatch(tokens, out)
+
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
         raise ConfigError("dispatch_known by collective, whose ranks count before they send; call dispatch again")
 

@@ -1,8 +1,9 @@
 """Dispatch and combine with gradients, as custom operators of torch.
 
 The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward passes `raymoe::combine_gradients` and
-`raymoe::dispatch_gradients`. They name an exchange by its handle, an integer. Everything else is in tensors. So
-`torch.compile` traces through them, and selective checkpointing sees them by name.
+`raymoe::dispatch_gradients`. They take an exchange as a few numbers (`Exchange.numbers`): its handle, by which the
+kernels find it, and the sizes of results. Everything else is in tensors. So `torch.compile` traces through them without
+an exchange, and selective checkpointing sees them by name.
 
 - The backward of dispatch is a combine without weights. The gradients of the weights travel home with it: each entry
   (token, k) has its expert on one rank, which sends one float32 for it.
@@ -10,6 +11,9 @@ The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward
   `keeps_places`, nothing is counted again and no ids are sent; elsewhere the ids are dispatched again.
 - The result of a dispatch owns its rows. The exchange's own memory for rows is not used, so its spec may have depth 0.
 - Operations are collective, in the backward pass too: all ranks run it, with the same inputs requiring gradients.
+- A compiled function runs them in the order of the program, and runs all of them, also where a rank has no tokens or
+  uses no result. `compiled_order.py` keeps the order. In a compiled forward pass each call also changes
+  `Exchange.calls_made`, because torch drops a call from a graph if nothing that leaves the graph depends on it.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from typing import Any
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Dispatched, Ids, Tokens
+from raymoe.exchange.backend import Dispatched, Ids
 from raymoe.exchange.exchange import Exchange
+from raymoe.moe.compiled_order import keep_order
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class ExpertRows:
     exchange: Exchange
     routing: list[torch.Tensor]
     """The ids, the metadata of the dispatch, and the number of tokens if one was given."""
+    site: int = 0
+    """The number of the call site that the dispatch was given."""
 
 
 def dispatch(
@@ -48,8 +55,13 @@ def dispatch(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     num_tokens: torch.Tensor | None = None,
+    *,
+    site: int = 0,
 ) -> ExpertRows:
     """Send rows of `x[T', H]` to the ranks of their experts, with gradients for `x` and `topk_weights`.
+
+    `site` is a number of the caller's, such as that of a layer. Steps whose ranks give different numbers are refused,
+    in the backward pass too.
 
     One rank, two experts that double their rows:
 
@@ -67,9 +79,12 @@ def dispatch(
     """
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         raise ConfigError(f"num_tokens is {num_tokens!r}; with gradients it is an int32[1] tensor beside x")
+    _refuse_export("dispatch")
     count = [] if num_tokens is None else [num_tokens]
-    rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.handle, x, topk_idx, topk_weights, count)
-    return ExpertRows(rows, weights, offsets, counts, exchange, [topk_idx, metadata, *count])
+    rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.numbers, site, x, topk_idx, topk_weights, count)
+    if torch.compiler.is_compiling():
+        exchange.calls_made.add_(counts[:1])
+    return ExpertRows(rows, weights, offsets, counts, exchange, [topk_idx, metadata, *count], site)
 
 
 def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: bool = True) -> torch.Tensor:
@@ -80,32 +95,58 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     """
     if got.exchange is not exchange:
         raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
-    y: torch.Tensor = _ops.combine(exchange.handle, rows, got.weights, got.routing, weighted)
-    return y
+    _refuse_export("combine")
+    y, called = _ops.combine(exchange.numbers, got.site, rows, got.weights, got.routing, weighted)
+    if torch.compiler.is_compiling():
+        exchange.calls_made.add_(called)
+    combined: torch.Tensor = y
+    return combined
+
+
+def _refuse_export(op: str) -> None:
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            f"{op} inside torch.export: an exchange belongs to the processes that made it, so no exported program can "
+            "hold it; export the parts around it, or call torch.compile"
+        )
 
 
 # The operators. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
 
 _DEVICES = ("cpu", "cuda")
 _SCHEMAS = {
-    "dispatch": "(SymInt exchange, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] num_tokens)"
+    "dispatch": "(SymInt[] exchange, SymInt site, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] num_tokens)"
     " -> (Tensor rows, Tensor weights, Tensor expert_offsets, Tensor expert_counts, Tensor metadata)",
-    "combine": "(SymInt exchange, Tensor rows, Tensor weights, Tensor[] routing, bool weighted) -> Tensor",
-    "combine_gradients": "(SymInt exchange, Tensor rows, Tensor weights, Tensor[] routing)"
+    "combine": "(SymInt[] exchange, SymInt site, Tensor rows, Tensor weights, Tensor[] routing, bool weighted)"
+    " -> (Tensor y, Tensor called)",
+    "combine_gradients": "(SymInt[] exchange, SymInt site, Tensor rows, Tensor weights, Tensor[] routing)"
     " -> (Tensor dx, Tensor dweights)",
-    "dispatch_gradients": "(SymInt exchange, Tensor dy, Tensor[] routing) -> Tensor",
+    "dispatch_gradients": "(SymInt[] exchange, SymInt site, Tensor dy, Tensor[] routing) -> Tensor",
 }
 for _name, _schema in _SCHEMAS.items():
     torch.library.define(f"raymoe::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 _ops: Any = torch.ops.raymoe
 
 
+def _keep_order() -> None:
+    """The fake kernels call this, so that the compiler which traces keeps the order of the four."""
+    keep_order(*(getattr(_ops, name).default for name in _SCHEMAS))
+
+
 @torch.library.impl("raymoe::dispatch", _DEVICES)
 def _dispatch(
-    exchange: int, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_tokens: list[torch.Tensor]
+    exchange: list[int],
+    site: int,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_tokens: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = Exchange.of_handle(exchange)
-    rows, got = _moved(found, Tokens(x, topk_idx, topk_weights, num_tokens[0] if num_tokens else None))
+    found = _found(exchange)
+    rows = _new_rows(found, x.dtype) if found.spec.layout == "expert" else None
+    count = num_tokens[0] if num_tokens else None
+    got = found.dispatch(x, topk_idx, topk_weights, count, out=rows, site=site)
+    rows = expert_major(got) if rows is None else rows
     # Where the four are views of one block of metadata, they are copied: outputs must not share memory.
     small = (got.weights, got.expert_offsets, got.expert_counts)
     weights, offsets, counts = (each.clone() if found.world.device.type == "cuda" else each for each in small)
@@ -113,78 +154,96 @@ def _dispatch(
 
 
 def _fake_dispatch(
-    exchange: int, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_tokens: list[torch.Tensor]
+    exchange: list[int],
+    site: int,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_tokens: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del topk_idx, num_tokens
-    found = Exchange.of_handle(exchange)
-    capacity, local = found.spec.rows(found.world.size), found.spec.local_experts(found.world.size)
-    offsets, counts, metadata = (
-        x.new_empty(size, dtype=torch.int32) for size in (local + 1, local, found.metadata_words)
-    )
+    del site, topk_idx, num_tokens
+    _keep_order()
+    _, capacity, local, words = exchange
+    offsets, counts, metadata = (x.new_empty(size, dtype=torch.int32) for size in (local + 1, local, words))
     return x.new_empty(capacity, x.shape[1]), topk_weights.new_empty(capacity), offsets, counts, metadata
 
 
 @torch.library.impl("raymoe::combine", _DEVICES)
 def _combine(
-    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool
-) -> torch.Tensor:
-    found = Exchange.of_handle(exchange)
-    return found.combine(rows.contiguous(), _restored(found, rows, weights, routing), weighted)
+    exchange: list[int],
+    site: int,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    routing: list[torch.Tensor],
+    weighted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found = _found(exchange)
+    y = found.combine(rows.contiguous(), _restored(found, site, rows, weights, routing), weighted)
+    new = torch.zeros if y.device.type == "cpu" else torch.empty  # nobody reads it; on GPUs zeros would be a kernel
+    return y, new(1, dtype=torch.int32, device=y.device)
 
 
 def _fake_combine(
-    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool
-) -> torch.Tensor:
-    del exchange, weights, weighted
-    return rows.new_empty(routing[0].shape[0], rows.shape[1])
+    exchange: list[int],
+    site: int,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    routing: list[torch.Tensor],
+    weighted: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    del exchange, site, weights, weighted
+    _keep_order()
+    return rows.new_empty(routing[0].shape[0], rows.shape[1]), rows.new_empty(1, dtype=torch.int32)
 
 
 @torch.library.impl("raymoe::combine_gradients", _DEVICES)
 def _combine_gradients(
-    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
+    exchange: list[int], site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The backward pass of dispatch: the gradients of `x` and of `topk_weights`."""
-    found = Exchange.of_handle(exchange)
+    found = _found(exchange)
     rows, weights = rows.contiguous(), weights.contiguous()
-    return found.combine_gradients(rows, weights, _restored(found, rows, weights, routing))
+    return found.combine_gradients(rows, weights, _restored(found, site, rows, weights, routing))
 
 
 def _fake_combine_gradients(
-    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
+    exchange: list[int], site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del exchange
+    del exchange, site
+    _keep_order()
     return rows.new_empty(routing[0].shape[0], rows.shape[1]), weights.new_empty(routing[0].shape)
 
 
 @torch.library.impl("raymoe::dispatch_gradients", _DEVICES)
-def _dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
+def _dispatch_gradients(exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
     """The backward pass of combine: dy of each entry's token in the entry's place."""
-    found, topk_idx = Exchange.of_handle(exchange), routing[0]
-    dy, weights = dy.contiguous(), torch.zeros(topk_idx.shape, device=dy.device)
+    found, dy = _found(exchange), dy.contiguous()
+    rows, weights = _new_rows(found, dy.dtype), dy.new_zeros(found.spec.rows(found.world.size), dtype=torch.float32)
+    got = _restored(found, site, rows, weights, routing)
     if found.keeps_places:
-        rows = _new_rows(found, dy.dtype)
-        found.dispatch_known(dy, _restored(found, rows, weights, routing), rows)
+        found.dispatch_known(dy, got, rows)
         return rows
-    return _moved(found, Tokens(dy, topk_idx, weights, routing[2] if len(routing) > 2 else None))[0]
+    topk_idx, _, *num_tokens = routing
+    ids = Ids(topk_idx, *num_tokens)
+    if found.spec.layout == "rank":
+        return expert_major(found.dispatch_again(dy, ids, got))
+    found.dispatch_again(dy, ids, got, out=rows)
+    return rows
 
 
-def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
-    del routing
-    found = Exchange.of_handle(exchange)
-    return dy.new_empty(found.spec.rows(found.world.size), dy.shape[1])
+def _fake_dispatch_gradients(
+    exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]
+) -> torch.Tensor:
+    del site, routing
+    _keep_order()
+    return dy.new_empty(exchange[1], dy.shape[1])
 
 
 # Their shared parts.
 
 
-def _moved(exchange: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Dispatched]:
-    """Dispatch into new memory; return the rows and the result."""
-    given = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens
-    if exchange.spec.layout == "rank":
-        got = exchange.dispatch(*given)
-        return expert_major(got), got
-    rows = _new_rows(exchange, tokens.x.dtype)
-    return rows, exchange.dispatch(*given, out=rows)
+def _found(numbers: list[int]) -> Exchange:
+    return Exchange.of_handle(numbers[0])
 
 
 def _new_rows(exchange: Exchange, dtype: torch.dtype) -> torch.Tensor:
@@ -205,15 +264,17 @@ def expert_major(got: Dispatched) -> torch.Tensor:
     return got.x.index_select(0, index)
 
 
-def _restored(exchange: Exchange, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]) -> Dispatched:
+def _restored(
+    exchange: Exchange, site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
+) -> Dispatched:
     """Make the result of the dispatch again, whose combine this is."""
     topk_idx, metadata, *num_tokens = routing
-    return exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens))
+    return exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens), site)
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    exchange, _, topk_idx, _, num_tokens = inputs
-    ctx.exchange = exchange
+    exchange, site, _, topk_idx, _, num_tokens = inputs
+    ctx.exchange, ctx.site = exchange, site
     ctx.save_for_backward(topk_idx, output[-1], *num_tokens)
     ctx.mark_non_differentiable(*output[2:])
 
@@ -221,8 +282,8 @@ def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Te
 def _dispatch_backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: object) -> tuple[Any, ...]:
     _refuse_second_derivative(rows, weights)
     routing = list(ctx.saved_tensors)  # read once: checkpointing makes them anew each time
-    dx, dweights = _ops.combine_gradients(ctx.exchange, rows, weights, routing)
-    return None, dx, None, dweights, [None] * (len(routing) - 2)
+    dx, dweights = _ops.combine_gradients(ctx.exchange, ctx.site, rows, weights, routing)
+    return None, None, dx, None, dweights, [None] * (len(routing) - 2)
 
 
 def _refuse_second_derivative(*gradients: torch.Tensor) -> None:
@@ -231,23 +292,23 @@ def _refuse_second_derivative(*gradients: torch.Tensor) -> None:
         raise ConfigError("dispatch and combine have no second derivative: call backward without create_graph")
 
 
-def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    exchange, rows, weights, routing, weighted = inputs
-    ctx.exchange, ctx.weighted = exchange, weighted
+def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    exchange, site, rows, weights, routing, weighted = inputs
+    ctx.exchange, ctx.site, ctx.weighted = exchange, site, weighted
     ctx.save_for_backward(*routing, *([rows, weights] if weighted else []))
-    del output
+    ctx.mark_non_differentiable(output[1])
 
 
-def _combine_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+def _combine_backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Any, ...]:
     _refuse_second_derivative(dy)
     saved = list(ctx.saved_tensors)
     rows, weights = (saved.pop(-2), saved.pop()) if ctx.weighted else (None, None)
-    moved = _ops.dispatch_gradients(ctx.exchange, dy, saved)
+    moved = _ops.dispatch_gradients(ctx.exchange, ctx.site, dy, saved)
     nothing = [None] * len(saved)
     if rows is None or weights is None:
-        return None, moved, None, nothing, None
+        return None, None, moved, None, nothing, None
     dweights = (moved.float() * rows.float()).sum(dim=1) if ctx.needs_input_grad[2] else None
-    return None, (moved.float() * weights[:, None]).to(moved.dtype), dweights, nothing, None
+    return None, None, (moved.float() * weights[:, None]).to(moved.dtype), dweights, nothing, None
 
 
 torch.library.register_fake("raymoe::dispatch", _fake_dispatch)

@@ -88,7 +88,11 @@ class MoELayer(nn.Module):
         """
         super().__init__()
         spec = replace(spec, padding="zero")  # for the gradients of weights
-        self.world, self.exchange = world, world.shared(LayerExchanges).of(spec, backend, sms)
+        exchanges = world.shared(LayerExchanges)
+        self.world, self.exchange = world, exchanges.of(spec, backend, sms)
+        self.number = exchanges.next_number()
+        """Its number among the layers of the world, from 1, the same on all ranks: steps of different layers are
+        refused. A deep copy has it too."""
         parts = form if isinstance(form, Parts) else _made(world, self.exchange.spec, form, seed)
         self._router_name, self._shared_name = parts.router_name, parts.shared_name
         self.add_module(parts.router_name, parts.router)
@@ -182,7 +186,7 @@ class MoELayer(nn.Module):
     ) -> torch.Tensor:
         """Dispatch, apply the experts and combine, for a given routing. `behind_dispatch` may enqueue other work."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights)
+            got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
             if behind_dispatch is not None:
                 behind_dispatch()
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
@@ -191,7 +195,9 @@ class MoELayer(nn.Module):
         if spec.layout == "expert" and spec.depth == 0:
             out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
         # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
-        found = self.exchange.dispatch(x.contiguous(), topk_idx, topk_weights, None, out, zero_gaps=False)
+        found = self.exchange.dispatch(
+            x.contiguous(), topk_idx, topk_weights, None, out, zero_gaps=False, site=self.number
+        )
         if behind_dispatch is not None:
             behind_dispatch()
         rows = self.experts(
@@ -222,6 +228,12 @@ class LayerExchanges:
     def __init__(self, world: World) -> None:
         self._world = world
         self._made: dict[tuple[ExchangeSpec, str, int | str], Exchange] = {}
+        self._layers = 0
+
+    def next_number(self) -> int:
+        """Number a new layer."""
+        self._layers += 1
+        return self._layers
 
     def of(self, spec: ExchangeSpec, backend: str, sms: int | str = "auto") -> Exchange:
         """Return the exchange of this spec; the first call makes it."""

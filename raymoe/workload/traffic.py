@@ -174,7 +174,7 @@ def domain_keys(world: World, spec: ExchangeSpec, op: str) -> dict[str, int | No
     return {"domains": world.domains, "bytes_net": sent.get(op)}
 
 
-AGREEMENT_BYTES = 24  # three words, by which the ranks of a rail agree on an operation
+AGREEMENT_BYTES = 40  # five words, by which the ranks of a rail agree on an operation
 ENTRY_BYTES = 8  # the id and the weight of a token's expert
 GPU_ENTRY_BYTES = 12
 SCALE_BYTES = 4

@@ -215,24 +215,26 @@ def inputs(tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_operators_pass_opcheck(alone: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
     # opcheck runs an operator several times and wants equal results; the number of a dispatch is part of its result.
-    real = CpuBackend.dispatch
+    real = CpuBackend._dispatch
 
     def numbered(self, *given):
         self._dispatches = 0
         return real(self, *given)
 
-    monkeypatch.setattr(CpuBackend, "dispatch", numbered)
+    monkeypatch.setattr(CpuBackend, "_dispatch", numbered)
     x, ids, weights = inputs()
     count = torch.tensor([4], dtype=torch.int32)
     ops = torch.ops.raymoe
     for counts in ([], [count]):
-        torch.library.opcheck(ops.dispatch, (alone.handle, x, ids, weights, counts))
-        got = dispatch(alone, x, ids, weights, *counts)
+        torch.library.opcheck(ops.dispatch, (alone.numbers, 3, x, ids, weights, counts))
+        got = dispatch(alone, x, ids, weights, *counts, site=3)
         rows, places = got.x.detach().requires_grad_(), got.weights.detach().requires_grad_()
         for weighted in (True, False):
-            torch.library.opcheck(ops.combine, (alone.handle, rows, places, got.routing, weighted))
-        torch.library.opcheck(ops.combine_gradients, (alone.handle, rows.detach(), places.detach(), got.routing))
-        torch.library.opcheck(ops.dispatch_gradients, (alone.handle, x.detach(), got.routing))
+            torch.library.opcheck(ops.combine, (alone.numbers, 3, rows, places, got.routing, weighted))
+        torch.library.opcheck(
+            ops.combine_gradients, (alone.numbers, 3, rows.detach(), places.detach(), got.routing)
+        )
+        torch.library.opcheck(ops.dispatch_gradients, (alone.numbers, 3, x.detach(), got.routing))
 
 
 def test_compiled_layers_trace_whole_forward_and_backward(alone: Exchange) -> None:
@@ -306,7 +308,7 @@ def test_rows_of_another_exchange_are_refused(alone: Exchange) -> None:
 def test_a_dropped_exchange_is_named(alone: Exchange) -> None:
     x, ids, weights = inputs()
     with pytest.raises(ConfigError, match="exchange 0 of this process was dropped"):
-        torch.ops.raymoe.dispatch(0, x, ids, weights, [])
+        torch.ops.raymoe.dispatch([0, 1, 1, 1], 0, x, ids, weights, [])
 
 
 def test_second_derivatives_and_a_plain_number_of_tokens_are_refused(alone: Exchange) -> None:
