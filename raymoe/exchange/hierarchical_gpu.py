@@ -114,7 +114,7 @@ class _Home:
 
     def used_on(self, stream: int) -> None:
         """Keep the memory for work on `stream`, which must be the current one."""
-        if stream != self.stream and self.number.device.type == "cuda":
+        if stream != self.stream:
             keep_for_current_stream(self.number)
 
 
@@ -203,11 +203,10 @@ class HierarchicalGpu:
         return torch.cat((inside, home.number, got.expert_offsets, got.expert_counts))
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
-        if metadata.device.type == "cuda":
-            keep_for_current_stream(metadata)
         words, local = self._inside.metadata_words, self._shape.local
         inside, number, offsets, counts = torch.split(metadata, [words, _NUMBER_WORDS, local + 1, local])
-        # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used.
+        # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used. Its `unpack`
+        # keeps all of `metadata` for the current stream: the four are views of one allocation.
         its_ids = Ids(self._rail_entries.ids.flatten(0, 1))
         home = _Home(self._inside.unpack(inside, rows, weights, its_ids), number, None)
         return Dispatched(rows, weights, offsets, counts, None, len(ids.topk_idx), home, self)

@@ -345,8 +345,7 @@ class RoundKernels:
 
     def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: object) -> Dispatched:
         """Make the result of a dispatch again, without rows. Its `_home` is `Kept` memory."""
-        if metadata.device.type == "cuda":
-            keep_for_current_stream(metadata)
+        keep_for_current_stream(metadata)
         local = self._sizes.local
         return Dispatched(
             x=self._table,

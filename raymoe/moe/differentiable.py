@@ -22,6 +22,7 @@ import torch
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.kernel_result import keep_for_current_stream
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,9 @@ def _dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Ten
         rows = _new_rows(found, dy.dtype)
         found.dispatch_known(dy, _restored(found, rows, weights, routing), rows)
         return rows
-    return _moved(found, Tokens(dy, topk_idx, weights, routing[2] if len(routing) > 2 else None))[0]
+    num_tokens = routing[2] if len(routing) > 2 else None
+    keep_for_current_stream(topk_idx, num_tokens)  # the caller gave them to the dispatch, perhaps on another stream
+    return _moved(found, Tokens(dy, topk_idx, weights, num_tokens))[0]
 
 
 def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
