@@ -40,7 +40,8 @@ class Exchange:
       does not answer makes the exchange unusable.
     - **On GPUs** both operations are enqueued on the current stream, and nothing waits. Failures show later, in
       `check`, which waits. Refused data also gives a y of NaN on all ranks.
-    - **CUDA graphs.** A captured call may be replayed until `close`. The memory that it allocated is kept until then.
+    - **CUDA graphs.** A captured call may be replayed until `close`. Until then the exchange keeps the call's tensors.
+      The operators of `raymoe.moe` keep nothing: the memory pool of `torch.cuda.graph` does.
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
       streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
     - **`chunk`** is for GPU ranks in several domains. Rows cross the network in chunks of so many tokens, and the
@@ -144,7 +145,9 @@ class Exchange:
         """
         self._ready("dispatch")
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps)
-        return self._dispatch(self._backend.dispatch, tokens, out)
+        got = self._dispatch(self._backend.dispatch, tokens, out)
+        self._keep_if_captured(tokens, got)
+        return got
 
     @one_at_a_time
     def combine(
@@ -152,7 +155,9 @@ class Exchange:
     ) -> torch.Tensor:
         """Sum the experts' results of each token, times the router's weights if `weighted`, into `y[T', H]`."""
         self._ready("combine")
-        return self._combine(self._backend.combine, rows, got, weighted, out).y
+        sent = self._combine(self._backend.combine, rows, got, weighted, out)
+        self._keep_if_captured(sent)
+        return sent.y
 
     @one_at_a_time
     def dispatch_send(
@@ -170,6 +175,7 @@ class Exchange:
         backend = self._split_backend("dispatch_send")
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
         self._dispatched, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
+        self._keep_if_captured(tokens, self._dispatched)
         return self._dispatched
 
     @one_at_a_time
@@ -188,6 +194,7 @@ class Exchange:
     ) -> Sent:
         """Send the sums of a combine. The caller must not change `rows` until `combine_receive`."""
         self._sent = self._combine(self._split_backend("combine_send").combine_send, rows, got, weighted, out)
+        self._keep_if_captured(self._sent)
         return self._sent
 
     @one_at_a_time
@@ -199,7 +206,21 @@ class Exchange:
         self._sent = None
         return sent.y
 
-    # For gradients (raymoe/moe/differentiable.py).
+    # For operators and layers (raymoe/moe). These keep no tensors of captured calls: a capture by torch has a memory
+    # pool, which lives as long as its graph. Torch's graph trees refuse tensors of the pool that anybody else keeps.
+
+    @one_at_a_time
+    def dispatch_unkept(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        """Dispatch tokens, which are checked here."""
+        self._ready("dispatch")
+        given = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps
+        return self._dispatch(self._backend.dispatch, self._arguments.dispatch(*given), out)
+
+    @one_at_a_time
+    def combine_unkept(self, rows: torch.Tensor, got: Dispatched, weighted: bool) -> torch.Tensor:
+        """Combine into new memory."""
+        self._ready("combine")
+        return self._combine(self._backend.combine, rows, got, weighted, None).y
 
     @property
     def metadata_words(self) -> int:
@@ -226,7 +247,6 @@ class Exchange:
         entries = torch.empty(got.tokens, self.spec.topk, dtype=torch.float32, device=self.world.device)
         with self._poisoning:
             backend.combine_gradients(rows, weights, got, y, entries)
-        self._keep_if_captured(rows, weights, got, y, entries)
         return y, entries
 
     @property
@@ -243,7 +263,6 @@ class Exchange:
         refuse_overlap("x", x, out)
         with self._poisoning:
             backend.dispatch_known(x, got, out)
-        self._keep_if_captured(x, got, out)
 
     @one_at_a_time
     def check(self) -> None:
@@ -281,7 +300,6 @@ class Exchange:
             got = call(tokens, into)
         self._turn += out is None
         self._hold(got)
-        self._keep_if_captured(tokens, got)
         return got
 
     def _combine(
@@ -303,7 +321,6 @@ class Exchange:
             refuse_overlap("rows", rows, y)
         with self._poisoning:
             call(rows, got, weighted, y)
-        self._keep_if_captured(rows, got, y)
         return Sent(rows, got, weighted, y)
 
     def _hold(self, got: Dispatched) -> None:

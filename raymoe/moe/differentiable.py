@@ -9,6 +9,7 @@ The four operators are `raymoe::dispatch`, `raymoe::combine`, and their backward
 - The backward of combine is a dispatch of dy. Rows get the same places as in the forward. Where the backend
   `keeps_places`, nothing is counted again and no ids are sent; elsewhere the ids are dispatched again.
 - The result of a dispatch owns its rows. The exchange's own memory for rows is not used, so its spec may have depth 0.
+- A captured operator keeps nothing alive, like torch's own. The memory pool of the graph keeps its results.
 - Operations are collective, in the backward pass too: all ranks run it, with the same inputs requiring gradients.
 """
 
@@ -130,7 +131,7 @@ def _combine(
     exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool
 ) -> torch.Tensor:
     found = Exchange.of_handle(exchange)
-    return found.combine(rows.contiguous(), _restored(found, rows, weights, routing), weighted)
+    return found.combine_unkept(rows.contiguous(), _restored(found, rows, weights, routing), weighted)
 
 
 def _fake_combine(
@@ -182,12 +183,11 @@ def _fake_dispatch_gradients(exchange: int, dy: torch.Tensor, routing: list[torc
 
 def _moved(exchange: Exchange, tokens: Tokens) -> tuple[torch.Tensor, Dispatched]:
     """Dispatch into new memory; return the rows and the result."""
-    given = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens
     if exchange.spec.layout == "rank":
-        got = exchange.dispatch(*given)
+        got = exchange.dispatch_unkept(tokens, None)
         return expert_major(got), got
     rows = _new_rows(exchange, tokens.x.dtype)
-    return rows, exchange.dispatch(*given, out=rows)
+    return rows, exchange.dispatch_unkept(tokens, rows)
 
 
 def _new_rows(exchange: Exchange, dtype: torch.dtype) -> torch.Tensor:
