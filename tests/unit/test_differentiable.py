@@ -270,7 +270,8 @@ def test_selective_checkpointing_sees_the_operators(alone: Exchange) -> None:
     for saved in (True, False):
         x, ids, weights = inputs()
         if saved:
-            with mock.patch.object(Exchange, "dispatch", autospec=True, side_effect=Exchange.dispatch) as dispatched:
+            real = Exchange.dispatch_unkept
+            with mock.patch.object(Exchange, "dispatch_unkept", autospec=True, side_effect=real) as dispatched:
                 y = checkpoint(
                     layer, x, ids, weights,
                     use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy),
