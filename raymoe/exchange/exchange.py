@@ -45,7 +45,8 @@ class Exchange:
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
       streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
     - **`chunk`** is for GPU ranks in several domains. Rows cross the network in chunks of so many tokens, and the
-      exchange inside a domain runs beside that. "auto" takes chunks of at least 4 MiB, or one where rows are few.
+      exchange inside a domain runs beside that, but for dispatches of backward passes. "auto" takes chunks of at least
+      4 MiB, or one where rows are few.
     - **torch.compile** breaks its graph at each call, and the call runs uncompiled. `raymoe.moe.dispatch` and `combine`
       can be traced, and have gradients.
 

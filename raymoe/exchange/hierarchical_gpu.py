@@ -13,6 +13,9 @@ for each source domain, and they are neighbours. The exchange inside aligns only
 Where rows cross as fp8, each rank quantises its own once, before the rail. They go on as values and scales, which the
 exchange inside takes as they are. So the network carries half of the bytes, and the rows are those of one domain.
 
+A dispatch in a backward pass begins when all chunks have come, because other kernels of NCCL run beside such passes. A
+combine waits for nothing that crosses the rail, so its chunks cross beside it in both passes.
+
 Combine: combine inside, which sums the rows of this domain's ranks for each token of the rail. To each domain go back
 T sums in the combine wire dtype, and a status for each rank of this domain (`rail_sums.py`). The source adds the
 domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows before.
@@ -36,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -58,6 +61,7 @@ from raymoe.memory.world import World
 from raymoe.net.rail import DeviceRail
 
 _NUMBER_WORDS = 2
+_autograd: Any = torch._C  # torch's type stubs lack some of its names
 
 
 @runtime_checkable
@@ -118,6 +122,12 @@ class _Home:
             keep_for_current_stream(self.number)
 
 
+def _in_backward_pass() -> bool:
+    """Whether autograd runs this: for gradients, or a forward pass again, as activation checkpointing does."""
+    task: int = _autograd._current_graph_task_id()
+    return task != -1
+
+
 class HierarchicalGpu:
     """The backend between domains. It owns the exchange inside its domain, and shares the rail of its world."""
 
@@ -168,7 +178,7 @@ class HierarchicalGpu:
             self._rail_rows.put(x)
             entries.cross("dispatch", stream, tokens, scales)
             # The rows begin to cross here, so the operations below run beside them.
-            with self._rail_rows.crossing("dispatch"), self._named_by_world():
+            with self._rail_rows.crossing("dispatch", beside=not _in_backward_pass()), self._named_by_world():
                 arriving = entries.arriving(stream)
                 inside = self._inside.dispatch(self._tokens_inside(arriving), out)
             offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
@@ -232,7 +242,7 @@ class HierarchicalGpu:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             home.used_on(stream)
             self._rail_rows.put(x)
-            with self._rail_rows.crossing("dispatch"), self._named_by_world():
+            with self._rail_rows.crossing("dispatch", beside=False), self._named_by_world():
                 self._inside.dispatch_known(self._rows, home.inside, out)
 
     def check(self) -> None:
@@ -308,7 +318,7 @@ class HierarchicalGpu:
         with self._launcher.ordered("connect") as stream:
             tokens = Tokens(self._rows[:0], no_tokens, no_tokens.float(), None)
             self._rail_entries.cross("connect", stream, tokens, None)
-            with self._rail_rows.crossing("connect"):
+            with self._rail_rows.crossing("connect", beside=True):
                 arriving = self._rail_entries.arriving(stream)
             self._rail_entries.forget_dispatches()
             self._rail_entries.joined(stream, nothing, nothing[1:])
