@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 
 from raymoe.device.current import capturing, on
 from raymoe.device.rounds import DispatchRecord
@@ -25,6 +25,7 @@ from raymoe.net.nccl import BackgroundWait, NcclGroup
 # Memory that captured calls allocate.
 
 _cuda: Any = torch.cuda  # torch.cuda lacks annotations
+_StorageWeakRef: Any = reductions.StorageWeakRef
 
 
 class CapturedMemory:
@@ -316,14 +317,14 @@ class NumbersByMetadata:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, HostNumbers]] = {}
+        self._known: dict[int, tuple[Any, HostNumbers]] = {}
         self._most = _MOST_KNOWN
 
     def add(self, metadata: torch.Tensor, numbers: HostNumbers) -> None:
         if len(self._known) >= self._most:
             self._known = {key: each for key, each in self._known.items() if not each[0].expired()}
             self._most = 2 * len(self._known) + _MOST_KNOWN
-        reference = StorageWeakRef(metadata.untyped_storage())
+        reference = _StorageWeakRef(metadata.untyped_storage())
         self._known[reference.cdata] = reference, numbers
 
     def of(self, metadata: torch.Tensor) -> HostNumbers | None:
