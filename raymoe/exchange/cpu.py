@@ -161,9 +161,7 @@ def places_of(mine: Sequence[int], theirs: Sequence[int], other: str) -> str:
     return f"the backward pass of dispatch {forward} while {other} is in that of dispatch {other_forward}"
 
 
-ORDER_RULE = (
-    "call the same operations in one order on all ranks (exchanges and layers are numbered as they were made)"
-)
+ORDER_RULE = "call the same operations in one order on all ranks (exchanges and layers are numbered as they were made)"
 
 
 class OperationOrder:

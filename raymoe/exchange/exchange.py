@@ -40,11 +40,13 @@ class Exchange:
       does not answer makes the exchange unusable.
     - **On GPUs** both operations are enqueued on the current stream, and nothing waits. Failures show later, in
       `check`, which waits. Refused data also gives a y of NaN on all ranks.
-    - **CUDA graphs.** A captured call may be replayed until `close`. The memory that it allocated is kept until then.
+    - **CUDA graphs.** A captured call may be replayed until `close`. Until then the exchange keeps the call's tensors.
+      The operators of `raymoe.moe` keep nothing: the memory pool of `torch.cuda.graph` does.
     - **`sms`** limits the SMs that its kernels take; "auto" means all. Exchanges that may run at the same time, on two
       streams, need limits whose sum fits the GPU. Their kernels wait for kernels of other ranks.
     - **`chunk`** is for GPU ranks in several domains. Rows cross the network in chunks of so many tokens, and the
-      exchange inside a domain runs beside that. "auto" takes chunks of at least 4 MiB, or one where rows are few.
+      exchange inside a domain runs beside that, but for dispatches of backward passes. "auto" takes chunks of at least
+      4 MiB, or one where rows are few.
     - **torch.compile** breaks its graph at each call, and the call runs uncompiled. `raymoe.moe.dispatch` and `combine`
       can be traced, and have gradients.
 
@@ -151,7 +153,9 @@ class Exchange:
         """
         self._ready("dispatch")
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps, site)
-        return self._dispatch(self._backend.dispatch, tokens, out)
+        got = self._dispatch(self._backend.dispatch, tokens, out)
+        self._keep_if_captured(tokens, got)
+        return got
 
     @one_at_a_time
     def combine(
@@ -159,7 +163,9 @@ class Exchange:
     ) -> torch.Tensor:
         """Sum the experts' results of each token, times the router's weights if `weighted`, into `y[T', H]`."""
         self._ready("combine")
-        return self._combine(self._backend.combine, rows, got, weighted, out).y
+        sent = self._combine(self._backend.combine, rows, got, weighted, out)
+        self._keep_if_captured(sent)
+        return sent.y
 
     @one_at_a_time
     def dispatch_send(
@@ -179,6 +185,7 @@ class Exchange:
         backend = self._split_backend("dispatch_send")
         tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, True, site)
         self._dispatched, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
+        self._keep_if_captured(tokens, self._dispatched)
         return self._dispatched
 
     @one_at_a_time
@@ -197,6 +204,7 @@ class Exchange:
     ) -> Sent:
         """Send the sums of a combine. The caller must not change `rows` until `combine_receive`."""
         self._sent = self._combine(self._split_backend("combine_send").combine_send, rows, got, weighted, out)
+        self._keep_if_captured(self._sent)
         return self._sent
 
     @one_at_a_time
@@ -208,7 +216,24 @@ class Exchange:
         self._sent = None
         return sent.y
 
-    # For gradients (raymoe/moe/differentiable.py).
+    # For operators and layers (raymoe/moe). These keep no tensors of captured calls: a capture by torch has a memory
+    # pool, which lives as long as its graph. Torch's graph trees refuse tensors of the pool that anybody else keeps.
+
+    @one_at_a_time
+    def dispatch_unkept(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        """Dispatch tokens, which are checked here."""
+        self._ready("dispatch")
+        return self._dispatch(self._backend.dispatch, self._checked(tokens), out)
+
+    def _checked(self, tokens: Tokens) -> Tokens:
+        given = tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.num_tokens, tokens.zero_gaps, tokens.site
+        return self._arguments.dispatch(*given)
+
+    @one_at_a_time
+    def combine_unkept(self, rows: torch.Tensor, got: Dispatched, weighted: bool) -> torch.Tensor:
+        """Combine into new memory."""
+        self._ready("combine")
+        return self._combine(self._backend.combine, rows, got, weighted, None).y
 
     @property
     def numbers(self) -> list[int]:
@@ -248,7 +273,6 @@ class Exchange:
         entries = torch.empty(got.tokens, self.spec.topk, dtype=torch.float32, device=self.world.device)
         with self._poisoning:
             backend.combine_gradients(rows, weights, got, y, entries)
-        self._keep_if_captured(rows, weights, got, y, entries)
         return y, entries
 
     @property
@@ -265,21 +289,16 @@ class Exchange:
         refuse_overlap("x", x, out)
         with self._poisoning:
             backend.dispatch_known(x, got, out)
-        self._keep_if_captured(x, got, out)
 
     @one_at_a_time
-    def dispatch_again(
-        self, x: torch.Tensor, ids: Ids, got: Dispatched, out: torch.Tensor | None = None
-    ) -> Dispatched:
-        """Dispatch rows of `x[T', H]` with the ids of `got`'s tokens again, where places are not kept.
+    def dispatch_again(self, tokens: Tokens, got: Dispatched, out: torch.Tensor | None) -> Dispatched:
+        """Dispatch the gradients of `got`'s rows with its ids again, where places are not kept.
 
         All ranks refuse it unless they do so for the same dispatch.
         """
         self._ready("dispatch")
         backend = self._gradient_backend("dispatch_again")
-        weights = torch.zeros(ids.topk_idx.shape, dtype=torch.float32, device=x.device)
-        tokens = self._arguments.dispatch(x, ids.topk_idx, weights, ids.num_tokens, True, got.site)
-        return self._dispatch(lambda given, into: backend.dispatch_again(given, into, got), tokens, out)
+        return self._dispatch(lambda given, into: backend.dispatch_again(given, into, got), self._checked(tokens), out)
 
     @one_at_a_time
     def check(self) -> None:
@@ -318,7 +337,6 @@ class Exchange:
         got.site = tokens.site
         self._turn += out is None
         self._hold(got)
-        self._keep_if_captured(tokens, got)
         return got
 
     def _combine(
@@ -340,7 +358,6 @@ class Exchange:
             refuse_overlap("rows", rows, y)
         with self._poisoning:
             call(rows, got, weighted, y)
-        self._keep_if_captured(rows, got, y)
         return Sent(rows, got, weighted, y)
 
     def _hold(self, got: Dispatched) -> None:
@@ -462,7 +479,9 @@ class _Poisoning:
 def _call_marks(device: torch.device) -> torch.Tensor:
     """Make the tensor that compiled functions change. Its address stays, which CUDA graphs of torch.compile need."""
     marks: Any = torch.zeros(1, dtype=torch.int32, device=device)
-    marks._dynamo_static_input_type = "unguarded"  # what torch._dynamo.mark_static_address does; its import takes a second
+    marks._dynamo_static_input_type = (
+        "unguarded"  # what torch._dynamo.mark_static_address does; its import takes a second
+    )
     made: torch.Tensor = marks
     return made
 

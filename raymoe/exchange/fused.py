@@ -130,6 +130,8 @@ class FusedBackend:
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
         """Make the result of a dispatch again. Its weights are in `metadata` too."""
+        # An operator's tensor does not say on which stream it was allocated, and callers do not see this one.
+        keep_for_current_stream(metadata)
         home = Home(metadata, metadata.data_ptr(), self._metadata, self.workspace.stream())
         return KernelDispatched.over(rows, None, len(ids.topk_idx), home, self)
 

@@ -13,6 +13,9 @@ for each source domain, and they are neighbours. The exchange inside aligns only
 Where rows cross as fp8, each rank quantises its own once, before the rail. They go on as values and scales, which the
 exchange inside takes as they are. So the network carries half of the bytes, and the rows are those of one domain.
 
+A dispatch in a backward pass begins when all chunks have come, because other kernels of NCCL run beside such passes. A
+combine waits for nothing that crosses the rail, so its chunks cross beside it in both passes.
+
 Combine: combine inside, which sums the rows of this domain's ranks for each token of the rail. To each domain go back
 T sums in the combine wire dtype, and a status for each rank of this domain (`rail_sums.py`). The source adds the
 domains' sums in float32, in domain order, and rounds once. The sums inside are rounded to the dtype of rows before.
@@ -36,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -58,6 +61,7 @@ from raymoe.memory.world import World
 from raymoe.net.rail import DeviceRail
 
 _NUMBER_WORDS = 2
+_autograd: Any = torch._C  # torch's type stubs lack some of its names
 
 
 @runtime_checkable
@@ -114,8 +118,14 @@ class _Home:
 
     def used_on(self, stream: int) -> None:
         """Keep the memory for work on `stream`, which must be the current one."""
-        if stream != self.stream and self.number.device.type == "cuda":
+        if stream != self.stream:
             keep_for_current_stream(self.number)
+
+
+def _in_backward_pass() -> bool:
+    """Whether autograd runs this: for gradients, or a forward pass again, as activation checkpointing does."""
+    task: int = _autograd._current_graph_task_id()
+    return task != -1
 
 
 class HierarchicalGpu:
@@ -168,7 +178,7 @@ class HierarchicalGpu:
             self._rail_rows.put(x)
             entries.cross("dispatch", stream, tokens, scales)
             # The rows begin to cross here, so the operations below run beside them.
-            with self._rail_rows.crossing("dispatch"), self._named_by_world():
+            with self._rail_rows.crossing("dispatch", beside=not _in_backward_pass()), self._named_by_world():
                 arriving = entries.arriving(stream)
                 inside = self._inside.dispatch(self._tokens_inside(arriving), out)
             offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
@@ -203,11 +213,10 @@ class HierarchicalGpu:
         return torch.cat((inside, home.number, got.expert_offsets, got.expert_counts))
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
-        if metadata.device.type == "cuda":
-            keep_for_current_stream(metadata)
         words, local = self._inside.metadata_words, self._shape.local
         inside, number, offsets, counts = torch.split(metadata, [words, _NUMBER_WORDS, local + 1, local])
-        # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used.
+        # The dispatch inside always has the tokens of a whole rail. Of their ids only the number is used. Its `unpack`
+        # keeps all of `metadata` for the current stream: the four are views of one allocation.
         its_ids = Ids(self._rail_entries.ids.flatten(0, 1))
         home = _Home(self._inside.unpack(inside, rows, weights, its_ids), number, None)
         return Dispatched(rows, weights, offsets, counts, None, len(ids.topk_idx), home, self)
@@ -233,7 +242,7 @@ class HierarchicalGpu:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             home.used_on(stream)
             self._rail_rows.put(x)
-            with self._rail_rows.crossing("dispatch"), self._named_by_world():
+            with self._rail_rows.crossing("dispatch", beside=False), self._named_by_world():
                 self._inside.dispatch_known(self._rows, home.inside, out)
 
     def check(self) -> None:
@@ -309,7 +318,7 @@ class HierarchicalGpu:
         with self._launcher.ordered("connect") as stream:
             tokens = Tokens(self._rows[:0], no_tokens, no_tokens.float(), None)
             self._rail_entries.cross("connect", stream, tokens, None)
-            with self._rail_rows.crossing("connect"):
+            with self._rail_rows.crossing("connect", beside=True):
                 arriving = self._rail_entries.arriving(stream)
             self._rail_entries.forget_dispatches()
             self._rail_entries.joined(stream, nothing, nothing[1:])

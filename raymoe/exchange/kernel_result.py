@@ -77,10 +77,11 @@ class Home:
 def keep_for_current_stream(*memory: torch.Tensor | None) -> None:
     """Keep memory until the work now enqueued on the current stream is done, even if its tensors are freed before.
 
-    Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on.
+    Otherwise torch would reuse freed memory at once, for allocations on the stream that it was allocated on. Memory of
+    the current stream itself, and of CPUs, needs nothing. The whole allocation is kept, also for a view.
     """
     for each in memory:
-        if each is not None:
+        if each is not None and each.is_cuda:
             each.record_stream(torch.cuda.current_stream(each.device))
 
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 
 from raymoe.device.current import capturing, on
+from raymoe.device.rounds import DispatchRecord
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
@@ -23,6 +25,7 @@ from raymoe.net.nccl import BackgroundWait, NcclGroup
 # Memory that captured calls allocate.
 
 _cuda: Any = torch.cuda  # torch.cuda lacks annotations
+_StorageWeakRef: Any = reductions.StorageWeakRef
 
 
 class CapturedMemory:
@@ -97,12 +100,23 @@ class NcclRounds:
         """Wait for the device, replays on other streams included."""
         self._wait_until(op, BackgroundWait(self._world.gpu.synchronise).done, self._lagging_in_group)
 
+    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
+        """Copy some bytes to the host behind the work of the current stream, and wait for that with a limit."""
+        copied = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)  # else the copy itself would wait
+        copied.copy_(memory, non_blocking=True)
+        done: Any = _cuda.Event()
+        done.record(_cuda.current_stream(memory.device))
+        self._wait_until(op, done.query, self._lagging_in_group)
+        return copied
+
     def close(self, together: bool) -> None:
         """Close with the world; `together` if all ranks close now. A rank that has left already delays it by 2 s."""
         self._forget()
         if not together:
             self._group.abort()
         try:
+            if together:
+                self.wait_for_all("close")  # with a limit, which the group's own wait for the device has not
             self._group.close(min(self._world.timeout_s, CLOSING_S))
         except RaymoeError:
             self._group.abort()
@@ -247,7 +261,7 @@ class NcclAllgather:
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
         self._rounds.wait_for_all("check")
-        if statuses := self._kernels.take_refused():
+        if statuses := self._kernels.take_refused(self._rounds.read):
             raise_first(statuses, self._spec)
 
     def refusal_record(self) -> torch.Tensor:
@@ -274,6 +288,50 @@ class NcclAllgather:
 # Because of that wait it cannot be captured.
 
 _NUMBER_BITS, _FORM_BITS = 32, 2
+_MOST_KNOWN = 64
+"""Storages of metadata, beside those that live, that are noted before those of dead tensors are forgotten."""
+
+
+@dataclass(frozen=True)
+class HostNumbers:
+    """What the host knows of a dispatch."""
+
+    number: int
+    """The dispatch, counted from 1."""
+    send_counts: Sequence[int]  # rows to each rank
+    receive_counts: Sequence[int]  # rows from each rank
+
+    @classmethod
+    def of_record(cls, record: torch.Tensor, ranks: int) -> HostNumbers:
+        """Take them from the bytes of a `DispatchRecord`."""
+        at, words = DispatchRecord.offsets(), record.view(torch.int32)
+        sent, received = (words[at[name] // 4 :][:ranks].tolist() for name in ("rows_to", "rows_from"))
+        return cls(int(record.view(torch.int64)[at["number"] // 8]), sent, received)
+
+
+class NumbersByMetadata:
+    """The host's numbers of dispatches, by the storage of their metadata, as long as that lives.
+
+    A combine gets the metadata as a tensor on the device, which the host could read only by waiting for it. Nobody
+    writes to metadata, so a storage has one dispatch. Its address is its key: a weak reference leaves it to no other.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, HostNumbers]] = {}
+        self._most = _MOST_KNOWN
+
+    def add(self, metadata: torch.Tensor, numbers: HostNumbers) -> None:
+        if len(self._known) >= self._most:
+            self._known = {key: each for key, each in self._known.items() if not each[0].expired()}
+            self._most = 2 * len(self._known) + _MOST_KNOWN
+        reference = _StorageWeakRef(metadata.untyped_storage())
+        self._known[reference.cdata] = reference, numbers
+
+    def of(self, metadata: torch.Tensor) -> HostNumbers | None:
+        """Return the numbers of this metadata; None where the tensor is a copy of it."""
+        storage: Any = metadata.untyped_storage()
+        known = self._known.get(storage._cdata)
+        return None if known is None else known[1]
 
 
 @dataclass(frozen=True)
@@ -281,10 +339,7 @@ class _DispatchState:
     """The state of a dispatch that its combine needs."""
 
     kept: Kept
-    number: int
-    """The dispatch, counted from 1."""
-    send_counts: Sequence[int]  # rows to each rank
-    receive_counts: Sequence[int]  # rows from each rank
+    numbers: HostNumbers
 
 
 class NcclCollective:
@@ -315,6 +370,7 @@ class NcclCollective:
         self._numbers, self._returned_numbers = blocks.leaving_numbers.unbind(), blocks.returned_numbers.unbind()
         self._host_counts = launcher.words(1 + 2 * size)
         self._dispatches = self._combines = 0
+        self._numbers_of = NumbersByMetadata()
         self._heap = world.allocate(Layout.of([Region.words("combines", 2 * size)]), "collective: combines")
         self._words = [self._heap.words("combines", peer) for peer in range(size)]
         self._differing: list[Refusal] = []
@@ -336,24 +392,26 @@ class NcclCollective:
 
     @property
     def metadata_words(self) -> int:
-        return self._kernels.metadata_words + 1 + 2 * self._world.size
+        return self._kernels.metadata_words
 
     def pack(self, got: Dispatched) -> torch.Tensor:
-        """Pack the host's numbers behind those of the device."""
+        """Pack what the device needs. The host's numbers stay on the host, and in the dispatch's record."""
         state = got._home
         assert isinstance(state, _DispatchState)
-        packed = self._kernels.packed(state.kept.memory, got)
-        numbers = [state.number % (1 << _NUMBER_BITS - 1), *state.send_counts, *state.receive_counts]
-        return torch.cat((packed, torch.tensor(numbers, dtype=torch.int32, device=packed.device)))
+        metadata = self._kernels.packed(state.kept.memory, got)
+        self._numbers_of.add(metadata, state.numbers)
+        return metadata
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:  # noqa: ARG002
-        """Make the result of a dispatch again. The host waits for its own numbers."""
-        words, size = self._kernels.metadata_words, self._world.size
-        got = self._kernels.unpacked(metadata[:words], weights, ids, self)
-        number, *row_counts = metadata[words:].tolist()
+        """Make the result of a dispatch again. For a copy of the metadata the host waits, with a limit."""
+        got = self._kernels.unpacked(metadata, weights, ids, self)
         kept = got._home
         assert isinstance(kept, Kept)
-        got._home = _DispatchState(kept, number, row_counts[:size], row_counts[size:])
+        numbers = self._numbers_of.of(metadata)
+        if numbers is None:  # a hook of autograd, for example, keeps what a backward pass needs on the CPU
+            record = self._rounds.read("combine", self._kernels.record_of(kept.memory))
+            numbers = HostNumbers.of_record(record, self._world.size)
+        got._home = _DispatchState(kept, numbers)
         return got
 
     @torch.no_grad()
@@ -365,7 +423,7 @@ class NcclCollective:
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
         self._rounds.wait_for_all("check")
-        refused, differing = self._kernels.take_refused(), self._differing
+        refused, differing = self._kernels.take_refused(self._rounds.read), self._differing
         self._differing = []
         for statuses in (refused, differing):
             if statuses:
@@ -398,7 +456,7 @@ class NcclCollective:
             )
         if out is not None:
             kernels.place(stream, got, kept, own=tokens.x)
-        got._home = _DispatchState(Kept(kept, stream), self._dispatches, send_counts, receive_counts)
+        got._home = _DispatchState(Kept(kept, stream), HostNumbers(self._dispatches, send_counts, receive_counts))
         return got
 
     def _combine(
@@ -406,7 +464,7 @@ class NcclCollective:
     ) -> None:
         state = got._home
         assert isinstance(state, _DispatchState)
-        self._announce_combine(state.number, weighted + (0 if carried.numbers is None else CARRIES))
+        self._announce_combine(state.numbers.number, weighted + (0 if carried.numbers is None else CARRIES))
         with self._launcher.ordered("combine") as stream:
             kept = state.kept.used_on(stream)
             self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers)
@@ -416,17 +474,17 @@ class NcclCollective:
                     carried.out.fill_(torch.nan)
                 return
             if self._peers:
-                self._exchange(state, carried.numbers is not None)
+                self._exchange(state.numbers, carried.numbers is not None)
             self._kernels.sum_ranks(stream, kept, out, carried.out)
 
-    def _exchange(self, state: _DispatchState, numbers: bool) -> None:
+    def _exchange(self, counts: HostNumbers, entries: bool) -> None:
         """Exchange the sums of a combine, and the numbers of its entries."""
         row, status = self._spec.home_row_bytes, Refusal.NBYTES
         self._rounds.exchange(
-            {rank: self._returned[rank][: state.send_counts[rank] * row + status] for rank in self._peers},
-            {rank: self._sums[rank][: state.receive_counts[rank] * row + status] for rank in self._peers},
+            {rank: self._returned[rank][: counts.send_counts[rank] * row + status] for rank in self._peers},
+            {rank: self._sums[rank][: counts.receive_counts[rank] * row + status] for rank in self._peers},
         )
-        if numbers:
+        if entries:
             self._rounds.exchange(
                 {rank: self._returned_numbers[rank] for rank in self._peers},
                 {rank: self._numbers[rank] for rank in self._peers},

@@ -21,7 +21,8 @@ from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import ITEM_BYTES
-from raymoe.memory.world import World
+from raymoe.memory.world import CLOSING_S, World
+from raymoe.net.nccl import BackgroundWait
 
 # The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
 
@@ -47,6 +48,9 @@ class Rounds(Protocol):
 
     def wait_for_all(self, op: str) -> None:
         """Wait for the device, replays on other streams included."""
+
+    def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
+        """Copy some bytes to the host behind the work of the current stream, and wait for that with a limit."""
 
 
 class ReadyKernel(Protocol):
@@ -130,8 +134,9 @@ class GpuLauncher:
         return self._words[-1]
 
     def close(self, together: bool) -> None:  # noqa: ARG002
-        """Close with the world, after all work on its GPU."""
-        self._gpu.synchronise()
+        """Close with the world, after all work on its GPU. Where the GPU does not get idle, its memory stays."""
+        if not BackgroundWait(self._gpu.synchronise).done(CLOSING_S):
+            return
         for words in self._words:
             words.close()
         self._order.close()
@@ -235,13 +240,14 @@ class RoundKernels:
         self._capacity = spec.rows(world.size)
         self._sizes = Sizes(world.size, spec.tokens, spec.topk, spec.local_experts(world.size), compact)
         self._memory = DispatchMemory.of(self._sizes, world.rank)
-        self.blocks = Blocks.of(spec, self._sizes, world.device)
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._table = self.blocks.table.view(dtype)
-        self._refused = torch.zeros(rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device)
-        self._make_numbering()
-        self._make_moving()
-        self._make_sums()
+        with launcher.ordered("exchange"):  # the first operation may be on another stream than the first values
+            self.blocks = Blocks.of(spec, self._sizes, world.device)
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            self._table = self.blocks.table.view(dtype)
+            self._refused = torch.zeros(rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device)
+            self._make_numbering()
+            self._make_moving()
+            self._make_sums()
 
     def new_memory(self) -> torch.Tensor:
         """Allocate the memory that a dispatch keeps for its combine."""
@@ -345,8 +351,7 @@ class RoundKernels:
 
     def unpacked(self, metadata: torch.Tensor, weights: torch.Tensor, ids: Ids, owner: object) -> Dispatched:
         """Make the result of a dispatch again, without rows. Its `_home` is `Kept` memory."""
-        if metadata.device.type == "cuda":
-            keep_for_current_stream(metadata)
+        keep_for_current_stream(metadata)
         local = self._sizes.local
         return Dispatched(
             x=self._table,
@@ -364,12 +369,16 @@ class RoundKernels:
         """int64 words on the device: 1 where a combine was refused, a spare one, and each rank's status."""
         return self._refused.view(torch.int64)
 
-    def take_refused(self) -> list[Refusal]:
+    def record_of(self, kept: torch.Tensor) -> torch.Tensor:
+        """The bytes of a dispatch's `DispatchRecord` in its memory."""
+        return kept[self._memory.record :][: rounds.DispatchRecord.nbytes()]
+
+    def take_refused(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 
-        Waits for the stream.
+        `read` copies them to the host, behind the work of the stream, as `Rounds.read` does.
         """
-        found = self._refused.cpu().numpy().tobytes()
+        found = read("check", self._refused).numpy().tobytes()
         if not any(found[:8]):
             return []
         self._refused.zero_()
@@ -381,8 +390,10 @@ class RoundKernels:
 
     def _make_numbering(self) -> None:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
-        # The words that are kept between dispatches: see TellScratch.
-        scratch = torch.tensor([-1, 0, 0], dtype=torch.int64, device=self._device)
+        # The words that are kept between dispatches, with the first values of TellScratch. Filled on the device: a copy
+        # from the host would wait for the stream without a limit.
+        scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
+        scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk
         shape = self._shape(rounds.TELL, -(-entries // launcher.threads))
         self._tell_routing: ReadyKernel = launcher.ready(

@@ -59,22 +59,29 @@ class RailRows:
             block[self._me, : len(part)].copy_(part)
 
     @contextmanager
-    def crossing(self, op: str) -> Iterator[None]:
-        """Gather the rows. The work inside the context may begin before a chunk is there, if there are several."""
+    def crossing(self, op: str, *, beside: bool) -> Iterator[None]:
+        """Gather the rows.
+
+        With `beside`, the work inside the context may begin before a chunk is there, if there are several.
+        """
         if len(self._blocks) == 1:
             self._gather(op, self._blocks[0])
             yield
             return
         self.words[:1].add_(1)
-        if self._side is None:
-            self._cross(op, 0)
+        if self._side is None or not beside:
+            self._cross(op, self._current_stream())
             yield
             return
         self._side.wait_stream(torch.cuda.current_stream(self.rows.device))
         with torch.cuda.stream(self._side):
-            self._cross(op, current_stream(self.rows.device))
+            self._cross(op, self._current_stream())
         yield
         torch.cuda.current_stream(self.rows.device).wait_stream(self._side)
+
+    def _current_stream(self) -> int:
+        """The driver's number of the current stream; 0 on CPU ranks."""
+        return current_stream(self.rows.device) if self.rows.device.type == "cuda" else 0
 
     def _cross(self, op: str, stream: int) -> None:
         for number, block in enumerate(self._blocks):

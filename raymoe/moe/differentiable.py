@@ -10,6 +10,7 @@ an exchange, and selective checkpointing sees them by name.
 - The backward of combine is a dispatch of dy. Rows get the same places as in the forward. Where the backend
   `keeps_places`, nothing is counted again and no ids are sent; elsewhere the ids are dispatched again.
 - The result of a dispatch owns its rows. The exchange's own memory for rows is not used, so its spec may have depth 0.
+- A captured operator keeps nothing alive, like torch's own. The memory pool of the graph keeps its results.
 - Operations are collective, in the backward pass too: all ranks run it, with the same inputs requiring gradients.
 - A compiled function runs them in the order of the program, and runs all of them, also where a rank has no tokens or
   uses no result. `compiled_order.py` keeps the order. In a compiled forward pass each call also changes
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 
 from raymoe.errors import ConfigError
-from raymoe.exchange.backend import Dispatched, Ids
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
+from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.moe.compiled_order import keep_order
 
 
@@ -144,8 +146,7 @@ def _dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     found = _found(exchange)
     rows = _new_rows(found, x.dtype) if found.spec.layout == "expert" else None
-    count = num_tokens[0] if num_tokens else None
-    got = found.dispatch(x, topk_idx, topk_weights, count, out=rows, site=site)
+    got = found.dispatch_unkept(Tokens(x, topk_idx, topk_weights, *(num_tokens or [None]), site=site), rows)
     rows = expert_major(got) if rows is None else rows
     # Where the four are views of one block of metadata, they are copied: outputs must not share memory.
     small = (got.weights, got.expert_offsets, got.expert_counts)
@@ -178,7 +179,7 @@ def _combine(
     weighted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     found = _found(exchange)
-    y = found.combine(rows.contiguous(), _restored(found, site, rows, weights, routing), weighted)
+    y = found.combine_unkept(rows.contiguous(), _restored(found, site, rows, weights, routing), weighted)
     new = torch.zeros if y.device.type == "cpu" else torch.empty  # nobody reads it; on GPUs zeros would be a kernel
     return y, new(1, dtype=torch.int32, device=y.device)
 
@@ -218,16 +219,17 @@ def _fake_combine_gradients(
 def _dispatch_gradients(exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]) -> torch.Tensor:
     """The backward pass of combine: dy of each entry's token in the entry's place."""
     found, dy = _found(exchange), dy.contiguous()
-    rows, weights = _new_rows(found, dy.dtype), dy.new_zeros(found.spec.rows(found.world.size), dtype=torch.float32)
+    rows, weights = _new_rows(found, dy.dtype), torch.zeros(routing[0].shape, device=dy.device)
     got = _restored(found, site, rows, weights, routing)
     if found.keeps_places:
         found.dispatch_known(dy, got, rows)
         return rows
     topk_idx, _, *num_tokens = routing
-    ids = Ids(topk_idx, *num_tokens)
+    keep_for_current_stream(topk_idx, *num_tokens)  # the caller gave them to the dispatch, perhaps on another stream
+    tokens = Tokens(dy, topk_idx, weights, *(num_tokens or [None]), site=site)
     if found.spec.layout == "rank":
-        return expert_major(found.dispatch_again(dy, ids, got))
-    found.dispatch_again(dy, ids, got, out=rows)
+        return expert_major(found.dispatch_again(tokens, got, None))
+    found.dispatch_again(tokens, got, rows)
     return rows
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from raymoe.errors import ConfigError
+from raymoe.exchange.backend import Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
@@ -195,9 +196,8 @@ class MoELayer(nn.Module):
         if spec.layout == "expert" and spec.depth == 0:
             out = torch.empty(spec.rows(self.world.size), spec.hidden, dtype=x.dtype, device=x.device)
         # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
-        found = self.exchange.dispatch(
-            x.contiguous(), topk_idx, topk_weights, None, out, zero_gaps=False, site=self.number
-        )
+        tokens = Tokens(x.contiguous(), topk_idx, topk_weights, None, zero_gaps=False, site=self.number)
+        found = self.exchange.dispatch_unkept(tokens, out)
         if behind_dispatch is not None:
             behind_dispatch()
         rows = self.experts(
@@ -206,7 +206,7 @@ class MoELayer(nn.Module):
             found.expert_counts,
             expected_rows=self.rows_of_an_expert(len(x)),
         )
-        return self.exchange.combine(rows, found)
+        return self.exchange.combine_unkept(rows, found, weighted=True)
 
     def rows_of_an_expert(self, tokens: int) -> float:
         """The rows that an expert gets on average, if every rank has so many tokens."""

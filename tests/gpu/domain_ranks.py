@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from raymoe.device.graph import Graph
 from raymoe.errors import Aborted, PeerTimeout
@@ -297,3 +298,57 @@ def leave_no_sms(world: World, case: Case) -> tuple[int, str, str]:
         assert exchange.sms is not None
         kind, says = error_of(lambda: run_step(exchange, case, batches(case, 0)[world.rank]))
         return world.gpu.sms - exchange.sms, kind, says
+
+
+def gradients_of(exchange: Exchange, case: Case) -> list[torch.Tensor]:
+    """Return y and the gradients of x and of the weights."""
+    batch = batches(case, 0)[exchange.world.rank].on(exchange.world.device)
+    x, weights = batch.x.requires_grad_(), batch.weights.requires_grad_()
+    got = dispatch(exchange, x, batch.ids, weights)
+    y = combine(exchange, 0.5 * got.x, got)
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, weights))]
+
+
+def backward_without_sms(world: World, case: Case) -> tuple[int, list[bool]]:
+    """Leave no SM to NCCL in a backward pass whose rows come late.
+
+    Return how many are left, and whether the results are those of rows at once. The forward pass has rows at once.
+    """
+    with own_stream(world.device):
+        with Exchange(world, case.spec, "fused", chunk=case.spec.tokens) as at_once:
+            assert at_once.chunks == 1
+            wanted = gradients_of(at_once, case)
+            at_once.check()
+        with (
+            mock.patch("raymoe.exchange.choice.sms_beside", lambda limit, most: most),  # noqa: ARG005
+            mock.patch("raymoe.exchange.hierarchical_gpu._in_backward_pass", lambda: True),
+            late_chunks(world),
+            open_exchange(world, case) as exchange,
+        ):
+            assert exchange.chunks is not None and exchange.chunks > 1 and exchange.sms is not None
+            found = gradients_of(exchange, case)
+            exchange.check()
+            left = world.gpu.sms - exchange.sms
+    return left, [torch.equal(mine, want) for mine, want in zip(found, wanted, strict=True)]
+
+
+def crossings_of_a_checkpointed_step(world: World, case: Case) -> list[bool]:
+    """Return of each crossing of rows, in their order, whether a dispatch runs beside it."""
+    real, beside = RailRows.crossing, []
+
+    def crossing(self: RailRows, op: str, **options: bool) -> Any:
+        beside.append(options["beside"])
+        return real(self, op, **options)
+
+    with own_stream(world.device), open_exchange(world, case) as exchange:
+        batch = batches(case, 0)[world.rank].on(world.device)
+        x, weights = batch.x.requires_grad_(), batch.weights.requires_grad_()
+
+        def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            got = dispatch(exchange, x, batch.ids, weights)
+            return combine(exchange, torch.tanh(got.x), got)
+
+        with mock.patch.object(RailRows, "crossing", crossing):
+            checkpoint(layer, x, weights, use_reentrant=False).sum().backward()
+        exchange.check()
+        return beside

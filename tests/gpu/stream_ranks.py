@@ -13,6 +13,7 @@ from raymoe.exchange.backend import Dispatched
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
+from raymoe.moe.differentiable import combine, dispatch
 from tests.unit.exchange_cases import (
     Case,
     Result,
@@ -22,6 +23,7 @@ from tests.unit.exchange_cases import (
     open_exchange,
     result_of,
     run_step,
+    standing,
 )
 
 SLOW_CYCLES = 20_000_000
@@ -112,6 +114,53 @@ def free_on_another_stream(world: World, case: Case) -> list[Any]:
             del taken
             ys.append(exchange_step.y.float().cpu().numpy())
         return ys
+
+
+def drop_between_two_streams(world: World, case: Case, grad: bool, turns: int = 3) -> list[bool]:
+    """Drop what a dispatch has made, and its ids, while its combine or that one's backward waits on a second stream.
+
+    The first stream then writes to all memory that it gets. Returns whether each turn's result is that of one stream.
+    """
+    batch, device = batches(case, 0)[world.rank].on(world.device), world.device
+    first, second = (new_stream(world) for _ in range(2))
+    same, wanted, there = [], torch.empty(0), torch.empty(0)
+    with open_exchange(world, case) as exchange, torch.set_grad_enabled(grad):
+        for turn in range(1 + turns):
+            reader = second if turn else first
+            x, ids, weights = batch.x.clone(), batch.ids.clone(), batch.weights.clone()
+            torch.cuda.synchronize(device)
+            with torch.cuda.stream(first):
+                ids = ids + 0  # memory of the first stream
+                count = torch.full((1,), batch.num_tokens, dtype=torch.int32, device=device)
+                got = dispatch(exchange, x, ids, weights, count)
+            if not turn:
+                torch.cuda.synchronize(device)
+                there = standing(got)[1]  # type: ignore[arg-type]  # it has the attributes
+            reader.wait_stream(first)
+            with torch.cuda.stream(reader):
+                rows = (0.5 * got.x).detach().requires_grad_(grad)
+                torch.cuda._sleep(0 if grad else SLOW_CYCLES)
+                found = combine(exchange, rows, got, weighted=case.weighted)
+                if grad:
+                    ones = torch.ones_like(found)
+                    torch.cuda._sleep(SLOW_CYCLES)
+                    (found,) = torch.autograd.grad(found, rows, ones)
+                    found = torch.where(there[:, None], found, 0)
+            for each in (got.x, got.weights, got.expert_offsets, got.expert_counts):  # as torch asks of the caller
+                each.record_stream(reader)
+            sizes = [each.nbytes for each in (*got.routing, ids, count)]
+            del got, ids, count, x, weights, rows
+            with torch.cuda.stream(first):
+                sizes += [512 << size for size in range(12)]
+                taken = [torch.full((size,), 0x7F, dtype=torch.uint8, device=device) for size in sizes * 3]
+            torch.cuda.synchronize(device)
+            exchange.check()
+            del taken
+            if turn:
+                same.append(torch.equal(found, wanted))
+            else:
+                wanted = found
+    return same
 
 
 def capture_after_warm_up(world: World, case: Case) -> list[Result]:

@@ -378,6 +378,24 @@ def test_a_dispatch_that_leaves_nccl_no_sms_waits_in_vain(domains: Domains) -> N
         assert kind == "PeerTimeout", says
 
 
+def test_a_backward_pass_that_leaves_nccl_no_sms_waits_for_no_chunk(domains: Domains) -> None:
+    """All-reduces of gradients hold SMs that the dispatch would leave to the rail."""
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    spec = spec_for(domains, tokens=2048, hidden=1024, padding="zero")
+    case = Case(domains.ranks, spec, CHUNKED, ("uniform",), seed=8, ragged=False)
+    for left, same in domains.run(domain_ranks.backward_without_sms, case, timeout_s=8.0):
+        assert (left, same) == (0, [True] * 3)
+
+
+def test_only_dispatches_of_forward_passes_run_beside_their_rows(domains: Domains) -> None:
+    if not HOPPER:
+        pytest.skip(f"fused needs compute capability {FUSED_CAPABILITY}")
+    case = Case(domains.ranks, spec_for(domains, tokens=300), CHUNKED, ("uniform",), seed=3)
+    for beside in domains.run(domain_ranks.crossings_of_a_checkpointed_step, case):
+        assert beside == [True, False, False], "forward, forward again for the backward pass, gradients of the combine"
+
+
 @inside("fused", "allgather")
 def test_a_graph_that_outlives_its_world_delays_the_end_of_the_world_little(domains: Domains, backend: str) -> None:
     case = Case(domains.ranks, spec_for(domains), backend, ("uniform",), seed=6)

@@ -54,6 +54,22 @@ def test_memory_is_kept_for_a_second_stream(ranks: GpuRanks, case: Case) -> None
             judge_combine(case, batches(case, 0)[rank], y)
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+def test_metadata_is_kept_for_the_stream_of_a_differentiable_combine(ranks: GpuRanks, case: Case, grad: bool) -> None:
+    for same in ranks.run(RANKS, on_rank.drop_between_two_streams, case, grad):
+        assert same == [True] * 3
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("backend", ["collective", "allgather"])
+def test_metadata_of_nccl_backends_is_kept_for_a_differentiable_combine(
+    ranks: GpuRanks, backend: str, grad: bool
+) -> None:
+    case = Case(RANKS, SPEC, backend, ROUTING, seed=3)
+    for same in ranks.run(RANKS, on_rank.drop_between_two_streams, case, grad):
+        assert same == [True] * 3
+
+
 def test_two_exchanges_of_one_workspace_on_two_streams_are_ordered(ranks: GpuRanks) -> None:
     case = Case(RANKS, SPEC, "fused", ROUTING, seed=4)
     judge(case, ranks.run(RANKS, on_rank.one_workspace, case))

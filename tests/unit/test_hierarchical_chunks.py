@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from raymoe.device.domains import EnterDomainParams
 from raymoe.errors import DataRefused
-from raymoe.exchange.backend import Dispatched, Tokens
+from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.fused_chunks import RAIL_OP
 from raymoe.exchange.hierarchical_gpu import HierarchicalGpu
@@ -24,6 +24,8 @@ from raymoe.exchange.rail_rows import RailRows
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from tests.emulator.build import compiler
+from tests.emulator.machine import Emulator
+from tests.emulator.ranks import backend, spec_for, workspaces
 from tests.gpu import exchange_ranks as on_rank
 from tests.unit.emulated_inside import between_domains
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, expert_major, result_of
@@ -159,6 +161,103 @@ def test_a_wrong_order_of_tokens_is_found(groups: Groups, how: str) -> None:
     with pytest.raises(AssertionError):
         for rank in range(2):
             judge_dispatch(case, batches(case, 0), rank, found[rank])
+
+
+class Again(torch.autograd.Function):
+    """Calls a function in the backward pass, as activation checkpointing does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dy: torch.Tensor) -> Any:
+        ctx.call()
+        return dy[0], None
+
+
+def dispatch_in_both_passes(rank: int) -> Any:
+    """Dispatch in a forward pass, in a backward pass, and to known places; return which ran beside their rows."""
+    case = Case(2, replace(SPEC, dtype="float32"), "fused", ("uniform",), seed=2, ragged=False)
+    real, beside = RailRows.crossing, []
+
+    def crossing(self: RailRows, op: str, **options: bool) -> Any:
+        beside.append(options["beside"])
+        return real(self, op, **options)
+
+    with (
+        World.of(domain=1, timeout_s=40) as world,
+        between_domains(world, case.spec, "chunks", 4) as exchange,
+        mock.patch.object(RailRows, "crossing", crossing),
+    ):
+        batch = batches(case, 0)[rank]
+        tokens, shape = Tokens(batch.x, batch.ids, batch.weights, None), (case.spec.rows(2), 24)
+        first, again, known = (torch.zeros(shape) for _ in range(3))
+        got = exchange.dispatch(tokens, first)
+        Again.apply(torch.zeros(1, requires_grad=True), lambda: exchange.dispatch(tokens, again)).backward()  # type: ignore[no-untyped-call]
+        got = exchange.unpack(exchange.pack(got), first, got.weights, Ids(batch.ids))
+        exchange.dispatch_known(2 * batch.x, got, known)
+        exchange.check()
+        rows = torch.cat([torch.arange(a, a + n) for a, n in zip(got.expert_offsets, got.expert_counts, strict=False)])
+        return beside, torch.equal(again[rows], first[rows]), torch.equal(known[rows], 2 * first[rows]), len(rows)
+
+
+def test_dispatches_of_backward_passes_begin_behind_all_chunks(groups: Groups) -> None:
+    for beside, again, known, rows in groups(2, dispatch_in_both_passes):
+        assert beside == [True, False, False]
+        assert again and known and rows
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_rows_cross_on_a_stream_of_their_own_only_beside_a_dispatch(beside: bool) -> None:
+    found: list[object] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            found.append(f"{self.name} waits for {other.name}")
+
+    own, side = Stream("own"), Stream("side")
+    now = [own]
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        now.append(stream)
+        yield
+        now.pop()
+
+    made, words = RailRows.__new__(RailRows), torch.zeros(3, dtype=torch.int64)
+    made.rows, made.words, made._blocks, made._side = torch.zeros(4, 2), words, [words, words], side  # type: ignore[assignment]
+    made._advance = lambda _, chunk: found.append(f"word {chunk} on {now[-1].name}")  # type: ignore[assignment]
+    made._gather = lambda *_: found.append(f"chunk on {now[-1].name}")  # type: ignore[assignment]
+    with (
+        mock.patch.object(torch.cuda, "current_stream", lambda _: now[-1]),
+        mock.patch.object(torch.cuda, "stream", on),
+        made.crossing("dispatch", beside=beside),
+    ):
+        found.append("dispatch")
+    chunks = ["chunk on {0}", "word 0 on {0}", "chunk on {0}", "word 1 on {0}"]
+    if beside:
+        wanted = ["side waits for own", *(each.format("side") for each in chunks), "dispatch", "own waits for side"]
+    else:
+        wanted = [*(each.format("own") for each in chunks), "dispatch"]
+    assert found == wanted
+    assert words.tolist() == [1, 0, 0]
+
+
+def test_every_launch_takes_only_the_sms_of_the_caller() -> None:
+    """In both passes: the others are left to kernels of NCCL."""
+    spec = spec_for("chunks")
+    with Emulator(4) as emulator:
+        (space, _) = workspaces(emulator, spec, ranks=2)
+        assert space.world.gpu.sms == 6
+        for sms in (2, 4):
+            made = backend("chunks", space, spec, sms=sms)
+            launches = [*made._dispatches.values(), *made._combines.values(), *made._prepared_carrying()]
+            assert {each.launch.sms for each in (*launches, made._prepared_known())} <= set(range(1, sms + 1))
 
 
 def lose_a_chunk(rank: int) -> Any:

@@ -21,7 +21,7 @@ from tests.emulator.machine import EmulatorError
 from tests.gpu.exchange_ranks import mixed_combines, refuse_and_go_on
 from tests.unit import plan
 from tests.unit.emulated_launcher import EmulatedLauncher
-from tests.unit.emulated_rounds import Ranks, drawn, judge_places, judge_step, judge_traffic, tokens_of
+from tests.unit.emulated_rounds import Ranks, drawn, judge_places, judge_step, judge_traffic, read_now, tokens_of
 from tests.unit.exchange_cases import Case, batches
 from tests.unit.exchange_judge import judge_combine
 from tests.unit.ranks import RankPool
@@ -190,7 +190,7 @@ def test_all_ranks_refuse_bad_data_of_one_and_the_next_step_works(
         refused = says if step == 0 else None
         for y, rank in zip(ys, found, strict=True):
             assert bool(y.isnan().all()) is bool(y.isnan().any()) is bool(refused)
-            statuses = rank.kernels.take_refused()
+            statuses = rank.kernels.take_refused(read_now)
             assert statuses == ([Refusal(Cause.NONE, 1, 1), refused] if refused else [])
 
 
@@ -203,8 +203,8 @@ def test_the_first_refusal_is_kept_until_it_is_taken(compact: bool) -> None:
         found = ranks.dispatch([given_tokens(IDS), given_tokens(ids)])
         ranks.combine(found, rows, [True, True])
     for rank in found:
-        assert [status.number for status in rank.kernels.take_refused()] == [1, 6]
-        assert rank.kernels.take_refused() == []
+        assert [status.number for status in rank.kernels.take_refused(read_now)] == [1, 6]
+        assert rank.kernels.take_refused(read_now) == []
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -218,7 +218,7 @@ def test_more_rows_than_the_capacity_are_refused_by_all_ranks(compact: bool, lay
     for y in ranks.combine(found, [torch.ones(7, 8, dtype=torch.bfloat16)] * 2, [True, True]):
         assert y.isnan().all()
     for rank in found:
-        assert rank.kernels.take_refused() == [Refusal(Cause.NONE, 1, 1), Refusal(Cause.CAPACITY, 0, 8)]
+        assert rank.kernels.take_refused(read_now) == [Refusal(Cause.NONE, 1, 1), Refusal(Cause.CAPACITY, 0, 8)]
 
 
 def test_combines_that_differ_are_refused_by_all_ranks() -> None:
@@ -236,7 +236,7 @@ def test_combines_that_differ_are_refused_by_all_ranks() -> None:
         assert all(y.isnan().all() for y in ranks.combine(mixed, rows, weighted))
         for rank in mixed:
             with pytest.raises(DataRefused, match=told):
-                raise_first(rank.kernels.take_refused(), SPEC)
+                raise_first(rank.kernels.take_refused(read_now), SPEC)
     assert not any(y.isnan().any() for y in ranks.combine(second, rows, [False, False]))
 
 
@@ -288,7 +288,7 @@ def test_numbers_of_one_rank_are_refused_by_all_ranks(compact: bool) -> None:
         with pytest.raises(
             DataRefused, match="rank 0 combines dispatch 1 with gradients and rank 1 with weighted=False"
         ):
-            raise_first(rank.kernels.take_refused(), SPEC)
+            raise_first(rank.kernels.take_refused(read_now), SPEC)
 
 
 def test_all_ranks_report_that_only_some_send_gradients_by_collective(pool: RankPool) -> None:
