@@ -138,7 +138,6 @@ class Exchange:
         out: torch.Tensor | None = None,
         *,
         zero_gaps: bool = True,
-        site: int = 0,
     ) -> Dispatched:
         """Send the first `num_tokens` rows of `x[T', H]`, by default all, to the ranks of their experts.
 
@@ -147,12 +146,9 @@ class Exchange:
 
         With `zero_gaps=False` gaps between experts are unspecified where the spec has padding `zero` too. Products
         without gradients need no zeros.
-
-        `site` is a number of the caller's, such as that of a layer. Steps whose ranks give different numbers are
-        refused.
         """
         self._ready("dispatch")
-        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps, site)
+        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, zero_gaps)
         got = self._dispatch(self._backend.dispatch, tokens, out)
         self._keep_if_captured(tokens, got)
         return got
@@ -175,15 +171,13 @@ class Exchange:
         topk_weights: torch.Tensor,
         num_tokens: int | torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        *,
-        site: int = 0,
     ) -> Dispatched:
         """Send the rows of a dispatch. `dispatch_receive` completes it; enqueue independent work between the two.
 
         Until then the result holds nothing, and the caller must not change `x`, `topk_idx` or `topk_weights`.
         """
         backend = self._split_backend("dispatch_send")
-        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens, True, site)
+        tokens = self._arguments.dispatch(x, topk_idx, topk_weights, num_tokens)
         self._dispatched, self._tokens = self._dispatch(backend.dispatch_send, tokens, out), tokens
         self._keep_if_captured(tokens, self._dispatched)
         return self._dispatched

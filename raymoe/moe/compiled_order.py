@@ -44,7 +44,7 @@ def _lower(operators: tuple[Any, ...]) -> None:
         register = lowering.register_lowering
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"torch {torch.__version__} cannot keep the order of exchanges in a graph that Inductor compiles ({error}); "
+            f"torch {torch.__version__} cannot keep the order of exchanges in graphs that Inductor compiles ({error}); "
             'call torch.compile with backend="aot_eager", or install torch 2.9 to 2.13'
         ) from error
     del names

@@ -146,7 +146,7 @@ def _dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     found = _found(exchange)
     rows = _new_rows(found, x.dtype) if found.spec.layout == "expert" else None
-    got = found.dispatch_unkept(Tokens(x, topk_idx, topk_weights, *(num_tokens or [None]), site=site), rows)
+    got = found.dispatch_unkept(Tokens(x, topk_idx, topk_weights, _only(num_tokens), site=site), rows)
     rows = expert_major(got) if rows is None else rows
     # Where the four are views of one block of metadata, they are copied: outputs must not share memory.
     small = (got.weights, got.expert_offsets, got.expert_counts)
@@ -226,7 +226,7 @@ def _dispatch_gradients(exchange: list[int], site: int, dy: torch.Tensor, routin
         return rows
     topk_idx, _, *num_tokens = routing
     keep_for_current_stream(topk_idx, *num_tokens)  # the caller gave them to the dispatch, perhaps on another stream
-    tokens = Tokens(dy, topk_idx, weights, *(num_tokens or [None]), site=site)
+    tokens = Tokens(dy, topk_idx, weights, _only(num_tokens), site=site)
     if found.spec.layout == "rank":
         return expert_major(found.dispatch_again(tokens, got, None))
     found.dispatch_again(tokens, got, rows)
@@ -246,6 +246,10 @@ def _fake_dispatch_gradients(
 
 def _found(numbers: list[int]) -> Exchange:
     return Exchange.of_handle(numbers[0])
+
+
+def _only(num_tokens: list[torch.Tensor]) -> torch.Tensor | None:
+    return num_tokens[0] if num_tokens else None
 
 
 def _new_rows(exchange: Exchange, dtype: torch.dtype) -> torch.Tensor:
