@@ -22,6 +22,7 @@ import torch
 from raymoe.errors import ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
+from raymoe.moe.expert_rows import weigh_gradients
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     """
     if got.exchange is not exchange:
         raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
-    y: torch.Tensor = _ops.combine(exchange.handle, rows, got.weights, got.routing, weighted)
+    y: torch.Tensor = _ops.combine(exchange.handle, rows, got.weights, got.routing, weighted, got.expert_offsets)
     return y
 
 
@@ -90,7 +91,8 @@ _DEVICES = ("cpu", "cuda")
 _SCHEMAS = {
     "dispatch": "(SymInt exchange, Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor[] num_tokens)"
     " -> (Tensor rows, Tensor weights, Tensor expert_offsets, Tensor expert_counts, Tensor metadata)",
-    "combine": "(SymInt exchange, Tensor rows, Tensor weights, Tensor[] routing, bool weighted) -> Tensor",
+    "combine": "(SymInt exchange, Tensor rows, Tensor weights, Tensor[] routing, bool weighted, Tensor expert_offsets)"
+    " -> Tensor",
     "combine_gradients": "(SymInt exchange, Tensor rows, Tensor weights, Tensor[] routing)"
     " -> (Tensor dx, Tensor dweights)",
     "dispatch_gradients": "(SymInt exchange, Tensor dy, Tensor[] routing) -> Tensor",
@@ -126,14 +128,14 @@ def _fake_dispatch(
 
 @torch.library.impl("raymoe::combine", _DEVICES)
 def _combine(
-    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool
+    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool, *_: object
 ) -> torch.Tensor:
     found = Exchange.of_handle(exchange)
     return found.combine(rows.contiguous(), _restored(found, rows, weights, routing), weighted)
 
 
 def _fake_combine(
-    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool
+    exchange: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor], weighted: bool, *_: object
 ) -> torch.Tensor:
     del exchange, weights, weighted
     return rows.new_empty(routing[0].shape[0], rows.shape[1])
@@ -232,22 +234,23 @@ def _refuse_second_derivative(*gradients: torch.Tensor) -> None:
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    exchange, rows, weights, routing, weighted = inputs
+    exchange, rows, weights, routing, weighted, offsets = inputs
     ctx.exchange, ctx.weighted = exchange, weighted
-    ctx.save_for_backward(*routing, *([rows, weights] if weighted else []))
+    ctx.save_for_backward(*routing, *([rows, weights, offsets] if weighted else []))
     del output
 
 
 def _combine_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     _refuse_second_derivative(dy)
     saved = list(ctx.saved_tensors)
-    rows, weights = (saved.pop(-2), saved.pop()) if ctx.weighted else (None, None)
+    rows, weights, offsets = (saved.pop(-3), saved.pop(-2), saved.pop()) if ctx.weighted else (None, None, None)
     moved = _ops.dispatch_gradients(ctx.exchange, dy, saved)
     nothing = [None] * len(saved)
-    if rows is None or weights is None:
-        return None, moved, None, nothing, None
-    dweights = (moved.float() * rows.float()).sum(dim=1) if ctx.needs_input_grad[2] else None
-    return None, (moved.float() * weights[:, None]).to(moved.dtype), dweights, nothing, None
+    if rows is None or weights is None or offsets is None:
+        return None, moved, None, nothing, None, None
+    needs_weights = ctx.needs_input_grad[2]
+    dweights = weigh_gradients(moved, weights, offsets, rows if needs_weights else None)
+    return None, moved, dweights if needs_weights else None, nothing, None, None
 
 
 torch.library.register_fake("raymoe::dispatch", _fake_dispatch)

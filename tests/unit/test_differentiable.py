@@ -230,7 +230,8 @@ def test_operators_pass_opcheck(alone: Exchange, monkeypatch: pytest.MonkeyPatch
         got = dispatch(alone, x, ids, weights, *counts)
         rows, places = got.x.detach().requires_grad_(), got.weights.detach().requires_grad_()
         for weighted in (True, False):
-            torch.library.opcheck(ops.combine, (alone.handle, rows, places, got.routing, weighted))
+            combined = alone.handle, rows, places, got.routing, weighted, got.expert_offsets
+            torch.library.opcheck(ops.combine, combined)
         torch.library.opcheck(ops.combine_gradients, (alone.handle, rows.detach(), places.detach(), got.routing))
         torch.library.opcheck(ops.dispatch_gradients, (alone.handle, x.detach(), got.routing))
 
