@@ -24,7 +24,7 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import combine, dispatch
-from raymoe.moe.experts import Groups
+from raymoe.moe.expert_rows import Groups
 from raymoe.moe.layer import LayerExchanges
 
 

@@ -139,7 +139,9 @@ class World:
         if domain is not None and domain != ranks.size:
             from raymoe.memory.spanning import span
 
-            return span(ranks, domain, str(device), timeout_s)
+            spanning = span(ranks, domain, str(device), timeout_s)
+            spanning._made_from = weakref.ref(ranks.group)
+            return spanning
         problem: Exception | None = None
         try:
             where = ranks.device(str(device))
@@ -180,7 +182,10 @@ class World:
 
     @property
     def process_group(self) -> Any:
-        """The group that `of` was given; None if there was none, or it is gone. The world itself does not use it."""
+        """The process group of this world's ranks: the one that `of` was given, also for a group of all its ranks.
+
+        None if there was none, or it is gone. The world itself does not use it.
+        """
         return None if self._made_from is None else self._made_from()
 
     @property
@@ -295,6 +300,8 @@ class World:
                 made.close(together=False)
             raise
         if made is not None:
+            if wanted == tuple(range(self.size)):
+                made._made_from = self._made_from
             self._groups.append((made, wanted))
             self.waiter.on_abort(made.abort)
         return made

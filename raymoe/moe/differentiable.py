@@ -29,6 +29,7 @@ from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.moe.compiled_order import keep_order
+from raymoe.moe.expert_rows import weigh_gradients
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ExpertRows:
     expert_counts: torch.Tensor  # int32[L]
     exchange: Exchange
     routing: list[torch.Tensor]
-    """The ids, the metadata of the dispatch, and the number of tokens if one was given."""
+    """The ids, the metadata of the dispatch, the experts' offsets, and the number of tokens if one was given."""
     site: int = 0
     """The number of the call site that the dispatch was given."""
 
@@ -86,7 +87,7 @@ def dispatch(
     rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.numbers, site, x, topk_idx, topk_weights, count)
     if torch.compiler.is_compiling():
         exchange.calls_made.add_(counts[:1])
-    return ExpertRows(rows, weights, offsets, counts, exchange, [topk_idx, metadata, *count], site)
+    return ExpertRows(rows, weights, offsets, counts, exchange, [topk_idx, metadata, offsets, *count], site)
 
 
 def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: bool = True) -> torch.Tensor:
@@ -224,7 +225,7 @@ def _dispatch_gradients(exchange: list[int], site: int, dy: torch.Tensor, routin
     if found.keeps_places:
         found.dispatch_known(dy, got, rows)
         return rows
-    topk_idx, _, *num_tokens = routing
+    topk_idx, _, _, *num_tokens = routing
     keep_for_current_stream(topk_idx, *num_tokens)  # the caller gave them to the dispatch, perhaps on another stream
     tokens = Tokens(dy, topk_idx, weights, _only(num_tokens), site=site)
     if found.spec.layout == "rank":
@@ -274,14 +275,14 @@ def _restored(
     exchange: Exchange, site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> Dispatched:
     """Make the result of the dispatch again, whose combine this is."""
-    topk_idx, metadata, *num_tokens = routing
+    topk_idx, metadata, _, *num_tokens = routing
     return exchange.unpack(metadata, rows, weights, Ids(topk_idx, *num_tokens), site)
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     exchange, site, _, topk_idx, _, num_tokens = inputs
     ctx.exchange, ctx.site = exchange, site
-    ctx.save_for_backward(topk_idx, output[-1], *num_tokens)
+    ctx.save_for_backward(topk_idx, output[-1], output[2], *num_tokens)
     ctx.mark_non_differentiable(*output[2:])
 
 
@@ -289,7 +290,7 @@ def _dispatch_backward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, *_: 
     _refuse_second_derivative(rows, weights)
     routing = list(ctx.saved_tensors)  # read once: checkpointing makes them anew each time
     dx, dweights = _ops.combine_gradients(ctx.exchange, ctx.site, rows, weights, routing)
-    return None, None, dx, None, dweights, [None] * (len(routing) - 2)
+    return None, None, dx, None, dweights, [None] * (len(routing) - 3)
 
 
 def _refuse_second_derivative(*gradients: torch.Tensor) -> None:
@@ -313,8 +314,9 @@ def _combine_backward(ctx: Any, dy: torch.Tensor, *_: object) -> tuple[Any, ...]
     nothing = [None] * len(saved)
     if rows is None or weights is None:
         return None, None, moved, None, nothing, None
-    dweights = (moved.float() * rows.float()).sum(dim=1) if ctx.needs_input_grad[2] else None
-    return None, None, (moved.float() * weights[:, None]).to(moved.dtype), dweights, nothing, None
+    needs_weights = ctx.needs_input_grad[3]
+    dweights = weigh_gradients(moved, weights, saved[2], rows if needs_weights else None)
+    return None, None, moved, dweights if needs_weights else None, nothing, None
 
 
 torch.library.register_fake("raymoe::dispatch", _fake_dispatch)

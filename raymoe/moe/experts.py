@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 import raymoe.moe.kernels as kernels
+from raymoe.device.expert_rows import Gate
 from raymoe.errors import ConfigError
 from raymoe.moe.activation import swiglu
+from raymoe.moe.expert_rows import Groups, add_expert_bias, gated_activation
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,25 +37,6 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
 # Products.
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Where each local expert's rows are: `counts[e]` rows from `offsets[e]` on."""
-
-    offsets: torch.Tensor  # int32[L + 1]
-    counts: torch.Tensor  # int32[L]
-
-    def expert_of_row(self, rows: int) -> torch.Tensor:
-        """The expert of each of so many rows; L for a row of none. No wait.
-
-        >>> Groups(torch.tensor([0, 4, 8]), torch.tensor([1, 2])).expert_of_row(9).tolist()
-        [0, 2, 2, 2, 1, 1, 2, 2, 2]
-        """
-        places, last = torch.arange(rows, dtype=self.offsets.dtype, device=self.offsets.device), len(self.counts)
-        expert = torch.searchsorted(self.offsets[1:], places, right=True)
-        ends = torch.cat((self.offsets[:-1] + self.counts, self.offsets.new_zeros(1)))
-        return torch.where(places < ends[expert], expert, last)
-
-
 def grouped_linear(
     rows: torch.Tensor, weight: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -67,11 +50,7 @@ def grouped_linear(
         y: torch.Tensor = _ops.grouped_product(rows, weight, groups.offsets, groups.counts)
     else:
         y = multiply_by_offsets(rows, weight, groups.offsets)
-    if bias is None:
-        return y
-    # Rows of no expert read a row of zeros behind the biases, whose gradient is dropped.
-    padded = torch.cat((bias, bias.new_zeros(1, bias.shape[1])))
-    return y + padded.index_select(0, groups.expert_of_row(len(rows))).to(y.dtype)
+    return y if bias is None else add_expert_bias(y, bias, groups)
 
 
 _SCHEMAS = {
@@ -188,13 +167,25 @@ class Activation:
     ) -> torch.Tensor:
         """Map [C, 2F] to [C, F], times the `weights`, float32[C], of the rows.
 
-        On GPUs rows from the last of `expert_offsets` on may be left out, and the weights are in the kernels of SwiGLU,
-        forward and backward. For other activations they take passes of their own.
+        With SwiGLU on GPUs rows from the last of `expert_offsets` on are left out, and one kernel does it all.
         """
         if self == SWIGLU and _in_kernels(gate_up):
             return swiglu(gate_up, expert_offsets, weights)
         h = self._unweighted(gate_up)
         return h if weights is None else (h.float() * weights[:, None]).to(h.dtype)
+
+    def of_experts(
+        self, gate_up: torch.Tensor, bias: torch.Tensor | None, groups: Groups, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Map rows of experts, plus the bias of their expert, in the same way.
+
+        On GPUs one kernel does it all, and leaves out rows from the last offset on, in the backward pass too.
+        """
+        plain = self == SWIGLU and bias is None  # torch.compile knows no != of dataclasses
+        if _in_kernels(gate_up) and not plain:
+            gate = Gate(self.interleaved, self.alpha, inf if self.limit is None else self.limit, self.up_plus)
+            return gated_activation(gate, gate_up, bias, groups, weights)
+        return self(gate_up if bias is None else add_expert_bias(gate_up, bias, groups), groups.offsets, weights)
 
     def _unweighted(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = (gate_up[:, ::2], gate_up[:, 1::2]) if self.interleaved else gate_up.chunk(2, dim=-1)
@@ -205,9 +196,10 @@ class Activation:
 
 
 def _in_kernels(rows: torch.Tensor) -> bool:
-    """Whether SwiGLU is one operator. On a CPU torch's functions, one after the other, take less time than its formula.
+    """Whether an activation is one operator. On a CPU torch's functions, one after the other, take less time.
 
-    Backward of 2048 rows of 2 x 2048 bfloat16 with weights, one core of an AMD EPYC: 16 ms against 50 (2026-11-23).
+    Backward of SwiGLU, 2048 rows of 2 x 2048 bfloat16 with weights, one core of an AMD EPYC: 16 ms, and 50 by its
+    formula (2026-11-23).
     """
     return rows.device.type != "cpu"
 
@@ -250,6 +242,9 @@ class Experts(nn.Module):
     down_proj: nn.Parameter
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
+    saved_by_rank = False
+    """Whether the program saves each rank's experts in a file of its own. Then `state_dict` gives them as plain tensors
+    also where torch.distributed.checkpoint would take them for replicas."""
 
     def __init__(self, weights: ModelWeights, activation: Activation = SWIGLU) -> None:
         super().__init__()
@@ -294,14 +289,11 @@ class Experts(nn.Module):
             given = groups.offsets, groups.counts
             h = kernels.multiply_few_rows(x, gate_up_proj, *given, gated=True)
             return kernels.multiply_few_rows(h, down_proj, *given, gated=False)
-        gate_up = grouped_linear(x, gate_up_proj, groups, local(self.gate_up_proj_bias))
-        h = self.activation(gate_up, groups.offsets, weights)
+        gate_up = grouped_linear(x, gate_up_proj, groups)
+        h = self.activation.of_experts(gate_up, local(self.gate_up_proj_bias), groups, weights)
         y = grouped_linear(h, down_proj, groups)
-        if (bias := local(self.down_proj_bias)) is not None:
-            padded = torch.cat((bias, bias.new_zeros(1, bias.shape[1])))
-            added = padded.index_select(0, groups.expert_of_row(len(x)))
-            y = y + (added if weights is None else added.float() * weights[:, None]).to(y.dtype)
-        return y
+        bias = local(self.down_proj_bias)
+        return y if bias is None else add_expert_bias(y, bias, groups, weights)
 
     def streams_weights(self, x: torch.Tensor, expected_rows: float) -> bool:
         """Whether kernels/few_rows.cu computes a forward pass over rows like `x`, without weights.

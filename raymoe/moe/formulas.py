@@ -1,4 +1,4 @@
-"""The norms and SwiGLU by torch, forward and backward: float32 results of rows of any dtype, to be rounded once.
+"""The norms and activations by torch, forward and backward: float32 results of rows of any dtype, to be rounded once.
 
 CPUs and older GPUs compute by these. torch.compile makes one kernel of each, so they serve as yardsticks too.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from raymoe.device.expert_rows import Gate
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,28 +52,57 @@ def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
+    gate, up = wide(gate_up).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of gate_up."""
-    gate, up = _wide(gate_up).chunk(2, dim=-1)
-    d, share = _wide(dy), torch.sigmoid(gate)
+    gate, up = wide(gate_up).chunk(2, dim=-1)
+    d, share = wide(dy), torch.sigmoid(gate)
     return torch.cat((d * up * share * (1 + gate * (1 - share)), d * gate * share), dim=-1)
 
 
 def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
-    return swiglu(gate_up) * _wide(weights)[..., None]
+    return swiglu(gate_up) * wide(weights)[..., None]
 
 
 def weighted_swiglu_backward(dy: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gate_up and weights."""
-    d_gate_up = swiglu_backward(_wide(dy) * _wide(weights)[..., None], gate_up)
-    return d_gate_up, (_wide(dy) * swiglu(gate_up)).sum(dim=-1)
+    d_gate_up = swiglu_backward(wide(dy) * wide(weights)[..., None], gate_up)
+    return d_gate_up, (wide(dy) * swiglu(gate_up)).sum(dim=-1)
 
 
-def _wide(x: Tensor) -> Tensor:
+def gated(gate: Gate, gate_up: Tensor) -> Tensor:
+    """The activation of kernels/gated_activation.cu, without weights, of rows that have their bias."""
+    clamped_gate, clamped_up, share = _clamped(gate, gate_up)
+    return clamped_gate * share * (clamped_up + gate.up_plus)
+
+
+def gated_backward(gate: Gate, dy: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the gradient of gate_up."""
+    (left, up), d = _halves(gate, gate_up), wide(dy)
+    clamped_gate, clamped_up, share = _clamped(gate, gate_up)
+    d_gate = d * (clamped_up + gate.up_plus) * share * (1 + gate.alpha * clamped_gate * (1 - share))
+    d_gate = torch.where(left > gate.limit, 0, d_gate)
+    d_up = torch.where(up.abs() > gate.limit, 0, d * clamped_gate * share)
+    return torch.stack((d_gate, d_up), dim=-1).flatten(-2) if gate.interleaved else torch.cat((d_gate, d_up), dim=-1)
+
+
+def _halves(gate: Gate, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    rows = wide(gate_up)
+    left, up = (rows[..., ::2], rows[..., 1::2]) if gate.interleaved else rows.chunk(2, dim=-1)
+    return left, up
+
+
+def _clamped(gate: Gate, gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate and up within the limit, and the sigmoid of gate."""
+    left, up = _halves(gate, gate_up)
+    left, up = left.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    return left, up, torch.sigmoid(gate.alpha * left)
+
+
+def wide(x: Tensor) -> Tensor:
     """Rows in float32; in float64 if they are, for tests of gradients by differences."""
     return x if x.dtype == torch.float64 else x.float()
 

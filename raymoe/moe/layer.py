@@ -18,11 +18,12 @@ from raymoe.memory.world import World
 from raymoe.moe.beside import SideStream
 from raymoe.moe.differentiable import combine, dispatch, expert_major
 from raymoe.moe.elementwise import add
-from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights, local
+from raymoe.moe.experts import SWIGLU, Activation, Experts, ModelWeights
 from raymoe.moe.families import Parts, parts_of
 from raymoe.moe.norm import rms_norm
 from raymoe.moe.router import Routed, Router
 from raymoe.moe.router_formulas import RouterForm
+from raymoe.moe.sharding import shard
 from raymoe.moe.weights import ExpertShape, ExpertWeights, expert_biases, expert_weights, generator, mlp_weights, normal
 
 
@@ -58,7 +59,7 @@ class MoELayer(nn.Module):
 
     - **Weights** depend on the seed, and on the kind of device, which draws them: every rank has the same router, and
       expert e is the same on any rank. Each rank holds its own experts. They are DTensors if the world was made from a
-      process group.
+      process group; else `state_dict` refuses to give them where a checkpoint would take them for replicas.
     - **Gradients** of experts are the sum over the tokens of all ranks. Those of the router, the norm and the shared
       expert are of this rank's tokens, as before the all-reduce of DDP. All ranks run the backward pass.
     - **Exchanges.** Layers of a world that have the same spec share one exchange, which the world closes.
@@ -106,7 +107,7 @@ class MoELayer(nn.Module):
         on_gpu = parts.shared is not None and world.device.type == "cuda"
         self._side = world.shared(SideStream) if on_gpu else None
         self.to(world.device)
-        _shard(self.experts, world)
+        shard(self.experts, world)
 
     @classmethod
     def from_block(
@@ -330,18 +331,3 @@ def _stacked(count: int, drawn: Iterable[ExpertWeights]) -> tuple[torch.Tensor, 
             gate_up, down = (part.new_empty(count, *part.shape) for part in (each.gate_up, each.down))
         gate_up[place], down[place] = each.gate_up, each.down
     return gate_up, down
-
-
-def _shard(experts: Experts, world: World) -> None:
-    """Make the experts' parameters shards of DTensors, if the world was made from a process group."""
-    if world.process_group is None or any(hasattr(each, "to_local") for each in experts.parameters()):
-        return
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = DeviceMesh.from_group(world.process_group, world.device.type, mesh_dim_names=("ep",))
-    for name, parameter in list(experts.named_parameters()):
-        mine = local(parameter.detach())
-        assert mine is not None
-        sharded: Any = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

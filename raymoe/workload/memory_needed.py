@@ -258,7 +258,8 @@ def _layer_device_bytes(job: Job) -> int:
     item = ITEM_BYTES[spec.dtype]
     weights = 3 * spec.hidden * (spec.local_experts(ranks) * ffn + job.layer.shared) * item
     weights += spec.experts * spec.hidden * item
-    buffers = _ROWS_OF_EXPERTS if job.layer.experts == "swiglu" else 2 * _ROWS_OF_EXPERTS  # by torch's own operations
+    # gpt-oss adds biases, and GPUs older than Hopper compute its activation by torch's operations.
+    buffers = _ROWS_OF_EXPERTS if job.layer.experts == "swiglu" else 2 * _ROWS_OF_EXPERTS
     rows = spec.rows(ranks) * buffers * (spec.hidden + 2 * ffn) * item
     batches = batches_of(spec.tokens * spec.row_bytes)
     held = exchange_device_bytes(job, spec, batches) + weights

@@ -185,10 +185,12 @@ def streams_on_all_sms(_world: World, hidden: int) -> None:
 
 
 def layer_kernels(_world: World) -> None:
-    """Run the router's kernels, and the products of experts with few rows."""
+    """Run the router's kernels, the products of experts with few rows, and the kernels over rows of experts."""
     import torch
 
+    from raymoe.device.expert_rows import Gate
     from raymoe.moe.kernels import multiply_few_rows
+    from tests.gpu import test_expert_rows_gpu as expert_rows
     from tests.gpu import test_router_gpu as router
 
     for name in ("deepseek_v3", "gpt_oss"):
@@ -201,6 +203,10 @@ def layer_kernels(_world: World) -> None:
     for begin, count, its in zip(offsets.tolist(), counts.tolist(), weight, strict=False):
         wanted = x[begin : begin + count].double() @ its.double().T
         torch.testing.assert_close(y[begin : begin + count].double(), wanted, rtol=2**-7, atol=2**-5)
+    for gate in (Gate(interleaved=True, alpha=1.702, limit=1.5, up_plus=1.0), Gate()):
+        expert_rows.test_gated_activations_and_their_gradients_equal_the_formula(64, gate, biased=True, weighted=True)
+    expert_rows.test_gradients_of_biases_are_near_float64_and_equal_in_five_runs("eager")
+    expert_rows.test_weighted_gradients_are_in_place_and_stop_at_the_last_offset(torch.bfloat16, "eager")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from raymoe.exchange.exchange import Exchange  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from raymoe.memory.world import World  # noqa: E402
 from raymoe.moe import kernels  # noqa: E402
-from raymoe.moe.experts import Groups  # noqa: E402
+from raymoe.moe.expert_rows import Groups  # noqa: E402
 from raymoe.moe.layer import LayerForm, MoELayer  # noqa: E402
 from raymoe.moe.router_formulas import RouterForm  # noqa: E402
 from raymoe.moe.weights import ExpertShape, expert_weights, generator, mlp_weights  # noqa: E402

@@ -9,7 +9,7 @@ import torch
 from raymoe.errors import DataRefused
 from raymoe.memory.world import World
 from raymoe.moe.differentiable import ExpertRows, combine, dispatch
-from raymoe.moe.experts import Groups
+from raymoe.moe.expert_rows import Groups
 from tests.unit.exchange_cases import Batch, Case, batches, expert_major, open_exchange
 
 

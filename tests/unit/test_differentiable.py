@@ -230,7 +230,8 @@ def test_operators_pass_opcheck(alone: Exchange, monkeypatch: pytest.MonkeyPatch
         got = dispatch(alone, x, ids, weights, *counts, site=3)
         rows, places = got.x.detach().requires_grad_(), got.weights.detach().requires_grad_()
         for weighted in (True, False):
-            torch.library.opcheck(ops.combine, (alone.numbers, 3, rows, places, got.routing, weighted))
+            combined = alone.numbers, 3, rows, places, got.routing, weighted
+            torch.library.opcheck(ops.combine, combined)
         torch.library.opcheck(ops.combine_gradients, (alone.numbers, 3, rows.detach(), places.detach(), got.routing))
         torch.library.opcheck(ops.dispatch_gradients, (alone.numbers, 3, x.detach(), got.routing))
 

@@ -11,7 +11,7 @@ import torch
 from raymoe.device import few_rows
 from raymoe.device.few_rows import FewRows, few_rows_call
 from raymoe.errors import ConfigError
-from raymoe.moe import kernels
+from raymoe.moe import expert_rows, kernels
 from raymoe.moe.experts import GPT_OSS, SWIGLU, Activation, Experts, ModelWeights
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import EmulatorError
@@ -129,6 +129,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(few_rows, "few_rows", launch)
     monkeypatch.setattr(kernels, "takes", lambda _: True)
+    monkeypatch.setattr(expert_rows, "_in_kernels", lambda _: False)
     return found
 
 

@@ -34,6 +34,7 @@ from raymoe.device.rounds import COUNT, NUMBER, SPREAD, TELL, sum_sources
 from raymoe.device.structs import STRUCTS, Peers
 from raymoe.packaged import packaged_folder
 from raymoe.workload.compare.row_push import ROW_PUSH
+from tests.unit.expert_rows_sources import expert_rows_sources
 from tests.unit.pipe_sources import pipe_sources
 from tests.unit.router_cases import router_sources
 
@@ -51,7 +52,8 @@ BEFORE_HOPPER = (
 )
 """Kernels of the backends that GPUs before Hopper have."""
 PIPE = pipe_sources()
-ON_ROWS = (*PIPE, *router_sources(), *(few_rows_source(gated) for gated in (False, True)))
+FEW_ROWS = tuple(few_rows_source(gated) for gated in (False, True))
+ON_ROWS = (*PIPE, *router_sources(), *FEW_ROWS, *expert_rows_sources())
 """Kernels that read no memory of peers."""
 MANY_ON_ROWS = [source for index, source in enumerate(ON_ROWS) if index % 4]
 """Three of four, which are compiled for one architecture only: they are many, and take long."""

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from raymoe.errors import ConfigError, DataRefused
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+from raymoe.moe.expert_rows import Groups
 from raymoe.moe.experts import (
     SWIGLU,
     Activation,
     Experts,
-    Groups,
     ModelWeights,
     arithmetic_dtype,
     grouped_linear,
