@@ -82,7 +82,6 @@ def dispatch(
     """
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         raise ConfigError(f"num_tokens is {num_tokens!r}; with gradients it is an int32[1] tensor beside x")
-    _refuse_export("dispatch")
     count = [] if num_tokens is None else [num_tokens]
     rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.numbers, site, x, topk_idx, topk_weights, count)
     if torch.compiler.is_compiling():
@@ -98,20 +97,11 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     """
     if got.exchange is not exchange:
         raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
-    _refuse_export("combine")
     y, called = _ops.combine(exchange.numbers, got.site, rows, got.weights, got.routing, weighted)
     if torch.compiler.is_compiling():
         exchange.calls_made.add_(called)
     combined: torch.Tensor = y
     return combined
-
-
-def _refuse_export(op: str) -> None:
-    if torch.compiler.is_exporting():
-        raise ConfigError(
-            f"{op} inside torch.export: an exchange belongs to the processes that made it, so no exported program can "
-            "hold it; export the parts around it, or call torch.compile"
-        )
 
 
 # The operators. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
@@ -131,8 +121,13 @@ for _name, _schema in _SCHEMAS.items():
 _ops: Any = torch.ops.raymoe
 
 
-def _keep_order() -> None:
-    """The fake kernels call this, so that the compiler which traces keeps the order of the four."""
+def _prepare_graph() -> None:
+    """Refuse torch.export, and let the compiler that traces keep the order of the four. All fake kernels call this."""
+    if torch.compiler.is_exporting():
+        raise ConfigError(
+            "dispatch or combine inside torch.export: an exchange belongs to the processes that made it, so no "
+            "exported program can hold it; export the parts around it, or call torch.compile"
+        )
     keep_order(*(getattr(_ops, name).default for name in _SCHEMAS))
 
 
@@ -164,7 +159,7 @@ def _fake_dispatch(
     num_tokens: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     del site, topk_idx, num_tokens
-    _keep_order()
+    _prepare_graph()
     _, capacity, local, words = exchange
     offsets, counts, metadata = (x.new_empty(size, dtype=torch.int32) for size in (local + 1, local, words))
     return x.new_empty(capacity, x.shape[1]), topk_weights.new_empty(capacity), offsets, counts, metadata
@@ -194,7 +189,7 @@ def _fake_combine(
     weighted: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     del exchange, site, weights, weighted
-    _keep_order()
+    _prepare_graph()
     return rows.new_empty(routing[0].shape[0], rows.shape[1]), rows.new_empty(1, dtype=torch.int32)
 
 
@@ -212,7 +207,7 @@ def _fake_combine_gradients(
     exchange: list[int], site: int, rows: torch.Tensor, weights: torch.Tensor, routing: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     del exchange, site
-    _keep_order()
+    _prepare_graph()
     return rows.new_empty(routing[0].shape[0], rows.shape[1]), weights.new_empty(routing[0].shape)
 
 
@@ -238,7 +233,7 @@ def _fake_dispatch_gradients(
     exchange: list[int], site: int, dy: torch.Tensor, routing: list[torch.Tensor]
 ) -> torch.Tensor:
     del site, routing
-    _keep_order()
+    _prepare_graph()
     return dy.new_empty(exchange[1], dy.shape[1])
 
 

@@ -51,17 +51,19 @@ def run_behind_a_slow_kernel(world: World) -> dict[str, float]:
         torch.cuda.set_sync_debug_mode("default")
         exchange.check()
 
-        got = dispatch(exchange, x, ids, weights)
-        rows = torch.tanh(got.x)
-        dx = torch.ones_like(rows)
-        torch.cuda.synchronize()
-        slow_kernel()
-        start = time.monotonic()
-        combine(exchange, rows, got)
-        took["combine"] = time.monotonic() - start
-        start = time.monotonic()
-        torch.autograd.grad(got.x, x, dx)
-        took["gradients of dispatch"] = time.monotonic() - start
+        for slow in (False, True):  # the first turn loads torch's kernels, which waits for kernels that run
+            got = dispatch(exchange, x, ids, weights)
+            rows = torch.tanh(got.x)
+            dx = torch.ones_like(rows)
+            torch.cuda.synchronize()
+            if slow:
+                slow_kernel()
+            start = time.monotonic()
+            combine(exchange, rows, got)
+            took["combine"] = time.monotonic() - start
+            start = time.monotonic()
+            torch.autograd.grad(got.x, x, dx)
+            took["gradients of dispatch"] = time.monotonic() - start
         start = time.monotonic()
         with pytest.raises(PeerTimeout):  # a dispatch waits for its counts
             dispatch(exchange, x, ids, weights)
@@ -73,7 +75,8 @@ def run_behind_a_slow_kernel(world: World) -> dict[str, float]:
 def test_calls_with_gradients_do_not_wait_for_the_device(ranks: GpuRanks) -> None:
     (took,) = ranks.run(1, run_behind_a_slow_kernel, timeout_s=TIMEOUT_S)
     assert took["combine"] < SHORT_S and took["gradients of dispatch"] < SHORT_S, took
-    assert TIMEOUT_S <= took["dispatch"] < TIMEOUT_S + SHORT_S, took
+    # NCCL's abort waits for the slow kernel too, because it cannot end that one as it ends its own.
+    assert TIMEOUT_S <= took["dispatch"] < SLOW_S + SHORT_S, took
 
 
 def run_beside_a_late_peer(world: World, when: str) -> tuple[str, float]:
