@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import F32, U32, Address, Params
-from raymoe.device.pipe_launch import KernelCall, launch
+from raymoe.device.pipe_launch import KernelCall, Prepared, device_of
 from raymoe.device.pipe_tensors import row_type
 from raymoe.errors import ConfigError
 
@@ -46,7 +47,7 @@ class Choosing:
     topk_groups: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Route:
     """logits[T, E] of any dtype, contiguous; bias[E] float32; topk_idx[T, K] int64; topk_weights[T, K] float32."""
 
@@ -82,6 +83,7 @@ def experts_per_lane(choosing: Choosing, item: int) -> int | None:
     return each if least <= each <= MOST_PER_LANE and loaded else None
 
 
+@functools.lru_cache(maxsize=256)
 def takes(choosing: Choosing, item: int) -> bool:
     """Whether the kernel makes this choice from logits of so many bytes."""
     return choosing.topk <= MOST_TOPK and experts_per_lane(choosing, item) is not None
@@ -116,12 +118,30 @@ def route_call(call: Route) -> KernelCall:
         call.logits.data_ptr(), bias, call.topk_idx.data_ptr(), call.topk_weights.data_ptr(), tokens, call.scale
     )
     warps = 1 if tokens <= FEW_TOKENS else WARPS
-    return KernelCall(source, LANES * warps, 0, params, tokens, warps, blocks_of_sm=0)
+    return KernelCall(source, LANES * warps, 0, params, tokens, warps, blocks_of_sm=0, breaks=(FEW_TOKENS + 1,))
 
 
 def route(call: Route) -> None:
     """Launch kernels/router.cu on the current stream."""
-    launch(route_call(call), None, call.logits.device)
+    logits, bias = call.logits, call.bias
+    tokens = len(logits)
+    kind = "router", call.choosing, call.scale, logits.dtype, logits.shape[1], bias is None
+    device = device_of(logits.get_device())
+    prepared = device.find(kind, tokens)
+    if prepared is None:
+        made = route_call(call)
+        if not made.tiles:
+            return
+        prepared = Prepared(device, made, None, ROUTE if bias is None else (*ROUTE, "bias"))
+        device.keep(kind, tokens, made.breaks, prepared)
+    addresses = [tokens, logits.data_ptr(), call.topk_idx.data_ptr(), call.topk_weights.data_ptr()]
+    if bias is not None:
+        addresses.append(bias.data_ptr())
+    prepared(tokens, addresses)
+
+
+ROUTE = ("tokens", "logits", "topk_idx", "topk_weights")
+"""The parameters that each call sets."""
 
 
 # Sums over tokens.
@@ -142,7 +162,7 @@ class RouterSumsParams(Params):
     run: U32
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RouterSums:
     """logits[T, E] of any dtype and topk_idx[T, K] int64, contiguous; a row of score_sums (float32) and of load (int32)
     for each run of tokens. The sums over these rows are the results.
@@ -188,4 +208,21 @@ def sums_call(call: RouterSums) -> KernelCall:
 
 def router_sums(call: RouterSums) -> None:
     """Launch kernels/router_sums.cu on the current stream."""
-    launch(sums_call(call), None, call.logits.device)
+    logits, topk_idx, score_sums, load = call.logits, call.topk_idx, call.score_sums, call.load
+    (tokens, experts), (runs, run) = logits.shape, runs_of(len(logits))
+    shapes = score_sums.shape == (runs, experts), load.shape == (runs, experts)
+    kind = "router_sums", call.sigmoid, logits.dtype, experts, topk_idx.shape[1], shapes
+    device = device_of(logits.get_device())
+    prepared = device.find(kind, tokens)
+    if prepared is None:
+        made = sums_call(call)
+        if not made.tiles:
+            return
+        prepared = Prepared(device, made, None, ROUTER_SUMS)
+        device.keep(kind, tokens, made.breaks, prepared)
+    addresses = logits.data_ptr(), topk_idx.data_ptr(), score_sums.data_ptr(), load.data_ptr()
+    prepared(runs, (tokens, run, *addresses))
+
+
+ROUTER_SUMS = ("tokens", "run", "logits", "topk_idx", "score_sums", "load")
+"""The parameters that each call sets."""

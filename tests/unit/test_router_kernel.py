@@ -192,9 +192,8 @@ def test_many_tokens_share_blocks_and_few_do_not() -> None:
 )
 def test_a_choice_that_the_kernel_does_not_make_is_left_to_the_formula(form: RouterForm) -> None:
     assert not kernels.routes(torch.empty(1, form.experts), form)
-    logits = torch.empty(2, form.experts)
     with pytest.raises(ConfigError, match="up to 1024 experts and top 32"):
-        kernels.route(logits, None, form)
+        by_kernel(torch.empty(2, form.experts), form)
 
 
 # Sums over tokens.
