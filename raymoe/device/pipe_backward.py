@@ -129,8 +129,6 @@ def _launch(
     rows: tuple[torch.Tensor, ...],
     vectors: tuple[torch.Tensor, ...],
 ) -> None:
-    import torch
-
     x = call.x
     count, hidden = rows_in(x), x.shape[-1]
     kind: list[Any] = [type(call), limits.key, call.eps, hidden]
@@ -145,12 +143,13 @@ def _launch(
             return
         prepared = _Prepared.of(device, made, len(rows))
         device.keep(key, count, made.gradients.breaks, prepared)
-    groups = prepared.gradients.blocks(prepared.gradients.tiles(count)) * prepared.groups
-    partials = torch.empty((len(vectors) - 1, groups, hidden), dtype=torch.float32, device=x.device)
-    at = partials.data_ptr()
+    tiles = prepared.gradients.tiles(count)
+    groups = prepared.gradients.blocks(tiles) * prepared.groups
     first_of_rows = len(vectors)
-    prepared.gradients.of_rows(count, (addresses[0], at, *addresses[first_of_rows:]))
-    prepared.sums(prepared.tiles, (at, groups, *addresses[1:first_of_rows]))
+    partials = x.new_empty((first_of_rows - 1, groups, hidden), dtype=device.float32)
+    at = partials.data_ptr()
+    prepared.gradients(tiles, [addresses[0], at, *addresses[first_of_rows:], count, tiles])
+    prepared.sums(prepared.tiles, [at, groups, *addresses[1:first_of_rows]])
 
 
 @dataclass(frozen=True)

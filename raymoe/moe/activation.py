@@ -11,7 +11,7 @@ import raymoe.moe.formulas as formulas
 import raymoe.moe.kernels as kernels
 from raymoe.errors import ConfigError
 from raymoe.moe.arguments import Plain, Quantised, ResultForm, check_rows, form_of, refuse_gradient
-from raymoe.moe.direct import Computation, directly, needs_gradient
+from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.moe.norm import check_columns
 from raymoe.moe.quantised import quantised
 from raymoe.moe.results import new_halved, new_like, new_quantised
@@ -154,8 +154,7 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _swiglu_gradient(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
-    # The operator refuses to be differentiated again.
-    direct = directly(dy, gate_up) and not torch.is_grad_enabled()
+    direct = backward_directly(dy, gate_up)
     gradient: Tensor = (_compute_swiglu_backward if direct else _swiglu_backward)(dy, gate_up, offsets, sms)
     return gradient
 
@@ -219,7 +218,7 @@ def _differentiate_weighted(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 def _weighted_gradients(
     dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None
 ) -> tuple[Tensor, Tensor]:
-    direct = directly(dy, gate_up, weights) and not torch.is_grad_enabled()
+    direct = backward_directly(dy, gate_up, weights)
     compute = _compute_weighted_swiglu_backward if direct else _weighted_swiglu_backward
     gradients: tuple[Tensor, Tensor] = compute(dy, gate_up, weights, offsets, sms)
     return gradients

@@ -33,6 +33,15 @@ def directly(*tensors: Tensor) -> bool:
     return True
 
 
+def backward_directly(*tensors: Tensor) -> bool:
+    """Whether a gradient may be computed from these tensors without its operator.
+
+    One that is differentiated again is left to the operator, which refuses it. The forward call may have gone through
+    the operator because of what a tensor is, so those that it saved are checked too.
+    """
+    return not torch.is_grad_enabled() and directly(*tensors)
+
+
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether the result of a function of these tensors has a gradient."""
     if torch.is_grad_enabled():

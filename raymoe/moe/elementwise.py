@@ -17,7 +17,7 @@ import raymoe.moe.kernels as kernels
 from raymoe.device.pipe_shape import NO_LIMITS
 from raymoe.errors import ConfigError, shown
 from raymoe.moe.arguments import PLAIN, ResultForm, check_rows
-from raymoe.moe.direct import Computation, directly, needs_gradient
+from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.moe.expression import Expression, parse
 from raymoe.moe.operators import OUTGOING, code, evaluate, gradients
 
@@ -299,8 +299,7 @@ class _Pointwise(Computation):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         inputs, wanted = list(ctx.saved_tensors), list(ctx.needs_input_grad[3:])
-        # The operator refuses to be differentiated again.
-        direct = directly(dy, *inputs) and not torch.is_grad_enabled()
+        direct = backward_directly(dy, *inputs)
         compute = _compute_pointwise_backward if direct else _pointwise_backward
         found = iter(compute(dy, ctx.expression, ctx.names, inputs, wanted, ctx.sms))
         return None, None, None, *(next(found) if want else None for want in wanted)

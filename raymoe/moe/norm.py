@@ -25,7 +25,7 @@ from raymoe.moe.arguments import (
     form_of,
     refuse_gradient,
 )
-from raymoe.moe.direct import Computation, directly, needs_gradient
+from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.moe.quantised import quantised
 from raymoe.moe.results import new_like, new_quantised, new_total
 
@@ -226,8 +226,8 @@ def _differentiate_rms_norm(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) 
 def _rms_norm_gradients(
     dy: Tensor, dtotal: Tensor | None, rows: Tensor, weight: Tensor, eps: float, sms: int | None
 ) -> tuple[Tensor, Tensor]:
-    # The operator refuses to be differentiated again.
-    direct = directly(*((dy,) if dtotal is None else (dy, dtotal)), rows, weight) and not torch.is_grad_enabled()
+    outgoing = (dy,) if dtotal is None else (dy, dtotal)
+    direct = backward_directly(*outgoing, rows, weight)
     compute = _compute_rms_norm_backward if direct else _rms_norm_backward
     gradients: tuple[Tensor, Tensor] = compute(dy, dtotal, rows, weight, eps, sms)
     return gradients
@@ -334,7 +334,7 @@ def _keep_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_layer_norm(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    direct = directly(dy, x, weight) and not torch.is_grad_enabled()
+    direct = backward_directly(dy, x, weight)
     compute = _compute_layer_norm_backward if direct else _layer_norm_backward
     return *compute(dy, x, weight, ctx.eps, ctx.sms), None, None
 
