@@ -231,8 +231,10 @@ def routes(logits: Tensor, form: RouterForm) -> bool:
     return router.takes(choosing, item) or router.takes(choosing, 4)
 
 
-def route(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tuple[Tensor, Tensor]:
-    """Return ids and weights."""
+def route(
+    logits: Tensor, bias: Tensor | None, form: RouterForm, *, differentiable: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return ids and weights; `differentiable`: `route_backward` will follow."""
     choosing = _choosing(form)
     logits = _as_logits(logits, choosing)
     if bias is not None and not (bias.dtype is torch.float32 and bias.is_contiguous()):
@@ -240,8 +242,18 @@ def route(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tuple[Tensor
     size = len(logits), form.topk
     topk_idx = logits.new_empty(size, dtype=torch.int64)
     topk_weights = logits.new_empty(size, dtype=torch.float32)
-    router.route(router.Route(choosing, logits, bias, topk_idx, topk_weights, form.scale))
+    router.route(router.Route(choosing, logits, bias, topk_idx, topk_weights, form.scale, differentiable))
     return topk_idx, topk_weights
+
+
+def route_backward(dweights: Tensor, logits: Tensor, topk_idx: Tensor, form: RouterForm) -> Tensor:
+    """Return the gradient of the logits."""
+    choosing = _choosing(form)
+    wide = _as_logits(logits, choosing)
+    dlogits = new_like(wide)
+    call = router.RouteBackward(choosing, dweights.contiguous(), wide, topk_idx, dlogits, form.scale)
+    router.route_backward(call)
+    return dlogits if dlogits.dtype == logits.dtype else dlogits.to(logits.dtype)
 
 
 def router_sums(logits: Tensor, topk_idx: Tensor, sigmoid: bool) -> tuple[Tensor, Tensor]:

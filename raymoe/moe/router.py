@@ -14,7 +14,7 @@ from torch import nn
 
 import raymoe.moe.kernels as kernels
 import raymoe.moe.router_formulas as formulas
-from raymoe.moe.direct import Computation, directly, needs_gradient
+from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.moe.logits import logits_of
 from raymoe.moe.router_formulas import RouterForm
 
@@ -77,10 +77,12 @@ def _route(logits: torch.Tensor, bias: torch.Tensor | None, *fields: Any) -> tup
     return weights, ids  # the order that opcheck needs: the first result has gradients
 
 
-def _choose(logits: torch.Tensor, bias: torch.Tensor | None, form: RouterForm) -> tuple[torch.Tensor, torch.Tensor]:
+def _choose(
+    logits: torch.Tensor, bias: torch.Tensor | None, form: RouterForm, *, differentiable: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not kernels.takes(logits) or not kernels.routes(logits, form):
         return formulas.route(logits.float(), form, bias)
-    return kernels.route(logits, bias, form)
+    return kernels.route(logits, bias, form, differentiable=differentiable)
 
 
 def _fake_route(
@@ -112,7 +114,7 @@ class _Route(Computation):
     def forward(
         ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, form: RouterForm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = _choose(logits, bias, form)
+        ids, weights = _choose(logits, bias, form, differentiable=True)
         ctx.form = form
         ctx.save_for_backward(logits, ids)
         ctx.mark_non_differentiable(ids)
@@ -121,7 +123,10 @@ class _Route(Computation):
     @staticmethod
     def backward(ctx: Any, _: object, dweights: torch.Tensor) -> tuple[Any, ...]:
         logits, topk_idx = ctx.saved_tensors
-        return formulas.route_backward(dweights, logits, topk_idx, ctx.form), None, None
+        direct = backward_directly(dweights, logits)
+        kernel = direct and kernels.takes(logits) and kernels.routes(logits, ctx.form)
+        compute = kernels.route_backward if kernel else formulas.route_backward
+        return compute(dweights, logits, topk_idx, ctx.form), None, None
 
 
 def expert_load(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:

@@ -55,8 +55,6 @@ class Case:
     torchs: Function
     shapes: tuple[tuple[int, ...], ...]
     leaves: int = 0
-    own_backward: bool = True
-    """Whether the backward is kernels of raymoe."""
 
     def tensors(self) -> list[Any]:
         source = torch.Generator("cuda").manual_seed(0)
@@ -104,7 +102,6 @@ CASES = {
         lambda logits, bias: router_formulas.route(logits, FORM, bias)[1],
         ((ROWS, EXPERTS), (EXPERTS,)),
         1,
-        own_backward=False,
     ),
     "rms_norm to fp8": Case(
         lambda x, w: rms_norm(x, w, output="float8_e4m3"),
@@ -183,7 +180,7 @@ def too_slow(name: str, case: Case, found: dict[str, float]) -> list[str]:
     wrong = []
     if found["raymoe forward"] > min(MAX_FORWARD_US, found["compile forward"]):
         wrong.append(f"{name} forward")
-    if case.leaves and case.own_backward:
+    if case.leaves:
         beyond = found["raymoe backward"] - found["engine"]
         if beyond > MAX_BACKWARD_US or found["raymoe backward"] > found["compile backward"]:
             wrong.append(f"{name} backward")

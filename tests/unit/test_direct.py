@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import raymoe
-from raymoe.moe import add_rms_norm, direct, layer_norm, rms_norm, swiglu
+from raymoe.moe import add_rms_norm, direct, layer_norm, norm, rms_norm, router, swiglu
 from raymoe.moe.direct import directly
+from raymoe.moe.router_formulas import RouterForm
+from tests.unit.rows_driver import RowsDriver
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -159,6 +162,9 @@ def test_subclasses_and_wrappers_go_through_the_operator() -> None:
     negative = torch.complex(x, x).conj().imag
     assert negative.is_neg() and not directly(negative)
     torch.testing.assert_close(rms_norm(negative, weight), rms_norm(-x, weight))
+    y = rms_norm(negative, weight.clone().requires_grad_())
+    with mock.patch.object(norm, "_compute_rms_norm_backward", side_effect=AssertionError("a negative bit is ignored")):
+        y.sum().backward()  # the operator has its own reference to the computation
     assert not directly(torch._efficientzerotensor((5, 64)))
 
 
@@ -222,3 +228,16 @@ def test_hooks_of_saved_tensors_see_them() -> None:
         y = rms_norm(x, weight)
     y.sum().backward()
     assert len(seen) == 2 and x.grad is not None
+
+
+def test_a_router_that_will_be_differentiated_loads_both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture of forward and backward follows a warm-up, which may have been forward alone."""
+    driver = RowsDriver(monkeypatch)
+    form, logits = RouterForm(64, 4, "sigmoid", scale=2.5), drawn(5, 64)
+    (launched,) = driver.launches_of(lambda: router._choose(logits, None, form))
+    assert launched.source.stem == "router" and len(driver.loaded) == 1
+    _, weights = router._Route.of(logits.requires_grad_(), None, form)
+    assert [each.stem for each in driver.loaded] == ["router", "router_backward"]
+    driver.capturing = True
+    launches = driver.launches_of(lambda: torch.autograd.grad(weights, logits, torch.ones_like(weights)))
+    assert [each.source.stem for each in launches] == ["router_backward"]

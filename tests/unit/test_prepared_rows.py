@@ -157,6 +157,13 @@ def route(draw: Draw) -> Made:
     return lambda: router.route(call), [router.route_call(call)]
 
 
+def route_backward(draw: Draw) -> Made:
+    given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
+    choosing, dweights = router.Choosing(64, 4, "softmax", draw.more, 1, 1), torch.zeros(draw.rows, 4)
+    call = router.RouteBackward(choosing, dweights, *given, torch.zeros(draw.rows, 64, dtype=draw.dtype), 2.5)
+    return lambda: router.route_backward(call), [router.route_backward_call(call)]
+
+
 def router_sums(draw: Draw) -> Made:
     runs, _ = router.runs_of(draw.rows)
     given = torch.zeros(draw.rows, 64, dtype=draw.dtype), torch.zeros(draw.rows, 4, dtype=torch.int64)
@@ -173,8 +180,10 @@ def few(draw: Draw) -> Made:
 
 FUNCTIONS: list[Callable[[Draw], Made]] = [
     *(rms_norm, add_rms_norm, rms_norm_fp8, layer_norm, rms_norm_backward, layer_norm_backward, swiglu, swiglu_fp8),
-    *(swiglu_backward, pointwise, route, router_sums, few),
+    *(swiglu_backward, pointwise, route, route_backward, router_sums, few),
 ]
+UNLIMITED = (route, route_backward, router_sums, few)
+"""They take no number of SMs."""
 NOT_COMPARED = ("partials", "work.taken")
 """Memory that each call has of its own."""
 
@@ -208,7 +217,7 @@ def test_a_prepared_launch_is_the_one_that_is_computed_anew(
             found = driver.launches_of(launch)
             assert len(found) == len(wanted)
             for mine, want in zip(found, wanted, strict=True):
-                sms = min(draw.limits.sms or 132, 132) if function not in (route, router_sums, few) else 132
+                sms = 132 if function in UNLIMITED else min(draw.limits.sms or 132, 132)
                 assert not differences(mine, want, sms), f"{function.__name__}, seed {seed}, {draw.rows} rows"
     packed = len(driver.loaded)
     assert packed < len(driver.enqueued) / 2, "kernels are shared"
