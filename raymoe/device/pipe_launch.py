@@ -155,7 +155,7 @@ class RowsDevice:
         self.float32 = torch.float32
         self._lock = threading.Lock()
         self._functions: dict[KernelSource, Function] = {}
-        self._launches: dict[tuple[KernelSource, bool], SizedLaunch] = {}
+        self.launches: dict[tuple[KernelSource, bool], SizedLaunch] = {}
         self._kinds: dict[Hashable, _Kind] = {}
         self._counters = TileCounters(gpu)
 
@@ -183,11 +183,11 @@ class RowsDevice:
         return self.gpu.sms if limit is None else min(limit, self.gpu.sms)
 
     def launch(self, source: KernelSource, early: bool) -> SizedLaunch:
-        launch = self._launches.get((source, early))
+        launch = self.launches.get((source, early))
         if launch is None:
             function = self._function(source)
             with self._lock:
-                launch = self._launches.setdefault((source, early), SizedLaunch(function, early=early))
+                launch = self.launches.setdefault((source, early), SizedLaunch(function, early=early))
         return launch
 
     def counter(self, stream: int) -> int:

@@ -82,6 +82,7 @@ def test_later_calls_of_a_kind_take_their_own_rows_and_tensors(name):
         leaves = [each.detach().requires_grad_() for each in given]
         with torch.no_grad():
             plain = _tuple(function(*given))
+        torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             found = results_and_gradients(function, leaves)
             torch.cuda.current_stream().synchronize()

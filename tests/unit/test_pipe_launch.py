@@ -54,7 +54,7 @@ def test_a_kernel_has_one_launch_for_all_numbers_of_rows(driver: RowsDriver) -> 
     for rows in range(1, 3001):
         rms_norm(RmsNorm(x[:rows], weight, out[:rows]))
     assert len(driver.enqueued) == 3000
-    assert len(driver.device._launches) == len(driver.loaded) < 10
+    assert len(driver.device.launches) == len(driver.loaded) < 10
     assert len({each.blocks for each in driver.enqueued}) > 1000
     prepared = [len(kind.launches) for kind in driver.device._kinds.values()]
     assert len(prepared) == 1 and prepared[0] < 60
