@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import U32, Address, Params
-from raymoe.device.pipe_launch import KernelCall, launch
+from raymoe.device.pipe_launch import KernelCall, Prepared, device_of
 from raymoe.device.pipe_tensors import ALIGNMENT
 from raymoe.errors import ConfigError
 
@@ -34,7 +34,7 @@ class FewRowsParams(Params):
     unused: U32 = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class FewRows:
     """x[C, K], weight[L, N, K] and y[C, N] of bfloat16, contiguous; the offsets are int32[L + 1], the counts int32[L].
 
@@ -87,4 +87,20 @@ def few_rows_call(call: FewRows) -> KernelCall:
 
 def few_rows(call: FewRows) -> None:
     """Launch kernels/few_rows.cu on the current stream."""
-    launch(few_rows_call(call), None, call.x.device)
+    x, weight = call.x, call.weight
+    kind = "few_rows", call.gated, weight.shape
+    device = device_of(x.get_device())
+    prepared = device.find(kind, 0)
+    addresses = [x.data_ptr(), weight.data_ptr()]
+    if prepared is None or any(address % ALIGNMENT for address in addresses):
+        made = few_rows_call(call)
+        if not made.tiles:
+            return
+        prepared = Prepared(device, made, None, FEW_ROWS)
+        device.keep(kind, 0, made.breaks, prepared)
+    addresses += (call.expert_offsets.data_ptr(), call.expert_counts.data_ptr(), call.y.data_ptr())
+    prepared(prepared.call.tiles if len(x) else 0, addresses)
+
+
+FEW_ROWS = ("x", "weight", "expert_offsets", "expert_counts", "y")
+"""The parameters that each call sets."""

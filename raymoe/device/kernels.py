@@ -118,29 +118,14 @@ class Shape:
     shared_bytes: int = 0
 
 
-class Launch:
-    """A kernel, its shape and its parameters, packed and checked once. A call only launches it.
+class _Enqueuer:
+    """A kernel with the driver's description of its launch, which a call reuses."""
 
-    `fields` is the C struct that the kernel gets. One thread at a time may set its fields between two calls; ctypes
-    checks no value. A capture copies the struct, so replays use the values of the captured call. Values that change
-    from run to run must lie in memory that the struct points to.
-    """
-
-    def __init__(
-        self, function: Function, shape: Shape, params: Params, *, waits: bool = True, early: bool = False
-    ) -> None:
-        """`waits`: blocks wait for peers or for one another, so all must be resident at once. `early`: the kernel may
-        begin before the one before it in the stream has ended; it waits for that by ptx::wait_for_kernel_before."""
-        _check(function, shape, params, waits)
+    def __init__(self, function: Function, shape: Shape, early: bool) -> None:
         self.function = function
-        self.shape = shape
-        self.params = params
-        self.fields: Any = params.packed()
-        self.sms = min(shape.blocks, function.gpu.sms)
-        """SMs that the launch occupies: blocks go to SMs without a block, as long as there are any."""
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
-        self._pointers_at = ctypes.addressof(self._pointers)
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held from setting values to the end of the driver's call, which releases the interpreter's lock."""
+        self._blocks, self._block = shape.blocks, (shape.threads, shape.shared_bytes)
         self._config = bindings().CUlaunchConfig()
         self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = shape.blocks, 1, 1
         self._config.blockDimX, self._config.blockDimY, self._config.blockDimZ = shape.threads, 1, 1
@@ -156,23 +141,72 @@ class Launch:
         self._stream = 0
         self._launch = bindings().cuLaunchKernelEx
 
-    def __call__(self, stream: int) -> None:
-        """Enqueue on a stream, given as a number (`torch.cuda.Stream.cuda_stream`)."""
+    def _enqueue(self, stream: int, pointers_at: int) -> None:
+        """Launch with the parameters that `pointers_at` leads to. The caller holds the lock."""
         gpu = self.function.gpu
-        with self._lock:
-            if stream != self._stream:
-                self._config.hStream = stream
-                self._stream = stream
-            if gpu.is_current():
-                (code,) = self._launch(self._config, self.function.handle, self._pointers_at, 0)
-            else:
-                with gpu.current_for(stream):
-                    (code,) = self._launch(self._config, self.function.handle, self._pointers_at, 0)
+        if stream != self._stream:
+            self._config.hStream = stream
+            self._stream = stream
+        if gpu.is_current():
+            (code,) = self._launch(self._config, self.function.handle, pointers_at, 0)
+        else:
+            with gpu.current_for(stream):
+                (code,) = self._launch(self._config, self.function.handle, pointers_at, 0)
         if code:
             raise failure("cuLaunchKernelEx", code)
 
 
-def _check(function: Function, shape: Shape, params: Params, waits: bool) -> None:
+class Launch(_Enqueuer):
+    """A kernel, its shape and its parameters, packed and checked once. A call only launches it.
+
+    `fields` is the C struct that the kernel gets. One thread at a time may set its fields between two calls; ctypes
+    checks no value. A capture copies the struct, so replays use the values of the captured call. Values that change
+    from run to run must lie in memory that the struct points to.
+    """
+
+    def __init__(self, function: Function, shape: Shape, params: Params, *, waits: bool = True) -> None:
+        """`waits`: blocks wait for peers or for one another, so all must be resident at once."""
+        _check(function, shape, params, waits)
+        super().__init__(function, shape, early=False)
+        self.shape = shape
+        self.params = params
+        self.fields: Any = params.packed()
+        self.sms = min(shape.blocks, function.gpu.sms)
+        """SMs that the launch occupies: blocks go to SMs without a block, as long as there are any."""
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.fields))
+        self._pointers_at = ctypes.addressof(self._pointers)
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue on a stream, given as a number (`torch.cuda.Stream.cuda_stream`)."""
+        with self.lock:
+            self._enqueue(stream, self._pointers_at)
+
+
+class SizedLaunch(_Enqueuer):
+    """A kernel whose blocks wait for nothing, so that each call gives the shape. The parameters belong to the caller.
+
+    `early`: the kernel may begin before the one before it in the stream has ended; it waits for that by
+    ptx::wait_for_kernel_before.
+    """
+
+    def __init__(self, function: Function, *, early: bool = False) -> None:
+        super().__init__(function, Shape(1, 1), early)
+
+    def check(self, shape: Shape, params: Params) -> None:
+        """Raise unless the kernel takes this shape and these parameters."""
+        _check(self.function, shape, params, False)
+
+    def enqueue(self, stream: int, pointers_at: int, blocks: int, block: tuple[int, int]) -> None:
+        """Launch blocks of so many threads and shared bytes, which are checked. The caller holds the lock."""
+        if blocks != self._blocks:
+            self._config.gridDimX = self._blocks = blocks
+        if block != self._block:
+            self._config.blockDimX, self._config.sharedMemBytes = block
+            self._block = block
+        self._enqueue(stream, pointers_at)
+
+
+def _check(function: Function, shape: Shape, params: Params, waits: bool, /) -> None:
     name = function.name
     if type(params) not in function.source.structs:
         known = ", ".join(struct.__name__ for struct in function.source.structs) or "none"

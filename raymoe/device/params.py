@@ -20,6 +20,7 @@ raymoe.errors.ConfigError: Inner.flag is 4294967296; it holds 0 to 4294967295
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,27 @@ class Params:
             if issubclass(kind, Params):
                 found |= {f"{name}.{inner}": begin + offset for inner, offset in kind.offsets().items()}
         return found
+
+    @classmethod
+    def place(cls, name: str) -> tuple[int, int]:
+        """The offset and the bytes of a field by its path, which may go through inner structs and arrays.
+
+        >>> Watched = dataclass(frozen=True)(type("Watched", (Params,), {"__annotations__": {"at": U64, "bytes": U32}}))
+        >>> pair = Annotated[tuple[Watched, ...], Watched.array(2)]
+        >>> Both = dataclass(frozen=True)(type("Both", (Params,), {"__annotations__": {"first": U64, "watched": pair}}))
+        >>> Both.place("first"), Both.place("watched[1].bytes")
+        ((0, 8), (32, 4))
+        """
+        ctype: Any = cls._struct
+        offset = 0
+        for step in re.findall(r"\w+", name):
+            if issubclass(ctype, ctypes.Array):
+                ctype = ctype._type_
+                offset += int(step) * ctypes.sizeof(ctype)
+            else:
+                offset += getattr(ctype, step).offset
+                ctype = dict(ctype._fields_)[step]
+        return offset, ctypes.sizeof(ctype)
 
     @classmethod
     def layout_check(cls) -> str:

@@ -2,31 +2,38 @@
 
 kernels/include/raymoe/pipe/pipe.cuh has the pipeline of all these kernels.
 
-Each kernel has a dataclass with its tensors. `rms_norm(call)` checks them and launches on the current stream.
-`rms_norm_call(call, limits)` only computes source, shape and parameters, so a test can run them elsewhere.
+Each kernel has a dataclass with its tensors. `rms_norm_call(call, limits)` checks them and computes source, shape and
+parameters. `rms_norm(call)` launches on the current stream. It does all that only for the first call with tensors of a
+kind; others set addresses and the number of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import F32, U32, Address, Params
-from raymoe.device.pipe_launch import KernelCall, launch
-from raymoe.device.pipe_shape import Limits, RowWork, row_shape
+from raymoe.device.pipe_launch import KernelCall, PreparedRows, device_of
+from raymoe.device.pipe_shape import NO_LIMITS, Limits, RowWork, row_breaks, row_shape
 from raymoe.device.pipe_tensors import (
+    SCALES,
     STRUCTS,
     PipeFp8,
     PipeRows,
     PipeWork,
+    addresses_of,
+    as_matrix,
     check_hidden,
     fp8_of,
     in_stage,
     one_dtype,
     registers_of,
     row_type,
+    rows_in,
     rows_of,
+    scales_of,
     vector_of,
     work_of,
 )
@@ -52,11 +59,11 @@ class NormParams(Params):
     fp8: PipeFp8
 
 
-# The calls. All tensors are of two dimensions, rows x hidden, with elements of a row one behind the other. The rows of
-# a tensor may be any multiple of 16 bytes apart.
+# The calls. Tensors are [..., H] and contiguous, or [T, H] with the elements of a row adjacent and rows any multiple of
+# 16 bytes apart. The dataclasses are not frozen: that would cost an eager call 1 us.
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RmsNorm:
     """y = x / sqrt(mean(x^2) + eps) * weight; with a residual, x + residual takes the place of x and is stored too.
 
@@ -73,7 +80,7 @@ class RmsNorm:
     residual_out: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LayerNorm:
     """y = (x - mean) / sqrt(variance + eps) * weight + bias. `scales` as in `RmsNorm`; `bias` None: no bias."""
 
@@ -85,26 +92,66 @@ class LayerNorm:
     scales: torch.Tensor | None = None
 
 
-def rms_norm(call: RmsNorm, limits: Limits | None = None) -> None:
+def rms_norm(call: RmsNorm, limits: Limits = NO_LIMITS) -> None:
     """Launch kernels/rms_norm.cu on the current stream."""
-    limits = limits or Limits()
-    launch(rms_norm_call(call, limits), limits.sms, call.x.device)
+    rows: tuple[torch.Tensor, ...] = (call.x, call.out)
+    if call.residual is not None and call.residual_out is not None:
+        rows = (call.x, call.out, call.residual, call.residual_out)
+    elif call.residual is not call.residual_out:
+        raise _half_of_residual()
+    _launch(rms_norm_call, call, limits, rows, (call.weight,))
 
 
-def layer_norm(call: LayerNorm, limits: Limits | None = None) -> None:
+def layer_norm(call: LayerNorm, limits: Limits = NO_LIMITS) -> None:
     """Launch kernels/layer_norm.cu on the current stream."""
-    limits = limits or Limits()
-    launch(layer_norm_call(call, limits), limits.sms, call.x.device)
+    vectors = (call.weight,) if call.bias is None else (call.weight, call.bias)
+    _launch(layer_norm_call, call, limits, (call.x, call.out), vectors)
+
+
+def _launch(
+    make: Callable[[Any, Limits], KernelCall],
+    call: RmsNorm | LayerNorm,
+    limits: Limits,
+    rows: tuple[torch.Tensor, ...],
+    vectors: tuple[torch.Tensor, ...],
+) -> None:
+    x, scales = call.x, call.scales
+    count, hidden = rows_in(x), x.shape[-1]
+    kind: list[Any] = [make, limits.key, call.eps, hidden]
+    values = addresses_of(vectors, rows, kind)
+    if scales is not None and values is not None:
+        values += scales_of(scales, kind)
+    device, key = device_of(x.get_device()), tuple(kind)
+    prepared = None if values is None else device.find(key, count)
+    if prepared is None or values is None:
+        made = make(call, limits)
+        if values is None or not made.tiles:  # a row of 8-bit floats needs less alignment
+            device.run(made, limits.sms)
+            return
+        names = (*VECTORS[: len(vectors)], *(ROWS if scales is None else FP8_ROWS)[: len(rows)])
+        prepared = PreparedRows(device, made, limits.sms, names if scales is None else (*names, *SCALES))
+        device.keep(key, count, made.breaks, prepared)
+    prepared.of_rows(count, values)
+
+
+VECTORS = ("weight", "bias")
+ROWS = ("inputs[0].at", "outputs[0].at", "inputs[1].at", "outputs[1].at")
+FP8_ROWS = ("inputs[0].at", "fp8.values", "inputs[1].at", "outputs[1].at")
+"""The parameters that each call sets."""
 
 
 def rms_norm_call(call: RmsNorm, limits: Limits) -> KernelCall:
     """The kernel, shape and parameters of `rms_norm`."""
     if (call.residual is None) != (call.residual_out is None):
-        raise ConfigError("rms_norm with a residual needs both the residual and a tensor for x + residual")
+        raise _half_of_residual()
     added = [] if call.residual is None or call.residual_out is None else [call.residual, call.residual_out]
     inputs, outputs = [call.x, *added[:1]], [call.out, *added[1:]]
     norm = _Norm("rms_norm", inputs, outputs, call.weight, None, call.scales, call.eps)
     return norm.call(limits, _switches(ADD=bool(added)))
+
+
+def _half_of_residual() -> ConfigError:
+    return ConfigError("rms_norm with a residual needs both the residual and a tensor for x + residual")
 
 
 def layer_norm_call(call: LayerNorm, limits: Limits) -> KernelCall:
@@ -129,21 +176,22 @@ class _Norm:
     eps: float
 
     def call(self, limits: Limits, defines: tuple[tuple[str, str], ...]) -> KernelCall:
-        x, vectors = self.inputs[0], [each for each in (self.weight, self.bias) if each is not None]
+        inputs, given = [*map(as_matrix, self.inputs)], [*map(as_matrix, self.outputs)]
+        x, vectors = inputs[0], [each for each in (self.weight, self.bias) if each is not None]
         rows, hidden, quantised = *x.shape, self.scales is not None
         one_dtype(vectors)
-        one_dtype([*self.inputs, *self.outputs[quantised:]])
+        one_dtype([*inputs, *given[quantised:]])
         registers = registers_of(x) + sum(map(registers_of, vectors))
-        eight_bytes = len(self.inputs) * 8 * x.element_size()
-        work = RowWork(rows, check_hidden(hidden), eight_bytes, len(self.inputs), registers, quantised=quantised)
+        eight_bytes = len(inputs) * 8 * x.element_size()
+        work = RowWork(rows, check_hidden(hidden), eight_bytes, len(inputs), registers, quantised=quantised)
         work = replace(work, biased=self.bias is not None)
         shape = row_shape(work, limits)
-        placed = in_stage(self.inputs, shape)
+        placed = in_stage(inputs, shape)
         outputs = [
             PipeRows() if quantised and i == 0 else rows_of(out, "an output", x.shape, at.offset)
-            for i, (out, at) in enumerate(zip(self.outputs, placed, strict=True))
+            for i, (out, at) in enumerate(zip(given, placed, strict=True))
         ]
-        fp8 = PipeFp8() if self.scales is None else fp8_of(self.outputs[0], self.scales, x.shape)
+        fp8 = PipeFp8() if self.scales is None else fp8_of(given[0], self.scales, x.shape)
         tiles = work_of(shape, rows, hidden)
         addresses = [vector_of(each, hidden, "a weight or bias") for each in vectors]
         params = NormParams(addresses[0], sum(addresses[1:]), self.eps, 0, placed, tuple(outputs), tiles, fp8)
@@ -154,4 +202,4 @@ class _Norm:
             *((("BIAS", "1"),) if self.bias is not None else ()),
         )
         source = KernelSource(self.stem, (NormParams, *STRUCTS), (*types, *shape.defines, *switches))
-        return KernelCall.of(source, shape, params, tiles.tiles)
+        return KernelCall.of(source, shape, params, tiles.tiles, row_breaks(work, limits))

@@ -184,6 +184,14 @@ class Limits:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it is at least 1")
 
+    @property
+    def key(self) -> tuple[int | None, int | None, Loading | None]:
+        """The same values as a tuple, whose hash costs less."""
+        return self.sms, self.stages, self.loading
+
+
+NO_LIMITS = Limits()
+
 
 @dataclass(frozen=True)
 class RowWork:
@@ -459,3 +467,38 @@ def _divided(most_groups: int, fitting: int, asked: int | None, deepest: int, le
     stages = min(asked, fitting)
     shares = [each for each in range(1, most_groups + 1) if stages % each == 0]
     return max(each for each in shares if each == 1 or stages >= least * each), stages
+
+
+# Numbers of rows with one shape.
+
+
+def row_breaks(work: RowWork, limits: Limits) -> tuple[int, ...]:
+    """The numbers of rows from which on `row_shape` may choose another shape; between two it chooses the same one.
+
+    >>> breaks = row_breaks(RowWork(4096, hidden=7168, eight_bytes=16, registers=8), Limits())
+    >>> {ALONE_ROWS + 1, FEW_ROWS + 1, PIPED_ROWS + 1} <= set(breaks)
+    True
+    """
+    most = TILE_BYTES // work.row_bytes
+    tile_rows = max(1, most)
+    fitting = (SHARED_BYTES - 2048) // (tile_rows * work.row_bytes + STAGE_WORDS_BYTES)
+    turns = [DYNAMIC_TURNS * stages * tile_rows * _sms(limits) for stages in range(1, fitting + 1)]
+    return _breaks(most, limits, (PIPED_ROWS + 1, ALONE_ROWS + 1, MANY_GRADIENT_ROWS, *turns))
+
+
+def piece_breaks(work: RowWork, limits: Limits) -> tuple[int, ...]:
+    """The same of `piece_shape`.
+
+    >>> piece_breaks(RowWork(4096, 2048, eight_bytes=32), Limits()), piece_breaks(RowWork(9, 512, 32), Limits())[:3]
+    ((2, 513), (2, 3, 4))
+    """
+    eights = PIECE * (CONSUMER_WARPS if limits.stages else 1)
+    return _breaks(eights // (work.hidden // 8), limits, ())
+
+
+def _breaks(most_tile_rows: int, limits: Limits, more: tuple[int, ...]) -> tuple[int, ...]:
+    """All breaks. Fewer rows than a tile could hold make a tile of their own size, and one row has no stride."""
+    few = [FEW_ROWS + 1]
+    if limits.sms is not None:
+        few += [limits.sms + 1, FEW_ROWS_OF_AN_SM * limits.sms + 1]
+    return tuple(sorted({2, *range(2, most_tile_rows + 1), *few, *more}))

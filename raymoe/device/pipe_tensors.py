@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raymoe.device.dispatch import ROW_TYPES
 from raymoe.device.params import U32, U64, Address, Params
+from raymoe.device.pipe_launch import MOST_TILES, too_many_tiles
 from raymoe.device.pipe_shape import MOST_HIDDEN, PipeShape
 from raymoe.errors import ConfigError
 
@@ -20,7 +21,6 @@ EIGHT = 8
 """Elements that a thread moves at a time."""
 ALIGNMENT = 16
 """Bytes: bulk copies begin and end at multiples of it."""
-MOST_TILES = 2**31
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,62 @@ def work_of(shape: PipeShape, rows: int, hidden: int) -> PipeWork:
     pieces = -(-width // piece)
     tiles = -(-rows // shape.tile_rows) * pieces
     if tiles >= MOST_TILES:
-        raise ConfigError(f"{rows} rows of {hidden} elements in one call; split them: a call takes {MOST_TILES} tiles")
+        raise too_many_tiles(rows)
     return PipeWork(rows, 0, tiles, shape.tile_rows, pieces, piece, width, shape.stage_bytes)
+
+
+# What the kernels' parameters depend on, for launches that are prepared for tensors of one kind.
+
+
+SCALES = ("fp8.scales", "fp8.scale_row", "fp8.scale_block")
+
+
+def addresses_of(
+    vectors: Sequence[torch.Tensor], rows: Sequence[torch.Tensor], kind: list[Hashable]
+) -> list[int] | None:
+    """The addresses of vectors and of rows of one shape; None: one of them is not aligned.
+
+    `kind` grows by what the kernel and its parameters depend on, but for addresses and the number of rows. What calls
+    of one kind cannot differ in is not in it: `raymoe.moe` has checked the shapes.
+    """
+    addresses, bits = [], 0
+    for each in vectors:
+        at = each.data_ptr()
+        addresses.append(at)
+        bits |= at
+        kind.append(each.dtype if each.is_contiguous() else (each.dtype, each.stride()))
+    count, regular = rows[0].numel(), True
+    for each in rows:
+        at = each.data_ptr()
+        addresses.append(at)
+        bits |= at
+        kind.append(each.dtype)
+        regular = regular and each.is_contiguous() and each.numel() == count
+    if not regular:
+        # One is not contiguous, so there are at least two rows, and parameters have the strides of all.
+        kind.append(tuple((each.shape[1:], each.stride(), each.numel() == count) for each in rows))
+    return None if bits % ALIGNMENT else addresses
+
+
+def scales_of(scales: torch.Tensor, kind: list[Hashable]) -> tuple[int, int, int]:
+    """The values of SCALES, for the scales of 8-bit floats."""
+    kind.append((scales.dtype, scales.shape[1:]))
+    row, block = scales.stride()
+    return scales.data_ptr(), 4 * row, 4 * block
+
+
+def rows_in(tensor: torch.Tensor) -> int:
+    """The number of rows of a tensor [..., H]."""
+    return tensor.shape[0] if tensor.dim() == 2 else tensor.numel() // max(1, tensor.shape[-1])
+
+
+def as_matrix(rows: torch.Tensor) -> torch.Tensor:
+    """View rows of any number of dimensions as [T, H]. More than two dimensions are contiguous."""
+    if rows.dim() == 2:
+        return rows
+    if not rows.is_contiguous() or not rows.dim():
+        raise ConfigError(f"a tensor of shape {list(rows.shape)} is not contiguous; make it so, or [T, H]")
+    return rows.view(-1, rows.shape[-1])
 
 
 def rows_of(tensor: torch.Tensor, name: str, shape: Sequence[int], offset: int = 0) -> PipeRows:
@@ -154,11 +208,12 @@ def fp8_of(values: torch.Tensor, scales: torch.Tensor, shape: Sequence[int]) -> 
         raise ConfigError(
             f"fp8 values are {values.dtype} {tuple(values.shape)}; float8_e4m3fn {tuple(shape)} is needed"
         )
-    if values.data_ptr() % EIGHT or values.stride(0) % EIGHT:
+    stride = values.stride(0) if shape[0] > 1 else shape[1]
+    if values.data_ptr() % EIGHT or stride % EIGHT:
         raise ConfigError(
             f"fp8 values begin at {values.data_ptr():#x}; rows of them must begin at multiples of {EIGHT}"
         )
     if scales.dtype != torch.float32 or tuple(scales.shape) != blocks:
         raise ConfigError(f"scales are {scales.dtype} {tuple(scales.shape)}; float32 {blocks} is needed")
     row, block = (4 * stride for stride in scales.stride())
-    return PipeFp8(values.data_ptr(), values.stride(0), scales.data_ptr(), row, block)
+    return PipeFp8(values.data_ptr(), stride, scales.data_ptr(), row, block)

@@ -1,13 +1,14 @@
-"""Launch kernels/router.cu, which chooses the experts of each token, and router_sums.cu, which adds up their load."""
+"""Launch kernels/router.cu, which chooses the experts of each token, router_backward.cu and router_sums.cu."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import F32, U32, Address, Params
-from raymoe.device.pipe_launch import KernelCall, launch
+from raymoe.device.pipe_launch import KernelCall, Prepared, device_of
 from raymoe.device.pipe_tensors import row_type
 from raymoe.errors import ConfigError
 
@@ -46,9 +47,12 @@ class Choosing:
     topk_groups: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Route:
-    """logits[T, E] of any dtype, contiguous; bias[E] float32; topk_idx[T, K] int64; topk_weights[T, K] float32."""
+    """logits[T, E] of any dtype, contiguous; bias[E] float32; topk_idx[T, K] int64; topk_weights[T, K] float32.
+
+    `differentiable` also loads the kernel of the gradient, which a capture of the backward pass could not.
+    """
 
     choosing: Choosing
     logits: torch.Tensor
@@ -56,6 +60,7 @@ class Route:
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
     scale: float = 1.0
+    differentiable: bool = False
 
 
 def experts_per_lane(choosing: Choosing, item: int) -> int | None:
@@ -82,6 +87,7 @@ def experts_per_lane(choosing: Choosing, item: int) -> int | None:
     return each if least <= each <= MOST_PER_LANE and loaded else None
 
 
+@functools.lru_cache(maxsize=256)
 def takes(choosing: Choosing, item: int) -> bool:
     """Whether the kernel makes this choice from logits of so many bytes."""
     return choosing.topk <= MOST_TOPK and experts_per_lane(choosing, item) is not None
@@ -92,11 +98,7 @@ def route_call(call: Route) -> KernelCall:
     choosing, (tokens, experts) = call.choosing, call.logits.shape
     each = experts_per_lane(choosing, call.logits.element_size())
     if each is None or choosing.topk > MOST_TOPK or experts != choosing.experts:
-        raise ConfigError(
-            f"a router over {choosing.experts} experts in {choosing.groups} groups, top {choosing.topk}, of logits "
-            f"{list(call.logits.shape)} in {call.logits.dtype}; the kernel takes up to {LANES * MOST_PER_LANE} experts "
-            f"and top {MOST_TOPK}"
-        )
+        raise _not_taken(choosing, call.logits)
     defines = {
         "EXPERTS": experts,
         "PER_LANE": each,
@@ -116,12 +118,123 @@ def route_call(call: Route) -> KernelCall:
         call.logits.data_ptr(), bias, call.topk_idx.data_ptr(), call.topk_weights.data_ptr(), tokens, call.scale
     )
     warps = 1 if tokens <= FEW_TOKENS else WARPS
-    return KernelCall(source, LANES * warps, 0, params, tokens, warps, blocks_of_sm=0)
+    return KernelCall(source, LANES * warps, 0, params, tokens, warps, blocks_of_sm=0, breaks=(FEW_TOKENS + 1,))
+
+
+def _not_taken(choosing: Choosing, logits: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"a router over {choosing.experts} experts in {choosing.groups} groups, top {choosing.topk}, of logits "
+        f"{list(logits.shape)} in {logits.dtype}; the kernel takes up to {LANES * MOST_PER_LANE} experts "
+        f"and top {MOST_TOPK}"
+    )
 
 
 def route(call: Route) -> None:
     """Launch kernels/router.cu on the current stream."""
-    launch(route_call(call), None, call.logits.device)
+    logits, bias = call.logits, call.bias
+    tokens = len(logits)
+    kind = "router", call.choosing, call.scale, logits.dtype, logits.shape[1], bias is None, call.differentiable
+    device = device_of(logits.get_device())
+    prepared = device.find(kind, tokens)
+    if prepared is None:
+        made = route_call(call)
+        if not made.tiles:
+            return
+        if call.differentiable:
+            device.launch(_backward_source(call.choosing, logits), early=False)
+        prepared = Prepared(device, made, None, ROUTE if bias is None else (*ROUTE, "bias"))
+        device.keep(kind, tokens, made.breaks, prepared)
+    addresses = [tokens, logits.data_ptr(), call.topk_idx.data_ptr(), call.topk_weights.data_ptr()]
+    if bias is not None:
+        addresses.append(bias.data_ptr())
+    prepared(tokens, addresses)
+
+
+ROUTE = ("tokens", "logits", "topk_idx", "topk_weights")
+"""The parameters that each call sets."""
+
+
+# Gradients.
+
+
+@dataclass(frozen=True)
+class RouterBackwardParams(Params):
+    """The parameters of kernels/router_backward.cu."""
+
+    dweights: Address
+    logits: Address
+    topk_idx: Address
+    dlogits: Address
+    tokens: U32
+    scale: F32
+
+
+@dataclass(slots=True)
+class RouteBackward:
+    """The gradient of logits[T, E] from dweights[T, K] float32 and topk_idx[T, K] int64, all contiguous.
+
+    `dlogits` has the dtype of the logits. The groups and the bias of the choice have no part in it.
+    """
+
+    choosing: Choosing
+    dweights: torch.Tensor
+    logits: torch.Tensor
+    topk_idx: torch.Tensor
+    dlogits: torch.Tensor
+    scale: float = 1.0
+
+
+def route_backward_call(call: RouteBackward) -> KernelCall:
+    """The kernel, shape and parameters of `route_backward`."""
+    tokens, source = len(call.logits), _backward_source(call.choosing, call.logits)
+    params = RouterBackwardParams(
+        call.dweights.data_ptr(),
+        call.logits.data_ptr(),
+        call.topk_idx.data_ptr(),
+        call.dlogits.data_ptr(),
+        tokens,
+        call.scale,
+    )
+    warps = 1 if tokens <= FEW_TOKENS else WARPS
+    return KernelCall(source, LANES * warps, 0, params, tokens, warps, blocks_of_sm=0, breaks=(FEW_TOKENS + 1,))
+
+
+def _backward_source(choosing: Choosing, logits: torch.Tensor) -> KernelSource:
+    each = experts_per_lane(choosing, logits.element_size())
+    if each is None or choosing.topk > MOST_TOPK or logits.shape[1] != choosing.experts:
+        raise _not_taken(choosing, logits)
+    defines = {
+        "EXPERTS": choosing.experts,
+        "PER_LANE": each,
+        "LOGIT_TYPE": row_type(logits),
+        "TOPK": choosing.topk,
+        "SCORE": choosing.score.upper(),
+    }
+    if choosing.normalise and choosing.score != "chosen":
+        defines["NORMALISED"] = 1
+    named = tuple((name, str(value)) for name, value in defines.items())
+    return KernelSource("router_backward", (RouterBackwardParams,), named)
+
+
+def route_backward(call: RouteBackward) -> None:
+    """Launch kernels/router_backward.cu on the current stream."""
+    logits = call.logits
+    tokens = len(logits)
+    kind = "router_backward", call.choosing, call.scale, logits.dtype, logits.shape[1]
+    device = device_of(logits.get_device())
+    prepared = device.find(kind, tokens)
+    if prepared is None:
+        made = route_backward_call(call)
+        if not made.tiles:
+            return
+        prepared = Prepared(device, made, None, ROUTE_BACKWARD)
+        device.keep(kind, tokens, made.breaks, prepared)
+    tensors = call.dweights, logits, call.topk_idx, call.dlogits
+    prepared(tokens, (tokens, *(each.data_ptr() for each in tensors)))
+
+
+ROUTE_BACKWARD = ("tokens", "dweights", "logits", "topk_idx", "dlogits")
+"""The parameters that each call sets."""
 
 
 # Sums over tokens.
@@ -142,7 +255,7 @@ class RouterSumsParams(Params):
     run: U32
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RouterSums:
     """logits[T, E] of any dtype and topk_idx[T, K] int64, contiguous; a row of score_sums (float32) and of load (int32)
     for each run of tokens. The sums over these rows are the results.
@@ -188,4 +301,21 @@ def sums_call(call: RouterSums) -> KernelCall:
 
 def router_sums(call: RouterSums) -> None:
     """Launch kernels/router_sums.cu on the current stream."""
-    launch(sums_call(call), None, call.logits.device)
+    logits, topk_idx, score_sums, load = call.logits, call.topk_idx, call.score_sums, call.load
+    (tokens, experts), (runs, run) = logits.shape, runs_of(len(logits))
+    shapes = score_sums.shape == (runs, experts), load.shape == (runs, experts)
+    kind = "router_sums", call.sigmoid, logits.dtype, experts, topk_idx.shape[1], shapes
+    device = device_of(logits.get_device())
+    prepared = device.find(kind, tokens)
+    if prepared is None:
+        made = sums_call(call)
+        if not made.tiles:
+            return
+        prepared = Prepared(device, made, None, ROUTER_SUMS)
+        device.keep(kind, tokens, made.breaks, prepared)
+    addresses = logits.data_ptr(), topk_idx.data_ptr(), score_sums.data_ptr(), load.data_ptr()
+    prepared(runs, (tokens, run, *addresses))
+
+
+ROUTER_SUMS = ("tokens", "run", "logits", "topk_idx", "score_sums", "load")
+"""The parameters that each call sets."""

@@ -16,7 +16,7 @@ TOGETHER = 16384
 
 class _OfThread(threading.local):
     def __init__(self) -> None:
-        self.counters: dict[tuple[int, int], int] = {}
+        self.counters: dict[tuple[int, int, int], int] = {}
 
 
 class TileCounters:
@@ -25,23 +25,29 @@ class TileCounters:
     Launches that may run at the same time must not share one:
 
     - the eager launches of a stream run one after the other, so they share one;
+    - a new stream can have the number of a destroyed one whose launches still run, so its counter goes by the stream's
+      id, which the driver gives only once;
     - a captured launch runs whenever its graph is replayed, so it has one of its own, for the life of the process.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._free: list[int] = []
-        self._of_streams: dict[int, int] = {}
+        self._of_streams: dict[int, tuple[int, int]] = {}
+        """The id and the counter of each stream, by the number of the stream."""
         self._of_thread = _OfThread()
 
     def of_stream(self, stream: int) -> int:
         """Return the address of the counter of a stream's eager launches."""
+        stream_id = self._stream_id(stream)
         if stream > LAST_DEFAULT_STREAM:
-            if stream not in self._of_streams:
-                self._of_streams[stream] = self.new()
-            return self._of_streams[stream]
+            known_id, counter = self._of_streams.get(stream, (None, 0))
+            if known_id != stream_id:
+                counter = self.new()
+                self._of_streams[stream] = stream_id, counter
+            return counter
         # Each green context has default streams of these numbers, and one of them is another stream in each thread.
-        known, key = self._of_thread.counters, (stream, self._gpu.green_context())
+        known, key = self._of_thread.counters, (stream, stream_id, self._context_id())
         if key not in known:
             known[key] = self.new()
         return known[key]
@@ -52,6 +58,17 @@ class TileCounters:
             begin = self._allocated(SPACING * TOGETHER)
             self._free = [begin + SPACING * index for index in reversed(range(TOGETHER))]
         return self._free.pop()
+
+    def _stream_id(self, stream: int) -> int:
+        if self._gpu.is_current():
+            return int(call("cuStreamGetId", stream))
+        with self._gpu.current_for(stream):  # a default stream belongs to the current context
+            return int(call("cuStreamGetId", stream))
+
+    def _context_id(self) -> int:
+        """The id of the calling thread's context if it is another context of this GPU, else 0."""
+        green = self._gpu.green_context()
+        return int(call("cuCtxGetId", green)) if green else 0
 
     def _allocated(self, nbytes: int) -> int:
         with self._gpu.current(), relaxed_capture_mode():

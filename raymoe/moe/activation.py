@@ -9,9 +9,9 @@ from torch import Tensor
 
 import raymoe.moe.formulas as formulas
 import raymoe.moe.kernels as kernels
-from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
-from raymoe.moe.arguments import Plain, Quantised, ResultForm, check_rows, refuse_gradient
+from raymoe.moe.arguments import Plain, Quantised, ResultForm, check_rows, form_of, refuse_gradient
+from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.moe.norm import check_columns
 from raymoe.moe.quantised import quantised
 from raymoe.moe.results import new_halved, new_like, new_quantised
@@ -41,22 +41,29 @@ def swiglu(
     >>> swiglu(torch.tensor([[0.0, 1.0, 7.0, 2.0]]), weights=torch.tensor([0.5]))
     tensor([[0.0000, 0.7311]])
     """
-    form = ResultForm(**options)
+    form = form_of(options)
     check_rows("swiglu", "gate_up", gate_up)
     if gate_up.shape[-1] % 2:
         raise ConfigError(f"swiglu: gate_up has rows of {gate_up.shape[-1]}; gate and up together are an even number")
     if expert_offsets is not None:
         _check_offsets(gate_up, expert_offsets)
     check_columns("swiglu", gate_up, form)
+    tensors = [each for each in (gate_up, expert_offsets, weights) if each is not None]
     if weights is not None:
         _check_weights(gate_up, weights, form)
-        weighted: Tensor = _weighted_swiglu(gate_up, weights, expert_offsets, form.sms)
-        return weighted
+    direct = directly(*tensors)
     if form.quantised:
         refuse_gradient("swiglu", gate_up)
-        pair: tuple[Tensor, Tensor] = _swiglu_fp8(gate_up, expert_offsets, form.column, form.sms)
+        compute = _compute_swiglu_fp8 if direct else _swiglu_fp8
+        pair: tuple[Tensor, Tensor] = compute(gate_up, expert_offsets, form.column, form.sms)
         return pair
-    y: Tensor = _swiglu(gate_up, expert_offsets, form.sms)
+    y: Tensor
+    if direct and needs_gradient(*tensors):
+        y = _Swiglu.of(gate_up, weights, expert_offsets, form.sms)
+    elif weights is None:
+        y = (_compute_swiglu if direct else _swiglu)(gate_up, expert_offsets, form.sms)
+    else:
+        y = (_compute_weighted_swiglu if direct else _weighted_swiglu)(gate_up, weights, expert_offsets, form.sms)
     return y
 
 
@@ -88,10 +95,9 @@ def _check_weights(gate_up: Tensor, weights: object, form: ResultForm) -> None:
         )
 
 
-@torch.library.custom_op("raymoe::swiglu", mutates_args=())
-def _swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+def _compute_swiglu(gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
     if kernels.takes(gate_up):
-        return kernels.swiglu(gate_up, offsets, Limits(sms))
+        return kernels.swiglu(gate_up, offsets, kernels.limits_of(sms))
     y = new_halved(gate_up)
     valid = _valid_rows(gate_up, offsets)
     y[:valid] = formulas.swiglu(gate_up[:valid])
@@ -112,19 +118,24 @@ def _zero_rest(rows: Tensor, valid: int | None) -> Tensor:
     return rows
 
 
+_swiglu = torch.library.custom_op("raymoe::swiglu", _compute_swiglu, mutates_args=())
+
+
 @_swiglu.register_fake
 def _(gate_up: Tensor, *_: object) -> Tensor:
     return new_halved(gate_up)
 
 
-@torch.library.custom_op("raymoe::swiglu_backward", mutates_args=())
-def _swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+def _compute_swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
     if kernels.takes(gate_up):
-        return kernels.swiglu_backward(dy, gate_up, offsets, Limits(sms))
+        return kernels.swiglu_backward(dy, gate_up, offsets, kernels.limits_of(sms))
     into = new_like(gate_up)
     valid = _valid_rows(gate_up, offsets)
     into[:valid] = formulas.swiglu_backward(dy[:valid], gate_up[:valid])
     return _zero_rest(into, valid)
+
+
+_swiglu_backward = torch.library.custom_op("raymoe::swiglu_backward", _compute_swiglu_backward, mutates_args=())
 
 
 @_swiglu_backward.register_fake
@@ -139,7 +150,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gate_up, offsets = ctx.saved_tensors
-    return _swiglu_backward(dy, gate_up, offsets, ctx.sms), None, None
+    return _swiglu_gradient(dy, gate_up, offsets, ctx.sms), None, None
+
+
+def _swiglu_gradient(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+    direct = backward_directly(dy, gate_up)
+    gradient: Tensor = (_compute_swiglu_backward if direct else _swiglu_backward)(dy, gate_up, offsets, sms)
+    return gradient
 
 
 _swiglu.register_autograd(_differentiate, setup_context=_keep)
@@ -148,10 +165,9 @@ _swiglu.register_autograd(_differentiate, setup_context=_keep)
 # With a weight for each row.
 
 
-@torch.library.custom_op("raymoe::weighted_swiglu", mutates_args=())
-def _weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
+def _compute_weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None) -> Tensor:
     if kernels.takes(gate_up):
-        return kernels.weighted_swiglu(gate_up, weights, offsets, Limits(sms))
+        return kernels.weighted_swiglu(gate_up, weights, offsets, kernels.limits_of(sms))
     y = new_halved(gate_up)
     valid = _valid_rows(gate_up, offsets)
     there = ... if valid is None else slice(valid)
@@ -159,22 +175,29 @@ def _weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, s
     return _zero_rest(y, valid)
 
 
+_weighted_swiglu = torch.library.custom_op("raymoe::weighted_swiglu", _compute_weighted_swiglu, mutates_args=())
+
+
 @_weighted_swiglu.register_fake
 def _(gate_up: Tensor, *_: object) -> Tensor:
     return new_halved(gate_up)
 
 
-@torch.library.custom_op("raymoe::weighted_swiglu_backward", mutates_args=())
-def _weighted_swiglu_backward(
+def _compute_weighted_swiglu_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None
 ) -> tuple[Tensor, Tensor]:
     if kernels.takes(gate_up):
-        return kernels.weighted_swiglu_backward(dy, gate_up, weights, offsets, Limits(sms))
+        return kernels.weighted_swiglu_backward(dy, gate_up, weights, offsets, kernels.limits_of(sms))
     into, d_weights = new_like(gate_up), new_like(weights)
     valid = _valid_rows(gate_up, offsets)
     there = ... if valid is None else slice(valid)
     into[there], d_weights[there] = formulas.weighted_swiglu_backward(dy[there], gate_up[there], weights[there])
     return _zero_rest(into, valid), _zero_rest(d_weights, valid)
+
+
+_weighted_swiglu_backward = torch.library.custom_op(
+    "raymoe::weighted_swiglu_backward", _compute_weighted_swiglu_backward, mutates_args=()
+)
 
 
 @_weighted_swiglu_backward.register_fake
@@ -189,25 +212,54 @@ def _keep_weighted(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  
 
 def _differentiate_weighted(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gate_up, weights, offsets = ctx.saved_tensors
-    d_gate_up, d_weights = _weighted_swiglu_backward(dy, gate_up, weights, offsets, ctx.sms)
-    return d_gate_up, d_weights, None, None
+    return *_weighted_gradients(dy, gate_up, weights, offsets, ctx.sms), None, None
+
+
+def _weighted_gradients(
+    dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, sms: int | None
+) -> tuple[Tensor, Tensor]:
+    direct = backward_directly(dy, gate_up, weights)
+    compute = _compute_weighted_swiglu_backward if direct else _weighted_swiglu_backward
+    gradients: tuple[Tensor, Tensor] = compute(dy, gate_up, weights, offsets, sms)
+    return gradients
 
 
 _weighted_swiglu.register_autograd(_differentiate_weighted, setup_context=_keep_weighted)
 
 
+class _Swiglu(Computation):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, offsets: Tensor | None, sms: int | None) -> Tensor:
+        ctx.save_for_backward(gate_up, weights, offsets)
+        ctx.sms = sms
+        if weights is None:
+            return _compute_swiglu(gate_up, offsets, sms)
+        return _compute_weighted_swiglu(gate_up, weights, offsets, sms)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        gate_up, weights, offsets = ctx.saved_tensors
+        if weights is None:
+            return _swiglu_gradient(dy, gate_up, offsets, ctx.sms), None, None, None
+        return *_weighted_gradients(dy, gate_up, weights, offsets, ctx.sms), None, None
+
+
 # As 8-bit floats.
 
 
-@torch.library.custom_op("raymoe::swiglu_fp8", mutates_args=())
-def _swiglu_fp8(gate_up: Tensor, offsets: Tensor | None, column: bool, sms: int | None) -> tuple[Tensor, Tensor]:
+def _compute_swiglu_fp8(
+    gate_up: Tensor, offsets: Tensor | None, column: bool, sms: int | None
+) -> tuple[Tensor, Tensor]:
     if kernels.takes(gate_up):
-        return kernels.swiglu_fp8(gate_up, offsets, column, Limits(sms))
+        return kernels.swiglu_fp8(gate_up, offsets, column, kernels.limits_of(sms))
     valid = _valid_rows(gate_up, offsets)
     rows = formulas.swiglu(gate_up[:valid])
     if valid is not None:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, gate_up.shape[0] - valid))
     return quantised(rows, column)
+
+
+_swiglu_fp8 = torch.library.custom_op("raymoe::swiglu_fp8", _compute_swiglu_fp8, mutates_args=())
 
 
 @_swiglu_fp8.register_fake

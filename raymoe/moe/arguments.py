@@ -6,7 +6,7 @@ Rows are the last dimension of a tensor. The checks also run where torch.compile
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Required, TypedDict
+from typing import Any, Literal, Required, TypedDict
 
 import torch
 
@@ -75,6 +75,14 @@ class ResultForm:
         return self.scales == "column"
 
 
+PLAIN = ResultForm()
+
+
+def form_of(options: dict[str, Any]) -> ResultForm:
+    """The options of a call, checked."""
+    return ResultForm(**options) if options else PLAIN
+
+
 def refuse_gradient(op: str, *tensors: torch.Tensor) -> None:
     """Raise if a quantised result would have to be differentiated."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -109,7 +117,8 @@ def check_vector(op: str, name: str, found: object, x: torch.Tensor) -> None:
     """Raise unless `found` is a vector [H] on the device of x. Its dtype may be another than that of x."""
     if not isinstance(found, torch.Tensor):
         raise ConfigError(f"{op}: {name} is a {type(found).__name__}; a tensor is needed")
-    if found.dtype not in DTYPES or found.device != x.device or found.shape != x.shape[-1:]:
+    fits = found.dim() == 1 and found.shape[0] == x.shape[-1] and found.device == x.device
+    if not fits or found.dtype not in DTYPES:
         raise ConfigError(
             f"{op}: {name} is {found.dtype} of shape {list(found.shape)} on {found.device}; "
             f"{DTYPES_IN_WORDS} of shape {list(x.shape[-1:])} on {x.device} is needed"

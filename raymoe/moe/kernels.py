@@ -5,6 +5,7 @@ Each function has the arguments of the operator of its name, but takes `Limits` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,14 +23,22 @@ from raymoe.moe.router_formulas import RouterForm
 
 def takes(x: Tensor) -> bool:
     """Whether kernels do the work on this tensor: on GPUs that have bulk copies."""
-    return x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= LEAST_CAPABILITY
+    return x.is_cuda and _has_bulk_copies(x.get_device())
+
+
+@functools.cache
+def _has_bulk_copies(ordinal: int) -> bool:
+    return torch.cuda.get_device_capability(ordinal) >= LEAST_CAPABILITY
 
 
 # Tensors as kernels take them: copied only if their memory does not fit.
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """View a tensor as [T, H], with elements of a row one behind the other and rows at multiples of 16 bytes."""
+    """Return x if it is contiguous, else view it as [T, H] with the elements of a row adjacent. Rows begin at multiples
+    of 16 bytes: x is copied if they do not."""
+    if x.is_contiguous() and not x.data_ptr() % ALIGNMENT:
+        return x
     rows = x.reshape(-1, x.shape[-1])
     fits = rows.stride(1) == 1 and rows.stride(0) * rows.element_size() % ALIGNMENT == 0
     return rows if fits and rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
@@ -37,18 +46,35 @@ def as_rows(x: Tensor) -> Tensor:
 
 def as_vector(vector: Tensor) -> Tensor:
     """View a tensor as a vector that begins at a multiple of 16 bytes."""
-    fits = vector.stride(0) == 1 and vector.data_ptr() % ALIGNMENT == 0
+    fits = vector.is_contiguous() and not vector.data_ptr() % ALIGNMENT
     return vector if fits else vector.clone(memory_format=torch.contiguous_format)
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows if rows.dim() == 2 else rows.view(-1, rows.shape[-1])
+
+
+@functools.lru_cache(maxsize=256)
+def limits_of(sms: int | None) -> Limits:
+    """The limits of a call that may take so many SMs."""
+    return Limits(sms)
 
 
 # Norms.
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, limits: Limits) -> tuple[Tensor, Tensor]:
-    y, total = new_like(x), new_total(x, residual)
-    added = (None, None) if residual is None else (as_rows(residual), as_rows(total))
-    pipe.rms_norm(pipe.RmsNorm(as_rows(x), as_vector(weight), as_rows(y), eps, None, *added), limits)
+    if residual is None:
+        return plain_rms_norm(x, weight, eps, limits), new_total(x, None)
+    y, total = new_like(x), new_like(x)
+    pipe.rms_norm(pipe.RmsNorm(as_rows(x), as_vector(weight), y, eps, None, as_rows(residual), total), limits)
     return y, total
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, limits: Limits) -> Tensor:
+    y = new_like(x)
+    pipe.rms_norm(pipe.RmsNorm(as_rows(x), as_vector(weight), y, eps), limits)
+    return y
 
 
 def rms_norm_fp8(
@@ -56,19 +82,15 @@ def rms_norm_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     values, scales = new_quantised(x.shape, x.device, column)
     total = new_total(x, residual)
-    added = (None, None) if residual is None else (as_rows(residual), as_rows(total))
-    into = values.view(-1, x.shape[-1]), _flat(scales)
-    pipe.rms_norm(pipe.RmsNorm(as_rows(x), as_vector(weight), into[0], eps, into[1], *added), limits)
+    added = (None, None) if residual is None else (as_rows(residual), total)
+    call = pipe.RmsNorm(as_rows(x), as_vector(weight), values, eps, _flat(scales), *added)
+    pipe.rms_norm(call, limits)
     return values, scales, total
-
-
-def _flat(scales: Tensor) -> Tensor:
-    return scales if scales.dim() == 2 else scales.view(-1, scales.shape[-1])
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, limits: Limits) -> Tensor:
     y = new_like(x)
-    pipe.layer_norm(pipe.LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), as_rows(y), eps), limits)
+    pipe.layer_norm(pipe.LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), y, eps), limits)
     return y
 
 
@@ -76,8 +98,8 @@ def layer_norm_fp8(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, column: bool, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     values, scales = new_quantised(x.shape, x.device, column)
-    into = values.view(-1, x.shape[-1]), _flat(scales)
-    pipe.layer_norm(pipe.LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), into[0], eps, into[1]), limits)
+    call = pipe.LayerNorm(as_rows(x), as_vector(weight), as_vector(bias), values, eps, _flat(scales))
+    pipe.layer_norm(call, limits)
     return values, scales
 
 
@@ -85,9 +107,9 @@ def rms_norm_backward(
     dy: Tensor, dtotal: Tensor | None, rows: Tensor, weight: Tensor, eps: float, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     drows, dweight = new_like(rows), new_like(weight)
-    given = as_rows(dy), as_rows(rows), as_vector(weight), as_rows(drows), dweight
     added = None if dtotal is None else as_rows(dtotal)
-    pipe_backward.rms_norm_backward(pipe_backward.RmsNormBackward(*given, eps, added), limits)
+    call = pipe_backward.RmsNormBackward(as_rows(dy), as_rows(rows), as_vector(weight), drows, dweight, eps, added)
+    pipe_backward.rms_norm_backward(call, limits)
     return drows, dweight
 
 
@@ -95,8 +117,8 @@ def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, limits: Limits
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight, dbias = new_like(x), new_like(weight), new_like(weight)
-    given = as_rows(dy), as_rows(x), as_vector(weight), as_rows(dx), dweight, dbias
-    pipe_backward.layer_norm_backward(pipe_backward.LayerNormBackward(*given, eps), limits)
+    call = pipe_backward.LayerNormBackward(as_rows(dy), as_rows(x), as_vector(weight), dx, dweight, dbias, eps)
+    pipe_backward.layer_norm_backward(call, limits)
     return dx, dweight, dbias
 
 
@@ -105,46 +127,44 @@ def layer_norm_backward(
 
 def swiglu(gate_up: Tensor, offsets: Tensor | None, limits: Limits) -> Tensor:
     y = new_halved(gate_up)
-    pipe_pieces.swiglu(pipe_pieces.Swiglu(as_rows(gate_up), as_rows(y), _as_offsets(offsets)), limits)
+    pipe_pieces.swiglu(pipe_pieces.Swiglu(as_rows(gate_up), y, _as_offsets(offsets)), limits)
     return y
 
 
 def swiglu_fp8(gate_up: Tensor, offsets: Tensor | None, column: bool, limits: Limits) -> tuple[Tensor, Tensor]:
     *leading, width = gate_up.shape
     values, scales = new_quantised(torch.Size([*leading, width // 2]), gate_up.device, column)
-    into = values.view(-1, width // 2), _flat(scales)
-    pipe_pieces.swiglu(pipe_pieces.Swiglu(as_rows(gate_up), into[0], _as_offsets(offsets), into[1]), limits)
+    pipe_pieces.swiglu(pipe_pieces.Swiglu(as_rows(gate_up), values, _as_offsets(offsets), _flat(scales)), limits)
     return values, scales
 
 
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, offsets: Tensor | None, limits: Limits) -> Tensor:
-    y, by_rows = new_halved(gate_up), weights.reshape(-1).contiguous()
-    asked = pipe_pieces.Swiglu(as_rows(gate_up), as_rows(y), _as_offsets(offsets), weights=by_rows)
-    pipe_pieces.swiglu(asked, limits)
+    y = new_halved(gate_up)
+    call = pipe_pieces.Swiglu(as_rows(gate_up), y, _as_offsets(offsets), weights=weights.contiguous())
+    pipe_pieces.swiglu(call, limits)
     return y
 
 
 def weighted_swiglu_backward(
     dy: Tensor, gate_up: Tensor, weights: Tensor, offsets: Tensor | None, limits: Limits
 ) -> tuple[Tensor, Tensor]:
-    into, given = new_like(gate_up), (as_rows(dy), as_rows(gate_up))
-    offsets, by_rows = _as_offsets(offsets), weights.reshape(-1).contiguous()
-    sums = pipe_pieces.new_piece_sums(given[1], offsets, limits)
-    asked = pipe_pieces.SwigluBackward(*given, as_rows(into), offsets, by_rows, sums)
-    pipe_pieces.swiglu_backward(asked, limits)
+    into, rows, offsets = new_like(gate_up), as_rows(gate_up), _as_offsets(offsets)
+    sums = pipe_pieces.new_piece_sums(rows, offsets, limits)
+    call = pipe_pieces.SwigluBackward(as_rows(dy), rows, into, offsets, weights.contiguous(), sums)
+    pipe_pieces.swiglu_backward(call, limits)
     d_weights = sums.view(-1) if len(sums) == 1 else sums.sum(dim=0)
     return into, d_weights.view(weights.shape)
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor | None, limits: Limits) -> Tensor:
     into = new_like(gate_up)
-    asked = pipe_pieces.SwigluBackward(as_rows(dy), as_rows(gate_up), as_rows(into), _as_offsets(offsets))
-    pipe_pieces.swiglu_backward(asked, limits)
+    call = pipe_pieces.SwigluBackward(as_rows(dy), as_rows(gate_up), into, _as_offsets(offsets))
+    pipe_pieces.swiglu_backward(call, limits)
     return into
 
 
 def _as_offsets(offsets: Tensor | None) -> Tensor | None:
-    return None if offsets is None else offsets.to(torch.int32)
+    return offsets if offsets is None or offsets.dtype is torch.int32 else offsets.to(torch.int32)
 
 
 # Products of experts with few rows.
@@ -184,16 +204,22 @@ def pointwise(expression: str, names: str, inputs: Sequence[Tensor], limits: Lim
 
 def evaluated(expression: Expression, given: dict[str, Tensor], full: Tensor, limits: Limits) -> Tensor:
     """Compute an expression from inputs by name. The result is as large as `full`."""
+    return computed(code(expression), [given[name] for name in expression.names], full, limits)
+
+
+def computed(expression: str, inputs: Sequence[Tensor], full: Tensor, limits: Limits) -> Tensor:
+    """Compute an expression in C++, `code` of `raymoe.moe.operators`."""
     out = new_like(full)
-    inputs = [_as_input(given[name], full) for name in expression.names]
-    pipe_pieces.pointwise(pipe_pieces.Pointwise(code(expression), inputs, as_rows(out)), limits)
+    shape = full.shape
+    rows = [as_rows(each) if each.shape == shape else _as_spread(each, shape) for each in inputs]
+    pipe_pieces.pointwise(pipe_pieces.Pointwise(expression, rows, out), limits)
     return out
 
 
-def _as_input(tensor: Tensor, full: Tensor) -> Tensor:
-    if tensor.shape == full.shape:
-        return as_rows(tensor)
-    return as_vector(tensor) if tensor.shape == full.shape[-1:] else tensor.reshape(-1, 1)
+def _as_spread(vector: Tensor, full: torch.Size) -> Tensor:
+    if vector.shape == full[-1:]:
+        return as_vector(vector)
+    return vector if vector.is_contiguous() else vector.reshape(-1, 1)
 
 
 # Routers.
@@ -201,18 +227,33 @@ def _as_input(tensor: Tensor, full: Tensor) -> Tensor:
 
 def routes(logits: Tensor, form: RouterForm) -> bool:
     """Whether the kernel makes this choice; else the formula does."""
-    return any(router.takes(_choosing(form), item) for item in (logits.element_size(), 4))
+    choosing, item = _choosing(form), logits.element_size()
+    return router.takes(choosing, item) or router.takes(choosing, 4)
 
 
-def route(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tuple[Tensor, Tensor]:
-    """Return ids and weights."""
+def route(
+    logits: Tensor, bias: Tensor | None, form: RouterForm, *, differentiable: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return ids and weights; `differentiable`: `route_backward` will follow."""
     choosing = _choosing(form)
     logits = _as_logits(logits, choosing)
-    bias = None if bias is None else bias.float().contiguous()
-    topk_idx = logits.new_empty(len(logits), form.topk, dtype=torch.int64)
-    topk_weights = logits.new_empty(len(logits), form.topk, dtype=torch.float32)
-    router.route(router.Route(choosing, logits, bias, topk_idx, topk_weights, form.scale))
+    if bias is not None and not (bias.dtype is torch.float32 and bias.is_contiguous()):
+        bias = bias.float().contiguous()
+    size = len(logits), form.topk
+    topk_idx = logits.new_empty(size, dtype=torch.int64)
+    topk_weights = logits.new_empty(size, dtype=torch.float32)
+    router.route(router.Route(choosing, logits, bias, topk_idx, topk_weights, form.scale, differentiable))
     return topk_idx, topk_weights
+
+
+def route_backward(dweights: Tensor, logits: Tensor, topk_idx: Tensor, form: RouterForm) -> Tensor:
+    """Return the gradient of the logits."""
+    choosing = _choosing(form)
+    wide = _as_logits(logits, choosing)
+    dlogits = new_like(wide)
+    call = router.RouteBackward(choosing, dweights.contiguous(), wide, topk_idx, dlogits, form.scale)
+    router.route_backward(call)
+    return dlogits if dlogits.dtype == logits.dtype else dlogits.to(logits.dtype)
 
 
 def router_sums(logits: Tensor, topk_idx: Tensor, sigmoid: bool) -> tuple[Tensor, Tensor]:
@@ -233,5 +274,6 @@ def _as_logits(logits: Tensor, choosing: router.Choosing) -> Tensor:
     return logits if fits else logits.clone(memory_format=torch.contiguous_format)
 
 
+@functools.lru_cache(maxsize=256)
 def _choosing(form: RouterForm) -> router.Choosing:
     return router.Choosing(form.experts, form.topk, form.score, form.normalise, form.groups, form.topk_groups)

@@ -1,7 +1,8 @@
 """RMSNorm, add + RMSNorm and LayerNorm over rows, with gradients.
 
-Sums are float32 and each result is rounded once. The functions are `torch.library` operators, so that torch.compile and
-CUDA graphs take them. A backward computes the statistics of the rows again: it reads the rows in any case.
+Sums are float32 and each result is rounded once. A backward computes the statistics of the rows again: it reads the
+rows in any case. The functions are `torch.library` operators for torch.compile and other onlookers; `direct.py` says
+when they compute without.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from torch import Tensor
 
 import raymoe.moe.formulas as formulas
 import raymoe.moe.kernels as kernels
-from raymoe.device.pipe_shape import Limits
 from raymoe.errors import ConfigError
-from raymoe.moe.arguments import Plain, Quantised, ResultForm, check_like, check_rows, check_vector, refuse_gradient
+from raymoe.moe.arguments import (
+    Plain,
+    Quantised,
+    ResultForm,
+    check_like,
+    check_rows,
+    check_vector,
+    form_of,
+    refuse_gradient,
+)
+from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.moe.quantised import quantised
 from raymoe.moe.results import new_like, new_quantised, new_total
 
@@ -35,13 +45,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any) -> Te
     >>> rms_norm(torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0]), eps=0.0)
     tensor([[ 0.8485, -2.2627]])
     """
-    form = ResultForm(**options)
+    form = form_of(options)
     _check("rms_norm", x, eps, form, weight=weight)
     if form.quantised:
         refuse_gradient("rms_norm", x, weight)
-        values, scales, _ = _rms_norm_fp8(x, None, weight, eps, form.column, form.sms)
+        compute = _compute_rms_norm_fp8 if directly(x, weight) else _rms_norm_fp8
+        values, scales, _ = compute(x, None, weight, eps, form.column, form.sms)
         return values, scales
-    y: Tensor = _rms_norm(x, None, weight, eps, form.sms)[0]
+    y: Tensor
+    if not directly(x, weight):
+        y = _rms_norm(x, None, weight, eps, form.sms)[0]
+    elif needs_gradient(x, weight):
+        y = _RmsNorm.of(x, weight, eps, form.sms)
+    else:
+        y = _plain_rms_norm(x, weight, eps, form.sms)
     return y
 
 
@@ -64,14 +81,20 @@ def add_rms_norm(
     >>> y, total
     (tensor([[1., 1.]]), tensor([[2., 2.]]))
     """
-    form = ResultForm(**options)
+    form = form_of(options)
     _check("add_rms_norm", x, eps, form, weight=weight)
     check_like("add_rms_norm", "residual", residual, x, x.shape)
     if form.quantised:
         refuse_gradient("add_rms_norm", x, residual, weight)
-        values, scales, total = _rms_norm_fp8(x, residual, weight, eps, form.column, form.sms)
+        compute = _compute_rms_norm_fp8 if directly(x, residual, weight) else _rms_norm_fp8
+        values, scales, total = compute(x, residual, weight, eps, form.column, form.sms)
         return (values, scales), total
-    y, total = _rms_norm(x, residual, weight, eps, form.sms)
+    if not directly(x, residual, weight):
+        y, total = _rms_norm(x, residual, weight, eps, form.sms)
+    elif needs_gradient(x, residual, weight):
+        y, total = _AddRmsNorm.of(x, residual, weight, eps, form.sms)
+    else:
+        y, total = _compute_rms_norm(x, residual, weight, eps, form.sms)
     return y, total
 
 
@@ -89,15 +112,22 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0]), eps=0.0)
     tensor([[-1.,  7.]])
     """
-    form = ResultForm(**options)
+    form = form_of(options)
     _check("layer_norm", x, eps, form, weight=weight, bias=bias)
     if bias.dtype != weight.dtype:
         raise ConfigError(f"layer_norm: bias is {bias.dtype} and weight is {weight.dtype}; they have one dtype")
     if form.quantised:
         refuse_gradient("layer_norm", x, weight, bias)
-        pair: tuple[Tensor, Tensor] = _layer_norm_fp8(x, weight, bias, eps, form.column, form.sms)
+        compute = _compute_layer_norm_fp8 if directly(x, weight, bias) else _layer_norm_fp8
+        pair: tuple[Tensor, Tensor] = compute(x, weight, bias, eps, form.column, form.sms)
         return pair
-    y: Tensor = _layer_norm(x, weight, bias, eps, form.sms)
+    y: Tensor
+    if not directly(x, weight, bias):
+        y = _layer_norm(x, weight, bias, eps, form.sms)
+    elif needs_gradient(x, weight, bias):
+        y = _LayerNorm.of(x, weight, bias, eps, form.sms)
+    else:
+        y = _compute_layer_norm(x, weight, bias, eps, form.sms)
     return y
 
 
@@ -107,7 +137,8 @@ def _check(op: str, x: Tensor, eps: float, form: ResultForm, **vectors: Tensor) 
         check_vector(op, name, vector, x)
     if not eps >= 0:
         raise ConfigError(f"{op}: eps is {eps}; it is 0 or more")
-    check_columns(op, x, form)
+    if form.column:
+        check_columns(op, x, form)
 
 
 def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
@@ -119,11 +150,18 @@ def check_columns(op: str, x: Tensor, form: ResultForm) -> None:
 # RMSNorm. Without a residual, `total` is empty: an operator may not return its input.
 
 
-@torch.library.custom_op("raymoe::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None) -> tuple[Tensor, Tensor]:
+def _plain_rms_norm(x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
+    if kernels.takes(x):
+        return kernels.plain_rms_norm(x, weight, eps, kernels.limits_of(sms))
+    return new_like(x).copy_(formulas.rms_norm(x, weight, eps))
+
+
+def _compute_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, sms: int | None
+) -> tuple[Tensor, Tensor]:
     """Return y and total."""
     if kernels.takes(x):
-        return kernels.rms_norm(x, residual, weight, eps, Limits(sms))
+        return kernels.rms_norm(x, residual, weight, eps, kernels.limits_of(sms))
     rows, total = _summed(x, residual)
     return new_like(x).copy_(formulas.rms_norm(rows, weight, eps)), total
 
@@ -136,13 +174,15 @@ def _summed(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
     return total, total
 
 
+_rms_norm = torch.library.custom_op("raymoe::rms_norm", _compute_rms_norm, mutates_args=())
+
+
 @_rms_norm.register_fake
 def _(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
     return new_like(x), new_total(x, residual)
 
 
-@torch.library.custom_op("raymoe::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
+def _compute_rms_norm_backward(
     dy: Tensor,
     dtotal: Tensor | None,
     rows: Tensor,
@@ -152,11 +192,14 @@ def _rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the normalised rows and of the weight. `dtotal` is added to the first."""
     if kernels.takes(rows):
-        return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, Limits(sms))
+        return kernels.rms_norm_backward(dy, dtotal, rows, weight, eps, kernels.limits_of(sms))
     drows, dweight = formulas.rms_norm_backward(dy, rows, weight, eps)
     if dtotal is not None:
         drows = drows + dtotal.float()
     return new_like(rows).copy_(drows), dweight.to(weight.dtype)
+
+
+_rms_norm_backward = torch.library.custom_op("raymoe::rms_norm_backward", _compute_rms_norm_backward, mutates_args=())
 
 
 @_rms_norm_backward.register_fake
@@ -175,15 +218,50 @@ def _differentiate_rms_norm(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) 
     dtotal = dtotal if ctx.added else None
     if dy is None:
         return dtotal, dtotal, None, None, None
-    drows, dweight = _rms_norm_backward(dy, dtotal, *ctx.saved_tensors, ctx.eps, ctx.sms)
+    rows, weight = ctx.saved_tensors
+    drows, dweight = _rms_norm_gradients(dy, dtotal, rows, weight, ctx.eps, ctx.sms)
     return drows, drows if ctx.added else None, dweight, None, None
+
+
+def _rms_norm_gradients(
+    dy: Tensor, dtotal: Tensor | None, rows: Tensor, weight: Tensor, eps: float, sms: int | None
+) -> tuple[Tensor, Tensor]:
+    outgoing = (dy,) if dtotal is None else (dy, dtotal)
+    direct = backward_directly(*outgoing, rows, weight)
+    compute = _compute_rms_norm_backward if direct else _rms_norm_backward
+    gradients: tuple[Tensor, Tensor] = compute(dy, dtotal, rows, weight, eps, sms)
+    return gradients
 
 
 _rms_norm.register_autograd(_differentiate_rms_norm, setup_context=_keep_rms_norm)
 
 
-@torch.library.custom_op("raymoe::rms_norm_fp8", mutates_args=())
-def _rms_norm_fp8(
+class _RmsNorm(Computation):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, sms: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.sms = eps, sms
+        return _plain_rms_norm(x, weight, eps, sms)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        return *_rms_norm_gradients(dy, None, x, weight, ctx.eps, ctx.sms), None, None
+
+
+class _AddRmsNorm(Computation):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, sms: int | None
+    ) -> tuple[Tensor, Tensor]:
+        results = _compute_rms_norm(x, residual, weight, eps, sms)
+        _keep_rms_norm(ctx, (x, residual, weight, eps, sms), results)
+        return results
+
+    backward = staticmethod(_differentiate_rms_norm)
+
+
+def _compute_rms_norm_fp8(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -193,9 +271,12 @@ def _rms_norm_fp8(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, scales and total."""
     if kernels.takes(x):
-        return kernels.rms_norm_fp8(x, residual, weight, eps, column, Limits(sms))
+        return kernels.rms_norm_fp8(x, residual, weight, eps, column, kernels.limits_of(sms))
     rows, total = _summed(x, residual)
     return *quantised(formulas.rms_norm(rows, weight, eps), column), total
+
+
+_rms_norm_fp8 = torch.library.custom_op("raymoe::rms_norm_fp8", _compute_rms_norm_fp8, mutates_args=())
 
 
 @_rms_norm_fp8.register_fake
@@ -208,11 +289,13 @@ def _(
 # LayerNorm.
 
 
-@torch.library.custom_op("raymoe::layer_norm", mutates_args=())
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+def _compute_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
     if kernels.takes(x):
-        return kernels.layer_norm(x, weight, bias, eps, Limits(sms))
+        return kernels.layer_norm(x, weight, bias, eps, kernels.limits_of(sms))
     return new_like(x).copy_(formulas.layer_norm(x, weight, bias, eps))
+
+
+_layer_norm = torch.library.custom_op("raymoe::layer_norm", _compute_layer_norm, mutates_args=())
 
 
 @_layer_norm.register_fake
@@ -220,8 +303,7 @@ def _(x: Tensor, *_: object) -> Tensor:
     return new_like(x)
 
 
-@torch.library.custom_op("raymoe::layer_norm_backward", mutates_args=())
-def _layer_norm_backward(
+def _compute_layer_norm_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -230,9 +312,14 @@ def _layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias."""
     if kernels.takes(x):
-        return kernels.layer_norm_backward(dy, x, weight, eps, Limits(sms))
+        return kernels.layer_norm_backward(dy, x, weight, eps, kernels.limits_of(sms))
     dx, dweight, dbias = formulas.layer_norm_backward(dy, x, weight, eps)
     return new_like(x).copy_(dx), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+_layer_norm_backward = torch.library.custom_op(
+    "raymoe::layer_norm_backward", _compute_layer_norm_backward, mutates_args=()
+)
 
 
 @_layer_norm_backward.register_fake
@@ -246,14 +333,26 @@ def _keep_layer_norm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_layer_norm(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    return *_layer_norm_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.sms), None, None
+    x, weight = ctx.saved_tensors
+    direct = backward_directly(dy, x, weight)
+    compute = _compute_layer_norm_backward if direct else _layer_norm_backward
+    return *compute(dy, x, weight, ctx.eps, ctx.sms), None, None
 
 
 _layer_norm.register_autograd(_differentiate_layer_norm, setup_context=_keep_layer_norm)
 
 
-@torch.library.custom_op("raymoe::layer_norm_fp8", mutates_args=())
-def _layer_norm_fp8(
+class _LayerNorm(Computation):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, sms: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.sms = eps, sms
+        return _compute_layer_norm(x, weight, bias, eps, sms)
+
+    backward = staticmethod(_differentiate_layer_norm)
+
+
+def _compute_layer_norm_fp8(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -263,8 +362,11 @@ def _layer_norm_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Return values and scales."""
     if kernels.takes(x):
-        return kernels.layer_norm_fp8(x, weight, bias, eps, column, Limits(sms))
+        return kernels.layer_norm_fp8(x, weight, bias, eps, column, kernels.limits_of(sms))
     return quantised(formulas.layer_norm(x, weight, bias, eps), column)
+
+
+_layer_norm_fp8 = torch.library.custom_op("raymoe::layer_norm_fp8", _compute_layer_norm_fp8, mutates_args=())
 
 
 @_layer_norm_fp8.register_fake

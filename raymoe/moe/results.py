@@ -13,7 +13,7 @@ COLUMN_ALIGNMENT = 4
 
 def new_like(x: Tensor) -> Tensor:
     """Allocate memory of the shape of x, contiguous whatever the strides of x are."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def new_total(x: Tensor, residual: Tensor | None) -> Tensor:
@@ -23,7 +23,8 @@ def new_total(x: Tensor, residual: Tensor | None) -> Tensor:
 
 def new_halved(gate_up: Tensor) -> Tensor:
     """Allocate rows of half the width."""
-    return torch.empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2, dtype=gate_up.dtype, device=gate_up.device)
+    *leading, width = gate_up.shape
+    return gate_up.new_empty((*leading, width // 2))
 
 
 def new_quantised(rows: torch.Size, device: torch.device, column: bool) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 
 import raymoe.moe.kernels as kernels
 import raymoe.moe.router_formulas as formulas
+from raymoe.moe.direct import Computation, backward_directly, directly, needs_gradient
 from raymoe.moe.logits import logits_of
 from raymoe.moe.router_formulas import RouterForm
 
@@ -42,10 +43,16 @@ def route(
     >>> route(logits, RouterForm(4, 1, score="sigmoid"), bias=torch.tensor([9.0, 0.0, 0.0, 0.0]))[0].tolist()
     [[0]]
     """
-    if logits.device.type == "cpu":
+    if logits.is_cpu:
         return formulas.route(logits if logits.dtype == torch.float64 else logits.float(), form, bias)
-    weights, ids = _ops.route(logits, bias, *_fields(form))
-    return ids, weights
+    tensors = (logits,) if bias is None else (logits, bias)
+    if not directly(*tensors):
+        weights, ids = _ops.route(logits, bias, *_fields(form))
+        return ids, weights
+    if needs_gradient(*tensors):
+        ids, weights = _Route.of(logits, bias, form)
+        return ids, weights
+    return _choose(logits, bias, form)
 
 
 def _fields(form: RouterForm) -> tuple[int, str, bool, float, int, int]:
@@ -66,12 +73,16 @@ _ops: Any = torch.ops.raymoe
 
 @torch.library.impl("raymoe::route", ("cpu", "cuda"))
 def _route(logits: torch.Tensor, bias: torch.Tensor | None, *fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    form = RouterForm(logits.shape[1], *fields)
-    if not kernels.takes(logits) or not kernels.routes(logits, form):
-        ids, weights = formulas.route(logits.float(), form, bias)
-    else:
-        ids, weights = kernels.route(logits, bias, form)
+    ids, weights = _choose(logits, bias, RouterForm(logits.shape[1], *fields))
     return weights, ids  # the order that opcheck needs: the first result has gradients
+
+
+def _choose(
+    logits: torch.Tensor, bias: torch.Tensor | None, form: RouterForm, *, differentiable: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not kernels.takes(logits) or not kernels.routes(logits, form):
+        return formulas.route(logits.float(), form, bias)
+    return kernels.route(logits, bias, form, differentiable=differentiable)
 
 
 def _fake_route(
@@ -96,6 +107,26 @@ def _route_backward(ctx: Any, dweights: torch.Tensor, _: object) -> tuple[Any, .
 
 torch.library.register_fake("raymoe::route", _fake_route)
 torch.library.register_autograd("raymoe::route", _route_backward, setup_context=_keep_for_route)
+
+
+class _Route(Computation):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, form: RouterForm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = _choose(logits, bias, form, differentiable=True)
+        ctx.form = form
+        ctx.save_for_backward(logits, ids)
+        ctx.mark_non_differentiable(ids)
+        return ids, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: object, dweights: torch.Tensor) -> tuple[Any, ...]:
+        logits, topk_idx = ctx.saved_tensors
+        direct = backward_directly(dweights, logits)
+        kernel = direct and kernels.takes(logits) and kernels.routes(logits, ctx.form)
+        compute = kernels.route_backward if kernel else formulas.route_backward
+        return compute(dweights, logits, topk_idx, ctx.form), None, None
 
 
 def expert_load(topk_idx: torch.Tensor, experts: int) -> torch.Tensor:

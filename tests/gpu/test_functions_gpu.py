@@ -72,6 +72,31 @@ def test_kernels_and_formulas_agree(name, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_later_calls_of_a_kind_take_their_own_rows_and_tensors(name):
+    """With gradients and without, through the operators, and with other rows, strides and streams."""
+    function, shapes = FUNCTIONS[name]
+    rows = shapes[0][0]
+    for count in (rows, 17, 1, 2, rows - 1, 0, rows):
+        given = [drawn(*shape, seed=count + index) for index, shape in enumerate(shapes)]
+        given = [each[:count] if len(each) == rows else each for each in given]
+        leaves = [each.detach().requires_grad_() for each in given]
+        with torch.no_grad():
+            plain = _tuple(function(*given))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = results_and_gradients(function, leaves)
+            torch.cuda.current_stream().synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):  # which sees operators
+            operated = results_and_gradients(function, leaves)
+        wide = [torch.cat((each, each), dim=-1)[..., : each.shape[-1]] for each in given]
+        apart = _tuple(function(*(each if each.dim() > 1 else given[at] for at, each in enumerate(wide))))
+        torch.cuda.synchronize()
+        assert all(torch.equal(mine, other) for mine, other in zip(found, operated, strict=True))
+        for mine, with_gradients, strided in zip(plain, found, apart, strict=False):
+            assert torch.equal(mine, with_gradients) and torch.equal(mine, strided)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_the_same_in_every_run(name):
     function, shapes = FUNCTIONS[name]
     leaves = [drawn(*shape, seed=index).requires_grad_() for index, shape in enumerate(shapes)]

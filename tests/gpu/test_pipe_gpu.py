@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from raymoe.device import pipe_launch, tile_counters  # noqa: E402
+from raymoe.device import driver, pipe_launch, tile_counters  # noqa: E402
 from raymoe.device.gpu import Gpu  # noqa: E402
 from raymoe.device.pipe import LayerNorm, RmsNorm, layer_norm, rms_norm, rms_norm_call  # noqa: E402
 from raymoe.device.pipe_backward import (  # noqa: E402
@@ -259,7 +260,7 @@ def test_a_capture_can_make_counters(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
     rms_norm(calls[0])
     torch.cuda.synchronize()
     monkeypatch.setattr(tile_counters, "TOGETHER", 2)
-    monkeypatch.setattr(pipe_launch._device(0), "counters", tile_counters.TileCounters(gpu))
+    monkeypatch.setattr(pipe_launch.device_of(0), "_counters", tile_counters.TileCounters(gpu))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -267,6 +268,80 @@ def test_a_capture_can_make_counters(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         graph.replay()
         check()
+
+
+def new_stream() -> int:
+    return int(driver.call("cuStreamCreate", int(driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+
+def test_a_new_stream_with_the_number_of_a_destroyed_one_takes_another_counter(gpu: Gpu) -> None:
+    """The driver gives numbers again while the work of the destroyed stream still runs."""
+    limits = Limits(30)
+    calls, check = norms_with_counters(2, limits)
+    counters = tile_counters.TileCounters(gpu)
+    again = 0
+    for _ in range(50):
+        old = new_stream()
+        first_counter = counters.of_stream(old)
+        with torch.cuda.stream(torch.cuda.ExternalStream(old)):
+            torch.cuda._sleep(2_000_000)  # about 1 ms
+            rms_norm(calls[0], limits)
+        driver.call("cuStreamDestroy", old)
+        new = new_stream()
+        with torch.cuda.stream(torch.cuda.ExternalStream(new)):
+            rms_norm(calls[1], limits)
+        if new == old:
+            again += 1
+            assert counters.of_stream(new) != first_counter
+        check()
+        driver.call("cuStreamDestroy", new)
+    if not again:
+        pytest.skip("the driver gave no number of a stream again")
+
+
+def test_default_streams_have_counters_by_context_and_thread(gpu: Gpu) -> None:
+    counters, torch_stream = tile_counters.TileCounters(gpu), torch.cuda.Stream().cuda_stream
+    streams = (0, 1, 2, torch_stream)
+    mine = [counters.of_stream(stream) for stream in streams]
+    assert mine == [counters.of_stream(stream) for stream in streams]
+    with ThreadPoolExecutor(1) as pool:
+        theirs = list(pool.map(counters.of_stream, streams))
+    assert theirs[2] != mine[2], "each thread has a default stream of this number"
+    assert theirs[3] == mine[3]
+
+
+def test_a_kernel_has_one_launch_for_all_numbers_of_rows() -> None:
+    device = pipe_launch.device_of(0)
+    x, weight = rows_of(3000, 1064), rows_of(1, 1064, seed=5)[0]  # a shape of no other test
+    out, dx, d_weight = torch.empty_like(x), torch.empty_like(x), torch.empty_like(weight)
+    before = len(device.launches)
+    for rows in range(1, 3001):
+        rms_norm(RmsNorm(x[:rows], weight, out[:rows], EPS))
+        rms_norm_backward(RmsNormBackward(x[:rows], x[:rows], weight, dx[:rows], d_weight, EPS))
+    close(out, rms_of(x, weight), size=0.1)
+    assert len(device.launches) - before < 20
+    for rows in (1, 2, 40, 133, 700, 2999):
+        rms_norm(RmsNorm(x[:rows], weight, out.fill_(7)[:rows], EPS))
+        close(out[:rows], rms_of(x[:rows], weight), size=0.1)
+        assert bool((out[rows:] == 7).all())
+
+
+def test_threads_on_streams_of_their_own_share_launches() -> None:
+    weight = rows_of(1, 2048, seed=5)[0]
+    inputs = [rows_of(100 + 7 * each, 2048, seed=each) for each in range(8)]
+    calls = [RmsNorm(x, weight, torch.empty_like(x), EPS) for x in inputs]
+    torch.cuda.synchronize()
+
+    def run(call: RmsNorm) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(300):
+                rms_norm(call)
+            torch.cuda.current_stream().synchronize()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, calls))
+    for each in calls:
+        close(each.out, rms_of(each.x, weight), size=0.1)
 
 
 @pytest.mark.parametrize("limits", [PIPED, PLAIN, IN_TURN, Limits(48)], ids=str)

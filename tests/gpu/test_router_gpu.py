@@ -112,6 +112,38 @@ def test_a_graph_replays_forward_and_backward_on_other_logits(name, tokens):
         assert all(torch.equal(mine, want) for mine, want in zip(captured, step(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 128, 700])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_gradient_by_the_kernel_is_that_of_float64(name, tokens, dtype):
+    form, bias = FORMS[name], on_gpu(name)
+    logits = tied(name, tokens, 2, dtype).cuda().requires_grad_()
+    dweights = torch.randn(tokens, form.topk, device="cuda")
+    _, weights = route(logits, form, bias)
+    found = [torch.autograd.grad(weights, logits, dweights, retain_graph=True)[0] for _ in range(2)]
+    exact = logits.detach().cpu().double().requires_grad_()
+    (want,) = torch.autograd.grad(formulas.route(exact, form, bias_for(name))[1], exact, dweights.cpu().double())
+    step = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    assert found[0].dtype == dtype and torch.equal(*found)
+    torch.testing.assert_close(found[0].cpu().double(), want, rtol=step, atol=3e-7)
+
+
+def test_a_capture_of_forward_and_backward_needs_no_backward_before():
+    form = RouterForm(72, 5, "sigmoid", scale=2.0)
+    logits = torch.randn(9, 72, device="cuda").requires_grad_()
+    dweights, graph = torch.randn(9, 5, device="cuda"), torch.cuda.CUDAGraph()
+
+    def step() -> tuple[Any, ...]:
+        ids, weights = route(logits, form)
+        return ids, weights, *torch.autograd.grad(weights, logits, dweights)
+
+    route(logits, form)
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    assert all(torch.equal(mine, want) for mine, want in zip(captured, step(), strict=True))
+
+
 def test_the_first_call_of_a_form_is_refused_in_a_capture():
     logits, form, graph = torch.randn(3, 88, device="cuda"), RouterForm(88, 3), torch.cuda.CUDAGraph()
     with pytest.raises(ConfigError, match="call it once before the capture"), torch.cuda.graph(graph):

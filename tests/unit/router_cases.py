@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 
 from raymoe.device.jit import KernelSource
-from raymoe.device.router import Choosing, Route, RouterSums, route_call, runs_of, sums_call
+from raymoe.device.router import (
+    Choosing,
+    Route,
+    RouteBackward,
+    RouterSums,
+    route_backward_call,
+    route_call,
+    runs_of,
+    sums_call,
+)
 from raymoe.moe.router_formulas import RouterForm
 
 FORMS = {
@@ -89,6 +98,8 @@ def router_sources() -> list[KernelSource]:
     """The kernel of every form, as it is launched, and those of 16-bit logits; and kernels of the sums."""
     found = [_source(name, torch.float32) for name in FORMS]
     found += [_source("deepseek_v3", torch.bfloat16), _source("gpt_oss", torch.float16)]
+    found += [_backward_source(name, torch.float32) for name in FORMS]
+    found += [_backward_source("deepseek_v3", torch.bfloat16), _backward_source("gpt_oss", torch.float16)]
     return [*found, _sums_source(256, sigmoid=True), _sums_source(1024), _sums_source(60)]
 
 
@@ -96,6 +107,13 @@ def _sums_source(experts: int, sigmoid: bool = False) -> KernelSource:
     logits, ids = torch.empty(9, experts, device="meta"), torch.empty(9, 8, device="meta")
     rows = torch.empty(runs_of(9)[0], experts, device="meta")
     return sums_call(RouterSums(sigmoid, logits, ids, rows, rows)).source
+
+
+def _backward_source(name: str, dtype: torch.dtype) -> KernelSource:
+    form = FORMS[name]
+    logits, out = torch.empty(1, form.experts, dtype=dtype, device="meta"), torch.empty(1, form.topk, device="meta")
+    choosing = Choosing(form.experts, form.topk, form.score, form.normalise, form.groups, form.topk_groups)
+    return route_backward_call(RouteBackward(choosing, out, logits, out, logits)).source
 
 
 def _source(name: str, dtype: torch.dtype) -> KernelSource:

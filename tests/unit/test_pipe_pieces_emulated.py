@@ -215,7 +215,7 @@ def test_weights_that_the_kernels_cannot_take_are_refused() -> None:
     fp8, scales = torch.zeros(3, 16).to(torch.float8_e4m3fn), torch.zeros(3, 1)
     with pytest.raises(ConfigError, match="8-bit floats; leave out the weights or the scales"):
         swiglu_call(Swiglu(gate_up, fp8, None, scales, weights), PIPED)
-    with pytest.raises(ConfigError, match=r"weights are torch.float32 \(2,\); float32 \(3,\) is needed"):
+    with pytest.raises(ConfigError, match=r"weights are torch.float32 \(2,\); 3 contiguous numbers"):
         swiglu_call(Swiglu(gate_up, out, weights=weights[:2]), PIPED)
     with pytest.raises(ConfigError, match="needs both the weights and memory"):
         swiglu_backward_call(SwigluBackward(out, gate_up, gate_up, weights=weights), PIPED)

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from raymoe.device import router
-from raymoe.device.router import Choosing, Route, RouterSums, route_call, sums_call
+from raymoe.device.router import (
+    Choosing,
+    Route,
+    RouteBackward,
+    RouterSums,
+    route_backward_call,
+    route_call,
+    sums_call,
+)
 from raymoe.errors import ConfigError
 from raymoe.moe import kernels
 from raymoe.moe import router_formulas as formulas
@@ -192,9 +200,58 @@ def test_many_tokens_share_blocks_and_few_do_not() -> None:
 )
 def test_a_choice_that_the_kernel_does_not_make_is_left_to_the_formula(form: RouterForm) -> None:
     assert not kernels.routes(torch.empty(1, form.experts), form)
-    logits = torch.empty(2, form.experts)
     with pytest.raises(ConfigError, match="up to 1024 experts and top 32"):
-        kernels.route(logits, None, form)
+        by_kernel(torch.empty(2, form.experts), form)
+
+
+# Gradients.
+
+
+def emulate_backward(call: RouteBackward, changes: Sequence[Change] = ()) -> None:
+    run_call(route_backward_call(call), tensors_of(call), changes=changes)
+
+
+def judge_backward(name: str, tokens: int, dtype: torch.dtype, changes: Sequence[Change] = ()) -> None:
+    form = FORMS[name]
+    logits, source = tied(name, tokens, 2, dtype), torch.Generator().manual_seed(1)
+    dweights = torch.randn(tokens, form.topk, generator=source)
+    exact = logits.double().requires_grad_()
+    ids, weights = formulas.route(exact, form, bias_for(name))
+    (want,) = torch.autograd.grad(weights, exact, dweights.double())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(router, "route_backward", lambda call: emulate_backward(call, changes))
+        found = kernels.route_backward(dweights, logits, ids, form)
+    step = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    assert found.dtype == dtype and found.shape == logits.shape
+    torch.testing.assert_close(found.double(), want, rtol=step, atol=3e-7)
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_the_kernel_of_the_gradient_equals_float64(name: str, dtype: torch.dtype) -> None:
+    for tokens in (0, 1, 7):
+        judge_backward(name, tokens, dtype)
+
+
+BACKWARD_PLANTED = {
+    "an expert of another lane": ("expert / PER_LANE)", "threadIdx.x % 32)"),
+    "the place in a lane": ("its == lane * PER_LANE + i", "its == lane * PER_LANE + (i ^ 1)"),
+    "the last choice": ("for (u32 k = 0; k < TOPK; ++k)", "for (u32 k = 0; k + 1 < TOPK; ++k)"),
+    "the scale": (" * p.scale;", ";"),
+    "the sum of sigmoids": ("const float total = warp_sum(score) + 1e-20f;", "const float total = 1.0f;"),
+    "behind the last expert": ("if (first + i >= EXPERTS) {", "if (first + i > EXPERTS) {"),
+    "tokens of another row": ("static_cast<u64>(token) * TOPK + lane", "static_cast<u64>(token / 2) * TOPK + lane"),
+}
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("planted", BACKWARD_PLANTED)
+def test_a_planted_mistake_in_the_gradient_is_found(planted: str) -> None:
+    change = Change("router_backward.cu", *BACKWARD_PLANTED[planted])
+    with pytest.raises((AssertionError, EmulatorError)):
+        for name in FORMS:
+            judge_backward(name, 7, torch.float32, (change,))
 
 
 # Sums over tokens.

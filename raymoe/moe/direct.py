@@ -1,0 +1,62 @@
+"""Decide whether a call may launch its kernel without torch's dispatcher, which costs more than the launch.
+
+An operator of torch.library tells the compiler, `torch.func`, dispatch modes, subclasses of tensors and the profiler
+what runs. Where none of them looks on, nobody misses it. So the functions over rows compute directly then, and by their
+operators otherwise, with the same results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_C: Any = torch._C
+_PLAIN = (Tensor, nn.Parameter)
+_modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
+_transforms, _tracing = _C._are_functorch_transforms_active, _C._get_tracing_state
+_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+
+
+def directly(*tensors: Tensor) -> bool:
+    """Whether a function of these tensors may compute without its operator."""
+    if torch.compiler.is_compiling():
+        return False
+    if _modes() or _function_modes() or _transforms() or _profiling() or _tracing() is not None:
+        return False
+    for each in tensors:
+        # A negative bit and a zero tensor are resolved by the dispatcher. So are wrappers that a transform has left.
+        if type(each) not in _PLAIN or each.is_neg() or each._is_zerotensor() or _is_wrapped(each):
+            return False
+    return True
+
+
+def backward_directly(*tensors: Tensor) -> bool:
+    """Whether a gradient may be computed from these tensors without its operator.
+
+    One that is differentiated again is left to the operator, which refuses it. The forward call may have gone through
+    the operator because of what a tensor is, so those that it saved are checked too.
+    """
+    return not torch.is_grad_enabled() and directly(*tensors)
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether the result of a function of these tensors has a gradient."""
+    if torch.is_grad_enabled():
+        for each in tensors:
+            if each.requires_grad:
+                return True
+    return False
+
+
+class Computation(torch.autograd.Function):
+    """A function that computes directly, with its gradients.
+
+    `of` takes the place of `apply`. That one also handles transforms of torch.func and default arguments, for 2 us.
+    """
+
+    @classmethod
+    def of(cls, *arguments: Any) -> Any:
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
