@@ -26,6 +26,7 @@ from tests.gang.fault_lines import Fault
 from tests.gang.nodes import Nodes, cluster
 from tests.gang.processes import commands_of, end_session, ray_processes, shared_memory
 from tests.python_path import python_path
+from tests.terminal import TERMINAL
 
 PASSED = pytest.StashKey[bool]()
 REPO = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         environment |= env or {}
         environment = {name: value for name, value in environment.items() if value != UNSET}
         program = ["-c", f"{first}\nimport sys, raymoe.cli; sys.exit(raymoe.cli.main())"] if first else ["-m", "raymoe"]
-        command = [sys.executable, *program, "run", *arguments]
+        command = [*TERMINAL, sys.executable, *program, "run", *arguments]
         if "--resume" not in arguments:
             command += ["--out", str(directory)]
         with log.open("w") as stderr, (tmp_path / f"stdout{number}").open("w") as stdout:
