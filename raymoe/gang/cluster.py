@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -14,6 +13,7 @@ from raymoe.errors import ClusterError
 from raymoe.gang import local_ray
 from raymoe.gang.address import reachable
 from raymoe.gang.messages import Bounded
+from raymoe.home import home
 
 CONNECT_S = 20.0  # to connect to an existing cluster, after its port has answered
 START_S = 90.0  # to start a local Ray, which takes 5 s on an idle machine
@@ -67,7 +67,9 @@ class Cluster:
 
 def _token_hint() -> str:
     """Explain a refusal that Ray does not explain: the head asks for a token, and this process sends none."""
-    token = Path.home() / ".ray" / "auth_token"
-    if "RAY_AUTH_MODE" in os.environ or not token.exists():
+    if "RAY_AUTH_MODE" in os.environ or (folder := home()) is None:
+        return ""
+    token = folder / ".ray" / "auth_token"
+    if not token.exists():
         return ""
     return f" (if that cluster asks for a token, set RAY_AUTH_MODE=token to send the one in {token})"
