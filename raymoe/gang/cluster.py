@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from raymoe.errors import ClusterError
+from raymoe.errors import ClusterError, printable
 from raymoe.gang import local_ray
 from raymoe.gang.address import reachable
 from raymoe.gang.messages import Bounded
@@ -43,6 +44,7 @@ class Cluster:
             "logging_level": "error",
             "log_to_driver": False,  # ranks return their results; `ray logs` has what they print
         }
+        _describe_command()
         try:
             if self.address is None:
                 local_ray.check_machine()
@@ -63,6 +65,19 @@ class Cluster:
             raise ClusterError(f"asked for {where}, and ray.init failed: {reason}") from error
         finally:
             signal.signal(signal.SIGTERM, handler)
+
+
+def _describe_command() -> None:
+    """Give Ray the command line of this driver with escapes, where it is no UTF-8: `ray.init` then fails to send it.
+
+    A name may hold any bytes, and an ASCII locale makes any other letter such bytes.
+    """
+    try:
+        "".join(sys.argv).encode()
+    except UnicodeEncodeError:
+        command = " ".join(map(printable, sys.argv))
+        utils: Any = ray._private.utils  # type: ignore[attr-defined]  # no public name; Ray 2.60 calls it in ray.init
+        utils.get_entrypoint_name = lambda: command
 
 
 def _token_hint() -> str:

@@ -52,6 +52,15 @@ def test_quickstart_with_two_ranks_writes_a_complete_run_directory(start: Start,
     assert "✓ Done" in page and "Time of a step" in page and f"<dd>{environment['host']}</dd>" in page
 
 
+def test_a_directory_has_letters_that_the_locale_lacks(start: Start, head: Head, tmp_path: Path) -> None:
+    """Ray sends the command line of a driver as UTF-8, and Python reads such letters as bytes that are none."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    config = configs.write(tmp_path, world__ranks=1)
+    run = start(config, "--address", head.address, out=tmp_path / "käse", env=ascii_only)
+    assert run.end() == 0, run.stderr()
+    assert read(run.out)[1]["status"] == "done" and r"results go to" in run.stderr() and r"\udcc3\udca4" in run.stderr()
+
+
 def test_only_address_auto_fails_on_a_stale_address_file(
     start: Start, tmp_path: Path, stale_address_file: None
 ) -> None:
