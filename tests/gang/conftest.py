@@ -26,6 +26,7 @@ from tests.gang.fault_lines import Fault
 from tests.gang.nodes import Nodes, cluster
 from tests.gang.processes import commands_of, end_session, ray_processes, shared_memory
 from tests.python_path import python_path
+from tests.short_folder import short_base
 from tests.terminal import TERMINAL
 
 PASSED = pytest.StashKey[bool]()
@@ -181,7 +182,7 @@ def ray_head(
     # An agent's ports are fixed by default, so the agent of a second head on the machine could not start.
     command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"]
     # The file that tells jobs their cluster's address is also shared by default. Sockets need a short path.
-    folder = Path(tempfile.mkdtemp(prefix="raymoe-"))
+    folder = Path(tempfile.mkdtemp(prefix="raymoe-", dir=short_base(24)))
     command += [f"--temp-dir={folder}", *more]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
     environment = {name: value for name, value in environment.items() if value != UNSET}

@@ -17,6 +17,7 @@ from raymoe.report.results import KEYS
 from tests.gang import configs
 from tests.gang.conftest import CALM, Command, Head, Start
 from tests.gang.fault_lines import Fault
+from tests.short_folder import short_base
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -29,7 +30,7 @@ def read(directory: Path) -> tuple[list[dict[str, object]], dict[str, object]]:
 @pytest.fixture
 def ray_folder() -> Iterator[Path]:
     """A folder for Ray's directories. Its path is short enough for their sockets."""
-    with tempfile.TemporaryDirectory(prefix="rm-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="rm-", dir=short_base(11)) as folder:
         yield Path(folder)
 
 
