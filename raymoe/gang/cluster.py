@@ -76,7 +76,7 @@ def _describe_command() -> None:
         "".join(sys.argv).encode()
     except UnicodeEncodeError:
         command = " ".join(map(printable, sys.argv))
-        utils: Any = ray._private.utils  # type: ignore[attr-defined]  # no public name; Ray 2.60 calls it in ray.init
+        utils: Any = ray._private.utils  # no public name; Ray 2.60 calls it in ray.init
         utils.get_entrypoint_name = lambda: command
 
 

@@ -95,8 +95,8 @@ class _Client(JobSubmissionClient):
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
         seconds = UPLOAD_S if method == "PUT" else ANSWER_S
-        bounds = {"timeout": (CONNECT_S, seconds), "hooks": {"response": _limit_size}, "allow_redirects": False}
-        response = _within(CONNECT_S + seconds, partial(super()._do_request, method, endpoint, **bounds, **options))
+        options |= {"timeout": (CONNECT_S, seconds), "hooks": {"response": _limit_size}, "allow_redirects": False}
+        response = _within(CONNECT_S + seconds, partial(super()._do_request, method, endpoint, **options))
         if response.is_redirect:  # not followed: it would take RAY_JOB_HEADERS to a server that nobody named
             raise ClusterError(
                 f"asked for the Jobs API of the cluster at {shown(self._address)}, and it refers to "

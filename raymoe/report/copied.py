@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import stat
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from raymoe.errors import CannotWrite, shown
 from raymoe.report.storage import MOST_BYTES
@@ -85,7 +85,7 @@ def is_name_inside(name: str) -> bool:
     return bool(path.parts) and not path.is_absolute() and not hidden and name.isprintable()
 
 
-def _digest(directory: Path, name: PurePosixPath) -> str | None:
+def _digest(directory: Path, name: PurePath) -> str | None:
     """Return the SHA-256 of a file of a directory; None if there is none."""
     for folder in reversed((directory / name).parents[: len(name.parts) - 1]):
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
