@@ -181,7 +181,7 @@ def _run(job: Job, directory: RunDirectory, request: Request, mirror: Mirror | N
         except CannotWrite as error:
             if outcome.exit_code == 0:  # the reason of an earlier failure matters more
                 outcome = recorder.cannot_write(error)
-            else:
+            elif outcome.exit_code != error.exit_code:  # the last line names the same disk already
                 progress.note(str(error))
     if not request.quiet:
         outcome = _show_table(recorder, outcome)

@@ -23,8 +23,9 @@ from raymoe.config.submission import Order, address_problem, load_submission
 from raymoe.errors import CannotWrite, ClusterError, ConfigError, RaymoeError, one_line, printable, shown
 from raymoe.gang.address import JOBS_ADDRESSES, jobs_address, send_token
 from raymoe.report.directory import new_run_id
+from raymoe.report.ray_job import run_of
 from raymoe.report.results import Record
-from raymoe.report.transfer import TransferError, copy_if_readable, unpack
+from raymoe.report.transfer import copy_if_readable, unpack
 from raymoe.shell import Interrupted
 
 if TYPE_CHECKING:
@@ -186,17 +187,18 @@ def _follow(api: JobsApi, job: str, out: Path | None, where: str) -> int:
     """Follow a job. `where` is the rest of the command that follows it again: its address, if one was given."""
     from raymoe.gang.follow import Follower
 
-    followed = Follower(api, job, _print_log, _tell, f"raymoe attach {job}{where}").follow()
+    again = f"raymoe attach {quoted(job)}{where}"
+    followed = Follower(api, job, _print_log, _tell, again).follow()
     if followed.left and followed.signum is not None:
         how = "is being stopped" if followed.stopping else "goes on"
-        return _ended(f"left job {job}, which {how}; `raymoe attach {job}{where}` follows it", 128 + followed.signum)
+        return _ended(f"left job {job}, which {how}; `{again}` follows it", 128 + followed.signum)
     state = followed.state
     assert state is not None, "following ends with a state, a signal or an error"
-    destination = out or Path("runs") / job
+    destination = out or Path("runs") / run_of(job)  # an ID may be any text, also one with `/` or `..`
     problem: RaymoeError | None = None
     try:
         copied = bring_results(api, state, destination)
-    except (TransferError, ClusterError, CannotWrite) as error:
+    except RaymoeError as error:  # the end of the job counts, not what its dashboard says of its results
         copied, problem = False, error
     except Interrupted as interrupt:
         code = interrupt.stopped.exit_code
@@ -232,7 +234,7 @@ def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
 
     reader = JobRequest(
         entrypoint=shlex.join(["python", "-m", "raymoe.report.transfer", out or "", state.id]),
-        id=f"{state.id}-results-{secrets.token_hex(2)}",
+        id=f"{run_of(state.id)}-results-{secrets.token_hex(2)}",
         runtime_env=state.runtime_env,
         metadata={"job_name": f"results of {state.id}"},
         labels={"ray.io/node-id": state.node},
@@ -244,7 +246,8 @@ def bring_results(api: JobsApi, state: JobState, destination: Path) -> bool:
 def verdict(state: JobState, results: Path | None) -> tuple[int, str]:
     """Give the exit code for the end of a job, and the sentence for it.
 
-    It is the job's own exit code. A job that Ray stopped has none: then that of its summary counts, else 143.
+    It is the job's own exit code. A job that Ray stopped has none: then that of its summary counts, else 143. A failed
+    job whose code a process here cannot end with (1 to 255) gives 1.
     """
     summary = _summary(results)
     message = str(summary.get("message", "")) if summary else ""
@@ -252,7 +255,7 @@ def verdict(state: JobState, results: Path | None) -> tuple[int, str]:
         return 0, "done"
     if state.status == "STOPPED":
         code = summary.get("exit_code") if summary else None
-        if not isinstance(code, int) or isinstance(code, bool) or not 0 < code < 256:
+        if not isinstance(code, int) or isinstance(code, bool) or not _says_failed(code):
             code = 128 + signal.SIGTERM
         return code, f"job {state.id} was stopped{': ' if message else ''}{one_line(message)}"
     if state.exit_code is None:
@@ -262,7 +265,13 @@ def verdict(state: JobState, results: Path | None) -> tuple[int, str]:
     last = message or state.message.rstrip().rpartition("\n")[2].strip()
     if "No module named raymoe" in last:
         last = "raymoe is not installed there; use an image that has it, or set runtime_env.pip or working_dir"
-    return code, f"job {state.id} failed with exit code {code}: {one_line(last)}"
+    failed = f"job {state.id} failed with exit code {shown(str(code))}: {one_line(last)}"
+    return code if _says_failed(code) else RaymoeError.exit_code, failed
+
+
+def _says_failed(code: int) -> bool:
+    """Whether a process that ends with this code has failed. The system keeps the lowest 8 bits: 256 would be 0."""
+    return 0 < code < 256
 
 
 def _summary(results: Path | None) -> dict[str, object] | None:
@@ -315,13 +324,33 @@ def table(states: Sequence[JobState], now: float) -> str:
     """Format jobs as a table: id, config, status with exit code, start and duration."""
     rows = [("job", "config", "status", "started (UTC)", "took")]
     for state in sorted(states, key=lambda state: state.began_ms or 0, reverse=True):
-        status = state.status if state.exit_code in (None, 0) else f"{state.status} ({state.exit_code})"
-        began = None if state.began_ms is None else state.began_ms / 1000
-        ended = now if state.ended_ms is None else state.ended_ms / 1000
-        started = "" if began is None else f"{datetime.datetime.fromtimestamp(began, datetime.UTC):%Y-%m-%d %H:%M:%S}"
-        took = "" if began is None else f"{ended - began:.0f} s"
+        status = state.status if state.exit_code in (None, 0) else f"{state.status} ({shown(str(state.exit_code))})"
+        began, ended = state.began_ms, now * 1000 if state.ended_ms is None else state.ended_ms
+        started, took = "" if began is None else _time(began), "" if began is None else _duration(began, ended)
         rows.append((shown(state.id), shown(state.metadata.get("raymoe_config", "")), status, started, took))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n" for row in rows
     )
+
+
+def _time(milliseconds: int) -> str:
+    """Format a time that a cluster gives; `?` for one that is in no calendar.
+
+    >>> _time(1_000), _time(10**18)
+    ('1970-01-01 00:00:01', '?')
+    """
+    try:
+        return f"{datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _duration(began: int, ended: float) -> str:
+    """Format the time between two times that a cluster gives; `?` if one of them cannot be.
+
+    >>> _duration(0, 61_000), _duration(61_000, 0), _duration(0, 10**18)
+    ('61 s', '?', '?')
+    """
+    known = "?" not in (_time(began), _time(int(ended)))
+    return f"{(ended - began) / 1000:.0f} s" if known and began <= ended else "?"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.short_folder import name_one_for_ray
+
 MARK = "RAYMOE_TEST_SESSION"
 GRACE_S = 10.0
 
@@ -21,6 +23,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # torch.compile starts processes that live until the interpreter ends, which looks like something left behind.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+name_one_for_ray()  # before Ray or raymoe is imported
 
 # An example has no deadline, because the machine may be shared. CI runs the same examples every time.
 settings.register_profile(

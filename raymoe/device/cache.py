@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from raymoe.home import home
+
 CACHE_VARIABLE = "RAYMOE_CACHE_DIR"
 
 _UNFINISHED = ".unfinished-"
@@ -34,9 +36,15 @@ class NotPrivateError(OSError):
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels and of measured tables: RAYMOE_CACHE_DIR, else ~/.cache/raymoe."""
-    asked = os.environ.get(CACHE_VARIABLE)
-    return Path(asked) if asked else Path("~/.cache/raymoe").expanduser()
+    """Return the folder of compiled kernels and of measured tables: RAYMOE_CACHE_DIR, else ~/.cache/raymoe.
+
+    Without a home directory it is in the temporary directory, under a name that has the number of the user.
+    """
+    if asked := os.environ.get(CACHE_VARIABLE):
+        return Path(asked)
+    if (folder := home()) is not None:
+        return folder / ".cache" / "raymoe"
+    return Path(os.environ.get("TMPDIR") or "/tmp", f"raymoe-cache-{os.geteuid()}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from raymoe.device.jit import KernelSource
 from raymoe.device.params import F32, U32, U64, Address, Params
-from raymoe.device.pipe_launch import KernelCall, launch
+from raymoe.device.pipe_launch import KernelCall, device_of
 from raymoe.device.pipe_tensors import ALIGNMENT, row_type
 from raymoe.errors import ConfigError
 
@@ -193,27 +193,27 @@ class WeighGradients:
 
 def gated_activation(call: GatedActivation) -> None:
     """Launch kernels/gated_activation.cu on the current stream."""
-    launch(gated_activation_call(call), None, call.gate_up.device)
+    device_of(call.gate_up.get_device()).run(gated_activation_call(call), None)
 
 
 def gated_activation_backward(call: GatedActivationBackward) -> None:
     """Launch kernels/gated_activation_backward.cu on the current stream."""
-    launch(gated_activation_backward_call(call), None, call.dh.device)
+    device_of(call.dh.get_device()).run(gated_activation_backward_call(call), None)
 
 
 def add_expert_bias(call: AddExpertBias) -> None:
     """Launch kernels/add_expert_bias.cu on the current stream."""
-    launch(add_expert_bias_call(call), None, call.rows.device)
+    device_of(call.rows.get_device()).run(add_expert_bias_call(call), None)
 
 
 def expert_sums(call: ExpertSums) -> None:
     """Launch kernels/expert_sums.cu on the current stream."""
-    launch(expert_sums_call(call), None, call.rows.device)
+    device_of(call.rows.get_device()).run(expert_sums_call(call), None)
 
 
 def weigh_gradients(call: WeighGradients) -> None:
     """Launch kernels/weigh_gradients.cu on the current stream."""
-    launch(weigh_gradients_call(call), None, call.dy.device)
+    device_of(call.dy.get_device()).run(weigh_gradients_call(call), None)
 
 
 def takes(rows: torch.Tensor) -> bool:

@@ -155,14 +155,11 @@ class Arguments:
         return _detached(self._tensor(self._x, x, got.tokens)), self._writable(self._out, out, self._capacity)
 
     def _count(self, num_tokens: int | torch.Tensor | None, rows: int) -> torch.Tensor | None:
-        """Check the number of tokens. A tensor on a GPU is left to the backend: reading it here would wait for it."""
+        """Check the number of tokens. The value of a tensor is data: the backend refuses it, with all ranks."""
         if num_tokens is None:
             return None
         if isinstance(num_tokens, torch.Tensor):
-            count = _check_in_detail("num_tokens", num_tokens, (1,), (torch.int32,), self._device)
-            if self._device.type == "cpu":
-                _check_count(int(count.item()), rows)
-            return count
+            return _check_in_detail("num_tokens", num_tokens, (1,), (torch.int32,), self._device)
         _check_count(num_tokens, rows)
         if capturing(self._device):
             raise ConfigError(

@@ -169,6 +169,14 @@ class SplitBackend(Protocol):
         """Wait for the ranks' sums and add them."""
 
 
+@runtime_checkable
+class Refuses(Protocol):
+    """A backend of CPU ranks, whose host reads what other ranks say of a combine."""
+
+    def refuse(self, got: Dispatched) -> None:
+        """Take part in the combine of a dispatch and let all ranks refuse it: all raise DataRefused."""
+
+
 @dataclass(slots=True)
 class Sent:
     """A combine between its send and its receive."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from raymoe.errors import ConfigError, DataRefused, RaymoeError, WiringError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.cpu_rows import Array, Arrived, Bags, Placement, RowSums, Sending
-from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_statuses, status_of
+from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal, judge_statuses, status_of
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import WORD_STRIDE, Layout, Region
 from raymoe.memory.world import World
@@ -282,9 +282,7 @@ class CpuBackend:
         return self._dispatch(tokens, out, Call("dispatch of gradients", forward.site, number))
 
     def _dispatch(self, tokens: Tokens, out: torch.Tensor | None, call: Call) -> Dispatched:
-        n = len(tokens.x) if tokens.num_tokens is None else int(tokens.num_tokens.item())
-        topk_idx, topk_weights = tokens.topk_idx.numpy()[:n], tokens.topk_weights.numpy()[:n]
-        sending = Sending.of(topk_idx, topk_weights, self._destinations, self._spec.experts)
+        sending = self._sending(tokens.topk_idx.numpy(), tokens.topk_weights.numpy(), tokens.num_tokens)
         arrived = self._carrier.dispatch(tokens.x, sending, call)
         local, capacity = self._spec.local_experts(self._size), self._spec.rows(self._size)
         placement = Placement.of(arrived, local, self._spec.alignment, capacity)
@@ -315,6 +313,17 @@ class CpuBackend:
         self._send_home(leaving, state, weighted, out)
 
     @torch.no_grad()
+    def refuse(self, got: Dispatched) -> None:
+        """Take part in the combine of a dispatch, and let all ranks refuse it. Raises what they raise."""
+        state, spec = _state_of(got), self._spec
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        rows = torch.zeros(spec.rows(self._size), spec.hidden, dtype=dtype, device="cpu")
+        y = torch.empty(got.tokens, spec.hidden, dtype=dtype, device="cpu")
+        placement = replace(state.placement, refusal=state.refusal or Refusal(Cause.EXPERTS))
+        leaving = Leaving(rows, state.placement.sums_to_send(False), site=got.site)
+        self._send_home(leaving, _DispatchState(placement, state.carried), False, y)
+
+    @torch.no_grad()
     def combine_gradients(
         self, rows: torch.Tensor, weights: torch.Tensor, got: Dispatched, out: torch.Tensor, out_weights: torch.Tensor
     ) -> None:
@@ -327,6 +336,15 @@ class CpuBackend:
         assert returned.entries is not None
         # An entry comes from one rank, and from the others as zero. So the sum is exact.
         out_weights.zero_().index_add_(0, torch.from_numpy(state.carried.sending.tokens), returned.entries)
+
+    def _sending(self, topk_idx: Array, topk_weights: Array, num_tokens: torch.Tensor | None) -> Sending:
+        """Return the rows to send: of the first `num_tokens` tokens, and none where the data are refused."""
+        rows = len(topk_idx)
+        n = rows if num_tokens is None else int(num_tokens.item())
+        refusal = NO_REFUSAL if 0 <= n <= rows else Refusal(Cause.TOKENS, rows, n)
+        n = 0 if refusal else n
+        sending = Sending.of(topk_idx[:n], topk_weights[:n], self._destinations, self._spec.experts)
+        return replace(sending, refusal=refusal) if refusal else sending
 
     def _send_home(self, leaving: Leaving, state: _DispatchState, weighted: bool, out: torch.Tensor) -> Returned:
         carried, tokens = state.carried, len(out)
@@ -364,10 +382,9 @@ class CpuBackend:
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
     def unpack(self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids) -> Dispatched:
-        n = len(ids.topk_idx) if ids.num_tokens is None else int(ids.num_tokens.item())
-        topk_idx = ids.topk_idx.numpy()[:n]
+        topk_idx = ids.topk_idx.numpy()
         # A combine sends no weights of the source.
-        sending = Sending.of(topk_idx, np.zeros(topk_idx.shape, np.float32), self._destinations, self._spec.experts)
+        sending = self._sending(topk_idx, np.zeros(topk_idx.shape, np.float32), ids.num_tokens)
         local, words, arriving = (
             self._spec.local_experts(self._size),
             Refusal.NBYTES // 4,

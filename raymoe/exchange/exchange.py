@@ -14,10 +14,11 @@ import torch
 
 from raymoe.errors import CaptureError, ConfigError, DataRefused, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import Backend, Dispatched, Ids, Sent, SplitBackend, Tokens
+from raymoe.exchange.backend import Backend, Dispatched, Ids, Refuses, Sent, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.spec import FP8, ExchangeSpec
+from raymoe.memory.unpicklable import OfOneProcess
 from raymoe.memory.world import World
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _HANDLES = itertools.count(1)
 _EXCHANGES: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()  # of this process, by handle
 
 
-class Exchange:
+class Exchange(OfOneProcess):
     """Sends each token's row to the ranks of its experts, and returns the weighted sum of their results.
 
     - **Collective.** All ranks of the world make it, with the same spec and backend. All call `dispatch` and `combine`
@@ -268,6 +269,21 @@ class Exchange:
         with self._poisoning:
             backend.combine_gradients(rows, weights, got, y, entries)
         return y, entries
+
+    @one_at_a_time
+    def refuse(self, got: Dispatched) -> None:
+        """Call this in the place of combine where the work before it failed on this rank, which all ranks then refuse.
+
+        For CPU ranks: all raise DataRefused, this one too, and the next step works. On GPUs nothing waits for what
+        other ranks say, so they would go on alone.
+        """
+        self._ready("combine")
+        if not isinstance(self._backend, Refuses):
+            raise ConfigError(
+                f"refuse on rank {self.world.rank}, whose world is on {self.world.device}; only CPU ranks can"
+            )
+        with self._poisoning:
+            self._backend.refuse(got)
 
     @property
     def keeps_places(self) -> bool:

@@ -29,6 +29,7 @@ class Cause(IntEnum):
     COUNT = 3  # other: the source, number: the rows that it announced
     EXPERT = 4  # other: the source, number: the local expert that it named
     TOKENS = 5  # other: the rows of x, number: the tokens asked for
+    EXPERTS = 6  # of CPU ranks: an exception ended the work between dispatch and combine
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Refusal:
             rows = f"{self.number} rows, gaps included, came to rank {rank}"
             return f"{rows}; its capacity is {spec.rows(ranks)}: raise exchange.capacity"
         if self.cause is Cause.TOKENS:
-            return (
-                f"num_tokens is {self.number} on rank {rank}; x has {self.other} rows, so 0 to {self.other} can be sent"
-            )
+            can = f"x has {self.other} rows, so 0 to {self.other} can be sent"
+            way_out = ": make the exchange with more tokens" if self.other == spec.tokens < self.number else ""
+            return f"num_tokens is {self.number} on rank {rank}; {can}{way_out}"
+        if self.cause is Cause.EXPERTS:
+            return f"an exception, which rank {rank} reports, ended the work of its experts"
         if self.cause is Cause.COUNT:
             return f"rank {self.other} announced {self.number} rows to rank {rank}; 0 to {spec.tokens} can be sent"
         return (

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 from raymoe.errors import ClusterError
 from raymoe.gang.local_ray import temporary_directory
+from raymoe.home import home
 
 PROBE_S = 5.0
 ADDRESS_FILE = temporary_directory() / "ray_current_cluster"  # written by `ray start --head`
@@ -63,7 +63,9 @@ def token_source() -> str | None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if os.environ.get(name):
             return name
-    token = Path.home() / ".ray" / "auth_token"
+    if (folder := home()) is None:
+        return None
+    token = folder / ".ray" / "auth_token"
     return str(token) if token.is_file() else None
 
 

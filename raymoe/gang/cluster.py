@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 
-from raymoe.errors import ClusterError
+from raymoe.errors import ClusterError, printable
 from raymoe.gang import local_ray
 from raymoe.gang.address import reachable
 from raymoe.gang.messages import Bounded
+from raymoe.home import home
 
 CONNECT_S = 20.0  # to connect to an existing cluster, after its port has answered
 START_S = 90.0  # to start a local Ray, which takes 5 s on an idle machine
@@ -43,6 +44,7 @@ class Cluster:
             "logging_level": "error",
             "log_to_driver": False,  # ranks return their results; `ray logs` has what they print
         }
+        _describe_command()
         try:
             if self.address is None:
                 local_ray.check_machine()
@@ -65,9 +67,24 @@ class Cluster:
             signal.signal(signal.SIGTERM, handler)
 
 
+def _describe_command() -> None:
+    """Give Ray the command line of this driver with escapes, where it is no UTF-8: `ray.init` then fails to send it.
+
+    A name may hold any bytes, and an ASCII locale makes any other letter such bytes.
+    """
+    try:
+        "".join(sys.argv).encode()
+    except UnicodeEncodeError:
+        command = " ".join(map(printable, sys.argv))
+        utils: Any = ray._private.utils  # no public name; Ray 2.60 calls it in ray.init
+        utils.get_entrypoint_name = lambda: command
+
+
 def _token_hint() -> str:
     """Explain a refusal that Ray does not explain: the head asks for a token, and this process sends none."""
-    token = Path.home() / ".ray" / "auth_token"
-    if "RAY_AUTH_MODE" in os.environ or not token.exists():
+    if "RAY_AUTH_MODE" in os.environ or (folder := home()) is None:
+        return ""
+    token = folder / ".ray" / "auth_token"
+    if not token.exists():
         return ""
     return f" (if that cluster asks for a token, set RAY_AUTH_MODE=token to send the one in {token})"

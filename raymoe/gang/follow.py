@@ -97,7 +97,7 @@ class Follower:
                 return Followed(self._state, self._signum)
             if self._state is not None and self._state.status == "PENDING" and now >= next_line:
                 next_line = now + PENDING_S
-                self.tell(f"job {self.job}: {self._state.message}")
+                self.tell(f"job {self.job}: {one_line(self._state.message)}")
             try:
                 event = self._events.get(timeout=0.1)
             except queue.Empty:

@@ -26,6 +26,7 @@ MODE, TOKEN, TOKEN_PATH, DIRECTORY = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUT
 
 _LONGEST_BASE = 23
 """Bytes of the path that holds the directory. Ray's sockets are 84 bytes below it, and Linux takes 107 in all."""
+_LAST_BASE = "/tmp"
 
 
 @contextmanager
@@ -54,7 +55,9 @@ def private_ray(environment: MutableMapping[str, str]) -> Iterator[Path]:
 def _make_directory(environment: MutableMapping[str, str]) -> Path:
     """Make the directory below RAY_TMPDIR, TMPDIR or /tmp, the first of them that is short and that is safe."""
     given = [environment[name] for name in (DIRECTORY, "TMPDIR") if environment.get(name)]
-    base = next((each for each in given if len(os.fsencode(each)) <= _LONGEST_BASE and _is_safe(Path(each))), "/tmp")
+    base = next(
+        (each for each in given if len(os.fsencode(each)) <= _LONGEST_BASE and _is_safe(Path(each))), _LAST_BASE
+    )
     try:
         return Path(tempfile.mkdtemp(prefix="raymoe-", dir=base))  # its mode is 0700
     except OSError as error:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import requests
 from pydantic import ValidationError
@@ -22,6 +26,7 @@ from raymoe.errors import ClusterError, ConfigError, RaymoeError, one_line, show
 from raymoe.gang.address import JOBS_ADDRESSES, reachable, token_source
 
 CONNECT_S, ANSWER_S, UPLOAD_S = 5.0, 30.0, 600.0
+MOST_ANSWER_BYTES = 256 * 2**20  # of one answer; the largest is the log of a job that prints results
 AGENT_S = 60.0  # how long a cluster without an agent is asked again; agents start after the head
 FIND_S = 20.0  # to ask a head at host:port for the address of its dashboard
 FIND = "import sys; from ray.dashboard.utils import ray_address_to_api_server_url as f; print(f(sys.argv[1]))"
@@ -67,8 +72,11 @@ class JobState:
     @classmethod
     def of(cls, details: JobDetails) -> JobState:
         """Take over what Ray's client returns."""
+        name = details.submission_id or details.job_id
+        if not name:
+            raise ValueError("a job without an ID")
         return cls(
-            id=details.submission_id or details.job_id or "",
+            id=name,
             status=details.status.value,
             entrypoint=details.entrypoint,
             message=details.message or "",
@@ -83,11 +91,68 @@ class JobState:
 
 
 class _Client(JobSubmissionClient):
-    """Ray's client, with a bound on every request: Ray's own waits for an answer without end."""
+    """Ray's client, with bounds on every request: its time, also that of an answer that drips, and its size."""
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> Any:
-        options.setdefault("timeout", (CONNECT_S, UPLOAD_S if method == "PUT" else ANSWER_S))
-        return super()._do_request(method, endpoint, **options)
+        seconds = UPLOAD_S if method == "PUT" else ANSWER_S
+        options |= {"timeout": (CONNECT_S, seconds), "hooks": {"response": _limit_size}, "allow_redirects": False}
+        response = _within(CONNECT_S + seconds, partial(super()._do_request, method, endpoint, **options))
+        if response.is_redirect:  # not followed: it would take RAY_JOB_HEADERS to a server that nobody named
+            raise ClusterError(
+                f"asked for the Jobs API of the cluster at {shown(self._address)}, and it refers to "
+                f"{shown(response.headers['location'])}; give that address if it is the cluster's"
+            )
+        return response
+
+
+T = TypeVar("T")
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T:
+    """Make a request in a thread of its own, and raise Timeout if that has not ended after `seconds`.
+
+    The time limits of `requests` are for each read of the socket, and a name server has none. The thread is a daemon:
+    a request that hangs delays no exit.
+    """
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put((ask(), None))
+        except BaseException as error:  # noqa: BLE001  the thread that waits raises it
+            answers.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise requests.exceptions.Timeout(f"no whole answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]  # T may be None itself
+
+
+def _limit_size(response: requests.Response, *_: object, **__: object) -> None:
+    """Let reading an answer fail where it is larger than MOST_ANSWER_BYTES."""
+    response.raw = _Limited(response.raw)
+
+
+class _Limited:
+    """The body of an answer, of which `requests` reads at most MOST_ANSWER_BYTES."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def stream(self, *options: Any, **named: Any) -> Iterator[bytes]:
+        total = 0
+        for piece in self._body.stream(*options, **named):
+            total += len(piece)
+            if total > MOST_ANSWER_BYTES:
+                raise requests.exceptions.RequestException(f"it is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+            yield piece
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
 
 
 class JobsApi:
@@ -115,7 +180,7 @@ class JobsApi:
         deadline, told = time.monotonic() + AGENT_S, False
         while True:
             try:
-                with self._failures():
+                with self._failures(submits=True):
                     self._submit_once(job)
                 return
             except ClusterError as error:
@@ -144,7 +209,7 @@ class JobsApi:
     def state(self, job: str) -> JobState:
         """Ask what became of a job. Raises ConfigError if the cluster does not know it."""
         with self._failures():
-            return JobState.of(self._client.get_job_info(job))
+            return JobState.of(self._client.get_job_info(_in_url(job)))
 
     def states(self) -> list[JobState]:
         """List all jobs of the cluster."""
@@ -154,20 +219,20 @@ class JobsApi:
     def stop(self, job: str) -> None:
         """Ask the cluster to stop a job: SIGTERM, and SIGKILL some seconds later."""
         with self._failures():
-            self._client.stop_job(job)
+            self._client.stop_job(_in_url(job))
 
     def log(self, job: str) -> str:
         """Read the whole log of a job."""
         with self._failures():
-            return str(self._client.get_job_logs(job))
+            return str(self._client.get_job_logs(_in_url(job)))
 
     async def tail(self, job: str) -> AsyncIterator[str]:
         """Follow the log of a job from its beginning to its end."""
-        async for text in self._client.tail_job_logs(job):
+        async for text in self._client.tail_job_logs(_in_url(job)):
             yield text
 
     @contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _failures(self, submits: bool = False) -> Iterator[None]:
         """Raise each failure of Ray's client as an error that says what was asked and what was found."""
         asked = f"asked for the Jobs API of the cluster at {shown(self.asked)}"
         try:
@@ -181,16 +246,34 @@ class JobsApi:
         except (requests.exceptions.ConnectionError, ConnectionError) as error:
             way = "give the address of its dashboard, as http://HOST:8265"
             raise ClusterError(f"{asked}, and nothing answers there; {way}") from error
+        except (requests.exceptions.JSONDecodeError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise self._no_ray_head() from error
         except requests.exceptions.RequestException as error:
             raise ClusterError(f"{asked}, and got no answer: {one_line(str(error))}; is a Ray head there?") from error
-        except (KeyError, TypeError, AttributeError, ValidationError) as error:  # JSON of another kind
-            raise ClusterError(f"{asked}, and got an answer that no Ray head gives; is a Ray head there?") from error
-        except ValueError as error:  # Ray's client refuses what it was given, before it asks the cluster
+        except ValueError as error:  # also pydantic's, of JSON of another kind
+            if not submits or isinstance(error, ValidationError):
+                raise self._no_ray_head() from error
+            # Ray's client refuses what it was given, before it asks the cluster.
             raise ConfigError(f"Ray refuses the job: {_first_line(error)}") from error
         except (RuntimeError, OSError) as error:
             if "does not exist" in str(error) and "404" in str(error):
                 raise ConfigError(f"{asked}, and it does not know this job; `raymoe jobs` lists its jobs") from error
             raise ClusterError(f"{asked}, and it failed: {_first_line(error)}") from error
+
+    def _no_ray_head(self) -> ClusterError:
+        asked = f"asked for the Jobs API of the cluster at {shown(self.asked)}"
+        return ClusterError(f"{asked}, and got an answer that no Ray head gives; is a Ray head there?")
+
+
+def _in_url(job: str) -> str:
+    """Quote the ID of a job for a URL, which would otherwise ask for something else: `/`, `?` and `#` end a name there.
+
+    >>> _in_url("quick-1"), _in_url("a/b?c")
+    ('quick-1', 'a%2Fb%3Fc')
+    """
+    if job in ("", ".", ".."):
+        raise ConfigError(f"{job!r} is not the ID of a job; `raymoe jobs` lists them")
+    return quote(job, safe="", errors="surrogateescape")
 
 
 def _first_line(error: Exception) -> str:
@@ -215,8 +298,9 @@ def _dashboard(address: str) -> str:
     if "://" in address:
         return address
     found = reachable(address)
+    ask = partial(requests.get, f"http://{found}/api/version", timeout=CONNECT_S, stream=True, allow_redirects=False)
     try:
-        requests.get(f"http://{found}/api/version", timeout=CONNECT_S)
+        _within(2 * CONNECT_S, ask).close()
         return f"http://{found}"
     except requests.exceptions.RequestException:
         return _ask_head(found)

@@ -13,17 +13,21 @@ experts. raymoe brings the rows to the ranks of their experts and the results ba
 
 from __future__ import annotations
 
+import warnings
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from raymoe.errors import ConfigError
+from raymoe.errors import ConfigError, RaymoeError
+from raymoe.exchange.choice import BACKENDS
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.spec import ExchangeSpec
+from raymoe.memory.member import Member
 from raymoe.memory.world import World
-from raymoe.moe.differentiable import combine, dispatch
+from raymoe.moe.differentiable import ExpertRows, combine, dispatch, refuse
 from raymoe.moe.expert_rows import Groups
 from raymoe.moe.layer import LayerExchanges
 
@@ -34,9 +38,17 @@ class Registration:
     All ranks close. Models that were loaded with it cannot run afterwards. Another `register` replaces the name.
     """
 
-    def __init__(self, name: str, tokens: int, backend: str, capacity: int | str) -> None:
+    def __init__(self, name: str, tokens: int, backend: str, capacity: int | str, timeout_s: float) -> None:
+        # A model makes its exchanges in its first forward pass. Mistakes are told before it is loaded.
+        ExchangeSpec(tokens, hidden=8, experts=1, topk=1, capacity=capacity)
+        if not any(backend in known for known in BACKENDS.values()):
+            names = ", ".join(dict.fromkeys(each for known in BACKENDS.values() for each in known))
+            raise ConfigError(f"backend is {backend!r}; it is one of {names}")
+        Member(rank=0, size=1, timeout_s=timeout_s)
         self.name, self.tokens, self.backend, self.capacity = name, tokens, backend, capacity
+        self.timeout_s = timeout_s
         self._worlds: dict[str, World] = {}
+        self._layers = 0
         self._closed = False
         EPImplementationInterface.register(name, self._implementation)
 
@@ -45,15 +57,13 @@ class Registration:
         if self._closed:
             raise ConfigError(f"experts ran on {self.name}, whose registration is closed; keep it open with the model")
         if (name := str(group.group_name)) not in self._worlds:
-            self._worlds[name] = World.of(group)
+            self._worlds[name] = World.of(group, timeout_s=self.timeout_s)
         return self._worlds[name]
 
     def exchange(self, group: Any, like: tuple[torch.Tensor, torch.Tensor], experts: int) -> Exchange:
         """Return the exchange for rows and ids like these. Layers of one shape share it."""
         rows, ids = like
         dtype, world = str(rows.dtype).removeprefix("torch."), self.world(group)
-        if len(rows) > self.tokens:
-            raise ConfigError(f"a rank gives {len(rows)} tokens; register was called with tokens={self.tokens}")
         spec = ExchangeSpec(
             self.tokens,
             rows.shape[1],
@@ -66,6 +76,19 @@ class Registration:
             depth=0,
         )
         return world.shared(LayerExchanges).of(spec, self.backend)
+
+    def next_number(self) -> int:
+        """Number a layer. All ranks make models in one order, so the number is the same everywhere."""
+        self._layers += 1
+        return self._layers
+
+    def check(self) -> None:
+        """Wait for the device, then raise what failed on this rank: a failed wait, or data that all ranks refused.
+
+        On GPUs no step waits for that. Call it where the program waits anyway, as where it reads the loss.
+        """
+        for world in self._worlds.values():
+            world.shared(LayerExchanges).check()
 
     def close(self, together: bool = True) -> None:
         """Close the worlds."""
@@ -87,14 +110,22 @@ class Registration:
 
 
 def register(
-    name: str = "raymoe", *, tokens: int = 4096, backend: str = "auto", capacity: int | str = "worst"
+    name: str = "raymoe",
+    *,
+    tokens: int = 4096,
+    backend: str = "auto",
+    capacity: int | str = "worst",
+    timeout_s: float = 60.0,
 ) -> Registration:
     """Make raymoe known to transformers, for `DistributedConfig(ep_implementation=name)`.
 
     `tokens` is the most that a rank gives to a layer at once: batch times length, and not padded to it. `capacity`
-    limits the rows that a rank receives, which training keeps for each layer.
+    limits the rows that a rank receives, which training keeps for each layer. `timeout_s` bounds every wait for a peer.
+
+    Where one rank gives more tokens, all ranks refuse that step, and the next one works. On CPUs all raise DataRefused.
+    On GPUs the output is NaN on all ranks, this rank warns, and `check` of the result raises.
     """
-    return Registration(name, tokens, backend, capacity)
+    return Registration(name, tokens, backend, capacity, timeout_s)
 
 
 class RaymoeExperts(EPImplementation):  # type: ignore[misc]
@@ -102,7 +133,7 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any, registration: Registration) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self._registration = registration
+        self._registration, self._number = registration, registration.next_number()
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -128,15 +159,38 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
     def _apply(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = self.num_local_experts * self.ep_mesh.size()
         exchange = self._registration.exchange(self.ep_mesh.get_group(), (x, ids), experts)
-        got = dispatch(exchange, x.contiguous(), ids.contiguous(), weights.float().contiguous())
+        tokens, most, count = len(x), exchange.spec.tokens, None
+        if tokens > most:  # the others are in this step, so it is refused inside it, where they learn of it
+            count = torch.full((1,), tokens, dtype=torch.int32, device=x.device)
+            x, ids, weights = x[:most], ids[:most], weights[:most]
+            if x.device.type != "cpu":
+                warnings.warn(
+                    f"a rank gives {tokens} tokens, and register was called with tokens={most}: all ranks refuse this "
+                    "step, whose output is NaN",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        given = x.contiguous(), ids.contiguous(), weights.float().contiguous()
+        got = dispatch(exchange, *given, count, site=self._number)
+        try:
+            rows = self._rows(got)
+        except Exception:
+            if x.device.type == "cpu":
+                with suppress(RaymoeError):  # DataRefused, as on the other ranks; the exception here is the reason
+                    refuse(exchange, got)
+            raise
+        y = combine(exchange, rows.to(x.dtype), got, weighted=False)
+        return y if tokens <= most else torch.cat((y, y.new_full((tokens - most, y.shape[1]), torch.nan)))
+
+    def _rows(self, got: ExpertRows) -> torch.Tensor:
+        """Return the results of this rank's experts for the rows that came, times the weights."""
         capacity = len(got.x)
         # Rows of no expert have the id behind the last, which the experts skip.
         expert = Groups(got.expert_offsets, got.expert_counts).expert_of_row(capacity)
         there = capacity
-        if x.device.type == "cpu":  # reading the count costs no wait here, so the experts get only rows that came
+        if got.x.device.type == "cpu":  # reading the count costs no wait here, so the experts get only rows that came
             # At least one row, of zeros and weight zero, keeps the experts' weights in the backward pass.
             there = max(1, int(got.expert_offsets[-1]))
             expert = expert[:there].clamp(max=self.num_local_experts - 1)
         rows = self.experts_forward(got.x[:there], expert[:, None], got.weights[:there, None])
-        rows = torch.nn.functional.pad(rows, (0, 0, 0, capacity - there))
-        return combine(exchange, rows.to(x.dtype), got, weighted=False)
+        return torch.nn.functional.pad(rows, (0, 0, 0, capacity - there))

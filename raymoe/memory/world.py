@@ -32,6 +32,7 @@ from raymoe.memory.heap import DeviceHeap, Heap, HeapContext, unmapped_layout, w
 from raymoe.memory.layout import Layout
 from raymoe.memory.member import Member, Options, check_descriptors, code_hash
 from raymoe.memory.unclosed import Unclosed
+from raymoe.memory.unpicklable import OfOneProcess
 from raymoe.memory.wait import Waiter
 from raymoe.memory.wiring import act_together, prove, share
 
@@ -60,7 +61,7 @@ class AnyBoard(Protocol):
         """Post a message in the round `what`, wait for all ranks, return their messages in rank order."""
 
 
-class World:
+class World(OfOneProcess):
     """Ranks that live and die together. All ranks call the collective methods in one order.
 
     - `World.of(group)` makes one from a torch.distributed process group: torchrun, Ray Train and the like.

@@ -104,6 +104,11 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     return combined
 
 
+def refuse(exchange: Exchange, got: ExpertRows) -> None:
+    """Call this in the place of combine where the experts raised on this rank. Raises DataRefused, on all ranks."""
+    exchange.refuse(_restored(exchange, got.site, got.x.detach(), got.weights.detach(), got.routing))
+
+
 # The operators. `torch.library.custom_op` would load torch's compiler at the first call, which takes a second.
 
 _DEVICES = ("cpu", "cuda")

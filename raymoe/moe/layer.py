@@ -243,6 +243,11 @@ class LayerExchanges:
             self._made[asked] = Exchange(self._world, spec, backend, sms=sms)
         return self._made[asked]
 
+    def check(self) -> None:
+        """Wait for the device, then raise what failed on this rank (`Exchange.check`)."""
+        for exchange in self._made.values():
+            exchange.check()
+
     def close(self, together: bool) -> None:
         """Close them with the world."""
         for exchange in reversed(self._made.values()):

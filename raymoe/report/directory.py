@@ -27,6 +27,7 @@ from typing import Self, TextIO
 
 from raymoe.config import to_yaml
 from raymoe.errors import CannotWrite, ConfigError, printable
+from raymoe.home import home
 from raymoe.report.results import (
     CONFIG,
     ENVIRONMENT,
@@ -183,7 +184,12 @@ def place_for(out: Path | None, run: str) -> Place:
     if out is None:
         if not under_ray_job():
             return Place(Path("runs").absolute() / run, given=False)
-        path = Path.home() / "raymoe_runs" / run
+        if (folder := home()) is None:
+            raise ConfigError(
+                "Ray deletes the working directory of a job, and this user has no home directory for the results; "
+                "name a place with --out"
+            )
+        path = folder / "raymoe_runs" / run
         return Place(
             path,
             given=False,
@@ -192,7 +198,7 @@ def place_for(out: Path | None, run: str) -> Place:
     if under_ray_job() and not out.is_absolute():
         raise ConfigError(
             f"--out {out} is relative, but Ray deletes the working directory when a job ends; "
-            f"give an absolute path, such as --out {Path.home() / 'raymoe_runs' / out.name}"
+            f"give an absolute path, such as --out {(home() or Path('/results')) / 'raymoe_runs' / out.name}"
         )
     return Place(out.absolute(), given=True)
 

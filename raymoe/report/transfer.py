@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -23,8 +24,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from raymoe.errors import CannotWrite, RaymoeError, one_line, shown
+from raymoe.report.copied import is_name_inside, put_in_place, read_file
 from raymoe.report.directory import cannot_write
 from raymoe.report.ray_job import run_of
 from raymoe.report.storage import MOST_BYTES, MOST_FILES, fetch, is_url
@@ -41,11 +44,17 @@ class TransferError(RaymoeError):
 def run_path(out: str | None, job: str) -> Path:
     """Give the directory of a job's run on the node of its driver. With a URL that is the copy that was written first.
 
+    Raises TransferError if it is in a home directory that this machine lacks.
+
     >>> str(run_path("/results/{run}", "quick-1")), str(run_path("s3://bucket/x", "quick-1"))[-20:]
     ('/results/quick-1', '/raymoe_runs/quick-1')
     """
     template = DEFAULT_OUT if out is None or is_url(out) else out
-    return Path(template.replace("{run}", run_of(job))).expanduser()
+    path = Path(template.replace("{run}", run_of(job)))
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise TransferError(f"they are in {shown(str(path))}, a home directory that this machine lacks") from error
 
 
 # On the machine that asked for the results.
@@ -53,7 +62,11 @@ def run_path(out: str | None, job: str) -> Path:
 
 def copy_if_readable(out: str | None, job: str, destination: Path) -> bool:
     """Copy a job's run from a directory or URL that this machine can read; False if there is no such run here."""
-    if run_path(out, job).absolute() == destination.absolute():
+    try:
+        source = run_path(out, job)
+    except TransferError:  # the node of the driver may have that home
+        source = None
+    if source is not None and source.absolute() == destination.absolute():
         return _belongs_to(destination, job)
     with _complete_at(destination, job) as partial:
         if out is not None and is_url(out):
@@ -61,13 +74,12 @@ def copy_if_readable(out: str | None, job: str, destination: Path) -> bool:
                 return True
             shutil.rmtree(partial)
             return False
-        source = run_path(out, job)
-        if not _belongs_to(source, job):
+        if source is None or not _belongs_to(source, job):
             return False
         for file, name in _files(source):
             target = partial / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(_read(file))
+            target.write_bytes(read_file(file))
     return True
 
 
@@ -92,8 +104,8 @@ def unpack(text: str, job: str, destination: Path) -> None:
     with _complete_at(destination, job) as partial:
         try:
             _extract(data, partial)
-        except (tarfile.TarError, zlib.error, EOFError, ValueError) as error:
-            raise TransferError(f"the archive with the results is damaged: {shown(str(error))}") from error
+        except (tarfile.TarError, zlib.error, EOFError, ValueError, OverflowError) as error:
+            raise TransferError(f"the archive with the results is damaged: {one_line(str(error))}") from error
 
 
 def _extract(data: bytes, partial: Path) -> None:
@@ -104,25 +116,33 @@ def _extract(data: bytes, partial: Path) -> None:
     total = 0
     with tarfile.open(fileobj=io.BytesIO(plain), mode="r:") as archive:
         for count, member in enumerate(archive):
-            name = PurePosixPath(member.name)
-            if not member.isreg() or name.is_absolute() or ".." in name.parts or not name.parts:
+            if not member.isreg() or not is_name_inside(member.name):
                 raise ValueError(f"{shown(member.name)} is not a file of a run directory")
             total += member.size
             if total > MOST_BYTES or count >= MOST_FILES:
                 raise ValueError(f"more than {MOST_FILES} files or {MOST_BYTES >> 20} MiB")
             content = archive.extractfile(member)
             assert content is not None
-            target = partial / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("xb") as file:
+            with _new_file(partial / PurePosixPath(member.name)) as file:
                 shutil.copyfileobj(content, file)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """Make a file of an archive. Raises ValueError if its name is too long, or is that of another file or folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("xb")
+    except OSError as error:
+        if isinstance(error, (FileExistsError, NotADirectoryError)) or error.errno == errno.ENAMETOOLONG:
+            raise ValueError(f"{shown(path.name)} cannot be a file of it: {error.strerror}") from error
+        raise
 
 
 @contextmanager
 def _complete_at(destination: Path, job: str) -> Iterator[Path]:
     """Give an empty directory beside `destination`, which takes its place if the block ends well and filled it.
 
-    An earlier copy of the same job's results is replaced. Anything else there stays, and is an error.
+    An earlier copy of the same job's results is renewed (`copied.py`). Anything else there stays, and is an error.
     """
     destination = destination.resolve()  # through a link, and of `.`
     partial = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}")
@@ -130,30 +150,17 @@ def _complete_at(destination: Path, job: str) -> Iterator[Path]:
         partial.mkdir(parents=True, mode=0o700)
         yield partial
         if partial.is_dir() and any(partial.iterdir()):
-            if _belongs_to(destination, job):
-                shutil.rmtree(destination)
-            if destination.is_dir() and not any(destination.iterdir()):  # kept: it may be where a shell is
-                for each in partial.iterdir():
-                    each.rename(destination / each.name)
-            else:
-                partial.chmod(0o777 & ~_umask())
-                partial.rename(destination)
+            put_in_place(partial, destination, renew=_belongs_to(destination, job))
     except OSError as error:
         raise cannot_write(destination, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def _belongs_to(directory: Path, job: str) -> bool:
     """Whether a directory has the results of this job, and not those of another run at the same path."""
     try:
-        facts = json.loads(_read(directory / "environment.json"))
+        facts = json.loads(read_file(directory / "environment.json"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(facts, dict) and facts.get("ray_job") == job
@@ -175,15 +182,6 @@ def _files(directory: Path) -> Iterator[tuple[Path, Path]]:
             yield path, path.relative_to(directory)
 
 
-def _read(path: Path) -> bytes:
-    """Read a regular file: no link, and no FIFO, which would wait for a writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        return file.read(MOST_BYTES)
-
-
 # On the node of the driver.
 
 
@@ -194,7 +192,7 @@ def pack(directory: Path, job: str) -> str:
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for path, name in _files(directory):
-            content = _read(path)
+            content = read_file(path)
             member = tarfile.TarInfo(name.as_posix())
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
@@ -206,6 +204,13 @@ def pack(directory: Path, job: str) -> str:
     return "\n".join([f"{_BEGIN} {len(data)} {hashlib.sha256(data).hexdigest()}", *lines, _END, ""])
 
 
+def _printed(out: str | None, job: str) -> str:
+    try:
+        return pack(run_path(out, job), job)
+    except TransferError as error:
+        return f"{_NONE} {error}\n"
+
+
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):  # a reader that ends early has its reason
-        sys.stdout.write(pack(run_path(sys.argv[1] or None, sys.argv[2]), sys.argv[2]))
+        sys.stdout.write(_printed(sys.argv[1] or None, sys.argv[2]))

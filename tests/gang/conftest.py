@@ -26,6 +26,8 @@ from tests.gang.fault_lines import Fault
 from tests.gang.nodes import Nodes, cluster
 from tests.gang.processes import commands_of, end_session, ray_processes, shared_memory
 from tests.python_path import python_path
+from tests.short_folder import short_base
+from tests.terminal import TERMINAL
 
 PASSED = pytest.StashKey[bool]()
 REPO = Path(__file__).resolve().parents[2]
@@ -101,7 +103,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         environment |= env or {}
         environment = {name: value for name, value in environment.items() if value != UNSET}
         program = ["-c", f"{first}\nimport sys, raymoe.cli; sys.exit(raymoe.cli.main())"] if first else ["-m", "raymoe"]
-        command = [sys.executable, *program, "run", *arguments]
+        command = [*TERMINAL, sys.executable, *program, "run", *arguments]
         if "--resume" not in arguments:
             command += ["--out", str(directory)]
         with log.open("w") as stderr, (tmp_path / f"stdout{number}").open("w") as stdout:
@@ -180,7 +182,7 @@ def ray_head(
     # An agent's ports are fixed by default, so the agent of a second head on the machine could not start.
     command += ["--dashboard-agent-listen-port=0", "--dashboard-agent-grpc-port=0"]
     # The file that tells jobs their cluster's address is also shared by default. Sockets need a short path.
-    folder = Path(tempfile.mkdtemp(prefix="raymoe-"))
+    folder = Path(tempfile.mkdtemp(prefix="raymoe-", dir=short_base(24)))
     command += [f"--temp-dir={folder}", *more]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **(env or {})}
     environment = {name: value for name, value in environment.items() if value != UNSET}

@@ -82,6 +82,7 @@ def environment(folder: Path) -> dict[str, str]:
     quick = {"PERIOD_MS": "500", "TIMEOUT_MS": "10000", "FAILURE_THRESHOLD": "3"}
     settings = {f"RAY_health_check_{name.lower()}": value for name, value in quick.items()}
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    settings["RAY_TMPDIR"] = "/tmp"  # in FOLDERS, also where TMPDIR is another
     return {**os.environ, "PYTHONPATH": python_path(), "PATH": tools, "HOME": str(folder), **settings}
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tests.gang.processes import end_session
 from tests.python_path import python_path
+from tests.short_folder import short_base
 
 START_S = 90.0  # for a node, on two busy cores
 STORE_BYTES = 80 * 2**20
@@ -100,7 +101,7 @@ class Nodes:
 @contextmanager
 def cluster(tmp: Path, **environment: str) -> Iterator[Nodes]:
     """Start a head without CPUs. `environment` holds settings of Ray for all nodes."""
-    folder, log = Path(tempfile.mkdtemp(prefix="raymoe-")), tmp / "cluster.log"
+    folder, log = Path(tempfile.mkdtemp(prefix="raymoe-", dir=short_base(24))), tmp / "cluster.log"
     variables = {**os.environ, "PYTHONPATH": python_path(), "RAY_TMPDIR": str(folder), "HOME": str(tmp)} | environment
     with log.open("w") as errors:
         process = subprocess.Popen(

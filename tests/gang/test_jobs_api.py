@@ -7,12 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from raymoe import cli
+from raymoe import submit as commands
 from raymoe.errors import ClusterError, ConfigError
 from raymoe.gang import follow, submit
 from raymoe.gang.follow import Follower
@@ -31,7 +33,11 @@ class FakeHead(ThreadingHTTPServer):
         self.version = "2.57.0"
         self.submitted: list[dict[str, object]] = []
         self.silent = False
+        self.drips = False
         self.answer = ""
+        self.moved_to = ""
+        self.asked: list[tuple[str, dict[str, str]]] = []
+        self.states: dict[str, dict[str, object]] = {}
 
     @property
     def url(self) -> str:
@@ -42,14 +48,36 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeHead
 
     def do_GET(self) -> None:
+        self.server.asked.append((self.path, dict(self.headers)))
         if self.server.silent:
             time.sleep(3)
+        if self.server.drips:
+            return self._drip()
+        if self.server.moved_to:
+            self.send_response(302)
+            self.send_header("Location", self.server.moved_to)
+            return self.end_headers()
         if self.server.answer:
             self._answer(200, self.server.answer)
         elif self.path == "/api/version":
             self._answer(200, json.dumps({"version": "4", "ray_version": self.server.version, "ray_commit": ""}))
+        elif self.path == "/api/jobs/":
+            self._answer(200, json.dumps(list(self.server.states.values())))
+        elif state := self.server.states.get(self.path.removeprefix("/api/jobs/")):
+            self._answer(200, json.dumps(state))
         else:
             self._answer(404, "Job x does not exist")
+        return None
+
+    def _drip(self) -> None:
+        """Answer a byte at a time, and never to the end."""
+        self.send_response(200)
+        self.send_header("Content-Length", "100000")
+        self.end_headers()
+        with suppress(OSError):  # the client has gone
+            for _ in range(60):
+                self.wfile.write(b" ")
+                time.sleep(0.05)
 
     def do_POST(self) -> None:
         job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -116,7 +144,49 @@ def test_a_head_that_does_not_answer_is_given_up(fake: FakeHead, monkeypatch: py
     assert time.monotonic() - began < 2.5
 
 
-@pytest.mark.parametrize("answer", ["[]", "null", '"x"', "[null]"])
+def test_a_head_that_answers_a_byte_at_a_time_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "CONNECT_S", 0.3)
+    monkeypatch.setattr(submit, "ANSWER_S", 0.3)
+    fake.drips = True
+    began = time.monotonic()
+    with pytest.raises(ClusterError, match=r"got no answer: no whole answer within 0.6 s; is a Ray head there?"):
+        JobsApi(fake.url)
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_head_at_host_and_port_that_answers_a_byte_at_a_time_is_given_up(
+    fake: FakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "CONNECT_S", 0.3)
+    monkeypatch.setattr(submit, "ANSWER_S", 0.3)
+    fake.drips = True
+    with pytest.raises(ClusterError, match="no whole answer"):
+        JobsApi(fake.url.removeprefix("http://"))
+
+
+def test_an_answer_without_end_is_given_up(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "MOST_ANSWER_BYTES", 1 << 20)
+    fake.answer = " " * (3 << 20)
+    with pytest.raises(ClusterError, match="got no answer: it is larger than 1 MiB"):
+        JobsApi(fake.url)
+
+
+def test_headers_go_to_no_server_that_another_one_names(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_HEADERS", '{"X-Mine": "secret"}')
+    with FakeHead() as other:
+        thread = threading.Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        fake.moved_to = f"{other.url}/api/version"
+        with pytest.raises(ClusterError, match=rf"and it refers to {other.url}/api/version; give that address if"):
+            JobsApi(fake.url)
+        other.shutdown()
+        thread.join(timeout=5)
+    assert other.asked == [] and [headers["X-Mine"] for _, headers in fake.asked] == ["secret"]
+
+
+@pytest.mark.parametrize(
+    "answer", ["[]", "null", '"x"', "[null]", "<html>", '{"ray_version": null}', '{"ray_version": "x"}']
+)
 def test_a_server_that_is_no_ray_head_is_named(fake: FakeHead, answer: str) -> None:
     fake.answer = answer
     with pytest.raises(ClusterError, match=r"got an answer that no Ray head gives; is a Ray head there?"):
@@ -128,6 +198,98 @@ def test_headers_that_are_no_mapping_are_refused(fake: FakeHead, monkeypatch: py
     monkeypatch.setenv("RAY_JOB_HEADERS", headers)
     with pytest.raises(ConfigError, match=r"^RAY_JOB_HEADERS is no"):
         JobsApi(fake.url)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 5000, '"soon"', "NaN"])
+def test_an_answer_with_a_number_that_is_none_is_no_mistake_of_the_user(fake: FakeHead, number: str) -> None:
+    api = JobsApi(fake.url)
+    fake.answer = json.dumps([job(start_time=5)]).replace(": 5", f": {number}")
+    with pytest.raises(ClusterError, match="got an answer that no Ray head gives"):
+        api.states()
+
+
+def job(name: str | None = "quick-1", **changes: object) -> dict[str, object]:
+    """A job as the Jobs API describes it."""
+    described = {"type": "SUBMISSION", "submission_id": name, "status": "SUCCEEDED", "entrypoint": "raymoe run quick"}
+    return {**described, "metadata": {"raymoe_config": "quick"}, "runtime_env": {}, "driver_exit_code": 0} | changes
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("a/b", "a%2Fb"), ("../../x", "..%2F..%2Fx"), ("?x=1", "%3Fx%3D1"), ("a#b", "a%23b")]
+)
+def test_the_id_of_a_job_is_one_name_of_the_url(fake: FakeHead, name: str, path: str) -> None:
+    fake.states = {path: job(name)}
+    assert JobsApi(fake.url).state(name).id == name
+
+
+@pytest.mark.parametrize("name", ["", ".", ".."])
+def test_text_that_is_the_id_of_no_job_is_refused(fake: FakeHead, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^'{name}' is not the ID of a job; `raymoe jobs` lists them"):
+        JobsApi(fake.url).state(name)
+
+
+def test_a_job_without_an_id_is_none_of_ray(fake: FakeHead) -> None:
+    fake.states = {"x": job(None)}
+    with pytest.raises(ClusterError, match="got an answer that no Ray head gives"):
+        JobsApi(fake.url).state("x")
+
+
+def test_jobs_of_impossible_times_are_listed(fake: FakeHead, capsys: pytest.CaptureFixture[str]) -> None:
+    times = [(10**300, 5), (10**18, None), (-(10**17), 5), (2000, 1000), (1000, 10**300), (0, 3000)]
+    fake.states = {str(i): job(f"job{i}", start_time=times[i][0], end_time=times[i][1]) for i in range(6)}
+    fake.states["code"] = job("code", status="FAILED", driver_exit_code=2**300)
+    assert cli.main(["jobs", "--address", fake.url]) == 0
+    lines = sorted(line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert lines[1:] == [
+        *(["job" + str(i), "quick", "SUCCEEDED", "?", "?"] for i in range(3)),
+        ["job3", "quick", "SUCCEEDED", "1970-01-01", "00:00:02", "?"],
+        ["job4", "quick", "SUCCEEDED", "1970-01-01", "00:00:01", "?"],
+        ["job5", "quick", "SUCCEEDED", "1970-01-01", "00:00:00", "3", "s"],
+    ]
+    assert lines[0][3].endswith("…)") and len(lines[0][3]) < 90
+
+
+class DoneApi:
+    """An API of a job that has ended without results."""
+
+    def __init__(self, described: JobState) -> None:
+        self.described = described
+
+    def state(self, _: str) -> JobState:
+        return self.described
+
+    async def tail(self, _: str):
+        yield ""
+
+    def submit(self, *_: object) -> None:
+        raise ConfigError("Ray refuses the job: Only .zip files are supported")
+
+
+@pytest.mark.parametrize(("code", "status", "ended"), [(6, "FAILED", 6), (0, "SUCCEEDED", 8)])
+def test_the_end_of_a_job_counts_where_its_results_cannot_be_asked_for(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    status: str,
+    ended: int,
+) -> None:
+    """The cluster gives a runtime_env that Ray refuses for the job that reads the results."""
+    monkeypatch.chdir(tmp_path)
+    metadata = {"raymoe_config": "q", "raymoe_out": "~nosuchuser/x"}
+    described = JobState("x", status, "", "m", exit_code=code, node="n", metadata=metadata)
+    assert commands._follow(DoneApi(described), "x", None, "") == ended  # type: ignore[arg-type]
+    assert "the results of job x cannot be copied: Ray refuses the job: Only .zip" in capsys.readouterr().err
+
+
+def test_results_of_a_job_with_any_id_stay_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    copied = []
+    monkeypatch.setattr(commands, "bring_results", lambda _api, _state, destination: copied.append(destination))
+    for name in ("../../x", "/etc/x", "..", "a/b", "quick-1"):
+        commands._follow(DoneApi(JobState(name, "SUCCEEDED", "")), name, None, "")  # type: ignore[arg-type]
+    assert [str(path) for path in copied] == ["runs/x", "runs/etc-x", "runs/run", "runs/a-b", "runs/quick-1"]
 
 
 def test_nothing_there_and_an_unknown_job(fake: FakeHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +394,9 @@ FAILED = "Job entrypoint command failed with exit code 6, last available logs:\n
             "job x failed with exit code 1: raymoe is not installed there; "
             "use an image that has it, or set runtime_env.pip or working_dir",
         ),
+        (JobState("x", "FAILED", "", "a", exit_code=256), None, 1, "job x failed with exit code 256: a"),
+        (JobState("x", "FAILED", "", "a", exit_code=-256), None, 1, "job x failed with exit code 384: a"),
+        (JobState("x", "FAILED", "", "a", exit_code=0), None, 1, "job x failed with exit code 0: a"),
         (JobState("x", "STOPPED", ""), None, 143, "job x was stopped"),
         (JobState("x", "STOPPED", ""), (4, "rank 1 died"), 4, "job x was stopped: rank 1 died"),
         (JobState("x", "STOPPED", ""), (0, "done"), 143, "job x was stopped: done"),
@@ -248,7 +413,7 @@ FAILED = "Job entrypoint command failed with exit code 6, last available logs:\n
             "job x did not run (job supervisor actor died): gone",
         ),
     ],
-    ids=range(10),
+    ids=range(13),
 )
 def test_the_verdict_on_a_job(tmp_path: Path, state: JobState, summary, code: int, told: str) -> None:
     results = summary_of(tmp_path, *summary) if summary else None

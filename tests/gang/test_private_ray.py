@@ -23,6 +23,7 @@ from tests.gang.conftest import Command
 from tests.gang.fault_lines import Fault
 from tests.gang.processes import descendants
 from tests.python_path import python_path
+from tests.short_folder import short_base
 
 NOBODY = 65534
 
@@ -49,7 +50,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     """Started under umask 022, from a home that others may enter, as homes often are."""
-    home = Path(tempfile.mkdtemp(prefix="home-", dir="/tmp"))
+    home = Path(tempfile.mkdtemp(prefix="home-", dir=short_base(24)))
     home.chmod(0o755)
     config = configs.write(home, steps__count=configs.LONG, exchange__backend="collective", world__ranks=2)
     command = [sys.executable, "-m", "raymoe", "run", config, "--out", str(home / "out")]

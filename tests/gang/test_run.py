@@ -17,6 +17,7 @@ from raymoe.report.results import KEYS
 from tests.gang import configs
 from tests.gang.conftest import CALM, Command, Head, Start
 from tests.gang.fault_lines import Fault
+from tests.short_folder import short_base
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -29,7 +30,7 @@ def read(directory: Path) -> tuple[list[dict[str, object]], dict[str, object]]:
 @pytest.fixture
 def ray_folder() -> Iterator[Path]:
     """A folder for Ray's directories. Its path is short enough for their sockets."""
-    with tempfile.TemporaryDirectory(prefix="rm-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(prefix="rm-", dir=short_base(11)) as folder:
         yield Path(folder)
 
 
@@ -50,6 +51,15 @@ def test_quickstart_with_two_ranks_writes_a_complete_run_directory(start: Start,
     assert yaml.safe_load((run.out / "config.yaml").read_text())["world"]["ranks"] == 2
     page = (run.out / "report.html").read_text()
     assert "✓ Done" in page and "Time of a step" in page and f"<dd>{environment['host']}</dd>" in page
+
+
+def test_a_directory_has_letters_that_the_locale_lacks(start: Start, head: Head, tmp_path: Path) -> None:
+    """Ray sends the command line of a driver as UTF-8, and Python reads such letters as bytes that are none."""
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    config = configs.write(tmp_path, world__ranks=1)
+    run = start(config, "--address", head.address, out=tmp_path / "käse", env=ascii_only)
+    assert run.end() == 0, run.stderr()
+    assert read(run.out)[1]["status"] == "done" and r"results go to" in run.stderr() and r"\udcc3\udca4" in run.stderr()
 
 
 def test_only_address_auto_fails_on_a_stale_address_file(

@@ -22,6 +22,7 @@ from tests.gang.conftest import Command, Head, Start, in_driver, ray_head
 from tests.gang.fault_lines import Fault
 from tests.gang.nodes import Nodes, cluster
 from tests.gang.processes import alive_after, descendants
+from tests.short_folder import short_base
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600), pytest.mark.usefixtures("nothing_left")]
 
@@ -230,7 +231,10 @@ def test_a_disk_without_room_for_the_summary_is_exit_8(start: Start, head: Head,
 
 
 def test_a_run_goes_on_when_the_disk_of_its_ray_is_full(start: Start, tmp_path: Path, fault: Fault) -> None:
-    with tempfile.TemporaryDirectory(prefix="rm-", dir="/tmp") as folder, small_disk(Path(folder), "80m") as disk:
+    with (
+        tempfile.TemporaryDirectory(prefix="rm-", dir=short_base(11)) as folder,
+        small_disk(Path(folder), "80m") as disk,
+    ):
         config = configs.write(tmp_path, world__ranks=2, matrix={"steps.count": [100, 20_000, 101]})
         run = start(config, env={"RAY_TMPDIR": str(disk)})
         run.wait_for("case 1/3 count=100: done")

@@ -23,6 +23,7 @@ from tests.gang.conftest import RUN_S, UNSET, Command, Head, ray_head
 from tests.gang.fault_lines import Fault
 from tests.gang.processes import end_session
 from tests.python_path import python_path
+from tests.terminal import TERMINAL
 
 BIN = Path(sys.executable).parent
 Tool = Callable[..., Command]
@@ -48,7 +49,7 @@ def tool(tmp_path: Path) -> Iterator[Tool]:
         program = f"{first}; import sys, raymoe.cli; sys.exit(raymoe.cli.main())"
         with log.open("w") as stderr, out.open("w") as stdout:
             process = subprocess.Popen(
-                [sys.executable, "-c", program, *words],
+                [*TERMINAL, sys.executable, "-c", program, *words],
                 stdout=stdout,
                 stderr=stderr,
                 text=True,

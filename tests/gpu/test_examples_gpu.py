@@ -13,6 +13,7 @@ pytest.importorskip("ray")
 
 from tests.gang.test_examples import DEADLINE_S, EXAMPLES, results, run
 from tests.gpu.ranks import GPUS, NEEDS_GPU
+from tests.short_folder import short_base
 
 pytestmark = [
     *NEEDS_GPU,
@@ -26,6 +27,8 @@ def test_each_example_runs_on_two_gpus(name: str) -> None:
     if name == "ray_train.py" and importlib.util.find_spec("pyarrow") is None:
         pytest.skip("needs ray[train], and pyarrow is missing: pip install '.[examples]'")
     example = EXAMPLES[name]
-    with TemporaryDirectory(prefix="raymoe") as folder:  # a short path, because Ray makes sockets below it
+    with TemporaryDirectory(
+        prefix="raymoe", dir=short_base(24)
+    ) as folder:  # a short path, because Ray makes sockets below it
         printed = run(example, Path(folder), RAY_ADDRESS="local", HOME=folder)
     assert len(set(results(example, printed, "cuda(?::[01])?"))) == example.lines, printed

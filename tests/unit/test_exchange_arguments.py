@@ -52,7 +52,6 @@ def arguments() -> dict:
         ({"num_tokens": 4}, "num_tokens is 4; x has 3 rows, so 0 to 3 can be sent"),
         ({"num_tokens": -1}, "num_tokens is -1"),
         ({"num_tokens": True}, "num_tokens is True"),
-        ({"num_tokens": torch.tensor([4], dtype=torch.int32)}, "num_tokens is 4"),
         ({"num_tokens": torch.tensor([1])}, "num_tokens is torch.int64; torch.int32 is needed"),
         ({"out": torch.empty(7, H)}, r"out has shape \[7, 16\]; \[8, 16\] is needed"),
         ({"out": torch.empty(8, H).half()}, "out is torch.float16; torch.float32 is needed"),

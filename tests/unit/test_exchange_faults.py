@@ -18,6 +18,7 @@ from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.host import HostSlots
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
+from raymoe.moe.differentiable import combine, dispatch
 from tests.unit.exchange_cases import Batch, Case, apply_experts, batches, run_step
 from tests.unit.ranks import RankPool
 from tests.unit.test_exchange import BACKENDS, judge_combine
@@ -78,6 +79,59 @@ def test_all_ranks_raise_on_an_id_out_of_range(pool: RankPool, backend: str, bad
         assert report["outside"]
         assert report["nan"]
         judge_combine(case, batches(case, 2)[rank], y)
+
+
+def count_too_many_then_go_on(world: World, case: Case, count: int) -> tuple[list[str], Any]:
+    """Run steps in which rank 1 asks to send `count` of its tokens, the second by the operators with gradients."""
+    with Exchange(world, replace(case.spec, depth=2), backend=case.backend) as exchange:
+        said = []
+        for step in range(2):
+            batch = batches(case, step)[world.rank]
+            asked = torch.tensor([count if world.rank == 1 else 2], dtype=torch.int32)
+            try:
+                if step == 0:
+                    got = exchange.dispatch(batch.x, batch.ids, batch.weights, asked)
+                    exchange.combine(apply_experts(exchange, got, got.x), got)
+                else:
+                    rows = dispatch(exchange, batch.x, batch.ids, batch.weights, asked)
+                    combine(exchange, rows.x, rows)
+            except DataRefused as error:
+                said.append(str(error))
+        return said, run_step(exchange, case, batches(case, 2)[world.rank]).y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("count", "way_out"), [(7, ": make the exchange with more tokens"), (-1, "")])
+def test_all_ranks_raise_on_a_number_of_tokens_out_of_range(
+    pool: RankPool, backend: str, count: int, way_out: str
+) -> None:
+    case = Case(3, SPEC, backend, ("uniform",) * 3, seed=8, ragged=False)
+    told = f"num_tokens is {count} on rank 1; x has 6 rows, so 0 to 6 can be sent{way_out}"
+    for rank, (said, y) in enumerate(pool.run(3, count_too_many_then_go_on, case, count)):
+        assert said == [told, told]
+        judge_combine(case, batches(case, 2)[rank], y)
+
+
+def refuse_in_place_of_combine(world: World, case: Case) -> tuple[str, Any]:
+    with Exchange(world, case.spec, backend=case.backend) as exchange:
+        batch, said = batches(case, 0)[world.rank], ""
+        got = exchange.dispatch(batch.x, batch.ids, batch.weights)
+        try:
+            if world.rank == 1:
+                exchange.refuse(got)
+            else:
+                exchange.combine(apply_experts(exchange, got, got.x), got)
+        except DataRefused as error:
+            said = str(error)
+        return said, run_step(exchange, case, batches(case, 1)[world.rank]).y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_whose_experts_failed_lets_all_refuse_the_combine(pool: RankPool, backend: str) -> None:
+    case = Case(3, SPEC, backend, ("uniform",) * 2, seed=8, ragged=False)
+    for rank, (said, y) in enumerate(pool.run(3, refuse_in_place_of_combine, case)):
+        assert said == "an exception, which rank 1 reports, ended the work of its experts"
+        judge_combine(case, batches(case, 1)[rank], y)
 
 
 def overflow_then_go_on(world: World, case: Case) -> tuple[dict[str, Any], Any]:

@@ -13,6 +13,7 @@ PACKAGE = Path(raymoe.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LIBRARY = {
     "errors": 0,
+    "home": 0,
     "packaged": 0,
     "device": 1,
     "memory": 2,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.gang.main_process import TICK_S, stop_seconds
+from tests.terminal import TERMINAL
 
 PREAMBLE = """
     import os, signal, subprocess, sys, time
@@ -28,7 +29,7 @@ PREAMBLE = """
 
 def start(body: str) -> subprocess.Popen[str]:
     code = textwrap.dedent(PREAMBLE) + textwrap.dedent(body)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([*TERMINAL, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen[str], seconds: float = 20.0) -> tuple[int, str]:
@@ -120,6 +121,25 @@ def test_a_second_signal_ends_the_driver_at_once() -> None:
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 130 and time.monotonic() - began < 3.0
+
+
+def test_under_nohup_a_hangup_ends_neither_the_main_process_nor_the_driver() -> None:
+    process = start("""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        def work(tell, stopped):
+            print(os.getpid(), flush=True)
+            seen = [stopped()]
+            for _ in range(25):
+                time.sleep(0.02)
+                seen.append(stopped())
+            return RunOutcome(0, f"done, asked to stop: {any(seen)}")
+        report(run_in_child(work, print))
+    """)
+    assert process.stdout is not None
+    driver = int(process.stdout.readline())
+    os.kill(driver, signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    assert finish(process) == (0, "done, asked to stop: False")
 
 
 def test_a_driver_that_exceeds_its_time_bound_ends_with_the_bounds_message() -> None:

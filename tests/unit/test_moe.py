@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -324,6 +325,23 @@ def test_a_recomputed_layer_and_a_copy_have_the_same_gradients(alone: World) -> 
         results.append([x.grad, of.gate.weight.grad, of.experts.down_proj.grad.clone()])
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
+
+
+@pytest.mark.parametrize("copies", [pickle.dumps, copy.copy, copy.deepcopy], ids=lambda copies: copies.__qualname__)
+def test_a_world_and_an_exchange_are_of_one_process(alone: World, copies: Callable[[object], object]) -> None:
+    layer = MoELayer(alone, SPEC, FORM, seed=1)
+    for kind, made in {"World": alone, "Exchange": layer.exchange}.items():
+        with pytest.raises(
+            TypeError, match=rf"^a raymoe {kind} cannot be pickled or copied: it belongs to the process"
+        ):
+            copies(made)
+    if copies is pickle.dumps:
+        with pytest.raises(
+            TypeError, match=r"^a raymoe World cannot be pickled .*, and of layers save and load state_dict"
+        ):
+            pickle.dumps(layer)
+    else:
+        assert copies(layer).exchange is layer.exchange  # type: ignore[attr-defined]
 
 
 def overflowing(world: World) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 from raymoe.errors import ClusterError
 from raymoe.gang import private_ray as module
 from raymoe.gang.private_ray import DIRECTORY, LOOPBACK_ONLY, MODE, TOKEN, TOKEN_PATH, private_ray
+from tests.short_folder import short_base
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which only root can do")
@@ -176,7 +177,7 @@ def test_the_directory_is_for_this_user_only_and_goes_when_it_is_empty(home):
 @pytest.fixture
 def short(tmp_path_factory) -> Iterator[Path]:
     """A folder with a path that is short enough for Ray's sockets."""
-    path = Path("/tmp", f"rm{os.getpid()}")
+    path = Path(short_base(8), f"rm{os.getpid()}")
     path.mkdir(mode=0o700)
     yield path
     for each in sorted(path.rglob("*"), reverse=True):
@@ -193,22 +194,29 @@ def test_the_directory_lies_where_the_user_says(home, short, name):
 
 
 def test_ray_s_own_variable_goes_first(home, short):
-    environment = {"TMPDIR": "/tmp", DIRECTORY: str(short)}
+    environment = {"TMPDIR": str(short.parent), DIRECTORY: str(short)}
     with private_ray(environment):
         assert Path(environment[DIRECTORY]).parent == short
 
 
-def test_a_path_too_long_for_a_socket_is_not_taken(home, tmp_path):
+@pytest.fixture(autouse=True)
+def last(short, monkeypatch) -> Path:
+    """The folder that is taken where the user names none that can be. Not /tmp, which may be full."""
+    monkeypatch.setattr(module, "_LAST_BASE", str(short))
+    return short
+
+
+def test_a_path_too_long_for_a_socket_is_not_taken(home, tmp_path, last):
     assert len(str(tmp_path)) > module._LONGEST_BASE
     environment = {DIRECTORY: str(tmp_path)}
     with private_ray(environment) as ray:
-        assert Path(environment[DIRECTORY]).parent == Path("/tmp")
+        assert Path(environment[DIRECTORY]).parent == last
         session = f"session_2026-11-23_06-36-46_086719_{2**22}"  # the largest pid
         assert len(f"{ray}/{session}/sockets/plasma_store".encode()) <= 107
 
 
 @pytest.mark.parametrize("plant", ["for all", pytest.param("of another user", marks=as_root), "missing"])
-def test_a_folder_where_others_could_exchange_it_is_not_taken(home, short, plant):
+def test_a_folder_where_others_could_exchange_it_is_not_taken(home, short, last, plant):
     folder = short / "base"
     if plant != "missing":
         folder.mkdir()
@@ -218,7 +226,7 @@ def test_a_folder_where_others_could_exchange_it_is_not_taken(home, short, plant
         os.chown(folder, NOBODY, NOBODY)
     environment = {DIRECTORY: str(folder)}
     with private_ray(environment):
-        assert Path(environment[DIRECTORY]).parent == Path("/tmp")
+        assert Path(environment[DIRECTORY]).parent == last
 
 
 def test_a_sticky_folder_is_taken(home, short):
@@ -229,12 +237,12 @@ def test_a_sticky_folder_is_taken(home, short):
         assert Path(environment[DIRECTORY]).parent == short / "t"
 
 
-def test_a_full_disk_is_told(home, monkeypatch):
+def test_a_full_disk_is_told(home, last, monkeypatch):
     def full(**_: object) -> str:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.tempfile, "mkdtemp", full)
-    told = r"no directory can be made in /tmp \(No space left on device\)"
+    told = rf"no directory can be made in {last} \(No space left on device\)"
     with pytest.raises(ClusterError, match=told) as caught, private_ray({}):
         pass
     assert caught.value.exit_code == 3

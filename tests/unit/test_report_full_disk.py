@@ -5,6 +5,10 @@ import sys
 
 import pytest
 
+import raymoe.report.page
+import raymoe.run
+from raymoe.errors import CannotWrite, ClusterError
+
 # Adds cases until one does not fit. Prints how many fitted; exits with the exit code of the error.
 FILL = """
 import sys
@@ -70,3 +74,21 @@ def test_a_full_tmpfs_exits_8_and_keeps_finished_cases(tmp_path, pytestconfig):
     done = run("unshare", "--mount", "sh", "-c", script, "sh", str(disk), *programs, root=pytestconfig.rootpath)
     assert done.returncode == 8, done.stderr
     assert done.stderr.startswith(f"cannot write {disk}/r/results.jsonl: No space left on device; ")
+
+
+@pytest.mark.parametrize(("failed", "notes"), [(CannotWrite, 0), (ClusterError, 1)])
+def test_a_full_disk_is_told_once(tmp_path, monkeypatch, capsys, failed, notes):
+    """The page meets the disk that results.jsonl met before. After another failure the page has a line of its own."""
+
+    def full(*_, **__):
+        raise CannotWrite("cannot write report.html: No space left on device")
+
+    def fails(*_, **__):
+        raise failed("the first reason")
+
+    monkeypatch.setattr(raymoe.run, "run_in_child", fails)
+    monkeypatch.setattr(raymoe.report.page, "write_page", full)
+    code = raymoe.run.run(raymoe.run.Request("quickstart", out=str(tmp_path / "run")))
+    said = capsys.readouterr().err.splitlines()
+    assert code == failed.exit_code and said[-1] == "the first reason"
+    assert len([line for line in said if "report.html" in line]) == notes, said

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.python_path import python_path
+from tests.terminal import TERMINAL
 from tests.unit.configs_on_disk import write
 
 SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM]
@@ -33,13 +34,14 @@ sys.exit(main())
 
 def python(program: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     given = {"capture_output": True, "text": True, "timeout": 60, "env": environment()} | options
-    return subprocess.run([sys.executable, "-c", program, *arguments], check=False, **given)  # type: ignore[call-overload]
+    command = [*TERMINAL, sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, check=False, **given)  # type: ignore[call-overload]
 
 
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     """Run a line of bash in which `raymoe` is the command."""
     line = line.replace("raymoe", f"{sys.executable} -m raymoe")
-    command = ["bash", "-c", f"set -o pipefail; {line}"]
+    command = [*TERMINAL, "bash", "-c", f"set -o pipefail; {line}"]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment())
 
 
@@ -80,6 +82,22 @@ sys.exit(main())
 def test_the_hangup_of_a_terminal_does_not_stop_a_command_under_nohup() -> None:
     ended = shell(f"trap '' HUP; raymoe validate quickstart & sleep {0.02}; kill -HUP $!; wait $!")
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT], ids=lambda number: number.name)
+def test_ctrl_c_stops_a_command_that_a_script_started_in_the_background(number: signal.Signals) -> None:
+    """A script's `&` ignores both, and its commands are in the terminal's process group all the same."""
+    program = AT_IMPORT.format(module="typer", number=int(number))
+    line = [*TERMINAL, "env", "--ignore-signal=INT,QUIT", sys.executable, "-c", program, "validate", "quickstart"]
+    ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=60, env=environment())
+    assert (ended.returncode, ended.stderr) == (128 + number, f"stopped by {number.name}; finished cases are kept\n")
+
+
+def test_tests_of_signals_pass_where_pytest_itself_ignores_them() -> None:
+    chosen = [__file__, "-k", "during_an_import and typer", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
+    line = ["env", "--ignore-signal=HUP,INT,QUIT", sys.executable, "-m", "pytest", *chosen]
+    done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, env=environment())
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
 
 
 def test_a_second_signal_ends_a_command_that_lost_the_first() -> None:
@@ -177,7 +195,8 @@ def test_a_deleted_working_directory_is_named(command: str, tmp_path: Path) -> N
 
 
 def test_doctor_ends_its_probes_and_their_ray_when_it_is_stopped() -> None:
-    doctor = subprocess.Popen([sys.executable, "-m", "raymoe", "doctor"], stderr=subprocess.PIPE, env=environment())
+    command = [*TERMINAL, sys.executable, "-m", "raymoe", "doctor"]
+    doctor = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment())
     assert doctor.stderr is not None
     try:
         deadline = time.monotonic() + 60

@@ -13,7 +13,7 @@ import pytest
 import raymoe
 from raymoe.config import Job, load_job
 from raymoe.errors import CannotWrite, ClusterError, ConfigError
-from raymoe.report import storage, transfer
+from raymoe.report import copied, storage, transfer
 from raymoe.report.directory import RAY_JOB, RunDirectory
 from raymoe.report.opening import open_directory
 from raymoe.report.ray_job import run_name, version_notice
@@ -52,7 +52,8 @@ def results(path: Path, job: str = JOB) -> Path:
 
 
 def names(path: Path) -> list[str]:
-    return sorted(str(each.relative_to(path)) for each in path.rglob("*") if each.is_file() or each.is_symlink())
+    found = (str(each.relative_to(path)) for each in path.rglob("*") if each.is_file() or each.is_symlink())
+    return sorted(name for name in found if name != copied.RECORD)
 
 
 PLAIN = ["config.yaml", "environment.json", "plots/a.svg", "summary.json"]
@@ -93,14 +94,18 @@ def archive(*members: tuple[str, bytes, bytes]) -> str:
         (archive(("../out", tarfile.REGTYPE, b"x")), "is not a file of a run directory"),
         (archive(("/tmp/out", tarfile.REGTYPE, b"x")), "is not a file of a run directory"),
         (archive(("link", tarfile.SYMTYPE, b"")), "is not a file of a run directory"),
-        (archive(("a", tarfile.REGTYPE, b"x"), ("a", tarfile.REGTYPE, b"y")), "cannot write"),
         (archive(("a", tarfile.REGTYPE, bytes(20_000))), "more than 0 MiB"),
+        (archive((".bashrc", tarfile.REGTYPE, b"x")), "bashrc is not a file of a run directory"),
+        (archive(("a\n\x1b[2J", tarfile.REGTYPE, b"x")), r"a\\n\\x1b\[2J is not a file of a run directory"),
+        (archive(("a", tarfile.REGTYPE, b"x"), ("a", tarfile.REGTYPE, b"y")), "a cannot be a file of it: File exists"),
+        (archive(("a", tarfile.REGTYPE, b"x"), ("a/b", tarfile.REGTYPE, b"y")), "b cannot be a file of it: "),
+        (archive(("x" * 300, tarfile.REGTYPE, b"x")), "cannot be a file of it: File name too long"),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_text_that_lies_is_refused_and_leaves_nothing(tmp_path, monkeypatch, text, told):
     monkeypatch.setattr(transfer, "MOST_BYTES", 20_000)
-    with pytest.raises((transfer.TransferError, CannotWrite), match=told):
+    with pytest.raises(transfer.TransferError, match=told):
         transfer.unpack(text, JOB, tmp_path / "got")
     assert list(tmp_path.iterdir()) == []
 
@@ -121,6 +126,67 @@ def test_a_directory_that_is_readable_is_copied_if_it_is_of_that_job(tmp_path):
         transfer.copy_if_readable(out, JOB, tmp_path / "mine")
     assert names(tmp_path / "mine") == ["notes"]
     assert "no run of this job is in" in transfer.pack(source, "another-job")
+
+
+def test_a_later_copy_keeps_the_files_of_the_user(tmp_path):
+    source, target = results(tmp_path / "shared" / JOB), tmp_path / "got"
+    transfer.unpack(transfer.pack(source, JOB), JOB, target)
+    (target / "notes.txt").write_text("mine")
+    (target / "plots" / "mine.png").write_text("mine")
+    (target / "plots" / "a.svg").write_text("drawn again")
+    (source / "config.yaml").unlink()
+    (source / "summary.json").write_text('{"exit_code": 0}')
+    (source / "report.html").write_text("<html>")
+    for _ in range(2):
+        transfer.unpack(transfer.pack(source, JOB), JOB, target)
+        assert names(target) == sorted([*PLAIN[1:], "notes.txt", "plots/mine.png", "report.html"])
+        assert (target / "plots" / "a.svg").read_text() == "drawn again", "it is as it was in the run"
+        assert (target / "summary.json").read_text() == '{"exit_code": 0}'
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [], "nothing half-done is left"
+
+
+@pytest.mark.parametrize("record", ["as it was", "none", "[]", '{"../mine": "x", "summary.json": 5}'])
+def test_a_later_copy_overwrites_no_file_that_it_did_not_write(tmp_path, record):
+    source, target, mine = results(tmp_path / "shared" / JOB), tmp_path / "got", tmp_path / "mine"
+    transfer.unpack(transfer.pack(source, JOB), JOB, target)
+    mine.write_text("mine")
+    if record == "none":
+        (target / copied.RECORD).unlink()
+    elif record != "as it was":
+        (target / copied.RECORD).write_text(record)
+    (target / "summary.json").write_text("mine")
+    (source / "summary.json").write_text('{"exit_code": 0}')
+    (source / "report.html").write_text("<html>")
+    before = names(target)
+    with pytest.raises(CannotWrite, match=r"got/summary.json would be overwritten, .*; move it away, or name another"):
+        transfer.unpack(transfer.pack(source, JOB), JOB, target)
+    assert names(target) == before and (target / "summary.json").read_text() == "mine" and mine.read_text() == "mine"
+
+
+def test_a_later_copy_does_not_write_through_a_link(tmp_path):
+    source, target, elsewhere = results(tmp_path / "shared" / JOB), tmp_path / "got", tmp_path / "elsewhere"
+    transfer.unpack(transfer.pack(source, JOB), JOB, target)
+    (target / "plots").rename(elsewhere)
+    (target / "plots").symlink_to(elsewhere)
+    (source / "plots" / "b.svg").write_text("x")
+    with pytest.raises(CannotWrite, match=r"plots/b\.svg would be overwritten"):
+        transfer.unpack(transfer.pack(source, JOB), JOB, target)
+    assert names(elsewhere) == ["a.svg"]
+
+
+@pytest.mark.parametrize("home", ["unset", "of nobody"])
+def test_results_in_a_home_that_this_machine_lacks_are_read_by_the_second_job(tmp_path, monkeypatch, home):
+    out = "~nosuchuser/{run}"
+    if home == "unset":
+        out = None
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os, "getuid", lambda: 3_000_000)
+    assert not transfer.copy_if_readable(out, JOB, tmp_path / "got")
+    printed = transfer._printed(out, JOB)
+    assert (
+        printed.startswith("raymoe-run-missing they are in ~") and "a home directory that this machine lacks" in printed
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_results_go_into_an_empty_directory_here_or_behind_a_link(tmp_path, monkeypatch):

@@ -50,8 +50,6 @@ def run_shared_batch(world: World, store: str, tensor_parallel: bool) -> dict[st
             made = registration._implementation(experts, ep_mesh, ep_mesh if tensor_parallel else alone)
             y = made(x, ids, weights)
             y.square().sum().backward()
-            with pytest.raises(ConfigError, match="a rank gives 7 tokens; register was called with tokens=6"):
-                registration.exchange(ep_mesh.get_group(), (torch.zeros(7, H), ids), EXPERTS)
         with pytest.raises(ConfigError, match="whose registration is closed"):
             made(x, ids, weights)
         reference, again = Scaled(whole), [each.detach().clone().requires_grad_() for each in (x, weights)]
@@ -72,6 +70,74 @@ def test_experts_run_with_a_shared_batch_and_without(pool: RankPool, tmp_path: P
     found = pool.run(2, run_shared_batch, str(tmp_path / "store"), tensor_parallel)
     whole = found[0]["whole"] if tensor_parallel else found[0]["whole"] + found[1]["whole"]
     close("experts", torch.cat([each["own"] for each in found]), whole.double(), 1e-6)
+
+
+def run_refused_steps(world: World, store: str, fault: str) -> list[str]:
+    """Run three steps, of which rank 0 spoils the second; return the error of each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from raymoe.integrations.transformers import register
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=world.rank, world_size=world.size)
+    try:
+        ep_mesh: Any = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+        experts, errors = Scaled(torch.rand(EXPERTS // 2, H) + 0.5), []
+
+        def failing(*_: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("no room for the experts")
+
+        with register(tokens=6, timeout_s=20) as registration:
+            made = registration._implementation(experts, ep_mesh, alone)
+            whole = made.experts_forward
+            for step in range(3):
+                spoilt = step == 1 and world.rank == 0
+                tokens = 9 if spoilt and fault == "tokens" else 5
+                made.experts_forward = failing if spoilt and fault == "experts" else whole
+                weights, ids = torch.rand(tokens, EXPERTS).topk(2)
+                try:
+                    y = made(torch.randn(tokens, H, requires_grad=True), ids, weights)
+                    y.sum().backward()
+                    errors.append("" if bool(y.isfinite().all()) else "no number")
+                except Exception as error:  # noqa: BLE001  compared below
+                    errors.append(f"{type(error).__name__}: {error}")
+            registration.check()
+            [made_world] = registration._worlds.values()
+            assert made_world.timeout_s == 20
+        return errors
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fault", ["tokens", "experts"])
+def test_a_step_that_one_rank_refuses_is_refused_by_all_and_the_next_one_works(
+    pool: RankPool, tmp_path: Path, fault: str
+) -> None:
+    first, second = pool.run(2, run_refused_steps, str(tmp_path / "store"), fault)
+    if fault == "tokens":
+        told = "num_tokens is 9 on rank 0; x has 6 rows, so 0 to 6 can be sent: make the exchange with more tokens"
+        assert first == second == ["", f"DataRefused: {told}", ""]
+    else:
+        assert first == ["", "MemoryError: no room for the experts", ""]
+        told = "an exception, which rank 0 reports, ended the work of its experts"
+        assert second == ["", f"DataRefused: {told}", ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokens": "x"}, "tokens is 'x'; a whole number of at least 1 is needed"),
+        ({"tokens": 0}, "tokens is 0; a whole number"),
+        ({"capacity": "most"}, "capacity is 'most'; it is 'worst' or a number of rows"),
+        ({"backend": "fast"}, "backend is 'fast'; it is one of auto, host, collective, allgather, fused, staged"),
+        ({"timeout_s": -1}, "timeout_s is -1; waits need a number of seconds above 0"),
+    ],
+)
+def test_mistakes_are_told_by_register(options: dict[str, Any], says: str) -> None:
+    from raymoe.integrations.transformers import register
+
+    with pytest.raises(ConfigError, match=says):
+        register(**options)
 
 
 SIZES = {
