@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,7 @@ gloo: Any = dist  # torch's stubs lack most of what a private group needs
 _c10d: Any = distributed_c10d
 LOOPBACK = "127.0.0.1"
 _CONNECT_WAITS = 5  # Gloo waits so many times its limit for a peer that connects
+_KEPT = 4  # ended operations that Gloo's threads may still hold: it has two threads, and each holds one at most
 
 
 class EnteredNumbers(Protocol):
@@ -47,13 +49,23 @@ class EnteredNumbers(Protocol):
 
 
 class PrivateGroup:
-    """A process group whose waits end. After a failed wait it cannot be used any more, and says why."""
+    """A process group whose waits end. After a failed wait it cannot be used any more, and says why.
+
+    Gloo's threads let go of an operation after its waiter has gone on, or when Gloo gives it up. If that frees tensors
+    of Python's while Python ends, the thread cannot get the interpreter's lock, and C++ ends the process by SIGABRT. So
+    the group keeps the operations that Gloo may still hold, and with them their tensors. They stay as long as the
+    process, unless `drop` ends Gloo's threads first.
+    """
 
     def __init__(self, group: Any, store: object, waiter: Waiter, numbers: EnteredNumbers) -> None:
         self._group, self._waiter, self._numbers = group, waiter, numbers
         self._store = store  # the group's; a lazy device asks it again
         self._entered = 0
         self._failure: RaymoeError | None = None
+        self._running: list[dist.Work] = []
+        self._ended: deque[dist.Work] = deque(maxlen=_KEPT)
+        for works in (self._running, self._ended):
+            _keep(works)
 
     @property
     def open(self) -> bool:
@@ -79,12 +91,14 @@ class PrivateGroup:
 
     def drop(self) -> None:
         """Disconnect. All ranks are idle."""
-        self._group = None
+        self._group = None  # its destructor waits for Gloo's threads
+        self._running.clear()
+        self._ended.clear()
 
     def abandon(self, failure: RaymoeError | None = None) -> None:
         """Drop the group without its destructor, which waits for peers in collectives that have not ended.
 
-        The group is leaked until the process ends, and with it its store. The process has failed by then. A wait
+        The group is leaked until the process ends, and with it its operations. The process has failed by then. A wait
         on another thread ends within one slice. Later calls raise `failure`.
         """
         group, self._group = self._group, None
@@ -98,6 +112,7 @@ class PrivateGroup:
         self._entered += 1
         self._numbers.enter(self._entered)
         start, work = time.monotonic(), begin(group)
+        self._running.append(work)
         return lambda: self._finish(op, work, start)
 
     def _still_open(self, op: str) -> Any:
@@ -118,6 +133,8 @@ class PrivateGroup:
             raise
         finally:
             waiter.waiting = None
+        self._running.remove(work)
+        self._ended.append(work)
 
     def _done(self, work: dist.Work, op: str, start: float) -> bool:
         try:
