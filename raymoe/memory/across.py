@@ -7,9 +7,9 @@ Keys of the store (e: the number of the round, r: a rank):
 - `gone`: how many ranks have left the last round. Rank 0 serves until all have.
 - `entered by r`: see `raymoe.net.published`.
 
-Inside a domain records go through the shared memory of the domain's own world. A store has no password, so a record
-of a round has a MAC. One whose MAC is wrong is refused before it is read. The secret of the MAC came through the
-caller's process group.
+Inside a domain records go through the shared memory of the domain's own world. A store has no password, so every record
+has a MAC. One whose MAC is wrong is refused before it is read. The secret of the MAC came through the caller's process
+group. The count `gone` has none: another program can only make rank 0 leave before the others.
 """
 
 from __future__ import annotations

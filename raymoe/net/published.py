@@ -2,6 +2,10 @@
 
 Ranks of a rail share no memory. A rank writes its number and reads those of its peers only in a long wait, so short
 waits do not use the store.
+
+Keys of the store, beside those of rounds (`raymoe.memory.across`). Each record is behind a MAC:
+
+- `entered by r`: the number of the last operation that rank r has waited long for. It only grows.
 """
 
 from __future__ import annotations
@@ -23,12 +27,17 @@ class Published:
         self._per_domain, self._place = world.domain.size, world.place
         self._store = world.store
         self._asked, self._found, self._ask_at = 0, (0, 0), 0.0
+        self._seen = [0] * world.domains
+        """The largest number of each peer so far. Another program may put an older record of a peer into the store."""
 
     def enter(self, number: int) -> None:
         """Publish nothing yet: most waits end in their first slice."""
 
     def lagging(self, number: int) -> tuple[int, int]:
-        """Return the first peer, by its rank, that has not entered this operation, else the next peer; its number."""
+        """Return the first peer, by its rank, that has not entered this operation, else the next peer; its number.
+
+        Raises `WiringError` for a record that its rank has not written.
+        """
         peers = [(self._me + step) % self._domains for step in range(1, self._domains)]
         if self._asked < number:  # the question before the first slice
             self._asked, self._ask_at = number, 0.0
@@ -42,22 +51,28 @@ class Published:
         if self._store.busy:
             return self._unanswered(peers)
         try:
-            self._ask("set", self._key(self._me), str(number))
-            entered = {peer: self._entered_by(peer) for peer in peers}
+            self._set(self._key(self._me), str(number))
+            for peer in peers:
+                entered = self._get(self._key(peer), f"the number of operations of rank {self._rank(peer)}")
+                self._seen[peer] = max(self._seen[peer], int(entered or 0))
         except RuntimeError:
             return self._unanswered(peers)
-        late = [peer for peer in peers if entered[peer] < number]
-        peer = (late or peers)[0]
-        return self._rank(peer), entered[peer]
+        peer = next((peer for peer in peers if self._seen[peer] < number), peers[0])
+        return self._rank(peer), self._seen[peer]
 
     def _unanswered(self, peers: list[int]) -> tuple[int, int]:
         """Return rank 0, which serves the store: it is gone or stopped, or its link is slow. Rank 0, on a machine that
         is too busy, returns its next peer."""
         return (0 if self._rank(self._me) else self._rank(peers[0])), 0
 
-    def _entered_by(self, peer: int) -> int:
-        key = self._key(peer)
-        return int(self._ask("get", key)) if self._ask("check", [key]) else 0
+    def _set(self, key: str, record: str) -> None:
+        self._ask("set", key, self._store.address.seal(key, record.encode()))
+
+    def _get(self, key: str, what: str) -> str | None:
+        """Return a record; None where there is none."""
+        if not self._ask("check", [key]):
+            return None
+        return self._store.address.opened(key, self._ask("get", key), what).decode()
 
     def _ask(self, method: str, *arguments: object) -> Any:
         return self._store.ask(method, *arguments, timeout_s=_ASKING_S)
