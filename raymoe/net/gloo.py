@@ -126,6 +126,8 @@ class PrivateGroup:
             waiter.waiting = (op, self.lagging())
             while not self._done(work, op, start):
                 waiter.check()
+                if waiter.watch is not None:
+                    waiter.watch()
                 self._still_open(op)
                 waiter.waiting = (op, self.lagging())
         except RaymoeError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from raymoe.errors import ConfigError, WiringError
+from raymoe.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import World
 from raymoe.net.gloo import Members, connected
@@ -40,6 +40,14 @@ class GlooRail:
 
     def lagging(self) -> int:
         return self._group.lagging()
+
+    def fail(self, reason: str) -> None:
+        """Publish the reason, which ranks that wait for this rail or another read, and give the group up."""
+        self._group.abandon(RaymoeError(reason))
+        self._numbers.fail(reason)
+
+    def check_failed(self) -> None:
+        self._numbers.check_failed()
 
     def abort(self) -> None:
         """Give the group up. A wait that goes on ends within one slice, and raises `WiringError`."""

@@ -40,6 +40,11 @@ def test_a_number_that_its_rank_did_not_write_is_refused(groups: Groups, record:
     assert repr(address.secret) not in repr(address)
 
 
+def test_a_reason_that_no_rank_wrote_is_refused(groups: Groups) -> None:
+    said, _ = groups(2, forge, "failed", b"rank 1 is bad")[1]
+    assert said.startswith("the reason of a rank that failed is not one that it wrote; another program writes")
+
+
 def put_an_old_number_back(rank: int) -> Any:
     """Return the numbers of rank 0 that rank 1 finds: after its 3rd operation, its 7th, and when the 3rd is back."""
     found = []
