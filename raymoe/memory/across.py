@@ -18,6 +18,7 @@ import ctypes
 import hmac
 import pickle
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -26,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +44,10 @@ if TYPE_CHECKING:
 _CLOSING_S = 2.0  # rank 0 waits this long for the others to leave
 _SLICE_S = 0.02  # limits the delay of an abort; an answer wakes its caller at once
 _MARGIN_S = 1.0  # torch gets the world's timeout to connect. Where it fails in time, its error says why
+_ENDING_S = 1.0  # to end the thread of a store
 _MAC_BYTES = 32
+_IPV6 = struct.Struct("=H2s4s12x4s4x")
+"""An address of a socket: family, port, IPv4 address, and the IPv4 address that an IPv6 address ends with."""
 
 _c10d: Any = distributed  # torch's stubs lack its stores
 
@@ -109,9 +114,10 @@ class BoundedStore:
         self._open_store, self._waiter, self._broken = open_store, waiter, False
         self._last: _Call | None = None
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        threading.Thread(target=_answer, args=(self._calls,), name="raymoe store", daemon=True).start()
-        self.close = weakref.finalize(self, self._calls.put, None)
-        """Ends the thread. So does dropping this object."""
+        thread = threading.Thread(target=_answer, args=(self._calls,), name="raymoe store", daemon=True)
+        thread.start()
+        self.close = weakref.finalize(self, _end, thread, self._calls, address)
+        """Ends the thread, also where it waits for rank 0. So does dropping this object, and the end of Python."""
 
     @property
     def busy(self) -> bool:
@@ -161,6 +167,35 @@ def _answer(calls: SimpleQueue[_Call | None]) -> None:
         except Exception as error:  # noqa: BLE001  `ask` raises it
             call.error = error
         call.done.set()
+
+
+def _end(thread: threading.Thread, calls: SimpleQueue[_Call | None], address: StoreAddress) -> None:
+    """End the thread of a store, within 1 s.
+
+    A thread that still waits for rank 0 while Python ends would end the process by SIGABRT if rank 0 died then. It
+    would come back from C++, not get the interpreter's lock, and be ended inside a destructor. So its connection is
+    shut down.
+    """
+    calls.put(None)
+    end = time.monotonic() + _ENDING_S
+    thread.join(_SLICE_S)
+    while thread.is_alive() and time.monotonic() < end:  # torch may connect again
+        _hang_up(address)
+        thread.join(_SLICE_S)
+
+
+def _hang_up(address: StoreAddress) -> None:
+    """Shut down this process's connections to the store. Torch does not give their file descriptors away."""
+    libc = ctypes.CDLL(None)
+    port, host = struct.pack("!H", address.port), socket.inet_aton(address.host)
+    for path in list(Path("/proc/self/fd").iterdir()):
+        peer, size = ctypes.create_string_buffer(_IPV6.size), ctypes.c_uint32(_IPV6.size)
+        if libc.getpeername(int(path.name), peer, ctypes.byref(size)) != 0:
+            continue
+        family, its_port, ipv4, ipv6 = _IPV6.unpack(peer.raw)
+        found = {socket.AF_INET: ipv4, socket.AF_INET6: ipv6}.get(family)  # torch's socket may have either family
+        if (its_port, found) == (port, host):
+            libc.shutdown(int(path.name), socket.SHUT_RDWR)
 
 
 # Rounds

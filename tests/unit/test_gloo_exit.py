@@ -1,4 +1,4 @@
-"""A process that ends while Gloo's threads still hold an operation ends with its own status, not by SIGABRT."""
+"""A process that ends while a thread of Gloo or of the store is in C++ ends with its own status, not by SIGABRT."""
 
 from __future__ import annotations
 
@@ -61,3 +61,43 @@ def test_an_abandoned_operation_does_not_end_the_process(op: str, how: str) -> N
     )
     said = f"rank 0 waited 0.3 s for rank 1 in {op} (epoch 1): expected 1, seen 0\n" if how == "waits" else ""
     assert (ended.returncode, ended.stdout) == (0, f"{said}ends\n"), ended.stderr
+
+
+SERVER = """
+import time
+from torch import distributed
+store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+CLIENT = """
+import atexit, ctypes
+atexit.register(ctypes.PyDLL(None).usleep, 1_500_000)  # as above
+import os, signal, subprocess, sys
+from raymoe.memory.across import BoundedStore, StoreAddress, connect
+from raymoe.memory.wait import Waiter
+
+server, port = int(sys.argv[1]), int(sys.argv[2])
+address = StoreAddress("127.0.0.1", port, b"secret")
+store = BoundedStore(address, lambda: connect(address, 5), Waiter(1, 5))
+store.open(timeout_s=5)
+store.ask("set", "key", "value", timeout_s=5)
+os.kill(server, signal.SIGSTOP)
+try:
+    store.ask("get", "key", timeout_s=0.2)
+except RuntimeError as error:
+    print(error)
+subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -KILL {server}"])
+"""
+
+
+def test_a_store_that_dies_while_python_ends_does_not_end_the_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            asked = [sys.executable, "-c", CLIENT, str(server.pid), server.stdout.readline()]
+            ended = subprocess.run(asked, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        finally:
+            server.kill()
+    said = "the store of rank 0 did not answer within 0.2 s\n"
+    assert (ended.returncode, ended.stdout) == (0, said), ended.stderr
