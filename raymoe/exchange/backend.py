@@ -7,6 +7,11 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from raymoe.errors import CaptureError, ConfigError, DataRefused
+
+HARMLESS_ERRORS = (ConfigError, CaptureError, DataRefused)
+"""Errors that leave no peer inside an operation: mistakes found before it began, and data that all ranks refuse."""
+
 # The result of a dispatch.
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raymoe.errors import CaptureError, ConfigError, DataRefused, PlacementError, RaymoeError
+from raymoe.errors import CaptureError, ConfigError, PlacementError, RaymoeError
 from raymoe.exchange.arguments import Arguments, capturing, refuse_overlap, refuse_tracing
-from raymoe.exchange.backend import Backend, Dispatched, Ids, Refuses, Sent, SplitBackend, Tokens
+from raymoe.exchange.backend import HARMLESS_ERRORS, Backend, Dispatched, Ids, Refuses, Sent, SplitBackend, Tokens
 from raymoe.exchange.calls import Calls, one_at_a_time
 from raymoe.exchange.choice import ExchangeRequest, choose, make_backend
 from raymoe.exchange.spec import FP8, ExchangeSpec
@@ -23,10 +23,6 @@ from raymoe.memory.world import World
 
 if TYPE_CHECKING:
     from raymoe.exchange.workspace import Workspace
-
-_HARMLESS_ERRORS = (ConfigError, CaptureError, DataRefused)
-"""Errors that leave no peer inside an operation: mistakes found before it began, and data that all ranks refuse."""
-
 
 _HANDLES = itertools.count(1)
 _EXCHANGES: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()  # of this process, by handle
@@ -477,7 +473,7 @@ class _Poisoning:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         exchange = self._exchange()
-        if error is None or exchange is None or isinstance(error, _HARMLESS_ERRORS):
+        if error is None or exchange is None or isinstance(error, HARMLESS_ERRORS):
             return
         if isinstance(error, RaymoeError):
             exchange._poison = copy.copy(error)  # drops the traceback, which refers to the exchange

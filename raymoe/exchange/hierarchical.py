@@ -27,12 +27,14 @@ The combine of a backward pass also carries the gradients of weights: T*K float3
 combine knows the ids that the dispatch gathered, which the metadata of the dispatch keep.
 
 A step with ranks that differ raises on all ranks before any block moves, and the next operation works. A failed wait
-poisons the exchange and the rail.
+poisons the exchange and the rail. So does any error after the ranks have agreed, and the other ranks learn the reason
+(`rail_operation.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -41,6 +43,7 @@ import numpy as np
 import torch
 
 from raymoe.errors import ConfigError
+from raymoe.exchange.backend import HARMLESS_ERRORS
 from raymoe.exchange.cpu import (
     ORDER_RULE,
     Call,
@@ -53,6 +56,7 @@ from raymoe.exchange.cpu import (
     words_of,
 )
 from raymoe.exchange.cpu_rows import Array, Arrived, RowSums, Sending, places_in_runs, starts_of
+from raymoe.exchange.rail_operation import begun
 from raymoe.exchange.refusal import Refusal, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -104,7 +108,50 @@ class HierarchicalRows:
         self.home_words = world.domains * T * K  # the ids inside
 
     def dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
-        self._agree(call)
+        with self._operation():
+            self._agree(call)
+            with begun(self._rail, call.op, self._world.rank):
+                return self._dispatch(x, sending, call)
+
+    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
+        with self._operation():
+            self._agree(leaving.call)
+            with begun(self._rail, leaving.call.op, self._world.rank):
+                return self._combine(leaving, carried, status)
+
+    def pack_home(self, home: object) -> Array:
+        assert isinstance(home, _Home)
+        return home.inside.sending.given_ids.ravel()
+
+    def unpack_home(self, carried: Carried, words: Array) -> _Home:
+        N, L, K = self._domains, self._per_domain, self._spec.topk
+        ids = words.reshape(-1, K)
+        sending = Sending.of(ids, np.zeros(ids.shape, np.float32), L, self._spec.experts)
+        counts = carried.counts.reshape(N, L)
+        # Rows are in runs: (domain, place) in the contract, (place, domain) inside.
+        begins = starts_of(carried.counts)[:-1].reshape(N, L)
+        places = places_in_runs(counts.T.ravel(), begins.T.ravel())
+        return _Home(Carried(sending, counts.sum(axis=0), carried.where.take(places), carried.number), places)
+
+    def close(self, together: bool) -> None:
+        self._inside.close(together)
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Let waits inside the domain end where a rank of any domain has failed. An error leaves no rail in use."""
+        waiter = self._world.domain.waiter
+        waiter.watch = self._rail.check_failed
+        try:
+            yield
+        except HARMLESS_ERRORS:
+            raise
+        except BaseException:
+            self._rail.abort()  # other ranks may be in another operation of it
+            raise
+        finally:
+            waiter.watch = None
+
+    def _dispatch(self, x: torch.Tensor, sending: Sending, call: Call) -> Arrived:
         mine = x
         if len(x) < self._spec.tokens:
             self._mine[: len(x)].copy_(x)
@@ -122,8 +169,7 @@ class HierarchicalRows:
         self._dispatches += 1
         return self._in_contract_order(arrived, inside)
 
-    def combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
-        self._agree(leaving.call)
+    def _combine(self, leaving: Leaving, carried: Carried, status: Refusal) -> Returned:
         home, T, L = carried.home, self._spec.tokens, self._per_domain
         assert isinstance(home, _Home)
         inside = Leaving(leaving.rows, leaving.bags.take(home.places), site=leaving.site)
@@ -145,23 +191,6 @@ class HierarchicalRows:
             entries = self._swap_entries(back, home.inside.sending)[domains, tokens]
         where = domains * (T + L) + tokens
         return Returned(self._returned.flatten(0, 1)[:, : self._spec.hidden], where, statuses, entries)
-
-    def pack_home(self, home: object) -> Array:
-        assert isinstance(home, _Home)
-        return home.inside.sending.given_ids.ravel()
-
-    def unpack_home(self, carried: Carried, words: Array) -> _Home:
-        N, L, K = self._domains, self._per_domain, self._spec.topk
-        ids = words.reshape(-1, K)
-        sending = Sending.of(ids, np.zeros(ids.shape, np.float32), L, self._spec.experts)
-        counts = carried.counts.reshape(N, L)
-        # Rows are in runs: (domain, place) in the contract, (place, domain) inside.
-        begins = starts_of(carried.counts)[:-1].reshape(N, L)
-        places = places_in_runs(counts.T.ravel(), begins.T.ravel())
-        return _Home(Carried(sending, counts.sum(axis=0), carried.where.take(places), carried.number), places)
-
-    def close(self, together: bool) -> None:
-        self._inside.close(together)
 
     def _agree(self, call: Call) -> None:
         """Raise on all ranks of all domains unless all are in the same operation of the same exchange."""

@@ -30,6 +30,9 @@ writes the statuses of its ranks to the device, and they cross with the sums. So
 and `check` raises the same sentence on each. A wait that fails is no refusal: where it fails inside one domain in the
 last combine before a `check`, ranks of other domains find NaN in y, and their next operation fails.
 
+An error of one rank after its first block has crossed, also a mistake such as too few SMs for the dispatch inside, ends
+the exchange on that rank. The others raise the same reason where they wait for a rail (`rail_operation.py`).
+
 There is no agreement on the operation: ranks that call different operations wait for one another until the world's
 timeout.
 """
@@ -39,10 +42,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from raymoe.device.current import capturing
 from raymoe.errors import Aborted, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Backend, Dispatched, Ids, Tokens
 from raymoe.exchange.domain_shape import DomainShape, refusals_of_ranks
@@ -52,6 +57,7 @@ from raymoe.exchange.nccl import CapturedMemory
 from raymoe.exchange.nccl_kernels import Launcher
 from raymoe.exchange.quantising import quantise
 from raymoe.exchange.rail_entries import Arriving, RailEntries
+from raymoe.exchange.rail_operation import begun
 from raymoe.exchange.rail_rows import RailRows
 from raymoe.exchange.rail_sums import RailSums
 from raymoe.exchange.refusal import raise_first
@@ -176,12 +182,13 @@ class HierarchicalGpu:
                 values, scales = quantise(x) if scales is None else (x, scales)
                 x = values.view(torch.uint8)
             self._rail_rows.put(x)
-            entries.cross("dispatch", stream, tokens, scales)
-            # The rows begin to cross here, so the operations below run beside them.
-            with self._rail_rows.crossing("dispatch", beside=not _in_backward_pass()), self._named_by_world():
-                arriving = entries.arriving(stream)
-                inside = self._inside.dispatch(self._tokens_inside(arriving), out)
-            offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
+            with self._begun("dispatch"):
+                entries.cross("dispatch", stream, tokens, scales)
+                # The rows begin to cross here, so the operations below run beside them.
+                with self._rail_rows.crossing("dispatch", beside=not _in_backward_pass()), self._named_by_world():
+                    arriving = entries.arriving(stream)
+                    inside = self._inside.dispatch(self._tokens_inside(arriving), out)
+                offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
             home = _Home(inside, arriving.number, stream)
             given = len(tokens.x)
             return Dispatched(inside.x, inside.weights, offsets, counts, inside.index, given, home, self, inside.scales)
@@ -194,12 +201,14 @@ class HierarchicalGpu:
             home.used_on(stream)
             if self._shape.chunk:
                 combine = self._combine_tokens(rows, home.inside, weighted)
-                self._rail_sums.combine_in_chunks(stream, home.number, weighted, out, combine)
+                begun = partial(self._begun, "combine")
+                self._rail_sums.combine_in_chunks(stream, home.number, weighted, out, combine, begun)
                 return
             with self._named_by_world():
                 self._inside.combine(rows, home.inside, weighted, self._rail_sums.sums)
-            self._rail_sums.cross(stream, home.number, weighted)
-            self._rail_sums.add(stream, out)
+            with self._begun("combine"):
+                self._rail_sums.cross(stream, home.number, weighted)
+                self._rail_sums.add(stream, out)
 
     @property
     def metadata_words(self) -> int:
@@ -232,8 +241,9 @@ class HierarchicalGpu:
             with self._named_by_world():
                 sums = self._rail_sums
                 self._inside.combine_gradients(rows, weights, home.inside, sums.sums, sums.entries)
-            sums.cross(stream, home.number, weighted=False, entries=True)
-            sums.add(stream, out, out_weights)
+            with self._begun("combine"):
+                sums.cross(stream, home.number, weighted=False, entries=True)
+                sums.add(stream, out, out_weights)
 
     @torch.no_grad()
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
@@ -242,7 +252,8 @@ class HierarchicalGpu:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             home.used_on(stream)
             self._rail_rows.put(x)
-            with self._rail_rows.crossing("dispatch", beside=False), self._named_by_world():
+            crossing = self._rail_rows.crossing("dispatch", beside=False)
+            with self._begun("dispatch"), crossing, self._named_by_world():
                 self._inside.dispatch_known(self._rows, home.inside, out)
 
     def check(self) -> None:
@@ -277,6 +288,15 @@ class HierarchicalGpu:
     def _tokens_inside(self, arriving: Arriving) -> Tokens:
         """Return the tokens inside. Their rows may still be on the way."""
         return Tokens(self._rows, arriving.ids, arriving.weights, None, arriving.scales)
+
+    @contextmanager
+    def _begun(self, op: str) -> Iterator[None]:
+        """Let errors behind the first block that crosses end the exchange on all ranks. A capture sends nothing yet."""
+        if capturing(self._world.device):
+            yield
+            return
+        with begun(self._rail, op, self._world.rank):
+            yield
 
     @contextmanager
     def _named_by_world(self) -> Iterator[None]:

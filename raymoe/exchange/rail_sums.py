@@ -11,6 +11,7 @@ chunk whether a step is refused, because each launch tells the same statuses. So
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -79,26 +80,32 @@ class RailSums:
         weighted: bool,
         out: torch.Tensor,
         combine: Callable[[tuple[int, int]], None],
+        begun: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Combine chunk by chunk into `out`. `combine` combines some tokens inside the domain, into `sums`."""
+        """Combine chunk by chunk into `out`. `combine` combines some tokens inside the domain, into `sums`.
+
+        `begun` is the context of all that follows the first of them.
+        """
         shape, blocks = self._shape, self._shape.blocks
         chunks = zip(shape.chunks, blocks(self._leaving), blocks(self._returned), blocks(self.sums), strict=True)
-        for chunk, ((begin, end), leaving, returned, sums) in enumerate(chunks):
-            combine((shape.domains * begin, shape.domains * end))
-            sent, received = [leaving], [returned]
-            if chunk == 0:
-                self._tell(stream, number=number, weighted=int(weighted))
-                sent.append(self._leaving_statuses)
-                received.append(self._statuses)
-            if self.sums is not self._leaving:
-                leaving[..., : self._spec.hidden].copy_(sums)
-            self._swap_beside(chunk, received, sent)
-        self._record[:1].zero_()  # the later launches of a refused step have written it again
-        for chunk, (begin, end) in enumerate(shape.chunks):
-            if self._side is not None:
-                self._came[chunk].wait()
-            if begin < len(out):
-                self._add(stream, y=out, first=begin, end=min(end, len(out)), **_NO_ENTRIES)
+        with ExitStack() as behind_first:
+            for chunk, ((begin, end), leaving, returned, sums) in enumerate(chunks):
+                combine((shape.domains * begin, shape.domains * end))
+                sent, received = [leaving], [returned]
+                if chunk == 0:
+                    behind_first.enter_context(begun())
+                    self._tell(stream, number=number, weighted=int(weighted))
+                    sent.append(self._leaving_statuses)
+                    received.append(self._statuses)
+                if self.sums is not self._leaving:
+                    leaving[..., : self._spec.hidden].copy_(sums)
+                self._swap_beside(chunk, received, sent)
+            self._record[:1].zero_()  # the later launches of a refused step have written it again
+            for chunk, (begin, end) in enumerate(shape.chunks):
+                if self._side is not None:
+                    self._came[chunk].wait()
+                if begin < len(out):
+                    self._add(stream, y=out, first=begin, end=min(end, len(out)), **_NO_ENTRIES)
 
     def _swap_beside(self, chunk: int, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> None:
         """Swap what the current stream has enqueued so far, on the side stream."""

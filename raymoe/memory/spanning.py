@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from raymoe.errors import ConfigError, WiringError
@@ -113,9 +114,10 @@ class SpanningWorld(World):
             raise WiringError(f"domain {self.domain_index}, whose rank 0 is rank {first}: {error}") from error
         where = StoreAddress(zero["host"], zero["port"], zero["secret"])
         listener, self._listener = self._listener, None
-        store = connect(where, self.timeout_s) if listener is None else serve(where, listener)
-        self._store = BoundedStore(store, self.waiter)
-        self._board = self._rounds = StoreBoard(self, self._domain, self._store, where.secret)
+        opens = partial(connect, where, self.timeout_s) if listener is None else partial(serve, where, listener)
+        self._store = BoundedStore(where, opens, self.waiter)
+        self._board = self._rounds = StoreBoard(self, self._domain, self._store)
+        self._rounds.connect()
         self._pretended = len({each["inside"]["boot_id"] for each in descriptors}) < self.domains
         self.barrier("domains: connected")
 

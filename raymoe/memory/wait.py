@@ -20,6 +20,7 @@ from raymoe.memory.layout import WORD_STRIDE
 
 _YIELDS = 4
 _SLEEP_S = 50e-6
+_LONG_S = 0.05
 _MAX_SLEEP_S = 500e-6  # an abort must end a wait within about a millisecond
 
 _MEMBARRIER_NUMBER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
@@ -54,6 +55,8 @@ class Waiter:
         self.timeout_s = timeout_s
         self.waiting: tuple[str, int] | None = None
         """The operation and the peer of the wait that is going on."""
+        self.watch: Callable[[], None] | None = None
+        """Called now and then in a wait that is long. It ends the wait if it raises."""
         self.reason: str | None = None
         """Why this rank was told to stop; None if it was not."""
         self._listeners: list[Callable[[str], None]] = []
@@ -125,8 +128,11 @@ class Waiter:
                 if pauses <= _YIELDS:
                     os.sched_yield()
                     continue
-                if time.monotonic() - start > timeout_s:
+                waited = time.monotonic() - start
+                if waited > timeout_s:
                     return False
+                if self.watch is not None and waited > _LONG_S:
+                    self.watch()
                 time.sleep(sleep)
                 if pauses > 40:
                     sleep = min(sleep * 1.1, _MAX_SLEEP_S)

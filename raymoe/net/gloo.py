@@ -1,7 +1,8 @@
 """Gloo collectives between the ranks of a world, with bounded waits.
 
 The process group is private: the process-wide default group belongs to the user. Inside a domain it listens on the
-loopback address only.
+loopback address only. Its ranks find one another by a round of the world (`_Addresses`), and by no store of torch:
+Gloo's questions to a store have no limit.
 
 Gloo cannot name a rank that is missing. So each rank tells its peers the number of the collective that it enters
 (`EnteredNumbers`). A wait that fails names the first peer whose number lags behind.
@@ -9,10 +10,12 @@ Gloo cannot name a rank that is missing. So each rank tells its peers the number
 
 from __future__ import annotations
 
+import copy
 import ctypes
-import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -31,6 +34,8 @@ _SLICE_OVER = "Operation timed out!"  # torch's message when the slice ends befo
 gloo: Any = dist  # torch's stubs lack most of what a private group needs
 _c10d: Any = distributed_c10d
 LOOPBACK = "127.0.0.1"
+_CONNECT_WAITS = 5  # Gloo waits so many times its limit for a peer that connects
+_KEPT = 4  # ended operations that Gloo's threads may still hold: it has two threads, and each holds one at most
 
 
 class EnteredNumbers(Protocol):
@@ -44,11 +49,23 @@ class EnteredNumbers(Protocol):
 
 
 class PrivateGroup:
-    """A process group whose waits end. After a failed wait it cannot be used any more."""
+    """A process group whose waits end. After a failed wait it cannot be used any more, and says why.
 
-    def __init__(self, group: Any, waiter: Waiter, numbers: EnteredNumbers) -> None:
+    Gloo's threads let go of an operation after its waiter has gone on, or when Gloo gives it up. If that frees tensors
+    of Python's while Python ends, the thread cannot get the interpreter's lock, and C++ ends the process by SIGABRT. So
+    the group keeps the operations that Gloo may still hold, and with them their tensors. They stay as long as the
+    process, unless `drop` ends Gloo's threads first.
+    """
+
+    def __init__(self, group: Any, store: object, waiter: Waiter, numbers: EnteredNumbers) -> None:
         self._group, self._waiter, self._numbers = group, waiter, numbers
+        self._store = store  # the group's; a lazy device asks it again
         self._entered = 0
+        self._failure: RaymoeError | None = None
+        self._running: list[dist.Work] = []
+        self._ended: deque[dist.Work] = deque(maxlen=_KEPT)
+        for works in (self._running, self._ended):
+            _keep(works)
 
     @property
     def open(self) -> bool:
@@ -74,17 +91,20 @@ class PrivateGroup:
 
     def drop(self) -> None:
         """Disconnect. All ranks are idle."""
-        self._group = None
+        self._group = None  # its destructor waits for Gloo's threads
+        self._running.clear()
+        self._ended.clear()
 
-    def abandon(self) -> None:
+    def abandon(self, failure: RaymoeError | None = None) -> None:
         """Drop the group without its destructor, which waits for peers in collectives that have not ended.
 
-        The group is leaked until the process ends, and with it its store. The process has failed by then. A wait on
-        another thread ends within one slice.
+        The group is leaked until the process ends, and with it its operations. The process has failed by then. A wait
+        on another thread ends within one slice. Later calls raise `failure`.
         """
         group, self._group = self._group, None
         if group is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            self._failure = copy.copy(failure)
+            _keep(group)
 
     def _start(self, op: str, begin: Callable[[Any], dist.Work]) -> Callable[[], None]:
         group = self._still_open(op)
@@ -92,11 +112,12 @@ class PrivateGroup:
         self._entered += 1
         self._numbers.enter(self._entered)
         start, work = time.monotonic(), begin(group)
+        self._running.append(work)
         return lambda: self._finish(op, work, start)
 
     def _still_open(self, op: str) -> Any:
         if self._group is None:
-            raise WiringError(f"{op}: this process group is aborted or closed")
+            raise copy.copy(self._failure) or WiringError(f"{op}: this process group is aborted or closed")
         return self._group
 
     def _finish(self, op: str, work: dist.Work, start: float) -> None:
@@ -105,13 +126,17 @@ class PrivateGroup:
             waiter.waiting = (op, self.lagging())
             while not self._done(work, op, start):
                 waiter.check()
+                if waiter.watch is not None:
+                    waiter.watch()
                 self._still_open(op)
                 waiter.waiting = (op, self.lagging())
-        except RaymoeError:
-            self.abandon()
+        except RaymoeError as error:
+            self.abandon(error)
             raise
         finally:
             waiter.waiting = None
+        self._running.remove(work)
+        self._ended.append(work)
 
     def _done(self, work: dist.Work, op: str, start: float) -> bool:
         try:
@@ -155,48 +180,93 @@ class Gloo:
         self._world = world
         layout = Layout.of([Region.words("entered", world.size)])
         self._heap = world.allocate(layout, "gloo words")
-        self._file = _nameless_file() if world.rank == 0 else None
-        group = self._connect(timedelta(seconds=world.timeout_s))
-        self._group = PrivateGroup(group, world.waiter, _Words(self._heap, world.rank, world.size))
+        words = _Words(self._heap, world.rank, world.size)
+        self._group = connected(Members("gloo", range(world.size), LOOPBACK), world, words)
         self.all_to_all, self.all_gather = self._group.all_to_all, self._group.all_gather
 
     def close(self, together: bool) -> None:
         """Close the group. `together` if all ranks close now; else it is abandoned."""
-        if self._group.open and together:
-            self._world.barrier("gloo: idle")  # no rank disconnects from a peer that still reads
-            self._group.drop()
-            self._world.barrier("gloo: gone")  # every store writes to the file when it is destroyed
-            if self._file is not None:
-                os.close(self._file)
-        self._group.abandon()
-        self._heap.close()
-
-    def _connect(self, timeout: timedelta) -> Any:
-        """Connect through a file of rank 0 without a path: a TCP store looks up host names, which can take 5 s."""
-        world, group, problem = self._world, None, None
-        path = world.swap(f"/proc/{os.getpid()}/fd/{self._file}", "gloo: store")[0]
         try:
-            store = gloo.FileStore(path, world.size)
-            group = connected(store, world.rank, world.size, LOOPBACK, timeout)
-        except (RuntimeError, OSError) as error:
-            problem = WiringError(f"Gloo did not connect on {LOOPBACK}: {first_line(error)}")
-        world.agree(problem, "gloo: connected")
-        return group
+            if self._group.open and together:
+                self._world.barrier("gloo: idle")  # no rank disconnects from a peer that still reads
+                self._group.drop()
+        finally:
+            self._group.abandon()
+            self._heap.close()
 
 
-def connected(store: Any, rank: int, size: int, address: str, timeout: timedelta) -> Any:
-    """Connect a process group that listens at `address`. Raises RuntimeError where a peer does not come in time."""
-    options = gloo.ProcessGroupGloo._Options()
-    options._devices = [gloo.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timeout
-    return gloo.ProcessGroupGloo(store, rank, size, options)
+@dataclass(frozen=True)
+class Members:
+    """A group that is to be connected: ranks of a world, in the group's order, and where this rank listens for them."""
+
+    what: str
+    ranks: Sequence[int]
+    address: str
 
 
-def _nameless_file() -> int:
-    """Make a file without a path, which vanishes with its last user. Peers open it through /proc."""
-    fd = os.memfd_create("raymoe-gloo-store", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    return fd
+def connected(members: Members, world: World, numbers: EnteredNumbers) -> PrivateGroup:
+    """Connect a group. All ranks of the world call this, each with the members of its own, so several are made at once.
+
+    Either all ranks connect or all raise. Gloo gets half of the world's time. Where a rank does not come, those that
+    wait for it in Gloo are then still in time for the next round, which finds the rank that is missing.
+    """
+    what, address = members.what, members.address
+    addresses = _Addresses(world, members)
+    group, problem = None, None
+    try:
+        options = gloo.ProcessGroupGloo._Options()
+        options._devices = [gloo.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=world.timeout_s / 2 / _CONNECT_WAITS)
+        group = gloo.ProcessGroupGloo(addresses, members.ranks.index(world.rank), len(members.ranks), options)
+        group._set_default_timeout(timedelta(seconds=world.timeout_s))
+    except RuntimeError as error:
+        problem = WiringError(f"{what} did not connect at {address}: {first_line(error)}")
+    addresses.swap()  # also where Gloo failed before it asked: the other ranks are in this round
+    texts = world.swap(None if problem is None else str(problem), f"{what}: connected")
+    if problem is not None:
+        raise problem
+    for text in texts:
+        if text is not None:
+            raise WiringError(str(text))
+    return PrivateGroup(group, addresses, world.waiter, numbers)
+
+
+class _Addresses(gloo.Store):  # type: ignore[misc]  # torch's stubs lack it
+    """The store of a Gloo group while it connects: the addresses of all ranks cross in one round of a world.
+
+    Gloo sets its own address, then waits for that of each member and gets it. So the round is in the first wait. It has
+    the world's limit, and names the rank that does not come.
+    """
+
+    def __init__(self, world: World, members: Members) -> None:
+        super().__init__()
+        self._world, self._members = world, members
+        self._mine: dict[str, bytes] = {}
+        self._all: dict[str, bytes] | None = None
+
+    def swap(self) -> dict[str, bytes]:
+        """Swap addresses at the first call. Returns those of the members."""
+        if self._all is None:
+            self._all = {}  # not again where the round fails
+            everywhere: list[Any] = self._world.swap(self._mine, f"{self._members.what}: addresses")
+            for rank in self._members.ranks:
+                self._all |= everywhere[rank]
+        return self._all
+
+    def set(self, key: str, value: bytes) -> None:
+        self._mine[key] = value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002  the round has its own
+        if missing := set(keys) - set(self.swap()):
+            raise RuntimeError(f"a rank has given no address ({', '.join(sorted(missing))})")
+
+    def get(self, key: str) -> bytes:
+        return self.swap()[key]
+
+
+def _keep(kept: object) -> None:
+    """Keep an object until the process ends, also while Python frees everything at its end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def first_line(error: BaseException) -> str:

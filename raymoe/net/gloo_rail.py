@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raymoe.errors import ConfigError, WiringError
+from raymoe.errors import ConfigError, RaymoeError, WiringError
 from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.world import World
-from raymoe.net.gloo import PrivateGroup, connected, first_line, gloo
+from raymoe.net.gloo import Members, connected
 from raymoe.net.published import Published
 
 
@@ -27,8 +25,9 @@ class GlooRail:
         if not dist.is_gloo_available():
             raise WiringError("a rail by Gloo was asked for, and this torch was built without it; take another torch")
         self._world = world
-        store = gloo.PrefixStore(f"rail {world.place}", world.store.raw)
-        self._group = PrivateGroup(self._connect(world, store), world.waiter, Published(world))
+        ranks = range(world.place, world.size, world.domain.size)
+        self._numbers = Published(world)
+        self._group = connected(Members("rail", ranks, world.address), world, self._numbers)
 
     def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:
         return self._group.all_gather(op, out, mine)
@@ -42,22 +41,22 @@ class GlooRail:
     def lagging(self) -> int:
         return self._group.lagging()
 
+    def fail(self, reason: str) -> None:
+        """Publish the reason, which ranks that wait for this rail or another read, and give the group up."""
+        self._group.abandon(RaymoeError(reason))
+        self._numbers.fail(reason)
+
+    def check_failed(self) -> None:
+        self._numbers.check_failed()
+
     def abort(self) -> None:
         """Give the group up. A wait that goes on ends within one slice, and raises `WiringError`."""
         self._group.abandon()
 
     def close(self, together: bool) -> None:
-        if self._group.open and together:
-            self._world.barrier("rail: idle")  # no rank disconnects from a peer that still reads
-            self._group.drop()
-        self._group.abandon()
-
-    def _connect(self, world: SpanningWorld, store: Any) -> Any:
-        group, problem = None, None
         try:
-            timeout = timedelta(seconds=world.timeout_s)
-            group = connected(store, world.domain_index, world.domains, world.address, timeout)
-        except RuntimeError as error:
-            problem = WiringError(f"rail {world.place} did not connect from {world.address}: {first_line(error)}")
-        world.agree(problem, "rail: connected")
-        return group
+            if self._group.open and together:
+                self._world.barrier("rail: idle")  # no rank disconnects from a peer that still reads
+                self._group.drop()
+        finally:
+            self._group.abandon()

@@ -128,6 +128,17 @@ class NcclRail:
     def lagging(self) -> int:
         return self._numbers.lagging(self._entered)[0]
 
+    def fail(self, reason: str) -> None:
+        """Publish the reason, which ranks that wait for this rail or another read, and abort."""
+        self._failure = self._failure or RaymoeError(reason)
+        try:
+            self._numbers.fail(reason)
+        finally:
+            self.abort()
+
+    def check_failed(self) -> None:
+        self._numbers.check_failed()
+
     def abort(self) -> None:
         """Set the word `aborted`, then end NCCL's kernels, also those that wait without end. Any thread may call it."""
         with self._word_lock:  # `close` frees the word
@@ -182,10 +193,13 @@ class NcclRail:
     def _lost(self, op: str) -> RaymoeError:
         """Return the error that names the peer that is gone. The others get time to say that they are there."""
         number, start = self._entered, time.monotonic()
-        peer, seen = self._numbers.lagging(number)
-        while time.monotonic() - start < MARGIN_S:
-            time.sleep(_LONG_S)
+        try:
             peer, seen = self._numbers.lagging(number)
+            while time.monotonic() - start < MARGIN_S:
+                time.sleep(_LONG_S)
+                peer, seen = self._numbers.lagging(number)
+        except RaymoeError as error:  # a rank has said why it failed
+            return error
         return PeerTimeout(op, number, peer, number, seen, time.monotonic() - start, self._world.rank)
 
     def _open(self, op: str) -> Communicator:

@@ -1,18 +1,27 @@
 """Numbers between domains: a rank that waits for its rail publishes how far it is in the world's store.
 
 Ranks of a rail share no memory. A rank writes its number and reads those of its peers only in a long wait, so short
-waits do not use the store.
+waits do not use the store. A rank that leaves an operation because of an error of its own publishes the reason, and
+every rank in a long wait reads it.
+
+Keys of the store, beside those of rounds (`raymoe.memory.across`). Each record is behind a MAC:
+
+- `entered by r`: the number of the last operation that rank r has waited long for. It only grows.
+- `failed`: the reason of the rank that has failed last.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
+from raymoe.errors import RaymoeError
 from raymoe.memory.spanning import SpanningWorld
 
 _EVERY_S = 0.2  # how often a rank that waits asks: its questions share the link with the rows
 _ASKING_S = 1.0  # for one question to the store. A wait ends late by as much where rank 0 does not answer
+_FAILED = "failed"
 
 
 class Published:
@@ -23,12 +32,18 @@ class Published:
         self._per_domain, self._place = world.domain.size, world.place
         self._store = world.store
         self._asked, self._found, self._ask_at = 0, (0, 0), 0.0
+        self._check_at = 0.0
+        self._seen = [0] * world.domains
+        """The largest number of each peer so far. Another program may put an older record of a peer into the store."""
 
     def enter(self, number: int) -> None:
         """Publish nothing yet: most waits end in their first slice."""
 
     def lagging(self, number: int) -> tuple[int, int]:
-        """Return the first peer, by its rank, that has not entered this operation, else the next peer; its number."""
+        """Return the first peer, by its rank, that has not entered this operation, else the next peer; its number.
+
+        Raises the reason of a rank that has failed, and `WiringError` for a record that no rank has written.
+        """
         peers = [(self._me + step) % self._domains for step in range(1, self._domains)]
         if self._asked < number:  # the question before the first slice
             self._asked, self._ask_at = number, 0.0
@@ -38,26 +53,54 @@ class Published:
             self._ask_at = time.monotonic() + _EVERY_S
         return self._found
 
+    def fail(self, reason: str) -> None:
+        """Publish why this rank leaves its operation. Best effort: without it the others wait until their deadlines."""
+        if not self._store.busy:
+            with suppress(RuntimeError):  # the store does not answer
+                self._set(_FAILED, reason)
+
+    def check_failed(self) -> None:
+        """Raise the reason of a rank that has failed. Asks the store now and then only."""
+        if self._store.busy or time.monotonic() < self._check_at:
+            return
+        try:
+            self._raise_reason()
+        except RuntimeError:  # the store does not answer; the wait goes on to its deadline
+            return
+        finally:
+            self._check_at = time.monotonic() + _EVERY_S
+
     def _first_late(self, peers: list[int], number: int) -> tuple[int, int]:
         if self._store.busy:
             return self._unanswered(peers)
         try:
-            self._ask("set", self._key(self._me), str(number))
-            entered = {peer: self._entered_by(peer) for peer in peers}
+            self._set(self._key(self._me), str(number))
+            self._raise_reason()
+            for peer in peers:
+                entered = self._get(self._key(peer), f"the number of operations of rank {self._rank(peer)}")
+                self._seen[peer] = max(self._seen[peer], int(entered or 0))
         except RuntimeError:
             return self._unanswered(peers)
-        late = [peer for peer in peers if entered[peer] < number]
-        peer = (late or peers)[0]
-        return self._rank(peer), entered[peer]
+        peer = next((peer for peer in peers if self._seen[peer] < number), peers[0])
+        return self._rank(peer), self._seen[peer]
 
     def _unanswered(self, peers: list[int]) -> tuple[int, int]:
         """Return rank 0, which serves the store: it is gone or stopped, or its link is slow. Rank 0, on a machine that
         is too busy, returns its next peer."""
         return (0 if self._rank(self._me) else self._rank(peers[0])), 0
 
-    def _entered_by(self, peer: int) -> int:
-        key = self._key(peer)
-        return int(self._ask("get", key)) if self._ask("check", [key]) else 0
+    def _raise_reason(self) -> None:
+        if (reason := self._get(_FAILED, "the reason of a rank that failed")) is not None:
+            raise RaymoeError(reason)
+
+    def _set(self, key: str, record: str) -> None:
+        self._ask("set", key, self._store.address.seal(key, record.encode()))
+
+    def _get(self, key: str, what: str) -> str | None:
+        """Return a record; None where there is none."""
+        if not self._ask("check", [key]):
+            return None
+        return self._store.address.opened(key, self._ask("get", key), what).decode()
 
     def _ask(self, method: str, *arguments: object) -> Any:
         return self._store.ask(method, *arguments, timeout_s=_ASKING_S)

@@ -62,6 +62,16 @@ class Rail(Protocol):
         It may ask the network. Its answer is of use while a wait lasts: ranks need not tell how far they are before.
         """
 
+    def fail(self, reason: str) -> None:
+        """Tell the ranks of all rails why this rank leaves an operation that they are in, then `abort`.
+
+        Their waits end early, with an error that says `reason`. Where it does not reach them, they wait until their
+        deadlines.
+        """
+
+    def check_failed(self) -> None:
+        """Raise the reason of a rank that has failed, on any rail. For a long wait: it may ask the network."""
+
     def abort(self) -> None:
         """End this rank's operations, also those that wait, without their data. Any thread may call it, also twice.
 

@@ -56,6 +56,11 @@ class MirrorRail:
     def lagging(self) -> int:
         return 0
 
+    def fail(self, reason: str) -> None:  # noqa: ARG002  there is no other rank
+        self.abort()
+
+    def check_failed(self) -> None: ...
+
     def abort(self) -> None:
         self.aborted.fill_(1)
 

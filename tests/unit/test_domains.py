@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from raymoe.errors import Aborted, PeerTimeout, WiringError
 from raymoe.memory import cuda_ipc
-from raymoe.memory.across import BoundedStore
+from raymoe.memory.across import BoundedStore, StoreAddress
 from raymoe.memory.board import MAX_MESSAGE
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.spanning import SpanningWorld
 from raymoe.memory.wait import Waiter
 from raymoe.memory.world import World
+from raymoe.net.gloo_rail import GlooRail
 from raymoe.net.published import Published
 from raymoe.transport.channel import Channel
 from tests.unit.test_cuda_ipc import FakeGpu, Node
@@ -172,8 +173,8 @@ def forged(rank: int) -> Any:
 class _Deaf:
     """A store that drops this rank's records, as another program's record is in their place."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, store: BoundedStore) -> None:
+        self._store, self.address = store, store.address
 
     def ask(self, method: str, *arguments: object, timeout_s: float) -> Any:
         return None if method == "set" else self._store.ask(method, *arguments, timeout_s=timeout_s)
@@ -181,6 +182,24 @@ class _Deaf:
 
 def test_a_record_that_its_rank_did_not_write_is_refused(groups: Groups) -> None:
     kind, said = groups(2, forged)[1]
+    assert kind == "WiringError"
+    assert said.startswith("the record of rank 0 in round 2 is not one that it wrote")
+
+
+def forge_an_address(rank: int) -> Any:
+    """Let a program put its own record in the place of rank 0's, in the round in which Gloo's addresses cross."""
+    with World.of(domain=1, timeout_s=5) as world:
+        board: Any = world._board
+        if rank == 0:
+            world.store.raw.set("2/0", b"0" * 32 + b"not a pickle")
+        real, board._store = board._store, _Deaf(board._store) if rank == 0 else board._store
+        said = error_of(lambda: world.shared(GlooRail))
+        board._store = real
+        return said
+
+
+def test_a_forged_address_of_a_rail_is_refused(groups: Groups) -> None:
+    kind, said = groups(2, forge_an_address)[1]
     assert kind == "WiringError"
     assert said.startswith("the record of rank 0 in round 2 is not one that it wrote")
 
@@ -196,9 +215,14 @@ class SlowStore:
         return f"value of {key}"
 
 
+def bounded(open_store: Callable[[], Any]) -> BoundedStore:
+    return BoundedStore(StoreAddress("127.0.0.1", 1, b"secret"), open_store, Waiter(rank=0, timeout_s=5))
+
+
 def test_a_store_that_answers_late_can_be_asked_again() -> None:
     slow = SlowStore()
-    store = BoundedStore(slow, Waiter(rank=0, timeout_s=5))
+    store = bounded(lambda: slow)
+    store.open(timeout_s=5)
     with pytest.raises(RuntimeError, match=r"did not answer within 0\.1 s"):
         store.ask("get", "a", timeout_s=0.1)
     assert store.busy
@@ -226,7 +250,8 @@ def test_no_rank_names_itself_where_the_store_does_not_answer(groups: Groups) ->
 
 
 def test_a_store_that_failed_is_not_asked_again() -> None:
-    store = BoundedStore(object(), Waiter(rank=0, timeout_s=5))
+    store = bounded(object)
+    store.open(timeout_s=5)
     for says in ("no attribute 'get'", "the store of rank 0 is gone"):
         with pytest.raises((AttributeError, RuntimeError), match=says):
             store.ask("get", "a", timeout_s=5)

@@ -138,6 +138,37 @@ def test_an_abort_ends_the_wait_and_the_devices_work(groups: Groups) -> None:
         assert aborted == (True, 1)
 
 
+def fail_a_rail(rank: int) -> Any:
+    """Let rank 2 fail while the others wait for their devices. Return what they raise, and later calls."""
+    world, done = World.of(domain=1, timeout_s=20), threading.Event()
+    assert isinstance(world, SpanningWorld)
+    rail, nccl = fake_rail(world, done)
+    start, blocks = time.monotonic(), torch.zeros(3, 2)
+    if rank == 2:
+        time.sleep(0.3)
+        rail.fail("rank 2 left dispatch")
+        said = error_of(lambda: rail.settle("check"))
+    else:
+        said = error_of(lambda: rail.settle("check"))
+    took = time.monotonic() - start
+    found = (
+        said,
+        error_of(lambda: rail.swap("combine", blocks.clone(), blocks)),
+        took,
+        (done.is_set(), nccl.word_at_abort),
+    )
+    world.barrier("failed")  # rank 0 serves the store until all have read it
+    world.close(together=False)
+    return found
+
+
+def test_a_rank_that_fails_ends_the_waits_of_all_with_its_reason(groups: Groups) -> None:
+    for said, again, took, aborted in groups(3, fail_a_rail):
+        assert said == again == ("RaymoeError", "rank 2 left dispatch")
+        assert aborted == (True, 1)
+        assert took < 5, "no rank waits for the deadline of 20 s"
+
+
 def lose_a_connection(rank: int) -> Any:
     """Let rank 2 be gone when the others call NCCL, which has noticed it."""
     world, done = World.of(domain=1, timeout_s=20), threading.Event()
