@@ -245,7 +245,7 @@ class Exchange(OfOneProcess):
         return self._gradient_backend("pack").pack(got)
 
     def unpack(
-        self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids, site: int
+        self, metadata: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, ids: Ids, site: int = 0
     ) -> Dispatched:
         """Make the result of a dispatch again, for a combine of `rows`."""
         got = self._gradient_backend("unpack").unpack(metadata, rows, weights, ids)
