@@ -36,6 +36,8 @@ struct SumEntriesParams {
     u32 wire_row_bytes;
     u32 pieces;  // of a row
     u32 weighted;
+    u32 site;  // of the call, such as a layer, below 2^29; 0: none
+    u32 unused;
 };
 
 __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
         Status status = load_status(&record->refusal);
         if (status.cause == CAUSE_NONE) {
             const u32 carries = p.numbers != nullptr;
-            status = {CAUSE_NONE, p.weighted | carries << 1, ptx::load_8(&record->number)};
+            status = {CAUSE_NONE, p.weighted | carries << 1 | p.site << 2, ptx::load_8(&record->number)};
         }
         const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_from + rank);
         store_status(p.leaving + behind * p.wire_row_bytes, status);

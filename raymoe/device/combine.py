@@ -51,6 +51,8 @@ class CombineCall(Params):
     row_bytes: U32
     weighted: U32
     op: U32
+    site: U32
+    unused: U32
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,8 @@ class SumEntriesParams(Params):
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
     weighted: U32 = 0
+    site: U32 = 0
+    unused: U32 = 0
 
 
 @dataclass(frozen=True)

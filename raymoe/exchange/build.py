@@ -252,6 +252,8 @@ class Build:
             row_bytes=spec.row_bytes,
             weighted=0,
             op=space.error.number("combine"),
+            site=0,
+            unused=0,
         )
         return vars(call)
 

@@ -352,4 +352,5 @@ class FusedBackend:
         fields = prepared.launch.fields
         fields.tokens = got.tokens
         fields.weighted = weighted
+        fields.site = got.site
         return prepared.launch

@@ -50,7 +50,7 @@ from raymoe.exchange.nccl_kernels import Launcher
 from raymoe.exchange.quantising import quantise
 from raymoe.exchange.rail_entries import Arriving, RailEntries
 from raymoe.exchange.rail_rows import RailRows
-from raymoe.exchange.rail_sums import RailSums
+from raymoe.exchange.rail_sums import RailSums, Said
 from raymoe.exchange.refusal import raise_first
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -184,11 +184,11 @@ class HierarchicalGpu:
             home.used_on(stream)
             if self._shape.chunk:
                 combine = self._combine_tokens(rows, home.inside, weighted)
-                self._rail_sums.combine_in_chunks(stream, home.number, weighted, out, combine)
+                self._rail_sums.combine_in_chunks(stream, Said(home.number, weighted, got.site), out, combine)
                 return
             with self._named_by_world():
                 self._inside.combine(rows, home.inside, weighted, self._rail_sums.sums)
-            self._rail_sums.cross(stream, home.number, weighted)
+            self._rail_sums.cross(stream, Said(home.number, weighted, got.site))
             self._rail_sums.add(stream, out)
 
     @property
@@ -223,7 +223,7 @@ class HierarchicalGpu:
             with self._named_by_world():
                 sums = self._rail_sums
                 self._inside.combine_gradients(rows, weights, home.inside, sums.sums, sums.entries)
-            sums.cross(stream, home.number, weighted=False, entries=True)
+            sums.cross(stream, Said(home.number, False, got.site), entries=True)
             sums.add(stream, out, out_weights)
 
     @torch.no_grad()
@@ -315,6 +315,6 @@ class HierarchicalGpu:
             self._rail_entries.joined(stream, nothing, nothing[1:])
             if self._fp8:
                 quantise(sums.sums[: shape.tokens])
-            sums.cross(stream, arriving.number, weighted=False, entries=True)
+            sums.cross(stream, Said(arriving.number, False, 0), entries=True)
             sums.add(stream, sums.sums[:0])
         self._settle("connect")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from raymoe.device.current import capturing, on
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
-from raymoe.exchange.refusal import CARRIES, Cause, Refusal, raise_first
+from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import CLOSING_S, World
@@ -219,7 +219,7 @@ class NcclAllgather:
         assert isinstance(home, Kept)
         with self._launcher.ordered("combine") as stream:
             kept = home.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
                 if carried.numbers is not None:
@@ -296,8 +296,9 @@ class NcclCollective:
     hang. So each rank's host announces its combine in shared memory. While the device sums, it compares the
     announcements of all ranks.
 
-    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank. There are two, because
-    a peer may be one combine ahead. The form is whether the combine is weighted, plus CARRIES if it takes numbers home.
+    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank, behind the word of its
+    call site. There are two of each, because a peer may be one combine ahead. The form is whether the combine is
+    weighted, plus CARRIES if it takes numbers home.
     """
 
     capturable = False
@@ -315,8 +316,11 @@ class NcclCollective:
         self._numbers, self._returned_numbers = blocks.leaving_numbers.unbind(), blocks.returned_numbers.unbind()
         self._host_counts = launcher.words(1 + 2 * size)
         self._dispatches = self._combines = 0
-        self._heap = world.allocate(Layout.of([Region.words("combines", 2 * size)]), "collective: combines")
-        self._words = [self._heap.words("combines", peer) for peer in range(size)]
+        words = [Region.words(name, 2 * size) for name in ("combines", "sites")]
+        self._heap = world.allocate(Layout.of(words), "collective: combines")
+        self._words, self._sites = (
+            [self._heap.words(name, peer) for peer in range(size)] for name in ("combines", "sites")
+        )
         self._differing: list[Refusal] = []
 
     @torch.no_grad()
@@ -403,10 +407,10 @@ class NcclCollective:
     ) -> None:
         state = got._home
         assert isinstance(state, _DispatchState)
-        self._announce_combine(state.number, weighted + (0 if carried.numbers is None else CARRIES))
+        self._announce_combine(state.number, weighted + (0 if carried.numbers is None else CARRIES), got.site)
         with self._launcher.ordered("combine") as stream:
             kept = state.kept.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
             if not self._all_combine_the_same():
                 out.fill_(torch.nan)
                 if carried.out is not None:
@@ -432,22 +436,25 @@ class NcclCollective:
     def _counts_are_here(self) -> bool:
         return self._host_counts.read(0, 1)[0] >= self._dispatches
 
-    def _announce_combine(self, number: int, form: int) -> None:
-        """Announce to all ranks which dispatch this rank combines, and in which form."""
+    def _announce_combine(self, number: int, form: int, site: int) -> None:
+        """Announce to all ranks which dispatch this rank combines, in which form, and from which call site."""
         self._combines += 1
         word = (self._combines << _NUMBER_BITS | number % (1 << _NUMBER_BITS)) << _FORM_BITS | form
         at = 2 * self._world.rank + self._combines % 2
+        for sites in self._sites:
+            sites[at] = site
+        self._world.waiter.fence()  # orders the sites before the words that announce them
         for words in self._words:
             words[at] = word
 
-    def _announced(self) -> list[int]:
-        """The announcements of all ranks for this combine."""
-        words, turn = self._words[self._world.rank], self._combines % 2
-        return [words[2 * rank + turn] for rank in range(self._world.size)]
+    def _announced(self, words: Sequence[MutableSequence[int]]) -> list[int]:
+        """The words of all ranks for this combine."""
+        mine, turn = words[self._world.rank], self._combines % 2
+        return [mine[2 * rank + turn] for rank in range(self._world.size)]
 
     def _combines_begun(self) -> list[int]:
         """How many combines each rank has begun, by these words."""
-        return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced()]
+        return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced(self._words)]
 
     def _lagging(self) -> tuple[int, int, int]:
         combined = self._combines_begun()
@@ -457,10 +464,14 @@ class NcclCollective:
     def _all_combine_the_same(self) -> bool:
         """Whether all ranks combine the same dispatch in the same way. All ranks get the same answer."""
         self._rounds.wait("combine", lambda: min(self._combines_begun()) >= self._combines, self._lagging)
-        found = self._announced()
-        if len(set(found)) == 1:
+        self._world.waiter.fence()  # orders the loads of these words before those of the sites
+        found, sites = self._announced(self._words), self._announced(self._sites)
+        if len(set(found)) == len(set(sites)) == 1:
             return True
         forms, last = (1 << _FORM_BITS) - 1, (1 << _NUMBER_BITS) - 1
-        said = [Refusal(Cause.NONE, word & forms, word >> _FORM_BITS & last) for word in found]
+        said = [
+            Refusal(Cause.NONE, word & forms | site << SITE_SHIFT, word >> _FORM_BITS & last)
+            for word, site in zip(found, sites, strict=True)
+        ]
         self._differing = self._differing or said
         return False

@@ -320,12 +320,13 @@ class RoundKernels:
         kept: torch.Tensor,
         weighted: bool,
         numbers: torch.Tensor | None = None,
+        site: int = 0,
     ) -> None:
         """Sum the experts' results of each token into the blocks to send, with this rank's status behind each.
 
         With `numbers`, float32[C], also write the number of each entry into the blocks of numbers.
         """
-        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted), numbers=numbers)
+        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted), numbers=numbers, site=site)
 
     def sum_ranks(
         self, stream: int, kept: torch.Tensor, y: torch.Tensor, out_numbers: torch.Tensor | None = None

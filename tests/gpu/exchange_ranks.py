@@ -567,7 +567,8 @@ def abort_a_wait(world: World, case: Case) -> float | None:
 
 
 def mixed_combines(world: World, case: Case, kind: str) -> dict[str, Any]:
-    """Let the last rank combine another dispatch than its peers, differ in `weighted`, or send gradients of weights.
+    """Let the last rank combine another dispatch than its peers, differ in `weighted` or in the call site, or send
+    gradients of weights.
 
     Two dispatches of unlike routing are outstanding. Afterwards all ranks combine the second.
     """
@@ -580,6 +581,7 @@ def mixed_combines(world: World, case: Case, kind: str) -> dict[str, Any]:
         last = world.rank == world.size - 1
         which = 1 if kind == "dispatch" and last else 0
         weighted = not (kind == "weighted" and last)
+        gots[which].site = (7 if last else 5) if kind == "site" else 0
         if kind == "gradients" and last:
             refused, entries = exchange.combine_gradients(rows[which], gots[which].weights, gots[which])
             assert entries.isnan().all()

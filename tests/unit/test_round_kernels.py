@@ -275,6 +275,7 @@ def test_all_ranks_report_refused_data_and_the_next_step_works(
 UNLIKE = {
     "dispatch": "rank 0 combines its dispatch 1 and rank 2 its dispatch 2",
     "weighted": "rank 0 combines dispatch 1 with weighted=True and rank 2 with weighted=False",
+    "site": "rank 0 combines rows of call site 5 and rank 2 rows of call site 7; all ranks call the same layers",
 }
 """The error for ranks whose combines differ, by the difference."""
 

@@ -57,6 +57,8 @@ struct CombineCall {
     u32 row_bytes;
     u32 weighted;
     u32 op;
+    u32 site;  // of the call, such as a layer, below 2^29; 0: none
+    u32 unused;
 
     // For thread k of a warp: the place of entry k of the token on this rank, and its weight. NOWHERE from topk on, or
     // if not `wanted`.
@@ -195,10 +197,10 @@ __device__ inline void fill_with_nan(const CombineCall& p, u32 first, u32 stride
 
 // This rank's status for a combine, from what its dispatch left. Every rank compares the statuses of all ranks, so all
 // reach the same verdict. No rank reads sums if one rank refuses, if two ranks combine different dispatches, or if only
-// some apply weights or send numbers.
+// some apply weights or send numbers, or if they call from different sites.
 __device__ __forceinline__ ptx::Bytes16 status_of(const CombineCall& p, const ptx::Bytes16& left) {
     const bool refuses = static_cast<u32>(left.low) != CAUSE_NONE;
-    return {refuses ? left.low : static_cast<u64>(p.weighted | CARRIES << 1) << 32, left.high};
+    return {refuses ? left.low : static_cast<u64>(p.weighted | CARRIES << 1 | p.site << 2) << 32, left.high};
 }
 
 __device__ __forceinline__ bool is_refused(const ptx::Bytes16& mine, const ptx::Bytes16& other) {
