@@ -248,6 +248,13 @@ class EmulatedBackend(FusedBackend):
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
         super().dispatch_known(self._place(x, True), got, out)
 
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        return super().dispatch_again(self._in_machine(tokens), out, forward)
+
+    def _again_launches(self) -> dict[int, PreparedLaunch]:
+        with launched_on_machine():
+            return super()._again_launches()
+
     def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
         with launched_on_machine():
             return super()._prepared_carrying()
