@@ -14,7 +14,7 @@ from raymoe.device.current import capturing, on
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
-from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_first
+from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import CLOSING_S, World
@@ -166,12 +166,8 @@ class NcclAllgather:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._own_rows = self._own.view(dtype)
         peers = [rank for rank in range(world.size) if rank != world.rank]
-        crossing = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
         self._sends, self._receives = (
-            {rank: block[rank].view(-1)[:crossing] for rank in peers} for block in (blocks.leaving, blocks.returned)
-        )
-        self._number_sends, self._number_receives = (
-            {rank: block[rank] for rank in peers} for block in (blocks.leaving_numbers, blocks.returned_numbers)
+            {rank: block[rank] for rank in peers} for block in (blocks.leaving, blocks.returned)
         )
 
     @torch.no_grad()
@@ -179,10 +175,28 @@ class NcclAllgather:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             return self._dispatch(stream, tokens, out)
 
-    def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        home = forward._home
+        assert isinstance(home, Kept)
+        with self._launcher.ordered("dispatch") as stream, self._memory():
+            got = self._dispatch(stream, tokens, out, home.used_on(stream), forward.site)
+            kept = got._home
+            assert isinstance(kept, Kept)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), kept.memory)
+            return got
+
+    def _dispatch(
+        self,
+        stream: int,
+        tokens: Tokens,
+        out: torch.Tensor | None,
+        forward: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Dispatched:
         kernels = self._kernels
         kept = kernels.new_memory()
-        kernels.write_metadata(stream, tokens, kept)
+        kernels.write_metadata(stream, tokens, kept, forward, site)
         self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)
         got._home = Kept(kept, stream)
@@ -205,8 +219,11 @@ class NcclAllgather:
         assert isinstance(home, Kept)
         with self._launcher.ordered("dispatch") as stream:
             kept = home.used_on(stream)
+            # Ranks that dispatch gather their ids and weights here: all operations of a kind are the same for NCCL.
+            self._rounds.all_gather(*self._kernels.write_pass(stream, kept, got.site))
             self._gather(x)
             self._kernels.place(stream, replace(got, x=out), kept)
+            self._kernels.compare_passes(stream, out)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -222,8 +239,6 @@ class NcclAllgather:
             self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
-                if carried.numbers is not None:
-                    self._rounds.exchange(self._number_receives, self._number_sends)
             self._kernels.sum_ranks(stream, kept, out, carried.out)
 
     @property
@@ -247,12 +262,18 @@ class NcclAllgather:
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
         self._rounds.wait_for_all("check")
-        if statuses := self._kernels.take_refused():
+        passes, statuses = self._kernels.take_refused_passes(), self._kernels.take_refused()
+        raise_backward(passes)
+        if statuses:
             raise_first(statuses, self._spec)
 
     def refusal_record(self) -> torch.Tensor:
         """The words that a refused combine writes where the first one is 0 (raymoe/exchange/hierarchical_gpu.py)."""
         return self._kernels.refused_words
+
+    def backward_record(self) -> torch.Tensor:
+        """The same words for dispatches in backward passes."""
+        return self._kernels.refused_passes
 
     def check_waits(self) -> None:
         """Do nothing: the host alone notices a wait that fails, in `check`."""
@@ -329,7 +350,19 @@ class NcclCollective:
             return self._dispatch(stream, tokens, out)
 
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
-        raise ConfigError("dispatch_known by collective, whose ranks count before they send; call dispatch again")
+        raise ConfigError("dispatch_known by collective, whose ranks count before they send; call dispatch_again")
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        """Dispatch in a backward pass. The passes of all ranks come with their ids, and a kernel compares them."""
+        state = forward._home
+        assert isinstance(state, _DispatchState)
+        with self._launcher.ordered("dispatch") as stream:
+            got = self._dispatch(stream, tokens, out, state.kept.used_on(stream), forward.site)
+            state = got._home
+            assert isinstance(state, _DispatchState)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), state.kept.memory)
+            return got
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -366,8 +399,9 @@ class NcclCollective:
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
         self._rounds.wait_for_all("check")
-        refused, differing = self._kernels.take_refused(), self._differing
+        passes, refused, differing = self._kernels.take_refused_passes(), self._kernels.take_refused(), self._differing
         self._differing = []
+        raise_backward(passes)
         for statuses in (refused, differing):
             if statuses:
                 raise_first(statuses, self._spec)
@@ -379,11 +413,18 @@ class NcclCollective:
                 self._rounds.wait_for_all("close")
         self._heap.close()
 
-    def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    def _dispatch(
+        self,
+        stream: int,
+        tokens: Tokens,
+        out: torch.Tensor | None,
+        forward: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Dispatched:
         kernels = self._kernels
         kept = kernels.new_memory()
         self._dispatches += 1
-        kernels.write_metadata(stream, tokens, kept)
+        kernels.write_metadata(stream, tokens, kept, forward, site)
         self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)  # here, because the device is busy now
         kernels.number(stream, got, kept, self._host_counts)

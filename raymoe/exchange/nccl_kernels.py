@@ -20,7 +20,7 @@ from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.memory.layout import ITEM_BYTES
+from raymoe.memory.layout import ITEM_BYTES, round_up
 from raymoe.memory.world import World
 
 # The interfaces that the NCCL backends use: one moves bytes between ranks, the other launches kernels.
@@ -185,15 +185,18 @@ NUMBER_BYTES = 4
 class Blocks:
     """The memory of an exchange, as rows of bytes.
 
-    Each block of a message has T + 1 rows: the extra row makes space for a status behind the rows.
+    A block of a dispatch, or of a combine of compact rows, has T + 1 rows: the extra row makes space for a status behind
+    the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so that it is
+    one message. Combines without numbers send it whole too: all ranks send the same sizes, whichever combine they run.
     """
 
     table: torch.Tensor  # [R * T + 1, row_bytes]: rows that arrive, source after source; the last row stays zero
     packed: torch.Tensor  # [R, T + 1, row_bytes]: rows that a dispatch sends
-    leaving: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that a combine sends
-    returned: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that arrive
+    leaving: torch.Tensor  # [R, bytes of a block]: sums that a combine sends
+    returned: torch.Tensor  # [R, bytes of a block]: sums that arrive
     leaving_numbers: torch.Tensor  # [R, T * K * 4]: a float32 of each entry, that a combine for gradients sends
     returned_numbers: torch.Tensor  # [R, T * K * 4]: those that arrive
+    skew: int  # bytes that a block of a combine has besides T + 1 rows; below 0: fewer
 
     @classmethod
     def of(cls, spec: ExchangeSpec, sizes: Sizes, device: torch.device) -> Blocks:
@@ -203,12 +206,18 @@ class Blocks:
         rows = sizes.ranks * (spec.tokens + 1)
         table = torch.zeros(sizes.ranks * spec.tokens + 1, spec.row_bytes, dtype=torch.uint8, device=device)
         # The rows that a dispatch sends and the sums that a combine sends share memory: they never overlap in time.
-        memory = empty(rows * max(spec.row_bytes if sizes.compact else 0, spec.home_row_bytes))
-        shape = (sizes.ranks, spec.tokens + 1, -1)
-        packed = memory[: rows * spec.row_bytes].view(shape) if sizes.compact else memory[:0]
-        leaving = memory[: rows * spec.home_row_bytes].view(shape)
-        numbers = empty(sizes.ranks, spec.tokens * spec.topk * NUMBER_BYTES)
-        return cls(table, packed, leaving, torch.empty_like(leaving), numbers, torch.empty_like(numbers))
+        number_bytes = spec.tokens * spec.topk * NUMBER_BYTES
+        if not sizes.compact:
+            sums = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
+            leaving, returned = (empty(sizes.ranks, sums + round_up(number_bytes, 16)) for _ in range(2))
+            numbers = [each[:, sums : sums + number_bytes] for each in (leaving, returned)]
+            skew = leaving.shape[1] - (spec.tokens + 1) * spec.home_row_bytes
+            return cls(table, leaving[:0], leaving, returned, *numbers, skew)
+        memory = empty(rows * max(spec.row_bytes, spec.home_row_bytes))
+        packed = memory[: rows * spec.row_bytes].view(sizes.ranks, spec.tokens + 1, -1)
+        leaving = memory[: rows * spec.home_row_bytes].view(sizes.ranks, -1)
+        numbers = [empty(sizes.ranks, number_bytes) for _ in range(2)]
+        return cls(table, packed, leaving, torch.empty_like(leaving), *numbers, skew=0)
 
 
 @dataclass(frozen=True)
@@ -238,10 +247,13 @@ class RoundKernels:
         self.blocks = Blocks.of(spec, self._sizes, world.device)
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._table = self.blocks.table.view(dtype)
-        self._refused = torch.zeros(rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device)
+        self._refused, self._refused_passes = torch.zeros(
+            2, rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device
+        ).unbind()
         self._make_numbering()
         self._make_moving()
         self._make_sums()
+        self._make_passes()
 
     def new_memory(self) -> torch.Tensor:
         """Allocate the memory that a dispatch keeps for its combine."""
@@ -260,13 +272,22 @@ class RoundKernels:
             _owner=owner,
         )
 
+    def rows_of(self, got: Dispatched) -> torch.Tensor:
+        """The rows of a dispatch. With layout rank the table, without its row of zeros."""
+        return got.x if got.index is None else self._table[:-1]
+
     def metadata(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory for all ranks' ids and weights, and this rank's part of it."""
         each = self._sizes.metadata_bytes
         return kept[: self._size * each], kept[self._rank * each : (self._rank + 1) * each]
 
-    def write_metadata(self, stream: int, tokens: Tokens, kept: torch.Tensor) -> None:
-        """Write this rank's ids and weights into its part of `metadata`."""
+    def write_metadata(
+        self, stream: int, tokens: Tokens, kept: torch.Tensor, forward: torch.Tensor | None = None, site: int = 0
+    ) -> None:
+        """Write this rank's ids and weights into its part of `metadata`.
+
+        In a backward pass `forward` is the memory of the dispatch to which it belongs, and `site` its call site.
+        """
         self._tell_routing(
             stream,
             kept=kept,
@@ -275,7 +296,19 @@ class RoundKernels:
             num_tokens=tokens.num_tokens,
             wide_topk_idx=int(tokens.topk_idx.dtype == torch.int64),
             given=tokens.x.shape[0],
+            forward=None if forward is None else self._number_of(forward),
+            site=site,
         )
+
+    def write_pass(self, stream: int, forward: torch.Tensor, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return metadata of a backward pass of known routing, to be gathered: no ids, and the pass of this rank."""
+        self._tell_pass(stream, number=self._number_of(forward), site=site)
+        return self._pass_metadata, self._own_pass_metadata
+
+    def compare_passes(self, stream: int, rows: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Fill `rows` with NaN if the passes of all ranks differ: those in `kept`, by default those of `write_pass`."""
+        passes = (self._pass_metadata if kept is None else kept)[self._sizes.metadata_bytes - Refusal.NBYTES :]
+        self._compare_passes(stream, passes=passes, rows=rows, bytes=rows.nbytes)
 
     def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: KernelWords | None = None) -> None:
         """Compute places, counts, offsets, weights and index from all ranks' ids and weights.
@@ -365,15 +398,27 @@ class RoundKernels:
         """int64 words on the device: 1 where a combine was refused, a spare one, and each rank's status."""
         return self._refused.view(torch.int64)
 
+    @property
+    def refused_passes(self) -> torch.Tensor:
+        """The same words for dispatches in backward passes."""
+        return self._refused_passes.view(torch.int64)
+
     def take_refused(self) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 
         Waits for the stream.
         """
-        found = self._refused.cpu().numpy().tobytes()
+        return self._take(self._refused)
+
+    def take_refused_passes(self) -> list[Refusal]:
+        """The same for dispatches in backward passes."""
+        return self._take(self._refused_passes)
+
+    def _take(self, refused: torch.Tensor) -> list[Refusal]:
+        found = refused.cpu().numpy().tobytes()
         if not any(found[:8]):
             return []
-        self._refused.zero_()
+        refused.zero_()
         begin, size = 16, Refusal.NBYTES
         return [Refusal.unpack(found[begin + rank * size :][:size]) for rank in range(self._size)]
 
@@ -383,11 +428,11 @@ class RoundKernels:
     def _make_numbering(self) -> None:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
         # The words that are kept between dispatches: see TellScratch.
-        scratch = torch.tensor([-1, 0, 0], dtype=torch.int64, device=self._device)
+        self._tell_scratch = torch.tensor([-1, 0, 0], dtype=torch.int64, device=self._device)
         entries = sizes.tokens * sizes.topk
         shape = self._shape(rounds.TELL, -(-entries // launcher.threads))
         self._tell_routing: ReadyKernel = launcher.ready(
-            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=scratch
+            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=self._tell_scratch
         )
         runs = max(1, min(launcher.sms // sizes.ranks, -(-entries // ENTRIES_A_RUN), sizes.tokens))
         warps = sizes.numbering_warps(launcher.threads // 32)
@@ -441,12 +486,14 @@ class RoundKernels:
         pieces = rounds.sum_pieces(spec.row_bytes, ITEM_BYTES[spec.dtype], ITEM_BYTES[spec.combine_wire])
         row, wire = spec.row_bytes, spec.home_row_bytes
         units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
+        blocks = {"skew": self.blocks.skew % 2**64, "number_stride": self.blocks.leaving_numbers.stride(0)}
         self._sum_entries: ReadyKernel = ready(
             entries,
             self._shape(entries, units * sizes.ranks),
             rounds.SumEntriesParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
             leaving=self.blocks.leaving,
             leaving_numbers=self.blocks.leaving_numbers,
+            **blocks,
         )
         self._sum_ranks: ReadyKernel = ready(
             ranks,
@@ -457,7 +504,33 @@ class RoundKernels:
             refused=self._refused,
             leaving_numbers=self.blocks.leaving_numbers,
             returned_numbers=self.blocks.returned_numbers,
+            **blocks,
         )
+
+    def _make_passes(self) -> None:
+        sizes, ready = self._sizes, self._launcher.ready
+        each = sizes.metadata_bytes
+        # Ids of NOWHERE: a rank that routes while this one's routing is known gets no row from it.
+        self._pass_metadata = torch.full((sizes.ranks * each,), 0xFF, dtype=torch.uint8, device=self._device)
+        self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
+        own = self._own_pass_metadata[-Refusal.NBYTES :]
+        begin = rounds.TellScratch.offsets()["number"] // 8
+        self._tell_pass: ReadyKernel = ready(
+            rounds.TELL_PASS,
+            Shape(1, 32),
+            rounds.TellPassParams(),
+            into=own,
+            dispatches=self._tell_scratch[begin : begin + 1],
+        )
+        params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
+        shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)
+        refused = self._refused_passes
+        self._compare_passes: ReadyKernel = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
+
+    def _number_of(self, kept: torch.Tensor) -> torch.Tensor:
+        """The number of a dispatch, in its memory."""
+        begin = self._memory.record + rounds.DispatchRecord.offsets()["number"]
+        return kept[begin : begin + 8]
 
     def _shape(self, source: KernelSource, blocks: int) -> Shape:
         """A shape with as many blocks as there is work for, limited to those that can be resident at once."""

@@ -180,3 +180,9 @@ def raise_first(statuses: Sequence[Refusal], spec: ExchangeSpec) -> None:
     """Raise if the statuses of all ranks say that a step is refused."""
     if (refused := judge_statuses(statuses, spec)) is not None:
         raise refused
+
+
+def raise_backward(statuses: Sequence[Refusal]) -> None:
+    """Raise if the ranks run the backward passes of different dispatches; `statuses` are none where all was well."""
+    if statuses and (refused := judge_backward(statuses)) is not None:
+        raise refused

@@ -265,9 +265,12 @@ def test_all_ranks_refuse_combines_that_differ(kind, form, how):
     [
         ("dispatch", Change("combine.cuh", "<< 32, left.high};", "<< 32, 0};")),
         ("dispatch", Change("beginning.cuh", "Refusal{CAUSE_NONE, 0, epoch}", "Refusal{CAUSE_NONE, 0, 1}")),
-        ("weighted", Change("combine.cuh", ": static_cast<u64>(p.weighted | CARRIES << 1 | p.site << 2) << 32", ": 0")),
-        ("site", Change("combine.cuh", " | p.site << 2", "")),
-        ("site", Change("combine.cuh", "p.site << 2", "p.site << 2 & 0xFFFF0000")),
+        (
+            "weighted",
+            Change("combine.cuh", ": static_cast<u64>(p.weighted | CARRIES << 1 | p.site << SITE_SHIFT) << 32", ": 0"),
+        ),
+        ("site", Change("combine.cuh", " | p.site << SITE_SHIFT", "")),
+        ("site", Change("combine.cuh", "p.site << SITE_SHIFT", "p.site << SITE_SHIFT & 0xFFFF0000")),
     ],
     ids=["no number said", "no number left", "nothing said of weights", "nothing said of sites", "half of a site"],
 )

@@ -22,6 +22,9 @@ struct Status {
 };
 static_assert(sizeof(Status) == 16, "");
 
+// What a rank says in the backward pass of a dispatch, which is counted from 1; 0: it runs no backward pass.
+__device__ __forceinline__ Status pass_status(u32 site, u64 number) { return {CAUSE_NONE, site << 2, number}; }
+
 __device__ __forceinline__ Status load_status(const void* at) {
     const ptx::Bytes16 both = ptx::load_16(static_cast<const u8*>(at));
     return {static_cast<u32>(both.low), static_cast<u32>(both.low >> 32), both.high};
