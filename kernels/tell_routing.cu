@@ -26,6 +26,7 @@ struct TellParams {
     const u8* topk_weights;  // [given][K] f32
     const u8* num_tokens;    // i32[1]; null: all that are given
     const u8* forward;       // u64: the dispatch whose backward pass this is; null: this is none
+    const u8* mark;          // u64, whose bits are inverted in that number: see passes.cuh; null: none
     TellScratch* scratch;
     u32 wide_topk_idx;
     u32 given;    // rows of x
@@ -51,8 +52,11 @@ __device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
     store_status(&record->refusal, refusal);
     const u64 number = ptx::load_relaxed_gpu(&p.scratch->number) + 1;
     ptx::store_8(&record->number, number);
-    store_status(p.memory.pass_of(p.kept, p.memory.rank),
-                 pass_status(p.site, p.forward == nullptr ? 0 : ptx::load_8(p.forward)));
+    u64 forward = p.forward == nullptr ? 0 : ptx::load_8(p.forward);
+    if (p.forward != nullptr && p.mark != nullptr) {
+        forward ^= ptx::load_8(p.mark);
+    }
+    store_status(p.memory.pass_of(p.kept, p.memory.rank), pass_status(p.site, forward));
     // Relaxed stores do: only later kernels of this stream read these words.
     ptx::store_relaxed_gpu(&p.scratch->number, number);
     ptx::store_relaxed_gpu(&p.scratch->bad_entry, ~0ull);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, BufferOffsets, RefusalRecord, stamps
 from raymoe.device.dispatch_grid import crossing
@@ -99,8 +99,13 @@ def combine_source(
     return KernelSource("combine", structs, (*types, *wide, *carrying, *stamps(stamped), *traced(traces)))
 
 
-LL_STATUSES = ("LL_STATUSES", "1")
-"""Of a build whose statuses are the words of kernels/combine_ll.cu: for backward passes of exchanges of few tokens."""
+def with_ll_statuses(source: KernelSource) -> KernelSource:
+    """Return the build whose statuses are the words of kernels/combine_ll.cu: for backward passes of few tokens.
+
+    >>> with_ll_statuses(combine_source("float16", carries=True)).defines
+    (('ROW_TYPE', 'F16'), ('CARRIES', '1'), ('LL_STATUSES', '1'))
+    """
+    return replace(source, defines=(*source.defines, ("LL_STATUSES", "1")))
 
 
 def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:

@@ -108,6 +108,7 @@ class DispatchCall(Params):
     masks: Address
     got: Address
     forward: Address
+    mark: Address
     record: Address
     trace: Address
     operation: Address

@@ -135,6 +135,7 @@ class TellParams(Params):
     topk_weights: Address = 0
     num_tokens: Address = 0
     forward: Address = 0
+    mark: Address = 0
     scratch: Address = 0
     wide_topk_idx: U32 = 0
     given: U32 = 0
@@ -234,6 +235,7 @@ class TellPassParams(Params):
 
     number: Address = 0
     into: Address = 0
+    mark: Address = 0
     dispatches: Address = 0
     site: U32 = 0
     unused: U32 = 0

@@ -216,6 +216,7 @@ class Build:
             **dict.fromkeys(("x", "x_scales", "topk_idx", "topk_weights", "num_tokens", "out", "scales"), 0),
             **dict.fromkeys(("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"), 0),
             forward=0,
+            mark=0,
             record=0,
             trace=space.trace_of("dispatch"),
             operation=space.own("dispatch"),

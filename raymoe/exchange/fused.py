@@ -84,6 +84,7 @@ class FusedBackend:
         # Of combines, then of dispatches in backward passes.
         self._refusals = HostWords(gpu, 2 * _RECORD_WORDS)
         self._device_records: torch.Tensor | None = None
+        self._mark: torch.Tensor | None = None
         self._raised_epochs = [0, 0]
         self._zero_padding = spec.padding == "zero"
         self._slot_rows = self._slot_scales = None
@@ -196,7 +197,7 @@ class FusedBackend:
         home, fields = forward._home, prepared.launch.fields
         assert isinstance(home, Home)
         fields.forward, fields.record = home.address + self._metadata.at["got"], self._record(BACKWARD)
-        fields.site = forward.site
+        fields.site, fields.mark = forward.site, 0 if self._mark is None else self._mark.data_ptr()
 
     def _known_launches(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> tuple[Launch, ...]:
         return (self._set_known_addresses(self._prepared_known(), x, got, out),)
@@ -279,6 +280,10 @@ class FusedBackend:
         """The same words for dispatches in backward passes, after `refusal_record`."""
         assert self._device_records is not None
         return self._device_records[BACKWARD]
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        """Let backward passes that begin where `word`, int64[1], is not 0 be refused by the whole domain."""
+        self._mark = word
 
     def _record(self, kind: int) -> int:
         """The address of the words to which refused operations of this kind write their statuses."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raymoe.device import ll
-from raymoe.device.combine import LL_STATUSES, CombineParams
+from raymoe.device.combine import CombineParams, with_ll_statuses
 from raymoe.device.dispatch import ALL_PARTS
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Launch
@@ -89,7 +89,7 @@ class FusedLlBackend(FusedBackend):
     def _combine_source(self, carries: bool) -> KernelSource:
         """The kernel of many tokens; in a backward pass with the statuses of this path's own combine."""
         source = super()._combine_source(carries)
-        return replace(source, defines=(*source.defines, LL_STATUSES)) if carries else source
+        return with_ll_statuses(source) if carries else source
 
     def _combine_params(self, parts: int, carries: bool = False) -> CombineParams:
         params = super()._combine_params(parts, carries)

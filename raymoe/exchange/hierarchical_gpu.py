@@ -71,6 +71,15 @@ class InsideBackend(Backend, Protocol):
         refused data to that user.
         """
 
+    def backward_record(self) -> torch.Tensor:
+        """Return the same words for dispatches in backward passes, after `refusal_record`."""
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        """Let the whole domain refuse a backward pass that begins while `word`, int64[1], is not 0 on some ranks.
+
+        The bits of the word are inverted in what this rank says. So a domain whose ranks all say so refuses nothing.
+        """
+
     def check_waits(self) -> None:
         """Raise if a wait of the kernels has failed so far. Waits for nothing."""
 
@@ -141,6 +150,8 @@ class HierarchicalGpu:
         self._rows = rows.view(torch.float8_e4m3fn) if self._fp8 else rows
         self._rail_entries = RailEntries(self._shape, spec, self._rail, self._launcher, device)
         record = self._inside.refusal_record()
+        self._inside_passes = self._inside.backward_record()
+        self._inside.mark_passes(self._rail_entries.passes.mark)
         self._rail_sums = RailSums(self._shape, spec, self._rail, self._launcher, record)
         self.capturable = self._rail.capturable and self._inside.capturable
         # One domain may have the LL path and another not: all must send the same blocks.
@@ -160,21 +171,45 @@ class HierarchicalGpu:
 
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return self._dispatch(tokens, out, None)
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        return self._dispatch(tokens, out, forward)
+
+    def _dispatch(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched | None) -> Dispatched:
+        """Dispatch; in the backward pass of `forward` if it is given."""
         with self._launcher.ordered("dispatch") as stream, self._memory():
             entries, x, scales = self._rail_entries, tokens.x, tokens.scales
             if self._fp8:
                 values, scales = quantise(x) if scales is None else (x, scales)
                 x = values.view(torch.uint8)
             self._rail_rows.put(x)
+            before = None if forward is None else self._begin_pass(stream, forward)
             entries.cross("dispatch", stream, tokens, scales)
+            if before is not None:
+                entries.passes.crossed_again(stream)
             # The rows begin to cross here, so the operations below run beside them.
             with self._rail_rows.crossing("dispatch"), self._named_by_world():
                 arriving = entries.arriving(stream)
-                inside = self._inside.dispatch(self._tokens_inside(arriving), out)
+                if before is None:
+                    inside = self._inside.dispatch(self._tokens_inside(arriving), out)
+                else:
+                    inside = self._inside.dispatch_again(self._tokens_inside(arriving), out, before)
+            x = inside.x if before is None else entries.passes.refused(stream, inside.x, whole=out is not None)
             offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
             home = _Home(inside, arriving.number, stream)
             given = len(tokens.x)
-            return Dispatched(inside.x, inside.weights, offsets, counts, inside.index, given, home, self, inside.scales)
+            return Dispatched(x, inside.weights, offsets, counts, inside.index, given, home, self, inside.scales)
+
+    def _begin_pass(self, stream: int, forward: Dispatched) -> Dispatched:
+        """Tell the rail with the next ids that this is the backward pass of `forward`. Return the dispatch inside."""
+        home = forward._home
+        assert isinstance(home, _Home)
+        home.used_on(stream)
+        self._rail_entries.passes.tell_again(stream, home.number, forward.site)
+        home.inside.site = forward.site
+        return home.inside
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -233,14 +268,22 @@ class HierarchicalGpu:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             home.used_on(stream)
             self._rail_rows.put(x)
+            passes, home.inside.site = self._rail_entries.passes, got.site
+            # Ranks that dispatch gather their ids and weights here.
+            passes.cross_known(stream, home.number, got.site)
             with self._rail_rows.crossing("dispatch"), self._named_by_world():
                 self._inside.dispatch_known(self._rows, home.inside, out)
+            passes.refused(stream, out)
 
     def check(self) -> None:
         self._settle("check")
         with self._named_by_world():
+            self._inside.check_waits()
+        words = self._rail_sums.take_refused()
+        self._rail_entries.passes.check(self._inside_passes)
+        with self._named_by_world():
             self._inside.check()
-        if words := self._rail_sums.take_refused():
+        if words:
             raise_first(refusals_of_ranks(words, self._shape), self._spec)
 
     def close(self, together: bool) -> None:

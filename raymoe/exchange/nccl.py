@@ -275,6 +275,9 @@ class NcclAllgather:
         """The same words for dispatches in backward passes."""
         return self._kernels.refused_passes
 
+    def mark_passes(self, word: torch.Tensor) -> None:
+        self._kernels.mark_passes(word)
+
     def check_waits(self) -> None:
         """Do nothing: the host alone notices a wait that fails, in `check`."""
 

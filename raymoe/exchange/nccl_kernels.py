@@ -250,6 +250,7 @@ class RoundKernels:
         self._refused, self._refused_passes = torch.zeros(
             2, rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device
         ).unbind()
+        self._mark: torch.Tensor | None = None
         self._make_numbering()
         self._make_moving()
         self._make_sums()
@@ -298,11 +299,16 @@ class RoundKernels:
             given=tokens.x.shape[0],
             forward=None if forward is None else self._number_of(forward),
             site=site,
+            mark=self._mark,
         )
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        """Invert the bits of `word`, int64[1], in the passes of this rank from now on: see `InsideBackend`."""
+        self._mark = word
 
     def write_pass(self, stream: int, forward: torch.Tensor, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return metadata of a backward pass of known routing, to be gathered: no ids, and the pass of this rank."""
-        self._tell_pass(stream, number=self._number_of(forward), site=site)
+        self._tell_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
         return self._pass_metadata, self._own_pass_metadata
 
     def compare_passes(self, stream: int, rows: torch.Tensor, kept: torch.Tensor | None = None) -> None:

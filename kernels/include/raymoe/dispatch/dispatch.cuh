@@ -158,6 +158,7 @@ struct DispatchCall {
 
     // In a backward pass, else null (passes.cuh).
     const Got* forward;     // of the dispatch to which it belongs
+    const u64* mark;        // not 0: ranks of other domains run another backward pass; null: there are none
     RefusalRecord* record;  // for ranks that run the backward passes of different dispatches
 
     // Of this rank alone.

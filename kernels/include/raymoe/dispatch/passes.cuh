@@ -5,7 +5,8 @@
 //
 // Memory map of every rank's heap, beside that of dispatch.cu:
 //   passes [2][s]   {pass of source s, epoch}
-// A pass is the number of the dispatch, its 32 low bits, and above them the number of the call site.
+// A pass is the number of the dispatch, its 32 low bits, and above them the number of the call site. Where this rank has
+// found over the rail that ranks of other domains run another one, all bits are inverted, so that its domain refuses.
 //
 // Memory order of `passes`: as counts. They are stored before the head of their source.
 #pragma once
@@ -15,7 +16,8 @@
 namespace raymoe {
 
 __device__ __forceinline__ u64 pass_of(const DispatchCall& p) {
-    return static_cast<u64>(p.site) << 32 | static_cast<u32>(p.forward->number);
+    const u64 pass = static_cast<u64>(p.site) << 32 | static_cast<u32>(p.forward->number);
+    return p.mark == nullptr ? pass : pass ^ *p.mark;
 }
 
 // Stores this rank's pass at a rank. One thread calls this, before the fence of the head.
