@@ -121,8 +121,9 @@ class _Home:
     stream: int | None
     """None: not known, because the result was made again from its metadata."""
 
-    def used_on(self, stream: int) -> None:
-        """Keep the memory for work on `stream`, which must be the current one."""
+    def used_on(self, stream: int, site: int) -> None:
+        """Keep the memory for work on `stream`, which must be the current one. The ranks inside compare the site too."""
+        self.inside.site = site
         if stream != self.stream and self.number.device.type == "cuda":
             keep_for_current_stream(self.number)
 
@@ -206,9 +207,8 @@ class HierarchicalGpu:
         """Tell the rail with the next ids that this is the backward pass of `forward`. Return the dispatch inside."""
         home = forward._home
         assert isinstance(home, _Home)
-        home.used_on(stream)
+        home.used_on(stream, forward.site)
         self._rail_entries.passes.tell_again(stream, home.number, forward.site)
-        home.inside.site = forward.site
         return home.inside
 
     @torch.no_grad()
@@ -216,7 +216,7 @@ class HierarchicalGpu:
         home = got._home
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
-            home.used_on(stream)
+            home.used_on(stream, got.site)
             if self._shape.chunk:
                 combine = self._combine_tokens(rows, home.inside, weighted)
                 self._rail_sums.combine_in_chunks(stream, Said(home.number, weighted, got.site), out, combine)
@@ -254,7 +254,7 @@ class HierarchicalGpu:
         home = got._home
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
-            home.used_on(stream)
+            home.used_on(stream, got.site)
             with self._named_by_world():
                 sums = self._rail_sums
                 self._inside.combine_gradients(rows, weights, home.inside, sums.sums, sums.entries)
@@ -266,9 +266,9 @@ class HierarchicalGpu:
         home = got._home
         assert isinstance(home, _Home)
         with self._launcher.ordered("dispatch") as stream, self._memory():
-            home.used_on(stream)
+            home.used_on(stream, got.site)
             self._rail_rows.put(x)
-            passes, home.inside.site = self._rail_entries.passes, got.site
+            passes = self._rail_entries.passes
             # Ranks that dispatch gather their ids and weights here.
             passes.cross_known(stream, home.number, got.site)
             with self._rail_rows.crossing("dispatch"), self._named_by_world():

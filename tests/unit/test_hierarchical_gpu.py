@@ -416,6 +416,48 @@ def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wir
     assert counted == {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
 
 
+# Ranks that do not run the same
+
+
+def mixed(_rank: int, case: Case, kind: str) -> Any:
+    with World.of(domain=2, timeout_s=30) as world:
+        return on_rank.mixed_combines(world, case, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("dispatch", "rank 0 combines its dispatch 1 and rank 3 its dispatch 2"),
+        ("weighted", "rank 0 combines dispatch 1 with weighted=True and rank 3 with weighted=False"),
+        ("site", "rank 0 combines rows of call site 5 and rank 3 rows of call site 7"),
+    ],
+)
+def test_all_ranks_report_combines_that_differ(groups: Groups, kind: str, said: str) -> None:
+    case = Case(4, SPEC, BACKEND, ("uniform", "masked"), seed=4)
+    for rank, found in enumerate(groups(4, mixed, case, kind)):
+        assert found["told"].startswith(said)
+        assert found["nan"]
+        judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+def mixed_backward(_rank: int, case: Case, kind: str) -> Any:
+    with World.of(domain=2, timeout_s=30) as world:
+        return on_rank.mixed_backward(world, case, kind)
+
+
+@pytest.mark.parametrize("kind", ["order", "site"])
+def test_all_ranks_report_backward_passes_that_differ(groups: Groups, kind: str) -> None:
+    """The last rank differs from its rail, and from its domain. One rank shares neither with it."""
+    case = Case(4, SPEC, BACKEND, ("uniform", "masked"), seed=4)
+    for found in groups(4, mixed_backward, case, kind):
+        assert len(found["told"]) == (2 if kind == "order" else 1)
+        assert all(
+            text.startswith("ranks of this world run the backward passes of different") for text in found["told"]
+        )
+        assert all(found["nan"])
+        assert found["right"]
+
+
 # A wait that runs out
 
 

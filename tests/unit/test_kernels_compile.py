@@ -88,7 +88,11 @@ SOURCES = (
     *(combine_source(dtype, carries=True) for dtype in DTYPES),
     *(combine_source(dtype, warps=WIDE, carries=True) for dtype in DTYPES),
     combine_source("bfloat16", traces=True, warps=WIDE, carries=True),
-    *(with_ll_statuses(combine_source(dtype, warps=warps, carries=True)) for dtype in DTYPES for warps in (WARPS, WIDE)),
+    *(
+        with_ll_statuses(combine_source(dtype, warps=warps, carries=True))
+        for dtype in DTYPES
+        for warps in (WARPS, WIDE)
+    ),
     combine_source("bfloat16", stamped=True),
     combine_source("bfloat16", stamped=True, carries=True),
     combine_source("float32", wire="bfloat16", carries=True),
