@@ -34,6 +34,9 @@
 // dispatches, or if only some apply weights or send numbers: without a refusal a status holds the dispatch's number,
 // `weighted` and CARRIES, and all statuses must be equal.
 //
+// With LL_STATUSES the statuses are the words of combine_ll.cu, for a backward pass beside it. They take the place of
+// heads. If ranks differ, the kernel ends when all statuses are there.
+//
 // Why no slot is overwritten before it is read: as in dispatch.cu, with combine's own epochs. The readers of epoch e
 // are the summers of e, which are finished when the kernel ends.
 //
@@ -43,11 +46,15 @@
 #include "raymoe/base/ptx.cuh"
 #include "raymoe/combine/reducing.cuh"
 #include "raymoe/combine/summing.cuh"
+#include "raymoe/ll/statuses_ll.cuh"
 #include "raymoe/base/sync.cuh"
 #include "raymoe/base/vectors.cuh"
 
 #ifndef ROW_TYPE
 #define ROW_TYPE Bf16  // of vectors.cuh: the element type of rows
+#endif
+#ifndef LL_STATUSES
+#define LL_STATUSES 0  // 1: statuses are those of combine_ll.cu, and there are no heads
 #endif
 
 namespace raymoe {
@@ -55,6 +62,22 @@ namespace raymoe {
 __device__ __forceinline__ ptx::Bytes16 status(const CombineParams& p) {
     return status_of(p, ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal)));
 }
+
+#if LL_STATUSES
+
+__device__ inline void send_status(const CombineParams& p, u64 epoch) { send_status_ll(p, epoch, status(p)); }
+
+__device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, u32 word) {
+    return ptx::load_relaxed_sys_16(status_word(p, p.peers.rank, epoch & 1, rank, word)).low;
+}
+
+// Waits for the status of a rank. One thread calls this. Returns false if the wait failed.
+__device__ inline bool await_status(const CombineParams& p, u64 epoch, u32 rank) {
+    u64 value = 0;
+    return await_status_word(p, epoch, rank, 0, value) && await_status_word(p, epoch, rank, 1, value);
+}
+
+#else
 
 // Sends this rank's status to every rank, its own too. All threads of one block call this.
 __device__ inline void send_status(const CombineParams& p, u64 epoch) {
@@ -71,6 +94,12 @@ __device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, 
     return ptx::load_8(p.status_at(p.peers.rank, epoch & 1, rank) + word * 8);
 }
 
+__device__ inline bool await_status(const CombineParams& p, u64 epoch, u32 rank) {
+    return wait_for_epoch(p.peers.flag_of(rank, p.heads), epoch, Waiting{p.op, rank, epoch}, p.watch);
+}
+
+#endif
+
 // The verdict that follows from the statuses of all ranks.
 struct Verdict {
     bool ok;       // no wait failed
@@ -84,13 +113,23 @@ __device__ inline Verdict await_statuses(const CombineParams& p, u64 epoch, bool
     const u32 ranks = p.peers.ranks, me = p.peers.rank, words = ranks + (done ? (ranks - 1) * p.reducers : 0);
     bool ok = !done || threadIdx.x != THREADS - 1 || !poisoned(p.watch), refused = false;
     const ptx::Bytes16 mine = threadIdx.x < ranks ? status(p) : ptx::Bytes16{0, 0};
-    for (u32 i = threadIdx.x; i < words && ok; i += THREADS) {
-        const u32 reducer = i - ranks, rank = i < ranks ? i : p.peers.in_turn(reducer / p.reducers);
-        const u64* word = i < ranks ? p.peers.flag_of(rank, p.heads) : p.done_at(me, rank, reducer % p.reducers);
-        ok = wait_for_epoch(word, epoch, Waiting{p.op, rank, epoch}, p.watch);
-        if (ok && i < ranks) {
-            refused = is_refused(mine, {status_words(p, epoch, rank, 0), status_words(p, epoch, rank, 1)});
+    u32 i = threadIdx.x;
+    for (; i < ranks && ok; i += THREADS) {
+        ok = await_status(p, epoch, i);
+        refused = ok && is_refused(mine, {status_words(p, epoch, i, 0), status_words(p, epoch, i, 1)});
+    }
+    // A rank that runs combine_ll.cu stores no done words. Nothing has to be waited for in a step that it refuses: what
+    // other ranks push has landed when their kernels end, so before their words of the next epoch.
+    if constexpr (LL_STATUSES) {
+        ok = __syncthreads_and(ok);
+        refused = !__syncthreads_and(!refused);
+        if (!ok || refused) {
+            return {ok, refused};
         }
+    }
+    for (; i < words && ok; i += THREADS) {
+        const u32 reducer = i - ranks, rank = p.peers.in_turn(reducer / p.reducers);
+        ok = wait_for_epoch(p.done_at(me, rank, reducer % p.reducers), epoch, Waiting{p.op, rank, epoch}, p.watch);
     }
     ok = __syncthreads_and(ok);
     return {ok, !__syncthreads_and(!refused)};
@@ -138,7 +177,7 @@ __device__ inline void finish_combine(const CombineParams& p, const CombineRun& 
         return;
     }
     if (verdict.refused) {
-        report_refusal(p, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
+        report_refusal(p.record, p.peers.ranks, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
     }
     trace(p.trace, AT_ALL_AWAITED);
     p.taken[0] = p.taken[1] = 0;  // read by later kernels of this stream only

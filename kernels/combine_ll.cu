@@ -18,26 +18,19 @@
 // in every epoch. When a rank's kernel ends, it has read all sums sent to it in the epoch. The exception is a refused
 // step: then no rank reads the sums, and nothing of that epoch is read later.
 //
+// In the backward pass of such an exchange combine.cu brings gradients of weights home. It sends and awaits these
+// statuses too (LL_STATUSES), so ranks that run different ones of the two kernels refuse the step at once.
+//
 // A launch has one block for each SM that it is given, or two.
 
 #include "raymoe/combine/combine.cuh"
 #include "raymoe/ll/roles_ll.cuh"
+#include "raymoe/ll/statuses_ll.cuh"
 #include "raymoe/ll/sums_ll.cuh"
 #include "raymoe/ll/lines.cuh"
 #include "raymoe/base/vectors.cuh"
 
 namespace raymoe {
-
-__device__ __forceinline__ u8* status_word(const CombineLlParams& p, u32 peer, u32 parity, u32 rank, u32 word) {
-    return p.peers.slot(peer, p.statuses[parity], rank * 2ull + word, 16);
-}
-
-__device__ inline void send_status(const CombineLlParams& p, u64 epoch, const ptx::Bytes16& mine) {
-    if (threadIdx.x < p.peers.ranks) {
-        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 0), {mine.low, epoch});
-        ptx::store_relaxed_sys_16(status_word(p, threadIdx.x, epoch & 1, p.peers.rank, 1), {mine.high, epoch});
-    }
-}
 
 // Loads the statuses of all ranks into shared memory. All threads of the block call this. Returns false if a wait
 // failed.
@@ -45,8 +38,7 @@ __device__ inline bool await_statuses(const CombineLlParams& p, u64 epoch, u64 (
     bool ok = true;
     if (threadIdx.x < 2 * p.peers.ranks) {
         const u32 rank = threadIdx.x / 2, word = threadIdx.x % 2;
-        ok = wait_for_word(status_word(p, p.peers.rank, epoch & 1, rank, word), epoch, Waiting{p.op, rank, epoch},
-                           p.watch, words[rank][word]);
+        ok = await_status_word(p, epoch, rank, word, words[rank][word]);
     }
     return __syncthreads_and(ok);
 }
@@ -81,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     bool refused = false, ok = may;
     if (may) {
         if (blockIdx.x == 0) {
-            send_status(p, epoch, status_of(p, refusal));
+            send_status_ll(p, epoch, status_of(p, refusal));
         }
         if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
             // This rank refuses the step, so no rank reads sums.
@@ -119,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         return;
     }
     if (refused) {
-        report_refusal(p, epoch, [&](u32 rank, u32 word) { return statuses[rank][word]; });
+        report_refusal(p.record, p.peers.ranks, epoch, [&](u32 rank, u32 word) { return statuses[rank][word]; });
     }
     finish_run(p.operation, epoch);
 }

@@ -44,9 +44,15 @@
 //
 // Known routing (a build with KNOWN_ROUTING): rows go to the places that an earlier dispatch of any epoch gave to its
 // rows. Its results are input: `masks` and its number of tokens for senders, `home`, offsets and counts for placers.
-// There are no routers, so counts, told entries and heads keep what they hold. Later epochs may find heads of any
-// earlier epoch, because they wait for their own or a later one. The argument above does not use heads, and it needs
-// that every rank runs such an epoch in this form. Results of the earlier dispatch do not change.
+// They do not change. There are no routers, so told entries keep what they hold. The first placer stores this rank's
+// pass, counts of zero and the head at every rank (passes.cuh). So `passes` and `counts` are written in such epochs
+// too, in the buffer of the epoch's parity, and read by the same epoch's placers and last blocks out: the argument
+// above holds for them as for slots. Placers wait for all heads, and place no row if the ranks' passes differ. A rank
+// that routes in such an epoch finds heads, and no row from the ranks whose routing is known: its kernel ends, and its
+// combine is refused, because no other rank combines a dispatch of this epoch.
+//
+// Again (a build with AGAIN_ROUTED): a dispatch of a backward pass that routes its rows anew. The last router also
+// stores the pass, before its fence. The last block out compares.
 //
 // Rows in chunks (a build with CHUNKED_ROWS): rows of x come over the rail while the kernel runs. chunks.cuh has the
 // words. Senders and placers wait for a row of x before they load it. Such a wait ends whatever the peers' kernels do.
@@ -57,6 +63,7 @@
 
 #include "raymoe/dispatch/beginning.cuh"
 #include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/dispatch/passes.cuh"
 #include "raymoe/dispatch/placers.cuh"
 #include "raymoe/base/ptx.cuh"
 #include "raymoe/dispatch/quantised_sending.cuh"
@@ -92,10 +99,16 @@ __device__ inline bool rows_stay_stamped(const DispatchParams& p, u64 epoch) {
 // All threads of the last block out call this. The block has acquired what all other blocks did.
 __device__ inline void finish_dispatch(const DispatchParams& p, u64 epoch, bool may) {
     if (may && await_all(p, epoch) && rows_stay_stamped(p, epoch)) {
+        if constexpr (KNOWN || AGAIN) {
+            if (!all_run_this_pass(p, epoch)) {
+                refuse_pass(p, epoch);
+            }
+        }
         if (threadIdx.x == 0) {
             trace(p.trace, AT_ALL_AWAITED);
             if constexpr (!KNOWN) {
                 p.got->refusal = refusal_of(p, epoch);
+                p.got->number = epoch;
             }
             *p.taken = 0;  // read by later kernels of this stream only
             finish_run(p.operation, epoch);

@@ -23,6 +23,9 @@
 // and every line of the rows that these entries name for it. If its rows do not fit, no block reads the rest, and
 // nothing of that epoch is read later.
 //
+// Again (a build with AGAIN_ROUTED): as in dispatch.cu. The pass is in the upper halves of two counts, so it comes with
+// no word of its own. The last block out compares. Every block hands its stores over to it, because it may fill rows.
+//
 // A launch has one block for each SM that it is given, or two.
 
 #include "raymoe/dispatch/beginning.cuh"
@@ -278,11 +281,14 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     }
     trace(p.trace, AT_END);
     const bool stores_counts = !role.leaves && role.place + 1 == p.arriving_sms;  // the last block out may reset them
-    const Ending ending = block_is_out(p.operation, !ok, stores_counts);
+    const Ending ending = block_is_out(p.operation, !ok, stores_counts || AGAIN);
     if (!ending.last) {
         return;
     }
-    const bool lost = ending.trouble && poisoned(p.watch);
+    bool lost = ending.trouble && poisoned(p.watch);
+    if (AGAIN && !lost) {
+        lost = !compare_passes_ll(p, epoch);
+    }
     if (lost) {
         store_no_counts(p);
     }
@@ -296,6 +302,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         } else {
             p.got->refusal = {CAUSE_NONE, 0, epoch};
         }
+        p.got->number = epoch;
         finish_run(p.operation, epoch);
     }
 }

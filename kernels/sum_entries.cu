@@ -29,13 +29,17 @@ struct SumEntriesParams {
     DispatchMemory memory;
     u8* kept;             // memory of the dispatch
     const u8* rows;       // [capacity][row_bytes] results of the experts
-    u8* leaving;          // [R][T + 1][wire_row_bytes]
+    u8* leaving;          // [R] blocks of T + 1 rows of wire_row_bytes, and `skew` bytes
     const u8* numbers;    // float[capacity]: the number of each place; null: none goes home
-    u8* leaving_numbers;  // float[R][T][K]
+    u8* leaving_numbers;  // [R] blocks of float[T][K], `number_stride` bytes apart
+    u64 skew;             // mod 2^64: a block may also be shorter
+    u64 number_stride;
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
     u32 weighted;
+    u32 site;  // of the call, such as a layer, below 2^29; 0: none
+    u32 unused;
 };
 
 __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
@@ -45,10 +49,10 @@ __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
         Status status = load_status(&record->refusal);
         if (status.cause == CAUSE_NONE) {
             const u32 carries = p.numbers != nullptr;
-            status = {CAUSE_NONE, p.weighted | carries << 1, ptx::load_8(&record->number)};
+            status = {CAUSE_NONE, p.weighted | carries << 1 | p.site << 2, ptx::load_8(&record->number)};
         }
         const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_from + rank);
-        store_status(p.leaving + behind * p.wire_row_bytes, status);
+        store_status(p.leaving + rank * p.skew + behind * p.wire_row_bytes, status);
     }
 }
 
@@ -88,10 +92,12 @@ __device__ __forceinline__ void sum_piece(const SumEntriesParams& p, u32 token, 
 // Writes the number of each entry whose expert is on this rank, and zero for the others. All threads call this.
 __device__ __forceinline__ void store_numbers(const SumEntriesParams& p) {
     const DispatchMemory& memory = p.memory;
-    const u32 entries = memory.ranks * memory.entries();
+    const u32 each = memory.entries(), entries = memory.ranks * each;
     for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < entries; entry += gridDim.x * blockDim.x) {
         const u32 place = ptx::load_4(p.kept + memory.places + entry * 4ull);
-        ptx::store_4(p.leaving_numbers + entry * 4ull, ptx::load_4_if(place != NOWHERE, p.numbers + place * 4ull, 0));
+        const u32 source = entry / each;
+        u8* into = p.leaving_numbers + source * p.number_stride + (entry - source * each) * 4ull;
+        ptx::store_4(into, ptx::load_4_if(place != NOWHERE, p.numbers + place * 4ull, 0));
     }
 }
 
@@ -110,8 +116,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) sum_entries(const __grid_co
         const u32 token = unit / p.pieces;
         const u32 row = ptx::load_4(p.kept + p.memory.row_of + token * 4ull);
         if (row != NOWHERE) {
-            const u64 leaves = static_cast<u64>(row) + token / p.memory.tokens;  // blocks here have T + 1 rows, not T
-            sum_piece(p, token, unit - token * p.pieces, p.leaving + leaves * p.wire_row_bytes);
+            const u32 source = token / p.memory.tokens;
+            const u64 leaves = static_cast<u64>(row) + source;  // blocks here have T + 1 rows, not T
+            u8* into = p.leaving + source * p.skew + leaves * p.wire_row_bytes;
+            sum_piece(p, token, unit - token * p.pieces, into);
         }
     }
 }

@@ -35,13 +35,15 @@ static_assert(sizeof(Refused) == 16 + 16 * MOST_RANKS, "");
 struct SumRanksParams {
     DispatchMemory memory;
     u8* kept;                    // memory of the dispatch
-    const u8* leaving;           // [R][T + 1][wire_row_bytes]: only this rank's own block is read
-    const u8* returned;          // [R][T + 1][wire_row_bytes]: the blocks of the other ranks
+    const u8* leaving;           // blocks as in sum_entries.cu: only this rank's own block is read
+    const u8* returned;          // the blocks of the other ranks
     u8* y;                       // [given][row_bytes]
     Refused* refused;
-    const u8* leaving_numbers;   // float[R][T][K]: only this rank's own block is read
-    const u8* returned_numbers;  // float[R][T][K]: the blocks of the other ranks
+    const u8* leaving_numbers;   // as in sum_entries.cu: only this rank's own block is read
+    const u8* returned_numbers;  // the blocks of the other ranks
     u8* out_numbers;             // float[given][K]; null: none came home
+    u64 skew;
+    u64 number_stride;
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
@@ -49,7 +51,7 @@ struct SumRanksParams {
 };
 
 __device__ __forceinline__ const u8* block_of(const SumRanksParams& p, u32 rank) {
-    return rank == p.memory.rank ? p.leaving : p.returned;
+    return (rank == p.memory.rank ? p.leaving : p.returned) + rank * p.skew;
 }
 
 // The first warp calls this, with a thread for each rank. All ranks get the same result, because each rank sends the
@@ -113,7 +115,7 @@ __device__ __forceinline__ void gather_numbers(const SumRanksParams& p, bool ref
         u32 number = 0;  // of each entry the bits of one rank are not zero
         for (u32 rank = 0; rank < memory.ranks; ++rank) {
             const u8* block = rank == memory.rank ? p.leaving_numbers : p.returned_numbers;
-            number |= ptx::load_4(block + (static_cast<u64>(rank) * memory.entries() + entry) * 4);
+            number |= ptx::load_4(block + rank * p.number_stride + entry * 4ull);
         }
         ptx::store_4(p.out_numbers + entry * 4ull, refused ? static_cast<u32>(F32::NANS) : number);
     }

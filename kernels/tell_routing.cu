@@ -25,11 +25,13 @@ struct TellParams {
     const u8* topk_idx;      // [given][K], of 4 or 8 bytes
     const u8* topk_weights;  // [given][K] f32
     const u8* num_tokens;    // i32[1]; null: all that are given
+    const u8* forward;       // u64: the dispatch whose backward pass this is; null: this is none
+    const u8* mark;          // u64, whose bits are inverted in that number: see passes.cuh; null: none
     TellScratch* scratch;
     u32 wide_topk_idx;
     u32 given;    // rows of x
     u32 experts;  // of all ranks
-    u32 unused;
+    u32 site;     // of a backward pass: the call site of its dispatch, such as a layer
 };
 
 __device__ __forceinline__ long long id_at(const TellParams& p, u64 entry) {
@@ -50,6 +52,11 @@ __device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
     store_status(&record->refusal, refusal);
     const u64 number = ptx::load_relaxed_gpu(&p.scratch->number) + 1;
     ptx::store_8(&record->number, number);
+    u64 forward = p.forward == nullptr ? 0 : ptx::load_8(p.forward);
+    if (p.forward != nullptr && p.mark != nullptr) {
+        forward ^= ptx::load_8(p.mark);
+    }
+    store_status(p.memory.pass_of(p.kept, p.memory.rank), pass_status(p.site, forward));
     // Relaxed stores do: only later kernels of this stream read these words.
     ptx::store_relaxed_gpu(&p.scratch->number, number);
     ptx::store_relaxed_gpu(&p.scratch->bad_entry, ~0ull);

@@ -16,6 +16,8 @@ struct TellStatusesParams {
     u32 per_domain;  // L, at most 32
     u32 index;       // this rank's domain
     u32 weighted;
+    u32 site;  // of the call, such as a layer, below 2^29; 0: none
+    u32 carries;  // 1: gradients of weights go home too
 };
 
 }  // namespace raymoe
@@ -25,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(32) tell_statuses(const __grid_cons
     const bool refused = ptx::load_8(p.record) != 0;
     if (threadIdx.x < p.per_domain) {
         const u64 number = static_cast<u64>(ptx::load_4(p.number + 4)) << 32 | ptx::load_4(p.number);
-        const Status good{CAUSE_NONE, p.weighted, number};
+        const Status good{CAUSE_NONE, p.weighted | p.carries << 1 | p.site << 2, number};
         const Status status = refused ? load_status(p.record + 16 + threadIdx.x * sizeof(Status)) : good;
         for (u32 domain = 0; domain < p.domains; ++domain) {
             store_status(p.leaving + (domain * p.per_domain + threadIdx.x) * sizeof(Status), status);

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
 
-from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, BufferOffsets, stamps
+from raymoe.device.dispatch import ROW_TYPES, STAMP_BYTES, WARPS, WIDE, BufferOffsets, RefusalRecord, stamps
 from raymoe.device.dispatch_grid import crossing
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Shape
 from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.structs import MAX_RANKS, STRUCTS, Peers, Watch
+from raymoe.device.structs import STRUCTS, Peers, Watch
 from raymoe.device.trace import traced
 from raymoe.errors import ConfigError
 
 REDUCE, SUM = 1, 2
 ALL_PARTS = REDUCE | SUM
-
-
-@dataclass(frozen=True)
-class RefusalRecord(Params):
-    """Twin of the struct in kernels/include/raymoe/combine/combine.cuh."""
-
-    epoch: U64
-    unused: U64
-    refusals: Annotated[tuple[int, ...], ctypes.c_uint64 * (2 * MAX_RANKS)]
 
 
 @dataclass(frozen=True)
@@ -51,6 +40,8 @@ class CombineCall(Params):
     row_bytes: U32
     weighted: U32
     op: U32
+    site: U32
+    unused: U32
 
 
 @dataclass(frozen=True)
@@ -106,6 +97,15 @@ def combine_source(
     wide = [("BLOCK_WARPS", str(warps))] if warps != WARPS else []
     carrying = [("CARRIES", "1")] if carries else []
     return KernelSource("combine", structs, (*types, *wide, *carrying, *stamps(stamped), *traced(traces)))
+
+
+def with_ll_statuses(source: KernelSource) -> KernelSource:
+    """Return the build whose statuses are the words of kernels/combine_ll.cu: for backward passes of few tokens.
+
+    >>> with_ll_statuses(combine_source("float16", carries=True)).defines
+    (('ROW_TYPE', 'F16'), ('CARRIES', '1'), ('LL_STATUSES', '1'))
+    """
+    return replace(source, defines=(*source.defines, ("LL_STATUSES", "1")))
 
 
 def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> int:

@@ -48,6 +48,16 @@ class Got(Params):
 
     tokens: Annotated[tuple[int, ...], ctypes.c_uint32 * MAX_RANKS]
     refusal: Refused
+    number: U64
+
+
+@dataclass(frozen=True)
+class RefusalRecord(Params):
+    """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh."""
+
+    epoch: U64
+    unused: U64
+    refusals: Annotated[tuple[int, ...], ctypes.c_uint64 * (2 * MAX_RANKS)]
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,9 @@ class DispatchCall(Params):
     home: Address
     masks: Address
     got: Address
+    forward: Address
+    mark: Address
+    record: Address
     trace: Address
     operation: Address
     scratch: Address
@@ -116,6 +129,8 @@ class DispatchCall(Params):
     capacity: U32
     op: U32
     group: U32
+    site: U32
+    unused: U32
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,7 @@ class DispatchParams(DispatchCall):
     rows: BufferOffsets
     told: BufferOffsets
     counts: BufferOffsets
+    passes: BufferOffsets
     arrivals: U64
     done: U64
     heads: U64
@@ -180,18 +196,24 @@ def dispatch_source(
     traces: bool = False,
     *,
     known: bool = False,
+    again: bool = False,
     chunked: bool = False,
 ) -> KernelSource:
     """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats.
 
-    `known`: for rows that go to the places of an earlier dispatch. `chunked`: for rows of x that come in chunks while
-    the kernel runs.
+    `known`: for rows that go to the places of an earlier dispatch. `again`: for a backward pass that routes its rows
+    again. `chunked`: for rows of x that come in chunks while the kernel runs.
     """
-    structs = (ChunkedDispatchParams if chunked else DispatchParams, Got, Scratch, Peers, *STRUCTS)
+    structs = (ChunkedDispatchParams if chunked else DispatchParams, Got, RefusalRecord, Scratch, Peers, *STRUCTS)
     defines: tuple[tuple[str, str], ...] = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     defines += (("KNOWN_ROUTING", "1"),) if known else ()
+    defines += AGAIN if again else ()
     defines += (("CHUNKED_ROWS", "1"),) if chunked else ()
     return KernelSource("dispatch", structs, (*defines, *stamps(stamped), *traced(traces)))
+
+
+AGAIN = (("AGAIN_ROUTED", "1"),)
+"""Of a build, of many tokens or of few, for the backward pass of an earlier dispatch, whose rows it routes again."""
 
 
 def in_groups(source: KernelSource) -> KernelSource:

@@ -72,6 +72,8 @@ class TellStatusesParams(Params):
     per_domain: U32 = 0
     index: U32 = 0
     weighted: U32 = 0
+    site: U32 = 0
+    carries: U32 = 0
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class DispatchMemory(Params):
         """The layout for an exchange of these sizes.
 
         >>> DispatchMemory.of(Sizes(ranks=2, tokens=3, topk=2, local=4, compact=True), rank=1).record
-        96
+        128
         """
         offsets, end = [], 0
         for nbytes in sizes.regions():
@@ -68,8 +68,8 @@ class Sizes:
 
     @property
     def metadata_bytes(self) -> int:
-        """The metadata of one rank: its ids, then its weights."""
-        return self.tokens * self.topk * 8
+        """The metadata of one rank: its ids, its weights, then the status of a backward pass."""
+        return -(-self.tokens * self.topk * 8 // VECTOR_BYTES) * VECTOR_BYTES + Refused.nbytes()
 
     def regions(self) -> tuple[int, ...]:
         """Bytes of each part of a dispatch's memory: metadata of all ranks, record, home, row_of, places."""
@@ -134,11 +134,13 @@ class TellParams(Params):
     topk_idx: Address = 0
     topk_weights: Address = 0
     num_tokens: Address = 0
+    forward: Address = 0
+    mark: Address = 0
     scratch: Address = 0
     wide_topk_idx: U32 = 0
     given: U32 = 0
     experts: U32 = 0
-    unused: U32 = 0
+    site: U32 = 0
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,14 @@ class SumEntriesParams(Params):
     leaving: Address = 0
     numbers: Address = 0
     leaving_numbers: Address = 0
+    skew: U64 = 0
+    number_stride: U64 = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
     weighted: U32 = 0
+    site: U32 = 0
+    unused: U32 = 0
 
 
 @dataclass(frozen=True)
@@ -215,10 +221,37 @@ class SumRanksParams(Params):
     leaving_numbers: Address = 0
     returned_numbers: Address = 0
     out_numbers: Address = 0
+    skew: U64 = 0
+    number_stride: U64 = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
     given: U32 = 0
+
+
+@dataclass(frozen=True)
+class TellPassParams(Params):
+    """Twin of the struct in kernels/tell_pass.cu, which describes the fields."""
+
+    number: Address = 0
+    into: Address = 0
+    mark: Address = 0
+    dispatches: Address = 0
+    site: U32 = 0
+    unused: U32 = 0
+
+
+@dataclass(frozen=True)
+class ComparePassesParams(Params):
+    """Twin of the struct in kernels/compare_passes.cu, which describes the fields."""
+
+    passes: Address = 0
+    rows: Address = 0
+    refused: Address = 0
+    stride: U64 = 0
+    bytes: U64 = 0
+    ranks: U32 = 0
+    unused: U32 = 0
 
 
 REFUSED_BYTES = 16 + MOST_RANKS * Refused.nbytes()
@@ -229,6 +262,8 @@ TELL = KernelSource("tell_routing", (TellParams, TellScratch, *_STRUCTS))
 COUNT = KernelSource("count_entries", (CountParams, *_STRUCTS))
 NUMBER = KernelSource("number_entries", (NumberParams, *_STRUCTS))
 SPREAD = KernelSource("spread_rows", (SpreadParams,))
+TELL_PASS = KernelSource("tell_pass", (TellPassParams,))
+COMPARE_PASSES = KernelSource("compare_passes", (ComparePassesParams,))
 
 
 def sum_sources(dtype: str, wire: str) -> tuple[KernelSource, KernelSource]:

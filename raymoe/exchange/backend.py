@@ -138,13 +138,14 @@ class Backend(Protocol):
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
         """Send rows of `x`, [T', H], to the places in `out`, [C, H], that `got` gave to the rows of its tokens.
 
-        Nothing is counted, and no ids are sent. `got` does not change. Gaps are as in a dispatch.
+        Nothing is counted, and no ids are sent. `got` does not change. Gaps are as in a dispatch. If ranks do this for
+        different dispatches, or sites, all rows are NaN.
         """
 
     def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
-        """Dispatch the gradients of rows that `forward` has dispatched, with its ids, where places are not kept.
+        """Dispatch in the backward pass of the dispatch `forward`, where the backend keeps no places.
 
-        All ranks refuse it where they differ in `forward`.
+        All ranks say which of their dispatches `forward` is, and its site. If they differ, all rows are NaN.
         """
 
     def check(self) -> None:

@@ -116,6 +116,7 @@ class Build:
             rows=(rows, rows + self.slots.buffer_slots * self.slot_bytes),
             told=space.buffers("told"),
             counts=space.buffers("counts"),
+            passes=space.buffers("passes"),
             arrivals=space.offset("dispatch_arrivals"),
             done=space.offset("dispatch_done"),
             heads=space.offset("dispatch_heads"),
@@ -214,6 +215,9 @@ class Build:
             watch=space.watch,
             **dict.fromkeys(("x", "x_scales", "topk_idx", "topk_weights", "num_tokens", "out", "scales"), 0),
             **dict.fromkeys(("out_weights", "expert_offsets", "expert_counts", "index", "home", "masks", "got"), 0),
+            forward=0,
+            mark=0,
+            record=0,
             trace=space.trace_of("dispatch"),
             operation=space.own("dispatch"),
             scratch=space.own("scratch"),
@@ -233,6 +237,8 @@ class Build:
             zero_padding=int(spec.padding == "zero"),
             op=space.error.number("dispatch"),
             group=spec.expert_group,
+            site=0,
+            unused=0,
         )
         return vars(call)
 
@@ -252,6 +258,8 @@ class Build:
             row_bytes=spec.row_bytes,
             weighted=0,
             op=space.error.number("combine"),
+            site=0,
+            unused=0,
         )
         return vars(call)
 

@@ -7,14 +7,16 @@ new routing and a new `num_tokens`. Launches are made once; a call sets the addr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from struct import Struct
 
 import torch
 
 from raymoe.device import combine, dispatch
-from raymoe.device.combine import CombineGrid, CombineParams, RefusalRecord, combine_source
+from raymoe.device.combine import CombineGrid, CombineParams, combine_source
 from raymoe.device.current import capturing
-from raymoe.device.dispatch import DispatchParams, dispatch_source
+from raymoe.device.dispatch import DispatchParams, RefusalRecord, dispatch_source
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.gpu import HostWords
 from raymoe.device.jit import KernelSource
@@ -24,7 +26,7 @@ from raymoe.errors import CaptureError, ConfigError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.build import Build, refuse
 from raymoe.exchange.kernel_result import Home, KernelDispatched, Metadata, keep_for_current_stream
-from raymoe.exchange.refusal import Refusal, raise_first
+from raymoe.exchange.refusal import NO_REFUSAL, Refusal, judge_backward, judge_statuses
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
@@ -35,6 +37,15 @@ DISPATCH_ADDRESSES = (
 )
 COMBINE_ADDRESSES = ("expert_rows", "home", "masks", "got", "y")
 """The parameters that a call sets, in their order."""
+
+_RECORD_WORDS = RefusalRecord.nbytes() // 8
+COMBINES, BACKWARD = 0, 1
+"""Kinds of refused operations: combines, and dispatches in backward passes."""
+
+
+def _refuse_in_capture(device: torch.device) -> None:
+    if capturing(device):
+        raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
 
 
 class PreparedLaunch:
@@ -56,6 +67,7 @@ class FusedBackend:
         self.world, self.spec = world, spec
         self._carrying: tuple[PreparedLaunch, ...] = ()
         self._known: PreparedLaunch | None = None
+        self._again: dict[int, PreparedLaunch] = {}
         refuse(spec)
         self._own_workspace = workspace is None
         self.workspace = Workspace(world, spec) if workspace is None else workspace
@@ -67,11 +79,13 @@ class FusedBackend:
         # The GPU gives blocks to SMs that have none, as long as there are some.
         self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest_shapes()))
         kernels = self.workspace.kernels
-        self._dispatch = kernels.function(self.build.finding_places(self._dispatch_source(known=False)))
+        self._dispatch = kernels.function(self.build.finding_places(self._dispatch_source()))
         summing = kernels.function(self._combine_source(carries=False))
-        self._refusals = HostWords(gpu, RefusalRecord.nbytes() // 8)
-        self._device_record: torch.Tensor | None = None
-        self._raised_epoch = 0
+        # Of combines, then of dispatches in backward passes.
+        self._refusals = HostWords(gpu, 2 * _RECORD_WORDS)
+        self._device_records: torch.Tensor | None = None
+        self._mark: torch.Tensor | None = None
+        self._raised_epochs = [0, 0]
         self._zero_padding = spec.padding == "zero"
         self._slot_rows = self._slot_scales = None
         if spec.layout == "rank":
@@ -79,13 +93,19 @@ class FusedBackend:
         self._metadata = Metadata.of(
             world.size, spec.tokens, spec.topk, self.build.local, self.build.capacity, indexed=spec.layout == "rank"
         )
-        self._dispatches = {parts: self._dispatch_launch(parts) for parts in self._dispatch_parts()}
+        self._dispatches = {parts: self._dispatch_launch(self._dispatch, parts) for parts in self._dispatch_parts()}
         self._combines = {parts: self._combine_launch(summing, parts) for parts in self._combine_parts()}
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return self._whole_dispatch(self._dispatches, tokens, out)
+
+    def _whole_dispatch(
+        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
+    ) -> Dispatched:
+        """Enqueue a dispatch by these launches of kernels/dispatch.cu, by the parts that each does."""
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
-        self._enqueue("dispatch", self._dispatch_at(got, tokens, dispatch.ALL_PARTS))
+        self._enqueue("dispatch", self._set_dispatch_addresses(launches[dispatch.ALL_PARTS], got, tokens))
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
@@ -155,8 +175,31 @@ class FusedBackend:
         self._keep_for_this_stream(got)
         self._enqueue("dispatch", *self._known_launches(x, got, out))
 
-    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:  # noqa: ARG002
-        return self.dispatch(tokens, out)
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        if not self._again:
+            _refuse_in_capture(self.world.device)
+            self._again = self._again_launches()
+        self._keep_for_this_stream(forward)
+        for prepared in self._again.values():
+            self._set_pass(prepared, forward)
+        return self._whole_dispatch(self._again, tokens, out)
+
+    def _again_launches(self) -> dict[int, PreparedLaunch]:
+        """The launches of a dispatch in a backward pass that routes its rows again, by the parts that each does."""
+        source = self.build.finding_places(self._dispatch_source(again=True))
+        function = self.workspace.kernels.function(source)
+        return {parts: self._dispatch_launch(function, parts) for parts in self._whole_parts()}
+
+    def _whole_parts(self) -> tuple[int, ...]:
+        """The parts of each launch of kernels/dispatch.cu in a dispatch that is one call."""
+        return (dispatch.ALL_PARTS,)
+
+    def _set_pass(self, prepared: PreparedLaunch, forward: Dispatched) -> None:
+        """Let a launch say that it belongs to the backward pass of the dispatch `forward`."""
+        home, fields = forward._home, prepared.launch.fields
+        assert isinstance(home, Home)
+        fields.forward, fields.record = home.address + self._metadata.at["got"], self._record(BACKWARD)
+        fields.site, fields.mark = forward.site, 0 if self._mark is None else self._mark.data_ptr()
 
     def _known_launches(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> tuple[Launch, ...]:
         return (self._set_known_addresses(self._prepared_known(), x, got, out),)
@@ -167,8 +210,7 @@ class FusedBackend:
     def _prepared_known(self) -> PreparedLaunch:
         """The launch of kernels/dispatch.cu for known routing, made at the first backward pass."""
         if self._known is None:
-            if capturing(self.world.device):
-                raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
+            _refuse_in_capture(self.world.device)
             space = self.workspace
             # With layout rank too, rows go to their places: their slots change with the parity of the epoch.
             params = replace(self._dispatch_params(self._known_parts()), rank_layout=0)
@@ -189,6 +231,7 @@ class FusedBackend:
         kept = (memory + at[name] for name in ("home", "masks", "got"))
         prepared.set_addresses(x.data_ptr(), 0, 0, 0, sent, out.data_ptr(), 0, *results, 0, *kept)
         prepared.launch.fields.tokens = got.tokens
+        self._set_pass(prepared, got)
         return prepared.launch
 
     def _keep_for_this_stream(self, got: Dispatched) -> None:
@@ -202,8 +245,7 @@ class FusedBackend:
     def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
         """The launches of a combine that carries numbers, made at the first backward pass."""
         if not self._carrying:
-            if capturing(self.world.device):
-                raise CaptureError("the first backward pass of an exchange inside a capture; run one before, eagerly")
+            _refuse_in_capture(self.world.device)
             function = self.workspace.kernels.function(self._combine_source(carries=True))
             self._carrying = tuple(self._combine_launch(function, parts, carries=True) for parts in self.whole_combine)
         return self._carrying
@@ -211,24 +253,44 @@ class FusedBackend:
     def check(self) -> None:
         torch.cuda.synchronize(self.world.device)  # bounded, because every wait of the kernels is
         self.workspace.error.check()
-        words = self._refusals.words
-        epoch = int(words[0])
-        if epoch > self._raised_epoch:
-            self._raised_epoch = epoch
-            packed = bytes(words)[16:]
-            size = Refusal.NBYTES
-            refusals = [Refusal.unpack(packed[size * rank : size * (rank + 1)]) for rank in range(self.world.size)]
-            raise_first(refusals, self.spec)
+        refused = [self._take_refused(BACKWARD), self._take_refused(COMBINES)]
+        # A step whose backward passes differ may refuse its combines too, because of that.
+        for error in (judge_backward(refused[0]), judge_statuses(refused[1], self.spec)):
+            if error is not None:
+                raise error
+
+    def _take_refused(self, kind: int) -> list[Refusal]:
+        """The statuses of all ranks in the last refused operation of this kind, once; else no refusals."""
+        words = self._refusals.words[kind * _RECORD_WORDS : (kind + 1) * _RECORD_WORDS]
+        if (epoch := int(words[0])) <= self._raised_epochs[kind]:
+            return [NO_REFUSAL] * self.world.size
+        self._raised_epochs[kind] = epoch
+        packed, size = Struct(f"={len(words)}Q").pack(*words)[16:], Refusal.NBYTES
+        return [Refusal.unpack(packed[size * rank : size * (rank + 1)]) for rank in range(self.world.size)]
 
     # Between domains (raymoe/exchange/hierarchical_gpu.py).
 
     def refusal_record(self) -> torch.Tensor:
-        """Let refused combines write their statuses to words on the device from now on, instead of to the host."""
-        words = torch.zeros(RefusalRecord.nbytes() // 8, dtype=torch.int64, device=self.world.device)
+        """Let refused operations write their statuses to words on the device from now on, instead of to the host."""
+        words = torch.zeros(2, _RECORD_WORDS, dtype=torch.int64, device=self.world.device)
+        self._device_records = words  # keeps the memory while kernels may write to it
         for prepared in self._all_combines():
-            prepared.launch.fields.record = words.data_ptr()
-        self._device_record = words  # keeps the memory while kernels may write to it
-        return words
+            prepared.launch.fields.record = self._record(COMBINES)
+        return words[COMBINES]
+
+    def backward_record(self) -> torch.Tensor:
+        """The same words for dispatches in backward passes, after `refusal_record`."""
+        assert self._device_records is not None
+        return self._device_records[BACKWARD]
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        """Let backward passes that begin where `word`, int64[1], is not 0 be refused by the whole domain."""
+        self._mark = word
+
+    def _record(self, kind: int) -> int:
+        """The address of the words to which refused operations of this kind write their statuses."""
+        words = self._device_records
+        return self._refusals.device_address(kind * _RECORD_WORDS) if words is None else words[kind].data_ptr()
 
     def check_waits(self) -> None:
         self.workspace.error.check()
@@ -256,14 +318,14 @@ class FusedBackend:
         """The shapes of the largest launches."""
         return [self.dispatch_grid.shape(dispatch.ALL_PARTS), self.combine_grid.shape(combine.ALL_PARTS)]
 
-    def _dispatch_launch(self, parts: int) -> PreparedLaunch:
+    def _dispatch_launch(self, function: Function, parts: int) -> PreparedLaunch:
         shape, params = self.dispatch_grid.shape(parts), self._dispatch_params(parts)
-        return PreparedLaunch(Launch(self._dispatch, shape, params), type(params), DISPATCH_ADDRESSES)
+        return PreparedLaunch(Launch(function, shape, params), type(params), DISPATCH_ADDRESSES)
 
-    def _dispatch_source(self, known: bool) -> KernelSource:
-        """The kernel of a dispatch, with known routing or without."""
+    def _dispatch_source(self, known: bool = False, again: bool = False) -> KernelSource:
+        """The kernel of a dispatch; in a backward pass with known routing, or routed again."""
         space = self.workspace
-        return dispatch_source(self.spec.dtype, self.build.fp8, space.stamped, space.traces, known=known)
+        return dispatch_source(self.spec.dtype, self.build.fp8, space.stamped, space.traces, known=known, again=again)
 
     def _combine_source(self, carries: bool) -> KernelSource:
         space, spec, warps = self.workspace, self.spec, self.combine_grid.warps
@@ -278,9 +340,7 @@ class FusedBackend:
         return self.build.dispatch_params(self.dispatch_grid, parts)
 
     def _combine_params(self, parts: int, carries: bool = False) -> CombineParams:
-        words = self._device_record
-        record = self._refusals.device_address() if words is None else words.data_ptr()
-        return self.build.combine_params(self.combine_grid, parts, record, carries)
+        return self.build.combine_params(self.combine_grid, parts, self._record(COMBINES), carries)
 
     def _new_result(self, tokens: Tokens, out: torch.Tensor | None) -> KernelDispatched:
         """Allocate a dispatch's metadata; it belongs to the result, so several results can be in use at once."""
@@ -357,4 +417,5 @@ class FusedBackend:
         fields = prepared.launch.fields
         fields.tokens = got.tokens
         fields.weighted = weighted
+        fields.site = got.site
         return prepared.launch

@@ -39,7 +39,8 @@ class FusedChunksBackend(FusedBackend):
     def await_chunks(self, words: torch.Tensor, tokens: int) -> None:
         """Wait for chunks of so many tokens from now on, by `words` of `rail_rows.py`. They live as long as this."""
         self._words, self._chunk_tokens = words, tokens
-        for prepared in (*self._dispatches.values(), *((self._known,) if self._known else ())):
+        known = (self._known,) if self._known else ()
+        for prepared in (*self._dispatches.values(), *self._again.values(), *known):
             prepared.launch.fields.chunks, prepared.launch.fields.chunk_tokens = words.data_ptr(), tokens
 
     def combine_tokens(
@@ -60,10 +61,11 @@ class FusedChunksBackend(FusedBackend):
         finally:
             fields.first_token, fields.most_tokens = 0, self.spec.tokens  # other calls combine all tokens
 
-    def _dispatch_source(self, known: bool) -> KernelSource:
-        space = self.workspace
-        fp8 = self.build.fp8
-        return dispatch_source(self.spec.dtype, fp8, space.stamped, space.traces, known=known, chunked=True)
+    def _dispatch_source(self, known: bool = False, again: bool = False) -> KernelSource:
+        space, fp8 = self.workspace, self.build.fp8
+        return dispatch_source(
+            self.spec.dtype, fp8, space.stamped, space.traces, known=known, again=again, chunked=True
+        )
 
     def _dispatch_params(self, parts: int) -> ChunkedDispatchParams:
         return ChunkedDispatchParams(

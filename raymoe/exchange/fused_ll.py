@@ -7,15 +7,19 @@ Epochs are those of `fused`, so both kinds of exchange share a workspace. The sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from raymoe.device import ll
+from raymoe.device.combine import CombineParams, with_ll_statuses
+from raymoe.device.dispatch import ALL_PARTS
+from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Launch
 from raymoe.exchange.backend import Dispatched, Tokens
-from raymoe.exchange.fused import COMBINE_ADDRESSES, DISPATCH_ADDRESSES, FusedBackend, PreparedLaunch
+from raymoe.exchange.fused import COMBINE_ADDRESSES, COMBINES, DISPATCH_ADDRESSES, FusedBackend, PreparedLaunch
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.exchange.workspace import Workspace
 from raymoe.memory.world import World
@@ -45,15 +49,20 @@ class FusedLlBackend(FusedBackend):
         self._dispatch_ll_grid = ll.dispatch_ll_grid(self._row_units, spec.tokens, ranks, sms, rounds, fp8)
         self._combine_ll_grid = ll.combine_ll_grid(self._sum_units, spec.tokens, ranks, sms, rounds)
         self._groups_sent = 1 if fp8 else ll.SENT
-        self._dispatch_ll = self._ll_dispatch_launch(fp8)
+        self._dispatch_ll = {ALL_PARTS: self._ll_dispatch_launch(again=False)}
         self._combine_ll = self._ll_combine_launch()
         self._sent_dealings: dict[int, _SentDealing] = {}
         self._summed_dealings: dict[int, Any] = {}
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return self._whole_dispatch(self._dispatch_ll, tokens, out)
+
+    def _whole_dispatch(
+        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
+    ) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
-        launch = self._set_dispatch_addresses(self._dispatch_ll, got, tokens)
+        launch = self._set_dispatch_addresses(launches[ALL_PARTS], got, tokens)
         sent = self._sent_dealings.get(got.tokens) or self._deal_sent(got.tokens)
         launch.fields.routers = sent.routers
         launch.fields.router_runs = sent.runs
@@ -77,6 +86,15 @@ class FusedLlBackend(FusedBackend):
         launch.fields.summed = summed
         self._enqueue("combine", launch)
 
+    def _combine_source(self, carries: bool) -> KernelSource:
+        """The kernel of many tokens; in a backward pass with the statuses of this path's own combine."""
+        source = super()._combine_source(carries)
+        return with_ll_statuses(source) if carries else source
+
+    def _combine_params(self, parts: int, carries: bool = False) -> CombineParams:
+        params = super()._combine_params(parts, carries)
+        return replace(params, statuses=self.workspace.buffers("ll_statuses")) if carries else params
+
     def _all_combines(self) -> list[PreparedLaunch]:
         return [*super()._all_combines(), self._combine_ll]
 
@@ -87,9 +105,12 @@ class FusedLlBackend(FusedBackend):
         sent = self._sent_dealings[tokens] = _SentDealing(routers, runs, rows)
         return sent
 
-    def _ll_dispatch_launch(self, fp8: bool) -> PreparedLaunch:
-        space, grid = self.workspace, self._dispatch_ll_grid
-        source = self.build.finding_places(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces))
+    def _again_launches(self) -> dict[int, PreparedLaunch]:
+        return {ALL_PARTS: self._ll_dispatch_launch(again=True)}
+
+    def _ll_dispatch_launch(self, again: bool) -> PreparedLaunch:
+        space, grid, fp8 = self.workspace, self._dispatch_ll_grid, self.build.fp8
+        source = self.build.finding_places(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces, again=again))
         function = space.kernels.function(source)
         sent = grid.leave(self._row_units, self._groups_sent, self.spec.tokens)
         placed = grid.arrive(self._row_units, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size)
@@ -102,5 +123,5 @@ class FusedLlBackend(FusedBackend):
         function = space.kernels.function(ll.combine_ll_source(self.spec.dtype, space.traces))
         reduced = grid.leave(self._sum_units, ll.REDUCED, self.spec.tokens, self.world.size - 1)
         summed = grid.arrive(self._sum_units, ll.SUMMED, self.spec.tokens)
-        params = self.build.combine_ll_params(grid, reduced, summed, self._refusals.device_address())
+        params = self.build.combine_ll_params(grid, reduced, summed, self._record(COMBINES))
         return PreparedLaunch(Launch(function, grid.shape(), params), ll.CombineLlParams, COMBINE_ADDRESSES)

@@ -59,7 +59,7 @@ from raymoe.exchange.quantising import quantise
 from raymoe.exchange.rail_entries import Arriving, RailEntries
 from raymoe.exchange.rail_operation import begun
 from raymoe.exchange.rail_rows import RailRows
-from raymoe.exchange.rail_sums import RailSums
+from raymoe.exchange.rail_sums import RailSums, Said
 from raymoe.exchange.refusal import raise_first
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.memory.wait import named_by_world
@@ -79,6 +79,15 @@ class InsideBackend(Backend, Protocol):
 
         A refused combine writes them. Their user sets the first one to 0 when it has read them, and `check` then leaves
         refused data to that user.
+        """
+
+    def backward_record(self) -> torch.Tensor:
+        """Return the same words for dispatches in backward passes, after `refusal_record`."""
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        """Let the whole domain refuse a backward pass that begins while `word`, int64[1], is not 0 on some ranks.
+
+        The bits of the word are inverted in what this rank says. So a domain whose ranks all say so refuses nothing.
         """
 
     def check_waits(self) -> None:
@@ -122,8 +131,9 @@ class _Home:
     stream: int | None
     """None: not known, because the result was made again from its metadata."""
 
-    def used_on(self, stream: int) -> None:
-        """Keep the memory for work on `stream`, which must be the current one."""
+    def used_on(self, stream: int, site: int) -> None:
+        """Keep the memory for work on `stream`, the current one. The ranks inside compare the site too."""
+        self.inside.site = site
         if stream != self.stream:
             keep_for_current_stream(self.number)
 
@@ -157,6 +167,8 @@ class HierarchicalGpu:
         self._rows = rows.view(torch.float8_e4m3fn) if self._fp8 else rows
         self._rail_entries = RailEntries(self._shape, spec, self._rail, self._launcher, device)
         record = self._inside.refusal_record()
+        self._inside_passes = self._inside.backward_record()
+        self._inside.mark_passes(self._rail_entries.passes.mark)
         self._rail_sums = RailSums(self._shape, spec, self._rail, self._launcher, record)
         self.capturable = self._rail.capturable and self._inside.capturable
         # One domain may have the LL path and another not: all must send the same blocks.
@@ -176,38 +188,62 @@ class HierarchicalGpu:
 
     @torch.no_grad()
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return self._dispatch(tokens, out, None)
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        return self._dispatch(tokens, out, forward)
+
+    def _dispatch(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched | None) -> Dispatched:
+        """Dispatch; in the backward pass of `forward` if it is given."""
         with self._launcher.ordered("dispatch") as stream, self._memory():
             entries, x, scales = self._rail_entries, tokens.x, tokens.scales
             if self._fp8:
                 values, scales = quantise(x) if scales is None else (x, scales)
                 x = values.view(torch.uint8)
             self._rail_rows.put(x)
+            before = None if forward is None else self._begin_pass(stream, forward)
             with self._begun("dispatch"):
                 entries.cross("dispatch", stream, tokens, scales)
+                if before is not None:
+                    entries.passes.crossed_again(stream)
                 # The rows begin to cross here, so the operations below run beside them.
                 with self._rail_rows.crossing("dispatch", beside=not _in_backward_pass()), self._named_by_world():
                     arriving = entries.arriving(stream)
-                    inside = self._inside.dispatch(self._tokens_inside(arriving), out)
+                    if before is None:
+                        inside = self._inside.dispatch(self._tokens_inside(arriving), out)
+                    else:
+                        inside = self._inside.dispatch_again(self._tokens_inside(arriving), out, before)
+                x = inside.x if before is None else entries.passes.refused(stream, inside.x, whole=out is not None)
                 offsets, counts = entries.joined(stream, inside.expert_offsets, inside.expert_counts)
             home = _Home(inside, arriving.number, stream)
             given = len(tokens.x)
-            return Dispatched(inside.x, inside.weights, offsets, counts, inside.index, given, home, self, inside.scales)
+            return Dispatched(x, inside.weights, offsets, counts, inside.index, given, home, self, inside.scales)
+
+    def _begin_pass(self, stream: int, forward: Dispatched) -> Dispatched:
+        """Tell the rail with the next ids that this is the backward pass of `forward`. Return the dispatch inside."""
+        home = forward._home
+        assert isinstance(home, _Home)
+        home.used_on(stream, forward.site)
+        self._rail_entries.passes.tell_again(stream, home.number, forward.site)
+        return home.inside
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
         home = got._home
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
-            home.used_on(stream)
+            home.used_on(stream, got.site)
+            said = Said(home.number, weighted, got.site)
             if self._shape.chunk:
                 combine = self._combine_tokens(rows, home.inside, weighted)
                 begun = partial(self._begun, "combine")
-                self._rail_sums.combine_in_chunks(stream, home.number, weighted, out, combine, begun)
+                self._rail_sums.combine_in_chunks(stream, said, out, combine, begun)
                 return
             with self._named_by_world():
                 self._inside.combine(rows, home.inside, weighted, self._rail_sums.sums)
             with self._begun("combine"):
-                self._rail_sums.cross(stream, home.number, weighted)
+                self._rail_sums.cross(stream, said)
                 self._rail_sums.add(stream, out)
 
     @property
@@ -237,12 +273,12 @@ class HierarchicalGpu:
         home = got._home
         assert isinstance(home, _Home)
         with self._launcher.ordered("combine") as stream, self._memory():
-            home.used_on(stream)
+            home.used_on(stream, got.site)
             with self._named_by_world():
                 sums = self._rail_sums
                 self._inside.combine_gradients(rows, weights, home.inside, sums.sums, sums.entries)
             with self._begun("combine"):
-                sums.cross(stream, home.number, weighted=False, entries=True)
+                sums.cross(stream, Said(home.number, False, got.site), entries=True)
                 sums.add(stream, out, out_weights)
 
     @torch.no_grad()
@@ -250,17 +286,25 @@ class HierarchicalGpu:
         home = got._home
         assert isinstance(home, _Home)
         with self._launcher.ordered("dispatch") as stream, self._memory():
-            home.used_on(stream)
+            home.used_on(stream, got.site)
             self._rail_rows.put(x)
-            crossing = self._rail_rows.crossing("dispatch", beside=False)
-            with self._begun("dispatch"), crossing, self._named_by_world():
-                self._inside.dispatch_known(self._rows, home.inside, out)
+            passes, crossing = self._rail_entries.passes, self._rail_rows.crossing("dispatch", beside=False)
+            with self._begun("dispatch"):
+                # Ranks that dispatch gather their ids and weights here.
+                passes.cross_known(stream, home.number, got.site)
+                with crossing, self._named_by_world():
+                    self._inside.dispatch_known(self._rows, home.inside, out)
+                passes.refused(stream, out)
 
     def check(self) -> None:
         self._settle("check")
         with self._named_by_world():
+            self._inside.check_waits()
+        words = self._rail_sums.take_refused()
+        self._rail_entries.passes.check(self._inside_passes)
+        with self._named_by_world():
             self._inside.check()
-        if words := self._rail_sums.take_refused():
+        if words:
             raise_first(refusals_of_ranks(words, self._shape), self._spec)
 
     def close(self, together: bool) -> None:
@@ -344,6 +388,6 @@ class HierarchicalGpu:
             self._rail_entries.joined(stream, nothing, nothing[1:])
             if self._fp8:
                 quantise(sums.sums[: shape.tokens])
-            sums.cross(stream, arriving.number, weighted=False, entries=True)
+            sums.cross(stream, Said(arriving.number, False, 0), entries=True)
             sums.add(stream, sums.sums[:0])
         self._settle("connect")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from raymoe.device.rounds import DispatchRecord
 from raymoe.errors import ConfigError, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, Rounds
-from raymoe.exchange.refusal import CARRIES, Cause, Refusal, raise_first
+from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
 from raymoe.memory.world import CLOSING_S, World
@@ -180,12 +180,8 @@ class NcclAllgather:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         self._own_rows = self._own.view(dtype)
         peers = [rank for rank in range(world.size) if rank != world.rank]
-        crossing = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
         self._sends, self._receives = (
-            {rank: block[rank].view(-1)[:crossing] for rank in peers} for block in (blocks.leaving, blocks.returned)
-        )
-        self._number_sends, self._number_receives = (
-            {rank: block[rank] for rank in peers} for block in (blocks.leaving_numbers, blocks.returned_numbers)
+            {rank: block[rank] for rank in peers} for block in (blocks.leaving, blocks.returned)
         )
 
     @torch.no_grad()
@@ -193,10 +189,28 @@ class NcclAllgather:
         with self._launcher.ordered("dispatch") as stream, self._memory():
             return self._dispatch(stream, tokens, out)
 
-    def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        home = forward._home
+        assert isinstance(home, Kept)
+        with self._launcher.ordered("dispatch") as stream, self._memory():
+            got = self._dispatch(stream, tokens, out, home.used_on(stream), forward.site)
+            kept = got._home
+            assert isinstance(kept, Kept)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), kept.memory)
+            return got
+
+    def _dispatch(
+        self,
+        stream: int,
+        tokens: Tokens,
+        out: torch.Tensor | None,
+        forward: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Dispatched:
         kernels = self._kernels
         kept = kernels.new_memory()
-        kernels.write_metadata(stream, tokens, kept)
+        kernels.write_metadata(stream, tokens, kept, forward, site)
         self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)
         got._home = Kept(kept, stream)
@@ -219,8 +233,11 @@ class NcclAllgather:
         assert isinstance(home, Kept)
         with self._launcher.ordered("dispatch") as stream:
             kept = home.used_on(stream)
+            # Ranks that dispatch gather their ids and weights here: all operations of a kind are the same for NCCL.
+            self._rounds.all_gather(*self._kernels.write_pass(stream, kept, got.site))
             self._gather(x)
             self._kernels.place(stream, replace(got, x=out), kept)
+            self._kernels.compare_passes(stream, out)
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -233,11 +250,9 @@ class NcclAllgather:
         assert isinstance(home, Kept)
         with self._launcher.ordered("combine") as stream:
             kept = home.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
             if self._sends:
                 self._rounds.exchange(self._receives, self._sends)
-                if carried.numbers is not None:
-                    self._rounds.exchange(self._number_receives, self._number_sends)
             self._kernels.sum_ranks(stream, kept, out, carried.out)
 
     @property
@@ -261,12 +276,24 @@ class NcclAllgather:
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
         self._rounds.wait_for_all("check")
-        if statuses := self._kernels.take_refused(self._rounds.read):
+        passes, statuses = (
+            self._kernels.take_refused_passes(self._rounds.read),
+            self._kernels.take_refused(self._rounds.read),
+        )
+        raise_backward(passes)
+        if statuses:
             raise_first(statuses, self._spec)
 
     def refusal_record(self) -> torch.Tensor:
         """The words that a refused combine writes where the first one is 0 (raymoe/exchange/hierarchical_gpu.py)."""
         return self._kernels.refused_words
+
+    def backward_record(self) -> torch.Tensor:
+        """The same words for dispatches in backward passes."""
+        return self._kernels.refused_passes
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        self._kernels.mark_passes(word)
 
     def check_waits(self) -> None:
         """Do nothing: the host alone notices a wait that fails, in `check`."""
@@ -351,8 +378,9 @@ class NcclCollective:
     hang. So each rank's host announces its combine in shared memory. While the device sums, it compares the
     announcements of all ranks.
 
-    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank. There are two, because
-    a peer may be one combine ahead. The form is whether the combine is weighted, plus CARRIES if it takes numbers home.
+    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank, behind the word of its
+    call site. There are two of each, because a peer may be one combine ahead. The form is whether the combine is
+    weighted, plus CARRIES if it takes numbers home.
     """
 
     capturable = False
@@ -371,8 +399,11 @@ class NcclCollective:
         self._host_counts = launcher.words(1 + 2 * size)
         self._dispatches = self._combines = 0
         self._numbers_of = NumbersByMetadata()
-        self._heap = world.allocate(Layout.of([Region.words("combines", 2 * size)]), "collective: combines")
-        self._words = [self._heap.words("combines", peer) for peer in range(size)]
+        words = [Region.words(name, 2 * size) for name in ("combines", "sites")]
+        self._heap = world.allocate(Layout.of(words), "collective: combines")
+        self._words, self._sites = (
+            [self._heap.words(name, peer) for peer in range(size)] for name in ("combines", "sites")
+        )
         self._differing: list[Refusal] = []
 
     @torch.no_grad()
@@ -380,11 +411,20 @@ class NcclCollective:
         with self._launcher.ordered("dispatch") as stream:
             return self._dispatch(stream, tokens, out)
 
-    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:  # noqa: ARG002
-        return self.dispatch(tokens, out)
-
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:  # noqa: ARG002
-        raise ConfigError("dispatch_known by collective, whose ranks count before they send; call dispatch again")
+        raise ConfigError("dispatch_known by collective, whose ranks count before they send; call dispatch_again")
+
+    @torch.no_grad()
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        """Dispatch in a backward pass. The passes of all ranks come with their ids, and a kernel compares them."""
+        state = forward._home
+        assert isinstance(state, _DispatchState)
+        with self._launcher.ordered("dispatch") as stream:
+            got = self._dispatch(stream, tokens, out, state.kept.used_on(stream), forward.site)
+            state = got._home
+            assert isinstance(state, _DispatchState)
+            self._kernels.compare_passes(stream, self._kernels.rows_of(got), state.kept.memory)
+            return got
 
     @torch.no_grad()
     def combine(self, rows: torch.Tensor, got: Dispatched, weighted: bool, out: torch.Tensor) -> None:
@@ -423,8 +463,10 @@ class NcclCollective:
     def check(self) -> None:
         """Wait for the device, then raise for the first refused step, the same on all ranks."""
         self._rounds.wait_for_all("check")
-        refused, differing = self._kernels.take_refused(self._rounds.read), self._differing
+        kernels, read = self._kernels, self._rounds.read
+        passes, refused, differing = kernels.take_refused_passes(read), kernels.take_refused(read), self._differing
         self._differing = []
+        raise_backward(passes)
         for statuses in (refused, differing):
             if statuses:
                 raise_first(statuses, self._spec)
@@ -436,11 +478,18 @@ class NcclCollective:
                 self._rounds.wait_for_all("close")
         self._heap.close()
 
-    def _dispatch(self, stream: int, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    def _dispatch(
+        self,
+        stream: int,
+        tokens: Tokens,
+        out: torch.Tensor | None,
+        forward: torch.Tensor | None = None,
+        site: int = 0,
+    ) -> Dispatched:
         kernels = self._kernels
         kept = kernels.new_memory()
         self._dispatches += 1
-        kernels.write_metadata(stream, tokens, kept)
+        kernels.write_metadata(stream, tokens, kept, forward, site)
         self._rounds.all_gather(*kernels.metadata(kept))
         got = kernels.new(tokens, out, self)  # here, because the device is busy now
         kernels.number(stream, got, kept, self._host_counts)
@@ -464,10 +513,11 @@ class NcclCollective:
     ) -> None:
         state = got._home
         assert isinstance(state, _DispatchState)
-        self._announce_combine(state.numbers.number, weighted + (0 if carried.numbers is None else CARRIES))
+        form = weighted + (0 if carried.numbers is None else CARRIES)
+        self._announce_combine(state.numbers.number, form, got.site)
         with self._launcher.ordered("combine") as stream:
             kept = state.kept.used_on(stream)
-            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers)
+            self._kernels.sum_entries(stream, rows, kept, weighted, carried.numbers, got.site)
             if not self._all_combine_the_same():
                 out.fill_(torch.nan)
                 if carried.out is not None:
@@ -493,22 +543,25 @@ class NcclCollective:
     def _counts_are_here(self) -> bool:
         return self._host_counts.read(0, 1)[0] >= self._dispatches
 
-    def _announce_combine(self, number: int, form: int) -> None:
-        """Announce to all ranks which dispatch this rank combines, and in which form."""
+    def _announce_combine(self, number: int, form: int, site: int) -> None:
+        """Announce to all ranks which dispatch this rank combines, in which form, and from which call site."""
         self._combines += 1
         word = (self._combines << _NUMBER_BITS | number % (1 << _NUMBER_BITS)) << _FORM_BITS | form
         at = 2 * self._world.rank + self._combines % 2
+        for sites in self._sites:
+            sites[at] = site
+        self._world.waiter.fence()  # orders the sites before the words that announce them
         for words in self._words:
             words[at] = word
 
-    def _announced(self) -> list[int]:
-        """The announcements of all ranks for this combine."""
-        words, turn = self._words[self._world.rank], self._combines % 2
-        return [words[2 * rank + turn] for rank in range(self._world.size)]
+    def _announced(self, words: Sequence[MutableSequence[int]]) -> list[int]:
+        """The words of all ranks for this combine."""
+        mine, turn = words[self._world.rank], self._combines % 2
+        return [mine[2 * rank + turn] for rank in range(self._world.size)]
 
     def _combines_begun(self) -> list[int]:
         """How many combines each rank has begun, by these words."""
-        return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced()]
+        return [word >> _NUMBER_BITS + _FORM_BITS for word in self._announced(self._words)]
 
     def _lagging(self) -> tuple[int, int, int]:
         combined = self._combines_begun()
@@ -518,10 +571,14 @@ class NcclCollective:
     def _all_combine_the_same(self) -> bool:
         """Whether all ranks combine the same dispatch in the same way. All ranks get the same answer."""
         self._rounds.wait("combine", lambda: min(self._combines_begun()) >= self._combines, self._lagging)
-        found = self._announced()
-        if len(set(found)) == 1:
+        self._world.waiter.fence()  # orders the loads of these words before those of the sites
+        found, sites = self._announced(self._words), self._announced(self._sites)
+        if len(set(found)) == len(set(sites)) == 1:
             return True
         forms, last = (1 << _FORM_BITS) - 1, (1 << _NUMBER_BITS) - 1
-        said = [Refusal(Cause.NONE, word & forms, word >> _FORM_BITS & last) for word in found]
+        said = [
+            Refusal(Cause.NONE, word & forms | site << SITE_SHIFT, word >> _FORM_BITS & last)
+            for word, site in zip(found, sites, strict=True)
+        ]
         self._differing = self._differing or said
         return False

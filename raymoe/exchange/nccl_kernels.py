@@ -20,7 +20,7 @@ from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.exchange.refusal import Refusal
 from raymoe.exchange.spec import ExchangeSpec
-from raymoe.memory.layout import ITEM_BYTES
+from raymoe.memory.layout import ITEM_BYTES, round_up
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait
 
@@ -190,15 +190,19 @@ NUMBER_BYTES = 4
 class Blocks:
     """The memory of an exchange, as rows of bytes.
 
-    Each block of a message has T + 1 rows: the extra row makes space for a status behind the rows.
+    A block of a dispatch, or of a combine of compact rows, has T + 1 rows: the extra row makes space for a status
+    behind the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so that
+    it is one message. Combines without numbers send it whole too: all ranks send the same sizes, whichever combine they
+    run.
     """
 
     table: torch.Tensor  # [R * T + 1, row_bytes]: rows that arrive, source after source; the last row stays zero
     packed: torch.Tensor  # [R, T + 1, row_bytes]: rows that a dispatch sends
-    leaving: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that a combine sends
-    returned: torch.Tensor  # [R, T + 1, home_row_bytes]: sums that arrive
+    leaving: torch.Tensor  # [R, bytes of a block]: sums that a combine sends
+    returned: torch.Tensor  # [R, bytes of a block]: sums that arrive
     leaving_numbers: torch.Tensor  # [R, T * K * 4]: a float32 of each entry, that a combine for gradients sends
     returned_numbers: torch.Tensor  # [R, T * K * 4]: those that arrive
+    skew: int  # bytes that a block of a combine has besides T + 1 rows; below 0: fewer
 
     @classmethod
     def of(cls, spec: ExchangeSpec, sizes: Sizes, device: torch.device) -> Blocks:
@@ -208,12 +212,18 @@ class Blocks:
         rows = sizes.ranks * (spec.tokens + 1)
         table = torch.zeros(sizes.ranks * spec.tokens + 1, spec.row_bytes, dtype=torch.uint8, device=device)
         # The rows that a dispatch sends and the sums that a combine sends share memory: they never overlap in time.
-        memory = empty(rows * max(spec.row_bytes if sizes.compact else 0, spec.home_row_bytes))
-        shape = (sizes.ranks, spec.tokens + 1, -1)
-        packed = memory[: rows * spec.row_bytes].view(shape) if sizes.compact else memory[:0]
-        leaving = memory[: rows * spec.home_row_bytes].view(shape)
-        numbers = empty(sizes.ranks, spec.tokens * spec.topk * NUMBER_BYTES)
-        return cls(table, packed, leaving, torch.empty_like(leaving), numbers, torch.empty_like(numbers))
+        number_bytes = spec.tokens * spec.topk * NUMBER_BYTES
+        if not sizes.compact:
+            sums = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
+            leaving, returned = (empty(sizes.ranks, sums + round_up(number_bytes, 16)) for _ in range(2))
+            numbers = [each[:, sums : sums + number_bytes] for each in (leaving, returned)]
+            skew = leaving.shape[1] - (spec.tokens + 1) * spec.home_row_bytes
+            return cls(table, leaving[:0], leaving, returned, *numbers, skew)
+        memory = empty(rows * max(spec.row_bytes, spec.home_row_bytes))
+        packed = memory[: rows * spec.row_bytes].view(sizes.ranks, spec.tokens + 1, -1)
+        leaving = memory[: rows * spec.home_row_bytes].view(sizes.ranks, -1)
+        numbers = [empty(sizes.ranks, number_bytes) for _ in range(2)]
+        return cls(table, packed, leaving, torch.empty_like(leaving), *numbers, skew=0)
 
 
 @dataclass(frozen=True)
@@ -240,14 +250,18 @@ class RoundKernels:
         self._capacity = spec.rows(world.size)
         self._sizes = Sizes(world.size, spec.tokens, spec.topk, spec.local_experts(world.size), compact)
         self._memory = DispatchMemory.of(self._sizes, world.rank)
+        self._mark: torch.Tensor | None = None
         with launcher.ordered("exchange"):  # the first operation may be on another stream than the first values
             self.blocks = Blocks.of(spec, self._sizes, world.device)
             dtype: torch.dtype = getattr(torch, spec.dtype)
             self._table = self.blocks.table.view(dtype)
-            self._refused = torch.zeros(rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device)
+            self._refused, self._refused_passes = torch.zeros(
+                2, rounds.REFUSED_BYTES, dtype=torch.uint8, device=world.device
+            ).unbind()
             self._make_numbering()
             self._make_moving()
             self._make_sums()
+            self._make_passes()
 
     def new_memory(self) -> torch.Tensor:
         """Allocate the memory that a dispatch keeps for its combine."""
@@ -266,13 +280,22 @@ class RoundKernels:
             _owner=owner,
         )
 
+    def rows_of(self, got: Dispatched) -> torch.Tensor:
+        """The rows of a dispatch. With layout rank the table, without its row of zeros."""
+        return got.x if got.index is None else self._table[:-1]
+
     def metadata(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory for all ranks' ids and weights, and this rank's part of it."""
         each = self._sizes.metadata_bytes
         return kept[: self._size * each], kept[self._rank * each : (self._rank + 1) * each]
 
-    def write_metadata(self, stream: int, tokens: Tokens, kept: torch.Tensor) -> None:
-        """Write this rank's ids and weights into its part of `metadata`."""
+    def write_metadata(
+        self, stream: int, tokens: Tokens, kept: torch.Tensor, forward: torch.Tensor | None = None, site: int = 0
+    ) -> None:
+        """Write this rank's ids and weights into its part of `metadata`.
+
+        In a backward pass `forward` is the memory of the dispatch to which it belongs, and `site` its call site.
+        """
         self._tell_routing(
             stream,
             kept=kept,
@@ -281,7 +304,24 @@ class RoundKernels:
             num_tokens=tokens.num_tokens,
             wide_topk_idx=int(tokens.topk_idx.dtype == torch.int64),
             given=tokens.x.shape[0],
+            forward=None if forward is None else self._number_of(forward),
+            site=site,
+            mark=self._mark,
         )
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        """Invert the bits of `word`, int64[1], in the passes of this rank from now on: see `InsideBackend`."""
+        self._mark = word
+
+    def write_pass(self, stream: int, forward: torch.Tensor, site: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return metadata of a backward pass of known routing, to be gathered: no ids, and the pass of this rank."""
+        self._tell_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
+        return self._pass_metadata, self._own_pass_metadata
+
+    def compare_passes(self, stream: int, rows: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Fill `rows` with NaN if the passes of all ranks differ: those in `kept`, by default those of `write_pass`."""
+        passes = (self._pass_metadata if kept is None else kept)[self._sizes.metadata_bytes - Refusal.NBYTES :]
+        self._compare_passes(stream, passes=passes, rows=rows, bytes=rows.nbytes)
 
     def number(self, stream: int, got: Dispatched, kept: torch.Tensor, host_counts: KernelWords | None = None) -> None:
         """Compute places, counts, offsets, weights and index from all ranks' ids and weights.
@@ -326,12 +366,13 @@ class RoundKernels:
         kept: torch.Tensor,
         weighted: bool,
         numbers: torch.Tensor | None = None,
+        site: int = 0,
     ) -> None:
         """Sum the experts' results of each token into the blocks to send, with this rank's status behind each.
 
         With `numbers`, float32[C], also write the number of each entry into the blocks of numbers.
         """
-        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted), numbers=numbers)
+        self._sum_entries(stream, kept=kept, rows=rows, weighted=int(weighted), numbers=numbers, site=site)
 
     def sum_ranks(
         self, stream: int, kept: torch.Tensor, y: torch.Tensor, out_numbers: torch.Tensor | None = None
@@ -373,15 +414,27 @@ class RoundKernels:
         """The bytes of a dispatch's `DispatchRecord` in its memory."""
         return kept[self._memory.record :][: rounds.DispatchRecord.nbytes()]
 
+    @property
+    def refused_passes(self) -> torch.Tensor:
+        """The same words for dispatches in backward passes."""
+        return self._refused_passes.view(torch.int64)
+
     def take_refused(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 
         `read` copies them to the host, behind the work of the stream, as `Rounds.read` does.
         """
-        found = read("check", self._refused).numpy().tobytes()
+        return self._take(read, self._refused)
+
+    def take_refused_passes(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
+        """The same for dispatches in backward passes."""
+        return self._take(read, self._refused_passes)
+
+    def _take(self, read: Callable[[str, torch.Tensor], torch.Tensor], refused: torch.Tensor) -> list[Refusal]:
+        found = read("check", refused).numpy().tobytes()
         if not any(found[:8]):
             return []
-        self._refused.zero_()
+        refused.zero_()
         begin, size = 16, Refusal.NBYTES
         return [Refusal.unpack(found[begin + rank * size :][:size]) for rank in range(self._size)]
 
@@ -392,12 +445,12 @@ class RoundKernels:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
         # The words that are kept between dispatches, with the first values of TellScratch. Filled on the device: a copy
         # from the host would wait for the stream without a limit.
-        scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
-        scratch[:1].fill_(-1)
+        self._tell_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
+        self._tell_scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk
         shape = self._shape(rounds.TELL, -(-entries // launcher.threads))
         self._tell_routing: ReadyKernel = launcher.ready(
-            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=scratch
+            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=self._tell_scratch
         )
         runs = max(1, min(launcher.sms // sizes.ranks, -(-entries // ENTRIES_A_RUN), sizes.tokens))
         warps = sizes.numbering_warps(launcher.threads // 32)
@@ -451,12 +504,14 @@ class RoundKernels:
         pieces = rounds.sum_pieces(spec.row_bytes, ITEM_BYTES[spec.dtype], ITEM_BYTES[spec.combine_wire])
         row, wire = spec.row_bytes, spec.home_row_bytes
         units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
+        blocks = {"skew": self.blocks.skew % 2**64, "number_stride": self.blocks.leaving_numbers.stride(0)}
         self._sum_entries: ReadyKernel = ready(
             entries,
             self._shape(entries, units * sizes.ranks),
             rounds.SumEntriesParams(self._memory, row_bytes=row, wire_row_bytes=wire, pieces=pieces),
             leaving=self.blocks.leaving,
             leaving_numbers=self.blocks.leaving_numbers,
+            **blocks,
         )
         self._sum_ranks: ReadyKernel = ready(
             ranks,
@@ -467,7 +522,33 @@ class RoundKernels:
             refused=self._refused,
             leaving_numbers=self.blocks.leaving_numbers,
             returned_numbers=self.blocks.returned_numbers,
+            **blocks,
         )
+
+    def _make_passes(self) -> None:
+        sizes, ready = self._sizes, self._launcher.ready
+        each = sizes.metadata_bytes
+        # Ids of NOWHERE: a rank that routes while this one's routing is known gets no row from it.
+        self._pass_metadata = torch.full((sizes.ranks * each,), 0xFF, dtype=torch.uint8, device=self._device)
+        self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
+        own = self._own_pass_metadata[-Refusal.NBYTES :]
+        begin = rounds.TellScratch.offsets()["number"] // 8
+        self._tell_pass: ReadyKernel = ready(
+            rounds.TELL_PASS,
+            Shape(1, 32),
+            rounds.TellPassParams(),
+            into=own,
+            dispatches=self._tell_scratch[begin : begin + 1],
+        )
+        params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
+        shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)
+        refused = self._refused_passes
+        self._compare_passes: ReadyKernel = ready(rounds.COMPARE_PASSES, shape, params, refused=refused)
+
+    def _number_of(self, kept: torch.Tensor) -> torch.Tensor:
+        """The number of a dispatch, in its memory."""
+        begin = self._memory.record + rounds.DispatchRecord.offsets()["number"]
+        return kept[begin : begin + 8]
 
     def _shape(self, source: KernelSource, blocks: int) -> Shape:
         """A shape with as many blocks as there is work for, limited to those that can be resident at once."""

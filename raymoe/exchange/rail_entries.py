@@ -23,6 +23,7 @@ from raymoe.device.kernels import Shape
 from raymoe.exchange.backend import Tokens
 from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.nccl_kernels import Launcher
+from raymoe.exchange.rail_passes import PASS_WORDS, RailPasses
 from raymoe.exchange.spec import FP8, ExchangeSpec
 from raymoe.net.rail import DeviceRail
 
@@ -49,10 +50,10 @@ class RailEntries:
         N, T, K = shape.domains, spec.tokens, spec.topk
         self._shape, self._spec, self._rail, self._device = shape, spec, rail, device
         # For each domain T*K ids of two words, then T*K weights of one, then the scales of T rows of fp8, then words
-        # that make the sum a multiple of 4.
+        # that make the sum a multiple of 4. Last comes the pass of a backward pass, a status of four words.
         entries, scales = T * K, T * spec.scales if spec.dispatch_wire == FP8 else 0
         words = _WORDS_AN_ENTRY * entries + scales
-        self._told = torch.zeros(N, -(-words // 4) * 4, dtype=torch.int32, device=device)
+        self._told = torch.zeros(N, -(-words // 4) * 4 + PASS_WORDS, dtype=torch.int32, device=device)
         self.ids = self._told[:, : 2 * entries].view(torch.int64).view(N, T, K)
         self._scales = self._told[:, 3 * entries : words].view(torch.float32).view(N, T, spec.scales if scales else 0)
         self._dispatches = torch.zeros(1, dtype=torch.int64, device=device)
@@ -83,6 +84,7 @@ class RailEntries:
         self._enter = launcher.ready(
             ENTER_DOMAIN, Shape(blocks(N * entries), threads), params, told=self._told, dispatches=self._dispatches
         )
+        self.passes = RailPasses(shape, self._told, self._dispatches, rail, launcher)
         self._join = launcher.ready(JOIN_EXPERTS, Shape(1, threads), JoinExpertsParams(local=shape.local, domains=N))
 
     def cross(self, op: str, stream: int, tokens: Tokens, scales: torch.Tensor | None) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,16 @@ from raymoe.net.rail import DeviceRail
 STATUS_WORDS = Refusal.NBYTES // 8
 _NO_ENTRIES: dict[str, Field] = dict.fromkeys(("leaving_entries", "returned_entries", "out_entries"))
 _SPARE_WORDS = 2  # before the statuses of a record: whether there are any, and one that is not used
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the ranks of a domain say of a combine that they do not refuse."""
+
+    number: torch.Tensor
+    """int32[2], the halves of a word: the dispatch that is combined."""
+    weighted: bool
+    site: int
 
 
 class RailSums:
@@ -76,8 +87,7 @@ class RailSums:
     def combine_in_chunks(
         self,
         stream: int,
-        number: torch.Tensor,
-        weighted: bool,
+        status: Said,
         out: torch.Tensor,
         combine: Callable[[tuple[int, int]], None],
         begun: Callable[[], AbstractContextManager[None]],
@@ -94,7 +104,7 @@ class RailSums:
                 sent, received = [leaving], [returned]
                 if chunk == 0:
                     behind_first.enter_context(begun())
-                    self._tell(stream, number=number, weighted=int(weighted))
+                    self._tell(stream, number=status.number, weighted=status.weighted, site=status.site, carries=0)
                     sent.append(self._leaving_statuses)
                     received.append(self._statuses)
                 if self.sums is not self._leaving:
@@ -118,13 +128,13 @@ class RailSums:
             self._rail.swap_all("combine", received, sent)()
             self._came[chunk].record()
 
-    def cross(self, stream: int, number: torch.Tensor, weighted: bool, *, entries: bool = False) -> None:
+    def cross(self, stream: int, status: Said, *, entries: bool = False) -> None:
         """Send the sums and the statuses of this domain's ranks to all domains, and get theirs.
 
-        `number`, int32[2], is the dispatch that is combined. With `entries` the gradients of weights cross too.
+        With `entries` the gradients of weights cross too.
         """
         shape = self._shape
-        self._tell(stream, number=number, weighted=int(weighted))
+        self._tell(stream, number=status.number, weighted=status.weighted, site=status.site, carries=int(entries))
         if self.sums is not self._leaving:
             self._leaving[:, : self._spec.hidden].copy_(self.sums)
         received = [*shape.blocks(self._returned), self._statuses]

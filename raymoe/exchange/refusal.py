@@ -1,8 +1,11 @@
 """The status that a rank sends with a combine: why it refuses the data, or which dispatch it combines.
 
 Statuses travel with the flags, so that all ranks raise on the same step. A step is refused if a rank refuses it, if two
-ranks combine different dispatches, or if only some ranks apply weights. With `fused` for many tokens, `staged` and
-`collective` on GPUs also if only some send gradients of weights; elsewhere ranks then wait until the timeout.
+ranks combine different dispatches or from different call sites, or if only some ranks apply weights or send gradients
+of weights.
+
+A backward pass that sends rows to the places of an earlier dispatch says which one (`status_of_backward`). Ranks that
+run such passes of different dispatches refuse the rows.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from raymoe.exchange.spec import ExchangeSpec
 _PACKED = struct.Struct("<iiq")
 CARRIES = 2
 """The bit in `other` of a combine that also takes gradients of weights home."""
+SITE_BITS, SITE_SHIFT = 29, 2
+"""The bits of a call site's number, which is 0 where there is none, and their place in `other`."""
 
 
 class Cause(IntEnum):
     """Why a rank refuses a step, and the meaning of the two numbers beside it."""
 
-    NONE = 0  # other: whether the combine is weighted, plus CARRIES, number: the dispatch that it combines
+    NONE = 0  # other: whether the combine is weighted, plus CARRIES, plus the site; number: the dispatch it combines
     ID = 1  # other: the token, number: the id
     CAPACITY = 2  # number: the rows needed
     COUNT = 3  # other: the source, number: the rows that it announced
@@ -76,15 +81,23 @@ class Refusal:
 NO_REFUSAL = Refusal()
 
 
-def status_of(refusal: Refusal, dispatch: int, weighted: bool) -> Refusal:
+def status_of(refusal: Refusal, dispatch: int, weighted: bool, site: int = 0) -> Refusal:
     """The status that a rank sends with a combine. Dispatches are counted from 1."""
-    return refusal or Refusal(Cause.NONE, int(weighted), dispatch)
+    return refusal or Refusal(Cause.NONE, int(weighted) | site << SITE_SHIFT, dispatch)
+
+
+def status_of_backward(dispatch: int, site: int = 0) -> Refusal:
+    """What a rank says in the backward pass of one of its dispatches; 0: it is in no backward pass."""
+    return Refusal(Cause.NONE, site << SITE_SHIFT, dispatch)
 
 
 def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefused | None:
     """The error of a refused step, the same on every rank; None where the step is good.
 
     It names the lowest rank that refuses, else the first whose status differs from that of rank 0.
+
+    Numbers are those of a rank's own dispatches. They may be equal although the ranks dispatched for different layers,
+    so a difference of sites is named first.
 
     >>> spec = ExchangeSpec(tokens=4, hidden=8, experts=4, topk=1)
     >>> second, third = (status_of(NO_REFUSAL, number, weighted=True) for number in (2, 3))
@@ -95,11 +108,19 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
     rank 0 combines dispatch 3 with weighted=True and rank 1 with weighted=False; all ranks give the same weighted
     >>> print(judge_statuses([third, Refusal(Cause.NONE, CARRIES, 3)], spec))
     rank 0 combines dispatch 3 with weighted=True and rank 1 with gradients; all ranks run the same backward passes
+    >>> print(judge_statuses([status_of(NO_REFUSAL, 3, True, site) for site in (1, 1, 2)], spec))
+    rank 0 combines rows of call site 1 and rank 2 rows of call site 2; all ranks call the same layers in one order
     """
     for rank, refusal in enumerate(statuses):
         if refusal:
             return DataRefused(refusal.sentence(rank, spec, len(statuses)))
     first = statuses[0]
+    for rank, status in enumerate(statuses):
+        if status.other >> SITE_SHIFT != first.other >> SITE_SHIFT:
+            return DataRefused(
+                f"rank 0 combines rows of {_site(first)} and rank {rank} rows of {_site(status)}; all ranks call the "
+                "same layers in one order"
+            )
     for rank, status in enumerate(statuses):
         if status.number != first.number:
             return DataRefused(
@@ -116,10 +137,55 @@ def judge_statuses(statuses: Sequence[Refusal], spec: ExchangeSpec) -> DataRefus
 
 
 def _form(status: Refusal) -> str:
-    return "gradients" if status.other & CARRIES else f"weighted={bool(status.other)}"
+    return "gradients" if status.other & CARRIES else f"weighted={bool(status.other & 1)}"
+
+
+def _site(status: Refusal) -> str:
+    site = status.other >> SITE_SHIFT
+    return f"call site {site}" if site else "no call site"
+
+
+def judge_backward(statuses: Sequence[Refusal]) -> DataRefused | None:
+    """The error of a dispatch in a backward pass, the same on every rank that runs one; None where all ranks agree.
+
+    >>> judge_backward([status_of_backward(3), status_of_backward(3)])
+    >>> print(judge_backward([status_of_backward(3), status_of_backward(2)]))  # doctest: +NORMALIZE_WHITESPACE
+    rank 0 runs the backward pass of its dispatch 3 and rank 1 of its dispatch 2; all ranks run backward passes in one
+    order
+    >>> print(judge_backward([status_of_backward(3, site=1), status_of_backward(3, site=2)]))
+    rank 0 runs the backward pass of call site 1 and rank 1 of call site 2; all ranks run backward passes in one order
+    >>> print(judge_backward([status_of_backward(0), status_of_backward(2)]))
+    rank 0 runs no backward pass and rank 1 the backward pass of its dispatch 2; all ranks run the same backward passes
+    """
+    first, rule = statuses[0], "all ranks run backward passes in one order"
+    for rank, status in enumerate(statuses):
+        if bool(status.number) is not bool(first.number):
+            return DataRefused(
+                f"rank 0 runs {_backward(first)} and rank {rank} {_backward(status)}; all ranks run the same backward "
+                "passes"
+            )
+    for rank, status in enumerate(statuses):
+        if status.other != first.other:
+            sites = f"{_site(first)} and rank {rank} of {_site(status)}"
+            return DataRefused(f"rank 0 runs the backward pass of {sites}; {rule}")
+    for rank, status in enumerate(statuses):
+        if status.number != first.number:
+            numbers = f"its dispatch {first.number} and rank {rank} of its dispatch {status.number}"
+            return DataRefused(f"rank 0 runs the backward pass of {numbers}; {rule}")
+    return None
+
+
+def _backward(status: Refusal) -> str:
+    return f"the backward pass of its dispatch {status.number}" if status.number else "no backward pass"
 
 
 def raise_first(statuses: Sequence[Refusal], spec: ExchangeSpec) -> None:
     """Raise if the statuses of all ranks say that a step is refused."""
     if (refused := judge_statuses(statuses, spec)) is not None:
+        raise refused
+
+
+def raise_backward(statuses: Sequence[Refusal]) -> None:
+    """Raise if the ranks run the backward passes of different dispatches; `statuses` are none where all was well."""
+    if statuses and (refused := judge_backward(statuses)) is not None:
         raise refused

@@ -8,7 +8,7 @@ pushes, and one that adds the ranks' sums. The backend can be captured, like `fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -37,17 +37,23 @@ class StagedBackend(FusedBackend):
         super().__init__(world, spec, workspace, sms)
         self._moving = self._prepare_moving()
 
-    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    def _whole_dispatch(
+        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
+    ) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
-        self._enqueue("dispatch", *self._sending(got, tokens), self._dispatch_at(got, tokens, dispatch.PLACE))
+        placing = self._set_dispatch_addresses(launches[dispatch.PLACE], got, tokens)
+        self._enqueue("dispatch", *self._sending(launches, got, tokens), placing)
         return got
+
+    def _whole_parts(self) -> tuple[int, ...]:
+        return dispatch.ROUTE, dispatch.PLACE
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """Enqueue the stages before the last one."""
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
-        self._enqueue("dispatch", *self._sending(got, tokens))
+        self._enqueue("dispatch", *self._sending(self._dispatches, got, tokens))
         self.workspace.sent("dispatch", self)
         return got
 
@@ -63,13 +69,14 @@ class StagedBackend(FusedBackend):
     def _known_parts(self) -> int:
         return dispatch.PLACE
 
-    def _sending(self, got: Dispatched, tokens: Tokens) -> tuple[Launch, ...]:
-        return self._dispatch_at(got, tokens, dispatch.ROUTE), self._set_dispatch_addresses(self._moving, got, tokens)
+    def _sending(self, launches: Mapping[int, PreparedLaunch], got: Dispatched, tokens: Tokens) -> tuple[Launch, ...]:
+        routing = self._set_dispatch_addresses(launches[dispatch.ROUTE], got, tokens)
+        return routing, self._set_dispatch_addresses(self._moving, got, tokens)
 
     def _prepare_moving(self) -> PreparedLaunch:
         """Prepare the launch that moves the rows."""
         if self.build.fp8:
-            return self._dispatch_launch(dispatch.SEND)
+            return self._dispatch_launch(self._dispatch, dispatch.SEND)
         alltoallv = self.workspace.kernels.function(alltoallv_source(self.workspace.stamped))
         shape = Shape(self.dispatch_grid.senders, dispatch.WIDE * 32)
         launch = Launch(alltoallv, shape, self._dispatch_params(dispatch.SEND))
@@ -133,19 +140,21 @@ class CopiedBackend(StagedBackend):
         """A rank must not copy before it has the heads of its peers (kernels/pack.cu), which only routers store."""
         return False
 
-    def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+    def _whole_dispatch(
+        self, launches: Mapping[int, PreparedLaunch], tokens: Tokens, out: torch.Tensor | None
+    ) -> Dispatched:
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
         announcing = self._announce_at(got, tokens, dispatch.SEND | dispatch.PLACE)
-        placing = self._dispatch_at(got, tokens, dispatch.PLACE)
-        self._run(*self._sending(got, tokens), lambda stream: self._copy(got, stream), announcing, placing)
+        placing = self._set_dispatch_addresses(launches[dispatch.PLACE], got, tokens)
+        self._run(*self._sending(launches, got, tokens), lambda stream: self._copy(got, stream), announcing, placing)
         return got
 
     def dispatch_send(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         """Enqueue the stages up to the copies, which run beside the work that is enqueued next."""
         self.workspace.begin("dispatch")
         got = self._new_result(tokens, out)
-        self._run(*self._sending(got, tokens))
+        self._run(*self._sending(self._dispatches, got, tokens))
         with self._on_side_stream() as stream:
             self._copy(got, stream)
             self._announce_at(got, tokens, dispatch.SEND)(stream)

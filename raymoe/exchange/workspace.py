@@ -220,6 +220,7 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             Region("combine_done", (ranks, MAX_DONE), "int64"),
             Region("combine_arrivals", (ranks, bounds.pieces), "int64"),
             Region("counts", (2, bounds.experts + ranks), "int32"),
+            Region("passes", (2, ranks, 2), "int64"),
             Region("statuses", (2, ranks, Refusal.NBYTES // 8), "int64"),
             Region("router_words", (MOST_ROUTERS,), "int64"),
             Region("router_counts", (MOST_ROUTERS, bounds.experts), "int32"),

@@ -141,22 +141,25 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
 
     Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
     not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales behind the weights.
+    Last they tell the pass of a backward pass.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
     >>> bytes_between_domains(spec, ranks=4, domains=2)
     {'dispatch': 4704, 'combine': 5216, 'exchange': 9920}
     >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
-    {'dispatch': 4864, 'combine': 4224, 'exchange': 9088}
+    {'dispatch': 4928, 'combine': 4224, 'exchange': 9152}
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2, wire="float8_e4m3")
     >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")["dispatch"]
-    2944
+    3008
     """
     blocks, on_gpus = ranks * (domains - 1), device == "cuda"
     agreement = 0 if on_gpus else AGREEMENT_BYTES
     entries = spec.tokens * spec.topk
     fp8 = spec.dispatch_wire == FP8
     scales = SCALE_BYTES * spec.tokens * spec.scales if fp8 else 0
-    told = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) if on_gpus else ENTRY_BYTES * entries
+    told = ENTRY_BYTES * entries
+    if on_gpus:
+        told = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) + Refusal.NBYTES
     dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + told)
     status = Refusal.NBYTES if on_gpus else spec.home_row_bytes
     combine = blocks * (agreement + spec.tokens * spec.home_row_bytes + ranks // domains * status)

@@ -76,12 +76,18 @@ PLANTED = {
     "no proxy fence before a slot is loaded": _planted(
         "fused", "placing.cuh", "ptx::fence_proxy_async();  // orders the word", "//"
     ),
-    # A rank sends rows and gets none, so only the done words of its peers can hold it back.
-    "known routing ends before its peers are done": _planted(
+    # A rank sends rows and gets none, so only the heads and the done words of its peers can hold it back.
+    "known routing waits for no word of its peers": Planted(
         "fused",
-        "dispatch.cu",
-        "may && await_all(p, epoch)",
-        "may && (KNOWN || await_all(p, epoch))",
+        (
+            Change("dispatch.cu", "may && await_all(p, epoch)", "may && (KNOWN || await_all(p, epoch))"),
+            Change("dispatch.cu", "if (!all_run_this_pass(p, epoch)) {", "if (false) {"),
+            Change(
+                "placers.cuh",
+                "if (!await_heads(p, epoch) || (KNOWN &&",
+                "if ((!KNOWN && !await_heads(p, epoch)) || (false &&",
+            ),
+        ),
         form="known",
         ranks=2,
         routings=("one",) * 4,

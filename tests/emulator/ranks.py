@@ -248,6 +248,13 @@ class EmulatedBackend(FusedBackend):
     def dispatch_known(self, x: torch.Tensor, got: Dispatched, out: torch.Tensor) -> None:
         super().dispatch_known(self._place(x, True), got, out)
 
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        return super().dispatch_again(self._in_machine(tokens), out, forward)
+
+    def _again_launches(self) -> dict[int, PreparedLaunch]:
+        with launched_on_machine():
+            return super()._again_launches()
+
     def _prepared_carrying(self) -> tuple[PreparedLaunch, ...]:
         with launched_on_machine():
             return super()._prepared_carrying()
@@ -274,8 +281,15 @@ class EmulatedBackend(FusedBackend):
 
     def refusal_record(self) -> torch.Tensor:
         words, gpu = super().refusal_record(), cast(Any, self.world.gpu)
-        gpu.emulator.reach(words.data_ptr(), words.nbytes, "refusal record", self.world.rank)
+        assert self._device_records is not None
+        nbytes = self._device_records.nbytes
+        gpu.emulator.reach(self._device_records.data_ptr(), nbytes, "refusal records", self.world.rank)
         return words
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        super().mark_passes(word)
+        gpu = cast(Any, self.world.gpu)
+        gpu.emulator.reach(word.data_ptr(), word.nbytes, "mark of passes", self.world.rank)
 
     def check(self) -> None:
         """Raise what the kernels have reported. Call it after the machine has run."""

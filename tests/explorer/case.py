@@ -56,8 +56,8 @@ class Launch:
 
     @property
     def sends_metadata(self) -> bool:
-        """Whether it sends counts (dispatch) or a status (combine)."""
-        return self.part in ("", "S", "T") and not self.known
+        """Whether it sends counts or a pass (dispatch), or a status (combine)."""
+        return self.part in (("", "R") if self.known else ("", "S", "T"))
 
     @property
     def sends(self) -> bool:
@@ -69,7 +69,7 @@ class Launch:
 
     @property
     def starts_run(self) -> bool:
-        return self.kind in ("dispatch", "combine") and (self.sends_metadata or (self.known and self.sends))
+        return self.kind in ("dispatch", "combine") and (self.sends if self.known else self.sends_metadata)
 
     def __str__(self) -> str:
         lines = " in lines" * (self.path == "lines")

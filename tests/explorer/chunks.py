@@ -60,8 +60,7 @@ class ChunkedKernel(WordKernel):
 
     def own_placer(self, thread: int) -> Iterator[Step]:
         """Read this rank's own rows from x. With layout rank, and routing that is not known, copy them into slots."""
-        if not self.launch.known:
-            yield from self.heads()
+        yield from self.heads()
         if self.refuses():
             return
         for token in self.rows(self.rank, self.rank):

@@ -212,11 +212,12 @@ def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
 
 
 def planted_in_known(ranks: int) -> dict[Fault, Planted]:
-    """The same for bugs that a dispatch of known routing could have too. It has no heads, so no other word helps it."""
+    """The same for bugs that a dispatch of known routing could have too."""
     one_row: Routing = (((1,),), *empty(ranks)[1:])
     overwritten = r"operation (\d); it needs operation (?!\1)"
     made = {
         Fault.ROWS_AFTER_WORD: ("D K", {"routings": (one_row,)}, _NEVER),
+        Fault.HEAD_BEFORE_COUNTS: ("D K", {"routings": (empty(ranks),), "routers": 1}, f"told .*{_NEVER}"),
         Fault.SINGLE_BUFFER: ("D K K", {}, f"parity 0 = {overwritten}"),
         Fault.BAKED_EPOCH: (
             "D K K",
@@ -225,10 +226,9 @@ def planted_in_known(ranks: int) -> dict[Fault, Planted]:
         ),
         Fault.EQUAL: ("D K", {}, _STUCK),
         Fault.EARLY_END: ("D K K K", {"routings": (one_row,)}, overwritten),
-        Fault.NO_LAST_WORDS: ("D K K K", {"routings": (one_row,)}, overwritten),
         Fault.SILENT: ("D K", {"routings": (one_row,)}, f"{_STUCK}.*dispatch 1"),
         Fault.SILENT_UNAWAITED: ("D K K K", {"routings": (one_row,)}, overwritten),
-        Fault.UNPOISONED: ("D K K K", {"routings": (one_row,), "timeouts": True}, overwritten),
+        Fault.UNPOISONED: ("D K K K", {"routings": (one_row,), "timeouts": True}, f"{overwritten}|told .*{_NEVER}"),
         Fault.POISON_UNREAD: (
             "D K",
             {"routings": (one_row,), "timeouts": True},

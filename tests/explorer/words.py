@@ -136,7 +136,7 @@ class WordKernel(Kernel):
     def _parts(self) -> int:
         """The number of messages of metadata."""
         if self.launch.kind == "dispatch":
-            return self.case.routers
+            return min(self.case.routers, 1) if self.launch.known else self.case.routers
         return 1 if self.case.routers or self.case.refused or self.case.mixed else 0
 
     # ---- readers -----------------------------------------------------------------------------------------------------
@@ -149,11 +149,11 @@ class WordKernel(Kernel):
         return [Step(Act.WAIT, each, scale=1) for each in at]
 
     def _reader(self, peer: int) -> Iterator[Step]:
+        yield from self.heads()
         if self.launch.known:
+            yield from self._passes()
             if self.refuses():
                 return  # no row has a place
-        else:
-            yield from self.heads()
         if self.launch.kind == "combine":
             yield from self._statuses()
         elif not self.launch.known and peer in self.awaited_peers():
@@ -176,6 +176,11 @@ class WordKernel(Kernel):
         if self._parts():
             yield self.as_statuses(self.read("told", self.status_ranks(), 0), skips)
 
+    def _passes(self) -> Iterator[Step]:
+        """With known routing: read to which dispatch each rank's rows belong."""
+        if self._parts():
+            yield self.read("told", self.awaited_peers(), 0)
+
     def has_own_placer(self) -> bool:
         return self.case.own == "copied" and self.launch.kind == "dispatch" and not self.launch.known
 
@@ -197,6 +202,8 @@ class WordKernel(Kernel):
             if self.launch.kind == "combine":
                 yield from self.heads()
                 yield from self._statuses(skips=0)
+            if self.launch.known:
+                yield from self._passes()
             if self.launch.kind == "combine" or not self.has_fault(Fault.NO_LAST_WORDS):
                 yield from self.await_done_words()
             if self.launch.kind == "combine" and self.has_fault(Fault.REFUSAL_UNCOUNTED):

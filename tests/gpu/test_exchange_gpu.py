@@ -335,14 +335,16 @@ def test_all_ranks_refuse_bad_data_and_the_next_step_works(
     assert len(set(error_texts)) == 1
 
 
-@pytest.mark.parametrize("kind", ["dispatch", "weighted"])
+@pytest.mark.parametrize("kind", ["dispatch", "weighted", "site", "gradients"])
 def test_combines_that_differ_between_ranks_are_refused(ranks: GpuRanks, backend: str, kind: str) -> None:
-    if backend not in ("collective", "allgather"):
-        pytest.skip(f"the kernels of {backend} check statuses themselves")
     case = Case(RANKS, SMALL, backend, ("uniform", "masked"), seed=4)
     last = RANKS - 1
     expected = f"rank 0 combines its dispatch 1 and rank {last} its dispatch 2"
-    if kind == "weighted":
+    if kind == "site":
+        expected = f"rank 0 combines rows of call site 5 and rank {last} rows of call site 7"
+    elif kind == "gradients":
+        expected = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with gradients"
+    elif kind == "weighted":
         expected = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with weighted=False"
     for rank, found in enumerate(ranks.run(RANKS, on_rank.mixed_combines, case, kind)):
         assert found["told"].startswith(expected)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -61,6 +62,7 @@ class Inside:
         self._backend: Any = backend(kind, space, spec)
         self.keeps_places, self.metadata_words = self._backend.keeps_places, self._backend.metadata_words
         self.refusal_record, self.pack = self._backend.refusal_record, self._backend.pack
+        self.backward_record, self.mark_passes = self._backend.backward_record, self._backend.mark_passes
         self.check, self.check_waits = self._backend.check, self._backend.check_waits
         self.combine, self.combine_tokens = self._at_once("combine"), self._at_once("combine_tokens")
 
@@ -89,9 +91,15 @@ class Inside:
             prepared.launch.fields.watch.timeout_ns = 1_000_000
 
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
+        return self._dispatched(self._backend.dispatch, tokens, out)
+
+    def dispatch_again(self, tokens: Tokens, out: torch.Tensor | None, forward: Dispatched) -> Dispatched:
+        return self._dispatched(partial(self._backend.dispatch_again, forward=forward), tokens, out)
+
+    def _dispatched(self, call: Callable[..., Dispatched], tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         placed = None if out is None else self._backend.new(tuple(out.shape), out.dtype, "out")
         with self._late():
-            got: Dispatched = self._backend.dispatch(tokens, placed)
+            got = call(tokens, placed)
         if out is not None:
             got.x = out.copy_(placed)
         return got

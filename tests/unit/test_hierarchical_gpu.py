@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -243,16 +243,17 @@ GRADIENTS = [
 
 
 def differentiate(_rank: int, case: Case, domain: int, keeps_places: bool = True) -> Any:
-    """Run forward and backward; also return how many dispatches inside route, and how many go to known places."""
-    with (
-        World.of(domain=domain, timeout_s=30) as world,
-        mock.patch.object(NcclAllgather, "keeps_places", keeps_places),
-        mock.patch.object(NcclAllgather, "dispatch", autospec=True, side_effect=NcclAllgather.dispatch) as routed,
-        mock.patch.object(
-            NcclAllgather, "dispatch_known", autospec=True, side_effect=NcclAllgather.dispatch_known
-        ) as known,
-    ):
-        return run_gradients(world, case), (routed.call_count, known.call_count)
+    """Run forward and backward; also count the dispatches inside: those that route, to known places, and again."""
+    with ExitStack() as patches:
+        world = patches.enter_context(World.of(domain=domain, timeout_s=30))
+        patches.enter_context(mock.patch.object(NcclAllgather, "keeps_places", keeps_places))
+        counted = [
+            patches.enter_context(
+                mock.patch.object(NcclAllgather, name, autospec=True, side_effect=getattr(NcclAllgather, name))
+            )
+            for name in ("dispatch", "dispatch_known", "dispatch_again")
+        ]
+        return run_gradients(world, case), tuple(each.call_count for each in counted)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -262,7 +263,7 @@ def test_gradients_equal_autograd_in_float64(groups: Groups, number: int, weight
     case = Case(ranks, spec, BACKEND, routing, seed=5 + number, weighted=weighted, prefix=weighted)
     found = groups(ranks, differentiate, case, domain)
     judge_gradients(case, [each for each, _ in found], bound=2e-6 if spec.dtype == "float32" else 2e-2)
-    assert {counts for _, counts in found} == {(len(routing), len(routing))}
+    assert {counts for _, counts in found} == {(len(routing), len(routing), 0)}
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
@@ -271,7 +272,7 @@ def test_the_backward_of_combine_dispatches_again_where_no_places_are_kept(group
     case = Case(4, spec, BACKEND, ("uniform", "repeated"), seed=6, prefix=True)
     found = groups(4, differentiate, case, 2, False)
     judge_gradients(case, [each for each, _ in found], bound=2e-6)
-    assert {counts for _, counts in found} == {(4, 0)}
+    assert {counts for _, counts in found} == {(2, 0, 2)}
 
 
 def lose_weights(_rank: int, case: Case) -> Any:
@@ -414,6 +415,48 @@ def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wir
     dispatch, combine = (sum(each) for each in zip(*groups(4, counted_bytes, spec), strict=True))
     counted = bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
     assert counted == {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}
+
+
+# Ranks that do not run the same
+
+
+def mixed(_rank: int, case: Case, kind: str) -> Any:
+    with World.of(domain=2, timeout_s=30) as world:
+        return on_rank.mixed_combines(world, case, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("dispatch", "rank 0 combines its dispatch 1 and rank 3 its dispatch 2"),
+        ("weighted", "rank 0 combines dispatch 1 with weighted=True and rank 3 with weighted=False"),
+        ("site", "rank 0 combines rows of call site 5 and rank 3 rows of call site 7"),
+    ],
+)
+def test_all_ranks_report_combines_that_differ(groups: Groups, kind: str, said: str) -> None:
+    case = Case(4, SPEC, BACKEND, ("uniform", "masked"), seed=4)
+    for rank, found in enumerate(groups(4, mixed, case, kind)):
+        assert found["told"].startswith(said)
+        assert found["nan"]
+        judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+def mixed_backward(_rank: int, case: Case, kind: str) -> Any:
+    with World.of(domain=2, timeout_s=30) as world:
+        return on_rank.mixed_backward(world, case, kind)
+
+
+@pytest.mark.parametrize("kind", ["order", "site"])
+def test_all_ranks_report_backward_passes_that_differ(groups: Groups, kind: str) -> None:
+    """The last rank differs from its rail, and from its domain. One rank shares neither with it."""
+    case = Case(4, SPEC, BACKEND, ("uniform", "masked"), seed=4)
+    for found in groups(4, mixed_backward, case, kind):
+        assert len(found["told"]) == (2 if kind == "order" else 1)
+        assert all(
+            text.startswith("ranks of this world run the backward passes of different") for text in found["told"]
+        )
+        assert all(found["nan"])
+        assert found["right"]
 
 
 # A wait that runs out

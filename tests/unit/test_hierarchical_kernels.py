@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from raymoe.errors import DataRefused
 from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.quantising import quantise
 from raymoe.exchange.spec import FP8, FP8_BLOCK, ExchangeSpec
@@ -215,3 +216,61 @@ def test_rows_of_fp8_send_half_of_the_bytes(groups: Groups) -> None:
     sent = sum(groups(2, count_bytes, spec))
     assert sent == bytes_between_domains(spec, 2, 2, "cuda")["dispatch"]
     assert sent < 0.6 * bytes_between_domains(replace(spec, wire=None), 2, 2, "cuda")["dispatch"]
+
+
+def mix_backward(rank: int, case: Case, kind: str, how: str, chunk: int) -> list[tuple[str, bool]]:
+    """Run backward passes of two dispatches in another order on rank 1, or a dispatch on rank 1; then right ones.
+
+    Return what `check` says of each, and whether all rows are NaN, or else right.
+    """
+    spec, found = case.spec, []
+    with World.of(domain=1, timeout_s=40) as world, between_domains(world, spec, kind, chunk) as exchange:
+        sent = [batches(case, step)[rank] for step in range(2)]
+
+        def dispatched(batch: Batch, forward: Dispatched | None = None) -> Dispatched:
+            out = torch.zeros(spec.rows(2), spec.hidden, dtype=batch.x.dtype)
+            tokens = Tokens(batch.x, batch.ids, batch.weights, None)
+            return exchange.dispatch(tokens, out) if forward is None else exchange.dispatch_again(tokens, out, forward)
+
+        gots = [dispatched(batch) for batch in sent]
+        steps = {"order": ((0, 1), (1, 0)), "left out": ((0, None),), "site": ((0, 0),)}[how]
+        for usual, odd in (*steps, (1, 1), (0, 0), (1, 1)):
+            step = odd if rank else usual
+            gots[0].site = 3 + rank if how == "site" and not found else 3
+            half = replace(sent[usual if step is None else step], x=0.5 * sent[usual if step is None else step].x)
+            if step is None:
+                rows = dispatched(half).x
+            elif exchange.keeps_places:
+                rows = torch.zeros_like(gots[step].x)
+                exchange.dispatch_known(half.x, gots[step], rows)
+            else:
+                rows = dispatched(half, gots[step]).x
+            said = ""
+            try:
+                exchange.check()
+            except DataRefused as error:
+                said = str(error)
+            if said:
+                right = bool(rows.isnan().all())
+            elif step is None:
+                right = bool(torch.isfinite(rows).any())
+            else:
+                end = int(gots[step].expert_offsets[-1])  # rows behind it are unspecified
+                right = torch.equal(rows[:end], 0.5 * gots[step].x[:end])
+            found.append((said, right))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "chunk"), [("fused", 0), ("ll", 0), ("staged", 0), ("chunks", 2)])
+@pytest.mark.parametrize("how", ["order", "left out", "site"])
+def test_ranks_of_all_domains_refuse_backward_passes_that_differ(
+    groups: Groups, kind: str, chunk: int, how: str
+) -> None:
+    spec = ExchangeSpec(5, 16, experts=4, topk=2, alignment=4, padding="zero")
+    case = Case(2, spec, kind, ("uniform", "masked"), seed=2, ragged=False)
+    for rank, found in enumerate(groups(2, mix_backward, case, kind, how, chunk)):
+        refused = {"order": 2, "left out": 1 - rank, "site": 1}[how]
+        said = [text for text, _ in found if text]
+        assert len(said) == refused and all(text.startswith("ranks of this world run the back") for text in said)
+        assert [bool(text) for text, _ in found] == [True] * refused + [False] * (len(found) - refused)
+        assert all(right for _, right in found)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from raymoe.device.combine import combine_source
+from raymoe.device.combine import combine_source, with_ll_statuses
 from raymoe.device.copy import COPY, LANES, CopyLane, CopyParams
 from raymoe.device.dispatch import (
     ADVANCE_CHUNK,
@@ -30,7 +30,7 @@ from raymoe.device.few_rows import source_of as few_rows_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.rounds import COUNT, NUMBER, SPREAD, TELL, sum_sources
+from raymoe.device.rounds import COMPARE_PASSES, COUNT, NUMBER, SPREAD, TELL, TELL_PASS, sum_sources
 from raymoe.device.structs import STRUCTS, Peers
 from raymoe.packaged import packaged_folder
 from raymoe.workload.compare.row_push import ROW_PUSH
@@ -45,7 +45,7 @@ _FOLDER = KERNELS / "include" / "raymoe"
 HEADERS = sorted(str(path.relative_to(_FOLDER)) for path in _FOLDER.rglob("*.cuh"))
 DTYPES = ("bfloat16", "float16", "float32")
 BEFORE_HOPPER = (
-    *(TELL, COUNT, NUMBER, SPREAD),
+    *(TELL, COUNT, NUMBER, SPREAD, TELL_PASS, COMPARE_PASSES),
     *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
     *(TELL_TOKENS, ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES),
     *(sum_source(dtype, wire) for dtype in DTYPES for wire in DTYPES),
@@ -71,6 +71,9 @@ SOURCES = (
     dispatch_source(stamped=True),
     dispatch_source(known=True),
     dispatch_source(stamped=True, known=True),
+    dispatch_source(again=True),
+    dispatch_source(stamped=True, again=True),
+    in_groups(dispatch_source(again=True, chunked=True)),
     dispatch_source(chunked=True),
     dispatch_source(stamped=True, chunked=True),
     dispatch_source(known=True, chunked=True),
@@ -87,6 +90,11 @@ SOURCES = (
     *(combine_source(dtype, carries=True) for dtype in DTYPES),
     *(combine_source(dtype, warps=WIDE, carries=True) for dtype in DTYPES),
     combine_source("bfloat16", traces=True, warps=WIDE, carries=True),
+    *(
+        with_ll_statuses(combine_source(dtype, warps=warps, carries=True))
+        for dtype in DTYPES
+        for warps in (WARPS, WIDE)
+    ),
     combine_source("bfloat16", stamped=True),
     combine_source("bfloat16", stamped=True, carries=True),
     combine_source("float32", wire="bfloat16", carries=True),
@@ -94,6 +102,8 @@ SOURCES = (
     combine_source("bfloat16", wire="float32"),
     combine_source("float16", wire="bfloat16"),
     dispatch_ll_source(),
+    dispatch_ll_source(again=True),
+    in_groups(dispatch_ll_source(again=True)),
     *(dispatch_ll_source(dtype, fp8=True) for dtype in DTYPES),
     dispatch_source(traces=True),
     dispatch_ll_source(traces=True),

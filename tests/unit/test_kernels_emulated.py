@@ -223,6 +223,7 @@ def _combined(owner: Any, got: Dispatched, weighted: bool = True, form: str = "w
 DIFFERENT = {
     "dispatch": "rank 0 combines its dispatch 2 and rank 2 its dispatch 1; all ranks combine the same dispatch",
     "weighted": "rank 0 combines dispatch 2 with weighted=True and rank 2 with weighted=False; all ranks give the same",
+    "site": "rank 0 combines rows of call site 536870911 and rank 2 rows of no call site; all ranks call the same",
 }
 
 
@@ -237,6 +238,7 @@ def _combine_differently(kind: str, form: str, how: str, seed: int, *changes: Ch
         for rank, each in enumerate(owners):
             odd = rank == 2
             got = gots[0 if odd and how == "dispatch" else 1][rank]
+            got.site = 2**29 - 1 if how == "site" and not odd else 0
             ys.append(_combined(each, got, not (odd and how == "weighted"), form))
         emulator.run(seed)
         for each, y in zip(owners, ys, strict=True):
@@ -263,9 +265,14 @@ def test_all_ranks_refuse_combines_that_differ(kind, form, how):
     [
         ("dispatch", Change("combine.cuh", "<< 32, left.high};", "<< 32, 0};")),
         ("dispatch", Change("beginning.cuh", "Refusal{CAUSE_NONE, 0, epoch}", "Refusal{CAUSE_NONE, 0, 1}")),
-        ("weighted", Change("combine.cuh", ": static_cast<u64>(p.weighted | CARRIES << 1) << 32", ": 0")),
+        (
+            "weighted",
+            Change("combine.cuh", ": static_cast<u64>(p.weighted | CARRIES << 1 | p.site << SITE_SHIFT) << 32", ": 0"),
+        ),
+        ("site", Change("combine.cuh", " | p.site << SITE_SHIFT", "")),
+        ("site", Change("combine.cuh", "p.site << SITE_SHIFT", "p.site << SITE_SHIFT & 0xFFFF0000")),
     ],
-    ids=["no number said", "no number left", "nothing said of weights"],
+    ids=["no number said", "no number left", "nothing said of weights", "nothing said of sites", "half of a site"],
 )
 def test_a_fault_planted_in_the_check_of_combines_is_found(how, change):
     with pytest.raises((AssertionError, RaymoeError, pytest.fail.Exception)):  # the last: no rank refused

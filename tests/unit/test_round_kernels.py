@@ -18,7 +18,7 @@ from raymoe.exchange.refusal import Cause, Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
-from tests.gpu.exchange_ranks import mixed_combines, refuse_and_go_on
+from tests.gpu.exchange_ranks import left_out_backward, mixed_backward, mixed_combines, refuse_and_go_on
 from tests.unit import plan
 from tests.unit.emulated_launcher import EmulatedLauncher
 from tests.unit.emulated_rounds import Ranks, drawn, judge_places, judge_step, judge_traffic, read_now, tokens_of
@@ -114,7 +114,13 @@ PLANTED = {
     ),
     "the numbers of one rank": Change("sum_ranks.cu", "number |= ptx", "number = ptx"),
     "numbers in the place of another rank's": Change(
-        "sum_ranks.cu", "(static_cast<u64>(rank) * memory.entries() + entry)", "entry"
+        "sum_ranks.cu", "block + rank * p.number_stride + entry * 4ull", "block + entry * 4ull"
+    ),
+    "sums in the place of another block's": Change("sum_entries.cu", "p.leaving + source * p.skew +", "p.leaving +"),
+    "a status in the place of another block's": Change("sum_entries.cu", "p.leaving + rank * p.skew +", "p.leaving +"),
+    "blocks without their numbers": Change("sum_ranks.cu", " + rank * p.skew;", ";"),
+    "the pass behind another's weights": Change(
+        "rounds.cuh", "(entries() * 8 + 15) / 16 * 16 + sizeof(Status)", "entries() * 8"
     ),
     "sums of ranks in which a token has no expert": Change(
         "sum_ranks.cu", "entry * 4, NOWHERE);", "entry * 4, NOWHERE) & 0xFFFF;"
@@ -275,6 +281,7 @@ def test_all_ranks_report_refused_data_and_the_next_step_works(
 UNLIKE = {
     "dispatch": "rank 0 combines its dispatch 1 and rank 2 its dispatch 2",
     "weighted": "rank 0 combines dispatch 1 with weighted=True and rank 2 with weighted=False",
+    "site": "rank 0 combines rows of call site 5 and rank 2 rows of call site 7; all ranks call the same layers",
 }
 """The error for ranks whose combines differ, by the difference."""
 
@@ -291,9 +298,10 @@ def test_numbers_of_one_rank_are_refused_by_all_ranks(compact: bool) -> None:
             raise_first(rank.kernels.take_refused(read_now), SPEC)
 
 
-def test_all_ranks_report_that_only_some_send_gradients_by_collective(pool: RankPool) -> None:
+@pytest.mark.parametrize("backend", ON_TENSORS)
+def test_all_ranks_report_that_only_some_send_gradients(pool: RankPool, backend: str) -> None:
     spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
-    case = Case(3, spec, "tensor collective", ("uniform", "masked"), seed=4)
+    case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
     for rank, found in enumerate(pool.run(3, mixed_combines, case, "gradients")):
         assert found["told"].startswith("rank 0 combines dispatch 1 with weighted=True and rank 2 with gradients")
         assert found["nan"]
@@ -308,4 +316,45 @@ def test_all_ranks_report_combines_that_differ(pool: RankPool, backend: str, kin
     for rank, found in enumerate(pool.run(3, mixed_combines, case, kind)):
         assert found["told"].startswith(UNLIKE[kind])
         assert found["nan"]
+        judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+MIXED_BACKWARD = {
+    "order": [
+        "rank 0 runs the backward pass of its dispatch 1 and rank 2 of its dispatch 2; all ranks run backward passes "
+        "in one order",
+        "rank 0 runs the backward pass of its dispatch 2 and rank 2 of its dispatch 1; all ranks run backward passes "
+        "in one order",
+    ],
+    "site": [
+        "rank 0 runs the backward pass of call site 1 and rank 2 of call site 7; all ranks run backward passes in one "
+        "order"
+    ],
+}
+"""The errors for ranks whose backward passes differ, by the difference."""
+
+
+@pytest.mark.parametrize("backend", ON_TENSORS)
+@pytest.mark.parametrize("kind", MIXED_BACKWARD)
+def test_all_ranks_report_backward_passes_that_differ(pool: RankPool, backend: str, kind: str) -> None:
+    spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
+    case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
+    for found in pool.run(3, mixed_backward, case, kind):
+        assert found["told"] == MIXED_BACKWARD[kind]
+        assert all(found["nan"])
+        assert found["right"]
+
+
+@pytest.mark.parametrize("backend", ON_TENSORS)
+def test_a_backward_pass_of_some_ranks_is_refused_by_all_at_once(pool: RankPool, backend: str) -> None:
+    spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
+    case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
+    said = (
+        "rank 0 runs the backward pass of its dispatch 1 and rank 2 no backward pass; all ranks run the same backward"
+    )
+    for rank, found in enumerate(pool.run(3, left_out_backward, case)):
+        assert rank == 2 or found["told"][0].startswith(said)
+        assert rank != 2 or found["told"][0] == ""
+        assert found["told"][1].startswith("rank 0 combines its dispatch 1 and rank 2 its dispatch 2; all ranks")
+        assert all(found["nan"])
         judge_combine(case, batches(case, 1)[rank], found["y"])

@@ -23,7 +23,8 @@ struct DispatchRecord {
 static_assert(sizeof(DispatchRecord) == 32 + 8 * MOST_RANKS, "");
 
 // One allocation for each dispatch, which begins with what all ranks told: for each source topk_idx[T][K], then
-// topk_weights[T][K], 4 bytes each. An id of NOWHERE is no expert.
+// topk_weights[T][K], 4 bytes each, and last a Status: to which dispatch this one belongs, in a backward pass
+// (compare_passes.cu). An id of NOWHERE is no expert.
 struct DispatchMemory {
     u64 record;  // offset of a DispatchRecord
     // u32[T][R]: the row that holds the sum of each token of this rank from each rank, among the sums that come back.
@@ -41,10 +42,17 @@ struct DispatchMemory {
 
     __device__ __forceinline__ u64 entries() const { return static_cast<u64>(tokens) * topk; }
 
-    __device__ __forceinline__ u8* topk_idx_of(u8* kept, u32 source) const { return kept + source * entries() * 8; }
+    // Bytes that a rank tells, a multiple of 16. raymoe/device/rounds.py computes the same.
+    __device__ __forceinline__ u64 told_bytes() const { return (entries() * 8 + 15) / 16 * 16 + sizeof(Status); }
+
+    __device__ __forceinline__ u8* topk_idx_of(u8* kept, u32 source) const { return kept + source * told_bytes(); }
 
     __device__ __forceinline__ u8* topk_weights_of(u8* kept, u32 source) const {
         return topk_idx_of(kept, source) + entries() * 4;
+    }
+
+    __device__ __forceinline__ u8* pass_of(u8* kept, u32 source) const {
+        return topk_idx_of(kept, source + 1) - sizeof(Status);
     }
 
     __device__ __forceinline__ DispatchRecord* record_of(u8* kept) const {

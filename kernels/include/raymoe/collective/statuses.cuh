@@ -13,14 +13,17 @@ constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows needed
 constexpr u32 CAUSE_TOKENS = 5;    // other: rows of x, number: the tokens asked for
 
 // 16 bytes behind the rows of each block of a combine. With CAUSE_NONE, `number` is the dispatch that it combines.
-// `other` is whether the combine is weighted, plus 2 if numbers of entries go home with it. Statuses that differ show
-// that ranks combine different dispatches, or differently.
+// `other` is whether the combine is weighted, plus 2 if numbers of entries go home with it, plus 4 times the number of
+// its call site. Statuses that differ show that ranks combine different dispatches, or differently.
 struct Status {
     u32 cause;
     u32 other;
     u64 number;
 };
 static_assert(sizeof(Status) == 16, "");
+
+// What a rank says in the backward pass of a dispatch, which is counted from 1; 0: it runs no backward pass.
+__device__ __forceinline__ Status pass_status(u32 site, u64 number) { return {CAUSE_NONE, site << 2, number}; }
 
 __device__ __forceinline__ Status load_status(const void* at) {
     const ptx::Bytes16 both = ptx::load_16(static_cast<const u8*>(at));

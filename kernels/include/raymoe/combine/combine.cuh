@@ -25,16 +25,6 @@ constexpr u32 PIECE_OF = Crossed::BYTES < 16 ? 16 / Crossed::BYTES : 1;
 constexpr u32 PART_REDUCE = 1;  // sums of this rank's experts to the sources
 constexpr u32 PART_SUM = 2;     // sums of the ranks' rows; the end of the run
 
-// The statuses of the last combine that was refused. In host memory that the GPU has mapped. Writer: the last block out
-// of a combine; `epoch` last, by a release at system scope. Reader: the host, at any time, `epoch` first. The host
-// remembers the epoch that it has raised.
-struct RefusalRecord {
-    u64 epoch;
-    u64 unused;
-    Refusal refusals[MAX_RANKS];
-};
-static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
-
 // The parameters that both kernels of a combine read: the tensors of a call, and sizes. The struct ends without
 // padding, as DispatchCall does.
 struct CombineCall {
@@ -57,6 +47,8 @@ struct CombineCall {
     u32 row_bytes;
     u32 weighted;
     u32 op;
+    u32 site;  // of the call, such as a layer, below 2^29; 0: none
+    u32 unused;
 
     // For thread k of a warp: the place of entry k of the token on this rank, and its weight. NOWHERE from topk on, or
     // if not `wanted`.
@@ -195,26 +187,14 @@ __device__ inline void fill_with_nan(const CombineCall& p, u32 first, u32 stride
 
 // This rank's status for a combine, from what its dispatch left. Every rank compares the statuses of all ranks, so all
 // reach the same verdict. No rank reads sums if one rank refuses, if two ranks combine different dispatches, or if only
-// some apply weights or send numbers.
+// some apply weights or send numbers, or if they call from different sites.
 __device__ __forceinline__ ptx::Bytes16 status_of(const CombineCall& p, const ptx::Bytes16& left) {
     const bool refuses = static_cast<u32>(left.low) != CAUSE_NONE;
-    return {refuses ? left.low : static_cast<u64>(p.weighted | CARRIES << 1) << 32, left.high};
+    return {refuses ? left.low : static_cast<u64>(p.weighted | CARRIES << 1 | p.site << SITE_SHIFT) << 32, left.high};
 }
 
 __device__ __forceinline__ bool is_refused(const ptx::Bytes16& mine, const ptx::Bytes16& other) {
     return static_cast<u32>(mine.low) != CAUSE_NONE || other.low != mine.low || other.high != mine.high;
-}
-
-// Reports to the host that this step is refused. `status(rank, word)` returns a word of a rank's Refusal. One thread
-// calls this.
-template <class Status>
-__device__ inline void report_refusal(const CombineCall& p, u64 epoch, Status status) {
-    for (u32 rank = 0; rank < p.peers.ranks; ++rank) {
-        u64* into = reinterpret_cast<u64*>(&p.record->refusals[rank]);
-        ptx::store_relaxed_sys(into, status(rank, 0));
-        ptx::store_relaxed_sys(into + 1, status(rank, 1));
-    }
-    ptx::store_release_sys(&p.record->epoch, epoch);  // orders the refusals before the epoch that announces them
 }
 
 }  // namespace raymoe

@@ -19,6 +19,11 @@ namespace raymoe {
 #define KNOWN_ROUTING 0  // 1: rows go to the places that an earlier dispatch gave them. Its results are input
 #endif
 constexpr bool KNOWN = KNOWN_ROUTING;
+
+#ifndef AGAIN_ROUTED
+#define AGAIN_ROUTED 0  // 1: a dispatch of a backward pass, whose rows are routed again (passes.cuh)
+#endif
+constexpr bool AGAIN = AGAIN_ROUTED;
 static_assert(!KNOWN || !WIRE_FP8, "only backward passes know the routing, and their rows do not cross as fp8");
 
 #ifndef CHUNKED_ROWS
@@ -65,11 +70,12 @@ constexpr u32 RANK_MASK = (1u << RANK_BITS) - 1;
 constexpr u32 NOWHERE = 0xFFFFFFFF;
 
 // Why a step's data is refused; raymoe/exchange/refusal.py has the same numbers.
-constexpr u32 CAUSE_NONE = 0;      // number: the epoch of the dispatch; other: in a combine 1 if weighted, else 0
+constexpr u32 CAUSE_NONE = 0;      // number: the epoch of the dispatch; other: see combine.cuh, passes.cuh
 constexpr u32 CAUSE_ID = 1;        // other: the token, number: the id
 constexpr u32 CAUSE_CAPACITY = 2;  // number: the rows needed
 constexpr u32 CAUSE_EXPERT = 4;    // other: the source, number: the local expert that it named
 constexpr u32 CAUSE_TOKENS = 5;    // other: rows of x, number: the tokens asked for
+constexpr u32 SITE_SHIFT = 2;      // of the call site's number, in `other` without a cause
 
 // Why a rank refuses the data, or else which dispatch it combines. These 16 bytes travel with a combine.
 struct Refusal {
@@ -83,8 +89,31 @@ static_assert(sizeof(Refusal) == 16, "");
 struct Got {
     u32 tokens[MAX_RANKS];  // sent by each source; rows of y from this rank's own number on are zero
     Refusal refusal;
+    u64 number;  // the epoch, also if the data is refused
 };
-static_assert(sizeof(Got) == MAX_RANKS * 4 + 16, "");
+static_assert(sizeof(Got) == MAX_RANKS * 4 + 24, "");
+
+// The statuses of the last run that was refused: of combines, and of dispatches in backward passes. In host memory that
+// the GPU has mapped. Writer: the last block out; `epoch` last, by a release at system scope. Reader: the host, at any
+// time, `epoch` first. The host remembers the epoch that it has raised.
+struct RefusalRecord {
+    u64 epoch;
+    u64 unused;
+    Refusal refusals[MAX_RANKS];
+};
+static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
+
+// Reports to the host that this run is refused. `status(rank, word)` returns a word of a rank's Refusal. One thread
+// calls this.
+template <class Status>
+__device__ inline void report_refusal(RefusalRecord* record, u32 ranks, u64 epoch, Status status) {
+    for (u32 rank = 0; rank < ranks; ++rank) {
+        u64* into = reinterpret_cast<u64*>(&record->refusals[rank]);
+        ptx::store_relaxed_sys(into, status(rank, 0));
+        ptx::store_relaxed_sys(into + 1, status(rank, 1));
+    }
+    ptx::store_release_sys(&record->epoch, epoch);  // orders the refusals before the epoch that announces them
+}
 
 // An expert id as it is in memory; if ids have 4 bytes, `high` has no meaning.
 struct Id {
@@ -127,6 +156,11 @@ struct DispatchCall {
     u32* masks;           // [tokens]: bit r: token t was sent to rank r
     Got* got;
 
+    // In a backward pass, else null (passes.cuh).
+    const Got* forward;     // of the dispatch to which it belongs
+    const u64* mark;        // not 0: ranks of other domains run another backward pass; null: there are none
+    RefusalRecord* record;  // for ranks that run the backward passes of different dispatches
+
     // Of this rank alone.
     u64* trace;  // [blocks][TRACE_POINTS], zero before; null unless the build traces
     Operation* operation;
@@ -148,6 +182,8 @@ struct DispatchCall {
     u32 capacity;
     u32 op;
     u32 group;  // experts, neighbours in number, of which only the first is aligned (places.cuh, GROUPED_EXPERTS)
+    u32 site;   // of the call, such as a layer, below 2^29; 0: none. Only backward passes read it
+    u32 unused;
 
     // expert / local. A multiplication, because a division is slow compared to the other work of a small dispatch. It
     // is exact for all experts that the kernels take (raymoe/device/dispatch.py).
@@ -182,6 +218,7 @@ struct DispatchParams : DispatchCall {
     u64 rows[2];    // slots: row t of source s at (s * slot_tokens + t) * slot_bytes
     u64 told[2];    // told entries, 8 bytes for each (source, token, k)
     u64 counts[2];  // u32 for each (source, local expert); after a source's experts the tokens that it sent
+    u64 passes[2];  // {pass, epoch} for each source (passes.cuh)
     // Writer: a lane of source s, at each rank that a token's row went to, word (s, token): the epoch, after the row
     // has arrived. Reader: the owner, with acquire. Any lane may take any token, so words belong to tokens.
     u64 arrivals;
@@ -244,6 +281,10 @@ struct DispatchParams : DispatchCall {
 
     __device__ __forceinline__ u8* counts_at(u32 peer, u32 parity, u32 source, u32 expert) const {
         return peers.slot(peer, counts[parity], static_cast<u64>(source) * (local + 1) + expert, 4);
+    }
+
+    __device__ __forceinline__ u8* pass_at(u32 peer, u32 parity, u32 source) const {
+        return peers.slot(peer, passes[parity], source, 16);
     }
 
     __device__ __forceinline__ u64* arrival_at(u32 peer, u32 source, u32 token) const {

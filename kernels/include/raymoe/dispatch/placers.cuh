@@ -2,6 +2,7 @@
 #pragma once
 
 #include "raymoe/dispatch/beginning.cuh"
+#include "raymoe/dispatch/passes.cuh"
 #include "raymoe/dispatch/placing.cuh"
 
 namespace raymoe {
@@ -19,7 +20,10 @@ __device__ __forceinline__ bool find_places(const DispatchParams& p, u32 parity,
 // counts of 0.
 __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer, u8* shared) {
     const u32 parity = epoch & 1, warp = threadIdx.x / 32, ranks = p.peers.ranks;
-    if (!KNOWN && !await_heads(p, epoch)) {
+    if (KNOWN && placer == 0) {
+        announce_known(p, epoch);
+    }
+    if (!await_heads(p, epoch) || (KNOWN && !all_run_this_pass(p, epoch))) {
         return;
     }
     trace(p.trace, AT_COUNTS);

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/dispatch/passes.cuh"
 
 namespace raymoe {
 
@@ -193,6 +194,9 @@ class Router {
         const u32 last = p_.routers - 1;
         if (threadIdx.x != 0 || (last != 0 && ptx::atomic_increment_wrapping(&p_.scratch->routed, last) != last)) {
             return;
+        }
+        for (u32 peer = 0; AGAIN && peer < p_.peers.ranks; ++peer) {
+            send_pass(p_, epoch_, peer);
         }
         // Orders the counts and told entries of all routers, which the ticket has acquired, before the words.
         ptx::fence_acq_rel_sys();

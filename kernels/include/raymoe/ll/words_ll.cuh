@@ -2,6 +2,7 @@
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
+#include "raymoe/dispatch/passes.cuh"
 #include "raymoe/ll/dealing.cuh"
 #include "raymoe/ll/lines.cuh"
 
@@ -32,7 +33,8 @@ __device__ __forceinline__ u8* count_word(const DispatchLlParams& p, u32 peer, u
     return p.peers.slot(peer, p.counts[parity], static_cast<u64>(source) * (p.local + 1) + expert, 16);
 }
 
-// Stores told entries and counts at a peer, each with its epoch.
+// Stores told entries and counts at a peer, each with its epoch. In a backward pass (AGAIN) the upper halves of two
+// counts hold the pass: that of the tokens its dispatch, that of the first local expert its call site. Else they are 0.
 struct RoutingWords {
     const DispatchLlParams& p;
     u64 epoch;
@@ -41,8 +43,14 @@ struct RoutingWords {
         ptx::store_relaxed_sys_16(told_word(p, peer, epoch & 1, p.peers.rank, entry), {value, epoch});
     }
 
+    __device__ __forceinline__ u32 pass_half(u32 expert) const {
+        const u64 pass = AGAIN ? pass_of(p) : 0;
+        return static_cast<u32>(expert == p.local ? pass : expert == 0 ? pass >> 32 : 0);
+    }
+
     __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
-        ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {value, epoch});
+        const u64 told = AGAIN ? static_cast<u64>(pass_half(expert)) << 32 | value : value;
+        ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {told, epoch});
     }
 };
 
@@ -88,5 +96,37 @@ class EarlyCounts {
     ptx::Bytes16 count_{0, 0};
     ptx::Bytes16 tokens_{0, 0};
 };
+
+// The pass of a rank, from the upper halves of its counts, which have come. One thread calls this.
+__device__ inline u64 pass_in_counts(const DispatchLlParams& p, u64 epoch, u32 source) {
+    const auto half = [&](u32 expert) {
+        return ptx::load_relaxed_sys_16(count_word(p, p.peers.rank, epoch & 1, source, expert)).low >> 32;
+    };
+    return half(0) << 32 | half(p.local);
+}
+
+// Waits for the counts that hold passes, fills the rows with NaN if the passes differ, and reports that. All threads of
+// the last block out call this. The other blocks of an SM that places have waited for the same counts.
+__device__ inline bool compare_passes_ll(const DispatchLlParams& p, u64 epoch) {
+    bool ok = true, same = true;
+    if (threadIdx.x < p.peers.ranks) {
+        for (u32 expert = 0; expert <= p.local; expert += p.local) {
+            u64 came = 0;
+            ok = wait_for_word(count_word(p, p.peers.rank, epoch & 1, threadIdx.x, expert), epoch,
+                               Waiting{p.op, threadIdx.x, epoch}, p.watch, came) && ok;
+        }
+        same = ok && pass_in_counts(p, epoch, threadIdx.x) == pass_of(p);
+    }
+    if (!__syncthreads_and(ok)) {
+        return false;
+    }
+    if (!__syncthreads_and(same)) {
+        fill_rows_with_nan(p.out, static_cast<u64>(p.capacity) * p.out_row_bytes);
+        if (threadIdx.x == 0) {
+            report_passes(p, epoch, [&](u32 rank) { return pass_in_counts(p, epoch, rank); });
+        }
+    }
+    return true;
+}
 
 }  // namespace raymoe
