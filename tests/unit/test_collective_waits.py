@@ -76,13 +76,13 @@ def run_with_copies(world: World, case: Case) -> tuple[int, Any]:
     ):
         found = run_gradients(world, case)
     reads = sum(call.args[1] == "combine" for call in read.call_args_list)
-    assert unpacked.call_count == 2 * len(case.routing)
+    assert unpacked.call_count == 3 * len(case.routing)
     return reads, found
 
 
 def test_copies_of_the_metadata_are_read_with_a_limit(pool: RankPool) -> None:
     found = pool.run(2, run_with_copies, CASE)
-    assert [reads for reads, _ in found] == [4, 4], "the backward of each dispatch"
+    assert [reads for reads, _ in found] == [8, 8], "the backward of each dispatch and of each combine"
     judge_gradients(CASE, [gradients for _, gradients in found], bound=2e-6)
 
 

@@ -120,7 +120,10 @@ FAULTS = [
         (("id", token, 8), f"rank 1 asked for expert 8 for its token {token}; ids are -1 to 7")
         for token in (0, 3, 4, 8)
     ),
-    (("count", 0, 10), "num_tokens is 10 on rank 1; x has 9 rows, so 0 to 9 can be sent: make the exchange with more tokens"),
+    (
+        ("count", 0, 10),
+        "num_tokens is 10 on rank 1; x has 9 rows, so 0 to 9 can be sent: make the exchange with more tokens",
+    ),
 ]
 
 
