@@ -159,7 +159,7 @@ def return_gradients(rank: int, case: Case, kind: str, chunk: int) -> Any:
             out = torch.zeros(spec.rows(2), spec.hidden)
             got = exchange.dispatch(Tokens(batch.x, batch.ids, batch.weights, None), out)
             metadata, weights = exchange.pack(got), got.weights.clone()
-            assert metadata.shape == (exchange.numbers[-1],)
+            assert metadata.shape == (exchange.metadata_words,)
             again = exchange.unpack(metadata, out, weights, Ids(batch.ids))
             made = apply_experts(SimpleNamespace(world=world), got, out).nan_to_num(nan=0.0)  # type: ignore[arg-type]
             y, entries = torch.zeros_like(batch.x), torch.zeros_like(batch.weights)
