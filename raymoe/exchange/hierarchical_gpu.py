@@ -122,7 +122,7 @@ class _Home:
     """None: not known, because the result was made again from its metadata."""
 
     def used_on(self, stream: int, site: int) -> None:
-        """Keep the memory for work on `stream`, which must be the current one. The ranks inside compare the site too."""
+        """Keep the memory for work on `stream`, which must be the current one. Ranks inside compare the site too."""
         self.inside.site = site
         if stream != self.stream and self.number.device.type == "cuda":
             keep_for_current_stream(self.number)

@@ -1,9 +1,9 @@
 """The backward passes of dispatches between domains: all ranks must run those of the same dispatch.
 
-A dispatch tells all ranks of its rail ids and weights, and behind them its pass: to which dispatch it belongs, 0 outside
-of a backward pass. One of known routing tells no ids, and its pass. Each rank compares the passes of its rail. Where they
-differ, it also says another pass inside its domain, so the whole domain refuses. So all ranks of the world refuse if two
-of them differ: else all passes of each domain and of each rail are equal.
+A dispatch tells all ranks of its rail ids and weights, and behind them its pass: to which dispatch it belongs, 0
+outside of a backward pass. One of known routing tells no ids, and its pass. Each rank compares the passes of its rail.
+Where they differ, it also tells another pass inside its domain, so the whole domain refuses. So all ranks of the world
+refuse if two of them differ: else all passes of each domain and of each rail are equal.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class RailPasses:
         inside[:1].zero_()
         if any(refused):
             raise DataRefused(
-                "ranks of this world run the backward passes of different dispatches, or only some of them run one; all "
-                "ranks run backward passes in one order"
+                "ranks of this world run the backward passes of different dispatches, or only some of them run one; "
+                "all ranks run backward passes in one order"
             )
 
     def _write(
