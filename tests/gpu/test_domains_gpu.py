@@ -21,9 +21,8 @@ from raymoe.exchange.spec import FP8, ExchangeSpec  # noqa: E402
 from tests.gang import configs  # noqa: E402
 from tests.gang.conftest import Start  # noqa: E402
 from tests.gang.nodes import cluster  # noqa: E402
-from tests.gpu import domain_ranks  # noqa: E402
+from tests.gpu import domain_ranks, mixed_ranks  # noqa: E402
 from tests.gpu import exchange_ranks as on_rank  # noqa: E402
-from tests.gpu import mixed_ranks  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
 from tests.gpu.test_exchange_workload import run  # noqa: E402
