@@ -196,24 +196,27 @@ def dispatch_source(
     traces: bool = False,
     *,
     known: bool = False,
-    again: bool = False,
     chunked: bool = False,
 ) -> KernelSource:
     """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats.
 
-    `known`: for rows that go to the places of an earlier dispatch. `again`: for a backward pass that routes its rows
-    again. `chunked`: for rows of x that come in chunks while the kernel runs.
+    `known`: for rows that go to the places of an earlier dispatch. `chunked`: for rows of x that come in chunks while
+    the kernel runs.
     """
     structs = (ChunkedDispatchParams if chunked else DispatchParams, Got, RefusalRecord, Scratch, Peers, *STRUCTS)
     defines: tuple[tuple[str, str], ...] = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     defines += (("KNOWN_ROUTING", "1"),) if known else ()
-    defines += AGAIN if again else ()
     defines += (("CHUNKED_ROWS", "1"),) if chunked else ()
     return KernelSource("dispatch", structs, (*defines, *stamps(stamped), *traced(traces)))
 
 
-AGAIN = (("AGAIN_ROUTED", "1"),)
-"""Of a build, of many tokens or of few, for the backward pass of an earlier dispatch, whose rows it routes again."""
+def routed_again(source: KernelSource) -> KernelSource:
+    """Return the build of a dispatch kernel, of many tokens or of few, for a backward pass that routes its rows again.
+
+    >>> routed_again(dispatch_source(chunked=True)).defines
+    (('CHUNKED_ROWS', '1'), ('AGAIN_ROUTED', '1'))
+    """
+    return replace(source, defines=(*source.defines, ("AGAIN_ROUTED", "1")))
 
 
 def in_groups(source: KernelSource) -> KernelSource:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from raymoe.device.combine import CombineCall
 from raymoe.device.dealing import Dealing
 from raymoe.device.dispatch import (
-    AGAIN,
     ROW_TYPES,
     THREADS,
     WARPS,
@@ -60,16 +59,10 @@ class CombineLlParams(CombineCall):
     arriving_sms: U32
 
 
-def dispatch_ll_source(
-    dtype: str = "bfloat16", fp8: bool = False, traces: bool = False, *, again: bool = False
-) -> KernelSource:
-    """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats.
-
-    `again`: for a backward pass that routes its rows again.
-    """
+def dispatch_ll_source(dtype: str = "bfloat16", fp8: bool = False, traces: bool = False) -> KernelSource:
+    """Return the kernel for rows that cross as they are, or for rows of this dtype that cross as 8-bit floats."""
     structs = (DispatchLlParams, Got, RefusalRecord, Scratch, Peers, *STRUCTS)
-    defines: tuple[tuple[str, str], ...] = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
-    defines += AGAIN if again else ()
+    defines = (("WIRE_FP8", "1"), ("ROW_TYPE", ROW_TYPES[dtype])) if fp8 else ()
     return KernelSource("dispatch_ll", structs, (*defines, *traced(traces)))
 
 

@@ -16,7 +16,7 @@ import torch
 from raymoe.device import combine, dispatch
 from raymoe.device.combine import CombineGrid, CombineParams, combine_source
 from raymoe.device.current import capturing
-from raymoe.device.dispatch import DispatchParams, RefusalRecord, dispatch_source
+from raymoe.device.dispatch import DispatchParams, RefusalRecord, dispatch_source, routed_again
 from raymoe.device.dispatch_grid import DispatchGrid
 from raymoe.device.gpu import HostWords
 from raymoe.device.jit import KernelSource
@@ -79,7 +79,7 @@ class FusedBackend:
         # The GPU gives blocks to SMs that have none, as long as there are some.
         self.sms = min(gpu.sms, max(shape.blocks for shape in self._largest_shapes()))
         kernels = self.workspace.kernels
-        self._dispatch = kernels.function(self.build.finding_places(self._dispatch_source()))
+        self._dispatch = kernels.function(self.build.finding_places(self._dispatch_source(known=False)))
         summing = kernels.function(self._combine_source(carries=False))
         # Of combines, then of dispatches in backward passes.
         self._refusals = HostWords(gpu, 2 * _RECORD_WORDS)
@@ -186,8 +186,8 @@ class FusedBackend:
 
     def _again_launches(self) -> dict[int, PreparedLaunch]:
         """The launches of a dispatch in a backward pass that routes its rows again, by the parts that each does."""
-        source = self.build.finding_places(self._dispatch_source(again=True))
-        function = self.workspace.kernels.function(source)
+        source = self.build.finding_places(self._dispatch_source(known=False))
+        function = self.workspace.kernels.function(routed_again(source))
         return {parts: self._dispatch_launch(function, parts) for parts in self._whole_parts()}
 
     def _whole_parts(self) -> tuple[int, ...]:
@@ -252,12 +252,13 @@ class FusedBackend:
 
     def check(self) -> None:
         torch.cuda.synchronize(self.world.device)  # bounded, because every wait of the kernels is
-        self.workspace.error.check()
-        refused = [self._take_refused(BACKWARD), self._take_refused(COMBINES)]
-        # A step whose backward passes differ may refuse its combines too, because of that.
-        for error in (judge_backward(refused[0]), judge_statuses(refused[1], self.spec)):
-            if error is not None:
-                raise error
+        # A step whose backward passes differ may refuse its combines too, or leave ranks out of step, because of that.
+        combines = self._take_refused(COMBINES)
+        refused = judge_backward(self._take_refused(BACKWARD)) or judge_statuses(combines, self.spec)
+        if (failed := self.workspace.error.error()) is not None:
+            raise failed from refused
+        if refused is not None:
+            raise refused
 
     def _take_refused(self, kind: int) -> list[Refusal]:
         """The statuses of all ranks in the last refused operation of this kind, once; else no refusals."""
@@ -322,10 +323,10 @@ class FusedBackend:
         shape, params = self.dispatch_grid.shape(parts), self._dispatch_params(parts)
         return PreparedLaunch(Launch(function, shape, params), type(params), DISPATCH_ADDRESSES)
 
-    def _dispatch_source(self, known: bool = False, again: bool = False) -> KernelSource:
-        """The kernel of a dispatch; in a backward pass with known routing, or routed again."""
+    def _dispatch_source(self, known: bool) -> KernelSource:
+        """The kernel of a dispatch, with known routing or without."""
         space = self.workspace
-        return dispatch_source(self.spec.dtype, self.build.fp8, space.stamped, space.traces, known=known, again=again)
+        return dispatch_source(self.spec.dtype, self.build.fp8, space.stamped, space.traces, known=known)
 
     def _combine_source(self, carries: bool) -> KernelSource:
         space, spec, warps = self.workspace, self.spec, self.combine_grid.warps

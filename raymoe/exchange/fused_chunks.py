@@ -61,11 +61,10 @@ class FusedChunksBackend(FusedBackend):
         finally:
             fields.first_token, fields.most_tokens = 0, self.spec.tokens  # other calls combine all tokens
 
-    def _dispatch_source(self, known: bool = False, again: bool = False) -> KernelSource:
-        space, fp8 = self.workspace, self.build.fp8
-        return dispatch_source(
-            self.spec.dtype, fp8, space.stamped, space.traces, known=known, again=again, chunked=True
-        )
+    def _dispatch_source(self, known: bool) -> KernelSource:
+        space = self.workspace
+        fp8 = self.build.fp8
+        return dispatch_source(self.spec.dtype, fp8, space.stamped, space.traces, known=known, chunked=True)
 
     def _dispatch_params(self, parts: int) -> ChunkedDispatchParams:
         return ChunkedDispatchParams(

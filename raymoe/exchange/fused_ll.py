@@ -15,7 +15,7 @@ import torch
 
 from raymoe.device import ll
 from raymoe.device.combine import CombineParams, with_ll_statuses
-from raymoe.device.dispatch import ALL_PARTS
+from raymoe.device.dispatch import ALL_PARTS, routed_again
 from raymoe.device.jit import KernelSource
 from raymoe.device.kernels import Launch
 from raymoe.exchange.backend import Dispatched, Tokens
@@ -110,8 +110,8 @@ class FusedLlBackend(FusedBackend):
 
     def _ll_dispatch_launch(self, again: bool) -> PreparedLaunch:
         space, grid, fp8 = self.workspace, self._dispatch_ll_grid, self.build.fp8
-        source = self.build.finding_places(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces, again=again))
-        function = space.kernels.function(source)
+        source = self.build.finding_places(ll.dispatch_ll_source(self.spec.dtype, fp8, space.traces))
+        function = space.kernels.function(routed_again(source) if again else source)
         sent = grid.leave(self._row_units, self._groups_sent, self.spec.tokens)
         placed = grid.arrive(self._row_units, 1 if fp8 else ll.PLACED, self.spec.tokens, self.world.size)
         params = self.build.dispatch_ll_params(grid, sent, placed)

@@ -132,7 +132,7 @@ class _Home:
     """None: not known, because the result was made again from its metadata."""
 
     def used_on(self, stream: int, site: int) -> None:
-        """Keep the memory for work on `stream`, the current one. The ranks inside compare the site too."""
+        """Keep the memory for work on `stream`, which must be the current one. Ranks inside compare the site too."""
         self.inside.site = site
         if stream != self.stream:
             keep_for_current_stream(self.number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from raymoe.exchange.nccl_kernels import Kept, Lagging, Launcher, RoundKernels, 
 from raymoe.exchange.refusal import CARRIES, SITE_SHIFT, Cause, Refusal, raise_backward, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.layout import Layout, Region
+from raymoe.memory.wait import Words
 from raymoe.memory.world import CLOSING_S, World
 from raymoe.net.nccl import BackgroundWait, NcclGroup
 
@@ -554,7 +555,7 @@ class NcclCollective:
         for words in self._words:
             words[at] = word
 
-    def _announced(self, words: Sequence[MutableSequence[int]]) -> list[int]:
+    def _announced(self, words: Sequence[Words]) -> list[int]:
         """The words of all ranks for this combine."""
         mine, turn = words[self._world.rank], self._combines % 2
         return [mine[2 * rank + turn] for rank in range(self._world.size)]

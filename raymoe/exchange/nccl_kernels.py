@@ -191,9 +191,9 @@ class Blocks:
     """The memory of an exchange, as rows of bytes.
 
     A block of a dispatch, or of a combine of compact rows, has T + 1 rows: the extra row makes space for a status
-    behind the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so that
-    it is one message. Combines without numbers send it whole too: all ranks send the same sizes, whichever combine they
-    run.
+    behind the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so
+    that it is one message. Combines without numbers send it whole too: all ranks send the same sizes, whichever
+    combine they run.
     """
 
     table: torch.Tensor  # [R * T + 1, row_bytes]: rows that arrive, source after source; the last row stays zero
@@ -216,14 +216,14 @@ class Blocks:
         if not sizes.compact:
             sums = spec.tokens * spec.home_row_bytes + Refusal.NBYTES
             leaving, returned = (empty(sizes.ranks, sums + round_up(number_bytes, 16)) for _ in range(2))
-            numbers = [each[:, sums : sums + number_bytes] for each in (leaving, returned)]
+            leaving_numbers, returned_numbers = (each[:, sums : sums + number_bytes] for each in (leaving, returned))
             skew = leaving.shape[1] - (spec.tokens + 1) * spec.home_row_bytes
-            return cls(table, leaving[:0], leaving, returned, *numbers, skew)
+            return cls(table, leaving[:0], leaving, returned, leaving_numbers, returned_numbers, skew)
         memory = empty(rows * max(spec.row_bytes, spec.home_row_bytes))
         packed = memory[: rows * spec.row_bytes].view(sizes.ranks, spec.tokens + 1, -1)
         leaving = memory[: rows * spec.home_row_bytes].view(sizes.ranks, -1)
-        numbers = [empty(sizes.ranks, number_bytes) for _ in range(2)]
-        return cls(table, packed, leaving, torch.empty_like(leaving), *numbers, skew=0)
+        leaving_numbers, returned_numbers = (empty(sizes.ranks, number_bytes) for _ in range(2))
+        return cls(table, packed, leaving, torch.empty_like(leaving), leaving_numbers, returned_numbers, skew=0)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from raymoe.exchange.spec import FP8, ExchangeSpec  # noqa: E402
 from tests.gang import configs  # noqa: E402
 from tests.gang.conftest import Start  # noqa: E402
 from tests.gang.nodes import cluster  # noqa: E402
-from tests.gpu import domain_ranks  # noqa: E402
+from tests.gpu import domain_ranks, mixed_ranks  # noqa: E402
 from tests.gpu import exchange_ranks as on_rank  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
@@ -206,17 +206,32 @@ def test_replays_of_bad_data_are_refused_and_good_ones_work(domains: Domains, ba
 
 
 @inside("fused", MANY, CHUNKED, "allgather")
-@pytest.mark.parametrize("kind", ["dispatch", "weighted"])
+@pytest.mark.parametrize("kind", ["dispatch", "weighted", "site"])
 def test_combines_that_differ_between_ranks_are_refused(domains: Domains, backend: str, kind: str) -> None:
     case = Case(domains.ranks, spec_for(domains), backend, ("uniform", "masked"), seed=4)
     last = domains.ranks - 1
     expected = f"rank 0 combines its dispatch 1 and rank {last} its dispatch 2"
     if kind == "weighted":
         expected = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with weighted=False"
-    for rank, found in enumerate(domains.run(on_rank.mixed_combines, case, kind)):
+    elif kind == "site":
+        expected = f"rank 0 combines rows of call site 5 and rank {last} rows of call site 7"
+    for rank, found in enumerate(domains.run(mixed_ranks.mixed_combines, case, kind)):
         assert found["told"].startswith(expected)
         assert found["nan"]
         judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+@inside("fused", MANY, CHUNKED, "staged", "allgather")
+@pytest.mark.parametrize("kind", ["order", "site"])
+def test_backward_passes_that_differ_between_ranks_are_refused(domains: Domains, backend: str, kind: str) -> None:
+    case = Case(domains.ranks, spec_for(domains), backend, ("uniform", "masked"), seed=4, ragged=False)
+    for found in domains.run(mixed_ranks.mixed_backward, case, kind):
+        assert len(found["told"]) == (2 if kind == "order" else 1)
+        assert all(
+            text.startswith("ranks of this world run the backward passes of different") for text in found["told"]
+        )
+        assert all(found["nan"])
+        assert found["right"]
 
 
 def test_rows_quantised_by_torch_are_those_of_the_kernels(domains: Domains) -> None:

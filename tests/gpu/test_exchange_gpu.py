@@ -18,6 +18,7 @@ from raymoe.errors import ConfigError  # noqa: E402
 from raymoe.exchange.choice import FUSED_CAPABILITY  # noqa: E402
 from raymoe.exchange.spec import ExchangeSpec  # noqa: E402
 from tests.gpu import exchange_ranks as on_rank  # noqa: E402
+from tests.gpu import mixed_ranks  # noqa: E402
 from tests.gpu.exchange_ranks import KINDS  # noqa: E402
 from tests.gpu.ranks import GPUS, NEEDS_GPU, GpuRanks, RankGone  # noqa: E402
 from tests.unit.exchange_cases import ENGINE, MANY, ROUTINGS, Case, batches  # noqa: E402
@@ -346,9 +347,35 @@ def test_combines_that_differ_between_ranks_are_refused(ranks: GpuRanks, backend
         expected = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with gradients"
     elif kind == "weighted":
         expected = f"rank 0 combines dispatch 1 with weighted=True and rank {last} with weighted=False"
-    for rank, found in enumerate(ranks.run(RANKS, on_rank.mixed_combines, case, kind)):
+    for rank, found in enumerate(ranks.run(RANKS, mixed_ranks.mixed_combines, case, kind)):
         assert found["told"].startswith(expected)
         assert found["nan"]
+        judge_combine(case, batches(case, 1)[rank], found["y"])
+
+
+@pytest.mark.parametrize("kind", ["order", "site"])
+def test_backward_passes_that_differ_between_ranks_are_refused(ranks: GpuRanks, backend: str, kind: str) -> None:
+    case, last = Case(RANKS, SMALL, backend, ("uniform", "masked"), seed=4, ragged=False), RANKS - 1
+    expected = [f"rank 0 runs the backward pass of call site 1 and rank {last} of call site 7"]
+    if kind == "order":
+        expected = [
+            f"rank 0 runs the backward pass of its dispatch {first} and rank {last} of its dispatch {3 - first}"
+            for first in (1, 2)
+        ]
+    for found in ranks.run(RANKS, mixed_ranks.mixed_backward, case, kind):
+        rule = "; all ranks run backward passes in one order"
+        assert found["told"] == [text + rule for text in expected]
+        assert all(found["nan"])
+        assert found["right"]
+
+
+def test_a_backward_pass_of_some_ranks_is_refused_by_all_at_once(ranks: GpuRanks, backend: str) -> None:
+    case, last = Case(RANKS, SMALL, backend, ("uniform", "masked"), seed=4, ragged=False), RANKS - 1
+    said = f"rank 0 runs the backward pass of its dispatch 1 and rank {last} no backward pass; all ranks run the same"
+    for rank, found in enumerate(ranks.run(RANKS, mixed_ranks.left_out_backward, case)):
+        assert found["told"][0] == "" if rank == last else found["told"][0].startswith(said)
+        assert found["told"][1].startswith(f"rank 0 combines its dispatch 1 and rank {last} its dispatch 2; all ranks")
+        assert all(found["nan"])
         judge_combine(case, batches(case, 1)[rank], found["y"])
 
 

@@ -23,6 +23,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.workload.traffic import bytes_between_domains
 from tests.gpu import exchange_ranks as on_rank
+from tests.gpu import mixed_ranks
 from tests.unit.exchange_cases import ROUTINGS, Case, apply_experts, batches, expert_major, open_exchange, result_of
 from tests.unit.exchange_judge import judge, judge_combine, judge_dispatch
 from tests.unit.gloo_rounds import TensorRail, on_tensors
@@ -422,7 +423,7 @@ def test_the_bytes_between_domains_are_those_that_rails_send(groups: Groups, wir
 
 def mixed(_rank: int, case: Case, kind: str) -> Any:
     with World.of(domain=2, timeout_s=30) as world:
-        return on_rank.mixed_combines(world, case, kind)
+        return mixed_ranks.mixed_combines(world, case, kind)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +444,7 @@ def test_all_ranks_report_combines_that_differ(groups: Groups, kind: str, said: 
 
 def mixed_backward(_rank: int, case: Case, kind: str) -> Any:
     with World.of(domain=2, timeout_s=30) as world:
-        return on_rank.mixed_backward(world, case, kind)
+        return mixed_ranks.mixed_backward(world, case, kind)
 
 
 @pytest.mark.parametrize("kind", ["order", "site"])

@@ -24,6 +24,7 @@ from raymoe.device.dispatch import (
     dispatch_source,
     in_groups,
     pack_source,
+    routed_again,
 )
 from raymoe.device.domains import ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES, TELL_TOKENS, sum_source
 from raymoe.device.few_rows import source_of as few_rows_source
@@ -71,9 +72,9 @@ SOURCES = (
     dispatch_source(stamped=True),
     dispatch_source(known=True),
     dispatch_source(stamped=True, known=True),
-    dispatch_source(again=True),
-    dispatch_source(stamped=True, again=True),
-    in_groups(dispatch_source(again=True, chunked=True)),
+    routed_again(dispatch_source()),
+    routed_again(dispatch_source(stamped=True)),
+    routed_again(in_groups(dispatch_source(chunked=True))),
     dispatch_source(chunked=True),
     dispatch_source(stamped=True, chunked=True),
     dispatch_source(known=True, chunked=True),
@@ -102,8 +103,8 @@ SOURCES = (
     combine_source("bfloat16", wire="float32"),
     combine_source("float16", wire="bfloat16"),
     dispatch_ll_source(),
-    dispatch_ll_source(again=True),
-    in_groups(dispatch_ll_source(again=True)),
+    routed_again(dispatch_ll_source()),
+    routed_again(in_groups(dispatch_ll_source())),
     *(dispatch_ll_source(dtype, fp8=True) for dtype in DTYPES),
     dispatch_source(traces=True),
     dispatch_ll_source(traces=True),

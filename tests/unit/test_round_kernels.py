@@ -18,7 +18,8 @@ from raymoe.exchange.refusal import Cause, Refusal, raise_first
 from raymoe.exchange.spec import ExchangeSpec
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
-from tests.gpu.exchange_ranks import left_out_backward, mixed_backward, mixed_combines, refuse_and_go_on
+from tests.gpu.exchange_ranks import refuse_and_go_on
+from tests.gpu.mixed_ranks import left_out_backward, mixed_backward, mixed_combines
 from tests.unit import plan
 from tests.unit.emulated_launcher import EmulatedLauncher
 from tests.unit.emulated_rounds import Ranks, drawn, judge_places, judge_step, judge_traffic, read_now, tokens_of
@@ -319,17 +320,13 @@ def test_all_ranks_report_combines_that_differ(pool: RankPool, backend: str, kin
         judge_combine(case, batches(case, 1)[rank], found["y"])
 
 
+ORDER = "all ranks run backward passes in one order"
 MIXED_BACKWARD = {
     "order": [
-        "rank 0 runs the backward pass of its dispatch 1 and rank 2 of its dispatch 2; all ranks run backward passes "
-        "in one order",
-        "rank 0 runs the backward pass of its dispatch 2 and rank 2 of its dispatch 1; all ranks run backward passes "
-        "in one order",
+        f"rank 0 runs the backward pass of its dispatch 1 and rank 2 of its dispatch 2; {ORDER}",
+        f"rank 0 runs the backward pass of its dispatch 2 and rank 2 of its dispatch 1; {ORDER}",
     ],
-    "site": [
-        "rank 0 runs the backward pass of call site 1 and rank 2 of call site 7; all ranks run backward passes in one "
-        "order"
-    ],
+    "site": [f"rank 0 runs the backward pass of call site 1 and rank 2 of call site 7; {ORDER}"],
 }
 """The errors for ranks whose backward passes differ, by the difference."""
 
@@ -349,9 +346,7 @@ def test_all_ranks_report_backward_passes_that_differ(pool: RankPool, backend: s
 def test_a_backward_pass_of_some_ranks_is_refused_by_all_at_once(pool: RankPool, backend: str) -> None:
     spec = ExchangeSpec(tokens=9, hidden=16, experts=6, topk=2, alignment=4)
     case = Case(3, spec, backend, ("uniform", "masked"), seed=4)
-    said = (
-        "rank 0 runs the backward pass of its dispatch 1 and rank 2 no backward pass; all ranks run the same backward"
-    )
+    said = "rank 0 runs the backward pass of its dispatch 1 and rank 2 no backward pass; all ranks run the same"
     for rank, found in enumerate(pool.run(3, left_out_backward, case)):
         assert rank == 2 or found["told"][0].startswith(said)
         assert rank != 2 or found["told"][0] == ""
