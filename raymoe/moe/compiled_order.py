@@ -34,7 +34,7 @@ def keep_order(*operators: Any) -> None:
 
 @functools.cache
 def _lower(operators: tuple[Any, ...]) -> None:
-    """Register the lowerings. These names of Inductor are private to torch; the newest tested version is 2.13."""
+    """Register the lowerings. These names of Inductor are private to torch: 2.11 and 2.13 are tested, 2.9 has them."""
     try:
         from torch._inductor import dependencies, ir, lowering
         from torch._inductor.virtualized import V
@@ -67,11 +67,15 @@ def _lower(operators: tuple[Any, ...]) -> None:
         def has_side_effects(self) -> bool:
             return True
 
+    def wrapped(each: Any) -> Any:
+        if not isinstance(each, ir.IRNode):
+            return each
+        wrap = getattr(each, "wrap_for_lowering", None)  # since torch 2.13
+        return ir.TensorBox.create(each) if wrap is None else wrap()
+
     def lower(operator: Any, *arguments: Any, **options: Any) -> Any:
         results = OrderedKernel.create(operator, *arguments, **options)
-        return torch.utils._pytree.tree_map(
-            lambda each: each.wrap_for_lowering() if isinstance(each, ir.IRNode) else each, results
-        )
+        return torch.utils._pytree.tree_map(wrapped, results)
 
     for operator in operators:
         lowering.fallbacks.add(operator)
