@@ -94,10 +94,6 @@ __device__ inline u64 status_words(const CombineParams& p, u64 epoch, u32 rank, 
     return ptx::load_8(p.status_at(p.peers.rank, epoch & 1, rank) + word * 8);
 }
 
-__device__ inline bool await_status(const CombineParams& p, u64 epoch, u32 rank) {
-    return wait_for_epoch(p.peers.flag_of(rank, p.heads), epoch, Waiting{p.op, rank, epoch}, p.watch);
-}
-
 #endif
 
 // The verdict that follows from the statuses of all ranks.
@@ -114,22 +110,27 @@ __device__ inline Verdict await_statuses(const CombineParams& p, u64 epoch, bool
     bool ok = !done || threadIdx.x != THREADS - 1 || !poisoned(p.watch), refused = false;
     const ptx::Bytes16 mine = threadIdx.x < ranks ? status(p) : ptx::Bytes16{0, 0};
     u32 i = threadIdx.x;
-    for (; i < ranks && ok; i += THREADS) {
+#if LL_STATUSES
+    if (i < ranks && ok) {
         ok = await_status(p, epoch, i);
         refused = ok && is_refused(mine, {status_words(p, epoch, i, 0), status_words(p, epoch, i, 1)});
     }
     // A rank that runs combine_ll.cu stores no done words. Nothing has to be waited for in a step that it refuses: what
     // other ranks push has landed when their kernels end, so before their words of the next epoch.
-    if constexpr (LL_STATUSES) {
-        ok = __syncthreads_and(ok);
-        refused = !__syncthreads_and(!refused);
-        if (!ok || refused) {
-            return {ok, refused};
-        }
+    ok = __syncthreads_and(ok);
+    refused = !__syncthreads_and(!refused);
+    if (!ok || refused) {
+        return {ok, refused};
     }
+    i = i < ranks ? i + THREADS : i;
+#endif
     for (; i < words && ok; i += THREADS) {
-        const u32 reducer = i - ranks, rank = p.peers.in_turn(reducer / p.reducers);
-        ok = wait_for_epoch(p.done_at(me, rank, reducer % p.reducers), epoch, Waiting{p.op, rank, epoch}, p.watch);
+        const u32 reducer = i - ranks, rank = i < ranks ? i : p.peers.in_turn(reducer / p.reducers);
+        const u64* word = i < ranks ? p.peers.flag_of(rank, p.heads) : p.done_at(me, rank, reducer % p.reducers);
+        ok = wait_for_epoch(word, epoch, Waiting{p.op, rank, epoch}, p.watch);
+        if (ok && i < ranks) {
+            refused = is_refused(mine, {status_words(p, epoch, rank, 0), status_words(p, epoch, rank, 1)});
+        }
     }
     ok = __syncthreads_and(ok);
     return {ok, !__syncthreads_and(!refused)};

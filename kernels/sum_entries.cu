@@ -32,13 +32,13 @@ struct SumEntriesParams {
     u8* leaving;          // [R] blocks of T + 1 rows of wire_row_bytes, and `skew` bytes
     const u8* numbers;    // float[capacity]: the number of each place; null: none goes home
     u8* leaving_numbers;  // [R] blocks of float[T][K], `number_stride` bytes apart
-    u64 skew;             // mod 2^64: a block may also be shorter
-    u64 number_stride;
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
     u32 weighted;
     u32 site;  // of the call, such as a layer, below 2^29; 0: none
+    u32 skew;  // signed: a block may also be shorter
+    u32 number_stride;
     u32 unused;
 };
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
             status = {CAUSE_NONE, p.weighted | carries << 1 | p.site << 2, ptx::load_8(&record->number)};
         }
         const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_from + rank);
-        store_status(p.leaving + rank * p.skew + behind * p.wire_row_bytes, status);
+        store_status(p.leaving + skew_of(rank, p.skew) + behind * p.wire_row_bytes, status);
     }
 }
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ void store_numbers(const SumEntriesParams& p) {
     for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < entries; entry += gridDim.x * blockDim.x) {
         const u32 place = ptx::load_4(p.kept + memory.places + entry * 4ull);
         const u32 source = entry / each;
-        u8* into = p.leaving_numbers + source * p.number_stride + (entry - source * each) * 4ull;
+        u8* into = p.leaving_numbers + static_cast<u64>(source) * p.number_stride + (entry - source * each) * 4ull;
         ptx::store_4(into, ptx::load_4_if(place != NOWHERE, p.numbers + place * 4ull, 0));
     }
 }
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) sum_entries(const __grid_co
         if (row != NOWHERE) {
             const u32 source = token / p.memory.tokens;
             const u64 leaves = static_cast<u64>(row) + source;  // blocks here have T + 1 rows, not T
-            u8* into = p.leaving + source * p.skew + leaves * p.wire_row_bytes;
+            u8* into = p.leaving + skew_of(source, p.skew) + leaves * p.wire_row_bytes;
             sum_piece(p, token, unit - token * p.pieces, into);
         }
     }

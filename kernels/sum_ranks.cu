@@ -42,16 +42,16 @@ struct SumRanksParams {
     const u8* leaving_numbers;   // as in sum_entries.cu: only this rank's own block is read
     const u8* returned_numbers;  // the blocks of the other ranks
     u8* out_numbers;             // float[given][K]; null: none came home
-    u64 skew;
-    u64 number_stride;
     u32 row_bytes;
     u32 wire_row_bytes;
     u32 pieces;  // of a row
     u32 given;
+    u32 skew;
+    u32 number_stride;
 };
 
 __device__ __forceinline__ const u8* block_of(const SumRanksParams& p, u32 rank) {
-    return (rank == p.memory.rank ? p.leaving : p.returned) + rank * p.skew;
+    return (rank == p.memory.rank ? p.leaving : p.returned) + skew_of(rank, p.skew);
 }
 
 // The first warp calls this, with a thread for each rank. All ranks get the same result, because each rank sends the
@@ -113,9 +113,10 @@ __device__ __forceinline__ void gather_numbers(const SumRanksParams& p, bool ref
     const u32 entries = p.given * memory.topk;
     for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < entries; entry += gridDim.x * blockDim.x) {
         u32 number = 0;  // of each entry the bits of one rank are not zero
+#pragma unroll 4
         for (u32 rank = 0; rank < memory.ranks; ++rank) {
             const u8* block = rank == memory.rank ? p.leaving_numbers : p.returned_numbers;
-            number |= ptx::load_4(block + rank * p.number_stride + entry * 4ull);
+            number |= ptx::load_4(block + static_cast<u64>(rank) * p.number_stride + entry * 4ull);
         }
         ptx::store_4(p.out_numbers + entry * 4ull, refused ? static_cast<u32>(F32::NANS) : number);
     }

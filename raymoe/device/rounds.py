@@ -200,13 +200,13 @@ class SumEntriesParams(Params):
     leaving: Address = 0
     numbers: Address = 0
     leaving_numbers: Address = 0
-    skew: U64 = 0
-    number_stride: U64 = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
     weighted: U32 = 0
     site: U32 = 0
+    skew: U32 = 0
+    number_stride: U32 = 0
     unused: U32 = 0
 
 
@@ -221,12 +221,12 @@ class SumRanksParams(Params):
     leaving_numbers: Address = 0
     returned_numbers: Address = 0
     out_numbers: Address = 0
-    skew: U64 = 0
-    number_stride: U64 = 0
     row_bytes: U32 = 0
     wire_row_bytes: U32 = 0
     pieces: U32 = 0
     given: U32 = 0
+    skew: U32 = 0
+    number_stride: U32 = 0
 
 
 @dataclass(frozen=True)

@@ -504,7 +504,7 @@ class RoundKernels:
         pieces = rounds.sum_pieces(spec.row_bytes, ITEM_BYTES[spec.dtype], ITEM_BYTES[spec.combine_wire])
         row, wire = spec.row_bytes, spec.home_row_bytes
         units = sizes.tokens * pieces * 32 // self._launcher.threads + 1
-        blocks = {"skew": self.blocks.skew % 2**64, "number_stride": self.blocks.leaving_numbers.stride(0)}
+        blocks = {"skew": self.blocks.skew % 2**32, "number_stride": self.blocks.leaving_numbers.stride(0)}
         self._sum_entries: ReadyKernel = ready(
             entries,
             self._shape(entries, units * sizes.ranks),

@@ -32,6 +32,7 @@ class RailPasses:
         """`told`, int32[N, words], is what the domains tell in a dispatch; `dispatches` counts them."""
         self._rail, self._me, self._told, self._dispatches = rail, shape.index, told, dispatches
         self._known = torch.full_like(told, -1)  # no ids
+        self._again = False
         self._uncounted = torch.zeros_like(dispatches)
         self.mark = torch.zeros(_MARK_WORDS, dtype=torch.int64, device=told.device)
         """The first is not 0 if the ranks of the rail run the backward passes of different dispatches."""
@@ -51,6 +52,7 @@ class RailPasses:
     def tell_again(self, stream: int, number: torch.Tensor, site: int) -> None:
         """Tell it with the next ids and weights."""
         self._write(stream, self._told, number, site, self._uncounted)
+        self._again = True
 
     def crossed_again(self, stream: int) -> None:
         """Read the passes that came with ids and weights."""
@@ -65,7 +67,9 @@ class RailPasses:
             self._compare(stream, passes=self._passes, rows=rows, bytes=rows.nbytes)
         else:
             rows = torch.where(self.mark[0] != 0, torch.nan, rows)
-        self._told[self._me, -PASS_WORDS:].zero_()
+        if self._again:
+            self._told[self._me, -PASS_WORDS:].zero_()
+            self._again = False
         return rows
 
     def check(self, inside: torch.Tensor) -> None:

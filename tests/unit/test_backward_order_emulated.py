@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from raymoe.errors import DataRefused, RaymoeError
+from raymoe.errors import DataRefused, PeerTimeout, RaymoeError
 from raymoe.exchange.backend import Dispatched, Tokens
 from tests.emulator.build import Change, compiler
 from tests.emulator.machine import Emulator, EmulatorError
@@ -217,6 +217,25 @@ def _gradients_left_out(kind: str, seed: int, changes: tuple[Change, ...] = ()) 
 def test_all_ranks_refuse_gradients_of_some(kind: str) -> None:
     for seed in range(2):
         _gradients_left_out(kind, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_timeout_that_follows_from_a_refused_pass_names_it_as_its_cause(kind: str) -> None:
+    """A rank leaves out the only operation of a backward pass. So it combines while the others wait in a dispatch."""
+    with Emulator(RANKS, 40_000_000) as emulator:
+        ranks = Ranks.of(emulator, kind, 1)
+
+        def ahead(owner: EmulatedBackend) -> None:
+            ranks.backward(owner, 1)
+            ranks.dispatch(owner, 2)
+
+        _for_all(ranks, ahead, lambda owner: ranks.combine(owner, ranks.dispatch(owner, 2)))
+        for owner in ranks.owners[:ODD]:
+            with pytest.raises(PeerTimeout, match=f"rank {ODD} in dispatch") as caught:
+                owner.check()
+            assert "rank 2 no backward pass; all ranks run the same backward passes" in str(caught.value.__cause__)
+        with pytest.raises(PeerTimeout, match="in combine"):
+            ranks.owners[ODD].check()
 
 
 Judge = Callable[[str, int, tuple[Change, ...]], None]

@@ -115,11 +115,15 @@ PLANTED = {
     ),
     "the numbers of one rank": Change("sum_ranks.cu", "number |= ptx", "number = ptx"),
     "numbers in the place of another rank's": Change(
-        "sum_ranks.cu", "block + rank * p.number_stride + entry * 4ull", "block + entry * 4ull"
+        "sum_ranks.cu", "block + static_cast<u64>(rank) * p.number_stride + entry * 4ull", "block + entry * 4ull"
     ),
-    "sums in the place of another block's": Change("sum_entries.cu", "p.leaving + source * p.skew +", "p.leaving +"),
-    "a status in the place of another block's": Change("sum_entries.cu", "p.leaving + rank * p.skew +", "p.leaving +"),
-    "blocks without their numbers": Change("sum_ranks.cu", " + rank * p.skew;", ";"),
+    "sums in the place of another block's": Change(
+        "sum_entries.cu", "p.leaving + skew_of(source, p.skew) +", "p.leaving +"
+    ),
+    "a status in the place of another block's": Change(
+        "sum_entries.cu", "p.leaving + skew_of(rank, p.skew) +", "p.leaving +"
+    ),
+    "blocks without their numbers": Change("sum_ranks.cu", " + skew_of(rank, p.skew);", ";"),
     "the pass behind another's weights": Change(
         "rounds.cuh", "(entries() * 8 + 15) / 16 * 16 + sizeof(Status)", "entries() * 8"
     ),

@@ -60,4 +60,9 @@ struct DispatchMemory {
     }
 };
 
+// The bytes that blocks before the `block`-th have besides their T + 1 rows, if each has `skew`, which is signed.
+__device__ __forceinline__ long long skew_of(u32 block, u32 skew) {
+    return static_cast<long long>(static_cast<int>(block)) * static_cast<int>(skew);
+}
+
 }  // namespace raymoe

@@ -107,6 +107,7 @@ static_assert(sizeof(RefusalRecord) == 16 + 16 * MAX_RANKS, "");
 // calls this.
 template <class Status>
 __device__ inline void report_refusal(RefusalRecord* record, u32 ranks, u64 epoch, Status status) {
+#pragma unroll 1
     for (u32 rank = 0; rank < ranks; ++rank) {
         u64* into = reinterpret_cast<u64*>(&record->refusals[rank]);
         ptx::store_relaxed_sys(into, status(rank, 0));
