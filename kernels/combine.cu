@@ -178,7 +178,8 @@ __device__ inline void finish_combine(const CombineParams& p, const CombineRun& 
         return;
     }
     if (verdict.refused) {
-        report_refusal(p.record, p.peers.ranks, epoch, [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
+        report_refusal(p.record, p.peers.ranks, epoch,
+                       [&](u32 rank, u32 word) { return status_words(p, epoch, rank, word); });
     }
     trace(p.trace, AT_ALL_AWAITED);
     p.taken[0] = p.taken[1] = 0;  // read by later kernels of this stream only

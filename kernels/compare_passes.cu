@@ -1,5 +1,5 @@
-// Compares the passes of all ranks: in a backward pass, the dispatches to which they belong. Where they differ, the rows
-// that came are those of different dispatches. So it fills them with NaN, and keeps the passes for the host.
+// Compares the passes of all ranks: in a backward pass, the dispatches to which they belong. Where they differ, the
+// rows that came are those of different dispatches. So it fills them with NaN, and keeps the passes for the host.
 //
 // It is the last kernel of a dispatch in a backward pass. All ranks have the same passes, and get the same result.
 
@@ -42,7 +42,8 @@ __device__ __forceinline__ bool differ(const ComparePassesParams& p) {
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(256) compare_passes(const __grid_constant__ raymoe::ComparePassesParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    compare_passes(const __grid_constant__ raymoe::ComparePassesParams p) {
     using namespace raymoe;
     __shared__ bool differs;
     if (threadIdx.x < 32) {

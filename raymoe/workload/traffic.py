@@ -145,7 +145,7 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
     >>> bytes_between_domains(spec, ranks=4, domains=2)
-    {'dispatch': 4704, 'combine': 5216, 'exchange': 9920}
+    {'dispatch': 4768, 'combine': 5280, 'exchange': 10048}
     >>> bytes_between_domains(spec, ranks=4, domains=2, device="cuda")
     {'dispatch': 4928, 'combine': 4224, 'exchange': 9152}
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2, wire="float8_e4m3")

@@ -45,6 +45,12 @@ class FakeInside:
     def refusal_record(self) -> torch.Tensor:
         return torch.zeros(18, dtype=torch.int64, device=GPU)
 
+    def backward_record(self) -> torch.Tensor:
+        return self.refusal_record()
+
+    def mark_passes(self, word: torch.Tensor) -> None:
+        assert word.dtype == torch.int64 and word.device == GPU
+
     def dispatch(self, tokens: Tokens, out: torch.Tensor | None) -> Dispatched:
         assert tokens.x.shape == (self._spec.tokens, self._spec.hidden)
         assert tokens.topk_idx.is_contiguous() and tokens.topk_weights.is_contiguous()

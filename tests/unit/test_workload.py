@@ -236,9 +236,10 @@ def test_bytes_on_the_wire_equal_the_plans(pool: RankPool) -> None:
 def broken_exchange(world: World, given: dict[str, Any], fault: str) -> None:
     """Run a job in which rank 1 spoils the result of a combine or a dispatch, from its fourth call on."""
     name = "combine" if fault == "combine" else "dispatch"
-    real, calls = getattr(Exchange, name), [0]
+    names = name, f"{name}_unkept"  # layers call the second one
+    reals, calls = [getattr(Exchange, each) for each in names], [0]
 
-    def spoiled(self: Exchange, *args: Any, **options: Any) -> Any:
+    def spoiled(real: Any, self: Exchange, *args: Any, **options: Any) -> Any:
         calls[0] += 1
         result = real(self, *args, **options)
         if world.rank == 1 and calls[0] > 3:
@@ -258,11 +259,13 @@ def broken_exchange(world: World, given: dict[str, Any], fault: str) -> None:
 
         spec = spec_of(Job.model_validate(given))
         stale = torch.empty(spec.rows(world.size), spec.hidden, dtype=torch.bfloat16)
-    setattr(Exchange, name, spoiled)
+    for each, real in zip(names, reals, strict=True):
+        setattr(Exchange, each, lambda *args, _real=real, **options: spoiled(_real, *args, **options))
     try:
         run_cases(world, given)
     finally:
-        setattr(Exchange, name, real)
+        for each, real in zip(names, reals, strict=True):
+            setattr(Exchange, each, real)
 
 
 @pytest.mark.parametrize("workload", ["exchange", "layer"])

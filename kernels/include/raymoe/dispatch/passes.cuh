@@ -5,8 +5,8 @@
 //
 // Memory map of every rank's heap, beside that of dispatch.cu:
 //   passes [2][s]   {pass of source s, epoch}
-// A pass is the number of the dispatch, its 32 low bits, and above them the number of the call site. Where this rank has
-// found over the rail that ranks of other domains run another one, all bits are inverted, so that its domain refuses.
+// A pass is the number of the dispatch, its 32 low bits, and above them the number of the call site. Where this rank
+// has found over the rail that ranks of other domains run another one, all bits are inverted: its domain then refuses.
 //
 // Memory order of `passes`: as counts. They are stored before the head of their source.
 #pragma once
