@@ -29,6 +29,7 @@ from raymoe.exchange.backend import Dispatched, Ids, Tokens
 from raymoe.exchange.exchange import Exchange
 from raymoe.exchange.kernel_result import keep_for_current_stream
 from raymoe.moe.compiled_order import keep_order
+from raymoe.moe.direct import refuse_derivatives
 from raymoe.moe.expert_rows import weigh_gradients
 
 
@@ -82,6 +83,7 @@ def dispatch(
     """
     if num_tokens is not None and not isinstance(num_tokens, torch.Tensor):
         raise ConfigError(f"num_tokens is {num_tokens!r}; with gradients it is an int32[1] tensor beside x")
+    refuse_derivatives("dispatch")
     count = [] if num_tokens is None else [num_tokens]
     rows, weights, offsets, counts, metadata = _ops.dispatch(exchange.numbers, site, x, topk_idx, topk_weights, count)
     if torch.compiler.is_compiling():
@@ -97,6 +99,7 @@ def combine(exchange: Exchange, rows: torch.Tensor, got: ExpertRows, weighted: b
     """
     if got.exchange is not exchange:
         raise ConfigError("got comes from another exchange; combine takes the result of this exchange's dispatch")
+    refuse_derivatives("combine")
     y, called = _ops.combine(exchange.numbers, got.site, rows, got.weights, got.routing, weighted)
     if torch.compiler.is_compiling():
         exchange.calls_made.add_(called)

@@ -12,16 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raymoe.errors import ConfigError
+
 _C: Any = torch._C
 _PLAIN = (Tensor, nn.Parameter)
 _modes, _function_modes = _C._len_torch_dispatch_stack, _C._len_torch_function_stack
 _transforms, _tracing = _C._are_functorch_transforms_active, _C._get_tracing_state
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 _is_wrapped = _C._functorch.is_functorch_wrapped_tensor
+_kinds = _C._functorch.TransformType
 
 
 def directly(*tensors: Tensor) -> bool:
     """Whether a function of these tensors may compute without its operator."""
+    refuse_derivatives("a function over rows")
     if torch.compiler.is_compiling():
         return False
     if _modes() or _function_modes() or _transforms() or _profiling() or _tracing() is not None:
@@ -49,6 +53,18 @@ def needs_gradient(*tensors: Tensor) -> bool:
             if each.requires_grad:
                 return True
     return False
+
+
+def refuse_derivatives(what: str) -> None:
+    """Raise inside torch.func.grad, vjp and jvp. Operators have no rule for them, and jvp would give zero tangents."""
+    if not _transforms():
+        return
+    compiling = torch.compiler.is_compiling()  # Dynamo knows the innermost transform only
+    levels = [_C._functorch.peek_interpreter_stack()] if compiling else _C._functorch.get_interpreter_stack()
+    if any(each.key() in (_kinds.Grad, _kinds.Jvp) for each in levels):
+        raise ConfigError(
+            f"{what} inside torch.func.grad, vjp or jvp, for which it has no rule; call torch.autograd.grad or backward"
+        )
 
 
 class Computation(torch.autograd.Function):
