@@ -120,6 +120,7 @@ def test_a_rank_that_stops_on_the_other_machine_is_named(machines: Machines, tmp
     assert "the culprit is rank 3" in run.last_line()
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_a_machine_that_is_lost_is_named(machines: Machines, tmp_path: Path) -> None:
     """The second machine is gone after this test."""
@@ -131,6 +132,7 @@ def test_a_machine_that_is_lost_is_named(machines: Machines, tmp_path: Path) -> 
         expect_lost(run)
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
     config = four_ranks(tmp_path, steps__count=configs.LONG, world__restarts=0)
@@ -161,6 +163,7 @@ def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -
     return times
 
 
+@pytest.mark.thorough
 @needs_slow_links
 def test_over_a_shaped_link_a_rail_is_faster_than_a_flat_all_to_all(tmp_path: Path) -> None:
     """A token of top-4 needs 1.5 of the two ranks on the other machine, and its row crosses the rail once."""
