@@ -42,8 +42,8 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave cases of a test with the mark one_in to `make test-all`.
 
-    A value of a parameter has a number, from 0 in the order of the test's list. `make test` runs a case if n divides the
-    sum of its numbers. Where parameters are crossed, it runs each value of one if another one has n values.
+    A value of a parameter has a number, from 0 in the order of the test's list. `make test` runs a case if n divides
+    the sum of its numbers. Where parameters are crossed, it runs each value of one if another one has n values.
     """
     for item in items:
         if mark := item.get_closest_marker("one_in"):

@@ -90,7 +90,7 @@ def table(lines: Iterable[Line], head: str) -> str:
 def main(path: str) -> None:
     lines = [Line(**json.loads(line)) for line in Path(path).read_text().splitlines()]
     cores = len(os.sched_getaffinity(0))
-    print(table(lines, f"Seconds of each test file on {cores} cores; two halves run side by side. By `make durations`."))
+    print(table(lines, f"Seconds of test files on {cores} cores, two halves run side by side; by `make durations`."))
 
 
 if __name__ == "__main__":
