@@ -107,6 +107,7 @@ def test_every_routing_is_right_on_two_machines_and_a_killed_rank_costs_a_genera
     assert {line["op"]: line["bytes_net"] for line in lines} == {"dispatch": 17568, "combine": 18592, "exchange": 36160}
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_a_rank_that_stops_on_the_other_machine_is_named(machines: Machines, tmp_path: Path) -> None:
     with run_on(machines[0], four_ranks(tmp_path, steps__count=configs.LONG), tmp_path) as run:
@@ -232,6 +233,7 @@ def rack(nodes: Nodes) -> Nodes:
 IN_A_RACK = "; the nodes of NVLink domain 'rack-1' (label ray.io/gpu-domain) can hold them, but ranks on"
 
 
+@pytest.mark.thorough
 def test_ranks_that_only_an_nvlink_domain_of_several_nodes_can_hold_are_refused(
     start: Start, rack: Nodes, tmp_path: Path
 ) -> None:
@@ -242,6 +244,7 @@ def test_ranks_that_only_an_nvlink_domain_of_several_nodes_can_hold_are_refused(
     assert IN_A_RACK in run.last_line()
 
 
+@pytest.mark.thorough
 def test_gpu_ranks_that_no_node_can_hold_form_a_domain_on_each_of_two(
     start: Start, rack: Nodes, tmp_path: Path
 ) -> None:

@@ -247,6 +247,7 @@ def test_an_error_of_one_rank_ends_the_run_with_its_code(
     assert ("Traceback" in run.stderr()) == (code == 1)
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_does_not_touch_another_job_on_the_node(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
     assert unknown.end() == 2 and "does not know this job" in unknown.last_line()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp_path: Path, fault: Fault) -> None:
     work = tmp_path / "work"
     work.mkdir()
