@@ -9,11 +9,12 @@ PYTEST ?=
 MODELS := $(addprefix exchange_,deepseek_v3 gpt_oss_120b kimi_k2 mixtral_8x22b qwen3_235b)
 FULL   := --set 'matrix.shape.tokens=[1, 128, 4096, 8192]' --set 'matrix.routing.kind=[uniform, zipf]' --set routing.alpha=1.2
 FP8    := --set 'matrix.exchange.backend=[fused, staged, row_push]' --set exchange.wire=float8_e4m3 --set exchange.output=raw
+THOROUGH := "thorough and not soak and not perf and not sanitize"
 NEWEST := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup run test check lint types unit perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
+.PHONY: help setup run test test-all check lint types unit durations perf soak faults faults-gpu soak-faults sanitize exchange-stamped exchange-full bench-exchange fmt hooks wheel clean distclean
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 24
@@ -23,7 +24,7 @@ setup: $(STAMP) ## create .venv and install everything in it
 run: $(STAMP) ## set up, then run configs/quickstart.yaml (another config: CONFIG=host_exchange)
 	$(BIN)/raymoe run $(CONFIG)
 
-test: check unit ## set up, then run ruff, mypy and all tests
+test: check unit ## set up, then run ruff, mypy and the tests that guard daily changes (ten minutes on two cores)
 
 check: lint types ## run ruff and mypy only
 
@@ -36,14 +37,28 @@ types: $(STAMP)
 
 # Two halves that take the same time run side by side, because tests of Ray wait a lot. Their output comes last. A third
 # part beside them would make `make test` shorter, and tests with deadlines of seconds fail on two slow cores.
-unit: $(STAMP) ## run the tests only (some of them: PYTEST="tests/unit -k plan")
+define HALVES
+@log=$$(mktemp) && { $(BIN)/pytest $(1) tests/gang >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \
+  { $(BIN)/pytest $(1) raymoe tests/gpu tests/unit; others=$$?; \
+    wait $$gang; code=$$?; cat $$log; rm -f $$log; [ $$others$$code = 00 ]; }
+endef
+
+unit: $(STAMP) ## run the tests of `make test` only (some of them: PYTEST="tests/unit -k plan")
 ifeq ($(PYTEST),)
-	@log=$$(mktemp) && { $(BIN)/pytest tests/gang >$$log 2>&1 & } && gang=$$! && trap "kill $$gang; exit 130" INT TERM && \
-	  { $(BIN)/pytest raymoe tests/gpu tests/unit; others=$$?; \
-	    wait $$gang; code=$$?; cat $$log; rm -f $$log; [ $$others$$code = 00 ]; }
+	$(call HALVES)
 else
 	$(BIN)/pytest $(PYTEST)
 endif
+
+test-all: $(STAMP) ## run the tests that `make test` leaves out, and no other ones: every case of every rule
+	$(call HALVES,-m $(THOROUGH))
+
+durations: $(STAMP) ## time every test file of `make test` and `make test-all` (needs an idle machine)
+	rm -f benchmarks/test_durations.new
+	PYTEST_ADDOPTS="-p tests.unit.durations" RAYMOE_DURATIONS=$(CURDIR)/benchmarks/test_durations.new $(MAKE) unit
+	PYTEST_ADDOPTS="-p tests.unit.durations" RAYMOE_DURATIONS=$(CURDIR)/benchmarks/test_durations.new $(MAKE) test-all
+	$(BIN)/python -m tests.unit.durations benchmarks/test_durations.new >benchmarks/test_durations_cpu.txt
+	rm benchmarks/test_durations.new
 
 perf: $(STAMP) ## check the speeds that the docs promise, as ratios (needs an idle machine)
 	$(BIN)/pytest -m perf tests/perf

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import uuid
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,25 @@ settings.load_profile("raymoe")
 def pytest_sessionstart() -> None:
     """Let SIGTERM, by which `make unit` stops its parts, end what tests have started, as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave cases of a test with the mark one_in to `make test-all`.
+
+    A value of a parameter has a number, from 0 in the order of the test's list. `make test` runs a case if n divides
+    the sum of its numbers. Where parameters are crossed, it runs each value of one if another one has n values. A case
+    that the command line names is the only one, so it has the sum 0.
+    """
+    numbers: defaultdict[tuple[object, int], dict[str, int]] = defaultdict(dict)
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            total = 0
+            for place, value in enumerate(item.callspec._idlist):  # type: ignore[attr-defined] # its name in each list
+                known = numbers[item.function, place]  # type: ignore[attr-defined]
+                total += known.setdefault(value, len(known))
+            if total % mark.args[0]:
+                item.add_marker("thorough")
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,7 @@ READ_FIRST = [README, *(page for page in PAGES if page != README)]
 ELSEWHERE = {
     "make run": "tests/gang/test_docs.py",  # `make` set up this test run; the command is `raymoe run quickstart`
     "make test": "tests/gang/test_docs.py",  # it runs this test
+    "make test-all": "tests/gang/test_docs.py",  # or this one, which runs the commands of pages
     "make check": "Makefile",  # a half of `make test`
     'make unit PYTEST="tests/unit -k plan"': "tests/unit/test_plan.py",
     'make unit PYTEST="tests/unit/test_kernels_compile.py tests/unit/test_kernels_emulated.py"': (
@@ -96,6 +97,7 @@ def ran() -> set[str]:
     return set()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", [*READ_FIRST, None], ids=lambda page: "configs" if page is None else name_of(page))
 def test_the_raymoe_commands_of_a_page_succeed(page: Path | None, tmp_path: Path, head: Head, ran: set[str]) -> None:
@@ -149,6 +151,7 @@ class Reader:
         return float((names["y"] - want).abs().max() / want.abs().max()) if "y" in names else 0.0
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_the_python_blocks_for_ray_actors_compute_the_expected_y(head: Head) -> None:
     """The README's block, and the block of docs/library.md that needs Ray."""

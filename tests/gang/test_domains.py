@@ -107,6 +107,7 @@ def test_every_routing_is_right_on_two_machines_and_a_killed_rank_costs_a_genera
     assert {line["op"]: line["bytes_net"] for line in lines} == {"dispatch": 17568, "combine": 18592, "exchange": 36160}
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_a_rank_that_stops_on_the_other_machine_is_named(machines: Machines, tmp_path: Path) -> None:
     with run_on(machines[0], four_ranks(tmp_path, steps__count=configs.LONG), tmp_path) as run:
@@ -120,6 +121,7 @@ def test_a_rank_that_stops_on_the_other_machine_is_named(machines: Machines, tmp
     assert "the culprit is rank 3" in run.last_line()
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_a_machine_that_is_lost_is_named(machines: Machines, tmp_path: Path) -> None:
     """The second machine is gone after this test."""
@@ -131,6 +133,7 @@ def test_a_machine_that_is_lost_is_named(machines: Machines, tmp_path: Path) -> 
         expect_lost(run)
 
 
+@pytest.mark.thorough
 @needs_namespaces
 def test_a_machine_that_is_cut_off_is_named(tmp_path: Path) -> None:
     config = four_ranks(tmp_path, steps__count=configs.LONG, world__restarts=0)
@@ -161,6 +164,7 @@ def times_over_a_shaped_link(folder: Path, repeats: int, topks: Sequence[int]) -
     return times
 
 
+@pytest.mark.thorough
 @needs_slow_links
 def test_over_a_shaped_link_a_rail_is_faster_than_a_flat_all_to_all(tmp_path: Path) -> None:
     """A token of top-4 needs 1.5 of the two ranks on the other machine, and its row crosses the rail once."""
@@ -229,6 +233,7 @@ def rack(nodes: Nodes) -> Nodes:
 IN_A_RACK = "; the nodes of NVLink domain 'rack-1' (label ray.io/gpu-domain) can hold them, but ranks on"
 
 
+@pytest.mark.thorough
 def test_ranks_that_only_an_nvlink_domain_of_several_nodes_can_hold_are_refused(
     start: Start, rack: Nodes, tmp_path: Path
 ) -> None:
@@ -239,6 +244,7 @@ def test_ranks_that_only_an_nvlink_domain_of_several_nodes_can_hold_are_refused(
     assert IN_A_RACK in run.last_line()
 
 
+@pytest.mark.thorough
 def test_gpu_ranks_that_no_node_can_hold_form_a_domain_on_each_of_two(
     start: Start, rack: Nodes, tmp_path: Path
 ) -> None:

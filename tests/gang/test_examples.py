@@ -95,6 +95,7 @@ def outputs(head: Head, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         yield started
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(DEADLINE_S + 30)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_example_runs_on_cpu_ranks(name: str, outputs: dict[str, Future[str]]) -> None:

@@ -117,6 +117,7 @@ def drive(head: Head, config: str, prepare: Callable[[FaultyDriver], None]) -> t
         ray.shutdown()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("action", [sv.Action.WIRE, sv.Action.RUN])
 def test_a_rank_killed_during_wire_or_run_costs_one_restart(head: Head, tmp_path: Path, action: sv.Action) -> None:
     def prepare(driver: FaultyDriver) -> None:
@@ -144,6 +145,7 @@ class EarlyDeath(Driver):
             ray.kill(self.gang.actors[1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_dies_before_it_reports_its_seat_is_named(
     head: Head, tmp_path: Path, restarts: int, monkeypatch: pytest.MonkeyPatch
@@ -245,6 +247,7 @@ def test_an_error_of_one_rank_ends_the_run_with_its_code(
     assert ("Traceback" in run.stderr()) == (code == 1)
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_does_not_touch_another_job_on_the_node(
     start: Start, head: Head, tmp_path: Path, fault: Fault
 ) -> None:

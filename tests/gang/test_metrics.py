@@ -81,6 +81,7 @@ def check_trace(command: Command) -> None:
         assert ended > other_began and other_ended > began, "no rank goes on before all have done their steps"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(240)
 def test_every_panel_of_the_dashboard_answers(start: Start, head: Head, tmp_path: Path) -> None:
     """Of an exchange that loses a rank and restarts, beside copies. Both run until every query has an answer."""

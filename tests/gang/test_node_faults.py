@@ -45,6 +45,7 @@ def test_a_node_that_is_killed_is_named_and_ends_the_run(
     assert [(each["cause"], each["culprit"] in (0, 1)) for each in generations_of(run.out)] == [("NodeLost", True)]
 
 
+@pytest.mark.thorough
 def test_ranks_go_on_on_another_node(start: Start, nodes: Nodes, tmp_path: Path, fault: Fault) -> None:
     added = [nodes.add(cpus=2), nodes.add(cpus=2)]
     config = two_ranks(tmp_path, matrix={"steps.count": [5, 1000]}, world__placement_timeout_s=60)
@@ -62,6 +63,7 @@ def test_ranks_go_on_on_another_node(start: Start, nodes: Nodes, tmp_path: Path,
     assert nodes_of(run.out) == {second.id}
 
 
+@pytest.mark.thorough
 def test_a_raylet_that_is_killed_takes_its_node_along_and_no_other_can_hold_the_ranks(
     start: Start, nodes: Nodes, tmp_path: Path, fault: Fault
 ) -> None:

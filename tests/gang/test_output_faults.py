@@ -45,6 +45,7 @@ def closed() -> Iterator[int]:
 LOST = "the output cannot be written: No space left on device"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "stream", "code", "message"), [("stdout-closed", closed, 0, "done"), ("stdout-full", full, 8, LOST)]
 )

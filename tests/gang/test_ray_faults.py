@@ -69,6 +69,7 @@ def test_the_loss_of_a_server_of_its_own_ray_is_exit_3_and_names_it(
         assert kept and (Path(kept[1]) / f"{server}.out").is_file()
 
 
+@pytest.mark.thorough
 def test_servers_that_stop_when_all_is_done_take_nothing_back(start: Start, tmp_path: Path, fault: Fault) -> None:
     first = """
 import os, signal
@@ -130,6 +131,7 @@ def test_a_driver_that_is_stopped_or_killed_takes_its_ranks_along(
     assert fault.line is not None and fault.line["processes_left"] == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "first", "reason"),
     [

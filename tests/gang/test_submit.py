@@ -40,6 +40,7 @@ def quick(out: Path | None = None, ranks: int = 1) -> list[str]:
     return ["raymoe", "run", "quickstart", *sets, *(["--out", str(out)] if out else [])]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_job_submit_works_before_and_after_a_local_run(
     tmp_path: Path, start: Start, head: Head, guarded: tuple[Head, Path]

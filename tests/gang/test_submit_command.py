@@ -161,6 +161,7 @@ def test_a_detached_job_is_attached_to_and_its_own_exit_code_is_returned(
     assert unknown.end() == 2 and "does not know this job" in unknown.last_line()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp_path: Path, fault: Fault) -> None:
     work = tmp_path / "work"
     work.mkdir()
@@ -196,6 +197,7 @@ def test_ctrl_c_twice_leaves_a_job_and_once_stops_it(tool: Tool, head: Head, tmp
     assert late.last_line().startswith(f"job {name} was stopped: stopped by SIGTERM")
 
 
+@pytest.mark.thorough
 def test_a_runtime_env_that_fails_is_exit_3(tool: Tool, head: Head, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("config: quickstart\nruntime_env: {conda: no-such-environment}\n")
     command = tool("submit", "job.yaml", "--address", head.dashboard)
@@ -203,6 +205,7 @@ def test_a_runtime_env_that_fails_is_exit_3(tool: Tool, head: Head, tmp_path: Pa
     assert re.match(r"job \S+ did not run \(runtime env setup failure\): ", command.last_line())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_the_token_is_sent_where_there_is_one_and_the_printed_line_works_by_hand(
     tool: Tool, tmp_path: Path, guarded: tuple[Head, Path]
@@ -279,6 +282,7 @@ def worker_node(head: Head, tmp: Path, cpus: int) -> Iterator[None]:
         # Ray gives its raylet 30 s to register, which a busy machine may need.
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_a_head_without_cpus_drives_a_run_that_waits_for_the_autoscaler(tool: Tool, tmp_path: Path) -> None:
     """No node can hold the ranks until one joins. An autoscaler runs, so the run waits for that."""

@@ -148,6 +148,7 @@ def _another_order(kind: str, seed: int, how: str, changes: tuple[Change, ...] =
             ranks.check_backward(step)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["order", "site"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_refuse_backward_passes_in_another_order(kind: str, how: str) -> None:
@@ -184,6 +185,7 @@ def _left_out(kind: str, seed: int, changes: tuple[Change, ...] = (), gradients:
             ranks.check_backward(step)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("gradients", [False, True], ids=["", "gradients"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_refuse_a_backward_pass_of_some(kind: str, gradients: bool) -> None:

@@ -28,5 +28,6 @@ def verified_by_the_example(**variables: str) -> list[str]:
     return [line.partition(":")[0] for line in done.stdout.splitlines() if line.endswith("verified")]
 
 
+@pytest.mark.thorough
 def test_the_channel_example_verifies_put_and_get() -> None:
     assert verified_by_the_example(CUDA_VISIBLE_DEVICES="") == ["put by host on cpu", "get by host on cpu"]

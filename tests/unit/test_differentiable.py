@@ -40,6 +40,7 @@ def alone() -> Iterator[Exchange]:
         yield exchange
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["expert", "rank"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weighted", [True, False])

@@ -55,6 +55,7 @@ def test_a_wrong_command_is_found(text: str, why: str) -> None:
     assert why in str(problem(Command(text, "a page", whole=True)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", EXPLORED, ids=lambda command: command.text)
 def test_a_command_of_the_explorer_finds_what_the_page_says(
     command: Command, capsys: pytest.CaptureFixture[str]

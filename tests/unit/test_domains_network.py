@@ -71,6 +71,7 @@ def namespaces() -> Iterator[list[int]]:
         yield holders
 
 
+@pytest.mark.thorough
 def test_two_domains_exchange_over_a_network(
     namespaces: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

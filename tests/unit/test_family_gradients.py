@@ -27,6 +27,7 @@ def errors_of(family: str, ranks: int, sizes: Sizes) -> dict[str, float]:
     return {name: max(errors[name] for errors, _, _ in outcomes) for name in outcomes[0][0]}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES)

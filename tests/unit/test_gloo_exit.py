@@ -54,6 +54,7 @@ print("ends")
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("op", "how"), [("gather", "waits"), ("swap", "does not wait")])
 def test_an_abandoned_operation_does_not_end_the_process(op: str, how: str) -> None:
     ended = subprocess.run(

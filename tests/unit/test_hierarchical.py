@@ -60,6 +60,7 @@ def test_every_routing_matches_plan_and_oracle(groups: Groups, backend: str) -> 
     judge_all(groups, cases)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("ranks", "domain"), [(3, 1), (4, 1), (2, 1)])
 def test_domains_of_one_rank_match_plan_and_oracle(groups: Groups, ranks: int, domain: int) -> None:
     spec = ExchangeSpec(tokens=6, hidden=8, experts=ranks * 2, topk=2, alignment=4)
@@ -235,6 +236,7 @@ def differentiate(_rank: int, case: Case, domain: int) -> Any:
         return run_gradients(world, case)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["host", "collective", "allgather"])
 @pytest.mark.parametrize(("ranks", "domain", "layout"), [(4, 2, "expert"), (4, 2, "rank"), (3, 1, "expert")])
 def test_gradients_between_domains_equal_autograd_in_float64(

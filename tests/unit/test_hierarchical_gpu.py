@@ -201,6 +201,7 @@ def combine_differently(rank: int, kind: str, different: list[int]) -> Any:
         return said, bool(y.isnan().all()), [each.float().numpy() for each in (first, good)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("different", [[3], [2, 3], [1], [1, 3]])
 @pytest.mark.parametrize("kind", ["dispatch", "weighted"])
 def test_combines_that_differ_between_ranks_or_domains_are_refused_by_all(
@@ -257,6 +258,7 @@ def differentiate(_rank: int, case: Case, domain: int, keeps_places: bool = True
         return run_gradients(world, case), tuple(each.call_count for each in counted)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("number", range(len(GRADIENTS)))
 def test_gradients_equal_autograd_in_float64(groups: Groups, number: int, weighted: bool) -> None:

@@ -77,6 +77,7 @@ def check_step(emulator: Emulator, backends: Sequence[EmulatedBackend], counts: 
         assert torch.equal(y.float(), there.sum(dim=1, keepdim=True).float().expand(y.shape))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["fused", "ll", "staged", "copied"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_weights_of_a_dispatch_return_to_their_entries(kind: str, dtype: str) -> None:

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on t
 SHORT_S = 2e-3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
 def test_rows_arrive_as_planned_and_return_summed(number):
     """The seed also draws the types and counts, so that neighbouring runs differ in them."""
@@ -69,6 +70,7 @@ def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds, form):
                 steps.judge()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("output", ["raw", "dequantised"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("kind", ["fused", "staged", "ll"])
@@ -106,6 +108,7 @@ def test_a_call_may_leave_gaps_as_they_are(kind):
             assert set(got.x[[2, 3, 7]].flatten().tolist()) == {0.0 if zero_gaps else 7.0}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sms", [2, 3, 4, 5])
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,6 +159,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "form"), [*((kind, "whole") for kind in KINDS), ("fused", "known"), ("staged", "known")]
 )
@@ -252,6 +256,7 @@ def _combine_differently(kind: str, form: str, how: str, seed: int, *changes: Ch
         steps.judge()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", DIFFERENT)
 @pytest.mark.parametrize("form", ["whole", "halves"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -490,6 +495,7 @@ def _enqueue_unchecked(steps: Steps, step: int) -> None:
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("both_ways", [False, True], ids=["one way", "both ways"])
 @pytest.mark.parametrize("protocol", ["put", "get"])
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
@@ -544,6 +550,7 @@ def test_lines_that_arrive_in_halves_give_wrong_values():
     pytest.fail("60 interleavings are all right with torn lines")
 
 
+@pytest.mark.thorough
 def test_the_same_runs_are_correct_without_the_faults():
     for planted in {replace(each, changes=()) for each in PLANTED.values()}:
         planted.run().judged(0)

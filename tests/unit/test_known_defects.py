@@ -82,7 +82,7 @@ CAUGHT_BY = {
         "gpu/test_cuda_ipc.py::test_memory_of_a_killed_rank_stays_mapped_and_is_freed_later",
     ],
     "bulk stores taken as arrived when only their source was read": [
-        "unit/test_kernels_compile.py::test_a_flag_is_stored_after_the_bulk_stores_have_arrived",
+        "unit/test_kernels_compile.py::a_flag_is_stored_after_the_bulk_stores_have_arrived",
         "gpu/test_copy_gpu.py::test_a_signal_never_comes_before_the_bytes",
     ],
     "an endless wait for a dead peer": [

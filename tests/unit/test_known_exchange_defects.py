@@ -92,8 +92,8 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_several_dispatches_may_be_outstanding",
     ],
     "one byte a thread": [
-        "unit/test_kernels_compile.py::test_bulk_kernels_move_bytes_by_bulk_copies",
-        "unit/test_kernels_compile.py::test_kernels_without_bulk_copies_move_pieces_of_16_bytes",
+        "unit/test_kernels_compile.py::bulk_kernels_move_bytes_by_bulk_copies",
+        "unit/test_kernels_compile.py::kernels_without_bulk_copies_move_pieces_of_16_bytes",
     ],
     "counts exchanged twice": [f"{HERE}::test_a_combine_sends_no_counts"],
     "weights accepted and ignored": [

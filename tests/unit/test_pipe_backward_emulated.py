@@ -85,6 +85,7 @@ def gradients(case: Case, kind: str, seed: int = 0, changes: Sequence[Change] = 
     return dx.matrix, *vectors
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradients_equal_float64(case: Case, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +138,7 @@ def all_rows_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipe_shape, "LONG_ROW", 8)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("all_rows_long")
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("case", FEW.values(), ids=FEW)

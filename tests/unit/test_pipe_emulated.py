@@ -86,6 +86,7 @@ NORMS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
 def test_rms_norm_equals_float64(case: NormCase, monkeypatch: pytest.MonkeyPatch) -> None:
     run_rms_norm(case, monkeypatch)
@@ -132,6 +133,7 @@ LAYER_NORMS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", LAYER_NORMS.values(), ids=LAYER_NORMS)
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 def test_layer_norm_equals_float64(case: NormCase, with_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:

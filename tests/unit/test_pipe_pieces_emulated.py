@@ -226,6 +226,7 @@ def test_weights_that_the_kernels_cannot_take_are_refused() -> None:
 SILU = "([&] { const float t1 = silu(v0); return t1 * v1 + v2; }())"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("limits", [PIPED, Limits(loading="PLAIN"), Limits(loading="IN_TURN")], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 def test_an_expression_of_rows_and_vectors_equals_float64(dtype: torch.dtype, limits: Limits) -> None:
@@ -240,6 +241,7 @@ def test_an_expression_of_rows_and_vectors_equals_float64(dtype: torch.dtype, li
 LOST = 1.1e-36
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
 @pytest.mark.parametrize("name", ["silu", "sigmoid", "exp"])
 def test_a_function_of_an_expression_is_right_at_every_size(name: str, dtype: torch.dtype) -> None:

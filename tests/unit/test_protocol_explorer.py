@@ -36,6 +36,7 @@ def check_that_it_holds(case: Case, limit: int = 1_000_000) -> Found:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", ORDERS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_protocol_holds_for_three_epochs_in_any_order(ranks, program):
@@ -155,6 +156,7 @@ def test_the_protocol_holds_for_rows_that_a_rank_sends_itself(case):
     assert len(check_that_it_holds(case).endings) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "refused", [((1, 1),), ((0, 2),), ((0, 2), (1, 2)), ((0, 1), (1, 2)), ((0, 1), (0, 2), (1, 3))]
 )
@@ -186,6 +188,7 @@ def test_the_protocol_holds_for_other_refusals(case):
     assert len(check_that_it_holds(case).endings) == 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("program", LINES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_lines_hold_in_any_order_of_operations(ranks, program):
@@ -251,6 +254,7 @@ def test_the_protocol_holds_for_the_ranks_of_several_domains(case):
     assert found.most_ahead > 1  # a rank of a rail is one operation ahead
 
 
+@pytest.mark.thorough
 def test_every_routing_of_two_ranks_holds_over_three_epochs():
     one_way: list[Routing] = [(first, second) for first, second in product((((1,),), ((),)), (((0,),), ((),)))]
     states = [check_that_it_holds(Case(2, "D C D D C C", routings)).states for routings in product(one_way, repeat=3)]
@@ -258,6 +262,7 @@ def test_every_routing_of_two_ranks_holds_over_three_epochs():
     assert len(set(states)) > 5  # the routings lead to different searches
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -366,6 +371,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: f"{_case_id(case)}, {case.routings[0]}, {case.timeouts}")
 def test_the_reduced_search_finds_every_ending(case):
     """Compare with the plain search, where every step of every thread is a choice."""

@@ -41,7 +41,11 @@ def broken_by(case: Case) -> str:
     return explore(case).broken
 
 
-@pytest.mark.parametrize(("case", "how"), ALL.values(), ids=ALL)
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [pytest.param(*made, marks=pytest.mark.thorough if made[0].ranks > 2 else ()) for made in ALL.values()],
+    ids=ALL,
+)
 def test_a_planted_fault_is_found(case, how):
     found = explore(case, deep=True)
     print(f"{case.fault.value}\n{found}")
@@ -49,6 +53,7 @@ def test_a_planted_fault_is_found(case, how):
     assert found.trace
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "how"), ALL.values(), ids=ALL)
 def test_the_same_case_holds_without_the_fault(case, how):
     assert not broken_by(replace(case, fault=None))
@@ -128,6 +133,7 @@ def test_rows_in_slots_are_overwritten_by_the_next_send():
     assert re.search("use 1, use: READS .*operation 3; it needs operation 1", found.broken), str(found)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("fault", "program"),
     [
@@ -154,6 +160,7 @@ def test_the_plain_search_finds_the_same_faults(fault, program):
     assert reduced.broken
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("made", planted_in_placers().values(), ids=lambda made: made[0].fault.name.lower())
 def test_the_plain_search_finds_the_same_faults_of_chunks(made):
     case, how = made

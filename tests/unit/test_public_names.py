@@ -121,6 +121,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(420)
 def test_a_program_that_uses_every_public_name_passes_mypy(checked: str) -> None:
     assert [line for line in checked.splitlines() if not line.startswith("wrong.py")] == []
@@ -128,6 +129,7 @@ def test_a_program_that_uses_every_public_name_passes_mypy(checked: str) -> None
     assert {*raymoe.__all__} - used == set(), "typed_program.py does not use these public names"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(420)
 def test_mypy_reports_every_misuse(checked: str) -> None:
     first = PREAMBLE.count("\n") + 1

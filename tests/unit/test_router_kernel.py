@@ -98,6 +98,7 @@ ODD = {
 }
 
 
+@pytest.mark.one_in(5)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "gpt_oss", "olmoe", "deepseek_v2"])
@@ -178,6 +179,7 @@ def test_a_planted_mistake_is_found(planted: str) -> None:
         judged(name, (change,))
 
 
+@pytest.mark.thorough
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", sorted({name for name, _ in PLANTED.values()}))
 def test_the_same_cases_are_correct_without_the_mistakes(name: str) -> None:
@@ -226,6 +228,7 @@ def judge_backward(name: str, tokens: int, dtype: torch.dtype, changes: Sequence
     torch.testing.assert_close(found.double(), want, rtol=step, atol=3e-7)
 
 
+@pytest.mark.one_in(3)
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
@@ -343,6 +346,7 @@ def by_operator(logits: Tensor, form: RouterForm, bias: Tensor | None) -> tuple[
     return ids, weights
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMS)
 def test_the_gradient_of_the_operator_is_that_of_the_formula(name: str, dtype: torch.dtype) -> None:
