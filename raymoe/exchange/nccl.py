@@ -155,7 +155,7 @@ class Carried:
 NOTHING = Carried(None, None)
 
 
-# Backend `allgather`: every rank receives all rows. It is the yardstick of a small world.
+# Backend `allgather`: every rank receives all rows. It is the baseline of a small world.
 #
 # A dispatch is two all-gathers: one of ids and weights, one of all rows. Every rank picks its own rows. A combine sends
 # every rank a block of T sums, and the source adds the blocks in rank order. It reads only the sums of tokens that have
