@@ -32,7 +32,7 @@ _OF_ROUNDS = {
 }
 """Files of the backends over NCCL, whose kernels wait for no peer."""
 _OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sums.cuh", "sum_partials.cu"}
-"""Files of kernels on one GPU: tests/unit/test_pipe_planted.py leaves out their statements."""
+"""Files of kernels on one GPU: tests/unit/test_pipe_injected_bugs.py leaves out their statements."""
 
 
 def left_out() -> Iterator[Change]:

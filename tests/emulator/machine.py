@@ -84,7 +84,7 @@ class Emulator:
         return memory
 
     def launch(self, rank: int, source: KernelSource, shape: Shape, params: Params | ctypes.Structure) -> None:
-        """Enqueue a kernel on the rank's stream. Only changes to files of this kernel are planted."""
+        """Enqueue a kernel on the rank's stream. Only changes to files of this kernel are injected."""
         kernel = built(source, self._changes)
         packed = params.packed() if isinstance(params, Params) else params
         dimensions = (ctypes.c_uint * 3)(shape.blocks, shape.threads, shape.shared_bytes)

@@ -1,4 +1,4 @@
-"""One exploration: the program that the ranks run, their data, and the planted bug."""
+"""One exploration: the program that the ranks run, their data, and the injected bug."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Case:
       N               a kernel that uses no memory of the workspace
     `routings`: of dispatch 1, 2, ...; repeated if they are too few.
     `calls`: for each rank a letter for each launch: e (eager) or r (replay of a graph that was captured first). The
-    kernels do not see the difference, so it matters to one planted bug only. Empty: all are eager.
+    kernels do not see the difference, so it matters to one injected bug only. Empty: all are eager.
     """
 
     ranks: int

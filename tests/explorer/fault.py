@@ -1,10 +1,10 @@
-"""Bugs that can be planted in the model. docs/protocol.md names the rule that each breaks."""
+"""Bugs that can be injected into the model. docs/protocol.md names the rule that each breaks."""
 
 from enum import Enum
 
 
 class Fault(Enum):
-    """A planted bug. Each value describes the wrong behaviour."""
+    """An injected bug. Each value describes the wrong behaviour."""
 
     ROWS_AFTER_WORD = "a lane announces rows that have not landed"
     HEAD_BEFORE_COUNTS = "the head word leaves before the counts, or the status, have landed"

@@ -12,7 +12,7 @@ orders. Such steps are *quiet*: running one at once, and nothing else, loses no 
 - Landings in slots and reads of slots are not quiet.
 - The landing of a line is quiet if no thread has yet to poll for the present contents: a later poll cannot end before
   the line has landed. Polls are not quiet.
-- Where a planted bug breaks these reasons (words that shrink, kernels that overlap), the steps are not quiet either.
+- Where an injected bug breaks these reasons (words that shrink, kernels that overlap), the steps are not quiet either.
   A bug of a crossing breaks them only for the words of chunks, and for the number of the crossing.
 
 **Waits that fail.** A thread that waits has no effect on others. Its failure is seen by later kernels of its rank, and

@@ -190,7 +190,7 @@ def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, found: Rank, c
 
 
 def drawn(seed: int, changes: tuple[Change, ...] = ()) -> None:
-    """Check the case of this seed, with changed kernels: planted faults must fail in some seeds."""
+    """Check the case of this seed, with changed kernels: injected bugs must fail in some seeds."""
     launcher = EmulatedLauncher(seed=seed * 1000, changes=changes)
     launcher.sms = 3 if seed % 5 == 0 else 13
     spec = ExchangeSpec(

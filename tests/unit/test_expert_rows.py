@@ -251,7 +251,7 @@ def run_all(changes: Sequence[Change]) -> None:
     run_dots(rows, changes=changes)
 
 
-PLANTED = {
+INJECTED_BUGS = {
     "an expert that begins at the row forgotten": ("rows.cuh", "end <= row", "end < row"),
     "rows behind the last offset": ("rows.cuh", "return min(p.capacity, ", "return max(p.capacity, "),
     "gaps taken for rows": ("rows.cuh", ">= ptx::load_4(p.expert_counts", "> ptx::load_4(p.expert_counts"),
@@ -277,10 +277,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_mistakes_are_found(name: str) -> None:
+@pytest.mark.parametrize("name", INJECTED_BUGS)
+def test_injected_bugs_are_found(name: str) -> None:
     with pytest.raises((AssertionError, EmulatorError)):
-        run_all([Change(*PLANTED[name])])
+        run_all([Change(*INJECTED_BUGS[name])])
 
 
 def test_without_mistakes_all_of_them_pass() -> None:

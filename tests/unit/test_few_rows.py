@@ -75,7 +75,7 @@ def test_blocks_share_the_tiles_on_any_number_of_sms(sms: int) -> None:
     judge(asked([5, 2, 1], outputs=304), sms=sms)
 
 
-PLANTED = {
+INJECTED_BUGS = {
     "columns swapped in one fragment": (
         "second_word(w.low.low), second_word(w.high.low)",
         "first_word(w.low.low), second_word(w.high.low)",
@@ -91,11 +91,11 @@ PLANTED = {
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_mistakes_are_found(name: str) -> None:
+@pytest.mark.parametrize("name", INJECTED_BUGS)
+def test_injected_bugs_are_found(name: str) -> None:
     call = asked([41, 0, 3], columns=288)
     with pytest.raises((AssertionError, EmulatorError)):
-        judge(call, changes=[Change("few_rows.cu", *PLANTED[name])])
+        judge(call, changes=[Change("few_rows.cu", *INJECTED_BUGS[name])])
 
 
 def test_sizes_that_no_tile_divides_are_refused() -> None:

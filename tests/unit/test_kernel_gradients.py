@@ -117,7 +117,7 @@ NOT_HANDED_ON = (
 )
 """Numbers are stored behind the last __syncwarp of a piece, so nothing orders them before its word."""
 
-PLANTED = [
+INJECTED_BUGS = [
     Change("reducing.cuh", "if (CARRIES && begin == 0)", "if (CARRIES && last == p_.vectors())"),
     Change(
         "reducing.cuh", "const u32 number = p_.number_of(entry);", "const u32 number = p_.number_of(entry) & 0xFFFF;"
@@ -132,8 +132,10 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("changes", [*((change,) for change in PLANTED), NOT_HANDED_ON], ids=lambda each: each[0].old)
-def test_a_planted_mistake_is_found(changes: tuple[Change, ...]) -> None:
+@pytest.mark.parametrize(
+    "changes", [*((change,) for change in INJECTED_BUGS), NOT_HANDED_ON], ids=lambda each: each[0].old
+)
+def test_an_injected_bug_is_found(changes: tuple[Change, ...]) -> None:
     with pytest.raises((AssertionError, EmulatorError, RaymoeError)):
         check_weights("fused", WIDE, (7, 5), changes, stamped=True, seeds=range(6))
 

@@ -21,8 +21,8 @@ from raymoe.exchange.refusal import Cause
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail
+from tests.emulator.injected_bugs import BY_ERROR, COPYING, INJECTED_BUGS, REFUSING
 from tests.emulator.machine import Emulator, EmulatorError
-from tests.emulator.planted import BY_ERROR, COPYING, PLANTED, REFUSING
 from tests.emulator.ranks import backend, small, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange_cases import Batch, Case, batches, expert_major, result_of
@@ -274,7 +274,7 @@ def test_all_ranks_refuse_combines_that_differ(kind, form, how):
     ],
     ids=["no number said", "no number left", "nothing said of weights", "nothing said of sites", "half of a site"],
 )
-def test_a_fault_planted_in_the_check_of_combines_is_found(how, change):
+def test_a_bug_injected_in_the_check_of_combines_is_found(how, change):
     with pytest.raises((AssertionError, RaymoeError, pytest.fail.Exception)):  # the last: no rank refused
         _combine_differently("fused", "whole", how, 0, change)
 
@@ -440,7 +440,7 @@ def test_a_rank_that_gives_up_does_not_overwrite_what_a_slow_rank_reads(kind, la
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_a_planted_pack_after_giving_up_is_found(layout):
+def test_an_injected_pack_after_giving_up_is_found(layout):
     change = Change("pack.cu", "if (!may || !await_heads(p, epoch)) {", "if (await_heads(p, epoch) && false) {")
     with pytest.raises((AssertionError, RaymoeError)):
         _give_up_on_a_slow_rank("copied", layout, 0, change)
@@ -507,12 +507,12 @@ def test_a_message_to_a_stopped_peer_fails_by_its_deadline():
         assert not any(mail.bytes(1, "target", number).any() for number in range(len(MESSAGES)))
 
 
-# ---- planted faults -------------------------------------------------------------------------------------------------
+# ---- injected bugs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found(planted):
-    run = planted.run()
+@pytest.mark.parametrize("bug", INJECTED_BUGS.values(), ids=INJECTED_BUGS)
+def test_an_injected_bug_is_found(bug):
+    run = bug.run()
     for seed in range(60):
         try:
             run.judged(seed)
@@ -521,13 +521,13 @@ def test_a_planted_fault_is_found(planted):
     pytest.fail("60 interleavings are all right with it")
 
 
-@pytest.mark.parametrize("planted", REFUSING)
-def test_a_fault_planted_in_a_refused_step_is_found(planted):
-    kind = planted.split(",")[0]
+@pytest.mark.parametrize("bug", REFUSING)
+def test_a_bug_injected_in_a_refused_step_is_found(bug):
+    kind = bug.split(",")[0]
     refused(kind, 0)
     for seed in range(60):
         try:
-            refused(kind, seed, REFUSING[planted])
+            refused(kind, seed, REFUSING[bug])
         except (EmulatorError, AssertionError, RaymoeError):
             return
     pytest.fail("60 interleavings are all right with it")
@@ -545,12 +545,12 @@ def test_lines_that_arrive_in_halves_give_wrong_values():
 
 
 def test_the_same_runs_are_correct_without_the_faults():
-    for planted in {replace(each, changes=()) for each in PLANTED.values()}:
-        planted.run().judged(0)
+    for bug in {replace(each, changes=()) for each in INJECTED_BUGS.values()}:
+        bug.run().judged(0)
 
 
 @pytest.mark.parametrize("change", COPYING.values(), ids=COPYING)
-def test_a_fault_planted_in_a_copy_is_found(change):
+def test_a_bug_injected_in_a_copy_is_found(change):
     for seed in range(24):
         for protocol in ("put", "get"):
             try:

@@ -35,7 +35,7 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a result of zeros that hides missing or duplicate rows": [
-        "unit/test_oracle.py::test_a_planted_fault_exceeds_the_bound",
+        "unit/test_oracle.py::test_an_injected_error_exceeds_the_bound",
         "unit/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
         f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
@@ -69,7 +69,7 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
-        f"{EMULATED}::test_a_planted_fault_is_found",
+        f"{EMULATED}::test_an_injected_bug_is_found",
         f"{ON_GPUS}::test_many_replays_with_late_ranks_are_right",
     ],
     "grids sized by the worst case": [

@@ -80,7 +80,7 @@ def test_offsets_and_counts_are_those_of_the_experts(shape: DomainShape) -> None
         assert torch.equal(found, want)
 
 
-PLANTED = [
+INJECTED_BUGS = [
     Change("tell_tokens.cu", "low <= p.given", "low <= p.tokens"),
     Change("tell_tokens.cu", "id < LOWEST_ID ? LOWEST_ID : id", "id"),
     Change("tell_tokens.cu", "!good && entry == 0", "!good && entry == 1"),
@@ -90,8 +90,8 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("change", PLANTED, ids=lambda change: change.old)
-def test_a_planted_mistake_is_found(change: Change) -> None:
+@pytest.mark.parametrize("change", INJECTED_BUGS, ids=lambda change: change.old)
+def test_an_injected_bug_is_found(change: Change) -> None:
     with pytest.raises((AssertionError, EmulatorError)):
         for shape in SHAPES:
             for count in COUNTS:

@@ -67,7 +67,7 @@ def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(
         judge_traffic(case, ids, rank, found, compact)
 
 
-PLANTED = {
+INJECTED_BUGS = {
     "ids of tokens that are not there": Change("tell_routing.cu", "if (entry < there) {", "if (entry < p.given * 3) {"),
     "entries are stored before all are counted": Change(
         "count_entries.cu",
@@ -134,11 +134,11 @@ PLANTED = {
 """Each fault must be found in at least one of 24 cases."""
 
 
-@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found(planted: Change) -> None:
+@pytest.mark.parametrize("bug", INJECTED_BUGS.values(), ids=INJECTED_BUGS)
+def test_an_injected_bug_is_found(bug: Change) -> None:
     for seed in range(24):
         try:
-            drawn(seed, (planted,))
+            drawn(seed, (bug,))
         except (EmulatorError, AssertionError):
             return
     pytest.fail("24 cases are all right with it")

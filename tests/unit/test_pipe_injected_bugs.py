@@ -1,4 +1,4 @@
-"""The emulator finds each mistake that is planted in the pipeline of kernels/include/raymoe/pipe/.
+"""The emulator finds each bug that is injected into the pipeline of kernels/include/raymoe/pipe/.
 
 Every fence, barrier and wait of pipe.cuh is left out once.
 """
@@ -28,112 +28,112 @@ IN_TURN = NormCase(15, 520, limits=Limits(loading="IN_TURN"), add=True, register
 FENCE = "ptx::fence_proxy_async_shared();  // orders this thread's reads"
 
 
-def planted(old: str, new: str = "", file: str = "pipe.cuh", which: int | None = None) -> Change:
+def injected(old: str, new: str = "", file: str = "pipe.cuh", which: int | None = None) -> Change:
     return Change(file, old, new or ("//" if "//" in old else ""), which)
 
 
-PLANTED = {
-    "no wait for an empty stage": (TWO_STAGES, planted("await(empty(turn % STAGES), (turn / STAGES - 1) & 1);")),
-    "a wait for the turn before the last": (TWO_STAGES, planted("(turn / STAGES - 1) & 1", "turn / STAGES & 1")),
-    "no wait for a full stage": (TWO_STAGES, planted("await(full(turn % STAGES), turn / STAGES & 1);")),
-    "bytes of one input": (TWO_STAGES, planted("bytes += bytes_of", "bytes = bytes_of")),
-    "bytes of one row more": (TWO_STAGES, planted("u32 bytes = 0;", "u32 bytes = inputs_[0].eight_bytes;")),
-    "no proxy fence before a stage is stored": (TWO_STAGES, planted(f"{FENCE} and writes", "//")),
+INJECTED_BUGS = {
+    "no wait for an empty stage": (TWO_STAGES, injected("await(empty(turn % STAGES), (turn / STAGES - 1) & 1);")),
+    "a wait for the turn before the last": (TWO_STAGES, injected("(turn / STAGES - 1) & 1", "turn / STAGES & 1")),
+    "no wait for a full stage": (TWO_STAGES, injected("await(full(turn % STAGES), turn / STAGES & 1);")),
+    "bytes of one input": (TWO_STAGES, injected("bytes += bytes_of", "bytes = bytes_of")),
+    "bytes of one row more": (TWO_STAGES, injected("u32 bytes = 0;", "u32 bytes = inputs_[0].eight_bytes;")),
+    "no proxy fence before a stage is stored": (TWO_STAGES, injected(f"{FENCE} and writes", "//")),
     "no barrier before a stage is stored": (
         WIDE,
-        planted("group_barrier();\n        if (!leads()) {", "if (!leads()) {"),
+        injected("group_barrier();\n        if (!leads()) {", "if (!leads()) {"),
     ),
     "a stage is refilled while a store reads it": (
         TWO_STAGES,
-        planted("ptx::bulk_wait_read<1>();", "ptx::bulk_wait_read<2>();"),
+        injected("ptx::bulk_wait_read<1>();", "ptx::bulk_wait_read<2>();"),
     ),
-    "no wait for the store before": (TWO_STAGES, planted("ptx::bulk_wait_read<1>();")),
+    "no wait for the store before": (TWO_STAGES, injected("ptx::bulk_wait_read<1>();")),
     "a group with one stage does not wait for its store": (
         replace(TWO_STAGES, limits=Limits(stages=1)),
-        planted("ptx::bulk_wait_read<0>();\n            arrive_empty", "arrive_empty"),
+        injected("ptx::bulk_wait_read<0>();\n            arrive_empty", "arrive_empty"),
     ),
     "the stage of this turn is given back": (
         TWO_STAGES,
-        planted("arrive_empty(tile.turn - GROUPS);", "arrive_empty(tile.turn);"),
+        injected("arrive_empty(tile.turn - GROUPS);", "arrive_empty(tile.turn);"),
     ),
     "a block ends while its stages are read": (
         TWO_STAGES,
-        planted("ptx::bulk_wait_read<0>();  // the stages must last"),
+        injected("ptx::bulk_wait_read<0>();  // the stages must last"),
     ),
-    "no proxy fence before a stage is given back": (QUANTISED, planted(f"{FENCE} of the stage before", "//")),
+    "no proxy fence before a stage is given back": (QUANTISED, injected(f"{FENCE} of the stage before", "//")),
     "a stage is empty when one warp has read it": (
         QUANTISED,
-        planted("ptx::barrier_init(empty(stage), GROUP_WARPS);", "ptx::barrier_init(empty(stage), 1);"),
+        injected("ptx::barrier_init(empty(stage), GROUP_WARPS);", "ptx::barrier_init(empty(stage), 1);"),
     ),
     "a warp gives a stage back that its threads read": (
         QUANTISED,
-        planted("__syncwarp();  // all threads of the warp"),
+        injected("__syncwarp();  // all threads of the warp"),
     ),
     "the other warps do not give their stage back": (
         WIDE,
-        planted("arrive_as_warp(tile.turn);\n        }\n        group", "}\n        group"),
+        injected("arrive_as_warp(tile.turn);\n        }\n        group", "}\n        group"),
     ),
-    "barriers are not handed to all threads": (WIDE, planted("__syncthreads();  // hands the initialised")),
-    "barriers are not fenced": (WIDE, planted("ptx::fence_barrier_init();  // orders the inits")),
+    "barriers are not handed to all threads": (WIDE, injected("__syncthreads();  // hands the initialised")),
+    "barriers are not fenced": (WIDE, injected("ptx::fence_barrier_init();  // orders the inits")),
     "stages of two groups": (
         NormCase(15, 264, add=True, limits=Limits(stages=4)),
-        planted("turn % STAGES * work_.stage_bytes", "turn / 2 % STAGES * work_.stage_bytes"),
+        injected("turn % STAGES * work_.stage_bytes", "turn / 2 % STAGES * work_.stage_bytes"),
     ),
     "one place for the sums": (
         NormCase(15, 264, registers=8),
-        planted("parity_ ^= 1;", file="sums.cuh"),
+        injected("parity_ ^= 1;", file="sums.cuh"),
     ),
     "no barrier before the sums are read": (
         WIDE,
-        planted("            group_barrier();", file="sums.cuh"),
+        injected("            group_barrier();", file="sums.cuh"),
     ),
     "dynamic: a number before its stage is empty": (
         DYNAMIC,
-        planted(
+        injected(
             "await_empty(turn);\n                tell_number(turn, number);\n                load",
             "tell_number(turn, number);\n                await_empty(turn);\n                load",
         ),
     ),
     "dynamic: a number after the bytes are told": (
         DYNAMIC,
-        planted(
+        injected(
             "tell_number(turn, number);\n                load(turn, placed(turn, number));",
             "load(turn, placed(turn, number));\n                tell_number(turn, number);",
         ),
     ),
-    "dynamic: no number": (DYNAMIC, planted("ptx::shared_store_4(number_at(turn % STAGES), number);")),
-    "dynamic: one number for all stages": (DYNAMIC, planted("(2 * STAGES + stage) * 8", "2 * STAGES * 8")),
-    "dynamic: one group alone ends": (GROUPS_OF_ONE, planted("group < GROUPS; ++group", "group < 1; ++group")),
+    "dynamic: no number": (DYNAMIC, injected("ptx::shared_store_4(number_at(turn % STAGES), number);")),
+    "dynamic: one number for all stages": (DYNAMIC, injected("(2 * STAGES + stage) * 8", "2 * STAGES * 8")),
+    "dynamic: one group alone ends": (GROUPS_OF_ONE, injected("group < GROUPS; ++group", "group < 1; ++group")),
     "dynamic: an end before its stage is empty": (
         GROUPS_OF_ONE,
-        planted(
+        injected(
             "await_empty(turn);\n                tell_number(turn, number);\n                ptx",
             "tell_number(turn, number);\n                ptx",
         ),
     ),
-    "dynamic: the counter does not wrap": (DYNAMIC, planted("increments - 1);", "increments);")),
+    "dynamic: the counter does not wrap": (DYNAMIC, injected("increments - 1);", "increments);")),
     "dynamic: increments before the first tile are not counted": (
         DYNAMIC,
-        planted("AHEAD * gridDim.x", "0 * gridDim.x"),
+        injected("AHEAD * gridDim.x", "0 * gridDim.x"),
     ),
-    "dynamic: a tile is left out": (DYNAMIC, planted("return gridDim.x + ptx", "return gridDim.x + 1 + ptx")),
+    "dynamic: a tile is left out": (DYNAMIC, injected("return gridDim.x + ptx", "return gridDim.x + 1 + ptx")),
     "in turn: a barrier is invalidated while threads wait": (
         IN_TURN,
-        planted("group_barrier();  // no thread of the group still waits"),
+        injected("group_barrier();  // no thread of the group still waits"),
     ),
     "in turn: a barrier that is not initialised for all": (
         IN_TURN,
-        planted("group_barrier();  // hands the initialised barrier"),
+        injected("group_barrier();  // hands the initialised barrier"),
     ),
     "in turn: no wait for the store": (
         IN_TURN,
-        planted("ptx::bulk_wait_read<0>();\n            arrive_empty", "arrive_empty"),
+        injected("ptx::bulk_wait_read<0>();\n            arrive_empty", "arrive_empty"),
     ),
 }
 
 
-@pytest.mark.parametrize(("case", "change"), PLANTED.values(), ids=PLANTED)
-def test_a_planted_mistake_is_found(case: NormCase, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "change"), INJECTED_BUGS.values(), ids=INJECTED_BUGS)
+def test_an_injected_bug_is_found(case: NormCase, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in SEEDS:
         try:
             run_rms_norm(case, monkeypatch, seed, (change,))
@@ -144,7 +144,7 @@ def test_a_planted_mistake_is_found(case: NormCase, change: Change, monkeypatch:
 
 
 @pytest.mark.parametrize("changes", [(), EACH_THREAD_ARRIVES], ids=["as they are", "each thread arrives"])
-@pytest.mark.parametrize("case", list(dict.fromkeys(case for case, _ in PLANTED.values())), ids=str)
+@pytest.mark.parametrize("case", list(dict.fromkeys(case for case, _ in INJECTED_BUGS.values())), ids=str)
 def test_the_same_cases_are_right_without_the_mistakes(
     case: NormCase, changes: tuple[Change, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""For each bug that can be planted: a small case that it breaks, and a pattern of the failure's text."""
+"""For each bug that can be injected: a small case that it breaks, and a pattern of the failure's text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
 
-Planted = tuple[Case, str]
+InjectedBug = tuple[Case, str]
 _NEVER = "never written; it needs operation"
 _STALE = "operation 2; it needs operation 1"
 _FULL = "operation 3; it needs operation 1"
@@ -28,7 +28,7 @@ def _filled(ranks: int) -> tuple[Routing, ...]:
     return full(ranks), empty(ranks), full(ranks)
 
 
-def planted(fault: Fault, ranks: int) -> Planted:
+def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
     case, filled = _cases(fault, ranks), _filled(ranks)
     one_row: Routing = (((1,),), *empty(ranks)[1:])
     two_rows: Routing = (((1,), (1,)), *empty(ranks)[1:])
@@ -92,7 +92,7 @@ def planted(fault: Fault, ranks: int) -> Planted:
             case("D C D C", routings=(one_row,), **refused),
             "dispatch 2, .* does nothing, and no wait has failed",
         ),
-        **_planted_in_chunks(fault, ranks),
+        **_injected_in_chunks(fault, ranks),
         Fault.LINE_UNCHECKED: (case("FD"), f"line 0 .*{_NEVER}"),
         Fault.LINE_IN_GRANULES: (case("FD"), f"granule 0 .*{_NEVER}"),
         # Dispatch 1 does not fit on rank 1, so no thread polls its line there.
@@ -103,7 +103,7 @@ def planted(fault: Fault, ranks: int) -> Planted:
     }[fault]
 
 
-def _planted_in_chunks(fault: Fault, ranks: int) -> dict[Fault, Planted]:
+def _injected_in_chunks(fault: Fault, ranks: int) -> dict[Fault, InjectedBug]:
     """Bugs of the words of chunks, which a sender finds: its row of x is not the one that it needs."""
     case = _cases(fault, ranks)
     one_row: Routing = (((1,),), *empty(ranks)[1:])
@@ -139,7 +139,7 @@ def _planted_in_chunks(fault: Fault, ranks: int) -> dict[Fault, Planted]:
     }
 
 
-def planted_in_placers() -> dict[Fault, Planted]:
+def injected_in_placers() -> dict[Fault, InjectedBug]:
     """The same for a placer, which also reads rows of x: those of its own rank. One rank is enough."""
     one_row: Routing = (((0,),),)
     two_rows: Routing = (((0,), (0,)),)
@@ -164,7 +164,7 @@ def planted_in_placers() -> dict[Fault, Planted]:
     }
 
 
-def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
+def injected_in_lines(ranks: int) -> dict[Fault, InjectedBug]:
     """The same for bugs that the LL path could have too. A line that is overwritten is missed there, not misread, since
     it holds its epoch."""
     filled = _filled(ranks)
@@ -211,7 +211,7 @@ def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
     }
 
 
-def planted_in_known(ranks: int) -> dict[Fault, Planted]:
+def injected_in_known(ranks: int) -> dict[Fault, InjectedBug]:
     """The same for bugs that a dispatch of known routing could have too."""
     one_row: Routing = (((1,),), *empty(ranks)[1:])
     overwritten = r"operation (\d); it needs operation (?!\1)"
