@@ -194,13 +194,13 @@ reducers, 484 with 66, 495 with 79; on 64 SMs 553 with the share, 615 with 29 (4
 
 PIECES, TOGETHER, SUMMING_WARPS = 4, 2, 880
 STEPS_A_PIECE = 2
-"""Pieces of a row at most; words behind one fence; warps that few rows are cut for; least steps of a piece. 4096 tokens
+"""Pieces of a row at most; words after one fence; warps that few rows are cut for; least steps of a piece. 4096 tokens
 of 7168 took 482 us in 4 pieces, 597 in 3, 499 in 2. Tokens of 4096, which are 4 steps, took 327 us in 4 pieces, 353 in
 3, 291 in 2, 312 in 1 (4x H200, 2026-11-22)."""
 
 FEW_REDUCERS, FEW_TOGETHER = 30, 3
 """With few lanes, more pieces share a fence: the lanes wait for fences longer than readers wait for words. 4096 tokens
-of 7168 took 288 us on 48 SMs with two pieces behind a fence, 280 with three, 283 with four; on 64 SMs 239, 232 and 236;
+of 7168 took 288 us on 48 SMs with two pieces after a fence, 280 with three, 283 with four; on 64 SMs 239, 232 and 236;
 on all 205, 216 and 228 (2x H200, 2026-11-22)."""
 
 MOST_PIECES = 32

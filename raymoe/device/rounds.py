@@ -58,7 +58,7 @@ class DispatchMemory(Params):
 
 @dataclass(frozen=True)
 class Sizes:
-    """R ranks, at most T tokens a rank, K ids a token, L experts a rank; `compact`: rows lie one behind the other."""
+    """R ranks, at most T tokens a rank, K ids a token, L experts a rank; `compact`: rows lie one after the other."""
 
     ranks: int
     tokens: int
@@ -255,7 +255,7 @@ class ComparePassesParams(Params):
 
 
 REFUSED_BYTES = 16 + MOST_RANKS * Refused.nbytes()
-"""The statuses of the first refused combine, behind two words. The first word is 1 where there are statuses."""
+"""The statuses of the first refused combine, after two words. The first word is 1 where there are statuses."""
 
 _STRUCTS = (DispatchMemory, DispatchRecord)
 TELL = KernelSource("tell_routing", (TellParams, TellScratch, *_STRUCTS))

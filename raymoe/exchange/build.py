@@ -104,8 +104,8 @@ class Build:
         dtype: torch.dtype = getattr(torch, self.spec.output_dtype)
         if not self.raw:
             return slots[:, : self.spec.row_bytes].view(dtype), None
-        elements, behind = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
-        return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
+        elements, end = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
+        return slots[:, :elements].view(dtype), slots[:, elements:end].view(torch.float32)
 
     def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
         """Return the parameters of a launch of these parts; a call sets the addresses that are 0 here."""

@@ -110,7 +110,7 @@ class GlooAllgather(KeepsNothing):
 
 
 class GlooCollective(KeepsNothing):
-    """Puts rows one behind the other into its table, source after source."""
+    """Puts rows one after the other into its table, source after source."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)

@@ -335,7 +335,7 @@ class HierarchicalGpu:
 
     @contextmanager
     def _begun(self, op: str) -> Iterator[None]:
-        """Let errors behind the first block that crosses end the exchange on all ranks. A capture sends nothing yet."""
+        """Let errors after the first block that crosses end the exchange on all ranks. A capture sends nothing yet."""
         if capturing(self._world.device):
             yield
             return

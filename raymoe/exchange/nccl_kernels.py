@@ -50,7 +50,7 @@ class Rounds(Protocol):
         """Wait for the device, replays on other streams included."""
 
     def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
-        """Copy some bytes to the host behind the work of the current stream, and wait for that with a limit."""
+        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
 
 
 class ReadyKernel(Protocol):
@@ -77,7 +77,7 @@ class Launcher(Protocol):
     sms: int
 
     def ordered(self, op: str) -> AbstractContextManager[int]:
-        """Order the work that is enqueued inside behind the last operation. Yields the current stream."""
+        """Order the work that is enqueued inside after the last operation. Yields the current stream."""
 
     def resident(self, source: KernelSource, shape: Shape) -> int:
         """The number of blocks of this shape that can be resident at once."""
@@ -191,7 +191,7 @@ class Blocks:
     """The memory of an exchange, as rows of bytes.
 
     A block of a dispatch, or of a combine of compact rows, has T + 1 rows: the extra row makes space for a status
-    behind the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so
+    after the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so
     that it is one message. Combines without numbers send it whole too: all ranks send the same sizes, whichever
     combine they run.
     """
@@ -242,7 +242,7 @@ class Kept:
 
 
 class RoundKernels:
-    """The kernels of one exchange. `compact`: a rank gets only the rows for its experts, one behind the other."""
+    """The kernels of one exchange. `compact`: a rank gets only the rows for its experts, one after the other."""
 
     def __init__(self, world: World, spec: ExchangeSpec, launcher: Launcher, *, compact: bool) -> None:
         self._spec, self._device, self._launcher = spec, world.device, launcher
@@ -368,7 +368,7 @@ class RoundKernels:
         numbers: torch.Tensor | None = None,
         site: int = 0,
     ) -> None:
-        """Sum the experts' results of each token into the blocks to send, with this rank's status behind each.
+        """Sum the experts' results of each token into the blocks to send, with this rank's status after each.
 
         With `numbers`, float32[C], also write the number of each entry into the blocks of numbers.
         """
@@ -422,7 +422,7 @@ class RoundKernels:
     def take_refused(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 
-        `read` copies them to the host, behind the work of the stream, as `Rounds.read` does.
+        `read` copies them to the host, after the work of the stream, as `Rounds.read` does.
         """
         return self._take(read, self._refused)
 

@@ -1,7 +1,7 @@
 """The ids and weights of a dispatch between domains of GPU ranks, while they cross the rail.
 
 A rank tells all ranks of its rail the ids and weights of its tokens, and the scales of rows that cross as fp8. From
-those of the whole rail it computes the ids and weights of the dispatch inside its domain. Behind that dispatch it
+those of the whole rail it computes the ids and weights of the dispatch inside its domain. After that dispatch it
 computes the offsets and counts of its own experts. Each of these is one small kernel.
 """
 

@@ -1,6 +1,6 @@
 """The backward passes of dispatches between domains: all ranks must run those of the same dispatch.
 
-A dispatch tells all ranks of its rail ids and weights, and behind them its pass: to which dispatch it belongs, 0
+A dispatch tells all ranks of its rail ids and weights, and after them its pass: to which dispatch it belongs, 0
 outside of a backward pass. One of known routing tells no ids, and its pass. Each rank compares the passes of its rail.
 Where they differ, it also tells another pass inside its domain, so the whole domain refuses. So all ranks of the world
 refuse if two of them differ: else all passes of each domain and of each rail are equal.

@@ -98,12 +98,12 @@ class RailSums:
         """
         shape, blocks = self._shape, self._shape.blocks
         chunks = zip(shape.chunks, blocks(self._leaving), blocks(self._returned), blocks(self.sums), strict=True)
-        with ExitStack() as behind_first:
+        with ExitStack() as after_first:
             for chunk, ((begin, end), leaving, returned, sums) in enumerate(chunks):
                 combine((shape.domains * begin, shape.domains * end))
                 sent, received = [leaving], [returned]
                 if chunk == 0:
-                    behind_first.enter_context(begun())
+                    after_first.enter_context(begun())
                     self._tell(stream, number=status.number, weighted=status.weighted, site=status.site, carries=0)
                     sent.append(self._leaving_statuses)
                     received.append(self._statuses)

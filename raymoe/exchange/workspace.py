@@ -182,8 +182,8 @@ class Bounds:
 class Slots:
     """The dispatch slots of a spec in their region, counted in slots of that spec.
 
-    Buffers of different parity share no byte, whichever specs they belong to: buffer 1 begins behind the largest
-    buffer 0, and the row of zeros behind the largest buffer 1.
+    Buffers of different parity share no byte, whichever specs they belong to: buffer 1 begins after the largest
+    buffer 0, and the row of zeros after the largest buffer 1.
     """
 
     buffer_slots: int
@@ -328,7 +328,7 @@ class Workspace:
         self._sent_by[op] = None
 
     def enqueue(self, op: str, sms: int, steps: Iterable[Callable[[int], None]]) -> None:
-        """Enqueue launches of an operation on the current stream, behind the last operation of this workspace.
+        """Enqueue launches of an operation on the current stream, after the last operation of this workspace.
 
         `sms` is the number of SMs that the largest of them occupies.
         """

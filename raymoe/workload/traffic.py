@@ -140,7 +140,7 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     """Return the bytes that all ranks together send over the network in a step, by operation.
 
     Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
-    not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales behind the weights.
+    not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales after the weights.
     Last they tell the pass of a backward pass.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)

@@ -61,8 +61,8 @@ class Change:
             raise BuildError(
                 f"{self.file} has {found} times the text {self.old!r}; the change needs {self.which or 'one'}"
             )
-        behind = (self.which or 0) + 1
-        return self.old.join(parts[:behind]) + self.new + self.old.join(parts[behind:])
+        end = (self.which or 0) + 1
+        return self.old.join(parts[:end]) + self.new + self.old.join(parts[end:])
 
 
 _MOST_CACHED = 500

@@ -177,7 +177,7 @@ INJECTED_BUGS = {
     "the last quantised rows announced without a wait": _quantising("ptx::bulk_wait<0>();"),
     "no fence before a quantised row's word": _quantising(f"{SYSTEM_FENCE} the rows, whose", "//"),
     "no fence before a quantised row leaves": _quantising("ptx::fence_proxy_async_shared();"),
-    "a stage is given back while it is read": _quantising("wait_stages_read(behind);", shape=small),
+    "a stage is given back while it is read": _quantising("wait_stages_read(unread);", shape=small),
     "a lane does not wait for an empty stage": _quantising(
         "leaving_.emptied.await_before(turn);\n        if", "if", shape=small
     ),
@@ -271,7 +271,7 @@ COPYING = {
     "a credit that is not waited for": Change(
         "lanes.cuh", "credit + lane.lag >= epoch", "credit + lane.lag + 1 >= epoch"
     ),
-    "no proxy fence behind a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
+    "no proxy fence after a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
     "threads that do not wait for one another before the ticket": Change(
         "copy.cu", "ptx::barrier_of_warps(1, ORDINARY_THREADS);  // orders the stores", "//"
     ),
@@ -285,12 +285,12 @@ BY_ERROR = {
     "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
-    "stores 4 bytes of .*behind the end of masks.*outside every region": Change(
+    "stores 4 bytes of .*after the end of masks.*outside every region": Change(
         "routing.cuh",
         "p_.masks[token] = p_.ranks_of(token);",
         "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;",
     ),
-    "stores 8 bytes of .*behind the end of own of rank .*outside every region": Change(
+    "stores 8 bytes of .*after the end of own of rank .*outside every region": Change(
         "beginning.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"
     ),
     "a plain access to": Change("placing.cuh", "queue_[loads_++ % QUEUE] =", "queue_[loads_++ % QUEUE + 65536] ="),

@@ -117,14 +117,14 @@ def with_gaps(layout: Layout) -> Layout:
     """Return the same regions with red zones between them."""
     regions: list[Region] = []
     for placed in layout.placed:
-        regions += [placed.region, Region(f"gap behind {placed.region.name}", (RED_ZONE_BYTES,), "uint8")]
+        regions += [placed.region, Region(f"gap after {placed.region.name}", (RED_ZONE_BYTES,), "uint8")]
     return Layout.of(regions)
 
 
 def heaps_of(emulator: Emulator, layout: Layout) -> tuple[Layout, list[Memory]]:
     """Map a heap for each rank."""
     wide = with_gaps(layout)
-    kept = [each for each in wide.placed if not each.region.name.startswith("gap behind ")]
+    kept = [each for each in wide.placed if not each.region.name.startswith("gap after ")]
     regions = [(each.region.name, each.offset, each.region.nbytes) for each in kept]
     return wide, [emulator.heap(rank, regions, wide.nbytes) for rank in range(emulator.ranks)]
 
@@ -341,7 +341,7 @@ class EmulatedCopied(EmulatedBackend, CopiedBackend):
     def _join(self) -> None: ...
 
 
-_GAP = "gap behind "
+_GAP = "gap after "
 
 
 def _with_red_zones(metadata: Metadata) -> Metadata:
@@ -389,7 +389,7 @@ class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
         return replace(super()._in_machine(replace(tokens, x=x[:0])), x=x)
 
     def _come_late(self, x: torch.Tensor) -> torch.Tensor:
-        """Enqueue the rows, chunk by chunk, each behind a launch that advances its word. Until then they are NaN."""
+        """Enqueue the rows, chunk by chunk, each after a launch that advances its word. Until then they are NaN."""
         gpu: Any = self.world.gpu
         emulator, stream = gpu.emulator, self.world.rank + self.world.size
         late = self._late_x[: x.nbytes]

@@ -172,7 +172,7 @@ class Case:
             peer not in self.domain_ranks(rank) for rank, tokens in enumerate(routing) for to in tokens for peer in to
         )
 
-    def dispatch_behind(self, crossing: Launch) -> Launch:
+    def dispatch_after(self, crossing: Launch) -> Launch:
         return next(each for each in self.launches() if each.crossing == crossing.number)
 
     def index_of_crossing(self, number: int) -> int:
@@ -203,7 +203,7 @@ class Case:
         return next(each.path for each in self.launches() if each.kind == "dispatch" and each.number == dispatch)
 
     def launches(self) -> tuple[Launch, ...]:
-        """Parse the program. The bug LATE_READ puts each user's kernel behind the next dispatch.
+        """Parse the program. The bug LATE_READ puts each user's kernel after the next dispatch.
 
         >>> [str(each) for each in Case(2, "D U1 DS FC1 DR C2 N", (full(2),)).launches()]
         ['dispatch 1', 'use 1', 'dispatch send 2', 'combine in lines 1', 'dispatch receive 2', 'combine 2', 'other']
@@ -276,7 +276,7 @@ def _parse(letters: str, path: str) -> tuple[str, str, str]:
 
 
 def _delay_uses(launches: list[Launch]) -> list[Launch]:
-    """Move every user's kernel behind the next dispatch."""
+    """Move every user's kernel after the next dispatch."""
     found, held = [], []
     for launch in launches:
         if launch.kind == "use":

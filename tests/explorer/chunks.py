@@ -1,6 +1,6 @@
 """A dispatch whose rows cross between domains in chunks (raymoe/exchange/rail_rows.py, dispatch/chunks.cuh).
 
-Its rail is a thread on a stream of its own: NCCL's kernels, and behind each the kernel that announces the chunk. The
+Its rail is a thread on a stream of its own: NCCL's kernels, and after each the kernel that announces the chunk. The
 launch before the dispatch counts the crossing.
 
 In a case with timeouts the host may abort the rail. It sets a word, then ends the gather at hand and all later ones. Of
@@ -25,7 +25,7 @@ class CrossingKernel(Kernel):
 
     def roles(self) -> Roles:
         count = [] if self.has_fault(Fault.COUNTED_BESIDE) else [_count(self.memory, self.rank)]
-        dispatch = self.case.dispatch_behind(self.launch)
+        dispatch = self.case.dispatch_after(self.launch)
         own = [
             Step(Act.STORE, self.memory["x", self.rank, token], value=dispatch.number)
             for token in _tokens(self.case, dispatch, self.rank)
@@ -77,7 +77,7 @@ class ChunkedKernel(WordKernel):
     # ---- the rail ----------------------------------------------------------------------------------------------------
 
     def _rail(self, thread: int) -> Iterator[Step]:
-        if self.has_fault(Fault.CROSSING_BEHIND):
+        if self.has_fault(Fault.CROSSING_AFTER):
             yield Step(Act.JOIN, operands=tuple(range(self.first, thread)))
         if self.has_fault(Fault.COUNTED_BESIDE):
             yield _count(self.memory, self.rank)

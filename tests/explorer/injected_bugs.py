@@ -128,7 +128,7 @@ def _injected_in_chunks(fault: Fault, ranks: int) -> dict[Fault, InjectedBug]:
         Fault.CROSSING_EARLY: (case("X D X D", routings=(one_row,)), new),
         # The second chunk of dispatch 1 is announced with the number of crossing 2.
         Fault.RAIL_UNJOINED: (case("X D X D", routings=(first_row, two_rows)), old),
-        Fault.CROSSING_BEHIND: (case("X D", routings=(one_row,)), f"{_STUCK}.*dispatch 1, lane 0: waits for word of"),
+        Fault.CROSSING_AFTER: (case("X D", routings=(one_row,)), f"{_STUCK}.*dispatch 1, lane 0: waits for word of"),
         # A domain for each rank: a placer reads its own row, and only the rail keeps the ranks together.
         Fault.RAIL_UNASKED: (
             case("X D X D", routings=(alone,), domains=ranks, chunk=ranks, own="copied"),
@@ -154,7 +154,7 @@ def injected_in_placers() -> dict[Fault, InjectedBug]:
         Fault.CHUNK_RESET: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
         Fault.CROSSING_EARLY: ("X D X D", {}, _STALE),
         Fault.RAIL_UNJOINED: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
-        Fault.CROSSING_BEHIND: ("X D", {}, f"{_STUCK}.*placer of own rows: waits for word of chunk 0"),
+        Fault.CROSSING_AFTER: ("X D", {}, f"{_STUCK}.*placer of own rows: waits for word of chunk 0"),
         Fault.ABORT_ANNOUNCED: ("X D", {"timeouts": True}, _NEVER),
         Fault.ABORT_BEFORE_WORD: ("X D", {"timeouts": True}, _NEVER),
     }

@@ -89,7 +89,7 @@ class Machine(Effects):
         for number, steps in enumerate(self.steps):
             for index, step in enumerate(steps):
                 if step.act is Act.POLL_LINES:
-                    for at in {each + behind for each in step.operands for behind in (0, step.stride)}:
+                    for at in {each + offset for each in step.operands for offset in (0, step.stride)}:
                         found.setdefault((at, step.value), []).append((number, index))
         return found
 
@@ -228,8 +228,8 @@ class Machine(Effects):
         if self.case.fault not in RAILS_APART or ended == len(rails):
             return []
         early = self.case.fault is Fault.CROSSING_EARLY and ended > 0
-        behind = rails[ended - early]  # it begins when the launches before this thread's dispatch have ended
-        return [rails[ended]] if self.threads[behind].launch <= oldest else []
+        before = rails[ended - early]  # it begins when the launches before this thread's dispatch have ended
+        return [rails[ended]] if self.threads[before].launch <= oldest else []
 
     def _begins_beside(self, state: State, rank: int, index: int) -> bool:
         """Whether a dependent launch may begin: all blocks of the kernel before it have begun, or have ended."""

@@ -3,7 +3,7 @@
 A group is one warp or several: the emulator looks at the order among the threads of a warp. Its first warp also stores.
 Loads land in any order, and stores read their stages in any order, at any time. A stage holds, for each input, the turn
 that it belongs to, and whether it was loaded or is a result. In a dynamic case the number of a tile stands for its
-turn, and the producer ends each group with a number behind the last turn.
+turn, and the producer ends each group with a number after the last turn.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class WordKernel(Kernel):
     # ---- senders -----------------------------------------------------------------------------------------------------
 
     def _add_sender(self, roles: Roles, sender: int) -> None:
-        """Add the lanes of a block, and the thread that stores its done words behind one fence."""
+        """Add the lanes of a block, and the thread that stores its done words after one fence."""
         first = self.first + len(roles)
         of = tuple(range(first, first + self.case.lanes))
         alone = len(of) == 1
@@ -105,7 +105,7 @@ class WordKernel(Kernel):
         return [Step(act, at, value=lane + 1, skips=self._length(steps)), *steps]
 
     def _after_drain(self, of: tuple[int, ...], until: int, words: list[Step]) -> list[Step]:
-        """Words behind a drain of the stores that threads `of` make before their step `until`."""
+        """Words after a drain of the stores that threads `of` make before their step `until`."""
         drain = Step(Act.DRAIN, operands=of, value=until)
         return [*words, drain] if self.has_fault(Fault.ROWS_AFTER_WORD) else [drain, *words]
 

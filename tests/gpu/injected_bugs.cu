@@ -1,6 +1,6 @@
 // Mistakes that compute-sanitizer must find in a rank process, one for each of its tools; see sanitized_ranks.py.
 //
-// Each is harmless without the tool. No other allocation uses the memory behind the words. A barrier counts threads that
+// Each is harmless without the tool. No other allocation uses the memory after the words. A barrier counts threads that
 // arrive at any of its instructions. No test reads the result of the race.
 
 namespace raymoe {
@@ -15,7 +15,7 @@ struct InjectedBug {
 constexpr unsigned int kThreads = 256;
 
 // memcheck: one thread more than there are words.
-extern "C" __global__ void behind(const __grid_constant__ raymoe::InjectedBug bug) {
+extern "C" __global__ void past_the_end(const __grid_constant__ raymoe::InjectedBug bug) {
   if (threadIdx.x <= bug.count) bug.words[threadIdx.x] = threadIdx.x;
 }
 

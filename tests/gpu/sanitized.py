@@ -10,7 +10,7 @@ The exit code is 1 if a result is wrong. The tool reports its findings itself; t
 `inject`: the same rank processes run a bug that the tool must find, or its silence about the cases means nothing.
 
 `--exact`: each tensor is an allocation of its own, and memcheck knows its end. torch's cache hands out parts of large
-allocations, and memcheck does not see accesses behind a part. Captured work cannot allocate, so it uses the cache.
+allocations, and memcheck does not see accesses beyond a part. Captured work cannot allocate, so it uses the cache.
 """
 
 from __future__ import annotations

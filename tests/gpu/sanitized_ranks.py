@@ -32,7 +32,7 @@ POISON = 0xEE
 OPERATION_BYTES, WORD_BYTES = Operation.nbytes(), 8
 
 WORDS = 255
-"""1,020 bytes: the memory behind them, up to the next multiple of 512, belongs to no other allocation."""
+"""1,020 bytes: the memory after them, up to the next multiple of 512, belongs to no other allocation."""
 THREADS = 256
 
 
@@ -45,7 +45,7 @@ class InjectedBug(Params):
 
 
 INJECTED_BUGS = KernelSource("injected_bugs", (InjectedBug,))
-MISTAKES = {"memcheck": "behind", "synccheck": "divergent", "racecheck": "unordered"}
+MISTAKES = {"memcheck": "past_the_end", "synccheck": "divergent", "racecheck": "unordered"}
 """The kernel of injected_bugs.cu that each tool must name."""
 
 

@@ -168,8 +168,8 @@ def judge_places(case: Case, sent: list[Batch], theirs: plan.Plan, got: Dispatch
         else:
             assert torch.equal(x[place], want[place])
             assert got.weights[place] == sent[entry[0]].weights[entry[1], entry[2]]
-    behind = x[len(theirs.entries) :]
-    assert (behind == 0).all() if got.index is not None else behind.isnan().all()
+    gap = x[len(theirs.entries) :]
+    assert (gap == 0).all() if got.index is not None else gap.isnan().all()
 
 
 def judge_numbers(batch: Batch, entries: torch.Tensor, *, carried: bool) -> None:

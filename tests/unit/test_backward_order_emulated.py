@@ -268,7 +268,7 @@ def test_backward_passes_in_a_row_are_right(kind: str) -> None:
 BEFORE_HEAD = "ptx::fence_acq_rel_sys();  // orders the counts and the pass before the head"
 LEFT_OUT = Change("passes.cuh", "        send_pass(p, epoch, threadIdx.x);\n", "")
 INJECTED_BUGS: dict[str, tuple[Judge, str, tuple[Change, ...]]] = {
-    "a pass stored behind the fence": (
+    "a pass stored after the fence": (
         _orders,
         "fused",
         (

@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def asked(counts: Sequence[int], columns: int = 64, outputs: int = 32, gated: bool = False, gap: int = 2) -> FewRows:
-    """Experts with so many rows, and gaps of NaN behind them."""
+    """Experts with so many rows, and gaps of NaN after them."""
     starts = torch.tensor([0, *(each + gap for each in counts)]).cumsum(0).int()
     rows = int(starts[-1]) + 3
     x = torch.full((rows, columns), torch.nan, dtype=BF16)

@@ -115,7 +115,7 @@ NOT_HANDED_ON = (
     Change("reducing.cuh", "push_numbers(slot, entry);\n        }\n        u32", "}\n        u32"),
     Change("reducing.cuh", _LATE, f"if (begin == 0) {{ push_numbers(slot, entry); }}\n        {_LATE}"),
 )
-"""Numbers are stored behind the last __syncwarp of a piece, so nothing orders them before its word."""
+"""Numbers are stored after the last __syncwarp of a piece, so nothing orders them before its word."""
 
 INJECTED_BUGS = [
     Change("reducing.cuh", "if (CARRIES && begin == 0)", "if (CARRIES && last == p_.vectors())"),

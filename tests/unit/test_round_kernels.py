@@ -124,7 +124,7 @@ INJECTED_BUGS = {
         "sum_entries.cu", "p.leaving + skew_of(rank, p.skew) +", "p.leaving +"
     ),
     "blocks without their numbers": Change("sum_ranks.cu", " + skew_of(rank, p.skew);", ";"),
-    "the pass behind another's weights": Change(
+    "the pass after another's weights": Change(
         "rounds.cuh", "(entries() * 8 + 15) / 16 * 16 + sizeof(Status)", "entries() * 8"
     ),
     "sums of ranks in which a token has no expert": Change(
@@ -252,7 +252,7 @@ def test_combines_that_differ_are_refused_by_all_ranks() -> None:
 
 
 def test_entries_without_a_row_are_not_read() -> None:
-    """Entries 1 and 3 have no row, and there is no memory behind the source's last row."""
+    """Entries 1 and 3 have no row, and there is no memory after the source's last row."""
     rows = torch.arange(64, dtype=torch.uint8).view(2, 32)
     kept = torch.tensor([0, 2**32 - 1, 1, 3, 0, 2, 7, 2**32 - 1], dtype=torch.int64).to(torch.int32)
     out = torch.full((4, 32), 200, dtype=torch.uint8)

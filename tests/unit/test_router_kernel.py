@@ -240,7 +240,7 @@ BACKWARD_BUGS = {
     "the last choice": ("for (u32 k = 0; k < TOPK; ++k)", "for (u32 k = 0; k + 1 < TOPK; ++k)"),
     "the scale": (" * p.scale;", ";"),
     "the sum of sigmoids": ("const float total = warp_sum(score) + 1e-20f;", "const float total = 1.0f;"),
-    "behind the last expert": ("if (first + i >= EXPERTS) {", "if (first + i > EXPERTS) {"),
+    "after the last expert": ("if (first + i >= EXPERTS) {", "if (first + i > EXPERTS) {"),
     "tokens of another row": ("static_cast<u64>(token) * TOPK + lane", "static_cast<u64>(token / 2) * TOPK + lane"),
 }
 

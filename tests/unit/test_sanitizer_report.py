@@ -23,7 +23,7 @@ from tests.gpu.test_exchange_gpu import WITH_WORKSPACE  # noqa: E402
 MEMCHECK = """========= COMPUTE-SANITIZER
    1.0 s  a case
 ========= Invalid __global__ write of size 4 bytes
-=========     at behind+0x70 in injected_bugs.cu:21
+=========     at past_the_end+0x70 in injected_bugs.cu:21
 =========     by thread (255,0,0) in block (0,0,0)
 =========     Access to 0x7f2b0ea003fc is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f2b0ea00000 of size 1,020 bytes
@@ -32,7 +32,7 @@ MEMCHECK = """========= COMPUTE-SANITIZER
 =========
 ========= Invalid __global__ write of size 4 bytes
 =========     at raymoe::put(unsigned int *)+0x70 in ptx.cuh:9
-=========     Device Frame: behind+0x30 in injected_bugs.cu:21
+=========     Device Frame: past_the_end+0x30 in injected_bugs.cu:21
 =========
 right: 1 of 1
 ========= ERROR SUMMARY: 2 errors
@@ -60,8 +60,8 @@ def test_errors_are_read_with_their_places():
     assert (report.summaries, report.total, report.clean) == (1, 2, False)
     first, second = report.findings
     assert first.says == "Invalid __global__ write of size 4 bytes"
-    assert first.places == (Place("", "behind", "injected_bugs.cu", 21),)
-    assert second.places == (Place("", "raymoe::put", "ptx.cuh", 9), Place("", "behind", "injected_bugs.cu", 21))
+    assert first.places == (Place("", "past_the_end", "injected_bugs.cu", 21),)
+    assert second.places == (Place("", "raymoe::put", "ptx.cuh", 9), Place("", "past_the_end", "injected_bugs.cu", 21))
     (barrier,) = Report.of(SYNCCHECK).findings
     assert barrier.places == (Place("", "divergent", "injected_bugs.cu", 29),)
 
@@ -103,7 +103,7 @@ def test_a_report_is_clean_only_if_the_tool_finished_without_errors(text, clean)
 def test_equal_findings_are_printed_once():
     said = str(Report.of(MEMCHECK + MEMCHECK.replace("0x70 in injected_bugs.cu", "0x90 in injected_bugs.cu")))
     assert said.startswith("4 in 2 summaries\n2 x Invalid __global__ write")
-    assert said.count("behind injected_bugs.cu:21") == 2
+    assert said.count("past_the_end injected_bugs.cu:21") == 2
 
 
 def test_hazards_of_cublas_with_itself_are_left_out():
@@ -131,7 +131,7 @@ def test_a_hazard_is_identified_by_the_text_of_its_line():
 def test_the_injected_bugs_survive_compilation(tmp_path):
     compiled = injected_compiler(Cubins(tmp_path)).compiled(INJECTED_BUGS, "sm_90a")
     body = {name: compiled.ptx.split(f".entry {name}(")[1].split(".entry ")[0] for name in MISTAKES.values()}
-    assert re.search(r"st\.global", body["behind"])
+    assert re.search(r"st\.global", body["past_the_end"])
     divergent, unordered = body["divergent"], body["unordered"]
     assert divergent.index("bra") < re.search(r"bar(rier)?\.sync", divergent).start()
     assert re.search(r"st\.shared.*ld\.shared", unordered, re.DOTALL)

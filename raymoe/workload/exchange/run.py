@@ -137,7 +137,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
 
 
 class ExchangeStep:
-    """Times one dispatch and one combine, each behind a barrier of its own."""
+    """Times one dispatch and one combine, each after a barrier of its own."""
 
     ops = (("dispatch", None), ("combine", None), ("exchange", None))
 

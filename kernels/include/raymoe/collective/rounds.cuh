@@ -37,7 +37,7 @@ struct DispatchMemory {
     u32 tokens;
     u32 topk;
     u32 local;  // experts of this rank
-    // 1: rows lie one behind the other within their source's block of the table. 0: every token has a row there.
+    // 1: rows lie one after the other within their source's block of the table. 0: every token has a row there.
     u32 compact;
 
     __device__ __forceinline__ u64 entries() const { return static_cast<u64>(tokens) * topk; }

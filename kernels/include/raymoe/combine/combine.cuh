@@ -82,7 +82,7 @@ struct CombineParams : CombineCall {
     u8* numbers_home;   // float[tokens][topk]: those of this rank's entries, zero for an entry without an expert
 
     u32 wire_row_bytes;  // of a sum on the wire, a multiple of 16
-    u32 slot_bytes;      // of a sum, the numbers behind it, and with stamps a stamp for each of its pieces
+    u32 slot_bytes;      // of a sum, the numbers after it, and with stamps a stamp for each of its pieces
     u32 parts;
     u32 reducers;        // blocks that sum this rank's experts' rows
     u32 reducer_lanes;   // warps of each that reduce; each has stages in shared memory

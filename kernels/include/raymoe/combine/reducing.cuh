@@ -123,7 +123,7 @@ class ReduceLane {
         }
     }
 
-    // Stores the numbers of a token's entries behind its sum. The __syncwarp of the next step hands these stores to the
+    // Stores the numbers of a token's entries after its sum. The __syncwarp of the next step hands these stores to the
     // thread that announces the piece.
     __device__ __forceinline__ void push_numbers(u8* slot, u64 entry) const {
         const u32 k = threadIdx.x % 32;
@@ -148,7 +148,7 @@ class ReduceLane {
         __syncwarp();
     }
 
-    // The last step of a piece also pushes its stamp. No thread reads the bytes behind a row's end, up to a multiple of
+    // The last step of a piece also pushes its stamp. No thread reads the bytes after a row's end, up to a multiple of
     // 16.
     __device__ __forceinline__ void push_step(u8* slot, u32 stage, u32 step, u32 last, u32 number) const {
         const u32 end = min(step + STEP, last);

@@ -7,7 +7,7 @@
 namespace raymoe {
 
 #ifndef GROUPED_EXPERTS
-#define GROUPED_EXPERTS 0  // 1: `group` experts share a gap, behind the last of them
+#define GROUPED_EXPERTS 0  // 1: `group` experts share a gap, after the last of them
 #endif
 constexpr bool GROUPED = GROUPED_EXPERTS;
 

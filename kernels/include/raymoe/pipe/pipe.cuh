@@ -28,7 +28,7 @@
 //   load -> reads      the wait for `full` acquires the bytes that completed it
 //   writes -> store    fence.proxy.async of each writing thread, barrier of the group, bulk store
 //   reads -> load      the same fence, __syncwarp, the warp's arrival at `empty`, the producer's wait: a bulk load is
-//                      of the other proxy, so the barriers alone do not order it behind ordinary reads
+//                      of the other proxy, so the barriers alone do not order it after ordinary reads
 //   store -> load      wait_group.read of the thread that committed the store, before it arrives at `empty`
 // A group with one stage waits for its own stores. A group with more leaves the youngest in flight.
 // Before a block ends, each first thread waits until its stores have read their stages.
