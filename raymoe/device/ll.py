@@ -34,7 +34,7 @@ class DispatchLlParams(DispatchCall):
     """Twin of the struct in kernels/include/raymoe/ll/words_ll.cuh, which describes the fields."""
 
     rows: BufferOffsets
-    told: BufferOffsets
+    routing_entries: BufferOffsets
     counts: BufferOffsets
     lines: U32
     entries: U32

@@ -114,7 +114,7 @@ class Build:
         return DispatchParams(
             **self._dispatch_call(),
             rows=(rows, rows + self.slots.buffer_slots * self.slot_bytes),
-            told=space.buffers("told"),
+            routing_entries=space.buffers("routing_entries"),
             counts=space.buffers("counts"),
             passes=space.buffers("passes"),
             arrivals=space.offset("dispatch_arrivals"),
@@ -150,7 +150,7 @@ class Build:
         return DispatchLlParams(
             **self._dispatch_call(),
             rows=space.buffers("ll_dispatch_rows"),
-            told=space.buffers("ll_told"),
+            routing_entries=space.buffers("ll_routing_entries"),
             counts=space.buffers("ll_counts"),
             lines=space.bounds.ll_lines,
             entries=space.bounds.ll_entries,

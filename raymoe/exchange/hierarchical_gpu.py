@@ -225,7 +225,7 @@ class HierarchicalGpu:
         home = forward._home
         assert isinstance(home, _Home)
         home.used_on(stream, forward.site)
-        self._rail_entries.passes.tell_again(stream, home.number, forward.site)
+        self._rail_entries.passes.publish_again(stream, home.number, forward.site)
         return home.inside
 
     @torch.no_grad()

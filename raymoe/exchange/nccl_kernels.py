@@ -296,7 +296,7 @@ class RoundKernels:
 
         In a backward pass `forward` is the memory of the dispatch to which it belongs, and `site` its call site.
         """
-        self._tell_routing(
+        self._publish_routing(
             stream,
             kept=kept,
             topk_idx=tokens.topk_idx,
@@ -315,7 +315,7 @@ class RoundKernels:
 
     def write_pass(self, stream: int, forward: torch.Tensor, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return metadata of a backward pass of known routing, to be gathered: no ids, and the pass of this rank."""
-        self._tell_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
+        self._publish_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
         return self._pass_metadata, self._own_pass_metadata
 
     def compare_passes(self, stream: int, rows: torch.Tensor, kept: torch.Tensor | None = None) -> None:
@@ -443,14 +443,17 @@ class RoundKernels:
 
     def _make_numbering(self) -> None:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
-        # The words that are kept between dispatches, with the first values of TellScratch. Filled on the device: a copy
-        # from the host would wait for the stream without a limit.
-        self._tell_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
-        self._tell_scratch[:1].fill_(-1)
+        # The words that are kept between dispatches, with the first values of PublishScratch. Filled on the device: a
+        # copy from the host would wait for the stream without a limit.
+        self._publish_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
+        self._publish_scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk
-        shape = self._shape(rounds.TELL, -(-entries // launcher.threads))
-        self._tell_routing: ReadyKernel = launcher.ready(
-            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=self._tell_scratch
+        shape = self._shape(rounds.PUBLISH_ROUTING, -(-entries // launcher.threads))
+        self._publish_routing: ReadyKernel = launcher.ready(
+            rounds.PUBLISH_ROUTING,
+            shape,
+            rounds.PublishRoutingParams(self._memory, experts=spec.experts),
+            scratch=self._publish_scratch,
         )
         runs = max(1, min(launcher.sms // sizes.ranks, -(-entries // ENTRIES_A_RUN), sizes.tokens))
         warps = sizes.numbering_warps(launcher.threads // 32)
@@ -532,13 +535,13 @@ class RoundKernels:
         self._pass_metadata = torch.full((sizes.ranks * each,), 0xFF, dtype=torch.uint8, device=self._device)
         self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
         own = self._own_pass_metadata[-Refusal.NBYTES :]
-        begin = rounds.TellScratch.offsets()["number"] // 8
-        self._tell_pass: ReadyKernel = ready(
-            rounds.TELL_PASS,
+        begin = rounds.PublishScratch.offsets()["number"] // 8
+        self._publish_pass: ReadyKernel = ready(
+            rounds.PUBLISH_PASS,
             Shape(1, 32),
-            rounds.TellPassParams(),
+            rounds.PublishPassParams(),
             into=own,
-            dispatches=self._tell_scratch[begin : begin + 1],
+            dispatches=self._publish_scratch[begin : begin + 1],
         )
         params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
         shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)

@@ -157,10 +157,10 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     entries = spec.tokens * spec.topk
     fp8 = spec.dispatch_wire == FP8
     scales = SCALE_BYTES * spec.tokens * spec.scales if fp8 else 0
-    told = ENTRY_BYTES * entries
+    published = ENTRY_BYTES * entries
     if on_gpus:
-        told = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) + Refusal.NBYTES
-    dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + told)
+        published = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) + Refusal.NBYTES
+    dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + published)
     status = Refusal.NBYTES if on_gpus else spec.home_row_bytes
     combine = blocks * (agreement + spec.tokens * spec.home_row_bytes + ranks // domains * status)
     return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}

@@ -27,7 +27,14 @@ _STATEMENT = re.compile(
 )
 _OF_A_COPY = {"copy.cu", "lanes.cuh", "unaligned.cuh"}
 _OF_ROUNDS = {
-    *("tell_routing.cu", "count_entries.cu", "number_entries.cu", "spread_rows.cu", "sum_entries.cu", "sum_ranks.cu"),
+    *(
+        "publish_routing.cu",
+        "count_entries.cu",
+        "number_entries.cu",
+        "spread_rows.cu",
+        "sum_entries.cu",
+        "sum_ranks.cu",
+    ),
     *("rounds.cuh", "runs.cuh", "traffic.cuh", "numbering.cuh"),
 }
 """Files of the backends over NCCL, whose kernels wait for no peer."""

@@ -34,7 +34,7 @@ def empty(ranks: int) -> Routing:
     return (((),),) * ranks
 
 
-_PARTS = {"": "", "S": " send", "R": " receive", "T": " tell", "P": " push", "C": " copy", "A": " announce"}
+_PARTS = {"": "", "S": " send", "R": " receive", "T": " publish", "P": " push", "C": " copy", "A": " announce"}
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Case:
       D C             dispatch, combine of the latest dispatch (C1: of the first)
       FD FC           the same by the LL path
       DS DR CS CR     send and receive of the split form
-      DT DP DR        the stages of a staged dispatch: tell, push, receive
-      BT BP BC BA BR  those by the copy engine: tell, pack, copy, announce, receive
+      DT DP DR        the stages of a staged dispatch: publish, push, receive
+      BT BP BC BA BR  those by the copy engine: publish, pack, copy, announce, receive
       K KP KR         a dispatch of known routing: that of the latest other dispatch (K1: of the first); staged
       X               a crossing: the rows of the next dispatch, D or K, come over the rail in chunks
       U1              a user's kernel reads `x` of dispatch 1
@@ -103,7 +103,7 @@ class Case:
     fault: Fault | None = None
     senders: int = 1  # blocks that push rows
     lanes: int = 1  # of each
-    routers: int = 1  # 0: head words announce nothing and there are no told entries, so that large cases are possible
+    routers: int = 1  # 0: heads announce nothing and there are no routing entries, so that large cases are possible
     domains: int = 1  # of as many ranks each, whose rails are modelled. 1: rows of other domains come at any time
     chunk: int = 1  # rows of a chunk, of all domains
     layout: str = "expert"

@@ -127,8 +127,8 @@ class ChunkedKernel(WordKernel):
     def _came(self, chunk: int) -> list[Step]:
         """Tell the other ranks of the rail that their rows have landed, and wait for theirs."""
         turn, others = self._turn(chunk), self.case.rail(self.rank)
-        told = [Step(Act.STORE_WORD, self.memory["came", other, self.rank], value=turn) for other in others]
-        return told + [Step(Act.WAIT, self.memory["came", self.rank, other], value=turn) for other in others]
+        stores = [Step(Act.STORE_WORD, self.memory["came", other, self.rank], value=turn) for other in others]
+        return stores + [Step(Act.WAIT, self.memory["came", self.rank, other], value=turn) for other in others]
 
     def _turn(self, chunk: int) -> int:
         """The number of a gather of the rail. NCCL matches gathers by their order."""

@@ -37,8 +37,8 @@ def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
     refused = {"refused": ((1, 1),)}
     return {
         Fault.ROWS_AFTER_WORD: (case("D C"), f"row .*{_NEVER}"),
-        Fault.HEAD_BEFORE_COUNTS: (case("D", routers=1, routings=(empty(ranks),)), f"told .*{_NEVER}"),
-        Fault.RELAXED_TICKET: (case("D", routers=2, routings=(empty(ranks),)), f"told 1 .*{_NEVER}"),
+        Fault.HEAD_BEFORE_COUNTS: (case("D", routers=1, routings=(empty(ranks),)), f"published .*{_NEVER}"),
+        Fault.RELAXED_TICKET: (case("D", routers=2, routings=(empty(ranks),)), f"published 1 .*{_NEVER}"),
         Fault.SINGLE_BUFFER: (case("D D D"), r"parity 0 = operation (\d); it needs operation (?!\1)"),
         Fault.BAKED_EPOCH: (case("D D D", calls=("err",) * ranks), r"operation (\d); it needs operation (?!\1)"),
         Fault.SHARED_EPOCH: (case("D C U1 D C U2", layout="rank"), f"use 1, use: READS .*{_STALE}"),
@@ -217,7 +217,7 @@ def injected_in_known(ranks: int) -> dict[Fault, InjectedBug]:
     overwritten = r"operation (\d); it needs operation (?!\1)"
     made = {
         Fault.ROWS_AFTER_WORD: ("D K", {"routings": (one_row,)}, _NEVER),
-        Fault.HEAD_BEFORE_COUNTS: ("D K", {"routings": (empty(ranks),), "routers": 1}, f"told .*{_NEVER}"),
+        Fault.HEAD_BEFORE_COUNTS: ("D K", {"routings": (empty(ranks),), "routers": 1}, f"published .*{_NEVER}"),
         Fault.SINGLE_BUFFER: ("D K K", {}, f"parity 0 = {overwritten}"),
         Fault.BAKED_EPOCH: (
             "D K K",
@@ -228,7 +228,11 @@ def injected_in_known(ranks: int) -> dict[Fault, InjectedBug]:
         Fault.EARLY_END: ("D K K K", {"routings": (one_row,)}, overwritten),
         Fault.SILENT: ("D K", {"routings": (one_row,)}, f"{_STUCK}.*dispatch 1"),
         Fault.SILENT_UNAWAITED: ("D K K K", {"routings": (one_row,)}, overwritten),
-        Fault.UNPOISONED: ("D K K K", {"routings": (one_row,), "timeouts": True}, f"{overwritten}|told .*{_NEVER}"),
+        Fault.UNPOISONED: (
+            "D K K K",
+            {"routings": (one_row,), "timeouts": True},
+            f"{overwritten}|published .*{_NEVER}",
+        ),
         Fault.POISON_UNREAD: (
             "D K",
             {"routings": (one_row,), "timeouts": True},

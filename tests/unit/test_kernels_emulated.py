@@ -335,11 +335,11 @@ def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end)
                     steps.backends[rank].check()
                 assert steps.results[0][rank].counts == [0] * 4
                 assert np.isnan(steps.results[0][rank].y).all()
-            before = [_told_to_others(space) for space in spaces]
+            before = [_written_to_others(space) for space in spaces]
             _enqueue_unchecked(steps, 1)
             emulator.run(seed)
             for space, then in zip(spaces, before, strict=True):
-                for name, region in _told_to_others(space).items():
+                for name, region in _written_to_others(space).items():
                     assert torch.equal(region, then[name]), f"{name} of rank {space.world.rank}"
             assert all(np.isnan(steps.results[1][rank].y).all() for rank in (0, 1))
 
@@ -347,7 +347,7 @@ def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end)
 _TO_ALL = "if (threadIdx.x < p.peers.ranks) {"
 LEFT_OUT = {
     ("ll", "rows"): Change("dispatch_ll.cu", "mask = all &", "mask = p_.peers.rank == RANK && epoch == 3 ? 0 : all &"),
-    ("ll", "told entries"): Change(
+    ("ll", "routing entries"): Change(
         "routing_ll.cuh",
         "if (entry < entries) {",
         "if (entry < entries && !(p_.peers.rank == RANK && words.epoch == 3)) {",
@@ -475,7 +475,7 @@ def _handed_over(owner: Any, batch: Batch) -> tuple[Tokens, torch.Tensor | None]
     return Tokens(batch.x, batch.ids, batch.weights, None), out
 
 
-def _told_to_others(space: Any) -> dict[str, torch.Tensor]:
+def _written_to_others(space: Any) -> dict[str, torch.Tensor]:
     names = [each.region.name for each in space.heap.layout.placed if not each.region.name.startswith(("own", "gap"))]
     return {name: space.heap.tensor(name).clone() for name in names}
 

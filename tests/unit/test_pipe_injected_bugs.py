@@ -90,15 +90,15 @@ INJECTED_BUGS = {
     "dynamic: a number before its stage is empty": (
         DYNAMIC,
         injected(
-            "await_empty(turn);\n                tell_number(turn, number);\n                load",
-            "tell_number(turn, number);\n                await_empty(turn);\n                load",
+            "await_empty(turn);\n                publish_number(turn, number);\n                load",
+            "publish_number(turn, number);\n                await_empty(turn);\n                load",
         ),
     ),
     "dynamic: a number after the bytes are told": (
         DYNAMIC,
         injected(
-            "tell_number(turn, number);\n                load(turn, placed(turn, number));",
-            "load(turn, placed(turn, number));\n                tell_number(turn, number);",
+            "publish_number(turn, number);\n                load(turn, placed(turn, number));",
+            "load(turn, placed(turn, number));\n                publish_number(turn, number);",
         ),
     ),
     "dynamic: no number": (DYNAMIC, injected("ptx::shared_store_4(number_at(turn % STAGES), number);")),
@@ -107,8 +107,8 @@ INJECTED_BUGS = {
     "dynamic: an end before its stage is empty": (
         GROUPS_OF_ONE,
         injected(
-            "await_empty(turn);\n                tell_number(turn, number);\n                ptx",
-            "tell_number(turn, number);\n                ptx",
+            "await_empty(turn);\n                publish_number(turn, number);\n                ptx",
+            "publish_number(turn, number);\n                ptx",
         ),
     ),
     "dynamic: the counter does not wrap": (DYNAMIC, injected("increments - 1);", "increments);")),

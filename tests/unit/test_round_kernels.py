@@ -68,7 +68,9 @@ def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(
 
 
 INJECTED_BUGS = {
-    "ids of tokens that are not there": Change("tell_routing.cu", "if (entry < there) {", "if (entry < p.given * 3) {"),
+    "ids of tokens that are not there": Change(
+        "publish_routing.cu", "if (entry < there) {", "if (entry < p.given * 3) {"
+    ),
     "entries are stored before all are counted": Change(
         "count_entries.cu",
         "__syncthreads();\n    for (u32 i = threadIdx.x; i < words",

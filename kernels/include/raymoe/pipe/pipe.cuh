@@ -272,7 +272,7 @@ class Pipe {
                 }
                 coming[k] = number_after(number);
                 await_empty(turn);
-                tell_number(turn, number);
+                publish_number(turn, number);
                 load(turn, placed(turn, number));
             }
         }
@@ -291,7 +291,7 @@ class Pipe {
         if constexpr (DYNAMIC) {
             for (u32 group = 0; group < GROUPS; ++group, ++turn) {
                 await_empty(turn);
-                tell_number(turn, number);
+                publish_number(turn, number);
                 ptx::barrier_expect(full(turn % STAGES), 0);
             }
         }
@@ -303,7 +303,7 @@ class Pipe {
         }
     }
 
-    __device__ __forceinline__ void tell_number(u32 turn, u32 number) const {
+    __device__ __forceinline__ void publish_number(u32 turn, u32 number) const {
         if constexpr (DYNAMIC) {
             ptx::shared_store_4(number_at(turn % STAGES), number);
         }
