@@ -355,7 +355,7 @@ LEFT_OUT = {
     ("ll", "counts"): Change(
         "routing_ll.cuh", "if (end >= entries) {", "if (end >= entries && !(p_.peers.rank == RANK && epoch == 3)) {"
     ),
-    ("ll", "statuses"): Change("combine_ll.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
+    ("ll", "statuses"): Change("statuses_ll.cuh", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("ll", "sums"): Change(
         "sums_ll.cuh", "if (hits == 0) {", "if (hits == 0 || (p_.peers.rank == RANK && epoch == 3)) {"
     ),
