@@ -93,7 +93,7 @@ class Build:
             fp8=self.fp8,
             dequantised=self.fp8 and placed and not self.raw,
         )
-        share = combine.reducing_share(world.size, spec.topk)
+        share = combine.local_share(world.size, spec.topk)
         summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
         return dispatch_grid.grid_of(rows, sms, room), summing
 
@@ -183,10 +183,10 @@ class Build:
             wire_row_bytes=spec.home_row_bytes,
             slot_bytes=spec.home_row_bytes + numbers + space.stamped * grid.pieces * STAMP_BYTES,
             parts=parts,
-            reducers=grid.reducers,
-            reducer_lanes=grid.reducer_lanes,
+            local_blocks=grid.local_blocks,
+            local_warps=grid.local_warps,
             together=grid.together,
-            summers=grid.summers,
+            final_blocks=grid.final_blocks,
             pieces=grid.pieces,
             first_token=0,
             most_tokens=spec.tokens,

@@ -58,7 +58,7 @@ def _quantising(old: str, new: str = "", **fields: Any) -> InjectedBug:
 
 
 def _long(old: str) -> InjectedBug:
-    return _injected("fused", "reducing.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
+    return _injected("fused", "local_reduction.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
@@ -137,8 +137,8 @@ INJECTED_BUGS = {
     "one buffer of sums": InjectedBug(
         "fused",
         (
-            Change("reducing.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
-            Change("summing.cuh", "p_.slot_at(me, epoch_ & 1, rank, token)", "p_.slot_at(me, 0, rank, token)"),
+            Change("local_reduction.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
+            Change("final_reduction.cuh", "p_.slot_at(me, epoch_ & 1, rank, token)", "p_.slot_at(me, 0, rank, token)"),
         ),
         form="pairs",
         routings=("uniform",) * 8,
@@ -156,17 +156,19 @@ INJECTED_BUGS = {
         ranks=2,
     ),
     "sums announced when they are read": _injected(
-        "fused", "reducing.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
+        "fused", "local_reduction.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
     ),
-    "no fence before a sum's word": _injected("fused", "reducing.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"),
+    "no fence before a sum's word": _injected(
+        "fused", "local_reduction.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"
+    ),
     "no fence before a sum leaves its stage": _injected(
-        "fused", "reducing.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
+        "fused", "local_reduction.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
     ),
     "no fence before a stamp leaves": _injected(
         "fused", "sending.cuh", "ptx::fence_proxy_async_shared();  // orders the stamp", "//", stamped=True
     ),
     "a sum's stage is overwritten too early": _injected(
-        "fused", "reducing.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
+        "fused", "local_reduction.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
     "sums of three steps announced without a wait": _long("ptx::bulk_wait<3>();"),
     "a step's stage is overwritten too early": _long("ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
@@ -198,10 +200,12 @@ INJECTED_BUGS = {
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
     ),
     "lines of the epoch before": _injected("ll", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
-    "the count of pieces that summers took is not reset": _injected(
+    "the count of pieces that the final reduction took is not reset": _injected(
         "fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="
     ),
-    "summers leave pieces out": _injected("fused", "summing.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"),
+    "the final reduction leaves pieces out": _injected(
+        "fused", "final_reduction.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"
+    ),
     "a router's runs are not counted": _injected(
         "ll", "routing_ll.cuh", "                count_run();\n", quantised=True, shape=small
     ),
@@ -218,7 +222,7 @@ INJECTED_BUGS = {
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", stamped=True
     ),
     "a vote instead of __syncwarp hands pieces over": _injected(
-        "fused", "summing.cuh", "__syncwarp();  // hands what was acquired", "//"
+        "fused", "final_reduction.cuh", "__syncwarp();  // hands what was acquired", "//"
     ),
     "no fence before a stage is filled again": _injected(
         "fused",
@@ -307,7 +311,7 @@ BY_ERROR = {
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(
-        "reducing.cuh",
+        "local_reduction.cuh",
         "            __syncwarp();\n            sum_step(",
         "            if (!leads_) __syncwarp();\n            sum_step(",
     ),

@@ -478,14 +478,14 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
             placer_lanes=min(2, moving.placer_lanes),
             placer_stages=min(2, moving.placer_stages),
         ),
-        replace(summing, reducers=2, summers=2, reducer_lanes=2),
+        replace(summing, local_blocks=2, final_blocks=2, local_warps=2),
     )
 
 
 def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
     """One lane each way, so that readers wait for rows while most are still to be sent."""
     moving, summing = small(moving, summing)
-    return replace(moving, senders=1, sender_lanes=1), replace(summing, reducers=1, reducer_lanes=1, summers=1)
+    return replace(moving, senders=1, sender_lanes=1), replace(summing, local_blocks=1, local_warps=1, final_blocks=1)
 
 
 def long_pieces(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:

@@ -26,7 +26,7 @@ class LineKernel(Kernel):
             if self.launch.kind == "dispatch":
                 roles[f"placer of {peer}"] = list(self._placer(peer))
             else:
-                roles[f"summer of {peer}"] = list(self._summer(peer))
+                roles[f"final reduction of {peer}"] = list(self._final_reduction(peer))
         # The threads have polled every line and word that the kernel must wait for.
         join = Step(Act.JOIN, operands=tuple(range(self.first, self.first + len(roles))))
         epoch = Step(Act.STORE_EPOCH, self.memory["epoch", self.rank, self.launch.kind])
@@ -57,7 +57,7 @@ class LineKernel(Kernel):
             if token in self.rows(peer, self.rank):
                 yield from self._row(peer, token)
 
-    def _summer(self, peer: int) -> Iterator[Step]:
+    def _final_reduction(self, peer: int) -> Iterator[Step]:
         yield self.as_statuses(self.poll("status", self.status_ranks(), 0))
         for token in self.rows(peer, self.rank):
             yield from self._row(peer, token)

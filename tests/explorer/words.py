@@ -22,7 +22,7 @@ class WordKernel(Kernel):
         if self.launch.sends_metadata and self.sends_words():
             self._add_metadata_senders(roles)
         if self.launch.receives:
-            role = "placer" if self.launch.kind == "dispatch" else "summer"
+            role = "placer" if self.launch.kind == "dispatch" else "final reduction"
             for peer in self.peers:
                 roles[f"{role} of {peer}"] = list(self._reader(peer))
             if self.has_own_placer():

@@ -202,7 +202,7 @@ MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
     "no proxy fence before a row is loaded": (LATE, injected("chunks.cuh", "ptx::fence_proxy_async();", "")),
     "a combine of some tokens takes a source for longer than it is": (
         PARTS,
-        injected("reducing.cuh", "min(sent_, p_.first_token)", "0u"),
+        injected("local_reduction.cuh", "min(sent_, p_.first_token)", "0u"),
     ),
     "a word too early": (
         LATE,

@@ -232,7 +232,7 @@ def test_a_block_has_as_many_threads_as_its_headers_assume(compiled):
 def test_bulk_kernels_move_bytes_by_bulk_copies(compiled):
     if compiled.source.stem in BULK:
         loads = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
-        assert loads == (compiled.source.stem != "combine")  # its reducers read rows by ordinary loads
+        assert loads == (compiled.source.stem != "combine")  # it reads rows by ordinary loads
         assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
         assert "fence.proxy.async" in compiled.ptx
 

@@ -374,10 +374,10 @@ LEFT_OUT = {
     ),
     ("fused", "statuses"): Change("combine.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("fused", "sums"): Change(
-        "reducing.cuh", "if (hits != 0) {", "if (hits != 0 && !(p_.peers.rank == RANK && epoch_ == 3)) {"
+        "local_reduction.cuh", "if (hits != 0) {", "if (hits != 0 && !(p_.peers.rank == RANK && epoch_ == 3)) {"
     ),
     ("fused", "done of sums"): Change(
-        "reducing.cuh",
+        "local_reduction.cuh",
         "if (threadIdx.x + 1 < p.peers.ranks) {",
         "if (threadIdx.x + 1 < p.peers.ranks && !(p.peers.rank == RANK && epoch == 3)) {",
     ),
