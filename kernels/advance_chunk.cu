@@ -1,4 +1,4 @@
-// Says that a chunk of rows has come over the rail: sets its word to the number of the crossing. It is enqueued behind
+// Says that a chunk of rows has come over the rail: sets its word to the number of the crossing. It is enqueued after
 // the kernel that stores the rows, on the same stream. dispatch/chunks.cuh describes the words.
 //
 // The host can end that kernel without its rows (raymoe/net/nccl_rail.py). It sets the rail's word `aborted` before. No

@@ -1,9 +1,10 @@
 // Combine: sends the experts' rows of each token back to the token's rank, summed.
 //
 // One kernel with two kinds of blocks, all resident at once:
-//   reducers  sum the rows of this rank's experts for each token of each peer, and push the sum to that peer
-//             (reducing.cuh)
-//   summers   add the ranks' sums of each token of this rank, in rank order, as they arrive (summing.cuh)
+//   local reduction   sums the rows of this rank's experts for each token of each peer, and pushes the sum to that
+//                     peer (local_reduction.cuh)
+//   final reduction   adds the ranks' sums of each token of this rank, in rank order, as they arrive
+//                     (final_reduction.cuh)
 // Both work on pieces of rows. So a few tokens are work for many warps.
 //
 // With CARRIES a float32 number of each entry (token, k) goes home too, the gradient of its weight. An expert is on one
@@ -13,19 +14,19 @@
 //   rows [2][d][token]   slots, by the number of the owner's token: d's sum, and with CARRIES d's numbers
 //   statuses [2][d]      why rank d refuses the data of this step, or which dispatch it combines
 //   arrivals [d][number] the epoch for which piece `number` of d has arrived
-//   done [d][reducer]    the epoch for which a reducer of d has nothing more to push
+//   done [d][block]      the epoch for which a local-reduction block of d has nothing more to push
 //   heads [d]            the epoch for which d's status is there
 // d writes all of them, at every rank, and the owner reads them; d writes its status and head to itself too.
 //
 // Memory order of the words that cross ranks:
 //   heads     writer: for each rank one thread of block 0: status by ordinary stores, release at system scope
-//             reader: for each rank one thread of a summer, or of the last block out: acquire, ordinary loads of the
-//             status; __syncthreads
+//             reader: for each rank one thread of a final-reduction block, or of the last block out: acquire,
+//             ordinary loads of the status; __syncthreads
 //   arrivals  writer: bulk stores of the piece; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store.
 //             Numbers, with the first piece of a token: ordinary stores of the warp; __syncwarp; the same fence
-//             reader: for each rank one thread of a summer's warp: acquire; __syncwarp; ordinary loads of the slot. No
-//             bulk load reads a slot, so no proxy fence is needed
-//   done      writer: each lane waits for all its bulk stores; __syncthreads; for each peer one thread: relaxed store,
+//             reader: for each rank one thread of a final-reduction warp: acquire; __syncwarp; ordinary loads of the
+//             slot. No bulk load reads a slot, so no proxy fence is needed
+//   done      writer: each warp waits for all its bulk stores; __syncthreads; for each peer one thread: relaxed store,
 //             without a fence, because no data is read because of this word
 //             reader: the last block out: acquire; then it ends the run
 //
@@ -38,14 +39,14 @@
 // heads. If ranks differ, the kernel ends when all statuses are there.
 //
 // Why no slot is overwritten before it is read: as in dispatch.cu, with combine's own epochs. The readers of epoch e
-// are the summers of e, which are finished when the kernel ends.
+// are the final-reduction blocks of e, which are finished when the kernel ends.
 //
 // A failed wait poisons (sync.cuh). From then on every launch returns at once, stores nothing to peers, and gives NaN.
 
 #include "raymoe/combine/combine.cuh"
 #include "raymoe/base/ptx.cuh"
-#include "raymoe/combine/reducing.cuh"
-#include "raymoe/combine/summing.cuh"
+#include "raymoe/combine/local_reduction.cuh"
+#include "raymoe/combine/final_reduction.cuh"
 #include "raymoe/ll/statuses_ll.cuh"
 #include "raymoe/base/sync.cuh"
 #include "raymoe/base/vectors.cuh"
@@ -102,11 +103,11 @@ struct Verdict {
     bool refused;  // at least one rank refuses, or the statuses differ
 };
 
-// Waits for the statuses of all ranks, and with `done` until no reducer of any peer has anything more to push; then
-// also nothing may be poisoned. All threads of the block call this. Each thread reads its own words, so all words take
-// one trip to memory.
+// Waits for the statuses of all ranks, and with `done` until no local-reduction block of any peer has anything more to
+// push; then also nothing may be poisoned. All threads of the block call this. Each thread reads its own words, so all
+// words take one trip to memory.
 __device__ inline Verdict await_statuses(const CombineParams& p, u64 epoch, bool done) {
-    const u32 ranks = p.peers.ranks, me = p.peers.rank, words = ranks + (done ? (ranks - 1) * p.reducers : 0);
+    const u32 ranks = p.peers.ranks, me = p.peers.rank, words = ranks + (done ? (ranks - 1) * p.local_blocks : 0);
     bool ok = !done || threadIdx.x != THREADS - 1 || !poisoned(p.watch), refused = false;
     const ptx::Bytes16 mine = threadIdx.x < ranks ? status(p) : ptx::Bytes16{0, 0};
     u32 i = threadIdx.x;
@@ -125,8 +126,8 @@ __device__ inline Verdict await_statuses(const CombineParams& p, u64 epoch, bool
     i = i < ranks ? i + THREADS : i;
 #endif
     for (; i < words && ok; i += THREADS) {
-        const u32 reducer = i - ranks, rank = i < ranks ? i : p.peers.in_turn(reducer / p.reducers);
-        const u64* word = i < ranks ? p.peers.flag_of(rank, p.heads) : p.done_at(me, rank, reducer % p.reducers);
+        const u32 of_peers = i - ranks, rank = i < ranks ? i : p.peers.in_turn(of_peers / p.local_blocks);
+        const u64* word = i < ranks ? p.peers.flag_of(rank, p.heads) : p.done_at(me, rank, of_peers % p.local_blocks);
         ok = wait_for_epoch(word, epoch, Waiting{p.op, rank, epoch}, p.watch);
         if (ok && i < ranks) {
             refused = is_refused(mine, {status_words(p, epoch, rank, 0), status_words(p, epoch, rank, 1)});
@@ -148,21 +149,21 @@ __device__ inline void fill_all_with_nan(const CombineParams& p, u32 first, u32 
     }
 }
 
-// Computes rows of y as the `summer`-th summer. All threads of the block call this. If a wait fails, the last block out
-// fills y with NaN.
+// Computes rows of y as block number `block` of the final reduction. All threads of the block call this. If a wait
+// fails, the last block out fills y with NaN.
 template <class Type>
-__device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 summer) {
+__device__ inline void sum_rows(const CombineParams& p, u64 epoch, u32 block) {
     const Verdict verdict = await_statuses(p, epoch, false);
     if (!verdict.ok) {
         return;
     }
     trace(p.trace, AT_COUNTS);
-    const u32 warp = threadIdx.x / 32 * p.summers + summer, warps = WARPS * p.summers;
+    const u32 warp = threadIdx.x / 32 * p.final_blocks + block, warps = WARPS * p.final_blocks;
     if (verdict.refused) {
         fill_all_with_nan<Type>(p, warp, warps);
         return;
     }
-    Summer<Type>(p, epoch, warp, warps).run();
+    FinalReduction<Type>(p, epoch, warp, warps).run();
 }
 
 // All threads of the last block out call this. The block has acquired what all other blocks did.
@@ -189,23 +190,23 @@ __device__ inline void finish_combine(const CombineParams& p, const CombineRun& 
 template <class Type>
 __device__ inline void combine_rows(const CombineParams& p, u8* shared) {
     const CombineBeginning beginning(p);
-    const u32 reducers = p.parts & PART_REDUCE ? p.reducers : 0;
+    const u32 local_blocks = p.parts & PART_REDUCE ? p.local_blocks : 0;
     CombineRun run;
-    if (blockIdx.x < reducers) {
-        ReduceLane<Type> lane(p, blockIdx.x, shared);
-        lane.begin();
+    if (blockIdx.x < local_blocks) {
+        LocalReduction<Type> reduction(p, blockIdx.x, shared);
+        reduction.begin();
         run = beginning.run();
         if (run.may && blockIdx.x == 0) {
             send_status(p, run.epoch);
         }
         if (run.may) {
-            lane.run(run.epoch);
+            reduction.run(run.epoch);
             announce_done(p, run.epoch, blockIdx.x);
         }
     } else {
         run = beginning.run();
         if (run.may) {
-            sum_rows<Type>(p, run.epoch, blockIdx.x - reducers);
+            sum_rows<Type>(p, run.epoch, blockIdx.x - local_blocks);
         }
     }
     if (!(p.parts & PART_SUM)) {

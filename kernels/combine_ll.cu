@@ -62,12 +62,12 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
     const CombineBeginning beginning(p);
     const ptx::Bytes16 refusal = ptx::load_16(reinterpret_cast<const u8*>(&p.got->refusal));
     const Role role(p.leaving_sms, p.arriving_sms);
-    Reducer<Type> reducer(p, role.warp(), role.warps());
-    Summer<Type> summer(p, role.warp(), role.warps());
+    LocalReduction<Type> local_reduction(p, role.warp(), role.warps());
+    FinalReduction<Type> final_reduction(p, role.warp(), role.warps());
     if (role.leaves) {
-        reducer.begin();
+        local_reduction.begin();
     } else {
-        summer.begin();
+        final_reduction.begin();
     }
     const auto [epoch, may] = beginning.run();
     bool refused = false, ok = may;
@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
         if (static_cast<u32>(refusal.low) != CAUSE_NONE) {
             // This rank refuses the step, so no rank reads sums.
         } else if (role.leaves) {
-            reducer.run(epoch);
+            local_reduction.run(epoch);
         } else {
-            summer.sum_own();
+            final_reduction.sum_own();
         }
         trace(p.trace, AT_SAID_DONE);
         ok = await_statuses(p, epoch, statuses);
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(raymoe::THREADS, 2)
             if (!role.leaves && refused) {
                 fill_with_nan<Type>(p, role.warp(), role.warps());
             } else if (!role.leaves) {
-                ok = summer.run(epoch);
+                ok = final_reduction.run(epoch);
             }
         }
     }

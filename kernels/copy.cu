@@ -203,7 +203,7 @@ __device__ __forceinline__ void move_by_loads_and_stores(const CopyParams& p) {
     }
 }
 
-// Run by the first thread of each warp of the block behind those that move bytes: waits and signals.
+// Run by the first thread of each warp of the block after those that move bytes: waits and signals.
 __device__ __forceinline__ void wait_and_signal(const CopyParams& p) {
     u32 turn = 0;
     for (u32 i = 0; i < p.count; ++i) {

@@ -7,20 +7,22 @@
 //   placers   find each row's places from these entries, and copy rows there as they arrive (placing.cuh). The first
 //             placers route before that
 //
-// An entry is one of the K experts of a token. A told entry is what the source tells about it, in the region `told`.
+// An entry is one of the K experts of a token. A routing entry is what the source publishes about it, in the region
+// `routing_entries`.
 //
 // Memory map of every rank's heap; s is the source, [2] the parity of the epoch:
 //   rows [2][s][token]         slots
-//   told [2][s][token][k]      {local expert, number among s's entries for it} or NOWHERE, and the weight
+//   routing_entries [2][s][token][k]
+//                              {local expert, number among s's entries for it} or NOWHERE, and the weight
 //   counts [2][s][expert + 1]  entries for each local expert; last, the tokens that s has sent
 //   arrivals [s][token]        the epoch for which the row of a token of s has arrived
 //   done [s][sender]           the epoch for which a sender of s has nothing more to send
-//   heads [s]                  the epoch for which counts and told entries are complete
-// s writes all of them, at every rank, and the owner reads them. s writes counts, told entries and heads to itself too;
-// if rows cross as fp8 it is a peer of its own, and writes all of them to itself.
+//   heads [s]                  the epoch for which counts and routing entries are complete
+// s writes all of them, at every rank, and the owner reads them. s writes counts, routing entries and heads to itself
+// too; if rows cross as fp8 it is a peer of its own, and writes all of them to itself.
 //
 // Memory order of the words that cross ranks:
-//   heads     writer: counts and told entries by ordinary stores of all routers; __syncthreads; ticket (acquire and
+//   heads     writer: counts and routing entries by ordinary stores of all routers; __syncthreads; ticket (acquire and
 //             release at GPU scope); the last router: fence.acq_rel.sys, relaxed store
 //             reader: for each source one thread of every placer: acquire; __syncthreads; ordinary loads
 //   arrivals  writer: bulk stores of the row; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store.
@@ -44,7 +46,7 @@
 //
 // Known routing (a build with KNOWN_ROUTING): rows go to the places that an earlier dispatch of any epoch gave to its
 // rows. Its results are input: `masks` and its number of tokens for senders, `home`, offsets and counts for placers.
-// They do not change. There are no routers, so told entries keep what they hold. The first placer stores this rank's
+// They do not change. There are no routers, so routing entries keep what they hold. The first placer stores this rank's
 // pass, counts of zero and the head at every rank (passes.cuh). So `passes` and `counts` are written in such epochs
 // too, in the buffer of the epoch's parity, and read by the same epoch's placers and last blocks out: the argument
 // above holds for them as for slots. Placers wait for all heads, and place no row if the ranks' passes differ. A rank

@@ -1,26 +1,28 @@
 // Dispatch of few tokens: the same as dispatch.cu, in half of the trips over the link.
 //
 // One launch. Some SMs send, the others place (roles_ll.cuh); the first of those route before. Rows travel in lines,
-// counts and told entries as words. All of them hold the epoch (lines.cuh), so there is no flag and no fence, and a
+// counts and routing entries as words. All of them hold the epoch (lines.cuh), so there is no flag and no fence, and a
 // sender waits for nothing. A placer looks at a row while it waits for the counts, because the row may come with them.
 // Rows come expert by expert only; with layout rank there are no plain rows that `index` could point to.
 //
 // Memory map of every rank's heap; s is the source, [2] the parity of the epoch:
 //   rows [2][s][token]           lines, as many as a row takes (rows_ll.cuh, quantised_rows_ll.cuh)
-//   told [2][s][token][k]        {told entry as in dispatch.cuh, epoch}
+//   routing_entries [2][s][token][k]
+//                                {routing entry as in dispatch.cuh, epoch}
 //   counts [2][s][expert + 1]    {entries for a local expert, epoch}; last, the tokens that s has sent
 // s writes all of them, at every rank, and the owner reads them. The epoch is the one of dispatch.cu's operation.
 //
 // Memory order: no word announces other data. Each line or word holds its own epoch.
-//   lines, told, counts  writer: payload and epoch in one store, relaxed at system scope: 128 bytes by 8 threads, or 16
+//   lines, routing entries, counts
+//                        writer: payload and epoch in one store, relaxed at system scope: 128 bytes by 8 threads, or 16
 //                        bytes by one. No fence
 //                        reader: relaxed loads of the whole line or word at system scope, again and again until its
 //                        epoch is this one. It uses the loaded payload itself, so nothing more is to be ordered
 //
 // Why no line is overwritten before it is read. As in dispatch.cu; any count of epoch e + 1 from a peer certifies that
 // the peer's readers of e are done. In every epoch the first block of each SM that places waits for all counts. A
-// kernel ends after it has read all data sent to its rank in the epoch: every told entry of every token that was sent,
-// and every line of the rows that these entries name for it. If its rows do not fit, no block reads the rest, and
+// kernel ends after it has read all data sent to its rank in the epoch: every routing entry of every token that was
+// sent, and every line of the rows that these entries name for it. If its rows do not fit, no block reads the rest, and
 // nothing of that epoch is read later.
 //
 // Again (a build with AGAIN_ROUTED): as in dispatch.cu. The pass is in the upper halves of two counts, so it comes with
@@ -120,7 +122,7 @@ class Placer {
     __device__ __forceinline__ void begin(u32 u) {
         const Unit unit = p_.placed.unit(u);
         row_ = {p_.peers.in_turn(unit.step), unit.token, unit.number, false, NOWHERE};
-        missing_ = NO_TOKENS | NO_TOLD;
+        missing_ = NO_TOKENS | NO_ENTRIES;
         settled_ = false;
         units_.begin(row_);
     }
@@ -136,29 +138,30 @@ class Placer {
     __device__ __forceinline__ bool await(Enough enough) {
         const u32 lane = threadIdx.x % 32;
         const u64 entry = static_cast<u64>(row_.token) * p_.topk + lane;
-        const u8* told_at = told_word(p_, p_.peers.rank, epoch_ & 1, row_.source, entry);
+        const u8* routing_at = routing_word(p_, p_.peers.rank, epoch_ & 1, row_.source, entry);
         const u8* tokens_at = count_word(p_, p_.peers.rank, epoch_ & 1, row_.source, p_.local);
         auto looked = [&] {
-            const bool unknown = missing_ & (NO_TOKENS | NO_TOLD);
+            const bool unknown = missing_ & (NO_TOKENS | NO_ENTRIES);
             const auto tokens =
                 ptx::load_relaxed_sys_16_if(unknown, tokens_at, {row_.comes ? ~0u : 0u, epoch_});
-            const auto told = ptx::load_relaxed_sys_16_if(unknown && lane < p_.topk, told_at, {row_.told, epoch_});
+            const auto routing =
+                ptx::load_relaxed_sys_16_if(unknown && lane < p_.topk, routing_at, {row_.routing, epoch_});
             units_.ask();
             const bool caller_done = enough();
             const u32 stale = units_.stale() | (tokens.high == epoch_ ? 0 : NO_TOKENS) |
-                              (told.high == epoch_ ? 0 : NO_TOLD) | (caller_done ? 0 : NOT_ENOUGH);
+                              (routing.high == epoch_ ? 0 : NO_ENTRIES) | (caller_done ? 0 : NOT_ENOUGH);
             missing_ = __reduce_or_sync(0xFFFFFFFF, stale);
-            const bool here = units_.settle(missing_ & ~(NO_TOKENS | NO_TOLD | NOT_ENOUGH));
+            const bool here = units_.settle(missing_ & ~(NO_TOKENS | NO_ENTRIES | NOT_ENOUGH));
             row_.comes = !(missing_ & NO_TOKENS) && row_.token < static_cast<u32>(tokens.low);
-            row_.told = missing_ & NO_TOLD ? NOWHERE : told.low;
-            const bool wanted = __ballot_sync(0xFFFFFFFF, static_cast<u32>(row_.told) != NOWHERE) != 0;
-            settled_ = !(missing_ & NO_TOKENS) && (!row_.comes || (!(missing_ & NO_TOLD) && (here || !wanted)));
+            row_.routing = missing_ & NO_ENTRIES ? NOWHERE : routing.low;
+            const bool wanted = __ballot_sync(0xFFFFFFFF, static_cast<u32>(row_.routing) != NOWHERE) != 0;
+            settled_ = !(missing_ & NO_TOKENS) && (!row_.comes || (!(missing_ & NO_ENTRIES) && (here || !wanted)));
             return settled_ || !(missing_ & NOT_ENOUGH);
         };
         // A unit that is not settled lacks data of its own source, whatever else is missing.
         auto missed = [&](u64& seen) {
             seen = missing_ & NO_TOKENS ? first_stale(tokens_at + 8, 1, 16, epoch_)
-                   : missing_ & NO_TOLD ? first_stale(told_at + 8, p_.topk, 16, epoch_)
+                   : missing_ & NO_ENTRIES ? first_stale(routing_at + 8, p_.topk, 16, epoch_)
                                         : units_.seen(row_);
             return row_.source;
         };
@@ -174,9 +177,10 @@ class Placer {
         const u32 lane = threadIdx.x % 32;
         u32 place = NOWHERE;
         if (lane < p_.topk) {
-            place = where.place(row_.source, static_cast<u32>(row_.told));
+            place = where.place(row_.source, static_cast<u32>(row_.routing));
             if (row_.unit == 0) {
-                plan_entry(p_, row_.source, static_cast<u64>(row_.token) * p_.topk + lane, row_.told, place, false, 0);
+                const u64 entry = static_cast<u64>(row_.token) * p_.topk + lane;
+                plan_entry(p_, row_.source, entry, row_.routing, place, false, 0);
             }
         }
         if (__ballot_sync(0xFFFFFFFF, place != NOWHERE) != 0) {
@@ -184,12 +188,12 @@ class Placer {
             units_.place(row_, place);
             trace(p_.trace, AT_LAST_ROW);
         }
-        return lane >= p_.topk || place != NOWHERE || static_cast<u32>(row_.told) == NOWHERE;
+        return lane >= p_.topk || place != NOWHERE || static_cast<u32>(row_.routing) == NOWHERE;
     }
 
   private:
-    static constexpr u32 NO_TOKENS = 1u << 31;  // the source's number of tokens has not come
-    static constexpr u32 NO_TOLD = 1u << 30;    // a told entry of the row has not come
+    static constexpr u32 NO_TOKENS = 1u << 31;   // the source's number of tokens has not come
+    static constexpr u32 NO_ENTRIES = 1u << 30;  // a routing entry of the row has not come
     static constexpr u32 NOT_ENOUGH = 1u << 29;  // `enough` is false in some thread
 
     const DispatchLlParams& p_;

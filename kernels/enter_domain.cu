@@ -11,12 +11,12 @@ namespace raymoe {
 using s64 = long long;
 
 struct EnterDomainParams {
-    const u8* told;    // of each domain, `told_bytes` apart: s64 ids[T][K], then float weights[T][K]
-    u8* ids;           // s64[N*T][K], in the order of tokens inside
-    u8* weights;       // float[N*T][K]
-    u8* dispatches;    // u64: how many dispatches there were. One more now
-    u8* number;        // u64: the number of this one
-    u64 told_bytes;
+    const u8* published;  // of each domain, `published_bytes` apart: s64 ids[T][K], then float weights[T][K]
+    u8* ids;              // s64[N*T][K], in the order of tokens inside
+    u8* weights;          // float[N*T][K]
+    u8* dispatches;       // u64: how many dispatches there were. One more now
+    u8* number;           // u64: the number of this one
+    u64 published_bytes;
     u32 domains;  // N
     u32 tokens;   // T
     u32 chunk;    // tokens of a chunk
@@ -45,12 +45,12 @@ extern "C" __global__ void __launch_bounds__(256) enter_domain(const __grid_cons
     const u32 of_domain = p.tokens * p.topk, entries = p.domains * of_domain;
     for (u32 entry = blockIdx.x * blockDim.x + threadIdx.x; entry < entries; entry += gridDim.x * blockDim.x) {
         const u32 domain = entry / of_domain, its = entry - domain * of_domain, token = its / p.topk;
-        const u8* told = p.told + domain * p.told_bytes;
-        const s64 id = static_cast<s64>(ptx::load_8(told + its * 8ull)), expert = id - p.first;
+        const u8* published = p.published + domain * p.published_bytes;
+        const s64 id = static_cast<s64>(ptx::load_8(published + its * 8ull)), expert = id - p.first;
         const s64 unknown = id < -1 || id >= p.experts ? id : -1;
         const s64 inside = expert >= 0 && expert < p.here ? expert * p.domains + domain : unknown;
         const u64 to = token_inside(p, domain, token) * p.topk + (its - token * p.topk);
         ptx::store_8(p.ids + to * 8, static_cast<u64>(inside));
-        ptx::store_4(p.weights + to * 4, ptx::load_4(told + of_domain * 8ull + its * 4ull));
+        ptx::store_4(p.weights + to * 4, ptx::load_4(published + of_domain * 8ull + its * 4ull));
     }
 }

@@ -117,7 +117,7 @@ struct Sources {
     }
 };
 
-// Multiplies a tile by GROUPS groups of rows, from `row` of the expert on. In the place of rows behind the last one,
+// Multiplies a tile by GROUPS groups of rows, from `row` of the expert on. In the place of rows after the last one,
 // lanes load that one.
 template <u32 GROUPS, u32 STAGES>
 __device__ __forceinline__ void multiply_groups(const FewRowsParams& p, const FewRowsTile& tile, u32 row) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void multiply_groups(const FewRowsParams& p, const Fe
     }
     for (u32 begin = 0; begin < steps; begin += STAGES) {
 #pragma unroll
-        for (u32 s = 0; s < STAGES; ++s) {  // behind the last step stages hold zeros
+        for (u32 s = 0; s < STAGES; ++s) {  // after the last step stages hold zeros
 #pragma unroll
             for (u32 i = 0; i < GROUPS; ++i) {
                 multiply(sums[i], stages[s].weight, stages[s].x[i]);

@@ -1,7 +1,7 @@
 // Copies the rows of x that some peer needs into this rank's own slots. The copy engine copies these slots to every
 // peer. This is the second step of a staged dispatch by the copy engine.
 //
-//   dispatch (PART_ROUTE)   masks; counts, told entries and heads to every rank
+//   dispatch (PART_ROUTE)   masks; counts, routing entries and heads to every rank
 //   pack                    waits for the heads of all ranks, then writes this rank's own slots
 //   a copy for each peer    this rank's slots, all T', to the same slots there
 //   announce                tells every peer, then waits for the peers' words

@@ -44,7 +44,7 @@ constexpr u32 INPUTS = count_of_inputs(), STREAMS = stream_of(INPUTS);
 static_assert(INPUTS <= MOST_INPUTS && STREAMS >= 1, "");
 
 struct PointwiseParams {
-    PipeRows streams[MOST_INPUTS];  // FULL inputs, one behind the other
+    PipeRows streams[MOST_INPUTS];  // FULL inputs, one after the other
     PipeRows vectors[MOST_INPUTS];  // of ROW and COLUMN inputs, in the place of the input
     PipeRows out;                   // it has the offset of the first stream
     PipeWork work;

@@ -1,5 +1,5 @@
 // Pushes rows to fixed slots of peers: a dispatch without routing, counts, placement and the rows that stay on their
-// rank. It is the yardstick of dispatch, and no part of it. No rank reads the rows that arrive.
+// rank. It is the baseline of dispatch, and no part of it. No rank reads the rows that arrive.
 //
 // All ranks run it, and every run has a number, the epoch:
 //   1. thread 0 of each block drives a ring over its share of the plan: it loads each row once, and stores it to each

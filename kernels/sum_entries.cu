@@ -1,5 +1,5 @@
 // Sums this rank's experts' rows of each token, for the all-to-all of a combine. A sum is weighted, in float32, in the
-// order of k, and is rounded once, to the combine wire dtype. This rank's status goes behind the rows of each block.
+// order of k, and is rounded once, to the combine wire dtype. This rank's status goes after the rows of each block.
 //
 // There is a block for each rank, with T + 1 rows. The sum of a token stands where its row stood in its source's block
 // of the table. A warp sums a piece of a row at a time, with the loads of two rows in flight.
@@ -51,8 +51,8 @@ __device__ __forceinline__ void store_statuses(const SumEntriesParams& p) {
             const u32 carries = p.numbers != nullptr;
             status = {CAUSE_NONE, p.weighted | carries << 1 | p.site << 2, ptx::load_8(&record->number)};
         }
-        const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_from + rank);
-        store_status(p.leaving + skew_of(rank, p.skew) + behind * p.wire_row_bytes, status);
+        const u64 after_rows = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_from + rank);
+        store_status(p.leaving + skew_of(rank, p.skew) + after_rows * p.wire_row_bytes, status);
     }
 }
 

@@ -3,7 +3,7 @@
 //
 // In a backward pass the number of each entry is that of the one rank that has it (sum_entries.cu), and NaN where y is.
 //
-// Each rank's status stands behind the rows of its block. Where a rank refuses the step, or the ranks do not combine
+// Each rank's status stands after the rows of its block. Where a rank refuses the step, or the ranks do not combine
 // the same dispatch in the same way, y is NaN on all ranks. The statuses of the first such step are kept for the host.
 
 #define ANY_GPU
@@ -60,8 +60,8 @@ __device__ __forceinline__ bool is_refused(const SumRanksParams& p) {
     const DispatchMemory& memory = p.memory;
     const u32 rank = threadIdx.x < memory.ranks ? threadIdx.x : 0;
     const DispatchRecord* record = memory.record_of(p.kept);
-    const u64 behind = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_to + rank);
-    const Status status = load_status(block_of(p, rank) + behind * p.wire_row_bytes);
+    const u64 after_rows = static_cast<u64>(rank) * (memory.tokens + 1) + ptx::load_4(record->rows_to + rank);
+    const Status status = load_status(block_of(p, rank) + after_rows * p.wire_row_bytes);
     const u32 other = __shfl_sync(0xFFFFFFFF, status.other, 0);
     const u64 number = __shfl_sync(0xFFFFFFFF, status.number, 0);
     const bool alike = status.other == other && status.number == number;

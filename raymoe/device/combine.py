@@ -59,10 +59,10 @@ class CombineParams(CombineCall):
     wire_row_bytes: U32
     slot_bytes: U32
     parts: U32
-    reducers: U32
-    reducer_lanes: U32
+    local_blocks: U32
+    local_warps: U32
     together: U32
-    summers: U32
+    final_blocks: U32
     pieces: U32
     arrival_stride: U32
     first_token: U32
@@ -123,28 +123,28 @@ def block_warps(capability: tuple[int, int], stamped: bool, retypes: bool) -> in
 class CombineGrid:
     """The roles of a launch's blocks, one block to an SM."""
 
-    reducers: int
-    summers: int
+    local_blocks: int
+    final_blocks: int
     warps: int
     """Of a block."""
-    reducer_lanes: int
+    local_warps: int
     pieces: int
     together: int
     shared_bytes: int
 
     def shape(self, parts: int) -> Shape:
         """Return the launch shape for these parts."""
-        blocks = (self.reducers if parts & REDUCE else 0) + (self.summers if parts & SUM else 0)
+        blocks = (self.local_blocks if parts & REDUCE else 0) + (self.final_blocks if parts & SUM else 0)
         return Shape(blocks, self.warps * 32, self.shared_bytes if parts & REDUCE else 0)
 
 
-def reducing_share(ranks: int, topk: int) -> float:
-    """Return the reducers' share of the loads and stores of a combine with uniform routing.
+def local_share(ranks: int, topk: int) -> float:
+    """Return the local reduction's share of the loads and stores of a combine with uniform routing.
 
-    Reducers load the rows of peers' tokens and store one row for each. Summers load the rows of this rank's tokens and
-    the rows that come, and store y.
+    The local reduction loads the rows of peers' tokens and stores one row for each. The final reduction loads the rows
+    of this rank's tokens and the rows that come, and stores y.
 
-    >>> round(reducing_share(ranks=2, topk=8), 2), round(reducing_share(ranks=4, topk=8), 2), reducing_share(1, 8)
+    >>> round(local_share(ranks=2, topk=8), 2), round(local_share(ranks=4, topk=8), 2), local_share(1, 8)
     (0.45, 0.6, 0.0)
     """
     cross = crossing(ranks, topk)
@@ -157,8 +157,8 @@ def grid_of(
 ) -> CombineGrid:
     """Lay out one block of so many warps on each of `sms` SMs; `share` of the blocks reduce.
 
-    >>> grid_of(14336, 4096, 132, 231424, reducing_share(ranks=4, topk=8), WIDE)
-    CombineGrid(reducers=60, summers=72, warps=16, reducer_lanes=16, pieces=4, together=2, shared_bytes=132096)
+    >>> grid_of(14336, 4096, 132, 231424, local_share(ranks=4, topk=8), WIDE)
+    CombineGrid(local_blocks=60, final_blocks=72, warps=16, local_warps=16, pieces=4, together=2, shared_bytes=132096)
     >>> grid_of(14336, 16, 132, 231424).pieces, grid_of(16, 16, 132, 231424).pieces
     (7, 1)
     >>> grid_of(14336, 4096, 48, 231424).together
@@ -166,17 +166,17 @@ def grid_of(
     """
     if sms < 2:
         raise ConfigError(f"sms is {sms}; a combine needs at least 2, one that reduces and one that sums")
-    reducers = max(1, min(round(sms * share), MOST_REDUCERS, sms - 1))
-    summers = sms - reducers
+    local_blocks = max(1, min(round(sms * share), MOST_LOCAL_BLOCKS, sms - 1))
+    final_blocks = sms - local_blocks
     vectors = row_bytes // 16
     # Enough pieces for all warps if tokens are few; no piece so small that a warp's loads do not fill it.
     whole = min(PIECES, -(-vectors // (STEPS_A_PIECE * VECTORS_A_STEP)))
-    wanted = max(whole, -(-2 * min(summers * warps, SUMMING_WARPS) // tokens))
+    wanted = max(whole, -(-2 * min(final_blocks * warps, FINAL_WARPS) // tokens))
     pieces = max(1, min(wanted, vectors // VECTORS_A_STEP, MOST_PIECES))
-    lane_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # enough for every wire type, with stamps too
-    lanes = min(warps, shared_bytes // lane_bytes)
-    together = FEW_TOGETHER if reducers <= FEW_REDUCERS else TOGETHER
-    return CombineGrid(reducers, summers, warps, lanes, pieces, together, lanes * lane_bytes)
+    warp_bytes = STEPS_UNDER_WAY * (VECTORS_A_STEP * 16 + STAMP_BYTES)  # enough for every wire type, with stamps too
+    local_warps = min(warps, shared_bytes // warp_bytes)
+    together = FEW_TOGETHER if local_blocks <= FEW_LOCAL_BLOCKS else TOGETHER
+    return CombineGrid(local_blocks, final_blocks, warps, local_warps, pieces, together, local_warps * warp_bytes)
 
 
 def most_pieces(tokens: int) -> int:
@@ -185,22 +185,22 @@ def most_pieces(tokens: int) -> int:
     >>> most_pieces(4096), most_pieces(1)
     (22240, 32)
     """
-    return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * SUMMING_WARPS)
+    return min(tokens * MOST_PIECES, tokens * (PIECES + 1) + 2 * FINAL_WARPS)
 
 
-MOST_REDUCERS = 60
-"""The reducers' share of all SMs is more, but links take no more. 4096 tokens of 7168 bfloat16 took 482 us with 59
-reducers, 484 with 66, 495 with 79; on 64 SMs 553 with the share, 615 with 29 (4x H200, 2026-11-22)."""
+MOST_LOCAL_BLOCKS = 60
+"""The local reduction's share of all SMs is more, but links take no more. 4096 tokens of 7168 bfloat16 took 482 us
+with 59 blocks, 484 with 66, 495 with 79; on 64 SMs 553 with the share, 615 with 29 (4x H200, 2026-11-22)."""
 
-PIECES, TOGETHER, SUMMING_WARPS = 4, 2, 880
+PIECES, TOGETHER, FINAL_WARPS = 4, 2, 880
 STEPS_A_PIECE = 2
-"""Pieces of a row at most; words behind one fence; warps that few rows are cut for; least steps of a piece. 4096 tokens
+"""Pieces of a row at most; words after one fence; warps that few rows are cut for; least steps of a piece. 4096 tokens
 of 7168 took 482 us in 4 pieces, 597 in 3, 499 in 2. Tokens of 4096, which are 4 steps, took 327 us in 4 pieces, 353 in
 3, 291 in 2, 312 in 1 (4x H200, 2026-11-22)."""
 
-FEW_REDUCERS, FEW_TOGETHER = 30, 3
-"""With few lanes, more pieces share a fence: the lanes wait for fences longer than readers wait for words. 4096 tokens
-of 7168 took 288 us on 48 SMs with two pieces behind a fence, 280 with three, 283 with four; on 64 SMs 239, 232 and 236;
+FEW_LOCAL_BLOCKS, FEW_TOGETHER = 30, 3
+"""With few warps, more pieces share a fence: the warps wait for fences longer than readers wait for words. 4096 tokens
+of 7168 took 288 us on 48 SMs with two pieces after a fence, 280 with three, 283 with four; on 64 SMs 239, 232 and 236;
 on all 205, 216 and 228 (2x H200, 2026-11-22)."""
 
 MOST_PIECES = 32

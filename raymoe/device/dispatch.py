@@ -22,7 +22,7 @@ MAX_DONE = 272
 
 MOST_ROUTERS = 64
 RANK_BITS = 21
-"""Bits of a told entry for its number among its source's entries for an expert."""
+"""Bits of a routing entry for its number among its source's entries for an expert."""
 STAMP_BYTES = 16
 ROUTE, SEND, PLACE = 1, 2, 4
 ALL_PARTS = ROUTE | SEND | PLACE
@@ -138,7 +138,7 @@ class DispatchParams(DispatchCall):
     """Twin of the struct in kernels/include/raymoe/dispatch/dispatch.cuh, which describes the fields."""
 
     rows: BufferOffsets
-    told: BufferOffsets
+    routing_entries: BufferOffsets
     counts: BufferOffsets
     passes: BufferOffsets
     arrivals: U64

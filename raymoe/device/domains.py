@@ -1,6 +1,6 @@
 """The parameters of the kernels around the rail of an exchange between domains.
 
-A dispatch runs kernels/tell_tokens.cu, enter_domain.cu and join_experts.cu, a combine tell_statuses.cu and
+A dispatch runs kernels/publish_tokens.cu, enter_domain.cu and join_experts.cu, a combine publish_statuses.cu and
 sum_domains.cu, in this order. None waits for another GPU, and all run from compute capability 8.0 on.
 """
 
@@ -14,8 +14,8 @@ from raymoe.device.params import U32, U64, Address, Params
 
 
 @dataclass(frozen=True)
-class TellTokensParams(Params):
-    """Twin of the struct in kernels/tell_tokens.cu, which describes the fields."""
+class PublishTokensParams(Params):
+    """Twin of the struct in kernels/publish_tokens.cu, which describes the fields."""
 
     topk_idx: Address = 0
     topk_weights: Address = 0
@@ -32,12 +32,12 @@ class TellTokensParams(Params):
 class EnterDomainParams(Params):
     """Twin of the struct in kernels/enter_domain.cu, which describes the fields."""
 
-    told: Address = 0
+    published: Address = 0
     ids: Address = 0
     weights: Address = 0
     dispatches: Address = 0
     number: Address = 0
-    told_bytes: U64 = 0
+    published_bytes: U64 = 0
     domains: U32 = 0
     tokens: U32 = 0
     chunk: U32 = 0
@@ -61,8 +61,8 @@ class JoinExpertsParams(Params):
 
 
 @dataclass(frozen=True)
-class TellStatusesParams(Params):
-    """Twin of the struct in kernels/tell_statuses.cu, which describes the fields."""
+class PublishStatusesParams(Params):
+    """Twin of the struct in kernels/publish_statuses.cu, which describes the fields."""
 
     record: Address = 0
     number: Address = 0
@@ -102,10 +102,10 @@ class SumDomainsParams(Params):
     unused: U32 = 0
 
 
-TELL_TOKENS = KernelSource("tell_tokens", (TellTokensParams,))
+PUBLISH_TOKENS = KernelSource("publish_tokens", (PublishTokensParams,))
 ENTER_DOMAIN = KernelSource("enter_domain", (EnterDomainParams,))
 JOIN_EXPERTS = KernelSource("join_experts", (JoinExpertsParams,))
-TELL_STATUSES = KernelSource("tell_statuses", (TellStatusesParams,))
+PUBLISH_STATUSES = KernelSource("publish_statuses", (PublishStatusesParams,))
 
 
 def sum_source(dtype: str, wire: str) -> KernelSource:

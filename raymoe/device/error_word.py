@@ -21,7 +21,7 @@ from raymoe.errors import Aborted, ConfigError, PeerTimeout, RaymoeError
 __all__ = ["ErrorWord"]
 
 _ABORT = 0
-_RECORD = 16  # 128 bytes behind: the host writes the abort word, the GPU the record
+_RECORD = 16  # 128 bytes after the first word: the host writes the abort word, the GPU the record
 _POISON_BYTES = 128
 _FIELDS = tuple(ErrorRecord.offsets())
 _MOST_NS = 2**63 - 1

@@ -34,7 +34,7 @@ class DispatchLlParams(DispatchCall):
     """Twin of the struct in kernels/include/raymoe/ll/words_ll.cuh, which describes the fields."""
 
     rows: BufferOffsets
-    told: BufferOffsets
+    routing_entries: BufferOffsets
     counts: BufferOffsets
     lines: U32
     entries: U32
@@ -157,7 +157,7 @@ def combine_ll_grid(units: int, tokens: int, ranks: int, sms: int, rounds: int) 
     >>> combine_ll_grid(30, tokens=128, ranks=4, sms=132, rounds=2)
     LlGrid(leaving=55, arriving=77, rounds=2)
     """
-    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * REDUCERS // SMS, sms, rounds)
+    return LlGrid.of(tokens * (ranks - 1) * units, tokens * units, sms * LOCAL_SMS // SMS, sms, rounds)
 
 
 def ll_routers(entries: int, arriving: int) -> tuple[int, int]:
@@ -173,11 +173,11 @@ def ll_routers(entries: int, arriving: int) -> tuple[int, int]:
     return -(-runs // each), each
 
 
-SENDERS, QUANTISERS, REDUCERS, SMS, ROUNDS = 24, 20, 55, 132, 2
+SENDERS, QUANTISERS, LOCAL_SMS, SMS, ROUNDS = 24, 20, 55, 132, 2
 """The most SMs of SMS that work on what leaves, and the blocks of each SM. A dispatch of 128 tokens of 7168 bfloat16
 took 23.1 us with 16 senders, 22.6 with 20, 22.4 with 24, 22.7 with 28, 22.4 with 33, 24.0 with 48. A combine took 23.8
-with 44 reducers, 23.4 with 55, 60 and 66. As 8-bit floats a dispatch took 17.2 with 16 senders, 16.6 with 20, 16.8
-with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-11-22)."""
+with 44 SMs for the local reduction, 23.4 with 55, 60 and 66. As 8-bit floats a dispatch took 17.2 with 16 senders, 16.6
+with 20, 16.8 with 24, 16.5 with 28, 16.7 with 32 (4x H200, cold L2 cache, 2026-11-22)."""
 
 SENT, PLACED, REDUCED, SUMMED = 6, 5, 4, 2
 """Groups of lines that a warp has in flight: as in kernels/include/raymoe/ll/rows_ll.cuh and sums_ll.cuh."""

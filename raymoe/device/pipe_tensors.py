@@ -180,7 +180,7 @@ def one_dtype(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def in_stage(tensors: Sequence[torch.Tensor], shape: PipeShape) -> tuple[PipeRows, ...]:
-    """The rows of inputs, with the place of their tiles in a stage: one behind the other."""
+    """The rows of inputs, with the place of their tiles in a stage: one after the other."""
     placed, offset = [], 0
     for number, tensor in enumerate(tensors):
         placed.append(rows_of(tensor, f"input {number}", tensors[0].shape, offset))

@@ -1,6 +1,6 @@
 """The parameters of the kernels that backends `collective` and `allgather` run around NCCL's collectives.
 
-The kernels are kernels/tell_routing.cu, count_entries.cu, number_entries.cu, spread_rows.cu, sum_entries.cu and
+The kernels are kernels/publish_routing.cu, count_entries.cu, number_entries.cu, spread_rows.cu, sum_entries.cu and
 sum_ranks.cu, run in this order. None waits for another GPU, and all run from compute capability 8.0 on.
 """
 
@@ -58,7 +58,7 @@ class DispatchMemory(Params):
 
 @dataclass(frozen=True)
 class Sizes:
-    """R ranks, at most T tokens a rank, K ids a token, L experts a rank; `compact`: rows lie one behind the other."""
+    """R ranks, at most T tokens a rank, K ids a token, L experts a rank; `compact`: rows lie one after the other."""
 
     ranks: int
     tokens: int
@@ -118,7 +118,7 @@ class DispatchRecord(Params):
 
 
 @dataclass(frozen=True)
-class TellScratch(Params):
+class PublishScratch(Params):
     """Words of this rank alone; the defaults are their first values."""
 
     bad_entry: U64 = 2**64 - 1
@@ -128,7 +128,7 @@ class TellScratch(Params):
 
 
 @dataclass(frozen=True)
-class TellParams(Params):
+class PublishRoutingParams(Params):
     memory: DispatchMemory
     kept: Address = 0
     topk_idx: Address = 0
@@ -230,8 +230,8 @@ class SumRanksParams(Params):
 
 
 @dataclass(frozen=True)
-class TellPassParams(Params):
-    """Twin of the struct in kernels/tell_pass.cu, which describes the fields."""
+class PublishPassParams(Params):
+    """Twin of the struct in kernels/publish_pass.cu, which describes the fields."""
 
     number: Address = 0
     into: Address = 0
@@ -255,14 +255,14 @@ class ComparePassesParams(Params):
 
 
 REFUSED_BYTES = 16 + MOST_RANKS * Refused.nbytes()
-"""The statuses of the first refused combine, behind two words. The first word is 1 where there are statuses."""
+"""The statuses of the first refused combine, after two words. The first word is 1 where there are statuses."""
 
 _STRUCTS = (DispatchMemory, DispatchRecord)
-TELL = KernelSource("tell_routing", (TellParams, TellScratch, *_STRUCTS))
+PUBLISH_ROUTING = KernelSource("publish_routing", (PublishRoutingParams, PublishScratch, *_STRUCTS))
 COUNT = KernelSource("count_entries", (CountParams, *_STRUCTS))
 NUMBER = KernelSource("number_entries", (NumberParams, *_STRUCTS))
 SPREAD = KernelSource("spread_rows", (SpreadParams,))
-TELL_PASS = KernelSource("tell_pass", (TellPassParams,))
+PUBLISH_PASS = KernelSource("publish_pass", (PublishPassParams,))
 COMPARE_PASSES = KernelSource("compare_passes", (ComparePassesParams,))
 
 

@@ -60,7 +60,7 @@ class StreamOrder:
             self._orders[id(self)] = weakref.ref(self, partial(_forget, self._orders, id(self)))
 
     def enter(self, op: str, sms: int) -> tuple[int, int]:
-        """Order the next operation on the current stream behind the last one.
+        """Order the next operation on the current stream after the last one.
 
         `sms` is the number of SMs that it will occupy. Returns the stream, and the number of its capture or 0; give
         both to `leave`.

@@ -186,7 +186,7 @@ class Arguments:
         found = _check_in_detail(form.name, tensor, (rows, form.columns), form.dtypes, self._device)
         if offset := found.data_ptr() % form.alignment:
             raise ConfigError(
-                f"{form.name} begins {offset} bytes behind a multiple of {form.alignment}; rows on GPUs move in pieces "
+                f"{form.name} begins {offset} bytes after a multiple of {form.alignment}; rows on GPUs move in pieces "
                 f"of {form.alignment} bytes: call .clone()"
             )
         return found

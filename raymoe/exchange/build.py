@@ -93,7 +93,7 @@ class Build:
             fp8=self.fp8,
             dequantised=self.fp8 and placed and not self.raw,
         )
-        share = combine.reducing_share(world.size, spec.topk)
+        share = combine.local_share(world.size, spec.topk)
         summing = combine.grid_of(spec.row_bytes, spec.tokens, sms, room, share, warps)
         return dispatch_grid.grid_of(rows, sms, room), summing
 
@@ -104,8 +104,8 @@ class Build:
         dtype: torch.dtype = getattr(torch, self.spec.output_dtype)
         if not self.raw:
             return slots[:, : self.spec.row_bytes].view(dtype), None
-        elements, behind = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
-        return slots[:, :elements].view(dtype), slots[:, elements:behind].view(torch.float32)
+        elements, end = self.spec.hidden, self.spec.hidden + 4 * self.spec.scales
+        return slots[:, :elements].view(dtype), slots[:, elements:end].view(torch.float32)
 
     def dispatch_params(self, grid: DispatchGrid, parts: int) -> DispatchParams:
         """Return the parameters of a launch of these parts; a call sets the addresses that are 0 here."""
@@ -114,7 +114,7 @@ class Build:
         return DispatchParams(
             **self._dispatch_call(),
             rows=(rows, rows + self.slots.buffer_slots * self.slot_bytes),
-            told=space.buffers("told"),
+            routing_entries=space.buffers("routing_entries"),
             counts=space.buffers("counts"),
             passes=space.buffers("passes"),
             arrivals=space.offset("dispatch_arrivals"),
@@ -150,7 +150,7 @@ class Build:
         return DispatchLlParams(
             **self._dispatch_call(),
             rows=space.buffers("ll_dispatch_rows"),
-            told=space.buffers("ll_told"),
+            routing_entries=space.buffers("ll_routing_entries"),
             counts=space.buffers("ll_counts"),
             lines=space.bounds.ll_lines,
             entries=space.bounds.ll_entries,
@@ -183,10 +183,10 @@ class Build:
             wire_row_bytes=spec.home_row_bytes,
             slot_bytes=spec.home_row_bytes + numbers + space.stamped * grid.pieces * STAMP_BYTES,
             parts=parts,
-            reducers=grid.reducers,
-            reducer_lanes=grid.reducer_lanes,
+            local_blocks=grid.local_blocks,
+            local_warps=grid.local_warps,
             together=grid.together,
-            summers=grid.summers,
+            final_blocks=grid.final_blocks,
             pieces=grid.pieces,
             first_token=0,
             most_tokens=spec.tokens,

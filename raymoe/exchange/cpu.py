@@ -329,7 +329,7 @@ class CpuBackend:
     ) -> None:
         state = _state_of(got)
         places = state.placement.entries(self._spec.topk)
-        # The place of an entry whose expert is elsewhere is -1: the zero behind the last weight.
+        # The place of an entry whose expert is elsewhere is -1: the zero after the last weight.
         entries = torch.cat((weights, weights.new_zeros(1)))[torch.from_numpy(places)]
         leaving = Leaving(rows, state.placement.sums_to_send(False), entries, got.site)
         returned = self._send_home(leaving, state, False, out)

@@ -17,7 +17,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def starts_of(counts: Array) -> Array:
-    """The starts of runs that lie one behind the other, and the end of the last.
+    """The starts of runs that lie one after the other, and the end of the last.
 
     >>> starts_of(np.array([2, 0, 3])).tolist()
     [0, 2, 2, 5]

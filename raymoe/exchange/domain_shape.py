@@ -21,7 +21,7 @@ from raymoe.exchange.refusal import NO_REFUSAL, Cause, Refusal
 
 BAD_COUNT = -(2**62)
 """The id that stands for a bad `num_tokens`: BAD_COUNT + T' * 2**32 + the 32 bits of num_tokens. As in
-kernels/tell_tokens.cu."""
+kernels/publish_tokens.cu."""
 _LOW_32 = 2**32 - 1
 
 
@@ -85,11 +85,11 @@ class DomainShape:
 
 def refused_count(number: int) -> Refusal | None:
     """Return the refusal that an id stands for; None where it is an id."""
-    told = number - BAD_COUNT
-    if not 0 <= told < 2**57:
+    packed = number - BAD_COUNT
+    if not 0 <= packed < 2**57:
         return None
-    count = told & _LOW_32
-    return Refusal(Cause.TOKENS, told >> 32, count - 2**32 if count >= 2**31 else count)
+    count = packed & _LOW_32
+    return Refusal(Cause.TOKENS, packed >> 32, count - 2**32 if count >= 2**31 else count)
 
 
 def refusals_of_ranks(words: Sequence[int], shape: DomainShape) -> list[Refusal]:

@@ -12,7 +12,7 @@ from raymoe.exchange.spec import ExchangeSpec
 from raymoe.memory.world import World
 from raymoe.net.gloo import Gloo
 
-# Backend `allgather`: every rank receives all rows. It is the yardstick of a small world.
+# Backend `allgather`: every rank receives all rows. It is the baseline of a small world.
 #
 # A dispatch gathers the tokens, ids and weights of all ranks on every rank, which picks its own. It is one collective
 # for the rows, started first, and one for their metadata. A combine sends every rank a block of T rows, with zeros for
@@ -110,7 +110,7 @@ class GlooAllgather(KeepsNothing):
 
 
 class GlooCollective(KeepsNothing):
-    """Puts rows one behind the other into its table, source after source."""
+    """Puts rows one after the other into its table, source after source."""
 
     def __init__(self, world: World, spec: ExchangeSpec) -> None:
         self._gloo = Gloo(world)

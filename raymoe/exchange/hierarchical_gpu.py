@@ -225,7 +225,7 @@ class HierarchicalGpu:
         home = forward._home
         assert isinstance(home, _Home)
         home.used_on(stream, forward.site)
-        self._rail_entries.passes.tell_again(stream, home.number, forward.site)
+        self._rail_entries.passes.publish_again(stream, home.number, forward.site)
         return home.inside
 
     @torch.no_grad()
@@ -335,7 +335,7 @@ class HierarchicalGpu:
 
     @contextmanager
     def _begun(self, op: str) -> Iterator[None]:
-        """Let errors behind the first block that crosses end the exchange on all ranks. A capture sends nothing yet."""
+        """Let errors after the first block that crosses end the exchange on all ranks. A capture sends nothing yet."""
         if capturing(self._world.device):
             yield
             return

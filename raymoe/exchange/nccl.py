@@ -102,7 +102,7 @@ class NcclRounds:
         self._wait_until(op, BackgroundWait(self._world.gpu.synchronise).done, self._lagging_in_group)
 
     def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
-        """Copy some bytes to the host behind the work of the current stream, and wait for that with a limit."""
+        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
         copied = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True)  # else the copy itself would wait
         copied.copy_(memory, non_blocking=True)
         done: Any = _cuda.Event()
@@ -155,7 +155,7 @@ class Carried:
 NOTHING = Carried(None, None)
 
 
-# Backend `allgather`: every rank receives all rows. It is the yardstick of a small world.
+# Backend `allgather`: every rank receives all rows. It is the baseline of a small world.
 #
 # A dispatch is two all-gathers: one of ids and weights, one of all rows. Every rank picks its own rows. A combine sends
 # every rank a block of T sums, and the source adds the blocks in rank order. It reads only the sums of tokens that have
@@ -371,7 +371,7 @@ class _DispatchState:
 
 
 class NcclCollective:
-    """Puts rows one behind the other into their source's block of the table.
+    """Puts rows one after the other into their source's block of the table.
 
     A backward pass counts again: NCCL would hang if ranks sent the rows of different dispatches.
 
@@ -379,7 +379,7 @@ class NcclCollective:
     hang. So each rank's host announces its combine in shared memory. While the device sums, it compares the
     announcements of all ranks.
 
-    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank, behind the word of its
+    Word (rank, parity) is {combines so far, dispatch, form}. That rank writes it, at every rank, after the word of its
     call site. There are two of each, because a peer may be one combine ahead. The form is whether the combine is
     weighted, plus CARRIES if it takes numbers home.
     """

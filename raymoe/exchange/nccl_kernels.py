@@ -50,7 +50,7 @@ class Rounds(Protocol):
         """Wait for the device, replays on other streams included."""
 
     def read(self, op: str, memory: torch.Tensor) -> torch.Tensor:
-        """Copy some bytes to the host behind the work of the current stream, and wait for that with a limit."""
+        """Copy some bytes to the host after the work of the current stream, and wait for that with a limit."""
 
 
 class ReadyKernel(Protocol):
@@ -77,7 +77,7 @@ class Launcher(Protocol):
     sms: int
 
     def ordered(self, op: str) -> AbstractContextManager[int]:
-        """Order the work that is enqueued inside behind the last operation. Yields the current stream."""
+        """Order the work that is enqueued inside after the last operation. Yields the current stream."""
 
     def resident(self, source: KernelSource, shape: Shape) -> int:
         """The number of blocks of this shape that can be resident at once."""
@@ -191,7 +191,7 @@ class Blocks:
     """The memory of an exchange, as rows of bytes.
 
     A block of a dispatch, or of a combine of compact rows, has T + 1 rows: the extra row makes space for a status
-    behind the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so
+    after the rows. Without compact rows, a block of a combine has T rows, a status and the numbers of entries, so
     that it is one message. Combines without numbers send it whole too: all ranks send the same sizes, whichever
     combine they run.
     """
@@ -242,7 +242,7 @@ class Kept:
 
 
 class RoundKernels:
-    """The kernels of one exchange. `compact`: a rank gets only the rows for its experts, one behind the other."""
+    """The kernels of one exchange. `compact`: a rank gets only the rows for its experts, one after the other."""
 
     def __init__(self, world: World, spec: ExchangeSpec, launcher: Launcher, *, compact: bool) -> None:
         self._spec, self._device, self._launcher = spec, world.device, launcher
@@ -296,7 +296,7 @@ class RoundKernels:
 
         In a backward pass `forward` is the memory of the dispatch to which it belongs, and `site` its call site.
         """
-        self._tell_routing(
+        self._publish_routing(
             stream,
             kept=kept,
             topk_idx=tokens.topk_idx,
@@ -315,7 +315,7 @@ class RoundKernels:
 
     def write_pass(self, stream: int, forward: torch.Tensor, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return metadata of a backward pass of known routing, to be gathered: no ids, and the pass of this rank."""
-        self._tell_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
+        self._publish_pass(stream, number=self._number_of(forward), site=site, mark=self._mark)
         return self._pass_metadata, self._own_pass_metadata
 
     def compare_passes(self, stream: int, rows: torch.Tensor, kept: torch.Tensor | None = None) -> None:
@@ -368,7 +368,7 @@ class RoundKernels:
         numbers: torch.Tensor | None = None,
         site: int = 0,
     ) -> None:
-        """Sum the experts' results of each token into the blocks to send, with this rank's status behind each.
+        """Sum the experts' results of each token into the blocks to send, with this rank's status after each.
 
         With `numbers`, float32[C], also write the number of each entry into the blocks of numbers.
         """
@@ -422,7 +422,7 @@ class RoundKernels:
     def take_refused(self, read: Callable[[str, torch.Tensor], torch.Tensor]) -> list[Refusal]:
         """Take the statuses of all ranks in the first refused combine since the last call; empty if there is none.
 
-        `read` copies them to the host, behind the work of the stream, as `Rounds.read` does.
+        `read` copies them to the host, after the work of the stream, as `Rounds.read` does.
         """
         return self._take(read, self._refused)
 
@@ -443,14 +443,17 @@ class RoundKernels:
 
     def _make_numbering(self) -> None:
         spec, sizes, launcher = self._spec, self._sizes, self._launcher
-        # The words that are kept between dispatches, with the first values of TellScratch. Filled on the device: a copy
-        # from the host would wait for the stream without a limit.
-        self._tell_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
-        self._tell_scratch[:1].fill_(-1)
+        # The words that are kept between dispatches, with the first values of PublishScratch. Filled on the device: a
+        # copy from the host would wait for the stream without a limit.
+        self._publish_scratch = torch.zeros(3, dtype=torch.int64, device=self._device)
+        self._publish_scratch[:1].fill_(-1)
         entries = sizes.tokens * sizes.topk
-        shape = self._shape(rounds.TELL, -(-entries // launcher.threads))
-        self._tell_routing: ReadyKernel = launcher.ready(
-            rounds.TELL, shape, rounds.TellParams(self._memory, experts=spec.experts), scratch=self._tell_scratch
+        shape = self._shape(rounds.PUBLISH_ROUTING, -(-entries // launcher.threads))
+        self._publish_routing: ReadyKernel = launcher.ready(
+            rounds.PUBLISH_ROUTING,
+            shape,
+            rounds.PublishRoutingParams(self._memory, experts=spec.experts),
+            scratch=self._publish_scratch,
         )
         runs = max(1, min(launcher.sms // sizes.ranks, -(-entries // ENTRIES_A_RUN), sizes.tokens))
         warps = sizes.numbering_warps(launcher.threads // 32)
@@ -532,13 +535,13 @@ class RoundKernels:
         self._pass_metadata = torch.full((sizes.ranks * each,), 0xFF, dtype=torch.uint8, device=self._device)
         self._own_pass_metadata = self._pass_metadata[self._rank * each : (self._rank + 1) * each]
         own = self._own_pass_metadata[-Refusal.NBYTES :]
-        begin = rounds.TellScratch.offsets()["number"] // 8
-        self._tell_pass: ReadyKernel = ready(
-            rounds.TELL_PASS,
+        begin = rounds.PublishScratch.offsets()["number"] // 8
+        self._publish_pass: ReadyKernel = ready(
+            rounds.PUBLISH_PASS,
             Shape(1, 32),
-            rounds.TellPassParams(),
+            rounds.PublishPassParams(),
             into=own,
-            dispatches=self._tell_scratch[begin : begin + 1],
+            dispatches=self._publish_scratch[begin : begin + 1],
         )
         params = rounds.ComparePassesParams(stride=each, ranks=sizes.ranks)
         shape = self._shape(rounds.COMPARE_PASSES, self._launcher.sms)

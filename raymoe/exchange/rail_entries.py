@@ -1,7 +1,7 @@
 """The ids and weights of a dispatch between domains of GPU ranks, while they cross the rail.
 
-A rank tells all ranks of its rail the ids and weights of its tokens, and the scales of rows that cross as fp8. From
-those of the whole rail it computes the ids and weights of the dispatch inside its domain. Behind that dispatch it
+A rank publishes to all ranks of its rail the ids and weights of its tokens, and the scales of rows that cross as fp8.
+From those of the whole rail it computes the ids and weights of the dispatch inside its domain. After that dispatch it
 computes the offsets and counts of its own experts. Each of these is one small kernel.
 """
 
@@ -14,10 +14,10 @@ import torch
 from raymoe.device.domains import (
     ENTER_DOMAIN,
     JOIN_EXPERTS,
-    TELL_TOKENS,
+    PUBLISH_TOKENS,
     EnterDomainParams,
     JoinExpertsParams,
-    TellTokensParams,
+    PublishTokensParams,
 )
 from raymoe.device.kernels import Shape
 from raymoe.exchange.backend import Tokens
@@ -53,26 +53,28 @@ class RailEntries:
         # that make the sum a multiple of 4. Last comes the pass of a backward pass, a status of four words.
         entries, scales = T * K, T * spec.scales if spec.dispatch_wire == FP8 else 0
         words = _WORDS_AN_ENTRY * entries + scales
-        self._told = torch.zeros(N, -(-words // 4) * 4 + PASS_WORDS, dtype=torch.int32, device=device)
-        self.ids = self._told[:, : 2 * entries].view(torch.int64).view(N, T, K)
-        self._scales = self._told[:, 3 * entries : words].view(torch.float32).view(N, T, spec.scales if scales else 0)
+        self._published = torch.zeros(N, -(-words // 4) * 4 + PASS_WORDS, dtype=torch.int32, device=device)
+        self.ids = self._published[:, : 2 * entries].view(torch.int64).view(N, T, K)
+        self._scales = (
+            self._published[:, 3 * entries : words].view(torch.float32).view(N, T, spec.scales if scales else 0)
+        )
         self._dispatches = torch.zeros(1, dtype=torch.int64, device=device)
-        own = self._told[shape.index]
+        own = self._published[shape.index]
         threads = launcher.threads
 
         def blocks(count: int) -> int:
             return max(1, min(launcher.sms, -(-count // threads)))
 
-        self._tell = launcher.ready(
-            TELL_TOKENS,
+        self._publish = launcher.ready(
+            PUBLISH_TOKENS,
             Shape(blocks(entries), threads),
-            TellTokensParams(tokens=T, topk=K),
+            PublishTokensParams(tokens=T, topk=K),
             ids=own[: 2 * entries],
             weights=own[2 * entries : 3 * entries],
         )
         experts = shape.per_domain * shape.local
         params = EnterDomainParams(
-            told_bytes=own.nbytes,
+            published_bytes=own.nbytes,
             domains=N,
             tokens=T,
             chunk=shape.chunk or T,
@@ -82,19 +84,23 @@ class RailEntries:
             experts=shape.experts,
         )
         self._enter = launcher.ready(
-            ENTER_DOMAIN, Shape(blocks(N * entries), threads), params, told=self._told, dispatches=self._dispatches
+            ENTER_DOMAIN,
+            Shape(blocks(N * entries), threads),
+            params,
+            published=self._published,
+            dispatches=self._dispatches,
         )
-        self.passes = RailPasses(shape, self._told, self._dispatches, rail, launcher)
+        self.passes = RailPasses(shape, self._published, self._dispatches, rail, launcher)
         self._join = launcher.ready(JOIN_EXPERTS, Shape(1, threads), JoinExpertsParams(local=shape.local, domains=N))
 
     def cross(self, op: str, stream: int, tokens: Tokens, scales: torch.Tensor | None) -> None:
         """Send this rank's ids and weights to all ranks of the rail, and get theirs. `scales` are those of fp8 rows."""
         ids, weights, count = tokens.topk_idx, tokens.topk_weights, tokens.num_tokens
         wide = int(ids.dtype == torch.int64)
-        self._tell(stream, topk_idx=ids, topk_weights=weights, num_tokens=count, given=len(ids), wide_topk_idx=wide)
+        self._publish(stream, topk_idx=ids, topk_weights=weights, num_tokens=count, given=len(ids), wide_topk_idx=wide)
         if scales is not None:
             self._scales[self._shape.index, : len(scales)].copy_(scales)
-        self._rail.gather(op, self._told.flatten(), self._told[self._shape.index])()
+        self._rail.gather(op, self._published.flatten(), self._published[self._shape.index])()
 
     def arriving(self, stream: int) -> Arriving:
         """Return the ids, weights and scales of the rail for the dispatch inside. Counts the dispatch."""

@@ -1,13 +1,13 @@
 """The rows of a dispatch between domains of GPU ranks, while they cross the rail: all at once, or in chunks of tokens.
 
-In chunks, they cross on a stream of their own, and the dispatch inside the domain runs beside it. Behind each chunk
+In chunks, they cross on a stream of their own, and the dispatch inside the domain runs beside it. After each chunk
 that stream runs a small kernel, which advances the chunk's word. The dispatch waits for the word before it reads rows
 of the chunk (`FusedChunksBackend`).
 
-- **Order.** The side stream begins behind the current one, and the current one goes on behind it as soon as the
+- **Order.** The side stream begins after the current one, and the current one goes on after it as soon as the
   dispatch is enqueued. So a CUDA graph holds it as a branch, and no later work runs beside it. The gathers are enqueued
   before the dispatch: if both streams share a queue of the GPU, the dispatch only begins later.
-- **Numbers.** A crossing has a number, which is counted on the device, because replays count too. The kernel behind a
+- **Numbers.** A crossing has a number, which is counted on the device, because replays count too. The kernel after a
   chunk copies it to the chunk's word. So a crossing that fails leaves no word that a later one would take for its own.
 - **Aborts.** That kernel stores nothing once the rail's word `aborted` is set. So no chunk is announced without its
   rows, and a dispatch that waits for one fails. Rows that cross at once have no word: after an abort the dispatch reads

@@ -5,7 +5,7 @@ rail sends them. A status of each rank of the domain goes with them. One kernel 
 
 In chunks, the combine inside is a launch for each chunk of tokens. The sums of a chunk cross on a stream of their own,
 beside the combine of the next one. The current stream waits for each chunk, and adds it. All ranks know in the first
-chunk whether a step is refused, because each launch tells the same statuses. So only those of the first one cross.
+chunk whether a step is refused, because each launch publishes the same statuses. So only those of the first one cross.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from raymoe.device import rounds
-from raymoe.device.domains import TELL_STATUSES, SumDomainsParams, TellStatusesParams, sum_source
+from raymoe.device.domains import PUBLISH_STATUSES, PublishStatusesParams, SumDomainsParams, sum_source
 from raymoe.device.kernels import Shape
 from raymoe.exchange.domain_shape import DomainShape
 from raymoe.exchange.nccl_kernels import Field, Launcher, ReadyKernel
@@ -68,10 +68,10 @@ class RailSums:
         self.entries = zeros(N * T, K, of=torch.float32) if shape.chunk else self._leaving_entries.flatten(0, 1)
         """The gradients of weights, one for each entry, in the order of tokens inside."""
         self._refused = zeros(_SPARE_WORDS + N * L * STATUS_WORDS, of=torch.int64)
-        self._tell = launcher.ready(
-            TELL_STATUSES,
+        self._publish = launcher.ready(
+            PUBLISH_STATUSES,
             Shape(1, 32),
-            TellStatusesParams(domains=N, per_domain=L, index=shape.index),
+            PublishStatusesParams(domains=N, per_domain=L, index=shape.index),
             record=record,
             leaving=self._leaving_statuses,
             statuses=self._statuses,
@@ -98,13 +98,13 @@ class RailSums:
         """
         shape, blocks = self._shape, self._shape.blocks
         chunks = zip(shape.chunks, blocks(self._leaving), blocks(self._returned), blocks(self.sums), strict=True)
-        with ExitStack() as behind_first:
+        with ExitStack() as after_first:
             for chunk, ((begin, end), leaving, returned, sums) in enumerate(chunks):
                 combine((shape.domains * begin, shape.domains * end))
                 sent, received = [leaving], [returned]
                 if chunk == 0:
-                    behind_first.enter_context(begun())
-                    self._tell(stream, number=status.number, weighted=status.weighted, site=status.site, carries=0)
+                    after_first.enter_context(begun())
+                    self._publish(stream, number=status.number, weighted=status.weighted, site=status.site, carries=0)
                     sent.append(self._leaving_statuses)
                     received.append(self._statuses)
                 if self.sums is not self._leaving:
@@ -134,7 +134,7 @@ class RailSums:
         With `entries` the gradients of weights cross too.
         """
         shape = self._shape
-        self._tell(stream, number=status.number, weighted=status.weighted, site=status.site, carries=int(entries))
+        self._publish(stream, number=status.number, weighted=status.weighted, site=status.site, carries=int(entries))
         if self.sums is not self._leaving:
             self._leaving[:, : self._spec.hidden].copy_(self.sums)
         received = [*shape.blocks(self._returned), self._statuses]

@@ -98,10 +98,10 @@ class StagedBackend(FusedBackend):
 
     def _grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = super()._grids(sms)
-        blocks = summing.reducers + summing.summers
+        blocks = summing.local_blocks + summing.final_blocks
         if not self.build.fp8:
             moving = replace(moving, senders=blocks, sender_lanes=dispatch.WIDE)
-        return moving, replace(summing, reducers=blocks, summers=blocks)
+        return moving, replace(summing, local_blocks=blocks, final_blocks=blocks)
 
 
 # `staged` by the copy engine: no SM is busy while rows are on the link.
@@ -208,7 +208,7 @@ class CopiedBackend(StagedBackend):
     def _pack_shape(self) -> Shape:
         """A warp for each row, up to the blocks of a combine."""
         blocks = -(-self.spec.tokens // dispatch.WIDE)
-        return Shape(min(blocks, self.combine_grid.summers), dispatch.WIDE * 32)
+        return Shape(min(blocks, self.combine_grid.final_blocks), dispatch.WIDE * 32)
 
     def _largest_shapes(self) -> list[Shape]:
         moving = [self._pack_shape(), *(self.dispatch_grid.shape(part) for part in (dispatch.ROUTE, dispatch.PLACE))]

@@ -182,8 +182,8 @@ class Bounds:
 class Slots:
     """The dispatch slots of a spec in their region, counted in slots of that spec.
 
-    Buffers of different parity share no byte, whichever specs they belong to: buffer 1 begins behind the largest
-    buffer 0, and the row of zeros behind the largest buffer 1.
+    Buffers of different parity share no byte, whichever specs they belong to: buffer 1 begins after the largest
+    buffer 0, and the row of zeros after the largest buffer 1.
     """
 
     buffer_slots: int
@@ -206,7 +206,7 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
     """The heap of a workspace, the same on every rank. kernels/dispatch.cu and combine.cu name each region's writer.
 
     >>> layout = workspace_layout(Bounds.of(ExchangeSpec(tokens=4096, hidden=7168, experts=256, topk=8)), ranks=4)
-    >>> layout.region("dispatch_rows").nbytes, layout.region("told").shape
+    >>> layout.region("dispatch_rows").nbytes, layout.region("routing_entries").shape
     (469805056, (2, 131072))
     """
     words = Region.words
@@ -224,7 +224,7 @@ def workspace_layout(bounds: Bounds, ranks: int) -> Layout:
             Region("statuses", (2, ranks, Refusal.NBYTES // 8), "int64"),
             Region("router_words", (MOST_ROUTERS,), "int64"),
             Region("router_counts", (MOST_ROUTERS, bounds.experts), "int32"),
-            Region("told", (2, ranks * bounds.entries), "int64"),
+            Region("routing_entries", (2, ranks * bounds.entries), "int64"),
             # Holds both buffers, the gap between them and the row of zeros, in rows of any of the specs.
             Region("dispatch_rows", (2 * ranks * bounds.dispatch_bytes + 3 * bounds.row_bytes,), "uint8"),
             Region("combine_rows", (2, ranks * bounds.combine_bytes), "uint8"),
@@ -246,7 +246,7 @@ def _ll_regions(bounds: Bounds, ranks: int) -> list[Region]:
     return [
         Region("ll_counts", (2, bounds.experts + ranks, 2), "int64"),
         Region("ll_statuses", (2, ranks, 2, 2), "int64"),
-        Region("ll_told", (2, ranks * bounds.ll_entries, 2), "int64"),
+        Region("ll_routing_entries", (2, ranks * bounds.ll_entries, 2), "int64"),
         Region("ll_dispatch_rows", (2, lines, LINE_BYTES), "uint8"),
         Region("ll_combine_rows", (2, lines, LINE_BYTES), "uint8"),
     ]
@@ -328,7 +328,7 @@ class Workspace:
         self._sent_by[op] = None
 
     def enqueue(self, op: str, sms: int, steps: Iterable[Callable[[int], None]]) -> None:
-        """Enqueue launches of an operation on the current stream, behind the last operation of this workspace.
+        """Enqueue launches of an operation on the current stream, after the last operation of this workspace.
 
         `sms` is the number of SMs that the largest of them occupies.
         """

@@ -185,7 +185,7 @@ class RaymoeExperts(EPImplementation):  # type: ignore[misc]
     def _rows(self, got: ExpertRows) -> torch.Tensor:
         """Return the results of this rank's experts for the rows that came, times the weights."""
         capacity = len(got.x)
-        # Rows of no expert have the id behind the last, which the experts skip.
+        # Rows of no expert have the id after the last, which the experts skip.
         expert = Groups(got.expert_offsets, got.expert_counts).expert_of_row(capacity)
         there = capacity
         if got.x.device.type == "cpu":  # reading the count costs no wait here, so the experts get only rows that came

@@ -2,7 +2,7 @@
 
 Keys of the store (e: the number of the round, r: a rank):
 
-- `e/r`: the record of rank r in round e: the round's name and a message, behind a MAC. Rank r writes it once, ranks of
+- `e/r`: the record of rank r in round e: the round's name and a message, after a MAC. Rank r writes it once, ranks of
   other domains read it. Rank r deletes it after round e + 1, when all ranks have left round e.
 - `gone`: how many ranks have left the last round. Rank 0 serves until all have.
 - `entered by r`, `failed`: see `raymoe.net.published`.
@@ -63,7 +63,7 @@ class StoreAddress:
     secret: bytes = field(repr=False)
 
     def seal(self, key: str, record: bytes) -> bytes:
-        """Return the record behind its MAC, which holds for this key only."""
+        """Return the record after its MAC, which holds for this key only."""
         return self._mac(key, record) + record
 
     def opened(self, key: str, sealed: bytes, what: str) -> bytes:

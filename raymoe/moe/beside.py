@@ -1,6 +1,6 @@
 """Run a module on a stream of its own, beside work on the current stream: eagerly, in a capture, in the backward pass.
 
-- **Order.** The module waits for the work that was enqueued before `beside`, and the work behind the `with` waits for
+- **Order.** The module waits for the work that was enqueued before `beside`, and the work after the `with` waits for
   the module. Events tell both, so a capture holds them as edges of its graph.
 - **Backward.** torch runs the gradients of an operation on the stream of its forward call, and orders the streams.
 - **Memory.** torch gives freed memory again to the stream that it was allocated on, at once. The result is allocated on
@@ -38,7 +38,7 @@ class SideStream:
         made = Beside(self._stream, self._device, module, x)
         try:
             yield made
-        finally:  # also behind an error: a capture must not end while a stream is apart
+        finally:  # also after an error: a capture must not end while a stream is apart
             made.join()
 
     def close(self, together: bool) -> None:
@@ -78,6 +78,6 @@ class Beside:
 
     @property
     def result(self) -> torch.Tensor:
-        """The module's result, behind the `with`."""
+        """The module's result, after the `with`."""
         assert self._result is not None, "the work beside did not call start"
         return self._result

@@ -1,4 +1,4 @@
-"""Work on the rows of experts between and behind their products: biases, gated activations, and their gradients.
+"""Work on the rows of experts between and after their products: biases, gated activations, and their gradients.
 
 Only rows before the last offset are read or written, which matters on GPUs: there is memory for the rows of all ranks'
 tokens, and about one in R of them is there. The host reads no offset of a GPU's, so all of it can be captured.

@@ -1,6 +1,6 @@
 """The norms and activations by torch, forward and backward: float32 results of rows of any dtype, to be rounded once.
 
-CPUs and older GPUs compute by these. torch.compile makes one kernel of each, so they serve as yardsticks too.
+CPUs and older GPUs compute by these. torch.compile makes one kernel of each, so they serve as baselines too.
 """
 
 from __future__ import annotations

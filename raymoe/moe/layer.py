@@ -184,13 +184,13 @@ class MoELayer(nn.Module):
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        behind_dispatch: Callable[[], None] | None = None,
+        after_dispatch: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """Dispatch, apply the experts and combine, for a given routing. `behind_dispatch` may enqueue other work."""
+        """Dispatch, apply the experts and combine, for a given routing. `after_dispatch` may enqueue other work."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             got = dispatch(self.exchange, x.contiguous(), topk_idx, topk_weights, site=self.number)
-            if behind_dispatch is not None:
-                behind_dispatch()
+            if after_dispatch is not None:
+                after_dispatch()
             rows = self.experts(got.x, got.expert_offsets, got.expert_counts, got.weights)
             return combine(self.exchange, rows, got, weighted=False)
         spec, out = self.exchange.spec, None
@@ -199,8 +199,8 @@ class MoELayer(nn.Module):
         # Only the gradients of weights need zeros. Of one token a dispatch takes 6 us without, and 13 with them (H200).
         tokens = Tokens(x.contiguous(), topk_idx, topk_weights, None, zero_gaps=False, site=self.number)
         found = self.exchange.dispatch_unkept(tokens, out)
-        if behind_dispatch is not None:
-            behind_dispatch()
+        if after_dispatch is not None:
+            after_dispatch()
         rows = self.experts(
             expert_major(found),
             found.expert_offsets,

@@ -28,7 +28,7 @@ def new_halved(gate_up: Tensor) -> Tensor:
 
 
 def new_quantised(rows: torch.Size, device: torch.device, column: bool) -> tuple[Tensor, Tensor]:
-    """Allocate values and scales for rows of this shape. Columns of scales lie one behind the other.
+    """Allocate values and scales for rows of this shape. Columns of scales lie one after the other.
 
     >>> values, scales = new_quantised(torch.Size([5, 256]), torch.device("cpu"), column=True)
     >>> list(values.shape), list(scales.shape), scales.stride()

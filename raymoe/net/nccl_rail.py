@@ -8,9 +8,9 @@ names the peer that is late by the numbers in the world's store (`published.py`)
 after NCCL has lost a peer's connection raises the same error. While graphs hold the rail, `close` and `abort` return
 before NCCL has freed its memory (`Communicator`).
 
-A kernel of NCCL that is ended has not received its data, and the work behind it on the stream runs all the same. So
+A kernel of NCCL that is ended has not received its data, and the work after it on the stream runs all the same. So
 every abort first sets a word in host memory, `aborted`, which that work can read (`DeviceRail`). After that NCCL stores
-its own flag with a release. Its kernel ends when it has read the flag, so the kernel behind it finds the word set.
+its own flag with a release. Its kernel ends when it has read the flag, so the kernel after it finds the word set.
 
 Its kernels have at most `RAIL_BLOCKS` blocks, because a dispatch that waits for rows leaves so many SMs free
 (raymoe/exchange/chunks.py).
@@ -231,4 +231,4 @@ def environment(world: SpanningWorld) -> dict[str, str]:
 
 
 def _nothing() -> None:
-    """Wait for nothing: later work of the stream is ordered behind the operation."""
+    """Wait for nothing: later work of the stream is ordered after the operation."""

@@ -4,7 +4,7 @@ Ranks of a rail share no memory. A rank writes its number and reads those of its
 waits do not use the store. A rank that leaves an operation because of an error of its own publishes the reason, and
 every rank in a long wait reads it.
 
-Keys of the store, beside those of rounds (`raymoe.memory.across`). Each record is behind a MAC:
+Keys of the store, beside those of rounds (`raymoe.memory.across`). Each record follows a MAC:
 
 - `entered by r`: the number of the last operation that rank r has waited long for. It only grows.
 - `failed`: the reason of the rank that has failed last.

@@ -89,7 +89,7 @@ class DeviceRail(Rail, Protocol):
     def aborted(self) -> int | torch.Tensor:
         """A 64-bit word in memory that kernels read, by its address or as a tensor: 0, then 1 for ever.
 
-        The rail sets it before it ends an operation on the device without its data. A kernel behind the operation, on
+        The rail sets it before it ends an operation on the device without its data. A kernel after the operation, on
         the same stream, finds it set then. The word stays where it is until the rail is closed.
         """
 

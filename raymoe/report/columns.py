@@ -82,7 +82,7 @@ SETTINGS = {
 NUMERIC = {"src", "dst", "bytes", "ranks", "domains", "tokens", "hidden", "experts", "topk", "seed", "alignment"}
 NUMERIC |= {"sms", "stages", "chunks"}
 EXCHANGES = ("dispatch", "combine", "exchange")
-YARDSTICK = "row_push"
+BASELINE = "row_push"
 """This backend only pushes rows. Its GB/s are the limit for the other backends."""
 
 # Config keys (last part) that differ from the key of the result line.
@@ -226,12 +226,12 @@ def shares_of_push(lines: Sequence[Line]) -> list[float | None]:
     limits = {
         _other_settings(line, compared): float(str(line["gbps_wire"]))
         for line in lines
-        if line["backend"] == YARDSTICK and line["gbps_wire"]
+        if line["backend"] == BASELINE and line["gbps_wire"]
     }
     shares: list[float | None] = []
     for line in lines:
         limit = limits.get(_other_settings(line, compared)) if sends_dispatch_rows(line) else None
-        known = limit and line["gbps_wire"] and line["backend"] != YARDSTICK
+        known = limit and line["gbps_wire"] and line["backend"] != BASELINE
         shares.append(float(str(line["gbps_wire"])) / limit if known and limit else None)
     return shares
 

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from raymoe.device.trace import POINTS
-from raymoe.report.columns import EXCHANGES, YARDSTICK, sends_dispatch_rows
+from raymoe.report.columns import BASELINE, EXCHANGES, sends_dispatch_rows
 from raymoe.report.copies import gbps, how_measured, integer, link_of, measured_link_gbps, three_digits, us
 from raymoe.report.drawing import COLOURS, GREY, MARKERS, measured_limit, new_figure, nominal_limit, set_title
 from raymoe.report.results import Line
@@ -38,7 +38,7 @@ def exchange_figures(lines: Sequence[Line]) -> Iterator[tuple[str, Figure]]:
     colours: dict[str, int] = {}
     for group in groups:  # all groups, because a backend has the same colour in all figures
         for line in group.lines:
-            if line["backend"] != YARDSTICK:
+            if line["backend"] != BASELINE:
                 colours.setdefault(group.label(line), len(colours))
     for group in groups:
         words = [group.op, *re.findall(r"[A-Za-z0-9_.]+", group.setting)]
@@ -50,7 +50,7 @@ def _with_limit(group: Group, groups: Sequence[Group]) -> Group:
     if group.op != "combine" or not all(sends_dispatch_rows(line) for line in group.lines):
         return group
     dispatches = (each for each in groups if (each.op, each.setting) == ("dispatch", group.setting))
-    limit = [line for dispatch in dispatches for line in dispatch.lines if line["backend"] == YARDSTICK]
+    limit = [line for dispatch in dispatches for line in dispatch.lines if line["backend"] == BASELINE]
     return Group(group.op, group.setting, [*group.lines, *limit], group.named_keys)
 
 

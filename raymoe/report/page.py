@@ -43,7 +43,7 @@ MOST_TABLE = 350_000
 MOST_FIGURES = 1_200_000
 """Characters of all figures and their tables."""
 MOST_TABLES = 400_000
-"""Characters of the tables behind the results."""
+"""Characters of the tables after the results."""
 MOST_KEYS = 300
 OPEN_ROWS = 30
 """A table of up to so many rows is open from the start."""

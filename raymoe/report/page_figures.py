@@ -12,7 +12,7 @@ from statistics import median
 
 from raymoe.device.trace import POINTS
 from raymoe.report.bandwidth import bandwidth_curves, is_copy, rate
-from raymoe.report.columns import EXCHANGES, YARDSTICK, Column, byte_size, show
+from raymoe.report.columns import BASELINE, EXCHANGES, Column, byte_size, show
 from raymoe.report.copies import (
     LATENCY_BYTES,
     CopyWay,
@@ -193,7 +193,7 @@ def exchange_figures(lines: Sequence[Line]) -> Iterator[Figure]:
     colours: dict[str, int] = {}
     for group in groups:
         for line in group.lines:
-            if line["backend"] != YARDSTICK:
+            if line["backend"] != BASELINE:
                 colours.setdefault(group.label(line), len(colours))
     for group in groups:
         if len({line["tokens"] for line in group.lines}) > 1:
@@ -260,7 +260,7 @@ def _bar_figure(group: Group, several: bool) -> Figure:
     rows = []
     for index, line in enumerate(lines):
         time, least, most = us(line), _or(line["us_min"], us(line)), _or(line["us_p99"], us(line))
-        grey = line["backend"] == YARDSTICK
+        grey = line["backend"] == BASELINE
         segment = BarSegment(0, time, "grey" if grey else f"c{index % 6}", f"median {time:,.1f} µs")
         rate = f", {three_digits(gbps(line))} GB/s" if line["gbps_wire"] else ""
         rows.append(Bar(_label(group, line, several), f"{duration(time)}{rate}", [segment], (least, most)))

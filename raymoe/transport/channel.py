@@ -37,7 +37,7 @@ class Channel:
     - **One message a direction.** A `send` waits until the peer has released the previous message. So a receiver calls
       `release` after it has read a message. A rank that sends and receives in one step does both `together`.
     - **On GPUs nothing waits on the host.** Calls are enqueued on the current stream, and `check` raises failures. All
-      operations of one direction follow one another in one stream; a caller that uses another stream orders it behind
+      operations of one direction follow one another in one stream; a caller that uses another stream orders it after
       the first.
     - **Capturable.** Calls can be captured in a CUDA graph, which may be replayed until `close`. The graph holds the
       address of the message. A message that a graph receives by `put` must be released in a graph too.

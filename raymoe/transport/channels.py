@@ -12,7 +12,7 @@ slots in the same order. If only one end replays a graph of n messages, n must b
 calls must name their slots. A receive must be captured with its release.
 
 A rank that sends and receives in one step makes both calls `together`, in any order. One by one, a receive holds up the
-sends behind it, and in a ring of ranks that is a deadlock.
+sends after it, and in a ring of ranks that is a deadlock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the cases of a job on a rank: a folder for each workload, `compare/` for yardsticks and other systems.
+"""Run the cases of a job on a rank: a folder for each workload, `compare/` for baselines and other systems.
 
 Read first: `measure.py` (the loop of steps), `clock.py` (the time of an operation), `exchange/run.py` (a workload).
 `run_case` imports a workload only when a case needs it, because the driver loads no torch.

@@ -1,6 +1,6 @@
 """Time an operation of all ranks on a stream, with a warm L2 cache and with a cold one.
 
-A sample begins behind a barrier of all ranks in their streams, and ends on each rank when its part is done. So it
+A sample begins after a barrier of all ranks in their streams, and ends on each rank when its part is done. So it
 leaves out skew at the start, and includes waiting for one another. The slowest rank's time counts.
 
 - warm    the operation ran just before, with the same tokens
@@ -9,14 +9,14 @@ leaves out skew at the start, and includes waiting for one another. The slowest 
 Two events around one run time it. They are too coarse for a short operation: event records and launches are a part of
 its time. So a sample of `calls` runs is the time of a CUDA graph of all of them, divided by `calls`:
 
-- warm    the runs one behind the other
-- cold    each run behind a flush and a barrier of its own, less the time of a graph of the flushes and barriers alone.
-          Ranks begin together behind a barrier, and wait for the slowest at the next one. So the difference is the
+- warm    the runs one after the other
+- cold    each run after a flush and a barrier of its own, less the time of a graph of the flushes and barriers alone.
+          Ranks begin together after a barrier, and wait for the slowest at the next one. So the difference is the
           slowest rank's time from barrier to barrier, launch included. Flushes do not all take the same time: the
           median of the last few is subtracted.
 
 If the host takes part in the operation there is no graph, and the clock runs while the host works. A warm sample is
-`calls` runs in a row; a cold one is a single run behind a wait for the device. Then the host's time for a call is
+`calls` runs in a row; a cold one is a single run after a wait for the device. Then the host's time for a call is
 measured too (`host_us`): how long the call keeps its caller, whatever the GPU does.
 """
 

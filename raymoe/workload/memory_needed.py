@@ -79,7 +79,7 @@ ENTRY_BYTES = 24
 
 
 def push_layout(ranks: int, tokens: int, row_bytes: int) -> Layout:
-    """Return the heap of the yardstick row_push; kernels/row_push.cu describes its words."""
+    """Return the heap of the baseline row_push; kernels/row_push.cu describes its words."""
     return Layout.of([Region.words("arrived", ranks), Region("slots", (ranks, tokens, row_bytes), "uint8")])
 
 

@@ -140,7 +140,7 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     """Return the bytes that all ranks together send over the network in a step, by operation.
 
     Blocks have one size, whatever the routing (`raymoe/exchange/hierarchical.py`, `hierarchical_gpu.py`). GPU ranks do
-    not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales behind the weights.
+    not agree on an operation, their ids have 64 bits, and rows may cross as fp8, with their scales after the weights.
     Last they tell the pass of a backward pass.
 
     >>> spec = ExchangeSpec(tokens=8, hidden=64, experts=4, topk=2)
@@ -157,10 +157,10 @@ def bytes_between_domains(spec: ExchangeSpec, ranks: int, domains: int, device: 
     entries = spec.tokens * spec.topk
     fp8 = spec.dispatch_wire == FP8
     scales = SCALE_BYTES * spec.tokens * spec.scales if fp8 else 0
-    told = ENTRY_BYTES * entries
+    published = ENTRY_BYTES * entries
     if on_gpus:
-        told = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) + Refusal.NBYTES
-    dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + told)
+        published = round_up(GPU_ENTRY_BYTES * entries + scales, ROW_BYTES) + Refusal.NBYTES
+    dispatch = blocks * (agreement + spec.tokens * (spec.hidden if fp8 else spec.row_bytes) + published)
     status = Refusal.NBYTES if on_gpus else spec.home_row_bytes
     combine = blocks * (agreement + spec.tokens * spec.home_row_bytes + ranks // domains * status)
     return {"dispatch": dispatch, "combine": combine, "exchange": dispatch + combine}

@@ -27,12 +27,19 @@ _STATEMENT = re.compile(
 )
 _OF_A_COPY = {"copy.cu", "lanes.cuh", "unaligned.cuh"}
 _OF_ROUNDS = {
-    *("tell_routing.cu", "count_entries.cu", "number_entries.cu", "spread_rows.cu", "sum_entries.cu", "sum_ranks.cu"),
+    *(
+        "publish_routing.cu",
+        "count_entries.cu",
+        "number_entries.cu",
+        "spread_rows.cu",
+        "sum_entries.cu",
+        "sum_ranks.cu",
+    ),
     *("rounds.cuh", "runs.cuh", "traffic.cuh", "numbering.cuh"),
 }
 """Files of the backends over NCCL, whose kernels wait for no peer."""
 _OF_A_PIPE = {"pipe.cuh", "rows.cuh", "sums.cuh", "sum_partials.cu"}
-"""Files of kernels on one GPU: tests/unit/test_pipe_planted.py leaves out their statements."""
+"""Files of kernels on one GPU: tests/unit/test_pipe_injected_bugs.py leaves out their statements."""
 
 
 def left_out() -> Iterator[Change]:

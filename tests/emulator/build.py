@@ -41,7 +41,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Change:
-    """A planted bug: `old` in that file becomes `new`. Kernels without that file stay as they are."""
+    """An injected bug: `old` in that file becomes `new`. Kernels without that file stay as they are."""
 
     file: str
     """Such as "dispatch.cu" or "ring.cuh"."""
@@ -61,8 +61,8 @@ class Change:
             raise BuildError(
                 f"{self.file} has {found} times the text {self.old!r}; the change needs {self.which or 'one'}"
             )
-        behind = (self.which or 0) + 1
-        return self.old.join(parts[:behind]) + self.new + self.old.join(parts[behind:])
+        end = (self.which or 0) + 1
+        return self.old.join(parts[:end]) + self.new + self.old.join(parts[end:])
 
 
 _MOST_CACHED = 3000  # a run of all tests builds more than 500, of about 30 KiB each
@@ -108,7 +108,7 @@ def _kernel_path(source: KernelSource, changes: tuple[Change, ...]) -> Path:
             texts[name] = change.made_in(texts[name])
         if not named and not [*KERNELS.rglob(change.file)]:
             raise BuildError(f"there is no {change.file} to change")
-    # A planted bug needs only a few runs, which do not repay -O1 (dispatch.cu compiles in 0.34 s, with -O0 in 0.18).
+    # An injected bug needs only a few runs, which do not repay -O1 (dispatch.cu compiles in 0.34 s, with -O0 in 0.18).
     flags = (*_KERNEL_FLAGS, *_ACCESS_FLAGS, "-O0" if changed else "-O1")
     numbers = iter(range(1000))
     texts = {name: _without_cuda(text, numbers.__next__) for name, text in sorted(texts.items())}

@@ -51,8 +51,8 @@ class Mail:
         end = _WORD_BYTES * len(_WORDS) * len(self.messages)
         regions = [("words", 0, end)]
         for number, message in enumerate(self.messages):
-            for kind, behind in (("source", message.source), ("target", message.target)):
-                begin = -(-(end + RED_ZONE_BYTES) // 128) * 128 + behind
+            for kind, offset in (("source", message.source), ("target", message.target)):
+                begin = -(-(end + RED_ZONE_BYTES) // 128) * 128 + offset
                 self._offsets[kind, number] = begin
                 if message.nbytes:
                     regions.append((f"{kind} of message {number}", begin, message.nbytes))

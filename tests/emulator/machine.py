@@ -65,7 +65,7 @@ class Emulator:
         for array, offset, size in arrays or [(name, 0, nbytes)]:
             self._machine.machine_add_region(memory.address + offset, size, rank, 0, array.encode())
         for (array, offset, size), (_, end, _) in pairwise([*arrays, ("", nbytes, 0)]):
-            self._guard(f"behind {array} of rank {rank}", memory.bytes[offset + size : end])
+            self._guard(f"after {array} of rank {rank}", memory.bytes[offset + size : end])
         return memory
 
     def reach(self, address: int, nbytes: int, name: str, rank: int = 0) -> None:
@@ -84,7 +84,7 @@ class Emulator:
         return memory
 
     def launch(self, rank: int, source: KernelSource, shape: Shape, params: Params | ctypes.Structure) -> None:
-        """Enqueue a kernel on the rank's stream. Only changes to files of this kernel are planted."""
+        """Enqueue a kernel on the rank's stream. Only changes to files of this kernel are injected."""
         kernel = built(source, self._changes)
         packed = params.packed() if isinstance(params, Params) else params
         dimensions = (ctypes.c_uint * 3)(shape.blocks, shape.threads, shape.shared_bytes)

@@ -117,14 +117,14 @@ def with_gaps(layout: Layout) -> Layout:
     """Return the same regions with red zones between them."""
     regions: list[Region] = []
     for placed in layout.placed:
-        regions += [placed.region, Region(f"gap behind {placed.region.name}", (RED_ZONE_BYTES,), "uint8")]
+        regions += [placed.region, Region(f"gap after {placed.region.name}", (RED_ZONE_BYTES,), "uint8")]
     return Layout.of(regions)
 
 
 def heaps_of(emulator: Emulator, layout: Layout) -> tuple[Layout, list[Memory]]:
     """Map a heap for each rank."""
     wide = with_gaps(layout)
-    kept = [each for each in wide.placed if not each.region.name.startswith("gap behind ")]
+    kept = [each for each in wide.placed if not each.region.name.startswith("gap after ")]
     regions = [(each.region.name, each.offset, each.region.nbytes) for each in kept]
     return wide, [emulator.heap(rank, regions, wide.nbytes) for rank in range(emulator.ranks)]
 
@@ -341,7 +341,7 @@ class EmulatedCopied(EmulatedBackend, CopiedBackend):
     def _join(self) -> None: ...
 
 
-_GAP = "gap behind "
+_GAP = "gap after "
 
 
 def _with_red_zones(metadata: Metadata) -> Metadata:
@@ -389,7 +389,7 @@ class EmulatedChunks(EmulatedBackend, FusedChunksBackend):
         return replace(super()._in_machine(replace(tokens, x=x[:0])), x=x)
 
     def _come_late(self, x: torch.Tensor) -> torch.Tensor:
-        """Enqueue the rows, chunk by chunk, each behind a launch that advances its word. Until then they are NaN."""
+        """Enqueue the rows, chunk by chunk, each after a launch that advances its word. Until then they are NaN."""
         gpu: Any = self.world.gpu
         emulator, stream = gpu.emulator, self.world.rank + self.world.size
         late = self._late_x[: x.nbytes]
@@ -478,14 +478,14 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
             placer_lanes=min(2, moving.placer_lanes),
             placer_stages=min(2, moving.placer_stages),
         ),
-        replace(summing, reducers=2, summers=2, reducer_lanes=2),
+        replace(summing, local_blocks=2, final_blocks=2, local_warps=2),
     )
 
 
 def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
     """One lane each way, so that readers wait for rows while most are still to be sent."""
     moving, summing = small(moving, summing)
-    return replace(moving, senders=1, sender_lanes=1), replace(summing, reducers=1, reducer_lanes=1, summers=1)
+    return replace(moving, senders=1, sender_lanes=1), replace(summing, local_blocks=1, local_warps=1, final_blocks=1)
 
 
 def long_pieces(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:

@@ -39,12 +39,12 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
             placer_lanes=rng.randint(1, moving.placer_lanes),
             placer_stages=rng.randint(1, moving.placer_stages),
         )
-        lanes = rng.randint(1, summing.reducer_lanes)
+        lanes = rng.randint(1, summing.local_warps)
         return moving, replace(
             summing,
-            reducers=rng.randint(1, 3),
-            summers=rng.randint(1, 3),
-            reducer_lanes=lanes,
+            local_blocks=rng.randint(1, 3),
+            final_blocks=rng.randint(1, 3),
+            local_warps=lanes,
             pieces=rng.choice([1, summing.pieces]),
         )
 

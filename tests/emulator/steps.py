@@ -19,7 +19,7 @@ from tests.unit.exchange_judge import judge_combine, judge_dispatch, judge_quant
 
 FORMS = ("whole", "halves", "pairs", "known", "known pairs")
 """Forms of a step: two launches; four launches; two steps at a time, both dispatches before both combines; with
-dispatches of known routing before and behind the combine, where the backend has them."""
+dispatches of known routing before and after the combine, where the backend has them."""
 
 
 @dataclass

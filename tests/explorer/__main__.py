@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--calls", nargs="*", default=[], help="of each rank a word: e (eager) or r (replay) for each launch"
     )
-    parser.add_argument("--fault", choices=[fault.name for fault in Fault], help="a bug to plant")
+    parser.add_argument("--fault", choices=[fault.name for fault in Fault], help="a bug to inject")
     parser.add_argument("--deep", action="store_true", help="depth first: finds a fault sooner, with a longer trace")
     return parser
 

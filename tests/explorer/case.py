@@ -1,4 +1,4 @@
-"""One exploration: the program that the ranks run, their data, and the planted bug."""
+"""One exploration: the program that the ranks run, their data, and the injected bug."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def empty(ranks: int) -> Routing:
     return (((),),) * ranks
 
 
-_PARTS = {"": "", "S": " send", "R": " receive", "T": " tell", "P": " push", "C": " copy", "A": " announce"}
+_PARTS = {"": "", "S": " send", "R": " receive", "T": " publish", "P": " push", "C": " copy", "A": " announce"}
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ class Case:
       D C             dispatch, combine of the latest dispatch (C1: of the first)
       FD FC           the same by the LL path
       DS DR CS CR     send and receive of the split form
-      DT DP DR        the stages of a staged dispatch: tell, push, receive
-      BT BP BC BA BR  those by the copy engine: tell, pack, copy, announce, receive
+      DT DP DR        the stages of a staged dispatch: publish, push, receive
+      BT BP BC BA BR  those by the copy engine: publish, pack, copy, announce, receive
       K KP KR         a dispatch of known routing: that of the latest other dispatch (K1: of the first); staged
       X               a crossing: the rows of the next dispatch, D or K, come over the rail in chunks
       U1              a user's kernel reads `x` of dispatch 1
       N               a kernel that uses no memory of the workspace
     `routings`: of dispatch 1, 2, ...; repeated if they are too few.
     `calls`: for each rank a letter for each launch: e (eager) or r (replay of a graph that was captured first). The
-    kernels do not see the difference, so it matters to one planted bug only. Empty: all are eager.
+    kernels do not see the difference, so it matters to one injected bug only. Empty: all are eager.
     """
 
     ranks: int
@@ -103,7 +103,7 @@ class Case:
     fault: Fault | None = None
     senders: int = 1  # blocks that push rows
     lanes: int = 1  # of each
-    routers: int = 1  # 0: head words announce nothing and there are no told entries, so that large cases are possible
+    routers: int = 1  # 0: heads announce nothing and there are no routing entries, so that large cases are possible
     domains: int = 1  # of as many ranks each, whose rails are modelled. 1: rows of other domains come at any time
     chunk: int = 1  # rows of a chunk, of all domains
     layout: str = "expert"
@@ -172,7 +172,7 @@ class Case:
             peer not in self.domain_ranks(rank) for rank, tokens in enumerate(routing) for to in tokens for peer in to
         )
 
-    def dispatch_behind(self, crossing: Launch) -> Launch:
+    def dispatch_after(self, crossing: Launch) -> Launch:
         return next(each for each in self.launches() if each.crossing == crossing.number)
 
     def index_of_crossing(self, number: int) -> int:
@@ -203,7 +203,7 @@ class Case:
         return next(each.path for each in self.launches() if each.kind == "dispatch" and each.number == dispatch)
 
     def launches(self) -> tuple[Launch, ...]:
-        """Parse the program. The bug LATE_READ puts each user's kernel behind the next dispatch.
+        """Parse the program. The bug LATE_READ puts each user's kernel after the next dispatch.
 
         >>> [str(each) for each in Case(2, "D U1 DS FC1 DR C2 N", (full(2),)).launches()]
         ['dispatch 1', 'use 1', 'dispatch send 2', 'combine in lines 1', 'dispatch receive 2', 'combine 2', 'other']
@@ -276,7 +276,7 @@ def _parse(letters: str, path: str) -> tuple[str, str, str]:
 
 
 def _delay_uses(launches: list[Launch]) -> list[Launch]:
-    """Move every user's kernel behind the next dispatch."""
+    """Move every user's kernel after the next dispatch."""
     found, held = [], []
     for launch in launches:
         if launch.kind == "use":

@@ -1,6 +1,6 @@
 """A dispatch whose rows cross between domains in chunks (raymoe/exchange/rail_rows.py, dispatch/chunks.cuh).
 
-Its rail is a thread on a stream of its own: NCCL's kernels, and behind each the kernel that announces the chunk. The
+Its rail is a thread on a stream of its own: NCCL's kernels, and after each the kernel that announces the chunk. The
 launch before the dispatch counts the crossing.
 
 In a case with timeouts the host may abort the rail. It sets a word, then ends the gather at hand and all later ones. Of
@@ -25,7 +25,7 @@ class CrossingKernel(Kernel):
 
     def roles(self) -> Roles:
         count = [] if self.has_fault(Fault.COUNTED_BESIDE) else [_count(self.memory, self.rank)]
-        dispatch = self.case.dispatch_behind(self.launch)
+        dispatch = self.case.dispatch_after(self.launch)
         own = [
             Step(Act.STORE, self.memory["x", self.rank, token], value=dispatch.number)
             for token in _tokens(self.case, dispatch, self.rank)
@@ -77,7 +77,7 @@ class ChunkedKernel(WordKernel):
     # ---- the rail ----------------------------------------------------------------------------------------------------
 
     def _rail(self, thread: int) -> Iterator[Step]:
-        if self.has_fault(Fault.CROSSING_BEHIND):
+        if self.has_fault(Fault.CROSSING_AFTER):
             yield Step(Act.JOIN, operands=tuple(range(self.first, thread)))
         if self.has_fault(Fault.COUNTED_BESIDE):
             yield _count(self.memory, self.rank)
@@ -127,8 +127,8 @@ class ChunkedKernel(WordKernel):
     def _came(self, chunk: int) -> list[Step]:
         """Tell the other ranks of the rail that their rows have landed, and wait for theirs."""
         turn, others = self._turn(chunk), self.case.rail(self.rank)
-        told = [Step(Act.STORE_WORD, self.memory["came", other, self.rank], value=turn) for other in others]
-        return told + [Step(Act.WAIT, self.memory["came", self.rank, other], value=turn) for other in others]
+        stores = [Step(Act.STORE_WORD, self.memory["came", other, self.rank], value=turn) for other in others]
+        return stores + [Step(Act.WAIT, self.memory["came", self.rank, other], value=turn) for other in others]
 
     def _turn(self, chunk: int) -> int:
         """The number of a gather of the rail. NCCL matches gathers by their order."""

@@ -1,10 +1,10 @@
-"""Bugs that can be planted in the model. docs/protocol.md names the rule that each breaks."""
+"""Bugs that can be injected into the model. docs/protocol.md names the rule that each breaks."""
 
 from enum import Enum
 
 
 class Fault(Enum):
-    """A planted bug. Each value describes the wrong behaviour."""
+    """An injected bug. Each value describes the wrong behaviour."""
 
     ROWS_AFTER_WORD = "a lane announces rows that have not landed"
     HEAD_BEFORE_COUNTS = "the head word leaves before the counts, or the status, have landed"
@@ -55,7 +55,7 @@ class Fault(Enum):
     CHUNK_RESET = "a chunk's word is a flag, and the last block out of the dispatch resets it"
     CROSSING_EARLY = "a crossing begins before the dispatch before it has ended"
     RAIL_UNJOINED = "the stream of the dispatch goes on before all chunks have come"
-    CROSSING_BEHIND = "a crossing begins behind the dispatch that waits for its rows"
+    CROSSING_AFTER = "a crossing begins after the dispatch that waits for its rows"
     RAIL_UNASKED = "a rail stores rows at a rank that has not begun the crossing"
     ABORT_ANNOUNCED = "a chunk is announced whose gather was ended by an abort"
     ABORT_BEFORE_WORD = "the host ends a rail before it sets the word of the abort"

@@ -16,7 +16,7 @@ class LineKernel(Kernel):
         roles: Roles = {}
         if self.sends_words():
             if self.launch.kind == "dispatch":
-                roles["router"] = [*self._counts(), *self._told_entries()]
+                roles["router"] = [*self._counts(), *self._routing_entries()]
             else:
                 roles["status sender"] = [
                     self.with_refusal(self.line("status", peer, 0)) for peer in self.word_receivers()
@@ -26,7 +26,7 @@ class LineKernel(Kernel):
             if self.launch.kind == "dispatch":
                 roles[f"placer of {peer}"] = list(self._placer(peer))
             else:
-                roles[f"summer of {peer}"] = list(self._summer(peer))
+                roles[f"final reduction of {peer}"] = list(self._final_reduction(peer))
         # The threads have polled every line and word that the kernel must wait for.
         join = Step(Act.JOIN, operands=tuple(range(self.first, self.first + len(roles))))
         epoch = Step(Act.STORE_EPOCH, self.memory["epoch", self.rank, self.launch.kind])
@@ -36,10 +36,10 @@ class LineKernel(Kernel):
     def _counts(self) -> Iterator[Step]:
         return (self.line("count", peer, 0) for peer in self.word_receivers())
 
-    def _told_entries(self) -> Iterator[Step]:
+    def _routing_entries(self) -> Iterator[Step]:
         """For each token and rank: whether the token goes there."""
         for token in range(len(self.routing[self.rank]) if self.case.routers else 0):
-            yield from (self.line("told entry", peer, token) for peer in self.word_receivers())
+            yield from (self.line("routing entry", peer, token) for peer in self.word_receivers())
 
     def _rows(self) -> Iterator[Step]:
         for peer in self.peers:
@@ -49,15 +49,15 @@ class LineKernel(Kernel):
                 yield self.line("line", peer, token)
 
     def _placer(self, peer: int) -> Iterator[Step]:
-        """Each placer waits for all counts. Where rows do not fit, it polls neither lines nor told entries."""
+        """Each placer waits for all counts. Where rows do not fit, it polls neither lines nor routing entries."""
         yield self.poll("count", self.awaited_peers(), 0)
         for token in range(0 if self.refuses() else len(self.routing[peer])):
             if self.case.routers and peer in self.awaited_peers():
-                yield self.poll("told entry", [peer], token)
+                yield self.poll("routing entry", [peer], token)
             if token in self.rows(peer, self.rank):
                 yield from self._row(peer, token)
 
-    def _summer(self, peer: int) -> Iterator[Step]:
+    def _final_reduction(self, peer: int) -> Iterator[Step]:
         yield self.as_statuses(self.poll("status", self.status_ranks(), 0))
         for token in self.rows(peer, self.rank):
             yield from self._row(peer, token)

@@ -12,7 +12,7 @@ orders. Such steps are *quiet*: running one at once, and nothing else, loses no 
 - Landings in slots and reads of slots are not quiet.
 - The landing of a line is quiet if no thread has yet to poll for the present contents: a later poll cannot end before
   the line has landed. Polls are not quiet.
-- Where a planted bug breaks these reasons (words that shrink, kernels that overlap), the steps are not quiet either.
+- Where an injected bug breaks these reasons (words that shrink, kernels that overlap), the steps are not quiet either.
   A bug of a crossing breaks them only for the words of chunks, and for the number of the crossing.
 
 **Waits that fail.** A thread that waits has no effect on others. Its failure is seen by later kernels of its rank, and
@@ -89,7 +89,7 @@ class Machine(Effects):
         for number, steps in enumerate(self.steps):
             for index, step in enumerate(steps):
                 if step.act is Act.POLL_LINES:
-                    for at in {each + behind for each in step.operands for behind in (0, step.stride)}:
+                    for at in {each + offset for each in step.operands for offset in (0, step.stride)}:
                         found.setdefault((at, step.value), []).append((number, index))
         return found
 
@@ -228,8 +228,8 @@ class Machine(Effects):
         if self.case.fault not in RAILS_APART or ended == len(rails):
             return []
         early = self.case.fault is Fault.CROSSING_EARLY and ended > 0
-        behind = rails[ended - early]  # it begins when the launches before this thread's dispatch have ended
-        return [rails[ended]] if self.threads[behind].launch <= oldest else []
+        before = rails[ended - early]  # it begins when the launches before this thread's dispatch have ended
+        return [rails[ended]] if self.threads[before].launch <= oldest else []
 
     def _begins_beside(self, state: State, rank: int, index: int) -> bool:
         """Whether a dependent launch may begin: all blocks of the kernel before it have begun, or have ended."""

@@ -76,7 +76,7 @@ class Memory:
     def _add_slots(self) -> None:
         for kind in KINDS:
             parts = [("row", token) for token in range(self._case.tokens)]
-            self._add_buffers(kind, parts + [("told", router) for router in range(max(self._case.routers, 1))])
+            self._add_buffers(kind, parts + [("published", router) for router in range(max(self._case.routers, 1))])
 
     def _add_blocks(self) -> None:
         """Slots that copies write, and at their writer those that copies read. They have one buffer."""
@@ -108,8 +108,8 @@ class Memory:
 
     def _add_lines(self) -> None:
         lines = [("line", token) for token in range(self._case.tokens)]
-        told = [("told entry", token) for token in range(self._case.tokens if self._case.routers else 0)]
-        self._add_buffers("dispatch", [("count", 0), *told, *lines])
+        entries = [("routing entry", token) for token in range(self._case.tokens if self._case.routers else 0)]
+        self._add_buffers("dispatch", [("count", 0), *entries, *lines])
         self._add_buffers("combine", [("status", 0), *lines])
 
     def _add_words(self) -> None:

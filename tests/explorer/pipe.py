@@ -3,7 +3,7 @@
 A group is one warp or several: the emulator looks at the order among the threads of a warp. Its first warp also stores.
 Loads land in any order, and stores read their stages in any order, at any time. A stage holds, for each input, the turn
 that it belongs to, and whether it was loaded or is a result. In a dynamic case the number of a tile stands for its
-turn, and the producer ends each group with a number behind the last turn.
+turn, and the producer ends each group with a number after the last turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PipeFault(Enum):
     NEVER_EMPTY = "a group with one stage gives back the stage before, which it does not have"
     ONE_WARP = "`empty` counts the first warp of a group alone"
     EARLY_NUMBER = "the producer leaves a number before the stage is empty"
-    LATE_NUMBER = "the producer leaves a number after it has told the bytes"
+    LATE_NUMBER = "the producer leaves a number after it has announced the bytes"
     ONE_END = "the producer ends one group alone"
     NO_BARRIER = "the first warp stores before the other warps have written"
 
@@ -188,8 +188,8 @@ def _produce(case: PipeCase, state: PipeState) -> Iterator[tuple[str, PipeState]
     if step == 1:
         if state.full[stage].missing == 0:
             raise BrokenStepError(f"turn {turn} arrives at a phase that has its arrival")
-        told = 1 if case.fault is PipeFault.BYTES_OF_ONE else case.inputs if turn < case.turns else 0
-        full = _with(state.full, stage, state.full[stage].changed(1, told))
+        expected = 1 if case.fault is PipeFault.BYTES_OF_ONE else case.inputs if turn < case.turns else 0
+        full = _with(state.full, stage, state.full[stage].changed(1, expected))
         after = (turn, 2) if turn < case.turns else (turn + 1, 0)
         yield f"the producer tells the bytes of turn {turn}", replace(state, full=full, producer=after)
         return

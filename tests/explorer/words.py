@@ -22,7 +22,7 @@ class WordKernel(Kernel):
         if self.launch.sends_metadata and self.sends_words():
             self._add_metadata_senders(roles)
         if self.launch.receives:
-            role = "placer" if self.launch.kind == "dispatch" else "summer"
+            role = "placer" if self.launch.kind == "dispatch" else "final reduction"
             for peer in self.peers:
                 roles[f"{role} of {peer}"] = list(self._reader(peer))
             if self.has_own_placer():
@@ -33,7 +33,7 @@ class WordKernel(Kernel):
     # ---- senders -----------------------------------------------------------------------------------------------------
 
     def _add_sender(self, roles: Roles, sender: int) -> None:
-        """Add the lanes of a block, and the thread that stores its done words behind one fence."""
+        """Add the lanes of a block, and the thread that stores its done words after one fence."""
         first = self.first + len(roles)
         of = tuple(range(first, first + self.case.lanes))
         alone = len(of) == 1
@@ -105,7 +105,7 @@ class WordKernel(Kernel):
         return [Step(act, at, value=lane + 1, skips=self._length(steps)), *steps]
 
     def _after_drain(self, of: tuple[int, ...], until: int, words: list[Step]) -> list[Step]:
-        """Words behind a drain of the stores that threads `of` make before their step `until`."""
+        """Words after a drain of the stores that threads `of` make before their step `until`."""
         drain = Step(Act.DRAIN, operands=of, value=until)
         return [*words, drain] if self.has_fault(Fault.ROWS_AFTER_WORD) else [drain, *words]
 
@@ -120,9 +120,9 @@ class WordKernel(Kernel):
         senders = tuple(self.first + len(roles) + each for each in range(self._parts()))
         name = "router" if self.launch.kind == "dispatch" else "status sender"
         for number in range(len(senders)):
-            told = [self.store("told", peer, number) for peer in self.peers]
+            published = [self.store("published", peer, number) for peer in self.peers]
             roles[f"{name} {number}"] = (
-                told if self.launch.kind == "dispatch" else [self.with_refusal(each) for each in told]
+                published if self.launch.kind == "dispatch" else [self.with_refusal(each) for each in published]
             )
         heads = [
             Step(Act.STORE_WORD, self.memory[self.launch.kind, "head", peer, self.rank], scale=1)
@@ -157,7 +157,7 @@ class WordKernel(Kernel):
         if self.launch.kind == "combine":
             yield from self._statuses()
         elif not self.launch.known and peer in self.awaited_peers():
-            yield from (self.read("told", [peer], number) for number in range(self._parts()))
+            yield from (self.read("published", [peer], number) for number in range(self._parts()))
             if self.refuses() or self.case.layout == "rank":
                 return  # rows that do not fit are not placed; with layout rank no rows are
         staged = self.launch.path in ("stages", "blocks") and self.launch.kind == "dispatch"
@@ -174,12 +174,12 @@ class WordKernel(Kernel):
 
     def _statuses(self, skips: int = MAX_STEPS) -> Iterator[Step]:
         if self._parts():
-            yield self.as_statuses(self.read("told", self.status_ranks(), 0), skips)
+            yield self.as_statuses(self.read("published", self.status_ranks(), 0), skips)
 
     def _passes(self) -> Iterator[Step]:
         """With known routing: read to which dispatch each rank's rows belong."""
         if self._parts():
-            yield self.read("told", self.awaited_peers(), 0)
+            yield self.read("published", self.awaited_peers(), 0)
 
     def has_own_placer(self) -> bool:
         return self.case.own == "copied" and self.launch.kind == "dispatch" and not self.launch.known

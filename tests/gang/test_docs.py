@@ -44,7 +44,7 @@ ELSEWHERE = {
     "raymoe submit quickstart --detach": "tests/gang/test_submit_command.py",
     "raymoe attach ID": "tests/gang/test_submit_command.py",
     "raymoe schema --markdown > docs/configuration.md": "tests/unit/test_configuration_page.py",
-    "pytest tests/unit/test_protocol_explorer.py tests/unit/test_protocol_planted.py": (
+    "pytest tests/unit/test_protocol_explorer.py tests/unit/test_protocol_injected_bugs.py": (
         "tests/unit/test_protocol_explorer.py"
     ),
 }

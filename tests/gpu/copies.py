@@ -31,7 +31,7 @@ class Words:
         torch.cuda.synchronize()
 
     def ticket(self, index: int) -> int:
-        """Return the ticket of an operation: the word behind its epoch."""
+        """Return the ticket of an operation: the word after its epoch."""
         return int(self._tensor[index, 1])
 
 

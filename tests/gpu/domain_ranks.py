@@ -105,7 +105,7 @@ def lose_a_rank(world: World, case: Case, lost: int, replayed: bool, between_chu
 
 
 def _gather_once(self: RailRows, op: str, block: torch.Tensor) -> None:
-    """Gather the first chunk, and die behind it."""
+    """Gather the first chunk, and die after it."""
     self._rail.gather(op, block.flatten(0, 1), block[self._me])()
     torch.cuda.current_stream().synchronize()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -38,7 +38,7 @@ from tests.unit.exchange_cases import (
 )
 
 INVALID_ID = 1_000_000
-"""The id in rows behind `num_tokens`, which no code may read."""
+"""The id in rows after `num_tokens`, which no code may read."""
 
 
 def run_cases(world: World, cases: list[Case]) -> list[list[Result]]:
@@ -46,7 +46,7 @@ def run_cases(world: World, cases: list[Case]) -> list[list[Result]]:
 
 
 def padded(batch: Batch, tokens: int) -> Batch:
-    """Return the batch in memory for `tokens` tokens; the rows behind `num_tokens` hold NaN and invalid ids."""
+    """Return the batch in memory for `tokens` tokens; the rows after `num_tokens` hold NaN and invalid ids."""
     missing = tokens - len(batch.x)
     pad = torch.nn.functional.pad
     return Batch(

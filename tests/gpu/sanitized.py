@@ -4,13 +4,13 @@
     compute-sanitizer --tool memcheck python -m tests.gpu.sanitized cases --exact
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --alone
     compute-sanitizer --tool racecheck python -m tests.gpu.sanitized cases --baseline
-    compute-sanitizer --tool memcheck python -m tests.gpu.sanitized plant memcheck
+    compute-sanitizer --tool memcheck python -m tests.gpu.sanitized inject memcheck
 
 The exit code is 1 if a result is wrong. The tool reports its findings itself; test_sanitizer.py reads the report.
-`plant`: the same rank processes make a mistake that the tool must find, or its silence about the cases means nothing.
+`inject`: the same rank processes run a bug that the tool must find, or its silence about the cases means nothing.
 
 `--exact`: each tensor is an allocation of its own, and memcheck knows its end. torch's cache hands out parts of large
-allocations, and memcheck does not see accesses behind a part. Captured work cannot allocate, so it uses the cache.
+allocations, and memcheck does not see accesses beyond a part. Captured work cannot allocate, so it uses the cache.
 """
 
 from __future__ import annotations
@@ -234,13 +234,13 @@ def own_allocations(wanted: bool) -> Iterator[None]:
         yield
 
 
-def run_plant(tool: str) -> int:
+def run_injected(tool: str) -> int:
     case = Case(SIZE, exchange.SMALL, "fused", ("uniform",))
     with PatientRanks() as ranks:
-        outcomes = ranks.outcomes(SIZE, on_rank.plant, tool, case)
+        outcomes = ranks.outcomes(SIZE, on_rank.run_injected, tool, case)
     for rank, outcome in enumerate(outcomes):
         print(f"rank {rank}: {on_rank.MISTAKES[tool]}: {outcome}", flush=True)
-    return 0  # the tool says if it found the mistake; its exit code replaces only a 0
+    return 0  # the tool says if it found the bug; its exit code replaces only a 0
 
 
 def main() -> int:
@@ -255,14 +255,14 @@ def main() -> int:
     )
     cases.add_argument("--baseline", action="store_true", help="run only rows that are loaded by IN_TURN, the baseline")
     cases.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this many seconds")
-    commands.add_parser("plant").add_argument("tool", choices=sorted(on_rank.MISTAKES))
+    commands.add_parser("inject").add_argument("tool", choices=sorted(on_rank.MISTAKES))
     options = parser.parse_args()
     if GPUS != 1:
         print(f"the ranks share one GPU, and {GPUS} are visible: set CUDA_VISIBLE_DEVICES to one GPU")
         return 2
     with mock.patch("tests.gpu.ranks.DEADLINE_S", ANSWER_S):
-        if options.what == "plant":
-            return run_plant(options.tool)
+        if options.what == "inject":
+            return run_injected(options.tool)
         wanted = steps()
         if options.alone:
             wanted = mixed([copied(), streamed(("PIPED", "PLAIN"), arrives=True), alone(arrives=True)])

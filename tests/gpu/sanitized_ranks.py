@@ -1,4 +1,4 @@
-"""Functions that ranks run under compute-sanitizer besides exchanges: copies of exact sizes, rows, planted mistakes."""
+"""Functions that ranks run under compute-sanitizer besides exchanges: copies of exact sizes, rows, injected bugs."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ POISON = 0xEE
 OPERATION_BYTES, WORD_BYTES = Operation.nbytes(), 8
 
 WORDS = 255
-"""1,020 bytes: the memory behind them, up to the next multiple of 512, belongs to no other allocation."""
+"""1,020 bytes: the memory after them, up to the next multiple of 512, belongs to no other allocation."""
 THREADS = 256
 
 
 @dataclass(frozen=True)
-class Planted(Params):
-    """The struct of planted.cu."""
+class InjectedBug(Params):
+    """The struct of injected_bugs.cu."""
 
     words: Address
     count: U32
 
 
-PLANTED = KernelSource("planted", (Planted,))
-MISTAKES = {"memcheck": "behind", "synccheck": "divergent", "racecheck": "unordered"}
-"""The kernel of planted.cu that each tool must name."""
+INJECTED_BUGS = KernelSource("injected_bugs", (InjectedBug,))
+MISTAKES = {"memcheck": "past_the_end", "synccheck": "divergent", "racecheck": "unordered"}
+"""The kernel of injected_bugs.cu that each tool must name."""
 
 
-def planted_compiler(cubins: Cubins | None = None) -> Compiler:
+def injected_compiler(cubins: Cubins | None = None) -> Compiler:
     return Compiler(Path(__file__).parent, cubins)
 
 
-def plant(world: World, tool: str, case: Case) -> str:
-    """Run a step of an exchange, as in the cases, and then the mistake; return the driver's error."""
+def run_injected(world: World, tool: str, case: Case) -> str:
+    """Run a step of an exchange, as in the cases, and then the injected bug; return the driver's error."""
     run_case(world, case)
-    kernels = Kernels(world.gpu, planted_compiler())
-    function = kernels.function(PLANTED, MISTAKES[tool])
+    kernels = Kernels(world.gpu, injected_compiler())
+    function = kernels.function(INJECTED_BUGS, MISTAKES[tool])
     with memory(world.gpu, 4 * WORDS) as words:
         try:
-            Launch(function, Shape(1, THREADS), Planted(words, WORDS))(0)
+            Launch(function, Shape(1, THREADS), InjectedBug(words, WORDS))(0)
             world.gpu.synchronise()
-        except CudaError as error:  # the tool may end a kernel that makes a mistake
+        except CudaError as error:  # the tool may end a kernel that has a bug
             return str(error)
     kernels.close()
     return "no error"
@@ -128,7 +128,7 @@ a group for the first warp.
 For racecheck an arrival orders only the thread that arrives. It does not follow an order that comes to this thread by
 __syncwarp or by the barrier of the group. So of each warp it reports 31 of 32 threads, all but the one that arrives
 (compute-sanitizer 2025.3 and 2026.4, H100, 2026-11-25). The emulator follows that order, and finds a mistake in it
-(tests/unit/test_pipe_planted.py)."""
+(tests/unit/test_pipe_injected_bugs.py)."""
 
 
 def each_thread_arrives(world: World, function: Callable[..., None], *arguments: object) -> None:

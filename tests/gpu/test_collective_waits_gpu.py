@@ -39,7 +39,7 @@ def step(exchange: Exchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.
     return combine(exchange, torch.tanh(got.x), got)
 
 
-def run_behind_a_slow_kernel(world: World) -> dict[str, float]:
+def run_after_a_slow_kernel(world: World) -> dict[str, float]:
     """Return how many seconds each call kept the host while the device was busy, and check that none synchronises."""
     took = {}
     x, ids, weights = inputs(world)
@@ -73,7 +73,7 @@ def run_behind_a_slow_kernel(world: World) -> dict[str, float]:
 
 
 def test_calls_with_gradients_do_not_wait_for_the_device(ranks: GpuRanks) -> None:
-    (took,) = ranks.run(1, run_behind_a_slow_kernel, timeout_s=TIMEOUT_S)
+    (took,) = ranks.run(1, run_after_a_slow_kernel, timeout_s=TIMEOUT_S)
     assert took["combine"] < SHORT_S and took["gradients of dispatch"] < SHORT_S, took
     # NCCL's abort waits for the slow kernel too, because it cannot end that one as it ends its own.
     assert TIMEOUT_S <= took["dispatch"] < SLOW_S + SHORT_S, took

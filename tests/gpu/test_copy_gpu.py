@@ -281,7 +281,7 @@ def test_a_lane_signals_while_a_later_lane_waits(copies, error_word, in_turn):
 
 
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_a_lane_that_times_out_and_lanes_behind_it_do_not_signal(copies, error_word, in_turn):
+def test_a_lane_that_times_out_and_lanes_after_it_do_not_signal(copies, error_word, in_turn):
     words, size = Words(8), 50_000
     source, into = (
         torch.ones(3, size, dtype=torch.uint8, device="cuda"),

@@ -401,7 +401,7 @@ def test_misuse_is_refused_before_anything_is_sent(ranks: GpuRanks, backend: str
     no_capture = "dispatch by collective cannot be captured"
     expected = [
         "x is on cpu; this world's ranks are on cuda:0",
-        "x begins 2 bytes behind a multiple of 16",
+        "x begins 2 bytes after a multiple of 16",
         "num_tokens is on cpu",
         "num_tokens is 10; x has 9 rows",
         "num_tokens is 1 inside a capture" if backend in CAPTURABLE else no_capture,

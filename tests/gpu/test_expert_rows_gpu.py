@@ -25,7 +25,7 @@ def drawn(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 class Rows:
-    """Experts with gaps behind their rows, and as many rows again behind the last offset, all of those NaN."""
+    """Experts with gaps after their rows, and as many rows again after the last offset, all of those NaN."""
 
     def __init__(self, *counts: int, alignment: int = 16) -> None:
         starts = [0]

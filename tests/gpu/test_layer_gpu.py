@@ -203,7 +203,7 @@ SLEEP = 20_000_000
 
 
 def run_beside(world: World) -> list[float]:
-    """Compare with the shared expert behind the others, while either stream is late; return the differences."""
+    """Compare with the shared expert after the others, while either stream is late; return the differences."""
     layer = MoELayer(world, spec_of(world.size, "bfloat16"), form_of(world.size), seed=1)
     x, streams, asleep = batch_of(world.rank).to(world.device).requires_grad_(), set(), set()
 

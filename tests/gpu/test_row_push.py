@@ -1,4 +1,4 @@
-"""Test that the yardstick pushes the rows of its plan to their slots, eager and in graphs."""
+"""Test that the baseline pushes the rows of its plan to their slots, eager and in graphs."""
 
 from __future__ import annotations
 

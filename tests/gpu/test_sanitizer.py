@@ -1,6 +1,6 @@
 """Run cases of the exchange and of the copy kernel under compute-sanitizer: `make sanitize`.
 
-Each tool must first find the mistake that each rank process makes for it. If it does not, it has not seen the rank
+Each tool must first find the bug that each rank process runs for it. If it does not, it has not seen the rank
 processes, and no finding in the cases would mean nothing.
 """
 
@@ -37,7 +37,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 FOUND = 77
 """The exit code that the tool must give if it has found something."""
-PLANT_S = 240
+INJECTED_S = 240
 OF_CUBLAS = "nvjet"
 """The names of cuBLAS's kernels begin so. Products of torch launch them, and racecheck 2025.3 reports hazards of one
 with itself. The tool cannot leave them out: with its option for that, cuBLAS failed (H100, 2026-11-25)."""
@@ -112,11 +112,11 @@ def end_of(log: Path) -> str:
 
 @pytest.mark.timeout(sum(CASES_S.values()))
 @pytest.mark.parametrize("tool", sorted(MISTAKES))
-def test_planted_mistakes_are_found_and_the_cases_are_clean(tool: str, tmp_path: Path) -> None:
-    log = tmp_path / f"{tool}-plant.log"
-    code, text = run_under(tool, log, PLANT_S, "plant", tool)
+def test_injected_bugs_are_found_and_the_cases_are_clean(tool: str, tmp_path: Path) -> None:
+    log = tmp_path / f"{tool}-injected.log"
+    code, text = run_under(tool, log, INJECTED_S, "inject", tool)
     report = Report.of(text)
-    assert code == FOUND, f"{tool} did not find the planted mistake (exit code {code}); {log} ends:\n{end_of(log)}"
+    assert code == FOUND, f"{tool} did not find the injected bug (exit code {code}); {log} ends:\n{end_of(log)}"
     named = [finding for finding in report.findings if MISTAKES[tool] in {place.function for place in finding.places}]
     assert len(named) >= SIZE, f"{tool} names {MISTAKES[tool]} {len(named)} times, {SIZE} ranks ran it: {report}"
 

@@ -36,7 +36,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(RANKS, SPEC, request.param, ROUTING, seed=3)
 
 
-def test_a_second_stream_is_ordered_behind_the_last_operation(ranks: GpuRanks, case: Case) -> None:
+def test_a_second_stream_is_ordered_after_the_last_operation(ranks: GpuRanks, case: Case) -> None:
     judge(case, ranks.run(RANKS, on_rank.alternating, case))
 
 

@@ -21,7 +21,7 @@ pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
 
 
 class Skipping(Scaled):
-    """Experts that skip rows of no expert, whose id is behind the last, as those of transformers do."""
+    """Experts that skip rows of no expert, whose id is after the last, as those of transformers do."""
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return super().forward(x, ids.clamp(max=self.num_experts - 1), weights.to(x.dtype))

@@ -39,7 +39,7 @@ class MirrorRail:
         self._domains = domains
         self.aborted = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.cycles: int | None = 0
-        """To wait behind each piece. None: nothing moves, and what has arrived before stays."""
+        """To wait after each piece. None: nothing moves, and what has arrived before stays."""
 
     def gather(self, op: str, out: torch.Tensor, mine: torch.Tensor) -> Callable[[], None]:  # noqa: ARG002
         self._move(list(out.view(self._domains, -1)[1:]), mine)

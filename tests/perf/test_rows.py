@@ -72,7 +72,7 @@ def test_quantised_results_are_near_a_copy(ranks, op, tokens):
     assert share_of_copy(rates(ranks, op, tokens)) >= 0.90
 
 
-def test_rows_behind_the_last_offset_cost_nothing(ranks):
+def test_rows_after_the_last_offset_cost_nothing(ranks):
     """The rows are a quarter of the capacity, and only their bytes count."""
     assert rates(ranks, "swiglu_experts", 4096)["raymoe"] >= 0.95 * rates(ranks, "swiglu", 4096)["raymoe"]
 

@@ -7,20 +7,20 @@ import torch
 from raymoe.exchange.domain_shape import BAD_COUNT, DomainShape, refused_count
 
 LOWEST_ID = -(2**61)  # lower ids of the caller become this one, which is refused too
-__all__ = ["ids_inside", "of_experts", "refused_count", "told_ids"]
+__all__ = ["ids_inside", "of_experts", "published_ids", "refused_count"]
 
 
-def told_ids(topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, out: torch.Tensor) -> None:
+def published_ids(topk_idx: torch.Tensor, num_tokens: torch.Tensor | None, out: torch.Tensor) -> None:
     """Write this rank's ids into `out`, int64[T, K]: -1 for tokens that are not sent.
 
     A `num_tokens` out of range leaves only an id that no expert has, which says so. Ids out of range stay as they are,
     so the exchanges inside all domains refuse them.
 
     >>> out = torch.empty(3, 2, dtype=torch.int64)
-    >>> told_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([1]), out)
+    >>> published_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([1]), out)
     >>> out.tolist()
     [[4, 9], [-1, -1], [-1, -1]]
-    >>> told_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([3]), out)
+    >>> published_ids(torch.tensor([[4, 9], [1, 0]]), torch.tensor([3]), out)
     >>> out[1:].tolist(), refused_count(int(out[0, 0]))
     ([[-1, -1], [-1, -1]], Refusal(cause=<Cause.TOKENS: 5>, other=2, number=3))
     """

@@ -67,7 +67,7 @@ class Strided:
         """Raise if a byte outside the matrix has changed."""
         rows, row_bytes = self.matrix.shape[0], self.matrix.shape[1] * self.matrix.element_size()
         assert bool((self.whole[:, row_bytes:] == SENTINEL).all()), "a byte between two rows was written"
-        assert bool((self.whole[rows:] == SENTINEL).all()), "a byte behind the last row was written"
+        assert bool((self.whole[rows:] == SENTINEL).all()), "a byte after the last row was written"
 
 
 def filled(rows: int, hidden: int, dtype: torch.dtype, gap: int = 0, seed: int = 0) -> Strided:

@@ -168,8 +168,8 @@ def judge_places(case: Case, sent: list[Batch], theirs: plan.Plan, got: Dispatch
         else:
             assert torch.equal(x[place], want[place])
             assert got.weights[place] == sent[entry[0]].weights[entry[1], entry[2]]
-    behind = x[len(theirs.entries) :]
-    assert (behind == 0).all() if got.index is not None else behind.isnan().all()
+    gap = x[len(theirs.entries) :]
+    assert (gap == 0).all() if got.index is not None else gap.isnan().all()
 
 
 def judge_numbers(batch: Batch, entries: torch.Tensor, *, carried: bool) -> None:
@@ -190,7 +190,7 @@ def judge_traffic(case: Case, ids: list[torch.Tensor], rank: int, found: Rank, c
 
 
 def drawn(seed: int, changes: tuple[Change, ...] = ()) -> None:
-    """Check the case of this seed, with changed kernels: planted faults must fail in some seeds."""
+    """Check the case of this seed, with changed kernels: injected bugs must fail in some seeds."""
     launcher = EmulatedLauncher(seed=seed * 1000, changes=changes)
     launcher.sms = 3 if seed % 5 == 0 else 13
     spec = ExchangeSpec(

@@ -269,8 +269,8 @@ def test_backward_passes_in_a_row_are_right(kind: str) -> None:
 
 BEFORE_HEAD = "ptx::fence_acq_rel_sys();  // orders the counts and the pass before the head"
 LEFT_OUT = Change("passes.cuh", "        send_pass(p, epoch, threadIdx.x);\n", "")
-PLANTED: dict[str, tuple[Judge, str, tuple[Change, ...]]] = {
-    "a pass stored behind the fence": (
+INJECTED_BUGS: dict[str, tuple[Judge, str, tuple[Change, ...]]] = {
+    "a pass stored after the fence": (
         _orders,
         "fused",
         (
@@ -344,9 +344,9 @@ PLANTED: dict[str, tuple[Judge, str, tuple[Change, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_fault_is_found(planted: str) -> None:
-    judge, kind, changes = PLANTED[planted]
+@pytest.mark.parametrize("bug", INJECTED_BUGS)
+def test_an_injected_bug_is_found(bug: str) -> None:
+    judge, kind, changes = INJECTED_BUGS[bug]
     for seed in range(60):
         try:
             judge(kind, seed, changes)

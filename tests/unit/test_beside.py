@@ -97,7 +97,7 @@ READY, DONE = "event on main", "event on side"
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_the_shared_expert_starts_behind_the_dispatch_and_is_joined_before_it_is_added(
+def test_the_shared_expert_starts_after_the_dispatch_and_is_joined_before_it_is_added(
     streams: Streams, grad: bool
 ) -> None:
     (world,) = wired(1)
@@ -140,7 +140,7 @@ def test_few_rows_without_gradients_have_no_shared_expert_beside_them(
 
 
 @pytest.mark.parametrize("part", ["experts", "shared_experts"])
-def test_the_stream_is_joined_behind_an_error(streams: Streams, part: str) -> None:
+def test_the_stream_is_joined_after_an_error(streams: Streams, part: str) -> None:
     """A capture that ends while a stream is apart would hide the error behind one of its own."""
     (world,) = wired(1)
     with world:

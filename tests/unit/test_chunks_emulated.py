@@ -1,6 +1,6 @@
 """Exchanges beside a rail that carries chunks, on an emulator: rows that come late, and combines of some tokens.
 
-With planted mistakes, and failures.
+With injected bugs, and failures.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def test_rows_that_come_late_arrive_as_the_plan_says(name: str, seed: int) -> No
     RUNS[name].judged(seed)
 
 
-def planted(file: str, old: str, new: str = "") -> tuple[Change, ...]:
+def injected(file: str, old: str, new: str = "") -> tuple[Change, ...]:
     return (Change(file, old, new),)
 
 
@@ -163,26 +163,26 @@ LATE = Late(9, 2, {"tokens": 40}, narrow, ("uniform", "skewed", "masked"), stamp
 QUANTISED = Late(4, 2, RAW | {"tokens": 20}, narrow, ("uniform", "skewed", "masked"), stamped=False)
 PARTS = Late(20, 2, shape=small, routing=("uniform", "masked", "skewed"), parts=8)
 MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
-    "senders do not wait": (LATE, planted("sending.cuh", "if (leads_ && !x_.there(token)) {", "if (false) {")),
+    "senders do not wait": (LATE, injected("sending.cuh", "if (leads_ && !x_.there(token)) {", "if (false) {")),
     "the first row of a lane does not wait": (
         LATE,
-        planted("sending.cuh", "if (CHUNKED && lane_ < tokens && !await_row(lane_)) {", "if (false) {"),
+        injected("sending.cuh", "if (CHUNKED && lane_ < tokens && !await_row(lane_)) {", "if (false) {"),
     ),
     "placers do not wait": (
         LATE,
-        planted("placing.cuh", "own_left && x_.there(token_of(next_own_));", "own_left;"),
+        injected("placing.cuh", "own_left && x_.there(token_of(next_own_));", "own_left;"),
     ),
     "lanes that quantise do not wait": (
         QUANTISED,
-        planted("quantised_sending.cuh", "more = more && x_.await_by_warp(token);", ""),
+        injected("quantised_sending.cuh", "more = more && x_.await_by_warp(token);", ""),
     ),
     "a wait for the first chunk": (
         LATE,
-        planted("chunks.cuh", "p_.chunks + 1 + token / p_.chunk_tokens", "p_.chunks + 1"),
+        injected("chunks.cuh", "p_.chunks + 1 + token / p_.chunk_tokens", "p_.chunks + 1"),
     ),
     "a wait for the chunk before": (
         LATE,
-        planted(
+        injected(
             "chunks.cuh",
             "1 + token / p_.chunk_tokens;",
             "1 + (token < p_.chunk_tokens ? 0 : token / p_.chunk_tokens - 1);",
@@ -190,30 +190,30 @@ MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
     ),
     "a wait for an earlier crossing": (
         LATE,
-        planted("chunks.cuh", "return ptx::load_8(p_.chunks);", "return ptx::load_8(p_.chunks) - 1;"),
+        injected("chunks.cuh", "return ptx::load_8(p_.chunks);", "return ptx::load_8(p_.chunks) - 1;"),
     ),
     "a word that is not acquired": (
         LATE,
-        planted(
+        injected(
             "chunks.cuh",
             "ptx::load_acquire_sys(word(token)) >= crossing()",
             "ptx::load_relaxed_sys(word(token)) >= crossing()",
         ),
     ),
-    "no proxy fence before a row is loaded": (LATE, planted("chunks.cuh", "ptx::fence_proxy_async();", "")),
+    "no proxy fence before a row is loaded": (LATE, injected("chunks.cuh", "ptx::fence_proxy_async();", "")),
     "a combine of some tokens takes a source for longer than it is": (
         PARTS,
-        planted("reducing.cuh", "min(sent_, p_.first_token)", "0u"),
+        injected("local_reduction.cuh", "min(sent_, p_.first_token)", "0u"),
     ),
     "a word too early": (
         LATE,
-        planted("advance_chunk.cu", "p.words + 1 + p.chunk,", "p.words + 2 - 1 + (p.chunk + 1) % 5,"),
+        injected("advance_chunk.cu", "p.words + 1 + p.chunk,", "p.words + 2 - 1 + (p.chunk + 1) % 5,"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_found(name: str) -> None:
+def test_an_injected_bug_is_found(name: str) -> None:
     late, changes = MISTAKES[name]
     late.judged(0)
     for seed in range(8):
@@ -258,7 +258,7 @@ def test_after_an_abort_of_the_rail_no_chunk_is_announced_and_all_ranks_fail_in_
 
 
 def test_if_the_word_of_the_abort_is_not_read_a_step_with_rows_that_did_not_come_seems_to_succeed() -> None:
-    unread = planted("advance_chunk.cu", "ptx::load_relaxed_sys(p.aborted) == 0", "true")
+    unread = injected("advance_chunk.cu", "ptx::load_relaxed_sys(p.aborted) == 0", "true")
     words, errors = aborted_step(replace(LATE, changes=unread), 1)
     assert words == [1] * len(words)
     assert errors == [None, None]

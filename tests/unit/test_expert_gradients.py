@@ -86,7 +86,7 @@ def test_the_gradient_of_a_bias_counts_all_rows(path: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_biases_leave_out_gaps_and_rows_behind_the_last_offset(path: str, compiled: bool) -> None:
+def test_gradients_of_biases_leave_out_gaps_and_rows_after_the_last_offset(path: str, compiled: bool) -> None:
     del path
     there = Groups(OFFSETS, COUNTS).expert_of_row(ROWS) < 3
     bias, share = drawn(3, 32, seed=1).requires_grad_(), weights_of_rows(2).requires_grad_()

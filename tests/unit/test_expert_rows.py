@@ -45,7 +45,7 @@ def drawn(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 @dataclass
 class Rows:
-    """Experts with so many rows, gaps of two rows behind each, and three rows behind the last offset."""
+    """Experts with so many rows, gaps of two rows after each, and three rows after the last offset."""
 
     counts: Sequence[int]
 
@@ -61,7 +61,7 @@ class Rows:
         self.gaps = ~self.there & (torch.arange(self.capacity) < self.end)
 
     def drawn(self, columns: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        """Rows that are NaN in gaps and behind the last offset."""
+        """Rows that are NaN in gaps and after the last offset."""
         rows = drawn(self.capacity, columns, seed=seed, scale=4.0).to(dtype)
         rows[~self.there] = torch.nan
         return rows
@@ -123,7 +123,7 @@ def test_gated_rows_and_their_gradients_are_those_of_float64(gate: str, options:
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_rows_of_gaps_become_zero_and_rows_behind_the_last_offset_stay(counts: list[int]) -> None:
+def test_rows_of_gaps_become_zero_and_rows_after_the_last_offset_stay(counts: list[int]) -> None:
     run_gated(Rows(counts), GPT_OSS, "biased weighted")
 
 
@@ -251,9 +251,9 @@ def run_all(changes: Sequence[Change]) -> None:
     run_dots(rows, changes=changes)
 
 
-PLANTED = {
+INJECTED_BUGS = {
     "an expert that begins at the row forgotten": ("rows.cuh", "end <= row", "end < row"),
-    "rows behind the last offset": ("rows.cuh", "return min(p.capacity, ", "return max(p.capacity, "),
+    "rows after the last offset": ("rows.cuh", "return min(p.capacity, ", "return max(p.capacity, "),
     "gaps taken for rows": ("rows.cuh", ">= ptx::load_4(p.expert_counts", "> ptx::load_4(p.expert_counts"),
     "the last places of a row forgotten": ("rows.cuh", "begin < width; begin", "begin + 32 < width; begin"),
     "gate and up swapped": ("gated.cuh", "gate[j] = both[2 * j];", "gate[j] = both[2 * j + 1];"),
@@ -277,10 +277,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_mistakes_are_found(name: str) -> None:
+@pytest.mark.parametrize("name", INJECTED_BUGS)
+def test_injected_bugs_are_found(name: str) -> None:
     with pytest.raises((AssertionError, EmulatorError)):
-        run_all([Change(*PLANTED[name])])
+        run_all([Change(*INJECTED_BUGS[name])])
 
 
 def test_without_mistakes_all_of_them_pass() -> None:

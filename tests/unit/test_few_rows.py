@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def asked(counts: Sequence[int], columns: int = 64, outputs: int = 32, gated: bool = False, gap: int = 2) -> FewRows:
-    """Experts with so many rows, and gaps of NaN behind them."""
+    """Experts with so many rows, and gaps of NaN after them."""
     starts = torch.tensor([0, *(each + gap for each in counts)]).cumsum(0).int()
     rows = int(starts[-1]) + 3
     x = torch.full((rows, columns), torch.nan, dtype=BF16)
@@ -75,7 +75,7 @@ def test_blocks_share_the_tiles_on_any_number_of_sms(sms: int) -> None:
     judge(asked([5, 2, 1], outputs=304), sms=sms)
 
 
-PLANTED = {
+INJECTED_BUGS = {
     "columns swapped in one fragment": (
         "second_word(w.low.low), second_word(w.high.low)",
         "first_word(w.low.low), second_word(w.high.low)",
@@ -91,11 +91,11 @@ PLANTED = {
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_mistakes_are_found(name: str) -> None:
+@pytest.mark.parametrize("name", INJECTED_BUGS)
+def test_injected_bugs_are_found(name: str) -> None:
     call = asked([41, 0, 3], columns=288)
     with pytest.raises((AssertionError, EmulatorError)):
-        judge(call, changes=[Change("few_rows.cu", *PLANTED[name])])
+        judge(call, changes=[Change("few_rows.cu", *INJECTED_BUGS[name])])
 
 
 def test_sizes_that_no_tile_divides_are_refused() -> None:

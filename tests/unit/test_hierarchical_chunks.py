@@ -207,7 +207,7 @@ def dispatch_in_both_passes(rank: int) -> Any:
         return beside, torch.equal(again[rows], first[rows]), torch.equal(known[rows], 2 * first[rows]), len(rows)
 
 
-def test_dispatches_of_backward_passes_begin_behind_all_chunks(groups: Groups) -> None:
+def test_dispatches_of_backward_passes_begin_after_all_chunks(groups: Groups) -> None:
     for beside, again, known, rows in groups(2, dispatch_in_both_passes):
         assert beside == [True, False, False]
         assert again and known and rows

@@ -74,7 +74,7 @@ def test_every_routing_matches_plan_and_oracle(
 
 
 def run_padded(_rank: int, case: Case) -> Any:
-    """Run steps with `num_tokens` on the device; behind it are NaN and ids that no code may read."""
+    """Run steps with `num_tokens` on the device; after it are NaN and ids that no code may read."""
     with World.of(domain=2, timeout_s=30) as world, open_exchange(world, case) as exchange:
         results = []
         for step in range(len(case.routing)):
@@ -87,7 +87,7 @@ def run_padded(_rank: int, case: Case) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_tokens_behind_the_count_are_not_sent(groups: Groups, layout: str) -> None:
+def test_tokens_after_the_count_are_not_sent(groups: Groups, layout: str) -> None:
     case = Case(4, replace(SPEC, layout=layout), BACKEND, ROUTINGS, seed=4, prefix=True)
     found = groups(4, run_padded, case)
     for step in range(len(case.routing)):
@@ -286,7 +286,7 @@ def lose_weights(_rank: int, case: Case) -> Any:
         self: TensorRail, op: str, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]
     ) -> Callable[[], None]:
         wait = real(self, op, received, sent)
-        if received[-1].dtype == torch.float32:  # behind the statuses
+        if received[-1].dtype == torch.float32:  # after the statuses
             received[-1][1 - self._me] = 0
         return wait
 

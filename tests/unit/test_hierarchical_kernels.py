@@ -255,7 +255,7 @@ def mix_backward(rank: int, case: Case, kind: str, how: str, chunk: int) -> list
             elif step is None:
                 right = bool(torch.isfinite(rows).any())
             else:
-                end = int(gots[step].expert_offsets[-1])  # rows behind it are unspecified
+                end = int(gots[step].expert_offsets[-1])  # rows after it are unspecified
                 right = torch.equal(rows[:end], 0.5 * gots[step].x[:end])
             found.append((said, right))
     return found

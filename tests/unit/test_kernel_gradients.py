@@ -113,28 +113,36 @@ def test_weights_return_with_rows_of_several_pieces_in_step_after_step(kind: str
 
 _LATE = "if (leads_) {\n            if (unannounced_"
 NOT_HANDED_ON = (
-    Change("reducing.cuh", "push_numbers(slot, entry);\n        }\n        u32", "}\n        u32"),
-    Change("reducing.cuh", _LATE, f"if (begin == 0) {{ push_numbers(slot, entry); }}\n        {_LATE}"),
+    Change("local_reduction.cuh", "push_numbers(slot, entry);\n        }\n        u32", "}\n        u32"),
+    Change("local_reduction.cuh", _LATE, f"if (begin == 0) {{ push_numbers(slot, entry); }}\n        {_LATE}"),
 )
-"""Numbers are stored behind the last __syncwarp of a piece, so nothing orders them before its word."""
+"""Numbers are stored after the last __syncwarp of a piece, so nothing orders them before its word."""
 
-PLANTED = [
-    Change("reducing.cuh", "if (CARRIES && begin == 0)", "if (CARRIES && last == p_.vectors())"),
+INJECTED_BUGS = [
+    Change("local_reduction.cuh", "if (CARRIES && begin == 0)", "if (CARRIES && last == p_.vectors())"),
     Change(
-        "reducing.cuh", "const u32 number = p_.number_of(entry);", "const u32 number = p_.number_of(entry) & 0xFFFF;"
+        "local_reduction.cuh",
+        "const u32 number = p_.number_of(entry);",
+        "const u32 number = p_.number_of(entry) & 0xFFFF;",
     ),
-    Change("reducing.cuh", "wire_row_bytes + k * 4, number", "wire_row_bytes + k * 8, number"),
-    Change("summing.cuh", "u32 number = p_.number_of(entry);", "u32 number = 0;"),
-    Change("summing.cuh", "number |= ptx", "number = ptx"),
-    Change("summing.cuh", "if (CARRIES && step == 0) {", "if (false) {"),
-    Change("summing.cuh", "slot_at(me, epoch_ & 1, __ffs(left) - 1, token)", "slot_at(me, 0, __ffs(left) - 1, token)"),
+    Change("local_reduction.cuh", "wire_row_bytes + k * 4, number", "wire_row_bytes + k * 8, number"),
+    Change("final_reduction.cuh", "u32 number = p_.number_of(entry);", "u32 number = 0;"),
+    Change("final_reduction.cuh", "number |= ptx", "number = ptx"),
+    Change("final_reduction.cuh", "if (CARRIES && step == 0) {", "if (false) {"),
+    Change(
+        "final_reduction.cuh",
+        "slot_at(me, epoch_ & 1, __ffs(left) - 1, token)",
+        "slot_at(me, 0, __ffs(left) - 1, token)",
+    ),
     Change("combine.cuh", "wire_row_bytes + number_bytes + ", "wire_row_bytes + "),
     Change("combine.cuh", "numbers + place * 4ull", "numbers + place * 8ull"),
 ]
 
 
-@pytest.mark.parametrize("changes", [*((change,) for change in PLANTED), NOT_HANDED_ON], ids=lambda each: each[0].old)
-def test_a_planted_mistake_is_found(changes: tuple[Change, ...]) -> None:
+@pytest.mark.parametrize(
+    "changes", [*((change,) for change in INJECTED_BUGS), NOT_HANDED_ON], ids=lambda each: each[0].old
+)
+def test_an_injected_bug_is_found(changes: tuple[Change, ...]) -> None:
     with pytest.raises((AssertionError, EmulatorError, RaymoeError)):
         check_weights("fused", WIDE, (7, 5), changes, stamped=True, seeds=range(6))
 
@@ -173,7 +181,7 @@ def test_exchanges_of_two_sizes_take_turns_on_one_workspace(kinds: tuple[str, st
 
 def test_reading_the_own_slot_is_found_where_sizes_take_turns() -> None:
     with pytest.raises((AssertionError, EmulatorError, RaymoeError)):
-        check_two_sizes(("fused", "fused"), (Change("summing.cuh", "mask & ~(1u << me); left", "mask; left"),))
+        check_two_sizes(("fused", "fused"), (Change("final_reduction.cuh", "mask & ~(1u << me); left", "mask; left"),))
 
 
 def test_weights_are_nan_where_a_peer_does_not_come() -> None:

@@ -27,12 +27,12 @@ from raymoe.device.dispatch import (
     pack_source,
     routed_again,
 )
-from raymoe.device.domains import ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES, TELL_TOKENS, sum_source
+from raymoe.device.domains import ENTER_DOMAIN, JOIN_EXPERTS, PUBLISH_STATUSES, PUBLISH_TOKENS, sum_source
 from raymoe.device.few_rows import source_of as few_rows_source
 from raymoe.device.jit import Compiled, CompileError, Compiler, Cubins, KernelSource
 from raymoe.device.ll import combine_ll_source, dispatch_ll_source
 from raymoe.device.params import U32, U64, Address, Params
-from raymoe.device.rounds import COMPARE_PASSES, COUNT, NUMBER, SPREAD, TELL, TELL_PASS, sum_sources
+from raymoe.device.rounds import COMPARE_PASSES, COUNT, NUMBER, PUBLISH_PASS, PUBLISH_ROUTING, SPREAD, sum_sources
 from raymoe.device.structs import STRUCTS, Peers
 from raymoe.packaged import packaged_folder
 from raymoe.workload.compare.row_push import ROW_PUSH
@@ -47,9 +47,9 @@ _FOLDER = KERNELS / "include" / "raymoe"
 HEADERS = sorted(str(path.relative_to(_FOLDER)) for path in _FOLDER.rglob("*.cuh"))
 DTYPES = ("bfloat16", "float16", "float32")
 BEFORE_HOPPER = (
-    *(TELL, COUNT, NUMBER, SPREAD, TELL_PASS, COMPARE_PASSES),
+    *(PUBLISH_ROUTING, COUNT, NUMBER, SPREAD, PUBLISH_PASS, COMPARE_PASSES),
     *(source for dtype in DTYPES for wire in DTYPES for source in sum_sources(dtype, wire)),
-    *(TELL_TOKENS, ENTER_DOMAIN, JOIN_EXPERTS, TELL_STATUSES),
+    *(PUBLISH_TOKENS, ENTER_DOMAIN, JOIN_EXPERTS, PUBLISH_STATUSES),
     *(sum_source(dtype, wire) for dtype in DTYPES for wire in DTYPES),
 )
 """Kernels of the backends that GPUs before Hopper have."""
@@ -265,7 +265,7 @@ def a_block_has_as_many_threads_as_its_headers_assume(compiled):
 def bulk_kernels_move_bytes_by_bulk_copies(compiled):
     if compiled.source.stem in BULK:
         loads = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes" in compiled.ptx
-        assert loads == (compiled.source.stem != "combine")  # its reducers read rows by ordinary loads
+        assert loads == (compiled.source.stem != "combine")  # it reads rows by ordinary loads
         assert "cp.async.bulk.global.shared::cta.bulk_group" in compiled.ptx
         assert "fence.proxy.async" in compiled.ptx
 

@@ -21,8 +21,8 @@ from raymoe.exchange.refusal import Cause
 from tests.emulator.build import Change, compiler
 from tests.emulator.cases import KINDS, MESSAGES, RUNS, SPREADS, delivered, refused
 from tests.emulator.copies import Mail
+from tests.emulator.injected_bugs import BY_ERROR, COPYING, INJECTED_BUGS, REFUSING
 from tests.emulator.machine import Emulator, EmulatorError
-from tests.emulator.planted import BY_ERROR, COPYING, PLANTED, REFUSING
 from tests.emulator.ranks import backend, small, spec_for, workspaces
 from tests.emulator.steps import Steps
 from tests.unit.exchange_cases import Batch, Case, batches, expert_major, result_of
@@ -279,7 +279,7 @@ def test_all_ranks_refuse_combines_that_differ(kind, form, how):
     ],
     ids=["no number said", "no number left", "nothing said of weights", "nothing said of sites", "half of a site"],
 )
-def test_a_fault_planted_in_the_check_of_combines_is_found(how, change):
+def test_a_bug_injected_in_the_check_of_combines_is_found(how, change):
     with pytest.raises((AssertionError, RaymoeError, pytest.fail.Exception)):  # the last: no rank refused
         _combine_differently("fused", "whole", how, 0, change)
 
@@ -340,11 +340,11 @@ def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end)
                     steps.backends[rank].check()
                 assert steps.results[0][rank].counts == [0] * 4
                 assert np.isnan(steps.results[0][rank].y).all()
-            before = [_told_to_others(space) for space in spaces]
+            before = [_written_to_others(space) for space in spaces]
             _enqueue_unchecked(steps, 1)
             emulator.run(seed)
             for space, then in zip(spaces, before, strict=True):
-                for name, region in _told_to_others(space).items():
+                for name, region in _written_to_others(space).items():
                     assert torch.equal(region, then[name]), f"{name} of rank {space.world.rank}"
             assert all(np.isnan(steps.results[1][rank].y).all() for rank in (0, 1))
 
@@ -352,7 +352,7 @@ def test_a_stopped_peer_ends_every_wait_and_later_steps_store_nothing(kind, end)
 _TO_ALL = "if (threadIdx.x < p.peers.ranks) {"
 LEFT_OUT = {
     ("ll", "rows"): Change("dispatch_ll.cu", "mask = all &", "mask = p_.peers.rank == RANK && epoch == 3 ? 0 : all &"),
-    ("ll", "told entries"): Change(
+    ("ll", "routing entries"): Change(
         "routing_ll.cuh",
         "if (entry < entries) {",
         "if (entry < entries && !(p_.peers.rank == RANK && words.epoch == 3)) {",
@@ -360,7 +360,7 @@ LEFT_OUT = {
     ("ll", "counts"): Change(
         "routing_ll.cuh", "if (end >= entries) {", "if (end >= entries && !(p_.peers.rank == RANK && epoch == 3)) {"
     ),
-    ("ll", "statuses"): Change("combine_ll.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
+    ("ll", "statuses"): Change("statuses_ll.cuh", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("ll", "sums"): Change(
         "sums_ll.cuh", "if (hits == 0) {", "if (hits == 0 || (p_.peers.rank == RANK && epoch == 3)) {"
     ),
@@ -379,10 +379,10 @@ LEFT_OUT = {
     ),
     ("fused", "statuses"): Change("combine.cu", _TO_ALL, f"if (!(p.peers.rank == RANK && epoch == 3)) {_TO_ALL}"),
     ("fused", "sums"): Change(
-        "reducing.cuh", "if (hits != 0) {", "if (hits != 0 && !(p_.peers.rank == RANK && epoch_ == 3)) {"
+        "local_reduction.cuh", "if (hits != 0) {", "if (hits != 0 && !(p_.peers.rank == RANK && epoch_ == 3)) {"
     ),
     ("fused", "done of sums"): Change(
-        "reducing.cuh",
+        "local_reduction.cuh",
         "if (threadIdx.x + 1 < p.peers.ranks) {",
         "if (threadIdx.x + 1 < p.peers.ranks && !(p.peers.rank == RANK && epoch == 3)) {",
     ),
@@ -445,7 +445,7 @@ def test_a_rank_that_gives_up_does_not_overwrite_what_a_slow_rank_reads(kind, la
 
 
 @pytest.mark.parametrize("layout", ["expert", "rank"])
-def test_a_planted_pack_after_giving_up_is_found(layout):
+def test_an_injected_pack_after_giving_up_is_found(layout):
     change = Change("pack.cu", "if (!may || !await_heads(p, epoch)) {", "if (await_heads(p, epoch) && false) {")
     with pytest.raises((AssertionError, RaymoeError)):
         _give_up_on_a_slow_rank("copied", layout, 0, change)
@@ -480,7 +480,7 @@ def _handed_over(owner: Any, batch: Batch) -> tuple[Tokens, torch.Tensor | None]
     return Tokens(batch.x, batch.ids, batch.weights, None), out
 
 
-def _told_to_others(space: Any) -> dict[str, torch.Tensor]:
+def _written_to_others(space: Any) -> dict[str, torch.Tensor]:
     names = [each.region.name for each in space.heap.layout.placed if not each.region.name.startswith(("own", "gap"))]
     return {name: space.heap.tensor(name).clone() for name in names}
 
@@ -513,12 +513,12 @@ def test_a_message_to_a_stopped_peer_fails_by_its_deadline():
         assert not any(mail.bytes(1, "target", number).any() for number in range(len(MESSAGES)))
 
 
-# ---- planted faults -------------------------------------------------------------------------------------------------
+# ---- injected bugs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found(planted):
-    run = planted.run()
+@pytest.mark.parametrize("bug", INJECTED_BUGS.values(), ids=INJECTED_BUGS)
+def test_an_injected_bug_is_found(bug):
+    run = bug.run()
     for seed in range(60):
         try:
             run.judged(seed)
@@ -527,13 +527,13 @@ def test_a_planted_fault_is_found(planted):
     pytest.fail("60 interleavings are all right with it")
 
 
-@pytest.mark.parametrize("planted", REFUSING)
-def test_a_fault_planted_in_a_refused_step_is_found(planted):
-    kind = planted.split(",")[0]
+@pytest.mark.parametrize("bug", REFUSING)
+def test_a_bug_injected_in_a_refused_step_is_found(bug):
+    kind = bug.split(",")[0]
     refused(kind, 0)
     for seed in range(60):
         try:
-            refused(kind, seed, REFUSING[planted])
+            refused(kind, seed, REFUSING[bug])
         except (EmulatorError, AssertionError, RaymoeError):
             return
     pytest.fail("60 interleavings are all right with it")
@@ -552,12 +552,12 @@ def test_lines_that_arrive_in_halves_give_wrong_values():
 
 @pytest.mark.thorough
 def test_the_same_runs_are_correct_without_the_faults():
-    for planted in {replace(each, changes=()) for each in PLANTED.values()}:
-        planted.run().judged(0)
+    for bug in {replace(each, changes=()) for each in INJECTED_BUGS.values()}:
+        bug.run().judged(0)
 
 
 @pytest.mark.parametrize("change", COPYING.values(), ids=COPYING)
-def test_a_fault_planted_in_a_copy_is_found(change):
+def test_a_bug_injected_in_a_copy_is_found(change):
     for seed in range(24):
         for protocol in ("put", "get"):
             try:

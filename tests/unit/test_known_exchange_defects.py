@@ -35,7 +35,7 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a result of zeros that hides missing or duplicate rows": [
-        "unit/test_oracle.py::test_a_planted_fault_exceeds_the_bound",
+        "unit/test_oracle.py::test_an_injected_error_exceeds_the_bound",
         "unit/test_exchange.py::test_the_oracle_is_not_linear_through_zero",
         f"{ON_GPUS}::test_replays_and_eager_steps_mix_in_any_order",
     ],
@@ -69,7 +69,7 @@ CAUGHT_BY = {
         f"{ON_GPUS}::test_misuse_is_refused_before_anything_is_sent",
     ],
     "a flag seen before the data that it announces": [
-        f"{EMULATED}::test_a_planted_fault_is_found",
+        f"{EMULATED}::test_an_injected_bug_is_found",
         f"{ON_GPUS}::test_many_replays_with_late_ranks_are_right",
     ],
     "grids sized by the worst case": [
@@ -152,10 +152,10 @@ def test_epochs_have_more_than_32_bits(kind: str) -> None:
             assert space.heap.tensor("own")[:2, 0].tolist() == [2**32 + 2] * 2
 
 
-def told(space: Workspace) -> dict[str, torch.Tensor]:
+def routing_of(space: Workspace) -> dict[str, torch.Tensor]:
     """Return the regions in which sources announce their rows."""
     names = [placed.region.name for placed in space.heap.layout.placed]
-    return {name: space.heap.tensor(name).clone() for name in names if name.endswith(("counts", "told"))}
+    return {name: space.heap.tensor(name).clone() for name in names if name.endswith(("counts", "routing_entries"))}
 
 
 @NEEDS_COMPILER
@@ -168,7 +168,7 @@ def test_a_combine_sends_no_counts(kind: str) -> None:
         handed = zip(steps.backends, batches(steps.case, 0), results, strict=True)
         combines = [steps._dispatch(owner, batch, "whole", result) for owner, batch, result in handed]
         emulator.run(seed=1)
-        before = [told(space) for space in spaces]
+        before = [routing_of(space) for space in spaces]
         assert any(region.any() for region in before[0].values())
         for combine in combines:
             combine()
@@ -176,4 +176,4 @@ def test_a_combine_sends_no_counts(kind: str) -> None:
         steps.results.append(results)
         steps.judge()
         for space, then in zip(spaces, before, strict=True):
-            assert all(torch.equal(region, then[name]) for name, region in told(space).items())
+            assert all(torch.equal(region, then[name]) for name, region in routing_of(space).items())

@@ -166,7 +166,7 @@ def test_products_pass_opcheck() -> None:
 
 
 def test_products_by_offsets_equal_those_of_each_expert() -> None:
-    """The way of GPUs, here on a CPU. Rows behind the last offset are NaN, and spoil nothing."""
+    """The way of GPUs, here on a CPU. Rows after the last offset are NaN, and spoil nothing."""
     source = torch.Generator().manual_seed(3)
     x, dy = (torch.randn(56, 16, generator=source).to(torch.bfloat16) for _ in range(2))
     weight = torch.randn(3, 16, 16, generator=source).to(torch.bfloat16)

@@ -144,7 +144,7 @@ def test_quantised_results_agree(name, scales, launched, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_swiglu_leaves_rows_behind_the_last_offset(kind, launched, monkeypatch):
+def test_swiglu_leaves_rows_after_the_last_offset(kind, launched, monkeypatch):
     gate_up, offsets = drawn(12, 128), torch.tensor([0, 4, 8], dtype=kind)
     gate_up[8:] = torch.nan
     near(swiglu(gate_up, offsets)[:8], by_formula(monkeypatch, lambda: swiglu(gate_up[:8])))

@@ -1,4 +1,4 @@
-"""Lines of `nccl_bare`, the yardstick over NCCL, in the report."""
+"""Lines of `nccl_bare`, the baseline over NCCL, in the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.lines import complete_line, gpu_exchange
 
 
 def bare(tokens: tuple[int, ...] = (128, 4096)) -> list[Line]:
-    """Return lines of the yardstick, made from lines of a dispatch."""
+    """Return lines of the baseline, made from lines of a dispatch."""
     lines = [line for line in gpu_exchange("nccl_bare", 20.0, tokens) if line["op"] == "dispatch"]
     return [complete_line(line | {"op": op, "leaves_out": why}) for op, why in LEFT_OUT.items() for line in lines]
 

@@ -147,7 +147,7 @@ def test_blocks_of_zeros_tiny_and_infinite_elements_stay_finite():
     assert values[0, 0].item() == 448 and scales.item() == 1
 
 
-# Rows behind the last offset.
+# Rows after the last offset.
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
@@ -201,7 +201,7 @@ def test_gradcheck_finds_a_gradient_of_weights_that_is_left_out(monkeypatch):
         test_weighted_gradients_pass_gradcheck_in_float64()
 
 
-def test_weighted_rows_behind_the_last_offset_have_no_gradient_on_cpus():
+def test_weighted_rows_after_the_last_offset_have_no_gradient_on_cpus():
     gate_up, weights = drawn(12, 128), drawn(12, seed=1)
     gate_up[8:] = weights[8:] = torch.nan
     leaves = gate_up.clone().requires_grad_(), weights.clone().requires_grad_()

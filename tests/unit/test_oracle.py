@@ -1,4 +1,4 @@
-"""The oracle accepts correct results and detects every planted error in rows and weights."""
+"""The oracle accepts correct results and detects every injected error in rows and weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FAULTS = ("wrong row", "missing row", "row twice", "dropped weight", "neighbour'
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [*FAULTS, "shifted columns"])
-def test_a_planted_fault_exceeds_the_bound(dtype: torch.dtype, fault: str) -> None:
+def test_an_injected_error_exceeds_the_bound(dtype: torch.dtype, fault: str) -> None:
     x, draw, rows = affine(dtype)
     assert want(x, draw.ids, draw.weights, rows).error_of(simulated_exchange(x, draw, rows, fault)) > 2 * BOUNDS[dtype]
 

@@ -56,7 +56,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", PipeFault)
-def test_a_planted_fault_is_found(fault: PipeFault) -> None:
+def test_an_injected_bug_is_found(fault: PipeFault) -> None:
     case, says = FAULTS[fault]
     found = explore_pipe(replace(case, fault=fault))
     print(f"{fault.value}: {found.broken}", *found.trace, sep="\n    ")

@@ -91,7 +91,7 @@ def test_prepared_launches_of_old_kinds_are_dropped(driver: RowsDriver, monkeypa
 
 
 @pytest.mark.parametrize("order", [(64, 0), (0, 64)])
-def test_only_sums_behind_another_kernel_begin_early(driver: RowsDriver, order: tuple[int, int]) -> None:
+def test_only_sums_after_another_kernel_begin_early(driver: RowsDriver, order: tuple[int, int]) -> None:
     """A backward without rows is one kernel, which has nothing before it to overlap with."""
 
     def backward(rows: int) -> list[tuple[str, bool]]:

@@ -181,26 +181,26 @@ def test_the_gradients_of_weights_are_the_same_in_every_interleaving(name: str) 
         assert torch.equal(judge_weighted_gradients(CASES[name], seed), first)
 
 
-def planted(old: str, new: str = "", file: str = "swiglu_backward.cu") -> Change:
+def injected(old: str, new: str = "", file: str = "swiglu_backward.cu") -> Change:
     return Change(file, old, new)
 
 
-PLANTED = {
-    "no gradient of the weight": planted("along += dy[j] * (gate[j] * s * by_up);"),
-    "the weight's gradient times the weight": planted(
+INJECTED_BUGS = {
+    "no gradient of the weight": injected("along += dy[j] * (gate[j] * s * by_up);"),
+    "the weight's gradient times the weight": injected(
         "along += dy[j] * (gate[j] * s * by_up);\n                    dy[j] *= weight;",
         "dy[j] *= weight;\n                    along += dy[j] * (gate[j] * s * by_up);",
     ),
-    "gradients without the weight": planted("dy[j] *= weight;"),
-    "the sum of one thread": planted("sums.add(along);"),
-    "all pieces in one place": planted("tile.first / p.work.piece", "0"),
-    "the weight of the tile's first row": planted("(tile.row + r) * 4)", "tile.row * 4)", "pieces.cuh"),
-    "one place for the sums of two rows": planted("parity_ ^= 1;", file="sums.cuh"),
+    "gradients without the weight": injected("dy[j] *= weight;"),
+    "the sum of one thread": injected("sums.add(along);"),
+    "all pieces in one place": injected("tile.first / p.work.piece", "0"),
+    "the weight of the tile's first row": injected("(tile.row + r) * 4)", "tile.row * 4)", "pieces.cuh"),
+    "one place for the sums of two rows": injected("parity_ ^= 1;", file="sums.cuh"),
 }
 
 
-@pytest.mark.parametrize("change", PLANTED.values(), ids=PLANTED)
-def test_a_planted_mistake_in_weighted_gradients_is_found(change: Change) -> None:
+@pytest.mark.parametrize("change", INJECTED_BUGS.values(), ids=INJECTED_BUGS)
+def test_an_injected_bug_in_weighted_gradients_is_found(change: Change) -> None:
     for seed in range(6):
         for name in ("pieces", "short rows", "three stages, short rows", "two stages, groups of several warps"):
             try:

@@ -1,6 +1,6 @@
 """The protocol of dispatch and combine holds in every interleaving.
 
-`tests/explorer/` holds the model of `docs/protocol.md`. test_protocol_planted.py plants faults in it.
+`tests/explorer/` holds the model of `docs/protocol.md`. test_protocol_injected_bugs.py injects bugs into it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_the_protocol_holds_for_halves_and_stages(case):
     ids=_case_id,
 )
 def test_the_protocol_holds_for_dispatches_of_known_routing(case):
-    """They have no heads and no told entries. So only done words keep a rank from being two operations ahead."""
+    """They have no heads and no routing entries. So only done words keep a rank from being two operations ahead."""
     assert len(check_that_it_holds(case).endings) == 1
 
 

@@ -1,4 +1,4 @@
-"""docs/protocol.md lists every region and every planted fault."""
+"""docs/protocol.md lists every region and every injected bug."""
 
 import re
 from dataclasses import replace
@@ -22,5 +22,5 @@ def test_the_page_lists_every_region_with_its_bytes():
     assert {name: int(count.replace(",", "")) for name, count in rows} == expected
 
 
-def test_the_page_names_every_planted_fault():
+def test_the_page_names_every_injected_bug():
     assert set(re.findall(r"`([A-Z]+(?:_[A-Z]+)*)`", PAGE)) == {fault.name for fault in Fault}

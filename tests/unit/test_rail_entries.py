@@ -13,7 +13,7 @@ from raymoe.exchange.rail_entries import RailEntries
 from raymoe.exchange.spec import ExchangeSpec
 from tests.emulator.build import Change
 from tests.emulator.machine import EmulatorError
-from tests.unit.domain_reference import LOWEST_ID, ids_inside, of_experts, told_ids
+from tests.unit.domain_reference import LOWEST_ID, ids_inside, of_experts, published_ids
 from tests.unit.emulated_launcher import EmulatedLauncher
 
 N, L, T, K, LOCAL = 3, 2, 7, 3, 4
@@ -47,14 +47,14 @@ def draw_ids(seed: int, tokens: int, dtype: torch.dtype) -> torch.Tensor:
 def check_dispatch(shape: DomainShape, count: int | None, dtype: torch.dtype, *changes: Change) -> None:
     """Raise if the ids and weights that leave, or those inside, differ from what torch operations make."""
     entries, given, seed = entries_of(shape, *changes), 5, 3
-    told = entries._told[:, : 2 * T * K].view(torch.int64).view(N, T, K)
-    weights = entries._told[:, 2 * T * K : 3 * T * K].view(torch.float32).view(N, T, K)
+    ids_of_domains = entries._published[:, : 2 * T * K].view(torch.int64).view(N, T, K)
+    weights = entries._published[:, 2 * T * K : 3 * T * K].view(torch.float32).view(N, T, K)
     for domain in range(N):
-        told[domain], weights[domain] = draw_ids(domain, T, torch.int64), torch.rand(T, K)
+        ids_of_domains[domain], weights[domain] = draw_ids(domain, T, torch.int64), torch.rand(T, K)
     ids, its_weights = draw_ids(seed, given, dtype), torch.rand(given, K)
     num_tokens = None if count is None else torch.tensor([count], dtype=torch.int32)
-    want = told.clone()
-    told_ids(ids, num_tokens, want[shape.index])
+    want = ids_of_domains.clone()
+    published_ids(ids, num_tokens, want[shape.index])
     for number in (1, 2):
         entries.cross("dispatch", 0, Tokens(ids, ids, its_weights, num_tokens), None)
         assert torch.equal(entries.ids, want)
@@ -80,18 +80,18 @@ def test_offsets_and_counts_are_those_of_the_experts(shape: DomainShape) -> None
         assert torch.equal(found, want)
 
 
-PLANTED = [
-    Change("tell_tokens.cu", "low <= p.given", "low <= p.tokens"),
-    Change("tell_tokens.cu", "id < LOWEST_ID ? LOWEST_ID : id", "id"),
-    Change("tell_tokens.cu", "!good && entry == 0", "!good && entry == 1"),
+INJECTED_BUGS = [
+    Change("publish_tokens.cu", "low <= p.given", "low <= p.tokens"),
+    Change("publish_tokens.cu", "id < LOWEST_ID ? LOWEST_ID : id", "id"),
+    Change("publish_tokens.cu", "!good && entry == 0", "!good && entry == 1"),
     Change("enter_domain.cu", "id < -1 || id >= p.experts ? id : -1", "-1"),
     Change("enter_domain.cu", "expert * p.domains + domain", "expert * p.domains"),
     Change("enter_domain.cu", "min(p.chunk, p.tokens - begin)", "p.chunk"),
 ]
 
 
-@pytest.mark.parametrize("change", PLANTED, ids=lambda change: change.old)
-def test_a_planted_mistake_is_found(change: Change) -> None:
+@pytest.mark.parametrize("change", INJECTED_BUGS, ids=lambda change: change.old)
+def test_an_injected_bug_is_found(change: Change) -> None:
     with pytest.raises((AssertionError, EmulatorError)):
         for shape in SHAPES:
             for count in COUNTS:

@@ -1,4 +1,4 @@
-"""An error of one rank behind the first block that crosses between domains: what it raises, and what the others do."""
+"""An error of one rank after the first block that crosses between domains: what it raises, and what the others do."""
 
 from __future__ import annotations
 

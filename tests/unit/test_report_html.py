@@ -137,7 +137,7 @@ def test_curves_have_a_point_for_each_line_and_the_limits_of_the_link(tmp_path):
     )
     for figure in (time_of, bandwidth):
         assert figure.count('<g class="mark"><circle') == 1 + len(tokens), "the legend's and a mark for each point"
-        assert figure.count('class="grey dash"') == 2, "the yardstick is no result of its own"
+        assert figure.count('class="grey dash"') == 2, "the baseline is no result of its own"
     assert "fused, 128: 26 µs, slowest rank" in time_of
     assert "450 GB/s, NVLink 4 ×18" in bandwidth and "381 GB/s, most measured" in bandwidth
     assert ">522<" in time_of, "the table beside the curve"

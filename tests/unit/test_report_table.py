@@ -89,7 +89,7 @@ def test_exchanges_between_gpus_are_compared_side_by_side():
     assert parts[3].splitlines()[1].split() == ["tokens", "on", "wire", "fused", "collective"]
 
 
-def test_lines_are_compared_with_the_yardstick_which_shows_what_it_leaves_out():
+def test_lines_are_compared_with_the_baseline_which_shows_what_it_leaves_out():
     rows = render(SIDE_BY_SIDE).split("\n\n")[0].splitlines()
     head = cells(next(row for row in rows if row.startswith("case")))
     assert head[-8:] == ["of", "push", "of", "link", "vs", "slowest", "leaves", "out"]

@@ -67,8 +67,10 @@ def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(
         judge_traffic(case, ids, rank, found, compact)
 
 
-PLANTED = {
-    "ids of tokens that are not there": Change("tell_routing.cu", "if (entry < there) {", "if (entry < p.given * 3) {"),
+INJECTED_BUGS = {
+    "ids of tokens that are not there": Change(
+        "publish_routing.cu", "if (entry < there) {", "if (entry < p.given * 3) {"
+    ),
     "entries are stored before all are counted": Change(
         "count_entries.cu",
         "__syncthreads();\n    for (u32 i = threadIdx.x; i < words",
@@ -124,7 +126,7 @@ PLANTED = {
         "sum_entries.cu", "p.leaving + skew_of(rank, p.skew) +", "p.leaving +"
     ),
     "blocks without their numbers": Change("sum_ranks.cu", " + skew_of(rank, p.skew);", ";"),
-    "the pass behind another's weights": Change(
+    "the pass after another's weights": Change(
         "rounds.cuh", "(entries() * 8 + 15) / 16 * 16 + sizeof(Status)", "entries() * 8"
     ),
     "sums of ranks in which a token has no expert": Change(
@@ -134,11 +136,11 @@ PLANTED = {
 """Each fault must be found in at least one of 24 cases."""
 
 
-@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_a_planted_fault_is_found(planted: Change) -> None:
+@pytest.mark.parametrize("bug", INJECTED_BUGS.values(), ids=INJECTED_BUGS)
+def test_an_injected_bug_is_found(bug: Change) -> None:
     for seed in range(24):
         try:
-            drawn(seed, (planted,))
+            drawn(seed, (bug,))
         except (EmulatorError, AssertionError):
             return
     pytest.fail("24 cases are all right with it")
@@ -252,7 +254,7 @@ def test_combines_that_differ_are_refused_by_all_ranks() -> None:
 
 
 def test_entries_without_a_row_are_not_read() -> None:
-    """Entries 1 and 3 have no row, and there is no memory behind the source's last row."""
+    """Entries 1 and 3 have no row, and there is no memory after the source's last row."""
     rows = torch.arange(64, dtype=torch.uint8).view(2, 32)
     kept = torch.tensor([0, 2**32 - 1, 1, 3, 0, 2, 7, 2**32 - 1], dtype=torch.int64).to(torch.int32)
     out = torch.full((4, 32), 200, dtype=torch.uint8)

@@ -118,7 +118,7 @@ def test_logits_that_are_not_finite_give_valid_ids_and_the_weights_of_the_formul
 
 
 LAST_LANE = "31 - __clz(__ballot_sync(ALL_LANES, mine == best))"
-PLANTED = {
+INJECTED_BUGS = {
     "of equal lanes the last": (
         "qwen3",
         Change(
@@ -172,16 +172,16 @@ def judged(name: str, changes: Sequence[Change] = ()) -> None:
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_mistake_is_found(planted: str) -> None:
-    name, change = PLANTED[planted]
+@pytest.mark.parametrize("bug", INJECTED_BUGS)
+def test_an_injected_bug_is_found(bug: str) -> None:
+    name, change = INJECTED_BUGS[bug]
     with pytest.raises(AssertionError):
         judged(name, (change,))
 
 
 @pytest.mark.thorough
 @NEEDS_COMPILER
-@pytest.mark.parametrize("name", sorted({name for name, _ in PLANTED.values()}))
+@pytest.mark.parametrize("name", sorted({name for name, _ in INJECTED_BUGS.values()}))
 def test_the_same_cases_are_correct_without_the_mistakes(name: str) -> None:
     judged(name)
 
@@ -237,21 +237,21 @@ def test_the_kernel_of_the_gradient_equals_float64(name: str, dtype: torch.dtype
         judge_backward(name, tokens, dtype)
 
 
-BACKWARD_PLANTED = {
+BACKWARD_BUGS = {
     "an expert of another lane": ("expert / PER_LANE)", "threadIdx.x % 32)"),
     "the place in a lane": ("its == lane * PER_LANE + i", "its == lane * PER_LANE + (i ^ 1)"),
     "the last choice": ("for (u32 k = 0; k < TOPK; ++k)", "for (u32 k = 0; k + 1 < TOPK; ++k)"),
     "the scale": (" * p.scale;", ";"),
     "the sum of sigmoids": ("const float total = warp_sum(score) + 1e-20f;", "const float total = 1.0f;"),
-    "behind the last expert": ("if (first + i >= EXPERTS) {", "if (first + i > EXPERTS) {"),
+    "after the last expert": ("if (first + i >= EXPERTS) {", "if (first + i > EXPERTS) {"),
     "tokens of another row": ("static_cast<u64>(token) * TOPK + lane", "static_cast<u64>(token / 2) * TOPK + lane"),
 }
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("planted", BACKWARD_PLANTED)
-def test_a_planted_mistake_in_the_gradient_is_found(planted: str) -> None:
-    change = Change("router_backward.cu", *BACKWARD_PLANTED[planted])
+@pytest.mark.parametrize("bug", BACKWARD_BUGS)
+def test_an_injected_bug_in_the_gradient_is_found(bug: str) -> None:
+    change = Change("router_backward.cu", *BACKWARD_BUGS[bug])
     with pytest.raises((AssertionError, EmulatorError)):
         for name in FORMS:
             judge_backward(name, 7, torch.float32, (change,))
@@ -312,7 +312,7 @@ def test_the_balance_loss_of_16_bit_logits_is_computed_in_float32(score: str) ->
     torch.testing.assert_close(found.float(), want, rtol=2**-8, atol=1e-9)
 
 
-SUMS_PLANTED = {
+SUMS_BUGS = {
     "counts of an earlier block": ("            counts[expert] = 0;\n", ""),
     "counts are added to before they are zero": ("__syncthreads();  // counts", "// counts"),
     "warps are read before they are done": ("__syncthreads();  // all warps", "// all warps"),
@@ -323,10 +323,10 @@ SUMS_PLANTED = {
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("planted", SUMS_PLANTED)
-def test_a_planted_mistake_in_the_sums_is_found(planted: str) -> None:
+@pytest.mark.parametrize("bug", SUMS_BUGS)
+def test_an_injected_bug_in_the_sums_is_found(bug: str) -> None:
     with pytest.raises((AssertionError, EmulatorError)):
-        judge_sums(41, 60, True, (Change("router_sums.cu", *SUMS_PLANTED[planted]),))
+        judge_sums(41, 60, True, (Change("router_sums.cu", *SUMS_BUGS[bug]),))
 
 
 # The formulas, and the operators with their gradients.

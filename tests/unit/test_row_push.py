@@ -1,4 +1,4 @@
-"""The plan of the yardstick `row_push` sends exactly the rows that are counted for all backends."""
+"""The plan of the baseline `row_push` sends exactly the rows that are counted for all backends."""
 
 import pytest
 import torch

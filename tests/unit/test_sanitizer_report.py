@@ -1,4 +1,4 @@
-"""The parts of `make sanitize` that need no GPU: reading the tool's report, the planted mistakes, the list of cases."""
+"""The parts of `make sanitize` that need no GPU: reading the tool's report, the injected bugs, the list of cases."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch")
 from raymoe.device.jit import Cubins  # noqa: E402
 from raymoe.packaged import packaged_folder  # noqa: E402
 from tests.gpu import sanitized, test_sanitizer  # noqa: E402
-from tests.gpu.sanitized_ranks import MISTAKES, PLANTED, planted_compiler  # noqa: E402
+from tests.gpu.sanitized_ranks import INJECTED_BUGS, MISTAKES, injected_compiler  # noqa: E402
 from tests.gpu.sanitizer_report import Place, Report  # noqa: E402
 from tests.gpu.test_exchange_gpu import WITH_WORKSPACE  # noqa: E402
 
 MEMCHECK = """========= COMPUTE-SANITIZER
    1.0 s  a case
 ========= Invalid __global__ write of size 4 bytes
-=========     at behind+0x70 in planted.cu:21
+=========     at past_the_end+0x70 in injected_bugs.cu:21
 =========     by thread (255,0,0) in block (0,0,0)
 =========     Access to 0x7f2b0ea003fc is out of bounds
 =========     and is 1 bytes after the nearest allocation at 0x7f2b0ea00000 of size 1,020 bytes
@@ -32,21 +32,21 @@ MEMCHECK = """========= COMPUTE-SANITIZER
 =========
 ========= Invalid __global__ write of size 4 bytes
 =========     at raymoe::put(unsigned int *)+0x70 in ptx.cuh:9
-=========     Device Frame: behind+0x30 in planted.cu:21
+=========     Device Frame: past_the_end+0x30 in injected_bugs.cu:21
 =========
 right: 1 of 1
 ========= ERROR SUMMARY: 2 errors
 """
 SYNCCHECK = """========= COMPUTE-SANITIZER
 ========= Barrier error detected. Divergent thread(s) in warp.
-=========     at divergent+0xb0 in planted.cu:29
+=========     at divergent+0xb0 in injected_bugs.cu:29
 =========     by thread (32,0,0) in block (0,0,0)
 =========
 ========= ERROR SUMMARY: 1 error
 """
 RACECHECK = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at unordered+0x90 in planted.cu:37
-=========     and Read access at unordered+0xa0 in planted.cu:38 [1024 hazards]
+========= Error: Race reported between Write access at unordered+0x90 in injected_bugs.cu:37
+=========     and Read access at unordered+0xa0 in injected_bugs.cu:38 [1024 hazards]
 =========     and Write access at raymoe::fill<(int)4>(int *)+0x50 in ring.cuh:7 [2 hazards]
 =========
 ========= Warning: Race reported between Read access at copy+0x10
@@ -60,10 +60,10 @@ def test_errors_are_read_with_their_places():
     assert (report.summaries, report.total, report.clean) == (1, 2, False)
     first, second = report.findings
     assert first.says == "Invalid __global__ write of size 4 bytes"
-    assert first.places == (Place("", "behind", "planted.cu", 21),)
-    assert second.places == (Place("", "raymoe::put", "ptx.cuh", 9), Place("", "behind", "planted.cu", 21))
+    assert first.places == (Place("", "past_the_end", "injected_bugs.cu", 21),)
+    assert second.places == (Place("", "raymoe::put", "ptx.cuh", 9), Place("", "past_the_end", "injected_bugs.cu", 21))
     (barrier,) = Report.of(SYNCCHECK).findings
-    assert barrier.places == (Place("", "divergent", "planted.cu", 29),)
+    assert barrier.places == (Place("", "divergent", "injected_bugs.cu", 29),)
 
 
 def test_errors_that_were_not_printed_are_counted_once():
@@ -74,10 +74,10 @@ def test_errors_that_were_not_printed_are_counted_once():
 
 def test_hazards_are_read_as_pairs_of_accesses():
     report = Report.of(RACECHECK)
-    written = Place("Write", "unordered", "planted.cu", 37)
+    written = Place("Write", "unordered", "injected_bugs.cu", 37)
     alone = Place("Read", "copy", "", 0)
     assert report.hazards == {
-        (written, Place("Read", "unordered", "planted.cu", 38)),
+        (written, Place("Read", "unordered", "injected_bugs.cu", 38)),
         (written, Place("Write", "raymoe::fill<", "ring.cuh", 7)),
         (alone, alone),
     }
@@ -101,9 +101,9 @@ def test_a_report_is_clean_only_if_the_tool_finished_without_errors(text, clean)
 
 
 def test_equal_findings_are_printed_once():
-    said = str(Report.of(MEMCHECK + MEMCHECK.replace("0x70 in planted.cu", "0x90 in planted.cu")))
+    said = str(Report.of(MEMCHECK + MEMCHECK.replace("0x70 in injected_bugs.cu", "0x90 in injected_bugs.cu")))
     assert said.startswith("4 in 2 summaries\n2 x Invalid __global__ write")
-    assert said.count("behind planted.cu:21") == 2
+    assert said.count("past_the_end injected_bugs.cu:21") == 2
 
 
 def test_hazards_of_cublas_with_itself_are_left_out():
@@ -128,10 +128,10 @@ def test_a_hazard_is_identified_by_the_text_of_its_line():
     assert access_text(Place("Read", "copy", "copy.cu", 10**6)) == "Read copy copy.cu:1000000"
 
 
-def test_the_planted_mistakes_survive_compilation(tmp_path):
-    compiled = planted_compiler(Cubins(tmp_path)).compiled(PLANTED, "sm_90a")
+def test_the_injected_bugs_survive_compilation(tmp_path):
+    compiled = injected_compiler(Cubins(tmp_path)).compiled(INJECTED_BUGS, "sm_90a")
     body = {name: compiled.ptx.split(f".entry {name}(")[1].split(".entry ")[0] for name in MISTAKES.values()}
-    assert re.search(r"st\.global", body["behind"])
+    assert re.search(r"st\.global", body["past_the_end"])
     divergent, unordered = body["divergent"], body["unordered"]
     assert divergent.index("bra") < re.search(r"bar(rier)?\.sync", divergent).start()
     assert re.search(r"st\.shared.*ld\.shared", unordered, re.DOTALL)
@@ -153,10 +153,10 @@ def tool(tmp_path, monkeypatch):
 
 def test_the_tool_is_called_for_all_processes_with_its_own_exit_code(tool, tmp_path):
     tool("echo there >&2; exit 77")
-    code, text = test_sanitizer.run_under("racecheck", tmp_path / "log", 30.0, "plant", "racecheck")
+    code, text = test_sanitizer.run_under("racecheck", tmp_path / "log", 30.0, "inject", "racecheck")
     assert code == test_sanitizer.FOUND
     assert "--tool racecheck --target-processes all --error-exitcode 77" in text
-    assert text.endswith("-m tests.gpu.sanitized plant racecheck\nthere\n")
+    assert text.endswith("-m tests.gpu.sanitized inject racecheck\nthere\n")
 
 
 def test_a_hung_tool_is_killed_with_its_children(tool, tmp_path):

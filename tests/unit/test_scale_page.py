@@ -104,8 +104,10 @@ def test_the_table_of_sent_rows_holds_the_computed_traffic():
         sent = ranks_named(ranks) * (ranks - 1) / ranks
         plain, small = spec_of(ranks, tokens), spec_of(ranks, tokens, wire="float8_e4m3")
         mb, fp8 = (tokens * sent * spec.wire_row_bytes / 1e6 for spec in (plain, small))
-        told = workspace_layout(Bounds.of(plain), ranks).region("told").nbytes / 2 / ranks * (ranks - 1) / 1e6
-        want = [sent, mb, mb / 0.344, mb / 0.381, fp8, fp8 / 0.381, 100 * told / mb]
+        routing = (
+            workspace_layout(Bounds.of(plain), ranks).region("routing_entries").nbytes / 2 / ranks * (ranks - 1) / 1e6
+        )
+        want = [sent, mb, mb / 0.344, mb / 0.381, fp8, fp8 / 0.381, 100 * routing / mb]
         assert row[1:] == pytest.approx(want, rel=SLACK, abs=0.6)
 
 

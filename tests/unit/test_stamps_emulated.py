@@ -52,7 +52,9 @@ class Stale:
 
 
 SENT = (Change("sending.cuh", "parity_(epoch & 1)", "parity_((epoch & 1) ^ (epoch == 3))"),)
-REDUCED = (Change("reducing.cuh", "slot_at(source, epoch_ & 1,", "slot_at(source, (epoch_ & 1) ^ (epoch_ == 3),"),)
+REDUCED = (
+    Change("local_reduction.cuh", "slot_at(source, epoch_ & 1,", "slot_at(source, (epoch_ & 1) ^ (epoch_ == 3),"),
+)
 QUANTISED = (
     Change("quantised_sending.cuh", "slot_at(peer_, epoch_ & 1,", "slot_at(peer_, (epoch_ & 1) ^ (epoch_ == 3),"),
 )

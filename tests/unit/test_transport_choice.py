@@ -1,4 +1,4 @@
-"""The table behind transport `auto`, and the specs of channels."""
+"""The table of transport `auto`, and the specs of channels."""
 
 from __future__ import annotations
 

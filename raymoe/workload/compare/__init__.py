@@ -1,1 +1,1 @@
-"""Yardsticks (`row_push`, `nccl_bare`) and other systems, timed by the same clock as the backends."""
+"""Baselines (`row_push`, `nccl_bare`) and other systems, timed by the same clock as the backends."""

@@ -1,4 +1,4 @@
-"""The yardstick of `allgather` and `collective`: the bare NCCL calls on the bytes that they move, and nothing else.
+"""The baseline of `allgather` and `collective`: the bare NCCL calls on the bytes that they move, and nothing else.
 
 Each operation is one call, captured in a graph. `copy_rows` is not a call of NCCL: it copies the rows that a dispatch
 gives, expert by expert, which shows how long memory takes for them. LEFT_OUT lists the other work of a dispatch or a

@@ -1,4 +1,4 @@
-"""The yardstick of dispatch between GPU ranks: its rows pushed to known slots, and nothing else.
+"""The baseline of dispatch between GPU ranks: its rows pushed to known slots, and nothing else.
 
 It leaves out the routing, counts, rows that stay on their rank, quantisation, and placing rows by expert (`LEFT_OUT`,
 quoted in every line). Rows that would cross as float8_e4m3 have as many bytes here. Rows are as far apart, and as long,

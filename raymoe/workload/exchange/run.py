@@ -40,7 +40,7 @@ ROW_PUSH, NCCL_BARE = "row_push", "nccl_bare"
 
 
 class AnyExchangeStep(Protocol):
-    """A step of an exchange, or of its yardstick, on CPU ranks or GPU ranks."""
+    """A step of an exchange, or of its baseline, on CPU ranks or GPU ranks."""
 
     @property
     def ops(self) -> tuple[tuple[str, str | None], ...]:
@@ -62,7 +62,7 @@ class AnyExchangeStep(Protocol):
 def run_exchange(case: Case, world: World, progress: Callable[[Progress], None]) -> list[Line]:
     """Return lines for `dispatch`, `combine` and `exchange`, which is both; on GPUs each with cold and warm L2 cache.
 
-    Yardsticks and other systems have operations of their own.
+    Baselines and other systems have operations of their own.
     """
     job = case.job
     if job.exchange.backend in OTHER_SYSTEMS:
@@ -137,7 +137,7 @@ def _opening(case: Case, world: World, spec: ExchangeSpec, inputs: Inputs) -> It
 
 
 class ExchangeStep:
-    """Times one dispatch and one combine, each behind a barrier of its own."""
+    """Times one dispatch and one combine, each after a barrier of its own."""
 
     ops = (("dispatch", None), ("combine", None), ("exchange", None))
 

@@ -59,7 +59,7 @@ class Marks:
         self._late = True
 
     def at(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Put a mark behind a part, at its result."""
+        """Put a mark after a part, at its result."""
         marked: torch.Tensor = _Mark.apply(tensor, self, part)  # type: ignore[no-untyped-call]
         return marked
 
@@ -84,7 +84,7 @@ class Marks:
                 yield RECOMPUTED, begin.time, end.time
 
     def put_into(self, layer: Any) -> None:
-        """Put a mark behind each part of a `MoELayer`."""
+        """Put a mark after each part of a `MoELayer`."""
 
         def after(part: str) -> Callable[..., torch.Tensor]:
             return lambda _module, _given, result: self.at(part, result)

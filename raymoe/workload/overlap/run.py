@@ -1,6 +1,6 @@
 """Time dispatch and combine beside a matrix product on the same GPU, and how much each slows the other down.
 
-A sample of a pair begins behind a barrier of all ranks, as every sample does. From there the exchange runs in a stream
+A sample of a pair begins after a barrier of all ranks, as every sample does. From there the exchange runs in a stream
 of high priority and `torch.mm` in one of low priority. The clock records when each is done and when both are. Each is
 timed alone in the same way. All samples are on a cold L2 cache, and are enqueued while the stream is held.
 """

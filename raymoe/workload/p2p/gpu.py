@@ -67,7 +67,7 @@ class StreamClock:
     """Times work on a stream, from a barrier of all ranks in their streams on.
 
     All ranks make one, use it for the same samples, and close it. A gate holds the stream while the host enqueues
-    (raymoe/workload/clock.py). Behind the gate come the barrier, the first event, the work and the second event. The
+    (raymoe/workload/clock.py). After the gate come the barrier, the first event, the work and the second event. The
     host waits by polling, because with any transport it must notice that a peer has died.
     """
 

@@ -84,7 +84,7 @@ std::string Memory::name_of(u64 address) {
     if (before == nullptr) {
         std::snprintf(text, sizeof text, "%#llx", address);
     } else {
-        std::snprintf(text, sizeof text, "%#llx, %llu bytes behind the end of %s of rank %d", address,
+        std::snprintf(text, sizeof text, "%#llx, %llu bytes after the end of %s of rank %d", address,
                       address - before->end, before->name.c_str(), before->rank);
     }
     return text;

@@ -108,7 +108,7 @@ class Numbering {
         }
     }
 
-    // Writes weights and index of this block's share of the gaps. The index behind the last row is written too, so that
+    // Writes weights and index of this block's share of the gaps. The index after the last row is written too, so that
     // a gather by the whole index reads inside the table.
     __device__ __forceinline__ void fill_gaps() {
         const u32 groups = memory_.local / p_.group;
@@ -252,7 +252,7 @@ class Numbering {
         __syncthreads();
     }
 
-    // All threads of a warp call this. The place of each thread's entry, behind the same expert's entries of the lanes
+    // All threads of a warp call this. The place of each thread's entry, after the same expert's entries of the lanes
     // before it.
     __device__ __forceinline__ u32 next_of(u32 expert) {
         u32* mine = counters_ + warp_ * memory_.local;

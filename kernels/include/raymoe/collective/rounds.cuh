@@ -22,7 +22,7 @@ struct DispatchRecord {
 };
 static_assert(sizeof(DispatchRecord) == 32 + 8 * MOST_RANKS, "");
 
-// One allocation for each dispatch, which begins with what all ranks told: for each source topk_idx[T][K], then
+// One allocation for each dispatch, which begins with what all ranks published: for each source topk_idx[T][K], then
 // topk_weights[T][K], 4 bytes each, and last a Status: to which dispatch this one belongs, in a backward pass
 // (compare_passes.cu). An id of NOWHERE is no expert.
 struct DispatchMemory {
@@ -37,15 +37,15 @@ struct DispatchMemory {
     u32 tokens;
     u32 topk;
     u32 local;  // experts of this rank
-    // 1: rows lie one behind the other within their source's block of the table. 0: every token has a row there.
+    // 1: rows lie one after the other within their source's block of the table. 0: every token has a row there.
     u32 compact;
 
     __device__ __forceinline__ u64 entries() const { return static_cast<u64>(tokens) * topk; }
 
-    // Bytes that a rank tells, a multiple of 16. raymoe/device/rounds.py computes the same.
-    __device__ __forceinline__ u64 told_bytes() const { return (entries() * 8 + 15) / 16 * 16 + sizeof(Status); }
+    // Bytes that a rank publishes, a multiple of 16. raymoe/device/rounds.py computes the same.
+    __device__ __forceinline__ u64 published_bytes() const { return (entries() * 8 + 15) / 16 * 16 + sizeof(Status); }
 
-    __device__ __forceinline__ u8* topk_idx_of(u8* kept, u32 source) const { return kept + source * told_bytes(); }
+    __device__ __forceinline__ u8* topk_idx_of(u8* kept, u32 source) const { return kept + source * published_bytes(); }
 
     __device__ __forceinline__ u8* topk_weights_of(u8* kept, u32 source) const {
         return topk_idx_of(kept, source) + entries() * 4;

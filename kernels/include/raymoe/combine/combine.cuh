@@ -64,17 +64,17 @@ struct CombineParams : CombineCall {
     // Offsets in every rank's heap, for each parity. The parity is the epoch of combine mod 2.
     u64 rows[2];      // slots: the sum of rank d for token t of the owner, at (d * slot_tokens + t) * slot_bytes
     u64 statuses[2];  // a Refusal for each rank; all must be equal, and none may have a cause
-    // Writer: a lane of rank d, at the rank that a piece went to, word (d, number of the piece): the epoch, after the
-    // piece has arrived. Reader: the owner, with acquire. Any lane may take any piece, so words belong to pieces.
+    // Writer: a warp of rank d, at the rank that a piece went to, word (d, number of the piece): the epoch, after the
+    // piece has arrived. Reader: the owner, with acquire. Any warp may take any piece, so words belong to pieces.
     u64 arrivals;
-    // Writer: the reducers of rank d, at every other rank, word (d, reducer): the epoch, after all pieces of the
-    // reducer have arrived; also with nothing to push. Reader: the owner, with acquire.
+    // Writer: the local-reduction blocks of rank d, at every other rank, word (d, block): the epoch, after all pieces
+    // of the block have arrived; also with nothing to push. Reader: the owner, with acquire.
     u64 done;
     // Writer: rank d, at every rank, its own too: the epoch, after its status. Reader: the owner, with acquire.
     u64 heads;
 
-    // Items that lanes have taken, then pieces that summers have taken, besides the first two of each. Both are 0 again
-    // at the end of a run.
+    // Items that warps of the local reduction have taken, then pieces that warps of the final one have taken, besides
+    // the first two of each. Both are 0 again at the end of a run.
     u64* taken;
 
     // With CARRIES, else null.
@@ -82,13 +82,13 @@ struct CombineParams : CombineCall {
     u8* numbers_home;   // float[tokens][topk]: those of this rank's entries, zero for an entry without an expert
 
     u32 wire_row_bytes;  // of a sum on the wire, a multiple of 16
-    u32 slot_bytes;      // of a sum, the numbers behind it, and with stamps a stamp for each of its pieces
+    u32 slot_bytes;      // of a sum, the numbers after it, and with stamps a stamp for each of its pieces
     u32 parts;
-    u32 reducers;        // blocks that sum this rank's experts' rows
-    u32 reducer_lanes;   // warps of each that reduce; each has stages in shared memory
-    u32 together;        // pieces of a lane whose words share a fence, at most MOST_TOGETHER
-    u32 summers;         // blocks that add the ranks' sums
-    u32 pieces;          // of a row; lanes and summers take pieces, so that few rows are work for many warps
+    u32 local_blocks;    // of the local reduction: they sum this rank's experts' rows
+    u32 local_warps;     // warps of each that reduce; each has stages in shared memory
+    u32 together;        // pieces of a warp whose words share a fence, at most MOST_TOGETHER
+    u32 final_blocks;    // of the final reduction: they add the ranks' sums
+    u32 pieces;          // of a row; warps take pieces, so that few rows are work for many of them
     u32 arrival_stride;  // words of a rank
     // The tokens of each source that this launch combines: from 0, T of them. Where it combines some only, `home`,
     // `masks` and `y` begin at `first_token`, and the kernel counts tokens from there. With CARRIES it combines all.
@@ -98,7 +98,7 @@ struct CombineParams : CombineCall {
     // experts are on rank d, and zeros.
     u32 number_bytes;
 
-    __device__ __forceinline__ u32 lanes() const { return reducers * reducer_lanes; }
+    __device__ __forceinline__ u32 reduction_warps() const { return local_blocks * local_warps; }
 
     __device__ __forceinline__ u8* slot_at(u32 peer, u32 parity, u32 rank, u32 token) const {
         return peers.slot(peer, rows[parity], static_cast<u64>(rank) * slot_tokens + token, slot_bytes);
@@ -109,8 +109,8 @@ struct CombineParams : CombineCall {
             peers.slot(peer, arrivals, static_cast<u64>(rank) * arrival_stride + number, 8));
     }
 
-    __device__ __forceinline__ u64* done_at(u32 peer, u32 rank, u32 reducer) const {
-        return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(rank) * MAX_DONE + reducer, 8));
+    __device__ __forceinline__ u64* done_at(u32 peer, u32 rank, u32 block) const {
+        return reinterpret_cast<u64*>(peers.slot(peer, done, static_cast<u64>(rank) * MAX_DONE + block, 8));
     }
 
     __device__ __forceinline__ u8* status_at(u32 peer, u32 parity, u32 rank) const {

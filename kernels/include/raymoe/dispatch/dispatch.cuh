@@ -59,11 +59,11 @@ __device__ __forceinline__ u32 lane_memory(u32 stages, u32 stage_bytes) {
 }
 
 // The parts of the work that a launch does; all of them: the fused kernel.
-constexpr u32 PART_ROUTE = 1;  // counts and told entries
+constexpr u32 PART_ROUTE = 1;  // counts and routing entries
 constexpr u32 PART_SEND = 2;   // rows to the peers
 constexpr u32 PART_PLACE = 4;  // rows to their places; the end of the run
 
-// The told entry k of token t: {place, weight}. `place` is {local expert, number of the source's entries for that
+// The routing entry k of token t: {place, weight}. `place` is {local expert, number of the source's entries for that
 // expert before this one}, or NOWHERE if the entry's expert is on another rank.
 constexpr u32 RANK_BITS = 21;
 constexpr u32 RANK_MASK = (1u << RANK_BITS) - 1;
@@ -126,7 +126,7 @@ constexpr Id NO_ID{NOWHERE, NOWHERE};  // -1
 struct Scratch {
     u64 bad_entry;  // ~0: none; the first entry with an id out of range. Routers lower it; read and reset at the end
     u64 needed;     // 0: the rows fit; the rows needed. The first placer writes it; reset at the end
-    u64 bad_count;  // ~0: none; {source, expert} of the first told entry that its source's count does not cover
+    u64 bad_count;  // ~0: none; {source, expert} of the first routing entry that its source's count does not cover
     u32 routed;     // 0; finished routers; wraps
     u32 unused;
 };
@@ -216,17 +216,17 @@ struct DispatchCall {
 // The parameters of dispatch.cu, alltoallv.cu, announce.cu and pack.cu. dispatch_ll.cu: ll/words_ll.cuh.
 struct DispatchParams : DispatchCall {
     // Offsets in every rank's heap, for each parity if there are two buffers. The parity is the epoch mod 2.
-    u64 rows[2];    // slots: row t of source s at (s * slot_tokens + t) * slot_bytes
-    u64 told[2];    // told entries, 8 bytes for each (source, token, k)
-    u64 counts[2];  // u32 for each (source, local expert); after a source's experts the tokens that it sent
-    u64 passes[2];  // {pass, epoch} for each source (passes.cuh)
+    u64 rows[2];             // slots: row t of source s at (s * slot_tokens + t) * slot_bytes
+    u64 routing_entries[2];  // 8 bytes for each (source, token, k)
+    u64 counts[2];           // u32 for each (source, local expert); after a source's experts the tokens that it sent
+    u64 passes[2];           // {pass, epoch} for each source (passes.cuh)
     // Writer: a lane of source s, at each rank that a token's row went to, word (s, token): the epoch, after the row
     // has arrived. Reader: the owner, with acquire. Any lane may take any token, so words belong to tokens.
     u64 arrivals;
     // Writer: the senders of source s, at every other rank, word (s, sender): the epoch, after all rows of the sender
     // have arrived; also with nothing to send. Reader: the owner, with acquire.
     u64 done;
-    // Writer: the last router of source s, at every rank, its own too: the epoch, after counts and told entries.
+    // Writer: the last router of source s, at every rank, its own too: the epoch, after counts and routing entries.
     // Reader: every placer of the owner, with acquire.
     u64 heads;
 
@@ -276,8 +276,8 @@ struct DispatchParams : DispatchCall {
         return peers.slot(peer, rows[parity], static_cast<u64>(source) * slot_tokens + token, slot_bytes);
     }
 
-    __device__ __forceinline__ u8* told_at(u32 peer, u32 parity, u32 source, u64 entry) const {
-        return peers.slot(peer, told[parity], static_cast<u64>(source) * slot_tokens * topk + entry, 8);
+    __device__ __forceinline__ u8* routing_entry_at(u32 peer, u32 parity, u32 source, u64 entry) const {
+        return peers.slot(peer, routing_entries[parity], static_cast<u64>(source) * slot_tokens * topk + entry, 8);
     }
 
     __device__ __forceinline__ u8* counts_at(u32 peer, u32 parity, u32 source, u32 expert) const {

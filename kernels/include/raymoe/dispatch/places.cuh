@@ -7,7 +7,7 @@
 namespace raymoe {
 
 #ifndef GROUPED_EXPERTS
-#define GROUPED_EXPERTS 0  // 1: `group` experts share a gap, behind the last of them
+#define GROUPED_EXPERTS 0  // 1: `group` experts share a gap, after the last of them
 #endif
 constexpr bool GROUPED = GROUPED_EXPERTS;
 
@@ -90,12 +90,12 @@ class Places {
         return expert + 1 < p_.local ? begins_[expert + 1] : total_;
     }
 
-    // The place of a told entry of `source`; NOWHERE also if the entry contradicts the source's counts.
-    __device__ __forceinline__ u32 place(u32 source, u32 told) const {
-        if (told == NOWHERE) {
+    // The place of a routing entry of `source`; NOWHERE also if the entry contradicts the source's counts.
+    __device__ __forceinline__ u32 place(u32 source, u32 routing) const {
+        if (routing == NOWHERE) {
             return NOWHERE;
         }
-        const u32 expert = told >> RANK_BITS, rank = told & RANK_MASK;
+        const u32 expert = routing >> RANK_BITS, rank = routing & RANK_MASK;
         if (expert >= p_.local || rank >= counts_[source * p_.local + expert]) {
             ptx::atomic_min(&p_.scratch->bad_count, static_cast<u64>(source) << 32 | expert);
             return NOWHERE;
@@ -180,12 +180,12 @@ constexpr Index NO_INDEX{false, 0};
 
 // Stores the results of one entry, whose place is `place` or NOWHERE: `home`, its weight and, if `indexed`, its index.
 // `slot` is the number of its row's slot.
-__device__ __forceinline__ void plan_entry(const DispatchCall& p, u32 source, u64 entry, u64 told, u32 place,
+__device__ __forceinline__ void plan_entry(const DispatchCall& p, u32 source, u64 entry, u64 routing, u32 place,
                                            bool indexed, u64 slot) {
     u8* home = p.home + (static_cast<u64>(source) * p.slot_tokens * p.topk + entry) * 8;
-    ptx::store_8(home, (told & ~0xFFFFFFFFull) | place);
+    ptx::store_8(home, (routing & ~0xFFFFFFFFull) | place);
     if (place != NOWHERE) {
-        ptx::store_4(p.out_weights + place * 4ull, static_cast<u32>(told >> 32));
+        ptx::store_4(p.out_weights + place * 4ull, static_cast<u32>(routing >> 32));
         if (indexed) {
             ptx::store_8(p.index + place * 8ull, slot);
         }
@@ -198,15 +198,16 @@ __device__ inline void plan_row(const DispatchParams& p, const Places& where, u3
     const u64 entries = static_cast<u64>(token) * p.topk, slot = p.slot(parity, source, token);
     u32 found = 0;
     for (u32 first = 0; first < p.topk; first += 8) {
-        u64 told[8];  // all loads are in flight together
+        u64 routing[8];  // all loads are in flight together
 #pragma unroll
         for (u32 i = 0; i < 8; ++i) {
             const u64 entry = entries + first + i;
-            told[i] = ptx::load_8_if(first + i < p.topk, p.told_at(p.peers.rank, parity, source, entry), NOWHERE);
+            const u8* routing_at = p.routing_entry_at(p.peers.rank, parity, source, entry);
+            routing[i] = ptx::load_8_if(first + i < p.topk, routing_at, NOWHERE);
         }
         for (u32 i = 0; i < 8 && first + i < p.topk; ++i) {
-            const u32 place = where.place(source, static_cast<u32>(told[i]));
-            plan_entry(p, source, entries + first + i, told[i], place, p.rank_layout, slot);
+            const u32 place = where.place(source, static_cast<u32>(routing[i]));
+            plan_entry(p, source, entries + first + i, routing[i], place, p.rank_layout, slot);
             if (place != NOWHERE) {
                 // With layout rank an own row has one place, its slot. A row of a peer is in its slot already.
                 if (!p.rank_layout) {

@@ -180,7 +180,7 @@ class PlaceLane {
         bool ok = true;
 #if CHUNKED_ROWS
         const u32 own = __shfl_sync(0xFFFFFFFF, next_own_, 0);  // only the leading thread counts own rows
-        // The thread behind the sources' threads waits for this rank's own row.
+        // The thread after the sources' threads waits for this rank's own row.
         const bool for_own = OWN_FROM_X && own < count_ && thread() == p_.ranks_through_slots();
         const u64* at = for_own ? x_.word(token_of(own)) : word(next_remote_, thread());
         const u64 wanted = for_own ? x_.crossing() : epoch_;

@@ -142,7 +142,7 @@ class Pusher {
 
     // Pushes all rows, and returns when every row has arrived. All threads of the warp call this.
     __device__ __forceinline__ void run() const {
-        const u32 behind = leaving_.stages > YOUNGER ? YOUNGER : leaving_.stages - 1;  // stages that may still be read
+        const u32 unread = leaving_.stages > YOUNGER ? YOUNGER : leaving_.stages - 1;  // stages that may still be read
         u32 turn = 0;
         for (u32 lanes = p_.sender_lanes; lanes != 0; ++turn) {
             leaving_.filled.await(turn);
@@ -153,11 +153,11 @@ class Pusher {
                 push(row, leaving_.stage(turn));
             }
             ptx::bulk_commit();
-            if (turn >= behind) {
-                wait_stages_read(behind);
+            if (turn >= unread) {
+                wait_stages_read(unread);
                 __syncwarp();  // no thread's stores still read the stage, and all threads have awaited its filling
                 if (leads()) {
-                    leaving_.emptied.pass(turn - behind);
+                    leaving_.emptied.pass(turn - unread);
                 }
             }
             if (turn >= YOUNGER) {

@@ -4,7 +4,7 @@
 // takes a run of tokens; each of its warps takes a run of those entries:
 //   1. every warp counts its entries by expert; the router publishes its sums in this rank's memory
 //   2. the router waits for the sums of the routers before it, which gives every warp the counts it begins with
-//   3. every warp goes over its entries again, 32 at a time, numbers them, and stores a told entry at every rank
+//   3. every warp goes over its entries again, 32 at a time, numbers them, and stores a routing entry at every rank
 // The last router knows the totals and stores them as counts. The router that finishes last stores the head at every
 // rank. For few tokens: routing_ll.cuh.
 //
@@ -179,7 +179,8 @@ class Router {
         const u64 weight = static_cast<u64>(its_weight) << 32;
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             const u32 peer = p_.peers.in_turn(step);
-            ptx::store_8(p_.told_at(peer, parity_, p_.peers.rank, entry), weight | (peer == home ? place : NOWHERE));
+            u8* routing_at = p_.routing_entry_at(peer, parity_, p_.peers.rank, entry);
+            ptx::store_8(routing_at, weight | (peer == home ? place : NOWHERE));
         }
     }
 
@@ -188,7 +189,7 @@ class Router {
     }
 
     // Stores the head at every rank, by the router that finishes last. All threads of the block call this, when they
-    // have stored their told entries.
+    // have stored their routing entries.
     __device__ __forceinline__ void announce() {
         __syncthreads();  // orders the stores of this block's threads before the ticket
         const u32 last = p_.routers - 1;
@@ -198,7 +199,7 @@ class Router {
         for (u32 peer = 0; AGAIN && peer < p_.peers.ranks; ++peer) {
             send_pass(p_, epoch_, peer);
         }
-        // Orders the counts and told entries of all routers, which the ticket has acquired, before the words.
+        // Orders the counts and routing entries of all routers, which the ticket has acquired, before the words.
         ptx::fence_acq_rel_sys();
         for (u32 step = 0; step < p_.peers.ranks; ++step) {
             ptx::store_relaxed_sys(p_.peers.flag(p_.peers.in_turn(step), p_.heads), epoch_);

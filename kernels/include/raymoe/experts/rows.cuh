@@ -1,4 +1,4 @@
-// Rows of experts, one expert behind the other, for kernels in which a warp works on a row at a time.
+// Rows of experts, one expert after the other, for kernels in which a warp works on a row at a time.
 //
 // The number of rows is on the device: it is the last offset. The memory has places for many more rows, which no
 // kernel reads or writes.
@@ -35,7 +35,7 @@ __device__ __forceinline__ u64 end_of_rows(const ExpertRows& p) {
     return min(p.capacity, static_cast<u64>(first_row_of(p, p.experts)));
 }
 
-// Where a row is. Rows in the gap behind an expert's last row are of none.
+// Where a row is. Rows in the gap after an expert's last row are of none.
 struct Place {
     u32 expert;
     bool in_gap;

@@ -2,7 +2,7 @@
 //
 // Entries are cut into runs of 32, one entry for each thread of a warp. Each router has p.router_runs consecutive runs.
 // A router counts the entries of each expert before its runs, so none waits for another. All its warps number a run in
-// the same way, and warp r sends the run's told entries to the r-th rank. Ids and weights are loaded before the epoch
+// the same way, and warp r sends the run's routing entries to rank r. Ids and weights are loaded before the epoch
 // is known, or before the previous run is sent.
 #pragma once
 

@@ -16,13 +16,13 @@ namespace raymoe {
 #define FEW_PLACED 5  // groups of lines that a placing warp waits for together
 #endif
 
-// A unit of a row to place: its source, and the told entries of its row.
+// A unit of a row to place: its source, and the routing entries of its row.
 struct Arriving {
     u32 source;
     u32 token;
     u32 unit;
-    bool comes;  // the source has sent this token
-    u64 told;    // told entry k, in thread k
+    bool comes;   // the source has sent this token
+    u64 routing;  // routing entry k, in thread k
 };
 
 // The address of a row's lines at a rank.

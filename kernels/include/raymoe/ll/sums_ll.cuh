@@ -78,9 +78,9 @@ __device__ __forceinline__ void sum_experts(const CombineLlParams& p, u64 entry,
 
 // A warp that sums this rank's experts' rows for tokens of peers.
 template <class Type>
-class Reducer {
+class LocalReduction {
   public:
-    __device__ Reducer(const CombineLlParams& p, u32 warp, u32 warps)
+    __device__ LocalReduction(const CombineLlParams& p, u32 warp, u32 warps)
         : p_(p), dealing_(p.reduced), at_(warp), warps_(warps) {}
 
     // Only issues loads, before the epoch is known.
@@ -153,9 +153,9 @@ class Reducer {
 
 // A warp that adds the ranks' sums of tokens of this rank.
 template <class Type>
-class Summer {
+class FinalReduction {
   public:
-    __device__ Summer(const CombineLlParams& p, u32 warp, u32 warps)
+    __device__ FinalReduction(const CombineLlParams& p, u32 warp, u32 warps)
         : p_(p), dealing_(p.summed), at_(warp), warps_(warps) {}
 
     // Only issues loads, before the epoch is known.

@@ -1,4 +1,4 @@
-// The parameters of dispatch_ll.cu, and its words: counts and told entries, each with its epoch.
+// The parameters of dispatch_ll.cu, and its words: counts and routing entries, each with its epoch.
 #pragma once
 
 #include "raymoe/dispatch/dispatch.cuh"
@@ -10,13 +10,13 @@ namespace raymoe {
 
 struct DispatchLlParams : DispatchCall {
     // Offsets in every rank's heap, for each parity. The parity is the epoch mod 2. dispatch_ll.cu has the memory map.
-    // The lines and told entries of a source begin at the same places for every exchange of a workspace.
+    // The lines and routing entries of a source begin at the same places for every exchange of a workspace.
     u64 rows[2];
-    u64 told[2];
+    u64 routing_entries[2];
     u64 counts[2];
 
     u32 lines;         // of a source, in `rows`
-    u32 entries;       // of a source, in `told`
+    u32 entries;       // of a source, in `routing_entries`
     Dealing sent;      // deals rows of x out to warps that send
     Dealing placed;    // deals rows of all ranks out to warps that place
     u32 routers;       // the first so many of the SMs that place also route
@@ -25,22 +25,22 @@ struct DispatchLlParams : DispatchCall {
     u32 arriving_sms;  // SMs that place
 };
 
-__device__ __forceinline__ u8* told_word(const DispatchLlParams& p, u32 peer, u32 parity, u32 source, u64 entry) {
-    return p.peers.slot(peer, p.told[parity], static_cast<u64>(source) * p.entries + entry, 16);
+__device__ __forceinline__ u8* routing_word(const DispatchLlParams& p, u32 peer, u32 parity, u32 source, u64 entry) {
+    return p.peers.slot(peer, p.routing_entries[parity], static_cast<u64>(source) * p.entries + entry, 16);
 }
 
 __device__ __forceinline__ u8* count_word(const DispatchLlParams& p, u32 peer, u32 parity, u32 source, u32 expert) {
     return p.peers.slot(peer, p.counts[parity], static_cast<u64>(source) * (p.local + 1) + expert, 16);
 }
 
-// Stores told entries and counts at a peer, each with its epoch. In a backward pass (AGAIN) the upper halves of two
+// Stores routing entries and counts at a peer, each with its epoch. In a backward pass (AGAIN) the upper halves of two
 // counts hold the pass: that of the tokens its dispatch, that of the first local expert its call site. Else they are 0.
 struct RoutingWords {
     const DispatchLlParams& p;
     u64 epoch;
 
     __device__ __forceinline__ void entry(u32 peer, u64 entry, u64 value) const {
-        ptx::store_relaxed_sys_16(told_word(p, peer, epoch & 1, p.peers.rank, entry), {value, epoch});
+        ptx::store_relaxed_sys_16(routing_word(p, peer, epoch & 1, p.peers.rank, entry), {value, epoch});
     }
 
     __device__ __forceinline__ u32 pass_half(u32 expert) const {
@@ -49,8 +49,8 @@ struct RoutingWords {
     }
 
     __device__ __forceinline__ void count(u32 peer, u32 expert, u32 value) const {
-        const u64 told = AGAIN ? static_cast<u64>(pass_half(expert)) << 32 | value : value;
-        ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {told, epoch});
+        const u64 word = AGAIN ? static_cast<u64>(pass_half(expert)) << 32 | value : value;
+        ptx::store_relaxed_sys_16(count_word(p, peer, epoch & 1, p.peers.rank, expert), {word, epoch});
     }
 };
 

@@ -28,7 +28,7 @@
 //   load -> reads      the wait for `full` acquires the bytes that completed it
 //   writes -> store    fence.proxy.async of each writing thread, barrier of the group, bulk store
 //   reads -> load      the same fence, __syncwarp, the warp's arrival at `empty`, the producer's wait: a bulk load is
-//                      of the other proxy, so the barriers alone do not order it behind ordinary reads
+//                      of the other proxy, so the barriers alone do not order it after ordinary reads
 //   store -> load      wait_group.read of the thread that committed the store, before it arrives at `empty`
 // A group with one stage waits for its own stores. A group with more leaves the youngest in flight.
 // Before a block ends, each first thread waits until its stores have read their stages.
@@ -272,7 +272,7 @@ class Pipe {
                 }
                 coming[k] = number_after(number);
                 await_empty(turn);
-                tell_number(turn, number);
+                publish_number(turn, number);
                 load(turn, placed(turn, number));
             }
         }
@@ -291,7 +291,7 @@ class Pipe {
         if constexpr (DYNAMIC) {
             for (u32 group = 0; group < GROUPS; ++group, ++turn) {
                 await_empty(turn);
-                tell_number(turn, number);
+                publish_number(turn, number);
                 ptx::barrier_expect(full(turn % STAGES), 0);
             }
         }
@@ -303,7 +303,7 @@ class Pipe {
         }
     }
 
-    __device__ __forceinline__ void tell_number(u32 turn, u32 number) const {
+    __device__ __forceinline__ void publish_number(u32 turn, u32 number) const {
         if constexpr (DYNAMIC) {
             ptx::shared_store_4(number_at(turn % STAGES), number);
         }

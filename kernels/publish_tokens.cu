@@ -12,7 +12,7 @@ using s64 = long long;
 constexpr s64 BAD_COUNT = -(1ll << 62);  // raymoe/exchange/domain_shape.py has the same number
 constexpr s64 LOWEST_ID = -(1ll << 61);  // lower ids of the caller become this one, which is refused too
 
-struct TellTokensParams {
+struct PublishTokensParams {
     const u8* topk_idx;      // [given][K], 4 or 8 bytes each
     const u8* topk_weights;  // float[given][K]
     const u8* num_tokens;    // s32; null: all are sent
@@ -26,7 +26,8 @@ struct TellTokensParams {
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(256) tell_tokens(const __grid_constant__ raymoe::TellTokensParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    publish_tokens(const __grid_constant__ raymoe::PublishTokensParams p) {
     using namespace raymoe;
     const u32 low = p.num_tokens == nullptr ? p.given : ptx::load_4(p.num_tokens);
     const int count = static_cast<int>(low);

@@ -1,4 +1,4 @@
-"""For each bug that can be planted: a small case that it breaks, and a pattern of the failure's text."""
+"""For each bug that can be injected: a small case that it breaks, and a pattern of the failure's text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
 
-Planted = tuple[Case, str]
+InjectedBug = tuple[Case, str]
 _NEVER = "never written; it needs operation"
 _STALE = "operation 2; it needs operation 1"
 _FULL = "operation 3; it needs operation 1"
@@ -28,7 +28,7 @@ def _filled(ranks: int) -> tuple[Routing, ...]:
     return full(ranks), empty(ranks), full(ranks)
 
 
-def planted(fault: Fault, ranks: int) -> Planted:
+def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
     case, filled = _cases(fault, ranks), _filled(ranks)
     one_row: Routing = (((1,),), *empty(ranks)[1:])
     two_rows: Routing = (((1,), (1,)), *empty(ranks)[1:])
@@ -37,8 +37,8 @@ def planted(fault: Fault, ranks: int) -> Planted:
     refused = {"refused": ((1, 1),)}
     return {
         Fault.ROWS_AFTER_WORD: (case("D C"), f"row .*{_NEVER}"),
-        Fault.HEAD_BEFORE_COUNTS: (case("D", routers=1, routings=(empty(ranks),)), f"told .*{_NEVER}"),
-        Fault.RELAXED_TICKET: (case("D", routers=2, routings=(empty(ranks),)), f"told 1 .*{_NEVER}"),
+        Fault.HEAD_BEFORE_COUNTS: (case("D", routers=1, routings=(empty(ranks),)), f"published .*{_NEVER}"),
+        Fault.RELAXED_TICKET: (case("D", routers=2, routings=(empty(ranks),)), f"published 1 .*{_NEVER}"),
         Fault.SINGLE_BUFFER: (case("D D D"), r"parity 0 = operation (\d); it needs operation (?!\1)"),
         Fault.BAKED_EPOCH: (case("D D D", calls=("err",) * ranks), r"operation (\d); it needs operation (?!\1)"),
         Fault.SHARED_EPOCH: (case("D C U1 D C U2", layout="rank"), f"use 1, use: READS .*{_STALE}"),
@@ -92,7 +92,7 @@ def planted(fault: Fault, ranks: int) -> Planted:
             case("D C D C", routings=(one_row,), **refused),
             "dispatch 2, .* does nothing, and no wait has failed",
         ),
-        **_planted_in_chunks(fault, ranks),
+        **_injected_in_chunks(fault, ranks),
         Fault.LINE_UNCHECKED: (case("FD"), f"line 0 .*{_NEVER}"),
         Fault.LINE_IN_GRANULES: (case("FD"), f"granule 0 .*{_NEVER}"),
         # Dispatch 1 does not fit on rank 1, so no thread polls its line there.
@@ -103,7 +103,7 @@ def planted(fault: Fault, ranks: int) -> Planted:
     }[fault]
 
 
-def _planted_in_chunks(fault: Fault, ranks: int) -> dict[Fault, Planted]:
+def _injected_in_chunks(fault: Fault, ranks: int) -> dict[Fault, InjectedBug]:
     """Bugs of the words of chunks, which a sender finds: its row of x is not the one that it needs."""
     case = _cases(fault, ranks)
     one_row: Routing = (((1,),), *empty(ranks)[1:])
@@ -128,7 +128,7 @@ def _planted_in_chunks(fault: Fault, ranks: int) -> dict[Fault, Planted]:
         Fault.CROSSING_EARLY: (case("X D X D", routings=(one_row,)), new),
         # The second chunk of dispatch 1 is announced with the number of crossing 2.
         Fault.RAIL_UNJOINED: (case("X D X D", routings=(first_row, two_rows)), old),
-        Fault.CROSSING_BEHIND: (case("X D", routings=(one_row,)), f"{_STUCK}.*dispatch 1, lane 0: waits for word of"),
+        Fault.CROSSING_AFTER: (case("X D", routings=(one_row,)), f"{_STUCK}.*dispatch 1, lane 0: waits for word of"),
         # A domain for each rank: a placer reads its own row, and only the rail keeps the ranks together.
         Fault.RAIL_UNASKED: (
             case("X D X D", routings=(alone,), domains=ranks, chunk=ranks, own="copied"),
@@ -139,7 +139,7 @@ def _planted_in_chunks(fault: Fault, ranks: int) -> dict[Fault, Planted]:
     }
 
 
-def planted_in_placers() -> dict[Fault, Planted]:
+def injected_in_placers() -> dict[Fault, InjectedBug]:
     """The same for a placer, which also reads rows of x: those of its own rank. One rank is enough."""
     one_row: Routing = (((0,),),)
     two_rows: Routing = (((0,), (0,)),)
@@ -154,7 +154,7 @@ def planted_in_placers() -> dict[Fault, Planted]:
         Fault.CHUNK_RESET: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
         Fault.CROSSING_EARLY: ("X D X D", {}, _STALE),
         Fault.RAIL_UNJOINED: ("X D X D", {"routings": (first_row, two_rows)}, "operation 1; it needs operation 2"),
-        Fault.CROSSING_BEHIND: ("X D", {}, f"{_STUCK}.*placer of own rows: waits for word of chunk 0"),
+        Fault.CROSSING_AFTER: ("X D", {}, f"{_STUCK}.*placer of own rows: waits for word of chunk 0"),
         Fault.ABORT_ANNOUNCED: ("X D", {"timeouts": True}, _NEVER),
         Fault.ABORT_BEFORE_WORD: ("X D", {"timeouts": True}, _NEVER),
     }
@@ -164,7 +164,7 @@ def planted_in_placers() -> dict[Fault, Planted]:
     }
 
 
-def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
+def injected_in_lines(ranks: int) -> dict[Fault, InjectedBug]:
     """The same for bugs that the LL path could have too. A line that is overwritten is missed there, not misread, since
     it holds its epoch."""
     filled = _filled(ranks)
@@ -211,13 +211,13 @@ def planted_in_lines(ranks: int) -> dict[Fault, Planted]:
     }
 
 
-def planted_in_known(ranks: int) -> dict[Fault, Planted]:
+def injected_in_known(ranks: int) -> dict[Fault, InjectedBug]:
     """The same for bugs that a dispatch of known routing could have too."""
     one_row: Routing = (((1,),), *empty(ranks)[1:])
     overwritten = r"operation (\d); it needs operation (?!\1)"
     made = {
         Fault.ROWS_AFTER_WORD: ("D K", {"routings": (one_row,)}, _NEVER),
-        Fault.HEAD_BEFORE_COUNTS: ("D K", {"routings": (empty(ranks),), "routers": 1}, f"told .*{_NEVER}"),
+        Fault.HEAD_BEFORE_COUNTS: ("D K", {"routings": (empty(ranks),), "routers": 1}, f"published .*{_NEVER}"),
         Fault.SINGLE_BUFFER: ("D K K", {}, f"parity 0 = {overwritten}"),
         Fault.BAKED_EPOCH: (
             "D K K",
@@ -228,7 +228,11 @@ def planted_in_known(ranks: int) -> dict[Fault, Planted]:
         Fault.EARLY_END: ("D K K K", {"routings": (one_row,)}, overwritten),
         Fault.SILENT: ("D K", {"routings": (one_row,)}, f"{_STUCK}.*dispatch 1"),
         Fault.SILENT_UNAWAITED: ("D K K K", {"routings": (one_row,)}, overwritten),
-        Fault.UNPOISONED: ("D K K K", {"routings": (one_row,), "timeouts": True}, f"{overwritten}|told .*{_NEVER}"),
+        Fault.UNPOISONED: (
+            "D K K K",
+            {"routings": (one_row,), "timeouts": True},
+            f"{overwritten}|published .*{_NEVER}",
+        ),
         Fault.POISON_UNREAD: (
             "D K",
             {"routings": (one_row,), "timeouts": True},

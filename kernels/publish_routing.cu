@@ -11,15 +11,15 @@
 namespace raymoe {
 
 // Words that stay from dispatch to dispatch. Between runs `bad_entry` is ~0 and `ticket` 0.
-struct TellScratch {
+struct PublishScratch {
     u64 bad_entry;  // the first entry whose id is out of range
     u64 number;     // the last dispatch, counted from 1
     u32 ticket;     // blocks that are done
     u32 unused;
 };
-static_assert(sizeof(TellScratch) == 24, "");
+static_assert(sizeof(PublishScratch) == 24, "");
 
-struct TellParams {
+struct PublishRoutingParams {
     DispatchMemory memory;
     u8* kept;                // memory of the dispatch
     const u8* topk_idx;      // [given][K], of 4 or 8 bytes
@@ -27,20 +27,20 @@ struct TellParams {
     const u8* num_tokens;    // i32[1]; null: all that are given
     const u8* forward;       // u64: the dispatch whose backward pass this is; null: this is none
     const u8* mark;          // u64, whose bits are inverted in that number: see passes.cuh; null: none
-    TellScratch* scratch;
+    PublishScratch* scratch;
     u32 wide_topk_idx;
     u32 given;    // rows of x
     u32 experts;  // of all ranks
     u32 site;     // of a backward pass: the call site of its dispatch, such as a layer
 };
 
-__device__ __forceinline__ long long id_at(const TellParams& p, u64 entry) {
+__device__ __forceinline__ long long id_at(const PublishRoutingParams& p, u64 entry) {
     return p.wide_topk_idx ? static_cast<long long>(ptx::load_8(p.topk_idx + entry * 8))
                            : static_cast<long long>(static_cast<int>(ptx::load_4(p.topk_idx + entry * 4)));
 }
 
 // The last thread out calls this. Writes why this rank refuses, if it does, and the dispatch's number.
-__device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
+__device__ __forceinline__ void finish_publishing(const PublishRoutingParams& p, u32 asked) {
     const u64 bad = ptx::load_relaxed_gpu(&p.scratch->bad_entry);
     Status refusal{CAUSE_NONE, 0, 0};
     if (asked > p.given) {
@@ -64,7 +64,8 @@ __device__ __forceinline__ void finish_telling(const TellParams& p, u32 asked) {
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(256) tell_routing(const __grid_constant__ raymoe::TellParams p) {
+extern "C" __global__ void __launch_bounds__(256)
+    publish_routing(const __grid_constant__ raymoe::PublishRoutingParams p) {
     using namespace raymoe;
     // As unsigned, a negative count is large, and so refused.
     const u32 asked = p.num_tokens == nullptr ? p.given : ptx::load_4(p.num_tokens);
@@ -89,6 +90,6 @@ extern "C" __global__ void __launch_bounds__(256) tell_routing(const __grid_cons
     __syncthreads();  // orders the block's atomics on `bad_entry` before the ticket
     const u32 last = gridDim.x - 1;
     if (threadIdx.x == 0 && (last == 0 || ptx::atomic_increment_wrapping(&p.scratch->ticket, last) == last)) {
-        finish_telling(p, asked);
+        finish_publishing(p, asked);
     }
 }

@@ -1,7 +1,7 @@
-"""The explorer finds each fault that is planted in the protocol of dispatch and combine, and describes its effect.
+"""The explorer finds each bug that is injected into the protocol of dispatch and combine, and describes its effect.
 
-`tests/explorer/planted.py` lists the faults, `docs/protocol.md` the rule that each of them breaks. The tests print a
-trace of each failure (pytest -rP).
+`tests/explorer/injected_bugs.py` lists the faults, `docs/protocol.md` the rule that each of them breaks. The tests
+print a trace of each failure (pytest -rP).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import pytest
 
 from tests.explorer.case import Case, Routing, empty, full
 from tests.explorer.fault import Fault
-from tests.explorer.planted import planted, planted_in_known, planted_in_lines, planted_in_placers
+from tests.explorer.injected_bugs import injected_bug, injected_in_known, injected_in_lines, injected_in_placers
 from tests.explorer.search import explore
 
 ALL = {
-    **{f"{fault.name.lower()}-{ranks}": planted(fault, ranks) for fault in Fault for ranks in (2, 3)},
+    **{f"{fault.name.lower()}-{ranks}": injected_bug(fault, ranks) for fault in Fault for ranks in (2, 3)},
     **{
         f"{fault.name.lower()} in lines-{ranks}": made
         for ranks in (2, 3)
-        for fault, made in planted_in_lines(ranks).items()
+        for fault, made in injected_in_lines(ranks).items()
     },
     **{
         f"{fault.name.lower()} with known routing-{ranks}": made
         for ranks in (2, 3)
-        for fault, made in planted_in_known(ranks).items()
+        for fault, made in injected_in_known(ranks).items()
     },
-    **{f"{fault.name.lower()} in placers-1": made for fault, made in planted_in_placers().items()},
+    **{f"{fault.name.lower()} in placers-1": made for fault, made in injected_in_placers().items()},
 }
 FILLED = (full(3), empty(3), full(3))  # a rank that is overwritten in epoch 3 got only words in epoch 2
 ONE_WAY: Routing = (((1,),), ((),))
@@ -46,7 +46,7 @@ def broken_by(case: Case) -> str:
     [pytest.param(*made, marks=pytest.mark.thorough if made[0].ranks > 2 else ()) for made in ALL.values()],
     ids=ALL,
 )
-def test_a_planted_fault_is_found(case, how):
+def test_an_injected_bug_is_found(case, how):
     found = explore(case, deep=True)
     print(f"{case.fault.value}\n{found}")
     assert re.search(how, found.broken), str(found)
@@ -161,7 +161,7 @@ def test_the_plain_search_finds_the_same_faults(fault, program):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("made", planted_in_placers().values(), ids=lambda made: made[0].fault.name.lower())
+@pytest.mark.parametrize("made", injected_in_placers().values(), ids=lambda made: made[0].fault.name.lower())
 def test_the_plain_search_finds_the_same_faults_of_chunks(made):
     case, how = made
     found = explore(case, reduced=False)

@@ -1,10 +1,10 @@
-// The summers of a combine compute each row of y: they add the ranks' sums of the token, in rank order, as they arrive.
-// The sum of this rank's own experts never leaves the rank, but is rounded as if it had.
+// The final reduction of a combine computes each row of y: it adds the ranks' sums of the token, in rank order, as they
+// arrive. The sum of this rank's own experts never leaves the rank, but is rounded as if it had.
 //
-// A warp takes pieces, as the reducers cut them (reducing.cuh), in the order in which they leave. It takes the next one
-// when it has finished one. While a piece is summed, the warp asks for the places of the next one, and for the piece
-// after that. It sums the own experts' rows before it waits for the peers' sums: mostly a summer is early, and then
-// only the additions remain.
+// A warp takes pieces, as the local reduction cuts them (local_reduction.cuh), in the order in which they leave. It
+// takes the next one when it has finished one. While a piece is summed, the warp asks for the places of the next one,
+// and for the piece after that. It sums the own experts' rows before it waits for the peers' sums: mostly the warp is
+// early, and then only the additions remain.
 #pragma once
 
 #include "raymoe/combine/adding.cuh"
@@ -13,9 +13,9 @@
 namespace raymoe {
 
 template <class Type>
-class Summer {
+class FinalReduction {
   public:
-    __device__ Summer(const CombineParams& p, u64 epoch, u32 warp, u32 warps)
+    __device__ FinalReduction(const CombineParams& p, u64 epoch, u32 warp, u32 warps)
         : p_(p), epoch_(epoch), warps_(warps), at_(warp) {}
 
     // Computes the warp's pieces; ends early if a wait fails. All threads of the warp call this.

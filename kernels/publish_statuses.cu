@@ -7,7 +7,7 @@
 
 namespace raymoe {
 
-struct TellStatusesParams {
+struct PublishStatusesParams {
     u8* record;        // u64 kept, u64 unused, Status[L]: by a refused combine inside. `kept` becomes 0
     const u8* number;  // u32[2], the halves of a word: the dispatch that is combined
     u8* leaving;       // Status[N][L], the same for each domain
@@ -22,7 +22,8 @@ struct TellStatusesParams {
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(32) tell_statuses(const __grid_constant__ raymoe::TellStatusesParams p) {
+extern "C" __global__ void __launch_bounds__(32)
+    publish_statuses(const __grid_constant__ raymoe::PublishStatusesParams p) {
     using namespace raymoe;
     const bool refused = ptx::load_8(p.record) != 0;
     if (threadIdx.x < p.per_domain) {

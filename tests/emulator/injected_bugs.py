@@ -1,4 +1,4 @@
-"""Bugs to plant in the kernels, most of them at a statement that orders memory."""
+"""Bugs to inject into the kernels, most of them at a statement that orders memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.emulator.ranks import long_pieces, narrow, small
 
 
 @dataclass(frozen=True)
-class Planted:
+class InjectedBug:
     """A bug, and the run that finds it."""
 
     kind: str
@@ -49,35 +49,35 @@ class Planted:
         )
 
 
-def _planted(kind: str, file: str, old: str, new: str = "", **fields: Any) -> Planted:
-    return Planted(kind, (Change(file, old, new),), **fields)
+def _injected(kind: str, file: str, old: str, new: str = "", **fields: Any) -> InjectedBug:
+    return InjectedBug(kind, (Change(file, old, new),), **fields)
 
 
-def _quantising(old: str, new: str = "", **fields: Any) -> Planted:
-    return _planted("fused", "quantised_sending.cuh", old, new, quantised=True, **fields)
+def _quantising(old: str, new: str = "", **fields: Any) -> InjectedBug:
+    return _injected("fused", "quantised_sending.cuh", old, new, quantised=True, **fields)
 
 
-def _long(old: str) -> Planted:
-    return _planted("fused", "reducing.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
+def _long(old: str) -> InjectedBug:
+    return _injected("fused", "local_reduction.cuh", old, shape=long_pieces, tokens=12, hidden=3000)
 
 
 SYSTEM_FENCE = "ptx::fence_acq_rel_sys();  // orders"
 REFILL_FENCE = "ptx::fence_proxy_async_shared();"
 SEND_STAGES = "wait_stages_read(stages_ - ahead_);"
-PLANTED = {
-    "rows announced without a wait": _planted("fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();"),
-    "rows announced when they are read": _planted(
+INJECTED_BUGS = {
+    "rows announced without a wait": _injected("fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();"),
+    "rows announced when they are read": _injected(
         "fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
     ),
-    "no fence before a lane's word": _planted("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows, whose", "//"),
-    "no fence before the head words": _planted("fused", "routing.cuh", "ptx::fence_acq_rel_sys();"),
-    "the end does not wait for writes": _planted("fused", "ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
-    "a stage is loaded too early": _planted("fused", "ring.cuh", SEND_STAGES, "wait_stages_read(stages_);"),
-    "no proxy fence before a slot is loaded": _planted(
+    "no fence before a lane's word": _injected("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows, whose", "//"),
+    "no fence before the head words": _injected("fused", "routing.cuh", "ptx::fence_acq_rel_sys();"),
+    "the end does not wait for writes": _injected("fused", "ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
+    "a stage is loaded too early": _injected("fused", "ring.cuh", SEND_STAGES, "wait_stages_read(stages_);"),
+    "no proxy fence before a slot is loaded": _injected(
         "fused", "placing.cuh", "ptx::fence_proxy_async();  // orders the word", "//"
     ),
     # A rank sends rows and gets none, so only the heads and the done words of its peers can hold it back.
-    "known routing waits for no word of its peers": Planted(
+    "known routing waits for no word of its peers": InjectedBug(
         "fused",
         (
             Change("dispatch.cu", "may && await_all(p, epoch)", "may && (KNOWN || await_all(p, epoch))"),
@@ -92,41 +92,41 @@ PLANTED = {
         ranks=2,
         routings=("one",) * 4,
     ),
-    "known rows are placed without a wait": _planted(
+    "known rows are placed without a wait": _injected(
         "staged", "placers.cuh", "p.at_once && !await_all(p, epoch)", "!KNOWN && p.at_once", form="known"
     ),
-    "known routing keeps the tokens that lanes have taken": _planted(
+    "known routing keeps the tokens that lanes have taken": _injected(
         "fused", "dispatch.cu", "*p.taken = 0;", "if (!KNOWN) *p.taken = 0;", form="known"
     ),
-    "known routing leaves a refusal": _planted(
+    "known routing leaves a refusal": _injected(
         "fused",
         "dispatch.cu",
         "if constexpr (!KNOWN) {\n                p.got",
         "if (true) {\n                p.got",
         form="known",
     ),
-    "known routing goes to the ranks of another token": _planted(
+    "known routing goes to the ranks of another token": _injected(
         "fused", "sending.cuh", "p_.masks + token_, 0)", "p_.masks + (token_ ^ 1), 0)", form="known"
     ),
-    "places of another source": _planted(
+    "places of another source": _injected(
         "fused",
         "known_places.cuh",
         "(static_cast<u64>(source) * p.slot_tokens + token) * p.topk;",
         "token * p.topk;",
         form="known",
     ),
-    "every expert of a group is aligned": _planted(
+    "every expert of a group is aligned": _injected(
         "fused", "places.cuh", "mine += count;", "mine = aligned(mine + count);", ranks=2, group=3
     ),
-    "the size of groups is ignored": _planted(
+    "the size of groups is ignored": _injected(
         "staged", "places.cuh", "mine = 0, left = p.group;", "mine = 0, left = 1;", ranks=2, group=2
     ),
-    "threads take parts of groups": _planted(
+    "threads take parts of groups": _injected(
         "ll", "places.cuh", "return least <= p_.group ? p_.group :", "return least <= p_.group ? least :", group=2
     ),
-    "a word is not acquired": _planted("fused", "sync.cuh", "load_acquire_sys(word)", "load_relaxed_sys(word)"),
-    "one buffer of slots, at the sender": _planted("fused", "sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
-    "one buffer of slots": Planted(
+    "a word is not acquired": _injected("fused", "sync.cuh", "load_acquire_sys(word)", "load_relaxed_sys(word)"),
+    "one buffer of slots, at the sender": _injected("fused", "sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
+    "one buffer of slots": InjectedBug(
         "fused",
         (
             Change("sending.cuh", "parity_(epoch & 1)", "parity_(0)"),
@@ -134,20 +134,20 @@ PLANTED = {
         ),
         form="pairs",
     ),
-    "one buffer of sums": Planted(
+    "one buffer of sums": InjectedBug(
         "fused",
         (
-            Change("reducing.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
-            Change("summing.cuh", "p_.slot_at(me, epoch_ & 1, rank, token)", "p_.slot_at(me, 0, rank, token)"),
+            Change("local_reduction.cuh", "p_.slot_at(source, epoch_ & 1, p", "p_.slot_at(source, 0, p"),
+            Change("final_reduction.cuh", "p_.slot_at(me, epoch_ & 1, rank, token)", "p_.slot_at(me, 0, rank, token)"),
         ),
         form="pairs",
         routings=("uniform",) * 8,
         ranks=2,
     ),
-    "epochs of the other operation": _planted(
+    "epochs of the other operation": _injected(
         "fused", "combine.cuh", "before_.load(first, p.operation,", "before_.load(first, p.operation - 8,", form="pairs"
     ),
-    "no done word from a sender with nothing to send": _planted(
+    "no done word from a sender with nothing to send": _injected(
         "fused",
         "sending.cuh",
         "    announce_done(p, epoch, sender);",
@@ -155,18 +155,20 @@ PLANTED = {
         routings=("none", "uniform"),
         ranks=2,
     ),
-    "sums announced when they are read": _planted(
-        "fused", "reducing.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
+    "sums announced when they are read": _injected(
+        "fused", "local_reduction.cuh", "ptx::bulk_wait<1>();", "ptx::bulk_wait_read<1>();"
     ),
-    "no fence before a sum's word": _planted("fused", "reducing.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"),
-    "no fence before a sum leaves its stage": _planted(
-        "fused", "reducing.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
+    "no fence before a sum's word": _injected(
+        "fused", "local_reduction.cuh", f"{SYSTEM_FENCE} the pieces, whose", "//"
     ),
-    "no fence before a stamp leaves": _planted(
+    "no fence before a sum leaves its stage": _injected(
+        "fused", "local_reduction.cuh", "ptx::fence_proxy_async_shared();  // orders this thread's stores", "//"
+    ),
+    "no fence before a stamp leaves": _injected(
         "fused", "sending.cuh", "ptx::fence_proxy_async_shared();  // orders the stamp", "//", stamped=True
     ),
-    "a sum's stage is overwritten too early": _planted(
-        "fused", "reducing.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
+    "a sum's stage is overwritten too early": _injected(
+        "fused", "local_reduction.cuh", "groups_++ % STEPS_UNDER_WAY", "groups_++ * 0"
     ),
     "sums of three steps announced without a wait": _long("ptx::bulk_wait<3>();"),
     "a step's stage is overwritten too early": _long("ptx::bulk_wait_read<STEPS_UNDER_WAY - 1>();"),
@@ -177,12 +179,12 @@ PLANTED = {
     "the last quantised rows announced without a wait": _quantising("ptx::bulk_wait<0>();"),
     "no fence before a quantised row's word": _quantising(f"{SYSTEM_FENCE} the rows, whose", "//"),
     "no fence before a quantised row leaves": _quantising("ptx::fence_proxy_async_shared();"),
-    "a stage is given back while it is read": _quantising("wait_stages_read(behind);", shape=small),
+    "a stage is given back while it is read": _quantising("wait_stages_read(unread);", shape=small),
     "a lane does not wait for an empty stage": _quantising(
         "leaving_.emptied.await_before(turn);\n        if", "if", shape=small
     ),
     "quantised rows announced before they have arrived": _quantising("leaving_.landed.await(turn);"),
-    "a queue entry is reused before its word is stored": Planted(
+    "a queue entry is reused before its word is stored": InjectedBug(
         "fused",
         (
             Change("quantised_stages.cuh", "announced.await_before(turn);", ""),
@@ -194,33 +196,35 @@ PLANTED = {
         quantised=True,
         shape=small,
     ),
-    "slots are packed before the peers have read them": _planted(
+    "slots are packed before the peers have read them": _injected(
         "copied", "pack.cu", "!may || !await_heads(p, epoch)", "!may", form="pairs", shape=small
     ),
-    "lines of the epoch before": _planted("ll", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
-    "the count of pieces that summers took is not reset": _planted(
+    "lines of the epoch before": _injected("ll", "lines.cuh", "high == epoch ?", "high + 2 >= epoch ?"),
+    "the count of pieces that the final reduction took is not reset": _injected(
         "fused", "combine.cu", "p.taken[0] = p.taken[1] =", "p.taken[0] ="
     ),
-    "summers leave pieces out": _planted("fused", "summing.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"),
-    "a router's runs are not counted": _planted(
+    "the final reduction leaves pieces out": _injected(
+        "fused", "final_reduction.cuh", "next = 2 * warps_ +", "next = 3 * warps_ +"
+    ),
+    "a router's runs are not counted": _injected(
         "ll", "routing_ll.cuh", "                count_run();\n", quantised=True, shape=small
     ),
-    "entries before a router's own are not counted": _planted(
+    "entries before a router's own are not counted": _injected(
         "ll", "routing_ll.cuh", ": counts_[expert] + before;", ": before;"
     ),
-    "no __syncwarp after another thread of the warp acquired a word": _planted(
+    "no __syncwarp after another thread of the warp acquired a word": _injected(
         "fused", "placing.cuh", "__syncwarp();  // hands what a thread has acquired", "//"
     ),
-    "a shuffle instead of __syncwarp hands a row over": _planted(
+    "a shuffle instead of __syncwarp hands a row over": _injected(
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", quantised=True, shape=small
     ),
-    "a shuffle instead of __syncwarp hands a stamp over": _planted(
+    "a shuffle instead of __syncwarp hands a stamp over": _injected(
         "fused", "placing.cuh", "__syncwarp();  // hands the row, which one", "//", stamped=True
     ),
-    "a vote instead of __syncwarp hands pieces over": _planted(
-        "fused", "summing.cuh", "__syncwarp();  // hands what was acquired", "//"
+    "a vote instead of __syncwarp hands pieces over": _injected(
+        "fused", "final_reduction.cuh", "__syncwarp();  // hands what was acquired", "//"
     ),
-    "no fence before a stage is filled again": _planted(
+    "no fence before a stage is filled again": _injected(
         "fused",
         "placing.cuh",
         f"{REFILL_FENCE}\n            __syncwarp();",
@@ -228,16 +232,16 @@ PLANTED = {
         quantised=True,
         shape=small,
     ),
-    "no fence before a stamp's stage is filled again": _planted(
+    "no fence before a stamp's stage is filled again": _injected(
         "fused", "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();", stamped=True
     ),
-    "no barrier before a block's word": _planted(
+    "no barrier before a block's word": _injected(
         "staged", "sending.cuh", "__syncthreads();  // hands what the lanes", "//", shape=small
     ),
-    "no fence before a block's word": _planted(
+    "no fence before a block's word": _injected(
         "staged", "sending.cuh", "ptx::fence_acq_rel_sys();  // orders the rows before", "//", shape=small
     ),
-    "one buffer of lines": Planted(
+    "one buffer of lines": InjectedBug(
         "ll",
         (Change("rows_ll.cuh", "p.rows[epoch & 1]", "p.rows[0]"),),
         routings=("uniform",) * 6,
@@ -271,7 +275,7 @@ COPYING = {
     "a credit that is not waited for": Change(
         "lanes.cuh", "credit + lane.lag >= epoch", "credit + lane.lag + 1 >= epoch"
     ),
-    "no proxy fence behind a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
+    "no proxy fence after a credit": Change("copy.cu", "        ptx::fence_proxy_async();", ""),
     "threads that do not wait for one another before the ticket": Change(
         "copy.cu", "ptx::barrier_of_warps(1, ORDINARY_THREADS);  // orders the stores", "//"
     ),
@@ -285,12 +289,12 @@ BY_ERROR = {
     "bulk stores 144 bytes of dispatch_rows of rank .*not aligned to 16": Change(
         "sending.cuh", "row >> 32), stage", "row >> 32) + 8, stage"
     ),
-    "stores 4 bytes of .*behind the end of masks.*outside every region": Change(
+    "stores 4 bytes of .*after the end of masks.*outside every region": Change(
         "routing.cuh",
         "p_.masks[token] = p_.ranks_of(token);",
         "p_.masks[token] = p_.ranks_of(token), p_.masks[token + 40] = 0;",
     ),
-    "stores 8 bytes of .*behind the end of own of rank .*outside every region": Change(
+    "stores 8 bytes of .*after the end of own of rank .*outside every region": Change(
         "beginning.cuh", "scratch.needed = 0;", "(&scratch)[12].needed = 0;"
     ),
     "a plain access to": Change("placing.cuh", "queue_[loads_++ % QUEUE] =", "queue_[loads_++ % QUEUE + 65536] ="),
@@ -307,7 +311,7 @@ BY_ERROR = {
         "ring.cuh", "ptx::barrier_expect(barrier, chunk.bytes);", "ptx::barrier_expect(barrier, chunk.bytes + 16);"
     ),
     "two different collectives": Change(
-        "reducing.cuh",
+        "local_reduction.cuh",
         "            __syncwarp();\n            sum_step(",
         "            if (!leads_) __syncwarp();\n            sum_step(",
     ),

@@ -1,11 +1,10 @@
-// The reducers of a combine sum the rows of this rank's experts for each token of each peer. They sum in float32, round
-// once to the type in which sums cross, and push the sum into the peer's slot.
+// The local reduction of a combine: its warps sum the rows of this rank's experts for each token of each peer. They sum
+// in float32, round once to the type in which sums cross, and push the sum into the peer's slot.
 //
 // Rows are cut into pieces; number n is piece n % pieces of token n / pieces. An item is a number for one peer, and the
-// items of a number are consecutive. So all ranks get their first pieces first. A lane is a warp. It takes the next
-// item when it has finished one, because some items are no work and some are much. It sums a piece step by step and
-// pushes each step at once, so that the links are busy from early on. With CARRIES the numbers of a token's entries go
-// with its first piece.
+// items of a number are consecutive. So all ranks get their first pieces first. A warp takes the next item when it has
+// finished one, because some items are no work and some are much. It sums a piece step by step and pushes each step at
+// once, so that the links are busy from early on. With CARRIES the numbers of a token's entries go with its first piece.
 #pragma once
 
 #include "raymoe/combine/adding.cuh"
@@ -13,9 +12,9 @@
 
 namespace raymoe {
 
-constexpr u32 STEPS_UNDER_WAY = 4;  // of a lane, each in its stage
+constexpr u32 STEPS_UNDER_WAY = 4;  // of a warp, each in its stage
 
-// The bytes of a lane's stage, which holds one step.
+// The bytes of a warp's stage, which holds one step.
 __device__ __forceinline__ u32 stage_memory() { return STEP * Crossed::BYTES + (STAMPS ? STAMP_BYTES : 0); }
 
 // Waits until all groups but the `younger` last ones, which are the steps of a piece, have been performed. The thread
@@ -30,10 +29,10 @@ __device__ __forceinline__ void wait_for_older(u32 younger) {
 }
 
 template <class Type>
-class ReduceLane {
+class LocalReduction {
   public:
-    __device__ ReduceLane(const CombineParams& p, u32 reducer, u8* shared)
-        : p_(p), lane_(reducer * p.reducer_lanes + threadIdx.x / 32), leads_(threadIdx.x % 32 == 0),
+    __device__ LocalReduction(const CombineParams& p, u32 block, u8* shared)
+        : p_(p), warp_(block * p.local_warps + threadIdx.x / 32), leads_(threadIdx.x % 32 == 0),
           memory_(ptx::shared_address(shared + threadIdx.x / 32 * STEPS_UNDER_WAY * stage_memory())) {}
 
     // Only issues loads, before the epoch is known.
@@ -41,18 +40,18 @@ class ReduceLane {
         const u32 thread = threadIdx.x % 32;
         cause_ = ptx::load_4(&p_.got->refusal.cause);
         sent_ = ptx::load_4_if(thread < p_.peers.ranks, &p_.got->tokens[thread], 0);
-        entry_ = entry_of(lane_);
+        entry_ = entry_of(warp_);
     }
 
-    // Reduces the lane's items, and returns when every piece has arrived and its word is stored. All threads of the
-    // warp call this. While an item is summed, the lane asks for the places of the next one, and for the item after
+    // Reduces the warp's items, and returns when every piece has arrived and its word is stored. All threads of the
+    // warp call this. While an item is summed, the warp asks for the places of the next one, and for the item after
     // that.
     __device__ __forceinline__ void run(u64 epoch) {
         epoch_ = epoch;
-        if (threadIdx.x / 32 >= p_.reducer_lanes || cause_ != CAUSE_NONE) {
+        if (threadIdx.x / 32 >= p_.local_warps || cause_ != CAUSE_NONE) {
             return;
         }
-        const u32 peers = p_.peers.ranks - 1, lanes = p_.lanes();
+        const u32 peers = p_.peers.ranks - 1, warps = p_.reduction_warps();
         sent_ = min(sent_ - min(sent_, p_.first_token), p_.most_tokens);
         u32 most = 0;
 #pragma unroll 1
@@ -60,7 +59,7 @@ class ReduceLane {
             most = max(most, __shfl_sync(0xFFFFFFFF, sent_, p_.peers.in_turn(step)));
         }
         const u32 items = most * p_.pieces * peers;
-        u32 item = lane_, next = lane_ + lanes;
+        u32 item = warp_, next = warp_ + warps;
         while (item < items) {
             const u64 entry = entry_;
             entry_ = entry_of(next);
@@ -72,7 +71,7 @@ class ReduceLane {
                 push(source, number, entry, hits);
             }
             item = next;
-            next = 2 * lanes + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken, 0));
+            next = 2 * warps + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken, 0));
         }
         if (leads_) {
             ptx::bulk_wait<0>();
@@ -123,7 +122,7 @@ class ReduceLane {
         }
     }
 
-    // Stores the numbers of a token's entries behind its sum. The __syncwarp of the next step hands these stores to the
+    // Stores the numbers of a token's entries after its sum. The __syncwarp of the next step hands these stores to the
     // thread that announces the piece.
     __device__ __forceinline__ void push_numbers(u8* slot, u64 entry) const {
         const u32 k = threadIdx.x % 32;
@@ -148,7 +147,7 @@ class ReduceLane {
         __syncwarp();
     }
 
-    // The last step of a piece also pushes its stamp. No thread reads the bytes behind a row's end, up to a multiple of
+    // The last step of a piece also pushes its stamp. No thread reads the bytes after a row's end, up to a multiple of
     // 16.
     __device__ __forceinline__ void push_step(u8* slot, u32 stage, u32 step, u32 last, u32 number) const {
         const u32 end = min(step + STEP, last);
@@ -179,7 +178,7 @@ class ReduceLane {
     }
 
     const CombineParams& p_;
-    u32 lane_;
+    u32 warp_;
     bool leads_;
     u32 memory_;
     u64 epoch_ = 0;
@@ -191,14 +190,14 @@ class ReduceLane {
     u64* words_[MOST_TOGETHER] = {};  // their words
 };
 
-// Tells every peer that this reducer has nothing more to push, also if there was nothing to push. All threads of the
-// block call this, when its lanes have awaited their pieces. No data is read because of these words; they let the
+// Tells every peer that this block has nothing more to push, also if there was nothing to push. All threads of the
+// block call this, when its warps have awaited their pieces. No data is read because of these words; they let the
 // peers' kernels end.
-__device__ inline void announce_done(const CombineParams& p, u64 epoch, u32 reducer) {
-    __syncthreads();  // hands what the lanes have awaited to the threads below
+__device__ inline void announce_done(const CombineParams& p, u64 epoch, u32 block) {
+    __syncthreads();  // hands what the warps have awaited to the threads below
     trace(p.trace, AT_ARRIVED);
     if (threadIdx.x + 1 < p.peers.ranks) {
-        ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(threadIdx.x), p.peers.rank, reducer), epoch);
+        ptx::store_relaxed_sys(p.done_at(p.peers.in_turn(threadIdx.x), p.peers.rank, block), epoch);
     }
     trace(p.trace, AT_SAID_DONE);
 }

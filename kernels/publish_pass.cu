@@ -7,7 +7,7 @@
 
 namespace raymoe {
 
-struct TellPassParams {
+struct PublishPassParams {
     const u8* number;  // u32[2], the halves of a word: the dispatch
     u8* into;          // Status
     const u8* mark;    // u64, whose bits are inverted in the number: see passes.cuh; null: none
@@ -18,7 +18,7 @@ struct TellPassParams {
 
 }  // namespace raymoe
 
-extern "C" __global__ void __launch_bounds__(32) tell_pass(const __grid_constant__ raymoe::TellPassParams p) {
+extern "C" __global__ void __launch_bounds__(32) publish_pass(const __grid_constant__ raymoe::PublishPassParams p) {
     using namespace raymoe;
     if (threadIdx.x == 0) {
         const u64 number = static_cast<u64>(ptx::load_4(p.number + 4)) << 32 | ptx::load_4(p.number);
