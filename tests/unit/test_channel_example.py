@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.python_path import python_path
 
 REPO = Path(__file__).resolve().parents[2]
