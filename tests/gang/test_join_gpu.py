@@ -12,6 +12,7 @@ from tests.gang.test_join import Engine
 from tests.python_path import python_path
 
 
+@pytest.mark.thorough
 def test_an_actor_with_a_gpu_gets_a_cpu_world_only_on_request(tmp_path: Path) -> None:
     """Ray counts a GPU that torch does not see, as with a torch that was installed without CUDA."""
     import torch

@@ -194,7 +194,10 @@ FAILURES = {
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [pytest.param(*each, marks=pytest.mark.thorough if each[0] == "hangs" else ()) for each in FAILURES.items()],
+    [
+        pytest.param(*each, marks=pytest.mark.thorough if each[0] in ("hangs", "crashes", "refuses") else ())
+        for each in FAILURES.items()
+    ],
     ids=FAILURES,
 )
 def test_a_failing_system_gives_a_skipped_line_and_the_run_goes_on(scripted, monkeypatch, script, said):
