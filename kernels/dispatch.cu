@@ -27,9 +27,9 @@
 //             reader: for each source one thread of every placer: acquire; __syncthreads; ordinary loads
 //   arrivals  writer: bulk stores of the row; cp.async.bulk.wait_group (not .read); fence.acq_rel.sys; relaxed store.
 //             For rows as fp8 one warp waits; then an mbarrier; another warp fences and stores
-//             reader: for each source one thread of a placer's lane: acquire; __syncwarp; the driving thread:
+//             reader: for each source one thread of a placement warp: acquire; __syncwarp; the driving thread:
 //             fence.proxy.async, bulk load of the slot
-//   done      writer: each lane waits for all its bulk stores; __syncthreads; for each peer one thread:
+//   done      writer: each warp waits for all its bulk stores; __syncthreads; for each peer one thread:
 //             fence.acq_rel.sys, relaxed store
 //             reader: the last block out, and with `at_once` every placer: acquire; __syncthreads; before a bulk load
 //             as above

@@ -153,14 +153,14 @@ class DispatchParams(DispatchCall):
     rank_layout: U32
     parts: U32
     senders: U32
-    sender_lanes: U32
+    sender_warps: U32
     sender_stages: U32
     together: U32
     at_once: U32
     arrival_stride: U32
     routers: U32
     placers: U32
-    placer_lanes: U32
+    placement_warps: U32
     placer_stages: U32
 
 

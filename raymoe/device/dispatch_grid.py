@@ -1,4 +1,4 @@
-"""Lay out a launch of kernels/dispatch.cu on a GPU: which blocks send, which place, and with how many lanes."""
+"""Lay out a launch of kernels/dispatch.cu on a GPU: which blocks send, which place, and with how many warps."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DispatchGrid:
     senders: int
     placers: int
     routers: int
-    sender_lanes: int
+    sender_warps: int
     sender_stages: int
-    placer_lanes: int
+    placement_warps: int
     placer_stages: int
     together: int
     shared_bytes: int
@@ -50,8 +50,8 @@ class Rows:
     dequantised: bool = False
 
 
-def lane_memory(stages: int, stage_bytes: int) -> int:
-    """Bytes of shared memory of a lane's ring; the same sum as in dispatch.cuh."""
+def ring_memory(stages: int, stage_bytes: int) -> int:
+    """Bytes of shared memory of a warp's ring; the same sum as in dispatch.cuh."""
     return _whole_lines(stages * (stage_bytes + 8))
 
 
@@ -59,62 +59,62 @@ def _whole_lines(nbytes: int) -> int:
     return -(-nbytes // 128) * 128
 
 
-def lanes_of(available: int, row_bytes: int, lanes: int, stages: int, extra: int = 0) -> tuple[int, int]:
-    """The number of lanes, and of stages of each, that fit into shared memory. Each lane needs `extra` bytes too.
+def warps_of(available: int, row_bytes: int, warps: int, stages: int, extra: int = 0) -> tuple[int, int]:
+    """The number of warps, and of stages of each, that fit into shared memory. Each warp needs `extra` bytes too.
 
-    All `lanes` if each gets `stages` or more. Otherwise fewer lanes, so that each gets at least two stages.
+    All `warps` if each gets `stages` or more. Otherwise fewer warps, so that each gets at least two stages.
 
-    >>> lanes_of(200_000, 14336, lanes=4, stages=3), lanes_of(200_000, 65536, lanes=4, stages=3)
+    >>> warps_of(200_000, 14336, warps=4, stages=3), warps_of(200_000, 65536, warps=4, stages=3)
     ((4, 3), (1, 3))
-    >>> lanes_of(200_000, 256, lanes=4, stages=3)  # small rows: more of them in flight
+    >>> warps_of(200_000, 256, warps=4, stages=3)  # small rows: more of them in flight
     (4, 16)
     """
     for least in (stages, 2, 1):
-        for count in range(lanes, 0, -1):
+        for count in range(warps, 0, -1):
             fit = QUEUE
-            while fit and (lane_memory(fit, row_bytes) + extra) * count > available:
+            while fit and (ring_memory(fit, row_bytes) + extra) * count > available:
                 fit -= 1
             if fit >= least:
                 return count, fit
     raise ConfigError(f"a row has {row_bytes} bytes; {available} bytes of shared memory cannot hold it")
 
 
-def quantising_lanes(available: int, row_bytes: int, slot_bytes: int, most: int) -> tuple[int, int]:
-    """The number of lanes that quantise, at most `most`, and of stages for rows that leave.
+def quantising_warps(available: int, row_bytes: int, slot_bytes: int, most: int) -> tuple[int, int]:
+    """The number of warps that quantise, at most `most`, and of stages for rows that leave.
 
-    There are two stages for each lane if they fit, and never fewer than lanes.
+    There are two stages for each warp if they fit, and never fewer than warps.
 
-    >>> quantising_lanes(232_448, 14336, 7424, most=4), quantising_lanes(232_448, 65536, 16896, most=4)
+    >>> quantising_warps(232_448, 14336, 7424, most=4), quantising_warps(232_448, 65536, 16896, most=4)
     ((4, 8), (2, 5))
     """
     for each in (2, 1):
-        for lanes in range(most, 0, -1):
-            for stages in range(2 * most, each * lanes - 1, -1):
-                if quantising_bytes(lanes, stages, row_bytes, slot_bytes) <= available:
-                    return lanes, stages
+        for warps in range(most, 0, -1):
+            for stages in range(2 * most, each * warps - 1, -1):
+                if quantising_bytes(warps, stages, row_bytes, slot_bytes) <= available:
+                    return warps, stages
     raise ConfigError(f"a row has {row_bytes} bytes; {available} bytes of shared memory are too few to quantise it")
 
 
-def lanes_wanted(rows: Rows, senders: int, placers: int) -> int:
-    """The lanes of a sender that quantise: enough to keep up with the links, or with the placers if those are slower.
+def warps_wanted(rows: Rows, senders: int, placers: int) -> int:
+    """The warps of a sender that quantise: enough to keep up with the links, or with the placers if those are slower.
 
     >>> from dataclasses import replace
     >>> rows = Rows(7424, 14336, tokens=4096, topk=8, experts=256, ranks=4, placed=True, fp8=True)
-    >>> lanes_wanted(rows, 28, 104), lanes_wanted(replace(rows, ranks=2), 32, 100)
+    >>> warps_wanted(rows, 28, 104), warps_wanted(replace(rows, ranks=2), 32, 100)
     (4, 4)
-    >>> lanes_wanted(replace(rows, slot_bytes=6400, row_bytes=12288, topk=2, experts=8), 32, 100)
+    >>> warps_wanted(replace(rows, slot_bytes=6400, row_bytes=12288, topk=2, experts=8), 32, 100)
     6
     """
     sent = max(crossing(rows.ranks, rows.topk), 1) * rows.slot_bytes / LINK_BYTES_A_US
     placed_bytes = rows.placed * rows.topk * (rows.row_bytes if rows.dequantised else rows.slot_bytes)
     us_a_row = senders * max(sent, placed_bytes / (placers * PLACED_BYTES_A_US))
-    return max(FP8_SENDER_LANES, min(MOST_FP8_SENDER_LANES, ceil(LANE_US / us_a_row)))
+    return max(FP8_SENDER_WARPS, min(MOST_FP8_SENDER_WARPS, ceil(WARP_US / us_a_row)))
 
 
-def quantising_bytes(lanes: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
+def quantising_bytes(warps: int, stages: int, row_bytes: int, slot_bytes: int) -> int:
     """Bytes of shared memory of a block that quantises; the same sum as in quantised_sending.cuh."""
     shared = (2 * MOST_LEAVING + 3 * LEAVING_QUEUE) * 8 + 16  # barriers, the queue itself, turns
-    return lanes * lane_memory(1, row_bytes) + stages * _whole_lines(slot_bytes) + shared
+    return warps * ring_memory(1, row_bytes) + stages * _whole_lines(slot_bytes) + shared
 
 
 def crossing(ranks: int, topk: int) -> float:
@@ -129,14 +129,14 @@ def crossing(ranks: int, topk: int) -> float:
 def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     """The grid for these rows: at most `sms` blocks, each with at most `shared_bytes` of shared memory.
 
-    >>> def lanes(ranks: int, hidden: int, topk: int, sms: int = 132) -> tuple[int, int, int]:
+    >>> def warps(ranks: int, hidden: int, topk: int, sms: int = 132) -> tuple[int, int, int]:
     ...     rows = Rows(2 * hidden, 2 * hidden, tokens=4096, topk=topk, experts=256, ranks=ranks, placed=True)
     ...     grid = grid_of(rows, sms, 231_424)
-    ...     return grid.senders, grid.sender_lanes, grid.together
-    >>> lanes(4, 7168, 8), lanes(4, 4096, 8), lanes(4, 2880, 4), lanes(2, 7168, 8), lanes(4, 7168, 8, sms=48)
+    ...     return grid.senders, grid.sender_warps, grid.together
+    >>> warps(4, 7168, 8), warps(4, 4096, 8), warps(4, 2880, 4), warps(2, 7168, 8), warps(4, 7168, 8, sms=48)
     ((54, 1, 2), (54, 2, 2), (54, 3, 2), (24, 4, 2), (14, 3, 4))
     >>> stay = grid_of(Rows(14336, 14336, tokens=4096, topk=8, experts=256, ranks=2, placed=False), 132, 231_424)
-    >>> stay.senders, stay.sender_lanes  # with layout rank
+    >>> stay.senders, stay.sender_warps  # with layout rank
     (54, 3)
     >>> quantised = [Rows(7424, 14336, 4096, 8, 256, ranks, placed=True, fp8=True) for ranks in (2, 4, 8)]
     >>> [(grid.senders, grid.placers) for grid in (grid_of(rows, 132, 231_424) for rows in quantised)]
@@ -158,65 +158,65 @@ def grid_of(rows: Rows, sms: int, shared_bytes: int) -> DispatchGrid:
     routers = max(1, min(placers, MOST_ROUTERS, -(-rows.tokens // TOKENS_A_ROUTER)))
     available = shared_bytes
     if rows.fp8:
-        most_lanes_wanted = lanes_wanted(rows, sending, placers)
-        sender_lanes, sender_stages = quantising_lanes(available, rows.row_bytes, rows.slot_bytes, most_lanes_wanted)
-        sending_bytes = quantising_bytes(sender_lanes, sender_stages, rows.row_bytes, rows.slot_bytes)
+        most_warps_wanted = warps_wanted(rows, sending, placers)
+        sender_warps, sender_stages = quantising_warps(available, rows.row_bytes, rows.slot_bytes, most_warps_wanted)
+        sending_bytes = quantising_bytes(sender_warps, sender_stages, rows.row_bytes, rows.slot_bytes)
     else:
-        most_lanes, in_flight = SENDER_LANES, BYTES_IN_FLIGHT
+        most_warps, in_flight = SENDER_WARPS, BYTES_IN_FLIGHT
         if placers_are_short:
-            most_lanes, in_flight = MOST_SENDER_LANES, FEWER_IN_FLIGHT
-        lanes = max(1, min(most_lanes, round(in_flight / (sending * destinations * rows.slot_bytes))))
-        sender_lanes, sender_stages = lanes_of(available, rows.slot_bytes, lanes, 3, extra=SEND_QUEUE_BYTES)
+            most_warps, in_flight = MOST_SENDER_WARPS, FEWER_IN_FLIGHT
+        warps = max(1, min(most_warps, round(in_flight / (sending * destinations * rows.slot_bytes))))
+        sender_warps, sender_stages = warps_of(available, rows.slot_bytes, warps, 3, extra=SEND_QUEUE_BYTES)
         sender_stages = min(sender_stages, SENDER_STAGES)
-        sending_bytes = sender_lanes * (lane_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
+        sending_bytes = sender_warps * (ring_memory(sender_stages, rows.slot_bytes) + SEND_QUEUE_BYTES)
     before = _whole_lines((2 * rows.experts + MAX_RANKS) * 4 + WARPS * QUEUE * 4 + PLAN_BYTES)
     whole = _whole_lines(rows.row_bytes) if rows.dequantised else 0
-    placer_lanes, placer_stages = lanes_of(shared_bytes - before, rows.slot_bytes, PLACER_LANES, 3, extra=whole)
-    together = TOGETHER if sending * sender_lanes >= FEW_LANES else FEW_TOGETHER
+    placement_warps, placer_stages = warps_of(shared_bytes - before, rows.slot_bytes, PLACEMENT_WARPS, 3, extra=whole)
+    together = TOGETHER if sending * sender_warps >= FEW_WARPS else FEW_TOGETHER
     used = max(
         sending_bytes,
-        before + placer_lanes * (lane_memory(placer_stages, rows.slot_bytes) + whole),
+        before + placement_warps * (ring_memory(placer_stages, rows.slot_bytes) + whole),
         (WARPS + 1) * rows.experts * 4,
     )
     return DispatchGrid(
-        sending, placers, routers, sender_lanes, sender_stages, placer_lanes, placer_stages, together, used
+        sending, placers, routers, sender_warps, sender_stages, placement_warps, placer_stages, together, used
     )
 
 
 SENDERS, PLACERS, PLACERS_OF_OWN = 54, 78, 16
-SENDER_LANES, SENDER_STAGES, PLACER_LANES, TOGETHER, TOKENS_A_ROUTER = 3, 4, 8, 2, 128
-FEW_LANES, FEW_TOGETHER = 54, 4
+SENDER_WARPS, SENDER_STAGES, PLACEMENT_WARPS, TOGETHER, TOKENS_A_ROUTER = 3, 4, 8, 2, 128
+FEW_WARPS, FEW_TOGETHER = 54, 4
 BYTES_IN_FLIGHT = 2_200_000
-"""Bytes in flight, with one row of each lane to each rank that a token goes to. Link throughput depends on the stores
-in flight, so senders have more lanes where rows are smaller or go to fewer ranks.
+"""Bytes in flight, with one row of each warp to each rank that a token goes to. Link throughput depends on the stores
+in flight, so senders have more warps where rows are smaller or go to fewer ranks.
 
-us for a dispatch of 4096 tokens, bfloat16 (4x H200, 2026-11-22). Hidden 7168, top-8: 54 senders of one lane 474, 66 of
-two 487, of three 507; the kernel that only pushes rows 461. Hidden 2880, top-4: three lanes 163, two 175. Hidden
+us for a dispatch of 4096 tokens, bfloat16 (4x H200, 2026-11-22). Hidden 7168, top-8: 54 senders of one warp 474, 66 of
+two 487, of three 507; the kernel that only pushes rows 461. Hidden 2880, top-4: three warps 163, two 175. Hidden
 4096, top-8: two 286, three 290.
 
-With fewer lanes than FEW_LANES, each lane does more: it needs about 3 us for a row, and as much for a fence. So it
-announces 4 rows with one fence. The 7168 case then takes 485 by 14 senders of 3 lanes and 34 placers, and 471 with
-layout rank by 10 senders of 3 lanes."""
+With fewer warps than FEW_WARPS, each warp does more: it needs about 3 us for a row, and as much for a fence. So it
+announces 4 rows with one fence. The 7168 case then takes 485 by 14 senders of 3 warps and 34 placers, and 471 with
+layout rank by 10 senders of 3 warps."""
 
 MANY_PLACES, FEWER_SENDERS, MORE_PLACERS = 6, 24, 108
-MOST_SENDER_LANES, FEWER_IN_FLIGHT = 8, 1_500_000
+MOST_SENDER_WARPS, FEWER_IN_FLIGHT = 8, 1_500_000
 """Where a row has many places for each rank that it goes to, as on two ranks, placers and memory are the bottleneck.
-Then there are fewer senders, with more lanes.
+Then there are fewer senders, with more warps.
 
-us for a dispatch of 4096 tokens, bfloat16 (2x H200, 2026-11-22). Hidden 7168, top-8: 54 senders of 3 lanes 238, 32 of
+us for a dispatch of 4096 tokens, bfloat16 (2x H200, 2026-11-22). Hidden 7168, top-8: 54 senders of 3 warps 238, 32 of
 4 223, 24 of 4 213, 24 of 3 237, 20 of 4 236. Hidden 4096, top-8: 54 of 3 144, 24 of 6 140, 24 of 8 135. Hidden 2880,
 top-4, with at most four places for each rank: 54 of 3 95, 24 of 8 97."""
 
 FEWEST_FP8_SENDERS, FP8_SENDERS, FP8_SENDERS_OF_ONE_WAY, FP8_BLOCKS = 24, 32, 76, 132
-FP8_SENDER_LANES, MOST_FP8_SENDER_LANES, MOST_LEAVING, LEAVING_QUEUE = 4, 6, 12, 32
-LINK_BYTES_A_US, PLACED_BYTES_A_US, LANE_US = 345_000, 13_900, 5.3
+FP8_SENDER_WARPS, MOST_FP8_SENDER_WARPS, MOST_LEAVING, LEAVING_QUEUE = 4, 6, 12, 32
+LINK_BYTES_A_US, PLACED_BYTES_A_US, WARP_US = 345_000, 13_900, 5.3
 """MOST_LEAVING and LEAVING_QUEUE are the same as in quantised_stages.cuh. A quantised row goes to every rank with an
 expert of its token. So with more such ranks, fewer senders fill the links.
 
 us for a dispatch of 4096 tokens of 7168 bfloat16, top-8: on four GPUs 263 by 20 to 36 senders; on two, where placers
 are the bottleneck, 197 by 24 senders, 175 by 32, 182 by 40.
 
-A lane needs 3.2 (hidden 2880) to 4.1 us (7168) for a row, its load included. There are always at least 4 lanes, and
-about a third more than needed to keep up. us for 4 and 6 lanes on two GPUs: 175 and 183 where rows have 8 places on two
-ranks, and placers just keep up; hidden 4096 of 128 experts 123 and 105; hidden 2880, top-4, 103 and 83; hidden 6144,
-top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""
+A quantising warp needs 3.2 (hidden 2880) to 4.1 us (7168) for a row, its load included. There are always at least 4
+warps, and about a third more than needed to keep up. us for 4 and 6 warps on two GPUs: 175 and 183 where rows have 8
+places on two ranks, and placers just keep up; hidden 4096 of 128 experts 123 and 105; hidden 2880, top-4, 103 and 83;
+hidden 6144, top-2, 129 and 102 (H200, cold L2 cache, 2026-11-22)."""

@@ -73,7 +73,7 @@ class Build:
     def grids(self, sms: int) -> tuple[DispatchGrid, CombineGrid]:
         """Lay out launches of at most one block on each of `sms` SMs.
 
-        Grids are equal on all ranks, because the reader of a lane's words must know the number of lanes.
+        Grids are equal on all ranks, because the reader of a sender warp's words must know the number of these warps.
         """
         spec, world = self.spec, self.space.world
         gpu, retypes = world.gpu, spec.combine_wire != spec.dtype
@@ -129,14 +129,14 @@ class Build:
             rank_layout=int(self.spec.layout == "rank"),
             parts=parts,
             senders=grid.senders,
-            sender_lanes=grid.sender_lanes,
+            sender_warps=grid.sender_warps,
             sender_stages=grid.sender_stages,
             together=grid.together,
             at_once=0,
             arrival_stride=round_up(space.bounds.tokens, WORD_STRIDE),
             routers=grid.routers,
             placers=grid.placers,
-            placer_lanes=grid.placer_lanes,
+            placement_warps=grid.placement_warps,
             placer_stages=grid.placer_stages,
         )
 

@@ -100,7 +100,7 @@ class StagedBackend(FusedBackend):
         moving, summing = super()._grids(sms)
         blocks = summing.local_blocks + summing.final_blocks
         if not self.build.fp8:
-            moving = replace(moving, senders=blocks, sender_lanes=dispatch.WIDE)
+            moving = replace(moving, senders=blocks, sender_warps=dispatch.WIDE)
         return moving, replace(summing, local_blocks=blocks, final_blocks=blocks)
 
 
@@ -215,5 +215,5 @@ class CopiedBackend(StagedBackend):
         return [*moving, *(self.combine_grid.shape(part) for part in self.whole_combine)]
 
     def _dispatch_params(self, parts: int) -> DispatchParams:
-        """One lane of one sender: its word announces all rows."""
-        return replace(super()._dispatch_params(parts), senders=1, sender_lanes=1)
+        """One warp of one sender: its word announces all rows."""
+        return replace(super()._dispatch_params(parts), senders=1, sender_warps=1)

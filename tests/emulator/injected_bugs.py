@@ -69,7 +69,7 @@ INJECTED_BUGS = {
     "rows announced when they are read": _injected(
         "fused", "sending.cuh", "ptx::bulk_wait<YOUNGER>();", "ptx::bulk_wait_read<YOUNGER>();"
     ),
-    "no fence before a lane's word": _injected("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows, whose", "//"),
+    "no fence before a sender warp's word": _injected("fused", "sending.cuh", f"{SYSTEM_FENCE} the rows, whose", "//"),
     "no fence before the head words": _injected("fused", "routing.cuh", "ptx::fence_acq_rel_sys();"),
     "the end does not wait for writes": _injected("fused", "ring.cuh", "ptx::bulk_wait<0>();", "settle();"),
     "a stage is loaded too early": _injected("fused", "ring.cuh", SEND_STAGES, "wait_stages_read(stages_);"),
@@ -95,7 +95,7 @@ INJECTED_BUGS = {
     "known rows are placed without a wait": _injected(
         "staged", "placers.cuh", "p.at_once && !await_all(p, epoch)", "!KNOWN && p.at_once", form="known"
     ),
-    "known routing keeps the tokens that lanes have taken": _injected(
+    "known routing keeps the tokens that warps have taken": _injected(
         "fused", "dispatch.cu", "*p.taken = 0;", "if (!KNOWN) *p.taken = 0;", form="known"
     ),
     "known routing leaves a refusal": _injected(
@@ -180,7 +180,7 @@ INJECTED_BUGS = {
     "no fence before a quantised row's word": _quantising(f"{SYSTEM_FENCE} the rows, whose", "//"),
     "no fence before a quantised row leaves": _quantising("ptx::fence_proxy_async_shared();"),
     "a stage is given back while it is read": _quantising("wait_stages_read(unread);", shape=small),
-    "a lane does not wait for an empty stage": _quantising(
+    "a warp does not wait for an empty stage": _quantising(
         "leaving_.emptied.await_before(turn);\n        if", "if", shape=small
     ),
     "quantised rows announced before they have arrived": _quantising("leaving_.landed.await(turn);"),
@@ -236,7 +236,7 @@ INJECTED_BUGS = {
         "fused", "placing.cuh", f"{REFILL_FENCE}\n            __syncwarp();", "__syncwarp();", stamped=True
     ),
     "no barrier before a block's word": _injected(
-        "staged", "sending.cuh", "__syncthreads();  // hands what the lanes", "//", shape=small
+        "staged", "sending.cuh", "__syncthreads();  // hands what the warps", "//", shape=small
     ),
     "no fence before a block's word": _injected(
         "staged", "sending.cuh", "ptx::fence_acq_rel_sys();  // orders the rows before", "//", shape=small

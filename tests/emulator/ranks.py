@@ -466,16 +466,16 @@ def backend(
 
 
 def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
-    """Few lanes with rings of two stages, so that every ring and window wraps."""
+    """Few warps with rings of two stages, so that every ring and window wraps."""
     return (
         replace(
             moving,
             senders=2,
             placers=3,
             routers=2,
-            sender_lanes=min(2, moving.sender_lanes),
+            sender_warps=min(2, moving.sender_warps),
             sender_stages=min(2, moving.sender_stages),
-            placer_lanes=min(2, moving.placer_lanes),
+            placement_warps=min(2, moving.placement_warps),
             placer_stages=min(2, moving.placer_stages),
         ),
         replace(summing, local_blocks=2, final_blocks=2, local_warps=2),
@@ -483,9 +483,9 @@ def small(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, Com
 
 
 def narrow(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
-    """One lane each way, so that readers wait for rows while most are still to be sent."""
+    """One warp each way, so that readers wait for rows while most are still to be sent."""
     moving, summing = small(moving, summing)
-    return replace(moving, senders=1, sender_lanes=1), replace(summing, local_blocks=1, local_warps=1, final_blocks=1)
+    return replace(moving, senders=1, sender_warps=1), replace(summing, local_blocks=1, local_warps=1, final_blocks=1)
 
 
 def long_pieces(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
@@ -495,11 +495,11 @@ def long_pieces(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGri
 
 
 def deep(stages: int) -> Callable[[DispatchGrid, CombineGrid], tuple[DispatchGrid, CombineGrid]]:
-    """One lane each way, with rings of so many stages."""
+    """One warp each way, with rings of so many stages."""
 
     def shape(moving: DispatchGrid, summing: CombineGrid) -> tuple[DispatchGrid, CombineGrid]:
         moving, summing = narrow(moving, summing)
-        one = replace(moving, placers=1, placer_lanes=1, routers=1)
+        one = replace(moving, placers=1, placement_warps=1, routers=1)
         return replace(one, sender_stages=stages, placer_stages=stages), summing
 
     return shape

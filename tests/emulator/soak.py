@@ -34,17 +34,17 @@ def drawn_shape(seed: int) -> Callable[[Any, Any], Any]:
             senders=rng.randint(1, 3),
             placers=placers,
             routers=rng.randint(1, placers),
-            sender_lanes=rng.randint(1, min(moving.sender_lanes, stages)),
+            sender_warps=rng.randint(1, min(moving.sender_warps, stages)),
             sender_stages=stages,
-            placer_lanes=rng.randint(1, moving.placer_lanes),
+            placement_warps=rng.randint(1, moving.placement_warps),
             placer_stages=rng.randint(1, moving.placer_stages),
         )
-        lanes = rng.randint(1, summing.local_warps)
+        warps = rng.randint(1, summing.local_warps)
         return moving, replace(
             summing,
             local_blocks=rng.randint(1, 3),
             final_blocks=rng.randint(1, 3),
-            local_warps=lanes,
+            local_warps=warps,
             pieces=rng.choice([1, summing.pieces]),
         )
 

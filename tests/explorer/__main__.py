@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=1, help="of each rank; each goes to all other ranks")
     parser.add_argument("--empty", type=int, nargs="*", default=[], help="numbers of dispatches that send no row")
     parser.add_argument("--senders", type=int, default=1)
-    parser.add_argument("--lanes", type=int, default=1, help="of each sender")
+    parser.add_argument("--warps", type=int, default=1, help="of each sender")
     parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--domains", type=int, default=1, help="of as many ranks each, whose rails are modelled")
     parser.add_argument("--chunk", type=int, default=1, help="rows of a chunk of a crossing")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tuple(routings),
         Fault[given.fault] if given.fault else None,
         senders=given.senders,
-        lanes=given.lanes,
+        warps=given.warps,
         routers=given.routers,
         domains=given.domains,
         chunk=given.chunk,

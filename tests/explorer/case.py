@@ -102,7 +102,7 @@ class Case:
     routings: tuple[Routing, ...]
     fault: Fault | None = None
     senders: int = 1  # blocks that push rows
-    lanes: int = 1  # of each
+    warps: int = 1  # of each
     routers: int = 1  # 0: heads announce nothing and there are no routing entries, so that large cases are possible
     domains: int = 1  # of as many ranks each, whose rails are modelled. 1: rows of other domains come at any time
     chunk: int = 1  # rows of a chunk, of all domains

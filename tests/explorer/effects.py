@@ -238,7 +238,7 @@ class Effects:
         return not combined <= {self._dispatch_of(number)}
 
     def _skips_of_row(self, state: State, step: Step) -> int:
-        """The number of steps to skip: not 0 where another lane has taken the row."""
+        """The number of steps to skip: not 0 where another warp has taken the row."""
         if step.act is Act.TAKE_ROW and not state.memory[step.at]:
             state.memory[step.at] = step.value
             return 0
@@ -257,7 +257,7 @@ class Effects:
         launch = self.launches[thread.launch]
         memory[step.at] = state.epoch[number]
         for at in self.memory.taken(thread.rank, launch.kind):
-            memory[at] = MAX_STEPS if self.case.fault is Fault.TAKEN_KEPT else 0  # MAX_STEPS: no lane has this number
+            memory[at] = MAX_STEPS if self.case.fault is Fault.TAKEN_KEPT else 0  # MAX_STEPS: no warp has this number
         if launch.kind == "dispatch" and launch.receives and memory[self.failed[thread.rank]] == 0:
             memory[self.memory["used", thread.rank, launch.number]] = 2 + state.epoch[number] % 2
             if self.case.refuses(launch.number, thread.rank):

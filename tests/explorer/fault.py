@@ -6,7 +6,7 @@ from enum import Enum
 class Fault(Enum):
     """An injected bug. Each value describes the wrong behaviour."""
 
-    ROWS_AFTER_WORD = "a lane announces rows that have not landed"
+    ROWS_AFTER_WORD = "a warp announces rows that have not landed"
     HEAD_BEFORE_COUNTS = "the head word leaves before the counts, or the status, have landed"
     RELAXED_TICKET = "the last router releases its own counts only, not those of the other routers"
     SINGLE_BUFFER = "both parities use one buffer"
@@ -19,9 +19,9 @@ class Fault(Enum):
     SILENT_UNAWAITED = "no word goes to a rank that gets no row, and no rank waits for such a word"
     EARLY_END = "a kernel ends without words from the ranks that send it no row"
     NO_LAST_WORDS = "a dispatch ends without the done words of the senders"
-    LANES_APART = "a sender stores its done words when one of its lanes is done"
+    WARPS_APART = "a sender stores its done words when one of its warps is done"
     SENDERS_UNHEARD = "a kernel ends when the first sender of each peer is done"
-    TAKEN_KEPT = "rows that lanes have taken stay taken in the next run"
+    TAKEN_KEPT = "rows that warps have taken stay taken in the next run"
     UNPOISONED = "a wait that fails poisons nothing"
     POISON_UNREAD = "a poisoned operation runs"
     LATE_READ = "rows in a slot are read after this rank's next dispatch"

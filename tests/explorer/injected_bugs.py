@@ -49,15 +49,15 @@ def injected_bug(fault: Fault, ranks: int) -> InjectedBug:
         Fault.SILENT_UNAWAITED: (case("D D D", routings=filled), _FULL),
         Fault.EARLY_END: (case("D D D", routings=filled), _FULL),
         Fault.NO_LAST_WORDS: (case("D U1", layout="rank"), f"use 1, use: READS .*{_NEVER}"),
-        Fault.LANES_APART: (
-            case("D U1", lanes=2, routings=(two_rows,), layout="rank"),
+        Fault.WARPS_APART: (
+            case("D U1", warps=2, routings=(two_rows,), layout="rank"),
             f"use 1, use: READS dispatch row 1 .*{_NEVER}",
         ),
         Fault.SENDERS_UNHEARD: (
             case("D U1", senders=2, routings=(two_rows,), layout="rank"),
             f"use 1, use: READS dispatch row . .*{_NEVER}",
         ),
-        Fault.TAKEN_KEPT: (case("D D", lanes=2, routings=(two_rows,)), f"{_STUCK}.*dispatch 2, placer of 0: waits"),
+        Fault.TAKEN_KEPT: (case("D D", warps=2, routings=(two_rows,)), f"{_STUCK}.*dispatch 2, placer of 0: waits"),
         Fault.PACKED_EARLY: (case("BT BP BC BA BR BT BP BC BA BR"), _STALE),
         Fault.COPIED_FROM_X: (case("BT BP BC BA BR BT BP BC BA BR", routings=(one_row,), timeouts=True), _STALE),
         Fault.UNPOISONED: (case("D D D", routings=(one_row,), timeouts=True), _FULL),
@@ -110,9 +110,9 @@ def _injected_in_chunks(fault: Fault, ranks: int) -> dict[Fault, InjectedBug]:
     two_rows: Routing = (((1,), (1,)), *empty(ranks)[1:])
     first_row: Routing = (((1,), ()), *empty(ranks)[1:])
     alone: Routing = tuple(((rank,),) * ranks for rank in range(ranks))
-    never = rf"dispatch 1, lane 0: READS x row \d of rank \d = {_NEVER}"
-    old = r"dispatch 2, lane 0: READS x row \d of rank \d = operation 1; it needs operation 2"
-    new = rf"dispatch 1, lane 0: READS x row \d of rank \d = {_STALE}"
+    never = rf"dispatch 1, sender warp 0: READS x row \d of rank \d = {_NEVER}"
+    old = r"dispatch 2, sender warp 0: READS x row \d of rank \d = operation 1; it needs operation 2"
+    new = rf"dispatch 1, sender warp 0: READS x row \d of rank \d = {_STALE}"
     return {
         Fault.CHUNK_BEFORE_ROWS: (case("X D", routings=(one_row,)), never),
         Fault.CHUNK_UNFENCED: (case("X D", routings=(one_row,)), never),
@@ -128,7 +128,10 @@ def _injected_in_chunks(fault: Fault, ranks: int) -> dict[Fault, InjectedBug]:
         Fault.CROSSING_EARLY: (case("X D X D", routings=(one_row,)), new),
         # The second chunk of dispatch 1 is announced with the number of crossing 2.
         Fault.RAIL_UNJOINED: (case("X D X D", routings=(first_row, two_rows)), old),
-        Fault.CROSSING_AFTER: (case("X D", routings=(one_row,)), f"{_STUCK}.*dispatch 1, lane 0: waits for word of"),
+        Fault.CROSSING_AFTER: (
+            case("X D", routings=(one_row,)),
+            f"{_STUCK}.*dispatch 1, sender warp 0: waits for word of",
+        ),
         # A domain for each rank: a placer reads its own row, and only the rail keeps the ranks together.
         Fault.RAIL_UNASKED: (
             case("X D X D", routings=(alone,), domains=ranks, chunk=ranks, own="copied"),

@@ -55,7 +55,7 @@ class Memory:
         return self._index[(*key, 0)], self._index[(*key, 1)] - self._index[(*key, 0)]
 
     def taken(self, rank: int, kind: str) -> list[int]:
-        """The addresses that hold the lane which has taken each row of a run; none where a rank has one lane."""
+        """The addresses that hold the warp which has taken each row of a run; none where a rank has one warp."""
         places = [self._index.get(("taken", rank, kind, token)) for token in range(self._case.tokens)]
         return [at for at in places if at is not None]
 
@@ -133,7 +133,7 @@ class Memory:
                 shared = self._case.fault is Fault.SHARED_EPOCH and kind == "combine"
                 epoch = self._index["epoch", rank, "dispatch"] if shared else self._add(f"{kind} epoch of rank {rank}")
                 self._index["epoch", rank, kind] = epoch
-                for token in range(self._case.tokens if self._case.senders * self._case.lanes > 1 else 0):
+                for token in range(self._case.tokens if self._case.senders * self._case.warps > 1 else 0):
                     self._index["taken", rank, kind, token] = self._add(f"taken row {token} of {kind}, rank {rank}")
             for what in ("oldest", "failed", "poison"):
                 self._index[what, rank] = self._add(f"{what} of rank {rank}")

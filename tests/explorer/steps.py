@@ -31,8 +31,8 @@ class Act(IntEnum):
     STORE_LINE = 10  # store into a line, with its epoch
     POLL_LINES = 11  # wait until lines `operands` are of this epoch; they must be of this operation
     SKIP_IF_REFUSED = 12  # skip the next `skips` steps if this rank refuses the data
-    TAKE_ROW = 13  # take a row as lane `value`, or skip the next `skips` steps if another lane has taken it
-    SKIP_UNLESS_TAKEN = 14  # skip the next `skips` steps unless lane `value` has taken the row
+    TAKE_ROW = 13  # take a row as warp `value`, or skip the next `skips` steps if another warp has taken it
+    SKIP_UNLESS_TAKEN = 14  # skip the next `skips` steps unless warp `value` has taken the row
     COPY = 15  # copy `operands`, by the copy engine
     COUNT = 16  # add 1 to a word of this rank
     SKIP_IF_ABORTED = 17  # skip the next step if the word of an abort is set

@@ -1,6 +1,6 @@
 """The protocol as the steps of all threads that take part.
 
-A thread of the model stands for a part of a kernel: a lane that sends rows, a router, a placer, the last block out.
+A thread of the model stands for a part of a kernel: a warp that sends rows, a router, a placer, the last block out.
 words.py has the path with words, lines.py the LL path. blocks.py and chunks.py have the differences where rows go by
 the copy engine, and where they come in chunks.
 `docs/protocol.md` describes the same protocol, and the kernels implement it.

@@ -17,7 +17,7 @@ _TEXTS = {
     Act.JOIN: "joins the other threads",
     Act.MAY_FAIL: "goes on",
     Act.SKIP_IF_REFUSED: "sends its rows, unless this rank refuses",
-    Act.TAKE_ROW: "takes a row, unless another lane has taken it",
+    Act.TAKE_ROW: "takes a row, unless another warp has taken it",
     Act.SKIP_UNLESS_TAKEN: "announces the row, if it has taken it",
     Act.SKIP_IF_ABORTED: "announces the chunk, unless the rail is aborted",
 }

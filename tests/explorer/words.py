@@ -8,7 +8,7 @@ from tests.explorer.fault import Fault
 from tests.explorer.kernel import Kernel, Roles
 from tests.explorer.steps import MAX_STEPS, Act, Step
 
-YOUNGER = 1  # rows of a lane whose stores may be in flight while earlier rows are announced
+YOUNGER = 1  # rows of a warp whose stores may be in flight while earlier rows are announced
 
 
 class WordKernel(Kernel):
@@ -33,25 +33,25 @@ class WordKernel(Kernel):
     # ---- senders -----------------------------------------------------------------------------------------------------
 
     def _add_sender(self, roles: Roles, sender: int) -> None:
-        """Add the lanes of a block, and the thread that stores its done words after one fence."""
+        """Add the warps of a block, and the thread that stores its done words after one fence."""
         first = self.first + len(roles)
-        of = tuple(range(first, first + self.case.lanes))
+        of = tuple(range(first, first + self.case.warps))
         alone = len(of) == 1
-        for lane, thread in enumerate(of, start=sender * self.case.lanes):
-            steps = self.unless_refused(self._pushes(lane, thread))
-            if alone or (thread == first and self.has_fault(Fault.LANES_APART)):
+        for warp, thread in enumerate(of, start=sender * self.case.warps):
+            steps = self.unless_refused(self._pushes(warp, thread))
+            if alone or (thread == first and self.has_fault(Fault.WARPS_APART)):
                 steps += self._after_drain((thread,), MAX_STEPS, self.done_words(sender))
-            roles[f"lane {lane}"] = steps
-        if not alone and not self.has_fault(Fault.LANES_APART):
+            roles[f"sender warp {warp}"] = steps
+        if not alone and not self.has_fault(Fault.WARPS_APART):
             roles[f"sender {sender}"] = [
                 Step(Act.JOIN, operands=of),
                 *self._after_drain(of, MAX_STEPS, self.done_words(sender)),
             ]
 
-    def _pushes(self, lane: int, thread: int) -> list[Step]:
-        """Push the rows that no other lane takes.
+    def _pushes(self, warp: int, thread: int) -> list[Step]:
+        """Push the rows that no other warp takes.
 
-        A row's word follows after YOUNGER more rows, or before the lane waits for the next chunk of x.
+        A row's word follows after YOUNGER more rows, or before the warp waits for the next chunk of x.
         """
         ahead = (
             1 + (self.case.timeouts and self.case.late) + len(self.unless_refused([]))
@@ -62,17 +62,17 @@ class WordKernel(Kernel):
         for token in range(self.case.tokens):
             if self.launch.crossing and token % self.case.chunk == 0:
                 for earlier in range(announced, token):
-                    steps += self._row_words(lane, earlier, thread, MAX_STEPS)
+                    steps += self._row_words(warp, earlier, thread, MAX_STEPS)
                 announced = token
             begins.append(self._length(steps) + ahead)
             pushed = [self.store("row", peer, token) for peer in self.peers if token in self.rows(self.rank, peer)]
             row = [*from_x[token], *pushed] if pushed else []
-            steps += self._only_one_lane(Act.TAKE_ROW, lane, token, row)
+            steps += self._only_one_warp(Act.TAKE_ROW, warp, token, row)
             if token >= announced + YOUNGER:
-                steps += self._row_words(lane, announced, thread, begins[announced + 1])
+                steps += self._row_words(warp, announced, thread, begins[announced + 1])
                 announced += 1
         for token in range(announced, self.case.tokens):
-            steps += self._row_words(lane, token, thread, MAX_STEPS)
+            steps += self._row_words(warp, token, thread, MAX_STEPS)
         return steps
 
     def reads_of_x(self) -> list[list[Step]]:
@@ -83,26 +83,26 @@ class WordKernel(Kernel):
         """The number of steps with the points at which waits may fail."""
         return len(steps) + self.case.timeouts * sum(step.act is Act.WAIT for step in steps)
 
-    def _row_words(self, lane: int, token: int, thread: int, until: int) -> list[Step]:
+    def _row_words(self, warp: int, token: int, thread: int, until: int) -> list[Step]:
         """The words of a row; with stages there are none."""
         if self.launch.path == "stages":
             return []
         to = [peer for peer in self.peers if token in self.rows(self.rank, peer)]
         at = [self.memory[self.launch.kind, "arrived", peer, self.rank, token] for peer in to]
         words = [Step(Act.STORE_WORD, each, scale=1) for each in at]
-        return self._only_one_lane(
-            Act.SKIP_UNLESS_TAKEN, lane, token, self._after_drain((thread,), until, words) if words else []
+        return self._only_one_warp(
+            Act.SKIP_UNLESS_TAKEN, warp, token, self._after_drain((thread,), until, words) if words else []
         )
 
-    def _only_one_lane(self, act: Act, lane: int, token: int, steps: list[Step]) -> list[Step]:
-        """Steps that only one of the lanes does. Lanes of a staged dispatch know their rows beforehand."""
-        lanes = self.case.senders * self.case.lanes
-        if lanes == 1 or not steps:
+    def _only_one_warp(self, act: Act, warp: int, token: int, steps: list[Step]) -> list[Step]:
+        """Steps that only one of the warps does. Warps of a staged dispatch know their rows beforehand."""
+        warps = self.case.senders * self.case.warps
+        if warps == 1 or not steps:
             return steps
         if self.launch.path == "stages":
-            return steps if token % lanes == lane else []
+            return steps if token % warps == warp else []
         at = self.memory["taken", self.rank, self.launch.kind, token]
-        return [Step(act, at, value=lane + 1, skips=self._length(steps)), *steps]
+        return [Step(act, at, value=warp + 1, skips=self._length(steps)), *steps]
 
     def _after_drain(self, of: tuple[int, ...], until: int, words: list[Step]) -> list[Step]:
         """Words after a drain of the stores that threads `of` make before their step `until`."""

@@ -135,11 +135,11 @@ RUNS = {
     "alignment 8, zeros": Late(6, 2, {"alignment": 8, "padding": "zero"}),
     "known routing": Late(7, 3, known=True),
     "known routing, layout rank": Late(7, 2, {"layout": "rank", "padding": "zero"}, known=True),
-    "one lane": Late(9, 3, {"tokens": 40}, narrow, ("uniform", "skewed", "masked")),
+    "one warp": Late(9, 3, {"tokens": 40}, narrow, ("uniform", "skewed", "masked")),
     "grid of a GPU": Late(7, 2, shape=None, stamped=False),
     "combines of 7 tokens": Late(7, 3, parts=7),
     "combines of 1 token": Late(3, 2, {"tokens": 5}, parts=1),
-    "combines of 16 tokens, one lane": Late(20, 3, {"tokens": 40}, narrow, ("uniform", "skewed", "masked"), parts=16),
+    "combines of 16 tokens, one warp": Late(20, 3, {"tokens": 40}, narrow, ("uniform", "skewed", "masked"), parts=16),
     "combines by eight ranks": Late(4, 8, {"tokens": 6, "experts": 16}, routing=("uniform", "masked"), parts=4),
     "combines, grid of a GPU": Late(7, 2, shape=None, stamped=False, parts=8),
     "fp8": Late(4, 2, {"wire": FP8, "hidden": 264, "tokens": 9}),
@@ -164,15 +164,15 @@ QUANTISED = Late(4, 2, RAW | {"tokens": 20}, narrow, ("uniform", "skewed", "mask
 PARTS = Late(20, 2, shape=small, routing=("uniform", "masked", "skewed"), parts=8)
 MISTAKES: dict[str, tuple[Late, tuple[Change, ...]]] = {
     "senders do not wait": (LATE, injected("sending.cuh", "if (leads_ && !x_.there(token)) {", "if (false) {")),
-    "the first row of a lane does not wait": (
+    "the first row of a warp does not wait": (
         LATE,
-        injected("sending.cuh", "if (CHUNKED && lane_ < tokens && !await_row(lane_)) {", "if (false) {"),
+        injected("sending.cuh", "if (CHUNKED && warp_ < tokens && !await_row(warp_)) {", "if (false) {"),
     ),
     "placers do not wait": (
         LATE,
         injected("placing.cuh", "own_left && x_.there(token_of(next_own_));", "own_left;"),
     ),
-    "lanes that quantise do not wait": (
+    "warps that quantise do not wait": (
         QUANTISED,
         injected("quantised_sending.cuh", "more = more && x_.await_by_warp(token);", ""),
     ),

@@ -64,10 +64,10 @@ ACROSS: Routing = (((1,), (1,)), ((0,), ()), ((), (3,)), ((2,), (2,)))  # two do
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, "D C D C D C", (full(2, 3),), lanes=1, routers=2),
-        Case(2, "D C D C D C", (TWO_ROWS,), lanes=2, routers=0),
+        Case(2, "D C D C D C", (full(2, 3),), warps=1, routers=2),
+        Case(2, "D C D C D C", (TWO_ROWS,), warps=2, routers=0),
         Case(2, "D C D C D C", (TWO_ROWS,), senders=2),
-        Case(2, "DS DR CS CR DS DR", (TWO_ROWS,), lanes=2, routers=2),
+        Case(2, "DS DR CS CR DS DR", (TWO_ROWS,), warps=2, routers=2),
         Case(3, "D C D C D C", (SPARSE, empty(3), SPARSE), routers=0),
         Case(3, "D D D", FILLED, routers=0),
         Case(3, "D C D C D C", (empty(3), full(3), empty(3)), routers=0),
@@ -77,7 +77,7 @@ ACROSS: Routing = (((1,), (1,)), ((0,), ()), ((), (3,)), ((2,), (2,)))  # two do
     ],
     ids=_case_id,
 )
-def test_the_protocol_holds_for_lanes_routers_and_layouts(case):
+def test_the_protocol_holds_for_warps_routers_and_layouts(case):
     assert len(check_that_it_holds(case).endings) == 1
 
 
@@ -96,7 +96,7 @@ def test_the_protocol_holds_for_lanes_routers_and_layouts(case):
         Case(3, "DS DR U1 CS U1 CR DS N DR U2", ALL_3, routers=0, layout="rank"),
         # The stages of a staged dispatch.
         Case(2, "DT DP DR CS CR DT DP DR CS CR DT DP DR", BOTH),
-        Case(2, "DT DP DR DT DP DR DT DP DR", (full(2, 2),), lanes=2),
+        Case(2, "DT DP DR DT DP DR DT DP DR", (full(2, 2),), warps=2),
         Case(3, "DT DP DR CS CR DT DP DR CS CR DT DP DR", ALL_3, routers=0),
         # Dispatches by the copy engine, which have one buffer.
         Case(2, f"{COPIED} CS CR {COPIED} CS CR {COPIED} CS CR", BOTH),
@@ -116,7 +116,7 @@ def test_the_protocol_holds_for_halves_and_stages(case):
     "case",
     [
         Case(2, "D K C K1 K1 D", BOTH),
-        Case(2, "D D K1 K2 K1 D", (TWO_ROWS,), lanes=2),
+        Case(2, "D D K1 K2 K1 D", (TWO_ROWS,), warps=2),
         Case(2, "D K K K", (TWO_ROWS,), senders=2),
         Case(2, "D K K D K3 K3", (ONE_WAY,), routers=2),
         Case(3, "D K K K D", ALL_3, routers=0),
@@ -221,7 +221,7 @@ def test_lines_hold_for_more_tokens_and_between_other_operations(case):
         Case(2, "X D C X D C X D C", (full(2, 3),), chunk=2, routers=0),
         Case(2, "X D X K X K C1 D", BOTH),
         Case(2, "X D X D X D", (SOME, full(2, 2), SOME)),
-        Case(2, "X D X D", (TWO_ROWS,), lanes=2),
+        Case(2, "X D X D", (TWO_ROWS,), warps=2),
         Case(2, "X D C X D", (TWO_ROWS,), senders=2, chunk=2),
         Case(2, "X D X D X D", OWN, own="slots"),
         Case(2, "X D X D", (full(2, 2, own=True),), own="copied"),
@@ -277,7 +277,7 @@ def test_every_routing_of_two_ranks_holds_over_three_epochs():
         Case(2, "D C D C", BOTH, timeouts=True, late=True, refused=((1, 1),)),
         Case(2, f"{COPIED} {COPIED} {COPIED}", BOTH, timeouts=True),
         Case(2, "X D C X D C", BOTH, timeouts=True, late=True),
-        Case(2, "X D X K", (TWO_ROWS,), lanes=2, routers=0, timeouts=True),
+        Case(2, "X D X K", (TWO_ROWS,), warps=2, routers=0, timeouts=True),
         Case(2, "X D X D", (full(2, 2, True, domains=2),), domains=2, own="copied", timeouts=True, late=True),
         Case(3, "FD FD", ALL_3, routers=0, timeouts=True),
     ],
@@ -312,8 +312,8 @@ def test_no_chunk_is_announced_after_an_abort_of_its_rail():
         Case(3, "D C D C D C", (full(3),), routers=0, timeouts=True),
         Case(3, "D D", (full(3),), routers=0, timeouts=True, late=True),
         Case(3, "D C D C", (full(3, 2),), routers=0),
-        Case(2, "D C D C D C", (full(2, 2),), lanes=2, routers=2),
-        Case(2, "D C D C", (full(2, 3),), lanes=2, routers=0),
+        Case(2, "D C D C D C", (full(2, 2),), warps=2, routers=2),
+        Case(2, "D C D C", (full(2, 3),), warps=2, routers=0),
         Case(3, "D C D C D C", ALL_3, routers=0, refused=((1, 1), (2, 2))),
         Case(3, "D C D C D C", OWN_3, own="slots", routers=0),
         Case(3, "FD FC FD FC FD FC", OWN_3, own="slots", routers=0),
@@ -322,7 +322,7 @@ def test_no_chunk_is_announced_after_an_abort_of_its_rail():
         Case(3, "FD FC FD", ALL_3, routers=0, timeouts=True, late=True),
         Case(3, "FD C D FC FD FC", ALL_3),
         Case(3, "D D C C2", ALL_3, routers=0, mixed=((1, 1, 1),)),
-        Case(2, "X D C X D C", (full(2, 2),), lanes=2, routers=0),
+        Case(2, "X D C X D C", (full(2, 2),), warps=2, routers=0),
         Case(3, "X D X D X D", OWN_3, own="slots", routers=0),
         Case(3, "X D X D", ALL_3, routers=0, timeouts=True),
         Case(4, "X D X D X D", (full(4, 2, domains=2),), domains=2, chunk=2, routers=0),
@@ -343,7 +343,7 @@ def test_the_protocol_holds_in_larger_cases(case):
         Case(2, "D", (empty(2),), routers=0, timeouts=True, late=True),
         Case(2, "D", ((((0,),), ((),)),), routers=0, own="copied", layout="rank"),
         Case(2, "D C", (ONE_WAY,), routers=0, refused=((1, 1),)),
-        Case(2, "DS", (ONE_WAY,), routers=0, lanes=2),
+        Case(2, "DS", (ONE_WAY,), routers=0, warps=2),
         Case(2, "FD FC FD", BOTH, routers=0, refused=((1, 1),)),
         Case(2, "X D", (ONE_WAY,), routers=0),
         Case(2, "X D", (full(2, 2, True, domains=2),), domains=2, own="copied", routers=0),

@@ -93,7 +93,7 @@ def test_a_fault_does_no_harm_where_its_rule_is_not_needed(case):
     """Each fault is harmless here for its own reason.
 
     - One buffer, or one epoch, is enough if every dispatch is followed by its combine and nothing aliases a slot.
-    - The last words of lanes matter only with layout rank; with layout expert the heads give the same information.
+    - The last words of warps matter only with layout rank; with layout expert the heads give the same information.
     - A line that a rank overwrites after a failed wait is missed, not misread.
     - A rank's own words matter only to placers. Where rows stay in slots, its senders have awaited their rows before
       the kernel ends.

@@ -4,7 +4,7 @@
 #include "raymoe/base/ptx.cuh"
 
 #ifndef TRACED
-#define TRACED 0  // 1: the first thread of a block, or of a lane, stores the time at each point that it reaches
+#define TRACED 0  // 1: the first thread of a block, or of a warp, stores the time at each point that it reaches
 #endif
 
 namespace raymoe {

@@ -4,7 +4,8 @@
 // Rows are cut into pieces; number n is piece n % pieces of token n / pieces. An item is a number for one peer, and the
 // items of a number are consecutive. So all ranks get their first pieces first. A warp takes the next item when it has
 // finished one, because some items are no work and some are much. It sums a piece step by step and pushes each step at
-// once, so that the links are busy from early on. With CARRIES the numbers of a token's entries go with its first piece.
+// once, so that the links are busy from early on. With CARRIES the numbers of a token's entries go with its first
+// piece.
 #pragma once
 
 #include "raymoe/combine/adding.cuh"

@@ -53,8 +53,8 @@ constexpr u32 MAX_DONE = 272;  // words of one rank at a peer, one for each bloc
 // A fence waits for the words that its thread stored before: a round trip over the link. So words go several at a time.
 constexpr u32 MOST_TOGETHER = 4;
 
-// Shared memory of a lane's ring; the next lane's follows. raymoe/device/dispatch_grid.py computes the same sum.
-__device__ __forceinline__ u32 lane_memory(u32 stages, u32 stage_bytes) {
+// Shared memory of a warp's ring; the next warp's follows. raymoe/device/dispatch_grid.py computes the same sum.
+__device__ __forceinline__ u32 ring_memory(u32 stages, u32 stage_bytes) {
     return (stages * (stage_bytes + 8) + 127) & ~127u;
 }
 
@@ -220,8 +220,8 @@ struct DispatchParams : DispatchCall {
     u64 routing_entries[2];  // 8 bytes for each (source, token, k)
     u64 counts[2];           // u32 for each (source, local expert); after a source's experts the tokens that it sent
     u64 passes[2];           // {pass, epoch} for each source (passes.cuh)
-    // Writer: a lane of source s, at each rank that a token's row went to, word (s, token): the epoch, after the row
-    // has arrived. Reader: the owner, with acquire. Any lane may take any token, so words belong to tokens.
+    // Writer: a sender warp of source s, at each rank that a token's row went to, word (s, token): the epoch, after the
+    // row has arrived. Reader: the owner, with acquire. Any warp may take any token, so words belong to tokens.
     u64 arrivals;
     // Writer: the senders of source s, at every other rank, word (s, sender): the epoch, after all rows of the sender
     // have arrived; also with nothing to send. Reader: the owner, with acquire.
@@ -231,7 +231,7 @@ struct DispatchParams : DispatchCall {
     u64 heads;
 
     // Of this rank alone.
-    u64* taken;  // tokens that lanes have taken, besides the first of each; 0 again at the end of a run
+    u64* taken;  // tokens that sender warps have taken, besides the first of each; 0 again at the end of a run
     u64* router_words;   // [routers]: the epoch for which router c has counted
     u32* router_counts;  // [routers][experts]
 
@@ -241,15 +241,15 @@ struct DispatchParams : DispatchCall {
     u32 rank_layout;
     u32 parts;
     u32 senders;         // blocks that send; the other blocks route and place
-    u32 sender_lanes;    // warps of each
-    u32 sender_stages;   // of each lane's ring; for quantised rows: stages of a block for leaving rows
-    u32 together;        // rows of a lane whose words share a fence, at most MOST_TOGETHER; unused for quantised rows
+    u32 sender_warps;    // warps of each
+    u32 sender_stages;   // of each warp's ring; for quantised rows: stages of a block for leaving rows
+    u32 together;        // rows of a warp whose words share a fence, at most MOST_TOGETHER; unused for quantised rows
     u32 at_once;         // 1: rows have no arrival words; `done` of its senders announces a source's rows
     u32 arrival_stride;  // words of a source
     u32 routers;         // the first so many placers route
     u32 placers;         // blocks that place
-    u32 placer_lanes;    // warps of each
-    u32 placer_stages;   // of each lane's ring
+    u32 placement_warps; // warps of each
+    u32 placer_stages;   // of each warp's ring
 
 #if CHUNKED_ROWS
     const u64* chunks;  // {number of the crossing, word of each chunk}: chunks.cuh
@@ -257,7 +257,7 @@ struct DispatchParams : DispatchCall {
     u32 rail_op;        // the number of the operation that a wait for a chunk reports
 #endif
 
-    __device__ __forceinline__ u32 lanes() const { return senders * sender_lanes; }
+    __device__ __forceinline__ u32 all_sender_warps() const { return senders * sender_warps; }
 
     // The address to which a row is copied: its place, or with layout rank its slot, by number.
     __device__ __forceinline__ u8* place_at(u32 place) const {

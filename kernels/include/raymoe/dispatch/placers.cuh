@@ -1,4 +1,4 @@
-// A placer: a block that finds the places of rows, and whose lanes copy them there (placing.cuh).
+// A placer: a block that finds the places of rows, and whose placement warps copy them there (placing.cuh).
 #pragma once
 
 #include "raymoe/dispatch/beginning.cuh"
@@ -37,19 +37,19 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
     if (!find_places(p, parity, where, {placer, p.placers})) {
         return;
     }
-    const u32 lanes = p.placers * p.placer_lanes;
-    const u32 numbers = (where.most_tokens() + lanes - 1) / lanes;
-    const Plan plan{places, p.placer_lanes, ranks, p.topk};
-    const u32 window = PLAN_BYTES / (p.placer_lanes * ranks * p.topk * 4);
-    const bool drives = (OWN_FROM_X || !p.rank_layout) && warp < p.placer_lanes;
-    PlaceLane lane(p, epoch, placer, queues + warp * QUEUE,
-                   shared + before_rings + warp * PlaceLane::memory(p), drives);
+    const u32 warps = p.placers * p.placement_warps;
+    const u32 numbers = (where.most_tokens() + warps - 1) / warps;
+    const Plan plan{places, p.placement_warps, ranks, p.topk};
+    const u32 window = PLAN_BYTES / (p.placement_warps * ranks * p.topk * 4);
+    const bool drives = (OWN_FROM_X || !p.rank_layout) && warp < p.placement_warps;
+    PlacementWarp placement_warp(p, epoch, placer, queues + warp * QUEUE,
+                                 shared + before_rings + warp * PlacementWarp::memory(p), drives);
     bool ok = true;
     for (u32 first = 0; first < numbers; first += window) {
         const u32 count = numbers - first < window ? numbers - first : window;
-        for (u32 i = threadIdx.x; i < count * p.placer_lanes * ranks; i += THREADS) {
-            const u32 number = i / (p.placer_lanes * ranks), in = i / ranks % p.placer_lanes, step = i % ranks;
-            const u32 token = in * p.placers + placer + (first + number) * lanes;
+        for (u32 i = threadIdx.x; i < count * p.placement_warps * ranks; i += THREADS) {
+            const u32 number = i / (p.placement_warps * ranks), in = i / ranks % p.placement_warps, step = i % ranks;
+            const u32 token = in * p.placers + placer + (first + number) * warps;
             u32* row = plan.of(number, in, step);
             const u32 source = p.peers.in_turn(step);
             if (token < where.tokens(source)) {
@@ -61,12 +61,12 @@ __device__ inline void place_rows(const DispatchParams& p, u64 epoch, u32 placer
         __syncthreads();
         trace(p.trace, AT_PLANNED);
         if (drives) {
-            ok = ok && lane.run(plan, first, count);
+            ok = ok && placement_warp.run(plan, first, count);
         }
         __syncthreads();
     }
     if (drives) {
-        lane.finish();
+        placement_warp.finish();
         trace(p.trace, AT_PLACED);
     }
 }

@@ -1,21 +1,21 @@
 // The placers of a dispatch copy rows from slots to their places, expert by expert, while other rows are on the way.
 //
 // From the counts of all sources every placer knows where each source's entries of each expert begin. An entry's place
-// is that plus its number among its source's entries. A lane is a warp whose first thread drives a ring. It takes the
-// tokens q, q + lanes, ... of every source; the block's threads compute the places of its rows ahead.
+// is that plus its number among its source's entries. The first thread of a placement warp drives a ring. Warp q takes
+// the tokens q, q + warps, ... of every source; the block's threads compute the places of its rows ahead.
 //
-// Each thread of a lane looks at the word of the next row of one source. The lane loads a row that has arrived, of any
-// source, once and stores it to all its places. So a late row delays no row of another source. Lanes that took the
-// sources in turn needed 268 us instead of 263 for a dispatch of 4096 tokens (8-bit floats, 4x H200, 2026-11-22). The
-// last rows of all sources come together. Rows of this rank itself come out of x and wait for nothing: a lane moves one
-// whenever no row of a peer has arrived.
+// Each thread of a placement warp looks at the word of the next row of one source. The warp loads a row that has
+// arrived, of any source, once and stores it to all its places. So a late row delays no row of another source. Warps
+// that took the sources in turn needed 268 us instead of 263 for a dispatch of 4096 tokens (8-bit floats, 4x H200,
+// 2026-11-22). The last rows of all sources come together. Rows of this rank itself come out of x and wait for nothing:
+// a warp moves one whenever no row of a peer has arrived.
 //
 // In a build with CHUNKED_ROWS a row of this rank itself waits for its chunk (chunks.cuh), as a row of a peer waits for
 // its word.
 //
 // With layout rank rows stay in their slots. The placers only store the index, and copy own rows into their slots.
 //
-// If the routing is known (KNOWN), the places are those that an earlier dispatch has left in `home`. A lane then waits
+// If the routing is known (KNOWN), the places are those that an earlier dispatch has left in `home`. A warp then waits
 // for no counts, only for its rows. Rows go to their places with layout rank too, because slots change with the parity.
 #pragma once
 
@@ -30,37 +30,37 @@
 namespace raymoe {
 
 constexpr u32 PLAN_BYTES = 32768;  // of places that are computed at a time; 4 bytes each
-constexpr u32 QUEUE = 16;          // rows in a lane's ring, at most
+constexpr u32 QUEUE = 16;          // rows in a warp's ring, at most
 constexpr u32 QUEUES_BYTES = WARPS * QUEUE * 4;
 
-// The places of the rows of the window: [number][lane][step][k], the places of a row first, then ~0. The last step is
+// The places of the rows of the window: [number][warp][step][k], the places of a row first, then ~0. The last step is
 // this rank itself.
 struct Plan {
     u32* places;
-    u32 lanes;
+    u32 warps;
     u32 ranks;
     u32 topk;
 
-    __device__ __forceinline__ u32* of(u32 number, u32 lane, u32 step) const {
-        return places + ((number * lanes + lane) * ranks + step) * topk;
+    __device__ __forceinline__ u32* of(u32 number, u32 warp, u32 step) const {
+        return places + ((number * warps + warp) * ranks + step) * topk;
     }
 };
 
-class PlaceLane {
+class PlacementWarp {
   public:
     // A ring; if rows are dequantised, also a stage for that.
     static __device__ __forceinline__ u32 memory(const DispatchParams& p) {
-        return lane_memory(p.placer_stages, p.slot_bytes) + (dequantises(p) ? (p.row_bytes + 127) & ~127u : 0);
+        return ring_memory(p.placer_stages, p.slot_bytes) + (dequantises(p) ? (p.row_bytes + 127) & ~127u : 0);
     }
 
     // `queue`: QUEUE words of shared memory.
-    __device__ PlaceLane(const DispatchParams& p, u64 epoch, u32 placer, u32* queue, u8* memory, bool drives)
+    __device__ PlacementWarp(const DispatchParams& p, u64 epoch, u32 placer, u32* queue, u8* memory, bool drives)
         : p_(p), epoch_(epoch), warp_(threadIdx.x / 32), first_token_(warp_ * p.placers + placer), parity_(epoch & 1),
           leads_(thread() == 0), queue_(queue),
-          whole_(ptx::shared_address(memory) + lane_memory(p.placer_stages, p.slot_bytes)),
+          whole_(ptx::shared_address(memory) + ring_memory(p.placer_stages, p.slot_bytes)),
           ring_(memory, p.placer_stages, p.slot_bytes, drives && leads_), x_(p) {}
 
-    // Moves the lane's tokens number `first` to `first + count - 1` of every source. All threads of the warp call this.
+    // Moves the warp's tokens number `first` to `first + count - 1` of every source. All threads of the warp call this.
     // Returns false if a wait failed.
     __device__ __forceinline__ bool run(const Plan& plan, u32 first, u32 count) {
         plan_ = plan;
@@ -102,7 +102,7 @@ class PlaceLane {
         bool any;      // any are left
         bool arrived;  // one has arrived: the next row of the source below
         u32 step;      // of the source
-        u32 number;    // of the lane's tokens of that source
+        u32 number;    // of the warp's tokens of that source
     };
 
     static __device__ __forceinline__ bool dequantises(const DispatchParams& p) { return FP8 && p.scales == nullptr; }
@@ -156,7 +156,7 @@ class PlaceLane {
     }
 
     __device__ __forceinline__ u32 token_of(u32 number) const {
-        return first_token_ + (first_ + number) * p_.placers * p_.placer_lanes;
+        return first_token_ + (first_ + number) * p_.placers * p_.placement_warps;
     }
 
     __device__ __forceinline__ const u64* word(u32 number, u32 step) const {

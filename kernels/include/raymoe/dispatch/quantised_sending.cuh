@@ -1,14 +1,14 @@
 // The senders of a dispatch whose rows cross as 8-bit floats. They quantise each row on its way from x to the link,
 // once for all ranks that need it.
 //
-// A block has lanes (warps), one warp that pushes and one that announces. Each lane has a stage for a row that comes
-// in. Rows that leave have stages in common, taken in turn. A lane waits for a stage that has been read, fills it and
-// hands it over. The pusher stores stages to the ranks in that order and waits until the rows have arrived. The
-// announcer stores the words. So no lane waits for rows to arrive. No row waits for words of other rows, whose fence
-// takes a round trip over a full link.
+// A block has warps that quantise, one warp that pushes and one that announces. Each of the first has a stage for a row
+// that comes in. Rows that leave have stages in common, taken in turn. A quantising warp waits for a stage that has
+// been read, fills it and hands it over. The pusher stores stages to the ranks in that order and waits until the rows
+// have arrived. The announcer stores the words. So no quantising warp waits for rows to arrive. No row waits for words
+// of other rows, whose fence takes a round trip over a full link.
 //
-// Memory order within a block: a lane's fence.proxy.async and `filled` order a stage before the pusher's bulk stores;
-// the pusher's wait_group and `landed` order the rows before the announcer's fence and words.
+// Memory order within a block: a quantising warp's fence.proxy.async and `filled` order a stage before the pusher's
+// bulk stores; the pusher's wait_group and `landed` order the rows before the announcer's fence and words.
 #pragma once
 
 #include "raymoe/dispatch/chunks.cuh"
@@ -21,31 +21,31 @@ namespace raymoe {
 
 // A warp that takes tokens and quantises their rows.
 template <class Type>
-class QuantisingLane {
+class QuantisingWarp {
   public:
-    static __device__ __forceinline__ u32 memory(const DispatchParams& p) { return lane_memory(1, p.row_bytes); }
+    static __device__ __forceinline__ u32 memory(const DispatchParams& p) { return ring_memory(1, p.row_bytes); }
 
-    __device__ QuantisingLane(const DispatchParams& p, const LeavingStages& leaving, u64 epoch, u32 memory)
+    __device__ QuantisingWarp(const DispatchParams& p, const LeavingStages& leaving, u64 epoch, u32 memory)
         : p_(p), leaving_(leaving), epoch_(epoch), leads_(threadIdx.x % 32 == 0), row_(memory),
           barrier_(memory + p.row_bytes), mine_(p), x_(p) {}
 
     // Loads the first row, whichever ranks it goes to: nearly every token goes to some rank. All threads of the warp,
-    // lane `lane` of all senders, call this before the block's barriers are initialised.
-    __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
+    // warp `warp` of all senders, call this before the block's barriers are initialised.
+    __device__ __forceinline__ void begin(u32 tokens, u32 warp) {
         if (leads_) {
             ptx::barrier_init(barrier_, 1);
             ptx::fence_barrier_init();  // orders the init before the bulk loads that complete on it
         }
         if constexpr (CHUNKED) {
-            tokens = lane < tokens && x_.await_by_warp(lane) ? tokens : 0;
+            tokens = warp < tokens && x_.await_by_warp(warp) ? tokens : 0;
         }
-        if (lane < tokens) {
-            load(lane);
+        if (warp < tokens) {
+            load(warp);
         }
-        mine_.begin(tokens, lane);
+        mine_.begin(tokens, warp);
     }
 
-    // Sends the lane's tokens. All threads of the same warp call this after `begin`.
+    // Sends the warp's tokens. All threads of the same warp call this after `begin`.
     __device__ __forceinline__ void run() {
         u32 token, mask;
         bool more = mine_.any(token, mask);
@@ -129,7 +129,7 @@ class QuantisingLane {
     RowsOfX x_;
 };
 
-// The warp that pushes the rows of its block's lanes, with a thread for each rank.
+// The warp that pushes the rows of its block's quantising warps, with a thread for each rank.
 class Pusher {
   public:
     // Later rows that are pushed before a row's word is due: about as many as are in flight.
@@ -144,11 +144,11 @@ class Pusher {
     __device__ __forceinline__ void run() const {
         const u32 unread = leaving_.stages > YOUNGER ? YOUNGER : leaving_.stages - 1;  // stages that may still be read
         u32 turn = 0;
-        for (u32 lanes = p_.sender_lanes; lanes != 0; ++turn) {
+        for (u32 warps = p_.sender_warps; warps != 0; ++turn) {
             leaving_.filled.await(turn);
             const u64 row = leaving_.queued(turn);
             if (row == LeavingStages::NO_MORE) {
-                --lanes;
+                --warps;
             } else {
                 push(row, leaving_.stage(turn));
             }
@@ -208,7 +208,7 @@ class Announcer {
     // this.
     __device__ __forceinline__ void run() const {
         u32 turn = 0;
-        for (u32 lanes = p_.sender_lanes; lanes != 0;) {
+        for (u32 warps = p_.sender_warps; warps != 0;) {
             leaving_.landed.await(turn);
             u32 end = turn + 1;
             while (end - turn < LeavingStages::QUEUE && __all_sync(0xFFFFFFFF, leaving_.landed.passed(end))) {
@@ -218,7 +218,7 @@ class Announcer {
             for (; turn != end; ++turn) {
                 const u64 row = leaving_.queued(turn);
                 if (row == LeavingStages::NO_MORE) {
-                    --lanes;
+                    --warps;
                 } else if (announces_ && (row >> peer_ & 1)) {
                     ptx::store_relaxed_sys(p_.arrival_at(peer_, p_.peers.rank, row >> 32), epoch_);
                 }
@@ -238,27 +238,27 @@ class Announcer {
     bool announces_;
 };
 
-// Sends, as the `sender`-th sender, the tokens that its lanes take of the first `n`. All threads of the block call
-// this. All warps but the last two can be lanes.
+// Sends, as the `sender`-th sender, the tokens that its warps take of the first `n`. All threads of the block call
+// this. All warps but the last two can quantise.
 template <class Type>
 __device__ inline void send_quantised(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
-    const u32 warp = threadIdx.x / 32, each = QuantisingLane<Type>::memory(p);
-    const LeavingStages leaving(p, shared + p.sender_lanes * each);
-    QuantisingLane<Type> lane(p, leaving, epoch, ptx::shared_address(shared) + warp * each);
-    if (warp < p.sender_lanes) {
-        lane.begin(n, sender * p.sender_lanes + warp);
+    const u32 warp = threadIdx.x / 32, each = QuantisingWarp<Type>::memory(p);
+    const LeavingStages leaving(p, shared + p.sender_warps * each);
+    QuantisingWarp<Type> quantising_warp(p, leaving, epoch, ptx::shared_address(shared) + warp * each);
+    if (warp < p.sender_warps) {
+        quantising_warp.begin(n, sender * p.sender_warps + warp);
     } else if (threadIdx.x == THREADS - 32) {
         leaving.begin();
     }
     __syncthreads();  // the barriers are initialised
-    if (warp < p.sender_lanes) {
-        lane.run();
+    if (warp < p.sender_warps) {
+        quantising_warp.run();
     } else if (warp == WARPS - 2) {
         Pusher(p, leaving, epoch).run();
     } else if (warp == WARPS - 1) {
         Announcer(p, leaving, epoch).run();
     }
-    if (CHUNKED && !__syncthreads_and(lane.ok())) {
+    if (CHUNKED && !__syncthreads_and(quantising_warp.ok())) {
         return;  // a wait failed, so rows are missing
     }
     announce_done(p, epoch, sender);

@@ -39,7 +39,7 @@ struct TurnBarriers {
     __device__ __forceinline__ u32 at(u32 turn) const { return first + turn % count * 8; }
 };
 
-// The stage of a turn is number `turn % stages`. There are no more lanes than stages.
+// The stage of a turn is number `turn % stages`. There are no more quantising warps than stages.
 struct LeavingStages {
     static constexpr u32 QUEUE = 32;  // turns, from the filling of a stage to the row's words
     static constexpr u32 MOST_STAGES = 12;
@@ -48,12 +48,12 @@ struct LeavingStages {
     u32 stages;
     u32 stage_bytes;
     u32 first;                // the first stage
-    u32 queue;                // {token, ranks} of a turn, or NO_MORE: a lane is finished
-    TurnBarriers filled;      // a lane has filled the turn's stage
+    u32 queue;                // {token, ranks} of a turn, or NO_MORE: a warp is finished
+    TurnBarriers filled;      // a warp has filled the turn's stage
     TurnBarriers emptied;     // the pusher has emptied the turn's stage
     TurnBarriers landed;      // the pusher knows that the turn's row has arrived
     TurnBarriers announced;   // the announcer has finished with the turn's entry of the queue
-    u32* turns;               // turns that lanes have taken
+    u32* turns;               // turns that warps have taken
 
     __device__ __forceinline__ LeavingStages(const DispatchParams& p, u8* memory)
         : stages(p.sender_stages), stage_bytes((p.slot_bytes + 127) & ~127u), first(ptx::shared_address(memory)),

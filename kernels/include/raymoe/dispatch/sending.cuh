@@ -1,8 +1,8 @@
 // The senders of a dispatch push rows of x into the slots of every rank that has an expert of the token.
 //
-// Senders need no counts: the slot of a row is its token's number. Lanes (warps) take the next token when they have
-// sent one, so the lanes with faster links take more. While a lane sends one token, it asks for the token after the
-// next, and for the experts of the next.
+// Senders need no counts: the slot of a row is its token's number. Sender warps take the next token when they have sent
+// one, so the warps with faster links take more. While a warp sends one token, it asks for the token after the next,
+// and for the experts of the next.
 #pragma once
 
 #include "raymoe/dispatch/chunks.cuh"
@@ -11,15 +11,15 @@
 
 namespace raymoe {
 
-// The tokens that a lane sends, one after another. All threads of the warp call its functions.
+// The tokens that a sender warp sends, one after another. All threads of the warp call its functions.
 class Tokens {
   public:
     __device__ explicit Tokens(const DispatchParams& p) : p_(p) {}
 
-    // Asks for the first token of lane `lane`.
-    __device__ __forceinline__ void begin(u32 tokens, u32 lane) {
+    // Asks for the first token of warp `warp` of all senders.
+    __device__ __forceinline__ void begin(u32 tokens, u32 warp) {
         tokens_ = tokens;
-        token_ = lane;
+        token_ = warp;
         ask_ranks();
         ask();
     }
@@ -49,7 +49,7 @@ class Tokens {
             const bool real = id >= 0 && id < p_.experts;
             mask = __reduce_or_sync(0xFFFFFFFF, real ? 1u << p_.rank_of(static_cast<u32>(id)) : 0);
         }
-        token_ = p_.lanes() + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken_, 0));
+        token_ = p_.all_sender_warps() + static_cast<u32>(__shfl_sync(0xFFFFFFFF, taken_, 0));
         ask_ranks();
         ask();
         return true;
@@ -89,36 +89,36 @@ __device__ __forceinline__ void stamp(u32 stage, u32 slot_bytes, u64 epoch) {
     }
 }
 
-// Sends rows as they are. A row is loaded once and stored at all ranks that need it. A lane's first thread drives a
+// Sends rows as they are. A row is loaded once and stored at all ranks that need it. A warp's first thread drives a
 // ring of its own. The word of a row follows when at least YOUNGER later rows have been pushed, so the wait for it is
 // short.
-class SendLane {
+class SenderWarp {
   public:
     static constexpr u32 YOUNGER = 1;
-    static constexpr u32 QUEUE = 32;  // rows of a lane, from their loads to their words
+    static constexpr u32 QUEUE = 32;  // rows of a warp, from their loads to their words
 
     static __device__ __forceinline__ u32 memory(const DispatchParams& p) {
-        return lane_memory(p.sender_stages, p.slot_bytes) + QUEUE * 8;
+        return ring_memory(p.sender_stages, p.slot_bytes) + QUEUE * 8;
     }
 
-    __device__ SendLane(const DispatchParams& p, u64 epoch, u32 lane, u8* memory, bool drives)
-        : p_(p), epoch_(epoch), lane_(lane), parity_(epoch & 1), leads_(threadIdx.x % 32 == 0),
+    __device__ SenderWarp(const DispatchParams& p, u64 epoch, u32 warp, u8* memory, bool drives)
+        : p_(p), epoch_(epoch), warp_(warp), parity_(epoch & 1), leads_(threadIdx.x % 32 == 0),
           ring_(memory, p.sender_stages, p.slot_bytes, drives && leads_),
-          queue_(ptx::shared_address(memory) + lane_memory(p.sender_stages, p.slot_bytes)), x_(p) {}
+          queue_(ptx::shared_address(memory) + ring_memory(p.sender_stages, p.slot_bytes)), x_(p) {}
 
-    // Sends the tokens that this lane takes of the first `tokens`. All threads of the warp call this. Placers copy this
+    // Sends the tokens that this warp takes of the first `tokens`. All threads of the warp call this. Placers copy this
     // rank's own rows. Returns false if a wait failed: then `finish` announces what has been loaded before.
     __device__ __forceinline__ bool run(u32 tokens) {
         const u32 wanted = ~(1u << p_.peers.rank);
         u32 token, mask;
-        if (CHUNKED && lane_ < tokens && !await_row(lane_)) {
+        if (CHUNKED && warp_ < tokens && !await_row(warp_)) {
             return false;
         }
-        if (leads_ && lane_ < tokens) {
-            load(lane_);  // before its ranks are known: nearly every token goes to some rank
+        if (leads_ && warp_ < tokens) {
+            load(warp_);  // before its ranks are known: nearly every token goes to some rank
         }
         Tokens mine(p_);
-        mine.begin(tokens, lane_);
+        mine.begin(tokens, warp_);
         if (mine.any(token, mask) && leads_) {
             queue(token, mask & wanted);
             store();  // nothing is in flight yet
@@ -215,7 +215,7 @@ class SendLane {
 
     const DispatchParams& p_;
     u64 epoch_;
-    u32 lane_;
+    u32 warp_;
     u32 parity_;
     bool leads_;
     Ring ring_;
@@ -227,9 +227,9 @@ class SendLane {
 };
 
 // Tells every peer that this sender has nothing more to send, also if there was nothing to send. All threads of the
-// block call this, when its lanes have awaited their rows. One fence covers all rows.
+// block call this, when its warps have awaited their rows. One fence covers all rows.
 __device__ inline void announce_done(const DispatchParams& p, u64 epoch, u32 sender) {
-    __syncthreads();  // hands what the lanes have awaited to the threads below
+    __syncthreads();  // hands what the warps have awaited to the threads below
     trace(p.trace, AT_ARRIVED);
     if (threadIdx.x < p.ranks_through_slots()) {
         ptx::fence_acq_rel_sys();  // orders the rows before the words
@@ -250,16 +250,16 @@ __device__ inline bool await_all(const DispatchParams& p, u64 epoch) {
     return __syncthreads_and(ok);
 }
 
-// Sends, as the `sender`-th sender, the tokens that its lanes take of the first `n`. All threads of the block call
+// Sends, as the `sender`-th sender, the tokens that its warps take of the first `n`. All threads of the block call
 // this.
 __device__ inline void send_rows(const DispatchParams& p, u64 epoch, u32 n, u32 sender, u8* shared) {
     const u32 warp = threadIdx.x / 32;
-    const bool drives = warp < p.sender_lanes;
-    SendLane lane(p, epoch, sender * p.sender_lanes + warp, shared + warp * SendLane::memory(p), drives);
+    const bool drives = warp < p.sender_warps;
+    SenderWarp sender_warp(p, epoch, sender * p.sender_warps + warp, shared + warp * SenderWarp::memory(p), drives);
     bool ok = true;
     if (drives) {
-        ok = lane.run(n);
-        lane.finish();
+        ok = sender_warp.run(n);
+        sender_warp.finish();
     }
     if (CHUNKED && !__syncthreads_and(ok)) {
         return;  // a wait failed, so rows are missing
