@@ -77,6 +77,7 @@ STALE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stale", STALE.values(), ids=STALE)
 def test_with_stamps_an_older_row_in_a_slot_is_reported(stale):
     # A slow rank may read in run 2 what was meant for run 3.
@@ -112,6 +113,7 @@ LINES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stale", LINES.values(), ids=LINES)
 @pytest.mark.parametrize("stamped", [False, True])
 def test_a_line_of_an_older_run_is_not_accepted(stale, stamped):
