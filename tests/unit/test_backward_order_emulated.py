@@ -215,6 +215,7 @@ def _gradients_left_out(kind: str, seed: int, changes: tuple[Change, ...] = ()) 
                 assert y.isfinite().all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_refuse_gradients_of_some(kind: str) -> None:
     for seed in range(2):
@@ -261,6 +262,7 @@ def _in_a_row(kind: str, seed: int, changes: tuple[Change, ...] = ()) -> None:
                 ranks.judge(ranks.gots[step][owner.world.rank], rows)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_backward_passes_in_a_row_are_right(kind: str) -> None:
     for seed in range(3):

@@ -221,6 +221,7 @@ def test_an_inductor_that_cannot_keep_the_order_is_refused() -> None:
         keep_order("an operator")
 
 
+@pytest.mark.thorough
 def test_a_layer_compiles_for_ranks_with_and_without_tokens(world: World, calls: Calls) -> None:
     torch.compiler.reset()
     spec = ExchangeSpec(tokens=8, hidden=8, experts=2, topk=1, dtype="float32", depth=0)

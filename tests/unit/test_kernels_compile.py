@@ -152,11 +152,11 @@ CASES += [(source, "sm_80") for source in BEFORE_HOPPER]
 
 
 def marked(cases: list[tuple[KernelSource, str]]) -> Iterator[Any]:
-    """Leave a build to `make test-all` if earlier ones have its kernel, architecture, macros and way of loading."""
+    """Leave a build to `make test-all` if earlier ones have its kernel, macros, way of loading and architecture."""
     seen: set[tuple[str, ...]] = set()
     for source, arch in cases:
         defined = {(source.stem, name, value if name == "PIPE_LOADING" else "") for name, value in source.defines}
-        shown = {(source.stem, arch), *defined}
+        shown = {(source.stem,), (arch,), *defined}
         yield pytest.param((source, arch), marks=pytest.mark.thorough if shown <= seen else ())
         seen |= shown
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler on t
 SHORT_S = 2e-3
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("number", range(len(RUNS)), ids=RUNS)
 def test_rows_arrive_as_planned_and_return_summed(number):
     """The seed also draws the types and counts, so that neighbouring runs differ in them."""
@@ -45,6 +45,7 @@ def test_a_seed_determines_the_interleaving():
     assert run.judged(5) == run.judged(5) != run.judged(6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["whole", "known"])
 @pytest.mark.parametrize("kinds", [("fused", "staged"), ("ll", "fused"), ("copied", "fused")])
 def test_two_exchanges_of_one_workspace_are_correct_in_turns(kinds, form):

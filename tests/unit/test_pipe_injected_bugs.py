@@ -143,6 +143,7 @@ def test_an_injected_bug_is_found(case: NormCase, change: Change, monkeypatch: p
     pytest.fail(f"{len(SEEDS)} interleavings are all right with it")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [(), EACH_THREAD_ARRIVES], ids=["as they are", "each thread arrives"])
 @pytest.mark.parametrize("case", list(dict.fromkeys(case for case, _ in INJECTED_BUGS.values())), ids=str)
 def test_the_same_cases_are_right_without_the_mistakes(

@@ -412,6 +412,7 @@ KINDS_OF_MANY = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS_OF_MANY)
 def test_many_lines_take_seconds(run, tmp_path, kind):
     with (run / "results.jsonl").open("w") as file:

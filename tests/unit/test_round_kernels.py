@@ -50,6 +50,7 @@ def test_dispatch_and_combine_equal_the_plan(compact: bool) -> None:
     hold()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compact", [True, False], ids=["collective", "allgather"])
 @pytest.mark.parametrize(("ranks", "local", "group"), [(1, 700, 1), (1, 700, 2), (4, 150, 3), (16, 1, 1)])
 def test_many_experts_and_ranks_are_correct_on_blocks_of_8_warps(

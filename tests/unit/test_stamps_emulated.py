@@ -79,6 +79,7 @@ STALE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stale", STALE.values(), ids=STALE)
 def test_with_stamps_an_older_row_in_a_slot_is_reported(stale):
     # A slow rank may read in run 2 what was meant for run 3.
@@ -90,6 +91,7 @@ def test_with_stamps_an_older_row_in_a_slot_is_reported(stale):
                     each.check()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("stale", [each for each in STALE.values() if each.form == "whole"])
 def test_without_stamps_an_older_row_is_taken_as_current(stale):
     with stale.three_runs(seed=0, stamped=False) as steps:
@@ -113,6 +115,7 @@ LINES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stale", LINES.values(), ids=LINES)
 @pytest.mark.parametrize("stamped", [False, True])
 def test_a_line_of_an_older_run_is_not_accepted(stale, stamped):

@@ -122,6 +122,7 @@ def test_two_runs_of_a_case_have_two_tables_and_an_unknown_point_is_shown():
     assert text.rstrip().splitlines()[-1].split() == ["weighed", "9.0", "9.1", "9.2", "-", "-"]
 
 
+@pytest.mark.thorough
 def test_each_operation_has_a_plot_with_a_panel_for_each_case(tmp_path):
     lines = [line for line in traced_exchange((1, 4096)) if line["timeline"]]
     for name in ("one", "two"):
