@@ -126,7 +126,7 @@ def send_without_release(world: World) -> str | None:
 
 def test_a_send_without_a_release_times_out_and_fails_the_channel(two_worlds: list[World]) -> None:
     said, _ = each(two_worlds, send_without_release)
-    assert "rank 0 waited 0.4 s for rank 1 in send" in said
+    assert re.search(r"rank 0 waited 0\.\d s for rank 1 in send", said), said  # 0.4 s, or more under load
 
 
 Asked = Callable[[World], Channel]
