@@ -24,7 +24,7 @@ setup: $(STAMP) ## create .venv and install everything in it
 run: $(STAMP) ## set up, then run configs/quickstart.yaml (another config: CONFIG=host_exchange)
 	$(BIN)/raymoe run $(CONFIG)
 
-test: check unit ## set up, then run ruff, mypy and the tests that guard daily changes (ten minutes on two cores)
+test: check unit ## set up, then run ruff, mypy and the tests that guard daily changes
 
 check: lint types ## run ruff and mypy only
 

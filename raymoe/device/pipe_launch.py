@@ -160,7 +160,7 @@ class RowsDevice:
         self._counters = TileCounters(gpu)
 
     def find(self, kind: Hashable, rows: int) -> Any:
-        """What `prepare` was given for such tensors and as many rows, or about as many; None: nothing."""
+        """Return the launches that `keep` was given for such tensors and about as many rows, or None."""
         known = self._kinds.get(kind)
         return None if known is None else known.launches.get(bisect_right(known.breaks, rows))
 

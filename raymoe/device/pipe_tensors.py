@@ -103,7 +103,7 @@ def work_of(shape: PipeShape, rows: int, hidden: int) -> PipeWork:
     return PipeWork(rows, 0, tiles, shape.tile_rows, pieces, piece, width, shape.stage_bytes)
 
 
-# What the kernels' parameters depend on, for launches that are prepared for tensors of one kind.
+# The kinds of tensors for which launches are prepared.
 
 
 SCALES = ("fp8.scales", "fp8.scale_row", "fp8.scale_block")

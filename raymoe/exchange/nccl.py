@@ -322,7 +322,7 @@ _MOST_KNOWN = 64
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """What the host knows of a dispatch."""
+    """The numbers of a dispatch that the host keeps."""
 
     number: int
     """The dispatch, counted from 1."""

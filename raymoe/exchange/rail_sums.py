@@ -33,7 +33,7 @@ _SPARE_WORDS = 2  # before the statuses of a record: whether there are any, and 
 
 @dataclass(frozen=True)
 class Said:
-    """What the ranks of a domain say of a combine that they do not refuse."""
+    """The status that the ranks of a domain send with a combine that they do not refuse."""
 
     number: torch.Tensor
     """int32[2], the halves of a word: the dispatch that is combined."""

@@ -87,7 +87,7 @@ def status_of(refusal: Refusal, dispatch: int, weighted: bool, site: int = 0) ->
 
 
 def status_of_backward(dispatch: int, site: int = 0) -> Refusal:
-    """What a rank says in the backward pass of one of its dispatches; 0: it is in no backward pass."""
+    """The status that a rank sends in the backward pass of its dispatch; dispatch 0: it is in no backward pass."""
     return Refusal(Cause.NONE, site << SITE_SHIFT, dispatch)
 
 

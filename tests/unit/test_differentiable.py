@@ -279,7 +279,7 @@ def test_selective_checkpointing_sees_the_operators(alone: Exchange) -> None:
                     use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy),
                 )  # fmt: skip
                 y.sum().backward()
-            assert dispatched.call_count == 1  # none is run again
+            assert dispatched.call_count == 1  # none is run again; the backward of combine is `dispatch_again`
         else:
             layer(x, ids, weights).sum().backward()
         gradients.append((x.grad, weights.grad))

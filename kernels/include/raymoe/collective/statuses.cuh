@@ -22,7 +22,7 @@ struct Status {
 };
 static_assert(sizeof(Status) == 16, "");
 
-// What a rank says in the backward pass of a dispatch, which is counted from 1; 0: it runs no backward pass.
+// The status that a rank sends in the backward pass of dispatch `number`, from 1; 0: it runs no backward pass.
 __device__ __forceinline__ Status pass_status(u32 site, u64 number) { return {CAUSE_NONE, site << 2, number}; }
 
 __device__ __forceinline__ Status load_status(const void* at) {
