@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from raymoe.config import load_job
 from raymoe.config.resolved import job_from_resolved
 from raymoe.errors import ConfigError
 from raymoe.report.directory import RunDirectory
+from tests.short_folder import short_base
 from tests.unit.configs_on_disk import refused, write
 
 SECRET = "hunter2"
@@ -25,12 +28,13 @@ def told(error: ConfigError) -> str:
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """The folder of a config, and one beside it."""
-    own, other = tmp_path / "own", tmp_path / "other"
-    own.mkdir()
-    other.mkdir()
-    return own, other
+def folders() -> Iterator[tuple[Path, Path]]:
+    """Make the folder of a config, and one beside it, at short paths: an error shortens a long one."""
+    with tempfile.TemporaryDirectory(prefix="rm-", dir=short_base(11)) as folder:
+        own, other = Path(folder, "own"), Path(folder, "other")
+        own.mkdir()
+        other.mkdir()
+        yield own, other
 
 
 # `defaults` names only what is called a config.

@@ -74,7 +74,8 @@ time.sleep(60)
 CLIENT = """
 import atexit, ctypes
 atexit.register(ctypes.PyDLL(None).usleep, 1_500_000)  # as above
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
+from pathlib import Path
 from raymoe.memory.across import BoundedStore, StoreAddress, connect
 from raymoe.memory.wait import Waiter
 
@@ -84,6 +85,10 @@ store = BoundedStore(address, lambda: connect(address, 5), Waiter(1, 5))
 store.open(timeout_s=5)
 store.ask("set", "key", "value", timeout_s=5)
 os.kill(server, signal.SIGSTOP)
+# A signal stops the threads one by one, and the store's own thread could still answer.
+threads = Path(f"/proc/{server}/task")
+while {file.read_text().rpartition(")")[2].split()[0] for file in threads.glob("*/stat")} != {"T"}:
+    time.sleep(0.01)
 try:
     store.ask("get", "key", timeout_s=0.2)
 except RuntimeError as error:
